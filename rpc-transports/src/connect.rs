@@ -3,8 +3,11 @@
 mod connector;
 mod error;
 mod hops;
+pub(crate) mod local;
+mod opener;
 
 pub use self::connector::Connector;
 pub(crate) use self::connector::spoken_to;
 pub use self::error::ConnectError;
 pub(crate) use self::hops::Hop;
+pub use self::opener::{OpenedBy, SessionOpener};

@@ -35,7 +35,7 @@ pub use address::{Address, AddressError, ToAddress};
 pub use backoff::Backoff;
 pub use channel::{BlockingChannel, BlockingIo, Channel, ChannelGuard, ChannelIo, ExplainEnd, Machine, Peer};
 pub use client::{BlockingClientSession, ClientSession};
-pub use connect::{ConnectError, Connector};
+pub use connect::{ConnectError, Connector, OpenedBy, SessionOpener};
 pub use error::TransportError;
 #[cfg(feature = "tls")]
 pub use handshake::certificates;

@@ -20,6 +20,7 @@
 
 mod client;
 mod messages;
+mod opener;
 mod ticket;
 
 pub use self::client::{Loan, TrackerClient, address_of};
@@ -29,7 +30,7 @@ pub use self::messages::{
 };
 pub use self::ticket::{Ticket, TicketError, TicketKey};
 
-pub(crate) use self::client::connect;
+pub(crate) use self::opener::TrackerOpener;
 
 /// [Application kind](rpc_core::RpcError::application_kind) of a server's refusal of a client
 /// without a valid ticket.

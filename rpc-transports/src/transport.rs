@@ -1,5 +1,6 @@
 //! Transports: the trait for dialling peers and listening for them, and the terms of each call.
 
+mod compiled_in;
 mod registry;
 
 use std::fmt;

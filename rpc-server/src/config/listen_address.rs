@@ -3,7 +3,7 @@
 use std::fmt;
 use std::net::SocketAddr;
 
-use rpc_transports::{Address, AddressError, Properties, TransportError, Transports};
+use rpc_transports::{Address, AddressError, Transports};
 use serde::{Deserialize, Serialize};
 
 use super::{ConfigError, HttpAddress};
@@ -57,22 +57,12 @@ pub(super) fn check_addresses(
     transports: &Transports,
 ) -> Result<(), ConfigError> {
     for ListenAddress(address) in listen {
-        let properties = match transports.check(address) {
-            Err(source @ TransportError::Address(AddressError::UnknownScheme { .. })) => {
-                // A session opener, such as `tracker:`, has no channels to listen for.
-                let opens_sessions = matches!(address.scheme(), "local" | "tracker");
-                if !opens_sessions {
-                    return Err(ConfigError::Address { source });
-                }
-                None
-            }
-            Err(source) => return Err(ConfigError::Address { source }),
-            Ok(properties) => Some(properties),
-        };
-        let listenable = |properties: &Properties| !properties.starts_programs && address.key().is_none();
-        let Some(properties) = properties.filter(listenable) else {
+        let properties = transports.check(address).map_err(|source| ConfigError::Address { source })?;
+        // The address of a session opener, such as `tracker:`, has no channels to listen for.
+        let opens_sessions = transports.opener(address.scheme()).is_some();
+        if opens_sessions || properties.starts_programs || address.key().is_some() {
             return Err(ConfigError::NotListenable { address: address.clone() });
-        };
+        }
         // Without encryption a token proves the identity at the beginning of a connection only.
         let secure = properties.is_local() || (properties.encrypted && trust.demands());
         if !secure && !insecure {

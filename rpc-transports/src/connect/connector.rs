@@ -7,10 +7,11 @@ use std::time::Duration;
 
 use bytes::BytesMut;
 use rpc_core::proto::{HandshakeConfig, Hello, LinkConfig, Negotiated, Role};
-use rpc_core::{ErrorKind, LocalSession, Registry, RpcError, Session, SharedSession};
+use rpc_core::{ErrorKind, Registry, RpcError, Session, SharedSession};
 
 use super::error::ConnectError;
 use super::hops::Hop;
+use super::opener::{OpenedBy, SessionOpener};
 use crate::address::{Address, AddressError, ToAddress};
 use crate::channel::Channel;
 use crate::client::{BlockingClientSession, ClientSession};
@@ -20,7 +21,6 @@ use crate::handshake::certificates::ClientTls;
 use crate::handshake::driver::{dial_handshake, dial_handshake_blocking};
 use crate::handshake::identity::{DIALLER, Security, Tokens, of_dialler};
 use crate::limits::WireLimits;
-use crate::tracker;
 use crate::tracker::ServerRequest;
 use crate::transport::{Dial, Properties, Transports};
 
@@ -213,28 +213,44 @@ impl Connector {
     }
 
     /// Opens a session with the server at `target`, or with one that the tracker gives out if that
-    /// is a `tracker://` address; [`tracker`](crate::tracker) says more. The session's input and
-    /// output run as a task of the current tokio runtime. Cancel-safe.
+    /// is a `tracker://` address; [`tracker`](crate::tracker) says more. Other addresses that lead
+    /// to a session and to no channel are opened by their [`SessionOpener`]. The session's input
+    /// and output run as a task of the current tokio runtime. Cancel-safe.
     ///
     /// # Errors
     ///
     /// [`ConnectError`] if an address is malformed, or if a peer cannot be reached or refuses.
     pub async fn connect<A: ToAddress + ?Sized>(&self, target: &A) -> Result<Session, ConnectError> {
         let target = self.target(target)?;
-        self.connect_to(target).await
-    }
-
-    async fn connect_to(&self, target: Hop) -> Result<Session, ConnectError> {
-        if tracker::address_of(&target.address).is_some() {
-            return tracker::connect(self, &target.address, self.queue_timeout).await;
-        }
         self.connect_at(target).await
     }
 
-    /// Opens a session as [`connect`](Self::connect) does, without asking a tracker.
+    /// Opens a session as [`connect`](Self::connect) does, at an address that has been parsed.
     pub(crate) async fn connect_at(&self, target: Hop) -> Result<Session, ConnectError> {
+        if let Some(opener) = self.own_opener(&target) {
+            let (address, connector) = self.for_opener(&target.address)?;
+            return opener.open(&address, &connector).await;
+        }
         let (first, further) = self.route(target);
         Ok(self.forward(&first, &further).await?.into())
+    }
+
+    /// Returns the opener that this side uses for `target`. There is none if a channel leads there,
+    /// or if the last hop opens the session.
+    fn own_opener(&self, target: &Hop) -> Option<&dyn SessionOpener> {
+        let opener = self.transports.opener(target.address.scheme()).filter(|_| !target.tunnel)?;
+        (self.via.is_empty() || opener.opened_by() == OpenedBy::Client).then_some(opener)
+    }
+
+    /// Returns the address for an opener, which has no key, and the connector with that key.
+    fn for_opener(&self, target: &Address) -> Result<(Address, Self), ConnectError> {
+        self.transports.check(target)?;
+        crate::runtime::install_probe();
+        let connector = match target.key() {
+            Some(key) => self.clone().key(key),
+            None => self.clone(),
+        };
+        Ok((target.clone().without_key(), connector))
     }
 
     /// Opens a session as [`connect`](Self::connect) does, on the calling thread and without a
@@ -247,15 +263,16 @@ impl Connector {
     /// As [`connect`](Self::connect).
     pub fn connect_blocking<A: ToAddress + ?Sized>(&self, target: &A) -> Result<Session, ConnectError> {
         let target = self.target(target)?;
-        if tracker::address_of(&target.address).is_some() {
+        if let Some(opener) = self.own_opener(&target) {
+            let (address, connector) = self.for_opener(&target.address)?;
+            if let Some(opened) = opener.open_blocking(&address, &connector) {
+                return opened;
+            }
             let this = self.clone();
-            return crate::runtime::run_in_background(async move { this.connect_to(target).await });
+            return crate::runtime::run_in_background(async move { this.connect_at(target).await });
         }
         let (first, further) = self.route(target);
         let plan = self.plan(&first, &further)?;
-        if plan.address.scheme() == LOCAL {
-            return Ok(Session::new(self.local_session(&plan.address)?));
-        }
         crate::runtime::install_probe();
         // Blocking sockets carry no TLS.
         let dialled = match plan.tunnel || self.properties(&plan.address)?.encrypted {
@@ -295,6 +312,40 @@ impl Connector {
         Ok(Session::new(self.client(channel, self.key.clone(), Vec::new()).await?))
     }
 
+    /// Opens a channel to `address`, without hops and on the terms of this connector. For
+    /// [`SessionOpener`]s whose peers speak another protocol.
+    ///
+    /// # Errors
+    ///
+    /// [`ConnectError`] if the peer cannot be reached, or not as securely as its address says.
+    pub async fn open_channel(&self, address: &Address) -> Result<Channel, ConnectError> {
+        self.channel(address, None).await
+    }
+
+    /// Returns the terms on which channels are opened: time limit, tokens and trust.
+    #[must_use]
+    pub fn terms(&self) -> &Dial {
+        &self.dial
+    }
+
+    /// Returns the key that the server must have, if any.
+    #[must_use]
+    pub fn requested_key(&self) -> Option<&str> {
+        (!self.key.is_empty()).then_some(&self.key)
+    }
+
+    /// Returns true if sessions are opened through hops.
+    #[must_use]
+    pub fn has_hops(&self) -> bool {
+        !self.via.is_empty()
+    }
+
+    /// Returns the functions that `local:` addresses find, if any were set.
+    #[must_use]
+    pub fn local_functions(&self) -> Option<&Registry> {
+        self.local.as_ref()
+    }
+
     /// Returns the last stop if it and the hops in front of it are well-formed.
     fn target<A: ToAddress + ?Sized>(&self, target: &A) -> Result<Hop, ConnectError> {
         if let Some(error) = &self.malformed {
@@ -330,26 +381,22 @@ impl Connector {
 
     /// Opens a session with a server, through `over` if a channel leads there already.
     async fn open(&self, plan: Plan, over: Option<Channel>) -> Result<SharedSession, ConnectError> {
-        if plan.address.scheme() == LOCAL {
-            if over.is_some() || !self.behind.0.is_empty() {
-                let text = "'local:' is the process that connects, and nothing that others are brought to";
+        let Plan { address, key, forward, .. } = plan;
+        if let Some(opener) = self.transports.opener(address.scheme())
+            && over.is_none()
+            && forward.is_empty()
+        {
+            if opener.opened_by() != OpenedBy::LastHop {
+                let text = format!("'{address}' is opened by the client itself, and no server leads others there");
                 return Err(RpcError::new(ErrorKind::Refused, text).into());
             }
-            return Ok(Arc::new(self.local_session(&plan.address)?));
+            let (address, connector) = self.clone().key(&key).for_opener(&address)?;
+            return Ok(opener.open(&address, &connector).await?.shared().clone());
         }
         crate::runtime::install_probe();
-        let Plan { address, key, forward, .. } = plan;
         let client =
             |channel| -> Going<'_, ClientSession> { Box::pin(self.client(channel, key.clone(), forward.clone())) };
         Ok(Arc::new(self.meet(&address, over, &client).await?))
-    }
-
-    fn local_session(&self, address: &Address) -> Result<LocalSession, AddressError> {
-        if address.rest() != Some("") || address.parameters().next().is_some() {
-            let problem = "it says more than there is to say about this process; write local:";
-            return Err(AddressError::invalid(address, problem));
-        }
-        Ok(LocalSession::new(self.local.clone().unwrap_or_default()))
     }
 
     /// Opens a channel to `next` through the hop at `address`.
@@ -422,9 +469,17 @@ impl Connector {
         Ok(channel)
     }
 
-    /// Returns the properties of an address, as its transport states them.
-    pub(crate) fn properties(&self, address: &Address) -> Result<Properties, TransportError> {
+    /// Returns the properties of an address, as its transport or opener declares them.
+    fn properties(&self, address: &Address) -> Result<Properties, TransportError> {
         self.transports.check(address)
+    }
+
+    /// Returns true if a tracker may send this client to `address`: a server is there, and no
+    /// program is started by going there.
+    pub(crate) fn accepts_grant(&self, address: &Address) -> bool {
+        let by_client = |opener: &dyn SessionOpener| opener.opened_by() != OpenedBy::LastHop;
+        self.properties(address).is_ok_and(|properties| !properties.starts_programs)
+            && !self.transports.opener(address.scheme()).is_some_and(by_client)
     }
 
     async fn client(
@@ -498,9 +553,9 @@ impl Connector {
         HandshakeConfig { hello, identities, hold: false, timeout: self.handshake_timeout }
     }
 
-    /// Returns the key that the server must have, if any.
-    pub(crate) fn asked_key(&self) -> Option<&str> {
-        (!self.key.is_empty()).then_some(&self.key)
+    /// Returns the time to wait for a server of a tracker. `None` for no limit.
+    pub(crate) fn queue_limit(&self) -> Option<Duration> {
+        self.queue_timeout
     }
 
     pub(crate) fn wanted(&self) -> Option<&ServerRequest> {
@@ -511,9 +566,6 @@ impl Connector {
         LinkConfig { keep_alive: self.dial.keep_alive }
     }
 }
-
-/// The scheme of this process.
-const LOCAL: &str = "local";
 
 /// Returns true if the error stems from the end of the stream and not from the peer's answer.
 fn is_of_the_end(error: &RpcError) -> bool {

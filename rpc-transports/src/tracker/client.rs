@@ -322,18 +322,14 @@ impl TrackerClient {
     }
 }
 
-/// Opens a session with a server that the tracker at `address` grants. [`Connector::connect`] calls
-/// it for `tracker://` addresses.
-pub(crate) async fn connect(
-    connector: &Connector,
-    address: &Address,
-    timeout: Option<Duration>,
-) -> Result<Session, ConnectError> {
+/// Opens a session with a server that the tracker at `address` grants, with the key and the
+/// requirements of `connector`.
+pub(super) async fn connect(connector: &Connector, address: &Address) -> Result<Session, ConnectError> {
     let mut request = connector.wanted().cloned().unwrap_or_else(ServerRequest::any).count(1);
-    if let Some(key) = address.key().or_else(|| connector.asked_key()) {
+    if let Some(key) = connector.requested_key() {
         key.clone_into(&mut request.key);
     }
-    if let Some(timeout) = timeout {
+    if let Some(timeout) = connector.queue_limit() {
         request = request.timeout(timeout);
     }
     let tracker = TrackerClient::new(connector.clone(), address);
@@ -347,10 +343,8 @@ async fn connect_to(connector: Connector, grant: &Grant) -> Result<Session> {
     let mut stops = Vec::new();
     for stop in &grant.address {
         // A tracker gives the locations of servers, and must not start programs here.
-        let hop = stop.parse::<Hop>().ok();
-        let is_a_place =
-            |hop: &Hop| connector.properties(&hop.address).is_ok_and(|properties| !properties.starts_programs);
-        let Some(hop) = hop.filter(is_a_place) else {
+        let hop = stop.parse::<Hop>().ok().filter(|hop| connector.accepts_grant(&hop.address));
+        let Some(hop) = hop else {
             let text = format!("the tracker granted '{stop}', which is not where a server is");
             return Err(RpcError::new(ErrorKind::Protocol, text));
         };
@@ -367,7 +361,7 @@ async fn connect_to(connector: Connector, grant: &Grant) -> Result<Session> {
 
 /// Prefix of a tracker's scheme. The scheme by which the tracker is reached follows it; `tracker`
 /// alone stands for TCP.
-const SCHEME: &str = "tracker";
+pub(super) const SCHEME: &str = "tracker";
 
 /// Schemes that cannot lead to a tracker: the client would start it as a program, or reach no
 /// server.
@@ -518,6 +512,8 @@ fn blocking<T: Send + 'static>(work: impl Future<Output = Result<T>> + Send + 's
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::connect::{OpenedBy, SessionOpener};
+    use crate::transport::{BoxFuture, Properties, Reach, Transports};
 
     #[test]
     fn a_tracker_is_asked_where_its_address_says() {
@@ -534,9 +530,8 @@ mod tests {
         }
     }
 
-    #[tokio::test]
-    async fn a_tracker_does_not_make_its_clients_start_programs() {
-        let grant = |address: &[&str]| Grant {
+    fn grant(address: &[&str]) -> Grant {
+        Grant {
             serial: 1,
             ticket: String::new(),
             good_for_ms: 1000,
@@ -545,7 +540,11 @@ mod tests {
             labels: std::collections::BTreeMap::new(),
             devices: Vec::new(),
             address: address.iter().map(ToString::to_string).collect(),
-        };
+        }
+    }
+
+    #[tokio::test]
+    async fn a_tracker_does_not_make_its_clients_start_programs() {
         for address in [
             &["exec:touch /tmp/started"][..],
             &["local:"],
@@ -557,6 +556,47 @@ mod tests {
         ] {
             let error = connect_to(Connector::new(), &grant(address)).await.unwrap_err();
             assert_eq!(error.kind(), ErrorKind::Protocol, "{address:?}: {error}");
+        }
+    }
+
+    /// Opener of `vault:` addresses.
+    #[derive(Debug)]
+    struct Vault(Properties, OpenedBy);
+
+    impl SessionOpener for Vault {
+        fn schemes(&self) -> &[&str] {
+            &["vault"]
+        }
+
+        fn check(&self, _: &Address) -> std::result::Result<Properties, AddressError> {
+            Ok(self.0)
+        }
+
+        fn opened_by(&self) -> OpenedBy {
+            self.1
+        }
+
+        fn open<'a>(
+            &'a self,
+            _: &'a Address,
+            _: &'a Connector,
+        ) -> BoxFuture<'a, std::result::Result<Session, ConnectError>> {
+            let session: rpc_core::SharedSession = Arc::new(rpc_core::LocalSession::new(rpc_core::Registry::new()));
+            Box::pin(async { Ok(session.into()) })
+        }
+    }
+
+    #[tokio::test]
+    async fn a_tracker_sends_its_clients_to_openers_under_the_rules_for_transports() {
+        let plain = Properties::plain(Reach::Network);
+        for (properties, opened_by, is_accepted) in [
+            (plain, OpenedBy::LastHop, true),
+            (plain, OpenedBy::Client, false),
+            (Properties::default(), OpenedBy::LastHop, false),
+        ] {
+            let transports = Transports::default().with_opener(Vault(properties, opened_by));
+            let outcome = connect_to(Connector::new().transports(transports), &grant(&["vault:north"])).await;
+            assert_eq!(outcome.is_ok(), is_accepted, "{properties:?} {opened_by:?}: {outcome:?}");
         }
     }
 }

@@ -1,18 +1,20 @@
-//! The registry of transports: which of them serves an address.
+//! The registry of transports and session openers: which of them serves an address.
 
 use std::fmt;
-use std::sync::{Arc, LazyLock};
+use std::sync::Arc;
 
 use super::{Bind, Dial, Properties, Transport};
 use crate::address::{Address, AddressError, is_covered};
 use crate::channel::{BlockingChannel, Channel};
+use crate::connect::SessionOpener;
 use crate::error::TransportError;
 use crate::listener::Listener;
-use crate::transports;
 
-/// The transports that a program uses, by the schemes of their addresses. Cheap to clone.
+/// The transports and session openers that a program uses, by the schemes of their addresses. Cheap
+/// to clone.
 ///
-/// The default has those that this crate was compiled with.
+/// The default has the transports that this crate was compiled with, and the openers of `local:`
+/// and `tracker://` addresses.
 ///
 /// ```
 /// use rpc_transports::{Address, Bind, Dial, Transports};
@@ -34,7 +36,14 @@ use crate::transports;
 /// # }
 /// ```
 #[derive(Clone)]
-pub struct Transports(Arc<[Arc<dyn Transport>]>);
+pub struct Transports(Arc<[Entry]>);
+
+/// Entry of the registry.
+#[derive(Clone)]
+enum Entry {
+    Transport(Arc<dyn Transport>),
+    Opener(Arc<dyn SessionOpener>),
+}
 
 /// Schemes of this crate's transports that were not compiled in, each with the Cargo feature that
 /// enables it.
@@ -52,7 +61,7 @@ const SWITCHED_OFF: &[(&str, &str)] = &[
 ];
 
 impl Transports {
-    /// Creates a registry without any transport.
+    /// Creates a registry without any transport or opener.
     #[must_use]
     pub fn empty() -> Self {
         Self(Arc::default())
@@ -62,14 +71,24 @@ impl Transports {
     /// that a transport of this crate can be replaced by one with other settings.
     #[must_use]
     pub fn with(self, transport: impl Transport) -> Self {
-        let added: Arc<dyn Transport> = Arc::new(transport);
+        self.with_entry(Entry::Transport(Arc::new(transport)))
+    }
+
+    /// Adds a session opener. It takes precedence over transports and openers before it that have
+    /// the same scheme.
+    #[must_use]
+    pub fn with_opener(self, opener: impl SessionOpener) -> Self {
+        self.with_entry(Entry::Opener(Arc::new(opener)))
+    }
+
+    fn with_entry(self, added: Entry) -> Self {
         Self([added].into_iter().chain(self.0.iter().cloned()).collect())
     }
 
     /// Returns the known schemes, in alphabetical order.
     #[must_use]
     pub fn schemes(&self) -> Vec<&str> {
-        let mut schemes: Vec<&str> = self.0.iter().flat_map(|transport| transport.schemes()).copied().collect();
+        let mut schemes: Vec<&str> = self.0.iter().flat_map(|entry| entry.schemes()).copied().collect();
         schemes.sort_unstable();
         schemes.dedup();
         schemes
@@ -78,8 +97,19 @@ impl Transports {
     /// Returns the transport of the scheme, if there is one.
     #[must_use]
     pub fn get(&self, scheme: &str) -> Option<&dyn Transport> {
-        let serves = |transport: &&Arc<dyn Transport>| transport.schemes().contains(&scheme);
-        self.0.iter().find(serves).map(|transport| &**transport)
+        match self.entry(scheme)? {
+            Entry::Transport(transport) => Some(&**transport),
+            Entry::Opener(_) => None,
+        }
+    }
+
+    /// Returns the session opener of the scheme, if there is one.
+    #[must_use]
+    pub fn opener(&self, scheme: &str) -> Option<&dyn SessionOpener> {
+        match self.entry(scheme)? {
+            Entry::Transport(_) => None,
+            Entry::Opener(opener) => Some(&**opener),
+        }
     }
 
     /// Returns the transport of an address.
@@ -87,11 +117,23 @@ impl Transports {
     /// # Errors
     ///
     /// [`AddressError::UnknownScheme`], which lists the known ones, and
-    /// [`TransportError::Unsupported`] for a transport of this crate that was not compiled in.
+    /// [`TransportError::Unsupported`] for the address of a session opener, and for a transport of
+    /// this crate that was not compiled in.
     pub fn of(&self, address: &Address) -> Result<&dyn Transport, TransportError> {
+        match self.entry_of(address)? {
+            Entry::Transport(transport) => Ok(&**transport),
+            Entry::Opener(_) => Err(TransportError::unsupported(address, NO_CHANNEL)),
+        }
+    }
+
+    fn entry(&self, scheme: &str) -> Option<&Entry> {
+        self.0.iter().find(|entry| entry.serves(scheme))
+    }
+
+    fn entry_of(&self, address: &Address) -> Result<&Entry, TransportError> {
         let scheme = address.scheme();
-        if let Some(transport) = self.get(scheme) {
-            return Ok(transport);
+        if let Some(entry) = self.entry(scheme) {
+            return Ok(entry);
         }
         if let Some((_, feature)) = SWITCHED_OFF.iter().find(|(switched_off, _)| *switched_off == scheme) {
             let why = format!("are switched off in this build; enable the Cargo feature {feature}");
@@ -101,14 +143,15 @@ impl Transports {
         Err(AddressError::UnknownScheme { scheme: scheme.to_owned(), known }.into())
     }
 
-    /// Returns the properties of channels to `address`.
+    /// Returns the properties of the way to `address`, as its transport or session opener declares
+    /// them.
     ///
     /// # Errors
     ///
-    /// Those of [`of`](Self::of), and [`TransportError::Address`] if the transport does not accept
-    /// the address.
+    /// [`AddressError::UnknownScheme`], and [`TransportError::Address`] if the transport or the
+    /// opener does not accept the address.
     pub fn check(&self, address: &Address) -> Result<Properties, TransportError> {
-        Ok(self.of(address)?.check(address)?)
+        Ok(self.entry_of(address)?.check(address)?)
     }
 
     /// Opens a channel to the peer at `address`. Needs a tokio runtime with I/O and time.
@@ -175,35 +218,47 @@ impl Transports {
     /// that begins with the scheme itself.
     #[must_use]
     pub fn matches(&self, pattern: &str, address: &Address) -> bool {
-        let Ok(transport) = self.of(address) else {
+        let Ok(entry) = self.entry_of(address) else {
             // Nothing is known of the address, so the pattern must be the same text.
             return pattern == address.to_string();
         };
-        match (transport.check(address), transport.canonical(address)) {
+        match (entry.check(address), entry.canonical(address)) {
             (Ok(properties), Ok(canonical)) => is_covered(pattern, &canonical, properties.starts_programs),
             _ => false,
         }
     }
 }
 
-impl Default for Transports {
-    fn default() -> Self {
-        static COMPILED_IN: LazyLock<Transports> = LazyLock::new(|| {
-            let transports = Transports::empty();
-            #[cfg(feature = "exec")]
-            let transports = transports.with(transports::exec::Exec::new());
-            let transports = transports.with(transports::memory::Memory);
-            #[cfg(feature = "unix")]
-            let transports = transports.with(transports::unix::Unix::new());
-            #[cfg(feature = "quic")]
-            let transports = transports.with(transports::quic::Quic);
-            #[cfg(feature = "tls")]
-            let transports = transports.with(transports::tls::Tls);
-            #[cfg(feature = "tcp")]
-            let transports = transports.with(transports::tcp::Tcp);
-            transports
-        });
-        COMPILED_IN.clone()
+const NO_CHANNEL: &str = "lead to a session, and to no channel that could be dialled, listened on or tunnelled to; \
+     connect there, as the last stop";
+
+impl Entry {
+    fn schemes(&self) -> &[&str] {
+        match self {
+            Self::Transport(transport) => transport.schemes(),
+            Self::Opener(opener) => opener.schemes(),
+        }
+    }
+
+    fn serves(&self, scheme: &str) -> bool {
+        match self {
+            Self::Transport(transport) => transport.schemes().contains(&scheme),
+            Self::Opener(opener) => opener.serves(scheme),
+        }
+    }
+
+    fn check(&self, at: &Address) -> Result<Properties, AddressError> {
+        match self {
+            Self::Transport(transport) => transport.check(at),
+            Self::Opener(opener) => opener.check(at),
+        }
+    }
+
+    fn canonical(&self, at: &Address) -> Result<Address, AddressError> {
+        match self {
+            Self::Transport(transport) => transport.canonical(at),
+            Self::Opener(opener) => opener.canonical(at),
+        }
     }
 }
 

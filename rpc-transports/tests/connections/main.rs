@@ -4,6 +4,7 @@
 
 #[cfg(feature = "quic")]
 mod chains;
+mod custom_opener;
 mod custom_transport;
 mod limits;
 #[cfg(feature = "quic")]
