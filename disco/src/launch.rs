@@ -5,7 +5,6 @@ mod nodes;
 mod processes;
 mod threads;
 
-use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use rpc_core::{ErrorKind, RpcError, Session};
@@ -14,9 +13,7 @@ use crate::completion::Completion;
 use crate::controller::dispatch::Controller;
 use crate::controller::session::DiscoSession;
 use crate::error::{DiscoError, Result};
-use crate::link::local::Inbox;
 use crate::link::source::{Source, open_links};
-use crate::link::upstream::Upstream;
 use crate::logs;
 use crate::options::Options;
 use crate::wire::plan::Layout;
@@ -31,6 +28,9 @@ impl DiscoSession {
     /// A session whose workers are at the far end of any sessions, so many in each: threads of this
     /// process behind a local one, devices behind a chain of hops. The program there must have
     /// [registered](crate::register) disco's functions.
+    ///
+    /// Commands are encoded for all of them. Only [`ThreadedSession`] hands them to workers of this
+    /// process as they are.
     pub fn over(
         sessions: impl IntoIterator<Item = Session>,
         workers_per_session: u32,
@@ -92,7 +92,6 @@ fn launch(
 }
 
 async fn start(layout: Layout, count: u32, nodes: Vec<Node>, options: Options) -> Result<DiscoSession> {
-    let inbox = Arc::new(Inbox::default());
     let set_up = SetUp {
         version: VERSION,
         layout,
@@ -103,7 +102,6 @@ async fn start(layout: Layout, count: u32, nodes: Vec<Node>, options: Options) -
         logs: options.worker_logs.map(logs::number),
         report_every: (options.window / 8).max(1),
         keep_alive_ms: u64::try_from(options.keep_alive.as_millis()).unwrap_or(u64::MAX),
-        local: 0,
         children: Vec::new(),
     };
     let mut first = 0;
@@ -112,11 +110,8 @@ async fn start(layout: Layout, count: u32, nodes: Vec<Node>, options: Options) -
         first += this.workers();
         (this, source)
     });
-    let links = open_links(nodes.collect(), &inbox).await?;
+    let links = open_links(nodes.collect()).await?;
     let controller = Controller::new(layout, options, links);
-    // Set once, here.
-    let upstream: Weak<dyn Upstream> = Arc::downgrade(&controller) as Weak<dyn Upstream>;
-    _ = inbox.0.set(upstream);
     controller.start().await?;
     Ok(DiscoSession::new(controller))
 }

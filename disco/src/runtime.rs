@@ -1,10 +1,8 @@
-//! The runtime on which links do their input and output, and where numbers come from that nobody
-//! can guess.
+//! Runtime on which links do their input and output.
 
 use std::io;
 use std::sync::OnceLock;
 
-use ring::rand::{SecureRandom, SystemRandom};
 use rpc_core::{Result, RpcError};
 use tokio::runtime::{Builder, Runtime};
 
@@ -23,11 +21,4 @@ pub(crate) fn runtime() -> Result<&'static Runtime> {
         superfluous.shutdown_background();
     }
     Ok(runtime)
-}
-
-/// A random number other than zero.
-pub(crate) fn random() -> Result<u64> {
-    let mut bytes = [0; 8];
-    SystemRandom::new().fill(&mut bytes).map_err(|_| RpcError::internal("the system gives no random numbers"))?;
-    Ok(u64::from_le_bytes(bytes).max(1))
 }

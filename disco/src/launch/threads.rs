@@ -7,6 +7,7 @@ use rpc_core::{LocalSession, Registry, Session, SessionLimits};
 use super::launch;
 use crate::completion::Completion;
 use crate::controller::session::DiscoSession;
+use crate::link::local::LocalLink;
 use crate::link::source::Source;
 use crate::node::functions::register;
 use crate::options::{Hosting, Options};
@@ -51,8 +52,9 @@ impl ThreadedSession {
         limits.max_threads = limits.max_threads.saturating_add(self.num_workers as usize);
         // Its workers read what this process may.
         let session = LocalSession::builder(self.registry).limits(limits);
-        let session = Session::new(session.extension(Arc::new(WeightFolders::anywhere())).build());
-        let node = Source::Ready(session, "this process".to_owned());
+        let local = Arc::new(LocalLink::default());
+        let session = session.extension(Arc::new(WeightFolders::anywhere())).extension(Arc::clone(&local));
+        let node = Source::Local(Session::new(session.build()), local);
         let mut options = self.options;
         options.hosting = Hosting::Threads;
         launch((1, self.num_workers, self.num_groups), options, async { Ok(vec![node.into()]) })

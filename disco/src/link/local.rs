@@ -1,13 +1,12 @@
-//! Hosts in the process of their controller: it hands them commands as they are, without encoding
-//! them.
+//! Link between a controller and a host of its own process: the controller hands over commands
+//! without encoding them, and the host hands over events.
 //!
-//! There is a session between the two all the same, by which the host is opened. They find each
-//! other by a number in the set-up that no other program can guess.
+//! The launch makes one [`LocalLink`], keeps one reference to it and gives the other to the session
+//! in which the host is opened, as an [extension](rpc_core::Context::extension). The host finds the
+//! link there. A local session without that extension is driven like one over a network.
 
-use std::collections::HashMap;
-use std::sync::{Arc, LazyLock, OnceLock, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 
-use parking_lot::Mutex;
 use rpc_core::function::Object;
 use rpc_core::tensor::Access;
 use rpc_core::{ErrorKind, LocalValue, Result as RpcResult, RpcError, Tensor, Value};
@@ -33,13 +32,44 @@ pub(crate) trait LocalHost: Send + Sync {
     fn abort(&self);
 }
 
-/// Inbox of a controller for the events of hosts in its process.
+/// Link of one controller to one host. It keeps neither of them alive.
 #[derive(Default)]
-pub(crate) struct Inbox(pub(crate) OnceLock<Weak<dyn Upstream>>);
+pub(crate) struct LocalLink {
+    /// Receiver of the events; none until the controller is complete. Earlier events are dropped.
+    upstream: OnceLock<Weak<dyn Upstream>>,
+    /// The host, once it is open.
+    host: OnceLock<Weak<dyn LocalHost>>,
+}
 
-impl EventSink for Inbox {
+impl LocalLink {
+    /// Sets the receiver of the events. Later calls have no effect.
+    pub(crate) fn set_upstream(&self, upstream: &Weak<dyn Upstream>) {
+        _ = self.upstream.set(Weak::clone(upstream));
+    }
+
+    /// Sets the host.
+    ///
+    /// # Errors
+    ///
+    /// The link has a host already.
+    pub(crate) fn set_host(&self, host: Weak<dyn LocalHost>) -> RpcResult<()> {
+        self.host.set(host).map_err(|_| RpcError::internal("two hosts were opened for one link in this process"))
+    }
+
+    /// Returns true once a host has been opened for the link, even if the host has ended since.
+    pub(crate) fn has_host(&self) -> bool {
+        self.host.get().is_some()
+    }
+
+    /// Returns the host, until it ends.
+    pub(crate) fn host(&self) -> Option<Arc<dyn LocalHost>> {
+        self.host.get().and_then(Weak::upgrade)
+    }
+}
+
+impl EventSink for LocalLink {
     fn send(&self, event: Event) {
-        if let Some(upstream) = self.0.get().and_then(Weak::upgrade) {
+        if let Some(upstream) = self.upstream.get().and_then(Weak::upgrade) {
             upstream.handle(event);
         }
     }
@@ -69,50 +99,4 @@ fn copy(tensor: &Tensor) -> RpcResult<LocalValue> {
     source.copy_out(range.start, view.bytes_mut()?)?;
     drop(view);
     Ok(Value::Object(Object::Tensor(made)))
-}
-
-/// Controllers of this process that wait for a host of this process, by the number in the set-up.
-static EXPECTED: LazyLock<Mutex<HashMap<u64, Expected>>> = LazyLock::new(Mutex::default);
-
-struct Expected {
-    sink: Arc<dyn EventSink>,
-    host: Option<Weak<dyn LocalHost>>,
-}
-
-/// Entry of a controller in [`EXPECTED`]. Dropping it removes the entry.
-pub(crate) struct Expectation {
-    number: u64,
-}
-
-impl Expectation {
-    /// Announces that the host with this number may be in this process, and takes its events.
-    pub(crate) fn new(number: u64, sink: Arc<dyn EventSink>) -> Self {
-        EXPECTED.lock().insert(number, Expected { sink, host: None });
-        Self { number }
-    }
-
-    /// Ends the expectation. Returns the host if it is in this process.
-    pub(crate) fn take(self) -> Option<Weak<dyn LocalHost>> {
-        EXPECTED.lock().remove(&self.number)?.host
-    }
-}
-
-impl Drop for Expectation {
-    fn drop(&mut self) {
-        // Bound to a name, so that it is dropped after the lock.
-        let _expected = EXPECTED.lock().remove(&self.number);
-    }
-}
-
-/// Returns the sink of the controller that expects the host with this number, if that controller is
-/// in this process.
-pub(crate) fn expected_sink(number: u64) -> Option<Arc<dyn EventSink>> {
-    EXPECTED.lock().get(&number).map(|expected| Arc::clone(&expected.sink))
-}
-
-/// Gives the host with this number to the controller that expects it.
-pub(crate) fn announce_host(number: u64, host: Weak<dyn LocalHost>) {
-    if let Some(expected) = EXPECTED.lock().get_mut(&number) {
-        expected.host = Some(host);
-    }
 }

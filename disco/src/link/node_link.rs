@@ -18,14 +18,14 @@ use rpc_core::{
 use tokio::sync::Semaphore;
 use tokio::task::JoinHandle;
 
-use crate::link::local::{Expectation, Inbox, LocalHost};
+use crate::link::local::LocalLink;
 use crate::link::loss::{LossReporter, LostNode};
 use crate::link::outbox::Outbox;
 use crate::link::relay::{Destination, End, RelayRequest};
 use crate::link::upstream::Upstream;
 use crate::wire::codec::Encoded;
 use crate::wire::command::Queued;
-use crate::wire::event::{EventSink, decode_events};
+use crate::wire::event::decode_events;
 use crate::wire::plan::ListenAddresses;
 use crate::wire::relayed_pair::RelayedPair;
 use crate::wire::set_up::{NodeInfo, SetUp, VERSION, check_version};
@@ -63,7 +63,7 @@ pub(crate) struct Link {
 
 enum Path {
     /// The host is in this process, and takes commands as they are.
-    Local(Weak<dyn LocalHost>),
+    Local(Arc<LocalLink>),
     /// The host is in another process; commands wait here to be sent.
     Remote(Arc<Outbox>),
 }
@@ -75,7 +75,8 @@ struct OpenHost {
 }
 
 impl Link {
-    /// Opens a host at the other end of `session`.
+    /// Opens a host at the other end of `session`, which has `local` as an extension if that is
+    /// given.
     ///
     /// # Errors
     ///
@@ -83,19 +84,11 @@ impl Link {
     pub(crate) async fn open(
         session: Session,
         name: String,
-        mut set_up: SetUp,
-        inbox: &Arc<Inbox>,
+        set_up: SetUp,
+        local: Option<Arc<LocalLink>>,
     ) -> rpc_core::Result<Self> {
         let named = |error: RpcError| error.context(&name);
-        // Removed also if this future is dropped while the host is being opened.
-        let mut expectation = None;
-        if session.is_local() {
-            set_up.local = crate::runtime::random()?;
-            expectation = Some(Expectation::new(set_up.local, Arc::clone(inbox) as Arc<dyn EventSink>));
-        }
-        let opened = Self::open_host(&session, &set_up).await;
-        let local = expectation.and_then(Expectation::take);
-        let (host, info) = opened.map_err(named)?;
+        let (host, info) = Self::open_host(&session, &set_up).await.map_err(named)?;
         let said: u64 = info.processes.iter().map(|process| u64::from(process.count)).sum();
         if said != u64::from(set_up.workers()) {
             let text = format!("a node was to have {} workers and says that it has {said}", set_up.workers());
@@ -105,7 +98,7 @@ impl Link {
             let text = "a node does not say for each of its nodes where data goes";
             return Err(named(RpcError::new(ErrorKind::Protocol, text)));
         }
-        let path = match local {
+        let path = match local.filter(|local| local.has_host()) {
             Some(local) => Path::Local(local),
             None => Path::Remote(Arc::default()),
         };
@@ -143,9 +136,16 @@ impl Link {
         Ok((host, info.0))
     }
 
-    /// Starts the tasks that send commands and fetch events.
+    /// Starts the tasks that send commands and fetch events. A host of this process needs none, and
+    /// gets `upstream` itself.
     pub(crate) async fn start(&self, number: usize, upstream: &Weak<dyn Upstream>) -> rpc_core::Result<()> {
-        let Path::Remote(outbox) = &self.path else { return Ok(()) };
+        let outbox = match &self.path {
+            Path::Local(local) => {
+                local.set_upstream(upstream);
+                return Ok(());
+            }
+            Path::Remote(outbox) => outbox,
+        };
         let Some((session, host)) = self.far_end() else { return Ok(()) };
         let submit = session.get_function("disco.submit").await?;
         let events = session.get_function("disco.events").await?;
@@ -238,9 +238,9 @@ impl Link {
     /// whether its bulk is for this link.
     pub(crate) fn push(&self, sequence: u64, queued: &Queued, encoded: Option<&Encoded>, bulk: bool) {
         match &self.path {
-            Path::Local(host) => {
+            Path::Local(local) => {
                 // Gone only when the session ends.
-                if let Some(host) = host.upgrade()
+                if let Some(host) = local.host()
                     && let Err(error) = host.submit(sequence, queued.clone())
                 {
                     tracing::error!(%error, "a host of this process refused a command");
@@ -261,8 +261,8 @@ impl Link {
     /// Ends the collectives of an epoch, also those that workers are in. Never waits: if the
     /// message does not arrive, the link is lost, too.
     pub(crate) fn break_collectives(&self, epoch: u64, reason: &str) {
-        if let Path::Local(host) = &self.path {
-            if let Some(host) = host.upgrade() {
+        if let Path::Local(local) = &self.path {
+            if let Some(host) = local.host() {
                 host.break_collectives(epoch, reason);
             }
             return;
@@ -283,8 +283,8 @@ impl Link {
     pub(crate) fn close(&self) {
         let Some(held) = self.lock().take() else { return };
         held.tasks.iter().for_each(JoinHandle::abort);
-        if let Path::Local(host) = &self.path
-            && let Some(host) = host.upgrade()
+        if let Path::Local(local) = &self.path
+            && let Some(host) = local.host()
         {
             host.abort();
         }

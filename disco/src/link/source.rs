@@ -1,12 +1,11 @@
 //! Sources of sessions: where a link to a node comes from, and how many of them are opened at once.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use rpc_core::{RpcError, Session};
 use rpc_transports::{Connector, Onward};
 
-use crate::link::local::Inbox;
+use crate::link::local::LocalLink;
 use crate::link::node_link::Link;
 use crate::wire::set_up::SetUp;
 
@@ -14,37 +13,33 @@ use crate::wire::set_up::SetUp;
 pub(crate) enum Source {
     /// A session that exists already; and the name of the node.
     Ready(Session, String),
+    /// A session of this process that has the link as an extension.
+    Local(Session, Arc<LocalLink>),
     Address(Box<Connector>, String),
     /// A node that the server of a session makes way to.
     Onward(Arc<Onward>, String),
 }
 
 impl Source {
-    /// Opens a session with it, which is tested as often as `keep_alive` says.
-    async fn open(self, keep_alive: Duration) -> rpc_core::Result<(Session, String)> {
-        match self {
-            Self::Ready(session, name) => Ok((session, name)),
+    /// Opens a host in a session with it. The session is tested as often as the set-up says.
+    async fn open(self, set_up: SetUp) -> rpc_core::Result<Link> {
+        let keep_alive = set_up.keep_alive();
+        let (session, name, local) = match self {
+            Self::Ready(session, name) => (session, name, None),
+            Self::Local(session, local) => (session, "this process".to_owned(), Some(local)),
             Self::Address(connector, address) => {
                 let session = connector.keep_alive(keep_alive).connect(&address).await;
-                Ok((session.map_err(|error| error.into_rpc_error())?, address))
+                (session.map_err(|error| error.into_rpc_error())?, address, None)
             }
-            Self::Onward(onward, address) => Ok((onward.connect(&address, keep_alive).await?, address)),
-        }
+            Self::Onward(onward, address) => (onward.connect(&address, keep_alive).await?, address, None),
+        };
+        Link::open(session, name, set_up, local).await
     }
 }
 
 /// Opens the hosts of all nodes at once, or none.
-pub(crate) async fn open_links(nodes: Vec<(SetUp, Source)>, inbox: &Arc<Inbox>) -> rpc_core::Result<Vec<Link>> {
-    let opening: Vec<_> = nodes
-        .into_iter()
-        .map(|(set_up, source)| {
-            let inbox = Arc::clone(inbox);
-            tokio::spawn(async move {
-                let (session, name) = source.open(set_up.keep_alive()).await?;
-                Link::open(session, name, set_up, &inbox).await
-            })
-        })
-        .collect();
+pub(crate) async fn open_links(nodes: Vec<(SetUp, Source)>) -> rpc_core::Result<Vec<Link>> {
+    let opening: Vec<_> = nodes.into_iter().map(|(set_up, source)| tokio::spawn(source.open(set_up))).collect();
     let mut links = Vec::new();
     let mut failed = None;
     for link in opening {

@@ -18,7 +18,7 @@ use rpc_transports::self_start;
 
 use crate::error::WorkerId;
 use crate::link::event_queue::EventQueue;
-use crate::link::local::{LocalHost, announce_host, expected_sink};
+use crate::link::local::{LocalHost, LocalLink};
 use crate::link::relay::{Destination, Relays, WorkerDirectory};
 use crate::node::self_start::can_serve_workers;
 use crate::node::subtree::Subtree;
@@ -104,10 +104,15 @@ impl WorkerHost {
         if !fits {
             return Err(RpcError::invalid_argument(format!("no workers can be made of {set_up:?}")));
         }
-        let local = expected_sink(set_up.local);
-        let events = local.is_none().then(|| Arc::new(EventQueue::default()));
-        let sink = local.or_else(|| events.clone().map(|events| events as Arc<dyn EventSink>));
-        let sink = sink.ok_or_else(|| RpcError::internal("a host without events"))?;
+        // A link serves the first host of its session alone.
+        let local = context.extension::<LocalLink>().filter(|local| !local.has_host());
+        let (events, sink) = match &local {
+            Some(local) => (None, Arc::clone(local) as Arc<dyn EventSink>),
+            None => {
+                let events = Arc::new(EventQueue::default());
+                (Some(Arc::clone(&events)), events as Arc<dyn EventSink>)
+            }
+        };
         let relays = Relays::new(context.limits());
         let own = context.extension::<DataAddress>().map(|address| address.0);
         let mut info = NodeInfo { processes: Vec::new(), is_encrypted_below: false, data_addresses: vec![own] };
@@ -134,8 +139,9 @@ impl WorkerHost {
         let host = Arc::new(Self { events, threads, subtree, relays });
         let directory: Weak<dyn WorkerDirectory> = Arc::downgrade(&host) as Weak<dyn WorkerDirectory>;
         host.relays.set_directory(directory);
-        let weak: Weak<dyn LocalHost> = Arc::downgrade(&host) as Weak<dyn LocalHost>;
-        announce_host(set_up.local, weak);
+        if let Some(local) = local {
+            local.set_host(Arc::downgrade(&host) as Weak<dyn LocalHost>)?;
+        }
         Ok((host, info))
     }
 

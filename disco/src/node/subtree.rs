@@ -12,7 +12,6 @@ use rpc_core::{Pack, Result, RpcError, ThreadPlace, blocking};
 use rpc_transports::{Connector, Onward};
 
 use crate::error::WorkerId;
-use crate::link::local::Inbox;
 use crate::link::loss::{self, LostNode};
 use crate::link::node_link::Link;
 use crate::link::outbox::QUEUED;
@@ -79,8 +78,7 @@ impl Subtree {
             children.extend(further(context, set_up)?);
         }
         let opening = crate::runtime::runtime()?.spawn(async move {
-            // None of them is in this process.
-            let links = open_links(children, &Arc::default() as &Arc<Inbox>).await?;
+            let links = open_links(children).await?;
             let above = Arc::new(ParentLink { links, nodes, sink, relays, _permits: permits });
             let weak: Weak<dyn Upstream> = Arc::downgrade(&above) as Weak<dyn Upstream>;
             for (number, link) in above.links.iter().enumerate() {
@@ -225,8 +223,7 @@ fn processes(
     let address = this_program_as_worker(Some(&OfNode::of(context)))?;
     let permits = (0..set_up.count).map(|_| context.reserve_thread()).collect::<Result<_>>()?;
     let child = |first| {
-        let set_up =
-            SetUp { first, count: 1, hosting: Hosting::Threads, local: 0, children: Vec::new(), ..set_up.clone() };
+        let set_up = SetUp { first, count: 1, hosting: Hosting::Threads, children: Vec::new(), ..set_up.clone() };
         let sink = Arc::clone(sink);
         let log = move |line| sink.send(Event::Logged { worker: WorkerId(first), line });
         let connector = Connector::new().transports(logs::of_stderr(set_up.logs, log));
@@ -245,7 +242,7 @@ fn further(context: &rpc_core::Context, set_up: &SetUp) -> Result<Children> {
     })?;
     let mut first = set_up.first + set_up.count;
     let open = |child: &ChildNode| {
-        let this = SetUp { first, local: 0, children: child.children.clone(), ..set_up.clone() };
+        let this = SetUp { first, children: child.children.clone(), ..set_up.clone() };
         first = this.first.saturating_add(this.workers());
         (this, Source::Onward(Arc::clone(&onward), child.address.clone()))
     };

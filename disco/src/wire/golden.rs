@@ -21,7 +21,7 @@ fn assert_bytes(message: &impl Serialize, golden: &str) {
 
 #[test]
 fn set_ups_keep_their_bytes() {
-    assert_eq!(VERSION, 2);
+    assert_eq!(VERSION, 3);
     let set_up = SetUp {
         version: VERSION,
         layout: Layout { world_size: 4, num_groups: 2 },
@@ -32,14 +32,13 @@ fn set_ups_keep_their_bytes() {
         logs: Some(2),
         report_every: 2_097_152,
         keep_alive_ms: 200,
-        local: 0,
         children: vec![ChildNode { address: "tcp://b:1".to_owned(), children: Vec::new() }],
     };
     assert_bytes(
         &set_up,
-        "8ba776657273696f6e02a66c61796f757482aa776f726c645f73697a6504aa6e756d5f67726f75707302a56669727374\
+        "8aa776657273696f6e03a66c61796f757482aa776f726c645f73697a6504aa6e756d5f67726f75707302a56669727374\
          02a5636f756e7401a7686f7374696e67a754687265616473a370696ec2a46c6f677302ac7265706f72745f6576657279\
-         ce00200000ad6b6565705f616c6976655f6d73ccc8a56c6f63616c00a86368696c6472656e9182a761646472657373a9\
+         ce00200000ad6b6565705f616c6976655f6d73ccc8a86368696c6472656e9182a761646472657373a9\
          7463703a2f2f623a31a86368696c6472656e90",
     );
     let mpi = Some(MpiProcess { job: "j".to_owned(), rank: 3 });

@@ -13,7 +13,7 @@ use crate::wire::plan::Layout;
 ///
 /// Raised with every change of their bytes, names of fields and variants included. Version 1 did
 /// not carry its number.
-pub(crate) const VERSION: u32 = 2;
+pub(crate) const VERSION: u32 = 3;
 
 /// Set-up of a node: its workers, and the nodes that it is to open below it.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -32,8 +32,6 @@ pub(crate) struct SetUp {
     pub(crate) report_every: u64,
     /// Interval at which the nodes below are tested, in milliseconds.
     pub(crate) keep_alive_ms: u64,
-    /// Set by controllers that hope to be in the same process.
-    pub(crate) local: u64,
     /// The nodes below it.
     pub(crate) children: Vec<ChildNode>,
 }
@@ -154,7 +152,6 @@ mod tests {
             logs: Some(2),
             report_every: 2_097_152,
             keep_alive_ms: 200,
-            local: 0,
             children: vec![ChildNode { address: "tcp://b:1".to_owned(), children: Vec::new() }],
         }
     }
