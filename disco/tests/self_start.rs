@@ -37,7 +37,7 @@ type Launch = fn() -> Result<(), String>;
 
 /// The name of each victim, what it launches, how many processes it may become, and the text that
 /// its error or that of a child has to have.
-const VICTIMS: [(&str, Launch, usize, &str); 7] = [
+const VICTIMS: [(&str, Launch, usize, &str); 11] = [
     // The first launch fails, so that there is one start.
     ("workers without a hook", launch_workers, 1, "disco::serve_if_worker(&registry);"),
     ("a server without a hook", launch_server, 1, "rpc_server::run_as_child_if_asked(&registry);"),
@@ -48,6 +48,11 @@ const VICTIMS: [(&str, Launch, usize, &str); 7] = [
     // Each of the two workers starts two more, and those are the children of children.
     ("workers by two paths in turn", launch_workers_by_the_other_path, 7, "RPC_STARTED_DEPTH"),
     ("a server whose hook looks away", launch_server_with_mark, 1, "RPC_STARTED_BY"),
+    // A connector may start its own program, and the child may not.
+    ("a connector to its own path", connect_to_own_path, 2, "RPC_STARTED_BY"),
+    ("a connector to its own name on the path", connect_to_own_name, 2, "RPC_STARTED_BY"),
+    ("a connector to itself behind a shell", connect_to_itself_behind_a_shell, 2, "RPC_STARTED_BY"),
+    ("connectors by two paths in turn", connect_to_the_other_path, 3, "RPC_STARTED_DEPTH"),
 ];
 
 fn main() {
@@ -79,9 +84,7 @@ fn launch_workers_by_command() -> Result<(), String> {
 }
 
 fn launch_workers_by_name() -> Result<(), String> {
-    // Its folder is on the path.
-    let own = std::env::current_exe().unwrap();
-    launch_command([own.file_name().unwrap().to_str().unwrap().to_owned()])
+    launch_command([own_name()])
 }
 
 fn launch_workers_by_wrapper() -> Result<(), String> {
@@ -89,14 +92,46 @@ fn launch_workers_by_wrapper() -> Result<(), String> {
 }
 
 fn launch_workers_by_the_other_path() -> Result<(), String> {
-    let other = [ORIGINAL, COPY].map(|path| std::env::var(path).unwrap()).into_iter().find(|path| *path != own_path());
-    launch_command(other)
+    launch_command([other_path()])
 }
 
 fn launch_command(command: impl IntoIterator<Item = String>) -> Result<(), String> {
     disco::serve_if_worker(&Registry::new());
     let session = ProcessSession::new(2, 1).command(command);
     session.start().wait().map(drop).map_err(|error| error.to_string())
+}
+
+fn connect_to_own_path() -> Result<(), String> {
+    connect([own_path()])
+}
+
+fn connect_to_own_name() -> Result<(), String> {
+    connect([own_name()])
+}
+
+fn connect_to_itself_behind_a_shell() -> Result<(), String> {
+    connect(["sh".to_owned(), "-c".to_owned(), format!("exec '{}' again", own_path())])
+}
+
+fn connect_to_the_other_path() -> Result<(), String> {
+    connect([other_path()])
+}
+
+/// Connects to the program that a command starts, which serves nobody.
+fn connect(command: impl IntoIterator<Item = String>) -> Result<(), String> {
+    let address = rpc_transports::Address::exec(command).unwrap();
+    let session = rpc_transports::Connector::new().connect_blocking(&address);
+    session.map(drop).map_err(|error| error.into_rpc_error().to_string())
+}
+
+/// Returns the name of this program. Its folder is on the path.
+fn own_name() -> String {
+    std::env::current_exe().unwrap().file_name().unwrap().to_str().unwrap().to_owned()
+}
+
+/// Returns the path of the copy in the original program, and of the original in the copy.
+fn other_path() -> String {
+    [ORIGINAL, COPY].map(|path| std::env::var(path).unwrap()).into_iter().find(|path| *path != own_path()).unwrap()
 }
 
 fn own_path() -> String {
@@ -137,7 +172,7 @@ fn refuses(victim: &str, starts: usize, text: &str) {
     let mut folders = vec![own.parent().unwrap().to_owned()];
     folders.extend(std::env::split_paths(&std::env::var_os("PATH").unwrap()));
     command.env("PATH", std::env::join_paths(folders).unwrap());
-    if victim == "workers by two paths in turn" {
+    if victim.ends_with("by two paths in turn") {
         let copy = folder.path().canonicalize().unwrap().join("copy");
         fs::copy(&own, &copy).unwrap();
         command.env(ORIGINAL, &own).env(COPY, copy);

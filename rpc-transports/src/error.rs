@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::address::{Address, AddressError};
+use crate::self_start::EndlessStart;
 
 /// Reason why there is no channel or no listener. Each variant names the address as text.
 #[derive(Clone, Debug, thiserror::Error)]
@@ -110,6 +111,14 @@ pub enum TransportError {
         /// Error of the system.
         source: Arc<io::Error>,
     },
+    /// Child process that was not started, because this program might start itself without end.
+    #[error("will not start {address}")]
+    EndlessStart {
+        /// Address with the command.
+        address: String,
+        /// Reason, and the remedy.
+        source: EndlessStart,
+    },
     /// Channel that the far side ended during set-up, or listener that is gone.
     #[error("{address} closed the connection")]
     Closed {
@@ -171,6 +180,7 @@ impl TransportError {
             | Self::Insecure { address, .. }
             | Self::Unauthenticated { address, .. }
             | Self::Spawn { address, .. }
+            | Self::EndlessStart { address, .. }
             | Self::Closed { address, .. }
             | Self::Io { address, .. } => address,
         }

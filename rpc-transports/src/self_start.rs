@@ -12,9 +12,16 @@
 //!    no hook has taken over ([`hook_took_over`]) launches nothing ([`check`]) if its own program
 //!    has started it, or if it is the child of a child. The second holds for programs with several
 //!    paths, too.
+//!
+//! A plain [`Connector`](crate::Connector) that dials an `exec:` address has the second defence
+//! alone ([`guard`]), because nothing says that such a program is meant to be its own child. The
+//! child of the own program is refused only if the command names that program, as the program to
+//! start or in any argument (`env PROGRAM`, `sh -c "PROGRAM …"`).
 
 use std::env;
 use std::ffi::OsStr;
+use std::io;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -83,10 +90,53 @@ pub fn check() -> Result<(), EndlessStart> {
     if TAKEN_OVER.load(Ordering::Relaxed) {
         return Ok(());
     }
-    let own = env::current_exe().ok();
-    if own.is_some() && env::var_os(STARTED_BY).as_deref() == own.as_deref().map(|path| path.as_os_str()) {
+    if own_program_has_started_this().is_some() {
         return Err(EndlessStart::OwnProgram);
     }
+    check_depth()
+}
+
+/// Checks that this process may start `command`, and puts the marks of a child into it.
+///
+/// # Errors
+///
+/// An [`io::Error`] around [`EndlessStart`], if no hook has taken over in this process, and it is
+/// the child of a child, or a child of its own program that would start that program again.
+pub fn guard(command: &mut Command) -> io::Result<()> {
+    if !TAKEN_OVER.load(Ordering::Relaxed) {
+        if own_program_has_started_this().is_some_and(|own| names_program(command, &own)) {
+            return Err(io::Error::other(EndlessStart::OwnProgram));
+        }
+        check_depth().map_err(io::Error::other)?;
+    }
+    mark(command);
+    Ok(())
+}
+
+/// Returns the path of this program, if a process of the same program has started this one.
+fn own_program_has_started_this() -> Option<PathBuf> {
+    let own = env::current_exe().ok()?;
+    (env::var_os(STARTED_BY)? == own.as_os_str()).then_some(own)
+}
+
+/// Returns true if a word of the command is a path or a name on `PATH` of the program `own`, or has
+/// that path in it, as the argument of a shell does.
+fn names_program(command: &Command, own: &Path) -> bool {
+    let folders = env::var_os("PATH").unwrap_or_default();
+    let own_text = own.as_os_str().as_encoded_bytes();
+    let is_own = |path: &Path| path.canonicalize().is_ok_and(|path| path == own);
+    let names_own = |word: &OsStr| {
+        let mut parts = word.as_encoded_bytes().windows(own_text.len().max(1));
+        let is_name = !word.is_empty() && Path::new(word).components().count() == 1;
+        parts.any(|part| part == own_text)
+            || is_own(Path::new(word))
+            || is_name && env::split_paths(&folders).any(|folder| is_own(&folder.join(word)))
+    };
+    names_own(command.get_program()) || command.get_args().any(names_own)
+}
+
+/// Checks that this process is not the child of a child, as far as the marks say.
+fn check_depth() -> Result<(), EndlessStart> {
     match depth(env::var_os(STARTED_DEPTH).as_deref()) {
         depth if depth >= TOO_DEEP => Err(EndlessStart::TooDeep { depth }),
         _ => Ok(()),

@@ -262,6 +262,7 @@ fn transport_finding(error: &TransportError) -> Finding {
         TransportError::Spawn { .. } => {
             ("the program does not start", "check that it is installed, executable, and on PATH")
         }
+        TransportError::EndlessStart { .. } => ("the program would start itself without end", "do as the cause says"),
         TransportError::Unsupported { scheme, .. } if matches!(scheme.as_str(), "tls" | "quic") => (
             "there is nothing to check the server's certificate by",
             "give the certificate of its authority (--ca), or a token that it knows (--token-file)",

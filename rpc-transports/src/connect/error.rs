@@ -30,7 +30,7 @@ impl ConnectError {
                     TransportError::Insecure { .. } | TransportError::Unauthenticated { .. } => {
                         ErrorKind::Unauthenticated
                     }
-                    TransportError::Unsupported { .. } => ErrorKind::Unsupported,
+                    TransportError::Unsupported { .. } | TransportError::EndlessStart { .. } => ErrorKind::Unsupported,
                     TransportError::PermissionDenied { .. } => ErrorKind::Refused,
                     _ => ErrorKind::PeerLost,
                 };

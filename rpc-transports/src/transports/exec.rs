@@ -304,7 +304,11 @@ const POLL_MIN: Duration = Duration::from_millis(1);
 const POLL_MAX: Duration = Duration::from_millis(20);
 
 fn spawn_error(address: &Address, error: io::Error) -> TransportError {
-    TransportError::Spawn { address: address.to_string(), source: error.into() }
+    let address = address.to_string();
+    match error.get_ref().and_then(|error| error.downcast_ref()) {
+        Some(cause) => TransportError::EndlessStart { address, source: *cause },
+        None => TransportError::Spawn { address, source: error.into() },
+    }
 }
 
 fn keeper_gone() -> io::Error {
@@ -425,7 +429,7 @@ fn spawn(argv: &[String], stderr: Option<&ChildStderr>) -> io::Result<Started> {
     if stderr.is_some() {
         command.stderr(Stdio::piped());
     }
-    crate::self_start::mark(&mut command);
+    crate::self_start::guard(&mut command)?;
     die_with_us(&mut command);
     let mut child = command.spawn()?;
     if let (Some(ChildStderr(take)), Some(pipe)) = (stderr, child.stderr.take()) {
