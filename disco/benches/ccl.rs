@@ -2,8 +2,9 @@
 //! buffers, processes with a segment alone, and processes with TCP connections, in the clear and
 //! encrypted. Medians.
 //!
-//! `cargo bench -p disco --bench ccl -- [--json] [--over threads|processes|segment|tcp|encrypted] [--ranks N] [--op NAME] [--bytes N]`;
-//! with `--features mpi` also over MPI.
+//! `cargo bench -p disco --bench ccl -- [--json] [--over KIND] [--ranks N] [--op NAME]
+//! [--bytes N]`, where `KIND` is `threads`, `processes`, `segment`, `tcp` or `encrypted`, and with
+//! `--features mpi` also `mpi`.
 
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, Command, Stdio};

@@ -344,7 +344,8 @@ impl Member {
         let [our_micros, bare_micros] = [ours, bare].map(|seconds| seconds * 1e6);
         if arguments.json {
             println!(
-                r#"{{"ranks":{ranks},"what":"{what}","bytes":{len},"ours_us":{our_micros:.2},"bare_us":{bare_micros:.2},"ratio":{ratio:.3}}}"#
+                "{{\"ranks\":{ranks},\"what\":\"{what}\",\"bytes\":{len},\"ours_us\":{our_micros:.2},\
+                 \"bare_us\":{bare_micros:.2},\"ratio\":{ratio:.3}}}"
             );
             return;
         }

@@ -8,7 +8,7 @@
 //!
 //! ```
 //! use disco::ccl::{Buffers, Ccl, ReduceOp, host};
-//! use rpc_core::DataType;
+//! use rpc_core::{DataType, Result};
 //!
 //! let ranks = host::threads(2, &host::Options::default())?;
 //! let sums = std::thread::scope(|scope| {
@@ -17,12 +17,14 @@
 //!         .map(|mut ccl| {
 //!             scope.spawn(move || {
 //!                 let mut data = (1.5 + f32::from(ccl.rank().0 as u8)).to_ne_bytes();
-//!                 ccl.allreduce(ReduceOp::Sum, DataType::F32, 1, Buffers::in_place(&mut data).into())?;
+//!                 let buffers = Buffers::in_place(&mut data);
+//!                 ccl.allreduce(ReduceOp::Sum, DataType::F32, 1, buffers.into())?;
 //!                 Ok(f32::from_ne_bytes(data))
 //!             })
 //!         })
 //!         .collect();
-//!     threads.into_iter().map(|thread| thread.join().expect("no panic")).collect::<rpc_core::Result<Vec<_>>>()
+//!     let sums = threads.into_iter().map(|thread| thread.join().expect("no panic"));
+//!     sums.collect::<Result<Vec<_>>>()
 //! })?;
 //! assert_eq!(sums, [4.0, 4.0]);
 //! # Ok::<(), rpc_core::RpcError>(())
@@ -324,7 +326,8 @@ pub trait Ccl: Send {
     ///
     /// # Errors
     ///
-    /// [`CclError::Broken`]: some of it is lost, because the group broke meanwhile. Each loss is told once, by this or by the next call.
+    /// [`CclError::Broken`]: some of it is lost, because the group broke meanwhile. Each loss is
+    /// told once, by this or by the next call.
     fn complete(&mut self) -> Result<(), CclError> {
         Ok(())
     }

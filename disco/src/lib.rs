@@ -8,10 +8,10 @@
 //!
 //! ```
 //! use disco::{ReduceOp, Scope, ThreadedSession, WorkerContext};
-//! use rpc_core::{Registry, Tensor, TensorViewMut};
+//! use rpc_core::{Registry, Result, Tensor, TensorViewMut};
 //!
 //! let registry = Registry::new();
-//! registry.add("add_my_id", |worker: WorkerContext, mut x: TensorViewMut| -> rpc_core::Result<()> {
+//! registry.add("add_my_id", |worker: WorkerContext, mut x: TensorViewMut| -> Result<()> {
 //!     x.as_mut_slice::<f32>()?.iter_mut().for_each(|x| *x += worker.worker_id().0 as f32);
 //!     Ok(())
 //! });
@@ -32,7 +32,7 @@
 //! | TVM's Disco | here |
 //! | --- | --- |
 //! | `ThreadedSession`, `ProcessSession` | [`ThreadedSession`], [`ProcessSession`] |
-//! | `SocketSession` | [`SocketSession`] (addresses, a tracker, nodes that dial a [`NodeListener`]) |
+//! | `SocketSession` | [`SocketSession`] (addresses, a tracker, nodes that dial in) |
 //! | none | [`DiscoSession::over`] any sessions |
 //! | the programs of workers | [`serve_if_worker`], `rpc-server worker` |
 //! | the programs of remote nodes | [`join`]; every `rpc-server` is a node |

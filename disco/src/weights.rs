@@ -44,14 +44,16 @@ pub enum Part {
     ///
     /// ```
     /// use disco::{WeightReader, WorkerContext};
-    /// use rpc_core::{Registry, Shared, Tensor};
+    /// use rpc_core::{Registry, Result, Shared, Tensor};
     ///
     /// // Shares rows out that need not divide.
     /// let registry = Registry::new();
-    /// registry.add("rows", |worker: WorkerContext, weight: Shared<WeightReader>| -> rpc_core::Result<Tensor> {
-    ///     let (rows, id, n) = (weight.0.shape()[0], i64::from(worker.worker_id().0), i64::from(worker.world_size()));
+    /// let read_rows = |worker: WorkerContext, weight: Shared<WeightReader>| -> Result<Tensor> {
+    ///     let (id, n) = (i64::from(worker.worker_id().0), i64::from(worker.world_size()));
+    ///     let rows = weight.0.shape()[0];
     ///     weight.0.read_range(0, rows * id / n..rows * (id + 1) / n)
-    /// });
+    /// };
+    /// registry.add("rows", read_rows);
     /// ```
     With {
         /// The name under which the function is registered.

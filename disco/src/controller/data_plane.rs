@@ -93,9 +93,9 @@ impl Controller {
         let may_relay = self.options.allow_controller_relay || self.links.iter().any(|link| link.nodes > 1);
         if addresses.len() != nodes || known < nodes && !together && !may_relay {
             let why = format!(
-                "the data addresses of {known} of {nodes} nodes are known, and not all are on one machine; give them all \
-                 (Options::data_addresses, or --data-address there), or have the controller relay the data \
-                 (Options::allow_controller_relay)"
+                "the data addresses of {known} of {nodes} nodes are known, and not all are on one machine; give \
+                 them all (Options::data_addresses, or --data-address there), or have the controller relay the \
+                 data (Options::allow_controller_relay)"
             );
             return Ok(JoinPlan::Apart { why });
         }

@@ -315,7 +315,8 @@ impl DiscoSession {
     /// let x = session.empty(&[1], DataType::F32, None)?;
     /// for expected in [3.0, 6.0] {
     ///     let sums = program.run((&x, 1.5))?;
-    ///     assert_eq!(session.copy_from_worker_0(&sums[0]).wait()?.read()?.as_slice::<f32>()?, [expected]);
+    ///     let sum = session.copy_from_worker_0(&sums[0]).wait()?;
+    ///     assert_eq!(sum.read()?.as_slice::<f32>()?, [expected]);
     /// }
     /// # Ok::<(), disco::DiscoError>(())
     /// ```

@@ -22,9 +22,13 @@ use crate::wire::set_up::ChildNode;
 /// use disco::{NodeListener, SocketSession};
 /// use rpc_transports::tracker::ServerRequest;
 ///
-/// // Two servers with four workers each; four servers of a pool with one each; eight nodes that start "rpc-server worker".
-/// let session = SocketSession::new(["tcp://board1:9090", "tcp://board2:9090"], 4, 1).start().wait()?;
-/// let session = SocketSession::from_tracker("tcp://pool.lan:9190", ServerRequest::new("h100").count(4), 1, 1).start().wait()?;
+/// // Two servers with four workers each.
+/// let servers = ["tcp://board1:9090", "tcp://board2:9090"];
+/// let session = SocketSession::new(servers, 4, 1).start().wait()?;
+/// // Four servers of a pool with one worker each.
+/// let request = ServerRequest::new("h100").count(4);
+/// let session = SocketSession::from_tracker("tcp://pool.lan:9190", request, 1, 1).start().wait()?;
+/// // Eight nodes that start `rpc-server worker`.
 /// let listener = NodeListener::bind("tcp://0.0.0.0:9700").wait()?;
 /// let session = SocketSession::dialled_by(8, &listener, 1, 1).start().wait()?;
 /// # Ok::<(), disco::DiscoError>(())

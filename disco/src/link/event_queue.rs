@@ -214,8 +214,7 @@ mod tests {
         let Value::List(events) = rpc_core::blocking::block_on(queue.next()).unwrap().unwrap() else { panic!() };
         assert_eq!(events.len(), 1);
         queue.close();
-        assert!(
-            matches!(rpc_core::blocking::block_on(queue.next()).unwrap().unwrap(), Value::List(events) if events.is_empty())
-        );
+        let Value::List(events) = rpc_core::blocking::block_on(queue.next()).unwrap().unwrap() else { panic!() };
+        assert!(events.is_empty());
     }
 }

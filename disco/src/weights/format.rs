@@ -3,8 +3,13 @@
 //! ```text
 //! 8 bytes    n, little-endian; 2 to 100,000,000
 //! n bytes    a JSON object, which begins with '{' and may end with spaces:
-//!            {"NAME": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ..., "__metadata__": {"KEY": "VALUE", ...}}
-//! the rest   the tensors, densely packed, row-major and little-endian, at their offsets in here: without gaps, overlaps, or anything behind them
+//!            {
+//!              "NAME": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
+//!              ...,
+//!              "__metadata__": {"KEY": "VALUE", ...}
+//!            }
+//! the rest   the tensors, densely packed, row-major and little-endian, at their offsets in here:
+//!            without gaps, overlaps, or anything behind them
 //! ```
 //!
 //! Whatever a file says, reading its header ends with a [`Header`] all of whose tensors lie in the
@@ -113,8 +118,13 @@ pub(super) enum FormatError {
     Overlap { name: String, begin: u64, end: u64 },
     #[error("tensor '{name}' begins at {begin}, where the one before it ends at {end}: there may be no gaps")]
     Gap { name: String, begin: u64, end: u64 },
-    #[error("its tensors take {end} bytes, and there are {len}: {}", if len < end { "it was cut off" } else { "nothing may follow them" })]
+    #[error("its tensors take {end} bytes, and there are {len}: {}", length_problem(*end, *len))]
     Length { end: u64, len: u64 },
+}
+
+/// Returns the reason why a file of `len` bytes cannot have tensors that end at `end`.
+fn length_problem(end: u64, len: u64) -> &'static str {
+    if len < end { "it was cut off" } else { "nothing may follow them" }
 }
 
 /// Returns the length of the header of a file of `len` bytes with this prefix.

@@ -41,7 +41,10 @@ use crate::wire::command::Scope;
 /// use rpc_core::Tensor;
 ///
 /// // Two tensors, as any safetensors library writes them.
-/// let header = r#"{"bias":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"weight":{"dtype":"F32","shape":[2,2],"data_offsets":[8,24]}}"#;
+/// let header = concat!(
+///     r#"{"bias":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"#,
+///     r#""weight":{"dtype":"F32","shape":[2,2],"data_offsets":[8,24]}}"#,
+/// );
 /// let data = [0.5_f32, 1.5, 1.0, 2.0, 3.0, 4.0].map(f32::to_le_bytes).concat();
 /// let file = [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), &data].concat();
 /// let folder = tempfile::tempdir().unwrap();
@@ -49,7 +52,8 @@ use crate::wire::command::Scope;
 ///
 /// let session = ThreadedSession::new(2, 1).start().wait()?;
 /// let loader = ShardLoader::open(&session, folder.path()).wait()?;
-/// let weights = loader.load_all(|_, info| Some(if info.shape.len() > 1 { Part::shard(0) } else { Part::Whole }), None)?;
+/// let part = |rank| if rank > 1 { Part::shard(0) } else { Part::Whole };
+/// let weights = loader.load_all(|_, info| Some(part(info.shape.len())), None)?;
 /// session.sync_all().wait()?; // tells what could not be loaded
 /// let first = session.copy_from_worker_0(&weights["weight"]).wait()?;
 /// assert_eq!(first.read()?.as_slice::<f32>()?, [1.0, 2.0]);

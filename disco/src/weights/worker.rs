@@ -127,8 +127,8 @@ fn shard(shape: &[i64], dim: usize, rank: u32, size: u32) -> Result<Vec<Range<i6
     let size = i64::from(size.max(1));
     if length % size != 0 {
         return Err(RpcError::invalid_argument(format!(
-            "dimension {dim} of {shape:?} does not divide among {size} workers: load the tensor whole, by another dimension, or with a function that \
-             divides it (Part::With)"
+            "dimension {dim} of {shape:?} does not divide among {size} workers: load the tensor whole, by another \
+             dimension, or with a function that divides it (Part::With)"
         )));
     }
     let each = length / size;

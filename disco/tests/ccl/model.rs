@@ -71,7 +71,10 @@ pub(crate) fn input(dtype: DataType, count: usize, seed: u64, rank: usize) -> Ve
 }
 
 macro_rules! fold {
-    ($type:ty, $op:expr, $inputs:expr, $load:expr, $store:expr, $add:expr, $mul:expr, $min:expr, $max:expr, $divide:expr) => {{
+    (
+        $type:ty, $op:expr, $inputs:expr, $load:expr, $store:expr,
+        $add:expr, $mul:expr, $min:expr, $max:expr, $divide:expr
+    ) => {{
         let ranks: Vec<Vec<$type>> = $inputs.iter().map(|bytes| from_bytes::<$type>(bytes)).collect();
         let elements = (0..ranks[0].len()).map(|at| {
             let values = ranks.iter().map(|rank| $load(rank[at]));

@@ -19,10 +19,10 @@
 //! [`crate::client::callbacks`]:
 //!
 //! ```
-//! use rpc_core::{Context, Function, LocalSession, Registry, Session};
+//! use rpc_core::{Context, Function, LocalSession, Registry, Result, Session};
 //!
 //! let registry = Registry::new();
-//! registry.add("train", |context: Context, epochs: i64, report: Function| -> rpc_core::Result<()> {
+//! registry.add("train", |context: Context, epochs: i64, report: Function| -> Result<()> {
 //!     for epoch in 1..=epochs {
 //!         context.call(&report, vec![epoch.into(), (1.0 / epoch as f64).into()])?;
 //!     }

@@ -6,7 +6,10 @@
 //! and the loaded code is the code that was hashed here, no matter which client has sent it.
 //!
 //! ```no_run
-//! # fn example(session: &rpc_core::Session, code: bytes::Bytes, digest: rpc_core::client::Digest) -> rpc_core::Result<()> {
+//! # use bytes::Bytes;
+//! # use rpc_core::client::Digest;
+//! # use rpc_core::{Result, Session};
+//! # fn example(session: &Session, code: Bytes, digest: Digest) -> Result<()> {
 //! use rpc_core::client::Modules;
 //!
 //! let modules = Modules::new(session);
@@ -39,7 +42,8 @@ use crate::session::Lane;
 /// ```
 /// use rpc_core::client::Digest;
 ///
-/// let digest: Digest = "E3B0C44298FC1C149AFBF4C8996FB92427AE41E4649B934CA495991B7852B855".parse()?;
+/// let upper = "E3B0C44298FC1C149AFBF4C8996FB92427AE41E4649B934CA495991B7852B855";
+/// let digest: Digest = upper.parse()?;
 /// assert!(digest.to_string().starts_with("e3b0c442"));
 /// assert_eq!(Digest::from_module_path(&digest.module_path()), Some(Ok(digest)));
 /// # Ok::<(), rpc_core::client::DigestError>(())

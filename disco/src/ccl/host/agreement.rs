@@ -239,8 +239,8 @@ mod tests {
         let error = agree(3, &all, cause).unwrap_err();
         assert_eq!(
             error.to_string(),
-            "collective #3: rank 0 is in allreduce(sum) of 4 bfloat16 and rank 2 is in allreduce(sum) of 5 bfloat16; all \
-             ranks must make the same call"
+            "collective #3: rank 0 is in allreduce(sum) of 4 bfloat16 and rank 2 is in allreduce(sum) of 5 \
+             bfloat16; all ranks must make the same call"
         );
         let error = agree(3, &all[..2], cause).unwrap_err();
         assert_eq!(error, CclError::Poisoned { sequence: 3, rank: Rank(1), cause: RpcError::internal("cause") });

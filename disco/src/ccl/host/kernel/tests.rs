@@ -2,6 +2,7 @@
 
 use half::bf16;
 use proptest::prelude::*;
+use rpc_core::dlpack::{from_bytes, to_bytes};
 
 use super::*;
 
@@ -83,10 +84,10 @@ macro_rules! integers_match_the_model {
                 fn $name(ranks in patterns()) {
                     let ranks: Vec<Vec<$type>> =
                         ranks.iter().map(|rank| rank.iter().map(|value| *value as $type).collect()).collect();
-                    let bytes: Vec<Vec<u8>> = ranks.iter().map(|rank| rpc_core::dlpack::to_bytes(rank).to_vec()).collect();
+                    let bytes: Vec<Vec<u8>> = ranks.iter().map(|rank| to_bytes(rank).to_vec()).collect();
                     for op in OPS {
                         let result: Vec<$type> =
-                            rpc_core::dlpack::from_bytes(&run(Numeric::$numeric, op, &bytes, false));
+                            from_bytes(&run(Numeric::$numeric, op, &bytes, false));
                         prop_assert_eq!(result.len(), ranks[0].len());
                         for (at, result) in result.into_iter().enumerate() {
                             let values: Vec<i128> = ranks.iter().map(|rank| i128::from(rank[at])).collect();
@@ -115,10 +116,10 @@ macro_rules! floats_match_the_model {
                     let (from, to): (fn(f64) -> $type, fn($type) -> f64) = ($from, $to);
                     let ranks: Vec<Vec<$type>> =
                         ranks.iter().map(|rank| rank.iter().map(|value| from(*value)).collect()).collect();
-                    let bytes: Vec<Vec<u8>> = ranks.iter().map(|rank| rpc_core::dlpack::to_bytes(rank).to_vec()).collect();
+                    let bytes: Vec<Vec<u8>> = ranks.iter().map(|rank| to_bytes(rank).to_vec()).collect();
                     for op in OPS {
                         let result: Vec<$type> =
-                            rpc_core::dlpack::from_bytes(&run(Numeric::$numeric, op, &bytes, false));
+                            from_bytes(&run(Numeric::$numeric, op, &bytes, false));
                         for (at, result) in result.into_iter().enumerate() {
                             let values: Vec<f64> = ranks.iter().map(|rank| to(rank[at])).collect();
                             let expected = to(from(float_model(op, &values, $round)));
@@ -145,14 +146,16 @@ proptest! {
     /// The version for this processor gives the bits of the plain one, NaN payloads apart.
     #[test]
     fn versions_agree(ranks in patterns()) {
-        let bytes: Vec<Vec<u8>> = ranks.iter().map(|rank| rpc_core::dlpack::to_bytes(rank).to_vec()).collect();
+        let bytes: Vec<Vec<u8>> = ranks.iter().map(|rank| to_bytes(rank).to_vec()).collect();
         for op in OPS {
             prop_assert_eq!(run(Numeric::I64, op, &bytes, false), run(Numeric::I64, op, &bytes, true));
-            let [best, plain] = [false, true].map(|plain| rpc_core::dlpack::from_bytes::<f32>(&run(Numeric::F32, op, &bytes, plain)));
+            let [best, plain] =
+                [false, true].map(|plain| from_bytes::<f32>(&run(Numeric::F32, op, &bytes, plain)));
             for (best, plain) in best.into_iter().zip(plain) {
                 prop_assert!(best.to_bits() == plain.to_bits() || (best.is_nan() && plain.is_nan()));
             }
-            let [best, plain] = [false, true].map(|plain| rpc_core::dlpack::from_bytes::<bf16>(&run(Numeric::Bf16, op, &bytes, plain)));
+            let [best, plain] =
+                [false, true].map(|plain| from_bytes::<bf16>(&run(Numeric::Bf16, op, &bytes, plain)));
             for (best, plain) in best.into_iter().zip(plain) {
                 prop_assert!(best.to_bits() == plain.to_bits() || (best.is_nan() && plain.is_nan()));
             }
