@@ -1,6 +1,7 @@
 //! Errors of a Disco session: of commands on workers, or of the session.
 
 use std::fmt;
+use std::sync::LazyLock;
 
 use rpc_core::RpcError;
 use serde::{Deserialize, Serialize};
@@ -28,7 +29,7 @@ impl fmt::Display for WorkerId {
 /// A command that failed on a worker. The registers that it should have set are poisoned with this.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Failure {
-    /// Where.
+    /// The worker.
     pub worker: WorkerId,
     /// The number of the command in its session, from 1.
     pub sequence: u64,
@@ -44,7 +45,7 @@ impl fmt::Display for Failure {
     }
 }
 
-/// Why an operation of a Disco session failed.
+/// Error of an operation of a Disco session.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum DiscoError {
@@ -57,7 +58,7 @@ pub enum DiscoError {
 }
 
 impl DiscoError {
-    /// The failures of workers, if that is what it is.
+    /// Returns the failures of workers; none if the session has failed.
     pub fn failures(&self) -> &[Failure] {
         match self {
             Self::Workers(failures) => failures,
@@ -65,12 +66,11 @@ impl DiscoError {
         }
     }
 
-    /// The error itself, or that of the first failure.
+    /// Returns the error of the session, or the cause of the first failure.
     pub fn cause(&self) -> &RpcError {
         match self {
             Self::Session(error) => error,
-            // Never made of nothing.
-            Self::Workers(failures) => &failures[0].cause,
+            Self::Workers(failures) => failures.first().map_or(&NO_FAILURE, |failure| &failure.cause),
         }
     }
 
@@ -78,6 +78,9 @@ impl DiscoError {
         Self::Session(RpcError::invalid_argument(message))
     }
 }
+
+/// Cause of an error of workers without a failure, which this crate never makes.
+static NO_FAILURE: LazyLock<RpcError> = LazyLock::new(|| RpcError::internal("a failure of no worker"));
 
 impl From<DiscoError> for RpcError {
     /// Of several failures the first one counts.
@@ -87,7 +90,7 @@ impl From<DiscoError> for RpcError {
             DiscoError::Workers(failures) => {
                 let text = join(&failures);
                 failures.into_iter().next().map_or_else(
-                    || Self::internal("a failure of no worker"),
+                    || NO_FAILURE.clone(),
                     |first| Self::new(first.cause.kind(), text).may_have_run(true),
                 )
             }

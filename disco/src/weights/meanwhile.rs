@@ -15,7 +15,7 @@ pub(super) fn meanwhile<T: Send, U>(read: impl FnOnce() -> T + Send, here: impl 
         let here = here();
         (read.ok().and_then(|read| read.join().unwrap_or_else(|panic| resume_unwind(panic))), here)
     });
-    (done.unwrap_or_else(|| read.take().expect("it was not called")()), here)
+    (done.unwrap_or_else(|| read.take().expect("no thread has taken it: none was started")()), here)
 }
 
 #[cfg(test)]
