@@ -85,6 +85,8 @@ use serde::{Deserialize, Serialize};
 pub use agreement::Agreement;
 pub(crate) use buffer::Lent;
 pub use buffer::{Buffers, CollectiveInput};
+#[cfg(test)]
+pub(crate) use error::poison_to_bytes;
 pub use error::{BreakCause, Breakdown, CclError};
 pub(crate) use flight_recorder::Recorder;
 pub use flight_recorder::{Flight, Outcome};

@@ -10,6 +10,7 @@ pub(crate) mod folders;
 mod format;
 mod loader;
 mod meanwhile;
+mod messages;
 pub(crate) mod progress;
 mod reader;
 mod tensor_part;
@@ -21,6 +22,8 @@ use crate::wire::command::Scope;
 
 pub use format::TensorInfo;
 pub use loader::{ShardLoader, Unreadable};
+#[cfg(test)]
+pub(crate) use messages::golden_requests;
 pub use reader::WeightReader;
 pub(crate) use worker::register;
 

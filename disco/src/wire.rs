@@ -5,7 +5,7 @@ pub(crate) mod codec;
 pub(crate) mod command;
 pub(crate) mod event;
 #[cfg(test)]
-mod golden;
+pub(crate) mod golden;
 pub(crate) mod parameter;
 pub(crate) mod plan;
 pub(crate) mod relayed_pair;

@@ -92,12 +92,12 @@ impl Controller {
         // Without an address a node or the controller may still relay.
         let may_relay = self.options.allow_controller_relay || self.links.iter().any(|link| link.nodes > 1);
         if addresses.len() != nodes || known < nodes && !together && !may_relay {
-            let why = format!(
+            let reason = format!(
                 "the data addresses of {known} of {nodes} nodes are known, and not all are on one machine; give \
                  them all (Options::data_addresses, or --data-address there), or have the controller relay the \
                  data (Options::allow_controller_relay)"
             );
-            return Ok(JoinPlan::Apart { why });
+            return Ok(JoinPlan::Unconnected { reason });
         }
         let this: Weak<dyn Upstream> = self.this.clone();
         let (mut world, mut groups, mut locations) = (Vec::new(), Vec::new(), Vec::new());

@@ -10,7 +10,7 @@ use tokio::time::Instant;
 use crate::completion::Completion;
 use crate::error::{DiscoError, Result};
 use crate::node::functions::register;
-use crate::node::self_start::OfNode;
+use crate::node::self_start::WorkerSettings;
 use crate::node::server::server_of;
 use crate::weights::folders::WeightFolders;
 
@@ -145,7 +145,7 @@ pub fn join(registry: &Registry, controller: &str, options: JoinOptions) -> Comp
             keep_alive: options.keep_alive,
             ..ServeOptions::default()
         };
-        let node = OfNode { limits: SessionLimits::default(), weights: options.weights.clone(), settings: None };
+        let node = WorkerSettings::new(SessionLimits::default(), options.weights.clone());
         let server = server_of(registry, options.devices, node, options.data_address, serve);
         Ok(join_with(&server, &controller, options.rank, options.patience).await?)
     })

@@ -9,9 +9,13 @@ use serde::{Deserialize, Serialize};
 
 use crate::node::settings::NodeSettings;
 use crate::weights::folders::WeightFolders;
+use crate::wire::set_up::{VERSION, check_version};
 
 /// The first argument of a program that is started as its own worker.
 pub(crate) const WORKER: &str = "--disco-worker";
+
+/// Latest version whose settings of a worker do not carry it.
+const LAST_WITHOUT_NUMBER: u32 = 3;
 
 /// True once the program has called `serve_if_worker`.
 static SERVES_WORKERS: AtomicBool = AtomicBool::new(false);
@@ -26,24 +30,51 @@ pub(crate) fn can_serve_workers() -> bool {
     SERVES_WORKERS.load(Ordering::Relaxed)
 }
 
-/// Settings that the session of a worker's process takes over from that of its node.
-#[derive(Serialize, Deserialize)]
-pub(crate) struct OfNode {
+/// Settings that the session of a worker's process takes over from that of its node: the second
+/// argument of the process, as JSON.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct WorkerSettings {
+    /// [`VERSION`] of the node. It differs from that of the worker only if the file of the program
+    /// has been replaced since the node was started.
+    pub(crate) version: u32,
     pub(crate) limits: SessionLimits,
     pub(crate) weights: Option<WeightFolders>,
+    /// Settings of the program's own.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) settings: Option<NodeSettings>,
 }
 
-impl OfNode {
+impl WorkerSettings {
+    /// Settings of sessions with these limits and files of weights.
+    pub(crate) fn new(limits: SessionLimits, weights: Option<WeightFolders>) -> Self {
+        Self { version: VERSION, limits, weights, settings: None }
+    }
+
     pub(super) fn of(context: &rpc_core::Context) -> Self {
         let weights = context.extension::<WeightFolders>();
         let settings = context.extension::<NodeSettings>();
         Self {
-            limits: context.limits().clone(),
-            weights: weights.map(|folders| WeightFolders::clone(&folders)),
             settings: settings.map(|settings| NodeSettings::clone(&settings)),
+            ..Self::new(context.limits().clone(), weights.map(|folders| WeightFolders::clone(&folders)))
         }
+    }
+
+    /// Decodes the argument of a worker's process.
+    ///
+    /// # Errors
+    ///
+    /// [`Unsupported`](rpc_core::ErrorKind::Unsupported) if its node speaks another version;
+    /// malformed JSON.
+    fn decode(text: &[u8]) -> Result<Self> {
+        /// The one field that all versions have from 4 on.
+        #[derive(Deserialize)]
+        struct Versioned {
+            version: Option<u32>,
+        }
+        let malformed = |error| RpcError::invalid_argument(format!("malformed settings of a worker: {error}"));
+        let Versioned { version } = serde_json::from_slice(text).map_err(malformed)?;
+        check_version(version.unwrap_or(LAST_WITHOUT_NUMBER), "the node of this worker")?;
+        serde_json::from_slice(text).map_err(malformed)
     }
 }
 
@@ -54,7 +85,7 @@ impl OfNode {
 /// `main` has not called [`serve_if_worker`](crate::serve_if_worker), so that the child would be
 /// this program from its beginning; this process is itself such a child; or the path of the program
 /// is unknown.
-pub(crate) fn this_program_as_worker(node: Option<&OfNode>) -> Result<String> {
+pub(crate) fn this_program_as_worker(node: Option<&WorkerSettings>) -> Result<String> {
     if !can_serve_workers() {
         return Err(RpcError::unsupported(
             "workers as processes are this program, started again, and its `main` has not called the hook for them: \
@@ -75,17 +106,36 @@ pub(crate) fn this_program_as_worker(node: Option<&OfNode>) -> Result<String> {
 
 /// Returns the settings that this process takes over from its node, if it was started as a worker
 /// of one.
-pub(crate) fn of_node() -> Option<serde_json::Result<OfNode>> {
+pub(crate) fn settings_of_this_process() -> Option<Result<WorkerSettings>> {
     let mut args = std::env::args_os().skip(1);
     args.next().filter(|first| first == WORKER)?;
     // Arguments that are not UTF-8 are no JSON either, and refused as that.
-    args.next().map(|text| serde_json::from_slice(text.as_encoded_bytes()))
+    args.next().map(|text| WorkerSettings::decode(text.as_encoded_bytes()))
 }
 
 impl NodeSettings {
     /// Returns the settings of this process; `None` if it is not that of a worker, or its node has
     /// handed nothing down.
     pub fn of_this_process() -> Option<Self> {
-        of_node()?.ok()?.settings
+        settings_of_this_process()?.ok()?.settings
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rpc_core::ErrorKind;
+
+    use super::*;
+    use crate::wire::golden::assert_refused;
+
+    #[test]
+    fn settings_of_another_version_are_refused_in_words() {
+        let own = || WorkerSettings::new(SessionLimits::default(), None);
+        let newer = serde_json::to_vec(&WorkerSettings { version: VERSION + 1, ..own() }).unwrap();
+        for (text, version) in [(newer, VERSION + 1), (b"{}".to_vec(), LAST_WITHOUT_NUMBER)] {
+            assert_refused(WorkerSettings::decode(&text), version);
+        }
+        WorkerSettings::decode(&serde_json::to_vec(&own()).unwrap()).unwrap();
+        assert_eq!(WorkerSettings::decode(b"x").unwrap_err().kind(), ErrorKind::InvalidArgument);
     }
 }

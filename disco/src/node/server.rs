@@ -6,14 +6,14 @@ use std::sync::Arc;
 use rpc_core::{Devices, LocalSession, Registry, Result as RpcResult, SharedSession};
 use rpc_transports::{OpenRequest, ServeOptions, Server, TokioSpawner};
 
-use crate::node::self_start::OfNode;
+use crate::node::self_start::WorkerSettings;
 use crate::worker::rendezvous::DataAddress;
 
 /// Makes a server of sessions with the functions of `registry`. Inside of a tokio runtime.
 pub(super) fn server_of(
     registry: Registry,
     devices: Devices,
-    node: OfNode,
+    node: WorkerSettings,
     data: Option<IpAddr>,
     options: ServeOptions,
 ) -> Server {

@@ -19,7 +19,7 @@ use crate::link::relay::{Destination, RelayRequest, Relays};
 use crate::link::source::{Source, open_links};
 use crate::link::upstream::Upstream;
 use crate::logs;
-use crate::node::self_start::{OfNode, this_program_as_worker};
+use crate::node::self_start::{WorkerSettings, this_program_as_worker};
 use crate::options::Hosting;
 use crate::wire::codec::Encoded;
 use crate::wire::command::Queued;
@@ -220,7 +220,7 @@ fn processes(
     set_up: &SetUp,
     sink: &Arc<dyn EventSink>,
 ) -> Result<(Children, Vec<ThreadPlace>)> {
-    let address = this_program_as_worker(Some(&OfNode::of(context)))?;
+    let address = this_program_as_worker(Some(&WorkerSettings::of(context)))?;
     let permits = (0..set_up.count).map(|_| context.reserve_thread()).collect::<Result<_>>()?;
     let child = |first| {
         let set_up = SetUp { first, count: 1, hosting: Hosting::Threads, children: Vec::new(), ..set_up.clone() };

@@ -2,11 +2,11 @@
 
 use std::time::Duration;
 
-use rpc_core::{Devices, Registry, Result, RpcError, SessionLimits};
+use rpc_core::{Devices, Registry, Result, SessionLimits};
 use rpc_transports::{ConnectError, ServeOptions};
 
 use crate::node::functions::register;
-use crate::node::self_start::{OfNode, WORKER, of_node, serves_workers};
+use crate::node::self_start::{WORKER, WorkerSettings, serves_workers, settings_of_this_process};
 use crate::node::server::server_of;
 use crate::weights::folders::WeightFolders;
 
@@ -30,11 +30,9 @@ pub fn serve_if_worker_with(registry: &Registry, devices: impl FnOnce() -> Devic
     register(registry);
     crate::logs::install();
     // A process of the controller's own reads all that the controller may.
-    let of_controller =
-        || OfNode { limits: SessionLimits::default(), weights: Some(WeightFolders::anywhere()), settings: None };
-    let node = of_node().unwrap_or_else(|| Ok(of_controller()));
-    let served = node.map_err(|error| RpcError::invalid_argument(format!("its settings: {error}")));
-    let code = match served.and_then(|node| serve_stdio(registry, devices(), node)) {
+    let of_controller = || WorkerSettings::new(SessionLimits::default(), Some(WeightFolders::anywhere()));
+    let node = settings_of_this_process().unwrap_or_else(|| Ok(of_controller()));
+    let code = match node.and_then(|node| serve_stdio(registry, devices(), node)) {
         Ok(()) => 0,
         Err(error) => {
             tracing::error!(%error, "a worker process cannot serve");
@@ -48,7 +46,7 @@ pub fn serve_if_worker_with(registry: &Registry, devices: impl FnOnce() -> Devic
 const NEVER: Duration = Duration::from_secs(365 * 24 * 3600);
 
 /// Serves one session over standard input and output until that ends.
-fn serve_stdio(registry: &Registry, devices: Devices, node: OfNode) -> Result<()> {
+fn serve_stdio(registry: &Registry, devices: Devices, node: WorkerSettings) -> Result<()> {
     let runtime = crate::runtime::runtime()?;
     runtime.block_on(async {
         let channel = rpc_transports::exec::stdio_channel().await;

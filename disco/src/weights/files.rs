@@ -12,10 +12,11 @@ use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Component, Path, PathBuf};
 
 use rpc_core::{ErrorKind, Result, RpcError};
+use serde::Deserialize;
 use serde::de::{self, Deserializer, MapAccess, Visitor};
-use serde::{Deserialize, Serialize};
 
 use super::format::{FormatError, Header, MAX_HEADER, PREFIX, header_len};
+use super::messages::FileIdentity;
 use super::tensor_part::ReadAt;
 
 /// Name of the index of a model in several files, and of the file of a model in one.
@@ -129,22 +130,12 @@ fn read_index(path: &Path) -> Result<(Vec<String>, BTreeMap<String, usize>)> {
     Ok((numbers.into_keys().collect(), tensors))
 }
 
-/// Identity by which a file is taken for the same in several places: its length, and the SHA-256 of
-/// its header with the length of that. The content of the tensors is not compared.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Likeness {
-    pub(super) len: u64,
-    /// The bytes of the header, without those that say how many they are.
-    header_len: u64,
-    header: [u8; 32],
-}
-
 /// A file whose header has been read. It is not kept open: there may be many, and many workers in a
 /// process.
 #[derive(Debug)]
 pub(super) struct WeightFile {
     pub(super) path: PathBuf,
-    pub(super) likeness: Likeness,
+    pub(super) identity: FileIdentity,
     pub(super) header: Header,
     stamp: Stamp,
 }
@@ -176,8 +167,8 @@ impl WeightFile {
         let mut digest = ring::digest::Context::new(&ring::digest::SHA256);
         digest.update(&prefix);
         digest.update(&json);
-        let likeness = Likeness { len, header_len: json.len() as u64, header: hash(digest) };
-        Ok(Self { path, likeness, header, stamp })
+        let identity = FileIdentity { len, header_len: json.len() as u64, header: hash(digest) };
+        Ok(Self { path, identity, header, stamp })
     }
 
     /// Opens the file again, to read a tensor.
@@ -190,23 +181,23 @@ impl WeightFile {
     }
 }
 
-/// A worker's file that is like the controller's. Only the likeness is found out: the controller
+/// A worker's file that is like the controller's. Only the identity is found out: the controller
 /// knows the content, and a worker whose file is another one reveals nothing of it.
 #[derive(Debug)]
-pub(super) struct Twin {
+pub(super) struct MatchingFile {
     pub(super) path: PathBuf,
     /// In bytes.
     pub(super) len: u64,
     stamp: Stamp,
 }
 
-impl Twin {
+impl MatchingFile {
     /// Opens the file at `path`, if it is like the wanted one.
     ///
     /// # Errors
     ///
     /// It cannot be read, or is another one.
-    pub(super) fn find(path: PathBuf, wanted: &Likeness) -> Result<Self> {
+    pub(super) fn find(path: PathBuf, wanted: &FileIdentity) -> Result<Self> {
         let file = open(&path)?;
         let io = |error: io::Error| failed(&path, &error);
         let stamp = stamp(&file.metadata().map_err(io)?);

@@ -9,9 +9,9 @@ use rpc_core::{DataType, Pack, RpcError, Tensor, Value, VirtualDevice};
 
 use super::Part;
 use super::files::{InFile, Model, WeightFile};
-use super::format::TensorInfo;
+use super::format::{Placed, TensorInfo};
+use super::messages::{LoadRequest, RequestedFile};
 use super::tensor_part::Cut;
-use super::worker::{Request, Wanted};
 use crate::completion::Completion;
 use crate::controller::dref::{DPackedFunc, DRef};
 use crate::controller::session::{Content, DiscoSession};
@@ -66,8 +66,7 @@ use crate::wire::command::Scope;
 pub struct ShardLoader {
     session: DiscoSession,
     files: Vec<Source>,
-    /// By name: the number of the file, and what the tensor is.
-    tensors: BTreeMap<String, (u32, TensorInfo)>,
+    tensors: BTreeMap<String, Located>,
     /// The files, opened on the workers; they let go of them with this.
     opened: DRef,
     load: DPackedFunc,
@@ -88,7 +87,22 @@ pub struct Unreadable {
     pub reason: String,
 }
 
-/// A file, and who reads it.
+/// A tensor, and its position in the files of the loader.
+struct Located {
+    /// Number of the file.
+    file: u32,
+    /// Start in the file, in bytes.
+    start: u64,
+    info: TensorInfo,
+}
+
+impl Located {
+    fn new(file: usize, placed: &Placed) -> Self {
+        Self { file: file as u32, start: placed.start, info: placed.info.clone() }
+    }
+}
+
+/// A file, and the workers that read it.
 struct Source {
     file: WeightFile,
     /// For each worker, which one reads for it; `None` where nobody can.
@@ -174,12 +188,12 @@ impl ShardLoader {
 
     /// The tensors, in the order of their names.
     pub fn tensors(&self) -> impl Iterator<Item = (&str, &TensorInfo)> {
-        self.tensors.iter().map(|(name, (_, info))| (name.as_str(), info))
+        self.tensors.iter().map(|(name, located)| (name.as_str(), &located.info))
     }
 
     /// The tensor of this name.
     pub fn tensor(&self, name: &str) -> Option<&TensorInfo> {
-        self.tensors.get(name).map(|(_, info)| info)
+        self.tensors.get(name).map(|located| &located.info)
     }
 
     /// Returns the workers that cannot read some of the files by themselves. It does not keep them
@@ -255,19 +269,19 @@ impl ShardLoader {
     }
 
     fn prepare(&self, name: &str, part: Part, device: Option<VirtualDevice>) -> Result<Load> {
-        let Some((file, TensorInfo { dtype, shape, .. })) = self.tensors.get(name) else {
+        let Some(Located { file, start, info: TensorInfo { dtype, shape, .. } }) = self.tensors.get(name) else {
             let count = self.tensors.len();
             return Err(
                 RpcError::not_found(format!("there is no tensor '{name}' among the {count} of the loader")).into()
             );
         };
-        let source = &self.files[*file as usize];
-        let request = Request {
+        let source = self.source(*file)?;
+        let request = LoadRequest {
             file: *file,
             name: name.to_owned(),
             dtype: *dtype,
             shape: shape.clone(),
-            start: source.file.header.tensors[name].start,
+            start: *start,
             part,
             device,
             readers: source.readers.clone().unwrap_or_default(),
@@ -283,9 +297,14 @@ impl ShardLoader {
         Ok(Load { bytes, request, cuts })
     }
 
+    fn source(&self, file: u32) -> Result<&Source> {
+        let missing = || RpcError::internal(format!("a loader has no file {file}"));
+        Ok(self.files.get(file as usize).ok_or_else(missing)?)
+    }
+
     fn issue(&self, load: Load) -> Result<DRef> {
         let Load { request, cuts, bytes: _ } = load;
-        let source = &self.files[request.file as usize];
+        let source = self.source(request.file)?;
         if source.readers.is_some() && cuts.iter().any(|cut| cut.size_bytes > 0) {
             return self.load.call((&self.opened, Pack(request)));
         }
@@ -294,13 +313,13 @@ impl ShardLoader {
             // All get the same where nothing is divided, and every group where it divides for
             // itself.
             let (parts, scope) = match &request.part {
-                Part::Whole | Part::With { .. } => (&cuts[..1], None),
+                Part::Whole | Part::With { .. } => (&cuts[..cuts.len().min(1)], None),
                 Part::Shard { scope: Scope::World, .. } => (&cuts[..], Some(Scope::World)),
                 Part::Shard { scope: Scope::Group, .. } => {
                     (&cuts[..cuts.len() / self.session.num_groups() as usize], Some(Scope::Group))
                 }
             };
-            let each = parts[0].size_bytes as usize;
+            let each = parts.first().map_or(0, |part| part.size_bytes as usize);
             let tensor = Tensor::zeros([parts.len() as i64, each as i64], DataType::U8)?;
             let mut view = tensor.write()?;
             for (part, out) in parts.iter().zip(view.bytes_mut()?.chunks_exact_mut(each.max(1))) {
@@ -332,14 +351,14 @@ impl fmt::Debug for ShardLoader {
 
 /// A load that can be issued.
 struct Load {
-    request: Request,
+    request: LoadRequest,
     /// Of each worker.
     cuts: Vec<Cut>,
     /// Bytes for all workers together.
     bytes: u64,
 }
 
-type Headers = (Vec<WeightFile>, BTreeMap<String, (u32, TensorInfo)>, Vec<Wanted>);
+type Headers = (Vec<WeightFile>, BTreeMap<String, Located>, Vec<RequestedFile>);
 
 /// Reads what the files say of themselves, and which of them workers are to look for.
 fn read_headers(path: &Path, folder: Option<&Path>) -> Result<Headers> {
@@ -352,23 +371,23 @@ fn read_headers(path: &Path, folder: Option<&Path>) -> Result<Headers> {
         let Ok(path) = path.into_os_string().into_string() else {
             return Err(DiscoError::invalid(format!("{}: its name is not one in UTF-8", file.path.display())));
         };
-        wanted.push(Wanted { path, likeness: file.likeness.clone() });
+        wanted.push(RequestedFile { path, identity: file.identity.clone() });
         files.push(file);
     }
     let mut tensors = BTreeMap::new();
     if let Some(index) = model.index {
         for (name, number) in index {
-            let file = &files[number];
-            let Some(placed) = file.header.tensors.get(&name) else {
-                let text =
-                    format!("{}: the index says that tensor '{name}' is there, and it is not", file.path.display());
+            let file = files.get(number);
+            let Some(placed) = file.and_then(|file| file.header.tensors.get(&name)) else {
+                let path = file.map_or(path, |file| file.path.as_path()).display();
+                let text = format!("{path}: the index says that tensor '{name}' is there, and it is not");
                 return Err(RpcError::not_found(text).into());
             };
-            tensors.insert(name, (number as u32, placed.info.clone()));
+            tensors.insert(name, Located::new(number, placed));
         }
     } else {
         let all = files.iter().flat_map(|file| &file.header.tensors);
-        tensors.extend(all.map(|(name, placed)| (name.clone(), (0, placed.info.clone()))));
+        tensors.extend(all.map(|(name, placed)| (name.clone(), Located::new(0, placed))));
     }
     Ok((files, tensors, wanted))
 }

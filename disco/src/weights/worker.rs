@@ -1,22 +1,19 @@
 //! The workers' part: each opens the files that it can, and reads its own part of a tensor, or gets
 //! that from a worker that has read it.
 
-use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
 
 use rpc_core::dlpack::dense_size;
 use rpc_core::function::{FunctionKind, Object, Opaque};
 use rpc_core::{
-    Context, DataType, ErrorKind, LocalValue, Pack, Registry, Result, RpcError, Shared, Tensor, Value, VirtualDevice,
-    blocking,
+    Context, DataType, ErrorKind, LocalValue, Pack, Registry, Result, RpcError, Shared, Tensor, Value, blocking,
 };
-use serde::{Deserialize, Serialize};
 
 use super::Part;
-use super::files::{InFile, Likeness, Twin};
+use super::files::{InFile, MatchingFile};
+use super::messages::{LoadRequest, RequestedFile};
 use super::reader::{Meter, Place, Source, WeightReader, filled};
-use super::tensor_part::Cut;
 use crate::ccl::{Operation, Rank};
 use crate::error::WorkerId;
 use crate::weights::folders::WeightFolders;
@@ -26,119 +23,47 @@ use crate::worker::context::WorkerContext;
 /// Adds the functions that loaders call to `registry`.
 pub(crate) fn register(registry: &Registry) {
     registry
-        .add("disco.weights.open", |context: Context, wanted: Pack<Vec<Wanted>>| {
+        .add("disco.weights.open", |context: Context, wanted: Pack<Vec<RequestedFile>>| {
             OpenFiles::open(&context, wanted.0).map(|files| Shared(Arc::new(files)))
         })
         .add("disco.weights.unreadable", |files: Shared<OpenFiles>| {
             let told = files.0.0.iter().map(|file| file.as_ref().err().map(|error| error.message().to_owned()));
             Pack(told.collect::<Vec<_>>())
         })
-        .add("disco.weights.load", |worker: WorkerContext, files: Shared<OpenFiles>, request: Pack<Request>| {
+        .add("disco.weights.load", |worker: WorkerContext, files: Shared<OpenFiles>, request: Pack<LoadRequest>| {
             load(&worker, &files.0, &request.0).map_err(|error| request.0.blame(error))
         })
-        .add("disco.weights.take", |worker: WorkerContext, bytes: Tensor, request: Pack<Request>| {
+        .add("disco.weights.take", |worker: WorkerContext, bytes: Tensor, request: Pack<LoadRequest>| {
             take(&worker, &bytes, &request.0).map_err(|error| request.0.blame(error))
         });
-}
-
-/// A file that workers are to open.
-#[derive(Debug, Serialize, Deserialize)]
-pub(super) struct Wanted {
-    pub(super) path: String,
-    /// Likeness that the file must have.
-    pub(super) likeness: Likeness,
 }
 
 /// The most files of one loader.
 const MAX_FILES: usize = 4096;
 
 /// The files of a loader on one worker, or why it cannot read them.
-struct OpenFiles(Vec<Result<Twin>>);
+struct OpenFiles(Vec<Result<MatchingFile>>);
 
 impl OpenFiles {
-    fn open(context: &Context, wanted: Vec<Wanted>) -> Result<Self> {
+    fn open(context: &Context, wanted: Vec<RequestedFile>) -> Result<Self> {
         if wanted.len() > MAX_FILES {
             return Err(RpcError::limit("files of one loader", MAX_FILES as u64, wanted.len() as u64));
         }
         let folders = context.extension::<WeightFolders>();
-        let open = |wanted: Wanted| {
+        let open = |wanted: RequestedFile| {
             let Some(folders) = &folders else {
                 let text = "this node's workers may read no files of weights: its operator names no folders of them \
                             (--weights of rpc-server)";
                 return Err(RpcError::new(ErrorKind::Refused, text));
             };
-            Twin::find(folders.admit(&PathBuf::from(wanted.path))?, &wanted.likeness)
+            MatchingFile::find(folders.admit(&PathBuf::from(wanted.path))?, &wanted.identity)
         };
         Ok(Self(wanted.into_iter().map(open).collect()))
     }
 }
 
-/// A tensor to be loaded: the same for all workers.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-pub(super) struct Request {
-    /// The number of its file.
-    pub(super) file: u32,
-    pub(super) name: String,
-    pub(super) dtype: DataType,
-    pub(super) shape: Vec<i64>,
-    /// Start in the file, in bytes.
-    pub(super) start: u64,
-    pub(super) part: Part,
-    /// `None` is each worker's default one.
-    pub(super) device: Option<VirtualDevice>,
-    /// The worker that reads for each worker.
-    pub(super) readers: Vec<u32>,
-    /// Loader that progress is told to; 0 is none.
-    pub(super) loader: u64,
-}
-
-impl Request {
-    /// Returns the part of the whole tensor that a worker's part is made of.
-    pub(super) fn cut(&self, worker: WorkerId, world_size: u32, num_groups: u32) -> Result<Cut> {
-        let ranges = match &self.part {
-            Part::Whole | Part::With { .. } => Vec::new(),
-            Part::Shard { dim, scope } => {
-                let group_size = world_size / num_groups.max(1);
-                let (rank, size) = match scope {
-                    Scope::World => (worker.0, world_size),
-                    Scope::Group => (worker.0 % group_size.max(1), group_size),
-                };
-                shard(&self.shape, *dim, rank, size)?
-            }
-        };
-        Cut::new(self.dtype, &self.shape, &ranges)
-    }
-
-    /// Adds to an error the name of the tensor that could not be loaded.
-    fn blame(&self, error: RpcError) -> RpcError {
-        error.context(format_args!("tensor '{}'", self.name))
-    }
-
-    fn cut_of(&self, worker: &WorkerContext, of: WorkerId) -> Result<Cut> {
-        self.cut(of, worker.world_size(), worker.num_groups())
-    }
-}
-
-/// Returns the ranges of one of so many even shards.
-fn shard(shape: &[i64], dim: usize, rank: u32, size: u32) -> Result<Vec<Range<i64>>> {
-    let Some(length) = shape.get(dim) else {
-        return Err(RpcError::invalid_argument(format!("there is no dimension {dim} in {shape:?}")));
-    };
-    let size = i64::from(size.max(1));
-    if length % size != 0 {
-        return Err(RpcError::invalid_argument(format!(
-            "dimension {dim} of {shape:?} does not divide among {size} workers: load the tensor whole, by another \
-             dimension, or with a function that divides it (Part::With)"
-        )));
-    }
-    let each = length / size;
-    let mut ranges: Vec<_> = shape[..dim].iter().map(|length| 0..*length).collect();
-    ranges.push(i64::from(rank) * each..(i64::from(rank) + 1) * each);
-    Ok(ranges)
-}
-
 /// Loads this worker's part, and those of the workers that it reads for.
-fn load(worker: &WorkerContext, files: &OpenFiles, request: &Request) -> Result<LocalValue> {
+fn load(worker: &WorkerContext, files: &OpenFiles, request: &LoadRequest) -> Result<LocalValue> {
     let (me, readers) = (worker.worker_id(), &request.readers);
     if readers.len() != worker.world_size() as usize || readers.iter().any(|reader| *reader >= worker.world_size()) {
         return Err(RpcError::internal("a load that does not say who reads"));
@@ -169,13 +94,13 @@ fn load(worker: &WorkerContext, files: &OpenFiles, request: &Request) -> Result<
 
 /// Makes this worker's part of the bytes that have come from the controller: a part of the tensor,
 /// as bytes.
-fn take(worker: &WorkerContext, bytes: &Tensor, request: &Request) -> Result<LocalValue> {
+fn take(worker: &WorkerContext, bytes: &Tensor, request: &LoadRequest) -> Result<LocalValue> {
     let cut = request.cut_of(worker, worker.worker_id())?;
     deliver(worker, Source::Memory(bytes.view(0, cut.shape, None, request.dtype)?), request)
 }
 
 /// Puts the part into its destination, or has the function make a value of it.
-fn deliver(worker: &WorkerContext, source: Source, request: &Request) -> Result<LocalValue> {
+fn deliver(worker: &WorkerContext, source: Source, request: &LoadRequest) -> Result<LocalValue> {
     let size = match &source {
         Source::File { cut, .. } => cut.size_bytes,
         Source::Memory(part) => part.size_bytes(),
@@ -215,7 +140,7 @@ fn call(context: &Context, function: &str, reader: Arc<WeightReader>) -> Result<
 }
 
 /// Finds the tensor in this worker's file.
-fn open(files: &OpenFiles, request: &Request) -> Result<InFile> {
+fn open(files: &OpenFiles, request: &LoadRequest) -> Result<InFile> {
     let file = files.0.get(request.file as usize);
     let file = file.ok_or_else(|| RpcError::internal("a load from a file that there is not"))?;
     let file = file.as_ref().map_err(RpcError::clone)?;
@@ -238,7 +163,7 @@ fn send(worker: &WorkerContext, to: WorkerId, part: Result<Tensor>) {
 }
 
 /// Gets this worker's part from the one that reads it.
-fn receive(worker: &WorkerContext, from: WorkerId, request: &Request) -> Result<Source> {
+fn receive(worker: &WorkerContext, from: WorkerId, request: &LoadRequest) -> Result<Source> {
     let me = worker.worker_id();
     let room = request.cut_of(worker, me).and_then(|cut| {
         let part = Place::of(worker.device()).allocate(worker, request.dtype, &cut.shape)?;

@@ -515,11 +515,12 @@ impl<'a> Reader<'a> {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
     use crate::wire::command::OWN;
 
-    fn all() -> Vec<Command> {
+    /// Returns one command of each kind, and more where a kind has several forms.
+    pub(crate) fn all() -> Vec<Command> {
         let tensor = HostTensor { dtype: DataType::F32, shape: vec![1, 2], bytes: Bytes::from_static(b"12345678") };
         let value = Value::List(vec![
             Value::Object(Operand::Register(7)),

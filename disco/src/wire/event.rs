@@ -226,18 +226,18 @@ pub(crate) trait EventSink: Send + Sync {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
 
-    #[test]
-    fn events_survive_the_link() {
+    /// Returns one event of each kind, and more where a kind has several forms.
+    pub(crate) fn all() -> Vec<Event> {
         let failure = Failure {
             worker: WorkerId(3),
             sequence: 1 << 40,
             command: "f".to_owned(),
             cause: RpcError::new(ErrorKind::Application, "no").with_application_kind("E").with_backtrace("b"),
         };
-        let events = [
+        vec![
             Event::Progress { worker: WorkerId(1), sequence: 2, cost: 3 },
             Event::Reached { ticket: 4 },
             Event::Fetched { ticket: 5, value: Ok(LocalContent::Value(Value::List(vec![Value::Float(0.5)]))) },
@@ -260,8 +260,12 @@ mod tests {
                 worker: WorkerId(4),
                 report: Report { epoch: 0, culprit: None, cause: RpcError::internal("broken") },
             },
-        ];
-        for event in events {
+        ]
+    }
+
+    #[test]
+    fn events_survive_the_link() {
+        for event in all() {
             let value = event.clone().into_value().unwrap();
             let value = value.try_map(&mut |_| Err::<rpc_core::Reference, _>(())).unwrap();
             assert_eq!(Event::from_value(value).unwrap(), event);

@@ -78,8 +78,8 @@ pub(crate) enum JoinPlan {
     },
     /// All are processes of one job of MPI, with these numbers there.
     Mpi { key: SessionKey, encrypt: bool, ranks: Vec<u32> },
-    /// They have no way to each other, for this reason.
-    Apart { why: String },
+    /// The workers cannot reach each other, for this reason.
+    Unconnected { reason: String },
 }
 
 /// Location of a worker, seen from the others.

@@ -34,7 +34,7 @@ impl Worker {
             let cause = error.clone().context(format_args!("worker {} has no collectives", self.id));
             self.this.tell_broken(Report { epoch: plan.epoch, culprit: None, cause });
             // Without a way to each other only collectives fail.
-            if !matches!(plan.join, JoinPlan::Apart { .. }) {
+            if !matches!(plan.join, JoinPlan::Unconnected { .. }) {
                 return Err(error.into());
             }
         }

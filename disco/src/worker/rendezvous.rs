@@ -144,9 +144,9 @@ impl Rendezvous {
                 options.encrypt = *encrypt;
                 join_mpi(ranks, layout, worker, key, &options)
             }
-            JoinPlan::Apart { why } => Err(RpcError::new(
+            JoinPlan::Unconnected { reason } => Err(RpcError::new(
                 ErrorKind::Unsupported,
-                format!("the workers of this session have no way to each other: {why}"),
+                format!("the workers of this session have no way to each other: {reason}"),
             )),
         }
     }

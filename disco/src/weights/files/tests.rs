@@ -76,14 +76,14 @@ fn a_file_that_has_changed_is_not_read() {
     fs::rename(&path, folder.path().join("old")).unwrap();
     assert_eq!(first.open().unwrap_err().kind(), ErrorKind::NotFound);
     let second = read(&file()).unwrap();
-    assert_eq!(first.likeness, second.likeness);
+    assert_eq!(first.identity, second.identity);
     assert!(first.open().unwrap_err().to_string().contains("has changed"));
 
     let longer = [file(), b"d".to_vec()].concat();
     let error = read(&longer).unwrap_err().to_string();
     assert!(error.contains("nothing may follow") && error.contains(path.to_str().unwrap()), "{error}");
     let other = String::from_utf8_lossy(&file()).replace("\"x\"", "\"y\"");
-    assert_ne!(read(other.as_bytes()).unwrap().likeness, second.likeness);
+    assert_ne!(read(other.as_bytes()).unwrap().identity, second.identity);
     let error = WeightFile::read(folder.path().to_owned()).unwrap_err().to_string();
     assert!(error.contains("no regular file"), "{error}");
 }

@@ -1,0 +1,124 @@
+//! Messages of loaders: the arguments of the functions `disco.weights.*`, as the controller sends
+//! them to the workers.
+//!
+//! They are part of the messages of [`VERSION`](crate::wire::set_up::VERSION).
+
+use std::ops::Range;
+
+use rpc_core::{DataType, Result, RpcError, VirtualDevice};
+use serde::{Deserialize, Serialize};
+
+use super::Part;
+use super::tensor_part::Cut;
+use crate::error::WorkerId;
+use crate::wire::command::Scope;
+use crate::worker::context::WorkerContext;
+
+/// A file that workers are to open.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct RequestedFile {
+    pub(super) path: String,
+    /// Identity that the file must have.
+    pub(super) identity: FileIdentity,
+}
+
+/// Identity by which a file is taken for the same in several places: its length, and the SHA-256 of
+/// its header with the length of that. The content of the tensors is not compared.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct FileIdentity {
+    pub(super) len: u64,
+    /// The bytes of the header, without those that say how many they are.
+    pub(super) header_len: u64,
+    pub(super) header: [u8; 32],
+}
+
+/// A tensor to be loaded: the same for all workers.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct LoadRequest {
+    /// The number of its file.
+    pub(super) file: u32,
+    pub(super) name: String,
+    pub(super) dtype: DataType,
+    pub(super) shape: Vec<i64>,
+    /// Start in the file, in bytes.
+    pub(super) start: u64,
+    pub(super) part: Part,
+    /// `None` is each worker's default one.
+    pub(super) device: Option<VirtualDevice>,
+    /// The worker that reads for each worker.
+    pub(super) readers: Vec<u32>,
+    /// Loader that progress is told to; 0 is none.
+    pub(super) loader: u64,
+}
+
+impl LoadRequest {
+    /// Returns the part of the whole tensor that a worker's part is made of.
+    pub(super) fn cut(&self, worker: WorkerId, world_size: u32, num_groups: u32) -> Result<Cut> {
+        let ranges = match &self.part {
+            Part::Whole | Part::With { .. } => Vec::new(),
+            Part::Shard { dim, scope } => {
+                let group_size = world_size / num_groups.max(1);
+                let (rank, size) = match scope {
+                    Scope::World => (worker.0, world_size),
+                    Scope::Group => (worker.0 % group_size.max(1), group_size),
+                };
+                shard(&self.shape, *dim, rank, size)?
+            }
+        };
+        Cut::new(self.dtype, &self.shape, &ranges)
+    }
+
+    /// Adds to an error the name of the tensor that could not be loaded.
+    pub(super) fn blame(&self, error: RpcError) -> RpcError {
+        error.context(format_args!("tensor '{}'", self.name))
+    }
+
+    /// As [`cut`](Self::cut), in the session of `worker`.
+    pub(super) fn cut_of(&self, worker: &WorkerContext, of: WorkerId) -> Result<Cut> {
+        self.cut(of, worker.world_size(), worker.num_groups())
+    }
+}
+
+/// Returns the ranges of one of so many even shards.
+fn shard(shape: &[i64], dim: usize, rank: u32, size: u32) -> Result<Vec<Range<i64>>> {
+    let Some(length) = shape.get(dim) else {
+        return Err(RpcError::invalid_argument(format!("there is no dimension {dim} in {shape:?}")));
+    };
+    let size = i64::from(size.max(1));
+    if length % size != 0 {
+        return Err(RpcError::invalid_argument(format!(
+            "dimension {dim} of {shape:?} does not divide among {size} workers: load the tensor whole, by another \
+             dimension, or with a function that divides it (Part::With)"
+        )));
+    }
+    let each = length / size;
+    let mut ranges: Vec<_> = shape[..dim].iter().map(|length| 0..*length).collect();
+    ranges.push(i64::from(rank) * each..(i64::from(rank) + 1) * each);
+    Ok(ranges)
+}
+
+/// Adds the messages of loaders to `all`.
+#[cfg(test)]
+pub(crate) fn golden_requests(all: &mut crate::wire::golden::Samples) {
+    let identity = FileIdentity { len: 1 << 33, header_len: 80, header: [5; 32] };
+    all.packed("FileIdentity", &identity);
+    all.packed("RequestedFile", &RequestedFile { path: "/m/model.safetensors".to_owned(), identity });
+    let shard = Part::Shard { dim: 1, scope: Scope::World };
+    all.packed("Part Whole", &Part::Whole);
+    all.packed("Part Shard", &shard);
+    all.packed("Part With", &Part::With { function: "f".to_owned() });
+    all.packed("Scope Group", &Scope::Group);
+    all.packed("Scope World", &Scope::World);
+    let request = LoadRequest {
+        file: 1,
+        name: "t".to_owned(),
+        dtype: DataType::BF16,
+        shape: vec![4, 2],
+        start: 88,
+        part: shard,
+        device: None,
+        readers: vec![0, 0],
+        loader: 3,
+    };
+    all.packed("LoadRequest", &request);
+}
