@@ -89,10 +89,10 @@ impl From<DiscoError> for RpcError {
             DiscoError::Session(error) => error,
             DiscoError::Workers(failures) => {
                 let text = join(&failures);
-                failures.into_iter().next().map_or_else(
-                    || NO_FAILURE.clone(),
-                    |first| Self::new(first.cause.kind(), text).may_have_run(true),
-                )
+                failures
+                    .into_iter()
+                    .next()
+                    .map_or_else(|| NO_FAILURE.clone(), |first| Self::new(first.cause.kind(), text).may_have_run(true))
             }
         }
     }

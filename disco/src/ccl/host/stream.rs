@@ -10,7 +10,10 @@ mod abort_notice;
 mod address;
 mod connection;
 mod flow;
+mod handshake;
 mod join;
+#[cfg(feature = "mpi")]
+mod join_messages;
 mod link;
 mod secure;
 mod socket;
@@ -26,7 +29,7 @@ use rpc_core::RpcError;
 pub use self::address::{Address, SessionKey};
 pub use self::join::Listener;
 #[cfg(feature = "mpi")]
-pub(super) use self::join::{Member, by_messages};
+pub(super) use self::join_messages::{Member, by_messages};
 use self::link::{FrameKind, Link};
 #[cfg(feature = "mpi")]
 pub(super) use self::socket::Socket;
