@@ -12,8 +12,8 @@
 //!
 //! The hello's fields: version `u16`, flags `u16` (1 encrypted), size `u32`, dialler `u32`,
 //! acceptor `u32`, epoch `u64`, nonce (32 bytes). The first status is 0 (go on), 1 (another epoch),
-//! 2 (another group) or 4 (not encrypted alike); the second is 0 (welcome) or 3 (not proven). Both
-//! HMACs are under the session's key.
+//! 2 (another group), 4 (not encrypted alike) or 5 (another version); the second is 0 (welcome) or
+//! 3 (not proven). Both HMACs are under the session's key.
 //!
 //! A connection thus proves the session (by its key), the epoch, both ranks and its encryption, in
 //! both directions; leftovers of another epoch cannot be taken for this one's. If it is encrypted,
@@ -46,6 +46,7 @@ const OTHER_EPOCH: u8 = 1;
 const OTHER_GROUP: u8 = 2;
 const NOT_PROVEN: u8 = 3;
 const OTHER_PROTECTION: u8 = 4;
+const OTHER_VERSION: u8 = 5;
 
 /// Flag of a hello whose sender encrypts all that follows.
 const ENCRYPTED: u16 = 1;
@@ -86,6 +87,7 @@ impl Group<'_> {
             GO_ON => {}
             OTHER_EPOCH => return Err(Failure::Transient("it is in another epoch".to_owned())),
             OTHER_PROTECTION => return Err(Failure::Final(self.refused(peer, ONE_ENCRYPTS))),
+            OTHER_VERSION => return Err(Failure::Final(self.refused(peer, OTHER_VERSION_TEXT))),
             _ => return Err(Failure::Final(self.refused(peer, "it is in another group"))),
         }
         stream.write_all(self.prove(BY_DIALLER, &hello, &answer[1..]).as_ref())?;
@@ -113,6 +115,7 @@ impl Group<'_> {
         let of_peer = Group { rank: peer, ..*self };
         let expected = of_peer.hello(self.rank, &nonce);
         let status = match hello == expected {
+            _ if is_of_other_version(&hello) => OTHER_VERSION,
             _ if hello[..6] != expected[..6] || hello[8..20] != expected[8..20] => OTHER_GROUP,
             _ if peer <= self.rank || peer >= self.size => OTHER_GROUP,
             _ if hello[6..8] != expected[6..8] => OTHER_PROTECTION,
@@ -127,6 +130,7 @@ impl Group<'_> {
             let text = match status {
                 OTHER_EPOCH => "it is of another epoch",
                 OTHER_PROTECTION => ONE_ENCRYPTS,
+                OTHER_VERSION => OTHER_VERSION_TEXT,
                 _ => "it is of another group",
             };
             return Err(RpcError::new(ErrorKind::Refused, text));
@@ -146,7 +150,7 @@ impl Group<'_> {
     /// This rank's hello to `peer`.
     pub(super) fn hello(&self, peer: u32, nonce: &[u8; NONCE]) -> [u8; HELLO] {
         let mut hello = [0; HELLO];
-        hello[..4].copy_from_slice(b"DCCL");
+        hello[..4].copy_from_slice(MAGIC);
         hello[4..6].copy_from_slice(&VERSION.to_le_bytes());
         hello[6..8].copy_from_slice(&if self.encrypt { ENCRYPTED } else { 0 }.to_le_bytes());
         hello[8..12].copy_from_slice(&self.size.to_le_bytes());
@@ -178,9 +182,79 @@ pub(super) fn handshake_timeout(until: Instant) -> Duration {
     until.saturating_duration_since(Instant::now()).clamp(MIN_HANDSHAKE_TIMEOUT, HANDSHAKE_TIMEOUT)
 }
 
+/// Returns true if a hello is one of data connections, and of another version than this program's.
+pub(super) fn is_of_other_version(hello: &[u8; HELLO]) -> bool {
+    hello[..4] == *MAGIC && hello[4..6] != VERSION.to_le_bytes()
+}
+
+const MAGIC: &[u8; 4] = b"DCCL";
+
 pub(super) const ONE_ENCRYPTS: &str = "one of the two encrypts its connections, and the other does not";
+
+/// Error text for both sides. It names no numbers, because a dialler hears none of the acceptor.
+pub(super) const OTHER_VERSION_TEXT: &str =
+    "the two speak different versions of the protocol of data connections; update the program of the older one";
 
 const BY_DIALLER: &[u8] = b"disco data 1: dialler";
 const BY_ACCEPTOR: &[u8] = b"disco data 1: acceptor";
 #[cfg(feature = "mpi")]
 pub(super) const BY_MESSAGES: &[u8] = b"disco data 1: by messages";
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+
+    const KEY: SessionKey = SessionKey([7; 32]);
+
+    fn group(rank: u32) -> Group<'static> {
+        Group { rank, size: 3, epoch: 5, key: &KEY, encrypt: true }
+    }
+
+    #[test]
+    fn a_hello_and_its_proofs_keep_their_bytes() {
+        let hex = |bytes: &[u8]| bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
+        let hello = group(2).hello(1, &[9; NONCE]);
+        assert_eq!(hex(&hello[..28]), "4443434c010001000300000002000000010000000500000000000000");
+        assert_eq!(hello[28..], [9; NONCE]);
+        let proofs = [BY_DIALLER, BY_ACCEPTOR].map(|label| hex(group(2).prove(label, &hello, &[8; NONCE]).as_ref()));
+        assert_eq!(proofs, GOLDEN_PROOFS);
+    }
+
+    /// HMACs of the hello and the challenge above, under the key above, as Python's `hmac` makes
+    /// them.
+    const GOLDEN_PROOFS: [&str; 2] = [
+        "c07e2a89e3421d215ab02f39971aa48527b460dba596a744962eb006cdebda95",
+        "de736835864fa19c055926bbbbb2401da32e6c580a4d163a98c352ed638aafa7",
+    ];
+
+    /// Both sides say so, and the acceptor reads nothing behind the hello.
+    #[test]
+    fn a_rank_of_another_version_is_refused_in_words() {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let accepting = std::thread::spawn(move || {
+            let error = group(1).welcome(Stream::new(Connection::Unix(ours), HANDSHAKE_TIMEOUT).unwrap()).err();
+            error.unwrap().message().to_owned()
+        });
+        let mut theirs = Stream::new(Connection::Unix(theirs), HANDSHAKE_TIMEOUT).unwrap();
+        let mut hello = group(2).hello(1, &[9; NONCE]);
+        hello[4] += 1;
+        theirs.write_all(&hello).unwrap();
+        let mut answer = [0; 1 + NONCE];
+        theirs.read_exact(&mut answer).unwrap();
+        assert_eq!(answer[0], OTHER_VERSION);
+        assert_eq!(accepting.join().unwrap(), OTHER_VERSION_TEXT);
+        // The same from the other side.
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let accepting = std::thread::spawn(move || {
+            let mut stream = Stream::new(Connection::Unix(theirs), HANDSHAKE_TIMEOUT).unwrap();
+            stream.read_exact(&mut [0; HELLO]).unwrap();
+            stream.write_all(&[OTHER_VERSION; 1 + NONCE]).unwrap();
+        });
+        let until = Instant::now() + HANDSHAKE_TIMEOUT;
+        let Err(Failure::Final(error)) = group(2).introduce(1, Connection::Unix(ours), until) else { panic!() };
+        assert_eq!(error.message(), format!("rank 2 is not accepted by rank 1: {OTHER_VERSION_TEXT}"));
+        accepting.join().unwrap();
+    }
+}

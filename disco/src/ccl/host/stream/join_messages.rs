@@ -8,7 +8,7 @@ use rpc_core::{ErrorKind, RpcError};
 
 use super::address::{SessionKey, random};
 use super::connection::boxed;
-use super::handshake::{BY_MESSAGES, Group, HELLO, NONCE, ONE_ENCRYPTS};
+use super::handshake::{BY_MESSAGES, Group, HELLO, NONCE, ONE_ENCRYPTS, OTHER_VERSION_TEXT, is_of_other_version};
 use super::link::Link;
 use super::socket::Socket;
 use super::{Options, StreamCcl};
@@ -141,6 +141,9 @@ impl<S: Socket + 'static> Introduction<S> {
         let of_peer = Group { rank: self.peer, ..*group };
         let expected = of_peer.hello(group.rank, &nonce(theirs));
         if *theirs != expected {
+            if is_of_other_version(theirs) {
+                return refused(ErrorKind::Refused, OTHER_VERSION_TEXT);
+            }
             let only_protection = theirs[..6] == expected[..6] && theirs[8..] == expected[8..];
             return refused(ErrorKind::Refused, if only_protection { ONE_ENCRYPTS } else { "it is in another group" });
         }
