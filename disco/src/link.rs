@@ -10,6 +10,6 @@ pub(crate) mod local;
 pub(crate) mod loss;
 pub(crate) mod node_link;
 pub(crate) mod outbox;
-pub(crate) mod relay;
+pub(crate) mod relayed_data;
 pub(crate) mod source;
 pub(crate) mod upstream;

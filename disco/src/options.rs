@@ -10,7 +10,7 @@ use tracing::Level;
 
 use crate::error::WorkerId;
 
-/// Place in which the workers of one node run.
+/// Kind of the workers of one node: threads or processes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 pub enum Hosting {
     /// Each in a process of its own where a node has GPUs and several workers and its program can

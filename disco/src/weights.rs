@@ -8,10 +8,10 @@
 mod files;
 pub(crate) mod folders;
 mod format;
+pub(crate) mod load_progress;
 mod loader;
 mod meanwhile;
 mod messages;
-pub(crate) mod progress;
 mod reader;
 mod tensor_part;
 mod worker;

@@ -3,9 +3,8 @@
 //!
 //! [`executor`] has the worker, [`feed`] the commands on their way to it, [`context`] the view of
 //! its functions. The handlers of commands are in `handlers`, `collectives`, `join_plan` and
-//! `programs`.
+//! `program_handlers`.
 
-mod announced;
 mod collectives;
 pub(crate) mod context;
 pub(crate) mod executor;
@@ -13,10 +12,11 @@ pub(crate) mod feed;
 mod handlers;
 mod join_plan;
 pub(crate) mod process_state;
-mod programs;
+mod program_handlers;
 mod recorded_program;
 mod registers;
 pub(crate) mod rendezvous;
+mod result_layout;
 mod slot;
 pub(crate) mod start;
 mod tensor_loan;

@@ -15,7 +15,7 @@
 //! under way at a time; up to 1 MiB there is one chunk. Processes with read access may read each
 //! other's memory; they do so from 4 MiB on.
 
-mod agreement;
+mod announcement;
 mod check;
 #[allow(unsafe_code)]
 mod kernel;

@@ -13,9 +13,9 @@ use crate::controller::ccl_state::{CclState, Collectives};
 use crate::controller::tickets::Ticket;
 use crate::error::{DiscoError, Failure, Result, WorkerId};
 use crate::link::node_link::Link;
-use crate::link::relay::ClosedFlag;
+use crate::link::relayed_data::ClosedFlag;
 use crate::options::{Hosting, Options};
-use crate::weights::progress::ProgressReporter;
+use crate::weights::load_progress::ProgressReporter;
 use crate::wire::command::{Command, Queued, Register};
 use crate::wire::plan::Layout;
 

@@ -7,7 +7,7 @@ use rpc_core::{RpcError, Tensor};
 
 use crate::controller::dispatch::Controller;
 use crate::link::loss;
-use crate::link::relay::RelayRequest;
+use crate::link::relayed_data::RelayRequest;
 use crate::link::upstream::Upstream;
 use crate::logs;
 use crate::wire::event::Event;

@@ -73,12 +73,12 @@ impl NodeListener {
         patience: Duration,
     ) -> RpcResult<Vec<(Session, String)>> {
         let deadline = Instant::now() + patience;
-        let (mut placed, mut others): (HashMap<usize, Session>, Vec<Session>) = Default::default();
+        let (mut ranked, mut others): (HashMap<usize, Session>, Vec<Session>) = Default::default();
         loop {
             // Those that have come and gone while others were waited for.
-            placed.retain(|_, session| !has_ended(session));
+            ranked.retain(|_, session| !has_ended(session));
             others.retain(|session| !has_ended(session));
-            if placed.len() + others.len() >= count {
+            if ranked.len() + others.len() >= count {
                 break;
             }
             let meeting = self.0.server.meet(connector, |key| NodeRank::of_key(key).is_some());
@@ -92,21 +92,21 @@ impl NodeListener {
                     tracing::warn!(%error, "a node that has dialled in is of no use");
                     continue;
                 }
-                Err(_) => return Err(self.missing(count, &placed, others.len(), patience)),
+                Err(_) => return Err(self.missing(count, &ranked, others.len(), patience)),
             };
-            let Some(place) = NodeRank::of_key(&key).flatten() else {
+            let Some(node_rank) = NodeRank::of_key(&key).flatten() else {
                 others.push(session);
                 continue;
             };
-            let rank = place.rank as usize;
-            if place.nodes as usize != count || rank >= count {
+            let rank = node_rank.rank as usize;
+            if node_rank.nodes as usize != count || rank >= count {
                 return Err(RpcError::invalid_argument(format!(
                     "a node that has dialled in says that it is number {rank} of {}, and the session is to have \
                      {count} nodes",
-                    place.nodes
+                    node_rank.nodes
                 )));
             }
-            if let Some(earlier) = placed.insert(rank, session)
+            if let Some(earlier) = ranked.insert(rank, session)
                 && !has_ended(&earlier)
             {
                 return Err(RpcError::invalid_argument(format!(
@@ -116,18 +116,18 @@ impl NodeListener {
         }
         let mut others = others.into_iter();
         let sessions = (0..count).filter_map(|rank| {
-            let session = placed.remove(&rank).or_else(|| others.next())?;
+            let session = ranked.remove(&rank).or_else(|| others.next())?;
             Some((session, format!("node {rank}")))
         });
         Ok(sessions.collect())
     }
 
-    fn missing(&self, count: usize, placed: &HashMap<usize, Session>, others: usize, patience: Duration) -> RpcError {
+    fn missing(&self, count: usize, ranked: &HashMap<usize, Session>, others: usize, patience: Duration) -> RpcError {
         let who = if others > 0 {
-            format!("{} of {count} nodes", count - placed.len() - others)
+            format!("{} of {count} nodes", count - ranked.len() - others)
         } else {
             let ranks: Vec<_> =
-                (0..count).filter(|rank| !placed.contains_key(rank)).map(|rank| rank.to_string()).collect();
+                (0..count).filter(|rank| !ranked.contains_key(rank)).map(|rank| rank.to_string()).collect();
             format!("nodes {} of {count}", ranks.join(", "))
         };
         let address = &self.0.address;

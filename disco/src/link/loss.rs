@@ -112,8 +112,8 @@ pub(crate) fn of_link(node: &LostNode<'_>, error: &RpcError) -> RpcError {
 
 /// Returns the error that ends a session in which a node has reported the loss of a worker.
 pub(crate) fn of_worker(worker: WorkerId, node: Option<&str>, error: RpcError) -> RpcError {
-    let place = node.map_or_else(String::new, |name| format!(" at {name}"));
-    error.context(format_args!("worker {worker}{place} was lost"))
+    let at = node.map_or_else(String::new, |name| format!(" at {name}"));
+    error.context(format_args!("worker {worker}{at} was lost"))
 }
 
 /// Returns the event by which a node tells the controller that it has lost the link to a process or

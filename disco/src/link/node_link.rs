@@ -21,7 +21,7 @@ use tokio::task::JoinHandle;
 use crate::link::local::LocalLink;
 use crate::link::loss::{LossReporter, LostNode};
 use crate::link::outbox::Outbox;
-use crate::link::relay::{Destination, End, RelayRequest};
+use crate::link::relayed_data::{Destination, End, RelayRequest};
 use crate::link::upstream::Upstream;
 use crate::wire::codec::Encoded;
 use crate::wire::command::Queued;

@@ -4,7 +4,7 @@ use std::task::{Context, Poll};
 
 use rpc_core::RpcError;
 
-use crate::link::relay::RelayRequest;
+use crate::link::relayed_data::RelayRequest;
 use crate::wire::event::Event;
 
 /// Receiver of the links' reports.

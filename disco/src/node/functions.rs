@@ -32,7 +32,7 @@ use bytes::Bytes;
 use rpc_core::{Context, ErrorKind, Pack, Packed, Registry, Result, RpcError, Shared as SharedObject};
 
 use crate::link::local::LocalHost;
-use crate::link::relay::{EndObject, RelayRequest, WorkerDirectory};
+use crate::link::relayed_data::{EndObject, RelayRequest, WorkerDirectory};
 use crate::node::host::WorkerHost;
 use crate::weights;
 use crate::wire::set_up::{SetUp, VERSION};

@@ -19,7 +19,7 @@ use rpc_transports::self_start;
 use crate::error::WorkerId;
 use crate::link::event_queue::EventQueue;
 use crate::link::local::{LocalHost, LocalLink};
-use crate::link::relay::{Destination, Relays, WorkerDirectory};
+use crate::link::relayed_data::{Destination, Relays, WorkerDirectory};
 use crate::node::self_start::can_serve_workers;
 use crate::node::subtree::Subtree;
 use crate::options::Hosting;
@@ -40,7 +40,7 @@ const MAX_BELOW: usize = 1024;
 /// The most workers of one host.
 const MAX_WORKERS: u32 = 1024;
 
-/// Returns the place of this process in its job of MPI, if it has started MPI.
+/// Returns the job of MPI that this process belongs to, and its rank there, if it has started MPI.
 #[cfg(feature = "mpi")]
 fn own_mpi_process() -> Option<MpiProcess> {
     let process = crate::ccl::host::mpi::Process::started()?;

@@ -49,30 +49,30 @@ impl NodeRank {
     fn from_variables(variable: impl Fn(&str) -> Option<String>) -> Result<Option<Self>> {
         for (rank_name, nodes_name, launcher) in LAUNCHERS {
             let (Some(rank), Some(nodes)) = (variable(rank_name), variable(nodes_name)) else { continue };
-            let place = (rank.parse().ok()).zip(nodes.parse().ok()).map(|(rank, nodes)| Self { rank, nodes });
-            return match place {
-                Some(place) if place.rank < place.nodes => Ok(Some(place)),
+            let node_rank = (rank.parse().ok()).zip(nodes.parse().ok()).map(|(rank, nodes)| Self { rank, nodes });
+            return match node_rank {
+                Some(node_rank) if node_rank.rank < node_rank.nodes => Ok(Some(node_rank)),
                 _ => Err(DiscoError::invalid(format!(
                     "the environment of {launcher} says {rank_name}={rank} and {nodes_name}={nodes}, which is no \
-                     place among nodes"
+                     rank among nodes"
                 ))),
             };
         }
         Ok(None)
     }
 
-    fn key(place: Option<Self>) -> String {
-        place.map_or_else(|| KEY.to_owned(), |Self { rank, nodes }| format!("{KEY}.{rank}.{nodes}"))
+    fn key(node_rank: Option<Self>) -> String {
+        node_rank.map_or_else(|| KEY.to_owned(), |Self { rank, nodes }| format!("{KEY}.{rank}.{nodes}"))
     }
 
-    /// Returns the place in a key, which a node may leave open; `None` if the key is none of a
+    /// Returns the rank in a key, which a node may leave open; `None` if the key is none of a
     /// node.
     pub(crate) fn of_key(key: &str) -> Option<Option<Self>> {
-        let place = key.strip_prefix(KEY)?;
-        if place.is_empty() {
+        let node_rank = key.strip_prefix(KEY)?;
+        if node_rank.is_empty() {
             return Some(None);
         }
-        let (rank, nodes) = place.strip_prefix('.')?.split_once('.')?;
+        let (rank, nodes) = node_rank.strip_prefix('.')?.split_once('.')?;
         Some(Some(Self { rank: rank.parse().ok()?, nodes: nodes.parse().ok()? }))
     }
 }
@@ -161,10 +161,10 @@ pub fn join(registry: &Registry, controller: &str, options: JoinOptions) -> Comp
 pub async fn join_with(
     server: &Server,
     controller: &Address,
-    place: Option<NodeRank>,
+    node_rank: Option<NodeRank>,
     patience: Duration,
 ) -> RpcResult<()> {
-    let park = ParkOptions { key: NodeRank::key(place), capacity: 1, ..ParkOptions::default() };
+    let park = ParkOptions { key: NodeRank::key(node_rank), capacity: 1, ..ParkOptions::default() };
     let deadline = Instant::now() + patience;
     let mut backoff = Backoff::new(FIRST_PAUSE, LONGEST_PAUSE);
     loop {
@@ -195,7 +195,7 @@ mod tests {
 
     use super::*;
 
-    fn place(variables: &[(&str, &str)]) -> Result<Option<NodeRank>> {
+    fn rank_in(variables: &[(&str, &str)]) -> Result<Option<NodeRank>> {
         let variables: HashMap<_, _> = variables.iter().copied().collect();
         NodeRank::from_variables(|name| variables.get(name).map(|value| (*value).to_owned()))
     }
@@ -204,23 +204,23 @@ mod tests {
     fn launchers_say_which_node_this_is() {
         let third = Some(NodeRank { rank: 3, nodes: 8 });
         for (rank, nodes, _) in LAUNCHERS {
-            assert_eq!(place(&[(rank, "3"), (nodes, "8")]), Ok(third));
-            assert_eq!(place(&[(rank, "3")]), Ok(None));
-            let error = place(&[(rank, "8"), (nodes, "8")]).unwrap_err().to_string();
+            assert_eq!(rank_in(&[(rank, "3"), (nodes, "8")]), Ok(third));
+            assert_eq!(rank_in(&[(rank, "3")]), Ok(None));
+            let error = rank_in(&[(rank, "8"), (nodes, "8")]).unwrap_err().to_string();
             assert!(error.contains(&format!("{rank}=8")), "{error}");
-            place(&[(rank, "one"), (nodes, "8")]).unwrap_err();
+            rank_in(&[(rank, "one"), (nodes, "8")]).unwrap_err();
         }
         // mpirun inside of an allocation, whose own numbers are those of the batch script.
         let [(rank, nodes, _), ..] = LAUNCHERS;
         let nested = [("SLURM_PROCID", "0"), ("SLURM_NTASKS", "1"), (rank, "3"), (nodes, "8")];
-        assert_eq!(place(&nested), Ok(third));
-        assert_eq!(place(&[]), Ok(None));
+        assert_eq!(rank_in(&nested), Ok(third));
+        assert_eq!(rank_in(&[]), Ok(None));
     }
 
     #[test]
-    fn places_survive_the_key() {
-        for place in [None, Some(NodeRank { rank: 3, nodes: 8 })] {
-            assert_eq!(NodeRank::of_key(&NodeRank::key(place)), Some(place));
+    fn ranks_survive_the_key() {
+        for node_rank in [None, Some(NodeRank { rank: 3, nodes: 8 })] {
+            assert_eq!(NodeRank::of_key(&NodeRank::key(node_rank)), Some(node_rank));
         }
         for key in ["", "board", "disco.", "disco.1", "disco.x.2", "disco1", "disco.1.2.3"] {
             assert_eq!(NodeRank::of_key(key), None, "{key}");

@@ -15,7 +15,7 @@ use crate::error::WorkerId;
 use crate::link::loss::{self, LostNode};
 use crate::link::node_link::Link;
 use crate::link::outbox::QUEUED;
-use crate::link::relay::{Destination, RelayRequest, Relays};
+use crate::link::relayed_data::{Destination, RelayRequest, Relays};
 use crate::link::source::{Source, open_links};
 use crate::link::upstream::Upstream;
 use crate::logs;

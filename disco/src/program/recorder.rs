@@ -208,9 +208,9 @@ impl Recorder {
         let outputs = outputs.iter().map(|output| self.register(output)).collect::<Result<Vec<_>>>()?;
         let controller = Arc::clone(&self.0.controller);
         let state = std::mem::take(&mut *self.0.lock());
-        for (place, output) in outputs.iter().enumerate() {
+        for (position, output) in outputs.iter().enumerate() {
             let is_made = output & OWN != 0 && state.parameters.iter().all(|(at, _)| *at != output & !OWN);
-            if !is_made || outputs[..place].contains(output) {
+            if !is_made || outputs[..position].contains(output) {
                 return Err(DiscoError::invalid(
                     "the outputs of a program are values that its steps make, each of them once",
                 ));
@@ -292,7 +292,7 @@ struct StoredProgram {
 }
 
 impl Program {
-    /// Runs all steps on every worker, as one command and in its place among the others: gives the
+    /// Runs all steps on every worker, as one command in its order among the others: gives the
     /// outputs, without waiting for them.
     ///
     /// Values of steps that are no outputs are dropped at the end of the run. A step that fails
@@ -310,12 +310,12 @@ impl Program {
             let text = format!("{} arguments for a program with {} parameters", args.len(), parameters.len());
             return Err(DiscoError::invalid(text));
         }
-        for (place, (arg, wanted)) in (1..).zip(args.iter().zip(parameters)) {
+        for (position, (arg, wanted)) in (1..).zip(args.iter().zip(parameters)) {
             let found = wanted.check(arg, |operand| match operand {
                 Operand::Tensor(tensor) => Given::Tensor(tensor.dtype(), tensor.shape()),
                 Operand::Reference(_) | Operand::Recorded(_) => Given::Unknown,
             });
-            found.map_err(|found| DiscoError::Session(unfit(place, wanted, &found)))?;
+            found.map_err(|found| DiscoError::Session(unfit(position, wanted, &found)))?;
         }
         let args = args.into_iter().map(|arg| resolve(arg, controller)).collect::<Result<_>>()?;
         let made: Vec<DRef> = (0..*outputs).map(|_| DRef::fresh(controller)).collect();

@@ -16,7 +16,7 @@ use crate::completion::Completion;
 use crate::controller::dref::{DPackedFunc, DRef};
 use crate::controller::session::{Content, DiscoSession};
 use crate::error::{DiscoError, Result, WorkerId};
-use crate::weights::progress::ProgressReporter;
+use crate::weights::load_progress::ProgressReporter;
 use crate::wire::command::Scope;
 
 /// Loads tensors of safetensors files to the workers of a session.

@@ -27,7 +27,7 @@ pub struct WeightReader {
     pub(super) name: String,
     pub(super) dtype: DataType,
     pub(super) shape: Vec<i64>,
-    pub(super) place: Place,
+    pub(super) destination: Destination,
     pub(super) source: Source,
     pub(super) meter: Meter,
 }
@@ -50,7 +50,7 @@ impl WeightReader {
 
     /// Returns the device on which the loader wants the part.
     pub fn device(&self) -> Device {
-        self.place.device
+        self.destination.device
     }
 
     /// Reads all of the tensor into a new one on [`device`](Self::device).
@@ -93,10 +93,12 @@ impl WeightReader {
     pub(super) fn part(&self) -> Result<Tensor> {
         match &self.source {
             Source::File { cut, .. } => self.read_cut(cut),
-            Source::Memory(part) if self.place == Place::of(part.device()) => Ok(part.clone()),
+            Source::Memory(part) if self.destination == Destination::of(part.device()) => Ok(part.clone()),
             Source::Memory(part) => {
                 let come = InMemory::new(part)?;
-                filled(&self.meter.worker, &self.place, part.dtype(), part.shape(), &|at, out| come.read_at(at, out))
+                filled(&self.meter.worker, &self.destination, part.dtype(), part.shape(), &|at, out| {
+                    come.read_at(at, out)
+                })
             }
         }
     }
@@ -109,7 +111,7 @@ impl WeightReader {
     }
 
     fn read_cut_of(&self, from: &(impl ReadAt + Sync), cut: &Cut) -> Result<Tensor> {
-        filled(&self.meter.worker, &self.place, self.dtype, &cut.shape, &|at, out| {
+        filled(&self.meter.worker, &self.destination, self.dtype, &cut.shape, &|at, out| {
             cut.read(from, at, out, &mut |bytes| self.meter.add(bytes))
         })
     }
@@ -117,13 +119,13 @@ impl WeightReader {
 
 /// Destination of a worker's part.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Place {
+pub(super) struct Destination {
     device: Device,
     /// `None` is the device's ordinary memory.
     memory_scope: Option<String>,
 }
 
-impl Place {
+impl Destination {
     /// Returns ordinary memory of a device.
     pub(super) fn of(device: Device) -> Self {
         Self { device, memory_scope: None }
@@ -184,19 +186,19 @@ impl ReadAt for InMemory {
 /// for the next piece costs little beside it.
 const PIECE: u64 = 8 << 20;
 
-/// Reads the bytes from a place of a tensor on, as many as there is room for.
+/// Reads the bytes from an offset of a tensor on, as many as there is room for.
 pub(super) type Fill<'a> = dyn Fn(u64, &mut [u8]) -> Result<()> + Sync + 'a;
 
 /// Makes a tensor whose bytes `fill` reads: in place where that is host memory, and otherwise by
 /// way of that.
 pub(super) fn filled(
     worker: &WorkerContext,
-    place: &Place,
+    destination: &Destination,
     dtype: DataType,
     shape: &[i64],
     fill: &Fill<'_>,
 ) -> Result<Tensor> {
-    let tensor = place.allocate(worker, dtype, shape)?;
+    let tensor = destination.allocate(worker, dtype, shape)?;
     let mut view = tensor.write()?;
     if let Ok(bytes) = view.bytes_mut() {
         fill(0, bytes)?;

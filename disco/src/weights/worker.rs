@@ -13,7 +13,7 @@ use rpc_core::{
 use super::Part;
 use super::files::{InFile, MatchingFile};
 use super::messages::{LoadRequest, RequestedFile};
-use super::reader::{Meter, Place, Source, WeightReader, filled};
+use super::reader::{Destination, Meter, Source, WeightReader, filled};
 use crate::ccl::{Operation, Rank};
 use crate::error::WorkerId;
 use crate::weights::folders::WeightFolders;
@@ -79,8 +79,8 @@ fn load(worker: &WorkerContext, files: &OpenFiles, request: &LoadRequest) -> Res
         let read = || {
             let file = file.as_ref().map_err(RpcError::clone)?;
             // The device of collectives: NCCL takes nothing from host memory.
-            let (cut, place) = (request.cut_of(worker, WorkerId(of))?, Place::of(worker.device()));
-            filled(worker, &place, request.dtype, &cut.shape, &|at, out| cut.read(file, at, out, &mut |_| ()))
+            let (cut, destination) = (request.cut_of(worker, WorkerId(of))?, Destination::of(worker.device()));
+            filled(worker, &destination, request.dtype, &cut.shape, &|at, out| cut.read(file, at, out, &mut |_| ()))
         };
         let part = match request.part {
             Part::Whole | Part::With { .. } => for_all.get_or_insert_with(read).clone(),
@@ -105,11 +105,11 @@ fn deliver(worker: &WorkerContext, source: Source, request: &LoadRequest) -> Res
         Source::File { cut, .. } => cut.size_bytes,
         Source::Memory(part) => part.size_bytes(),
     };
-    let place = Place::on(worker, request.device.as_ref())?;
+    let destination = Destination::on(worker, request.device.as_ref())?;
     // A part that stays on a device is poisoned later if it has not come; one that is copied to the
     // host, or shown to a function, has to have come.
     if let Source::Memory(part) = &source
-        && (place != Place::of(part.device()) || matches!(request.part, Part::With { .. }))
+        && (destination != Destination::of(part.device()) || matches!(request.part, Part::With { .. }))
     {
         worker.complete()?;
     }
@@ -117,7 +117,7 @@ fn deliver(worker: &WorkerContext, source: Source, request: &LoadRequest) -> Res
         name: request.name.clone(),
         dtype: request.dtype,
         shape: request.shape.clone(),
-        place,
+        destination,
         source,
         meter: Meter::new(worker, request.loader, size),
     });
@@ -166,7 +166,7 @@ fn send(worker: &WorkerContext, to: WorkerId, part: Result<Tensor>) {
 fn receive(worker: &WorkerContext, from: WorkerId, request: &LoadRequest) -> Result<Source> {
     let me = worker.worker_id();
     let room = request.cut_of(worker, me).and_then(|cut| {
-        let part = Place::of(worker.device()).allocate(worker, request.dtype, &cut.shape)?;
+        let part = Destination::of(worker.device()).allocate(worker, request.dtype, &cut.shape)?;
         Ok((as_bytes(&part)?, part))
     });
     let tensors = room.as_ref().map(|(bytes, _)| (None, Some(bytes))).map_err(RpcError::clone);

@@ -9,7 +9,7 @@
 //! are, lists and text behind their length, `u32`. Values are those of sessions
 //! ([`rpc_core::proto::encode_value`]) behind the length of their share of the payload and that of
 //! their body; registers in them are object references, and tensors are tensor references, whose
-//! storage is their place among the tensors.
+//! storage is their index among the tensors.
 
 use std::sync::Arc;
 
@@ -505,8 +505,8 @@ impl<'a> Reader<'a> {
                 u32::try_from(handle.to_bits()).map(Operand::Register).map_err(|_| malformed())
             }
             Reference::Tensor(TensorRef { storage, shape, dtype, .. }) => {
-                let place = usize::try_from(storage.to_bits()).map_err(|_| malformed())?;
-                let bytes = self.tensors.get(place).ok_or_else(malformed)?.clone();
+                let index = usize::try_from(storage.to_bits()).map_err(|_| malformed())?;
+                let bytes = self.tensors.get(index).ok_or_else(malformed)?.clone();
                 Ok(Operand::Tensor(HostTensor { dtype, shape, bytes }))
             }
             _ => Err(malformed()),

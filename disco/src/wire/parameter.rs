@@ -188,8 +188,8 @@ impl fmt::Display for Given<'_> {
 }
 
 /// Returns the error of an argument that does not fit: the parameters are counted from 1.
-pub(crate) fn unfit(place: usize, wanted: &ParameterType, found: &str) -> RpcError {
-    RpcError::invalid_argument(format!("parameter {place} takes {wanted}, and was given {found}"))
+pub(crate) fn unfit(position: usize, wanted: &ParameterType, found: &str) -> RpcError {
+    RpcError::invalid_argument(format!("parameter {position} takes {wanted}, and was given {found}"))
 }
 
 #[cfg(test)]
@@ -226,10 +226,10 @@ mod tests {
             [Value::Null, Value::Bool(true), Value::Int(1), Value::Float(1.0), Value::from("x"), Value::Object(())];
         for (at, value) in values.iter().enumerate() {
             assert!(ParameterType::Any.check(value, tensor).is_ok());
-            for (place, wanted) in
+            for (position, wanted) in
                 [ParameterType::Bool, ParameterType::Int, ParameterType::Float, ParameterType::Str].iter().enumerate()
             {
-                assert_eq!(wanted.check(value, tensor).is_ok(), at == place + 1, "{wanted} {value:?}");
+                assert_eq!(wanted.check(value, tensor).is_ok(), at == position + 1, "{wanted} {value:?}");
             }
         }
         let fits = |dtype, shape: Option<&[i64]>| {

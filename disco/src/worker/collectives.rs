@@ -5,9 +5,9 @@ use std::sync::Arc;
 use rpc_core::function::Object;
 use rpc_core::{DataType, RpcError, Tensor, Value};
 
-use super::announced::{HEADER, read_layout, result_layout, write_layout};
 use super::context::CollectiveError;
 use super::executor::Worker;
+use super::result_layout::{HEADER, read_layout, result_layout, write_layout};
 use super::slot::{Fault, Outcome, Slot};
 use crate::ccl::{Operation, Rank};
 use crate::error::Failure;

@@ -1,6 +1,6 @@
 //! A worker: it executes commands, in the order of their sequence numbers, each by its handler.
 //!
-//! The handlers are in `handlers`, `collectives`, `join_plan` and `programs`.
+//! The handlers are in `handlers`, `collectives`, `join_plan` and `program_handlers`.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -152,9 +152,10 @@ impl Worker {
             return;
         }
         let Some(register) = command.outputs() else { return };
-        let place = self.running.as_ref().and_then(|running| running.place(register)).unwrap_or(register);
+        let of_session =
+            self.running.as_ref().and_then(|running| running.session_register(register)).unwrap_or(register);
         let (sequence, command) = (self.sequence, self.title(command));
-        self.at_stake.insert(place, AtStake { sequence, command });
+        self.at_stake.insert(of_session, AtStake { sequence, command });
     }
 
     /// Executes one command; a failure poisons the registers that it should have set.
@@ -204,7 +205,8 @@ impl Worker {
     fn title(&self, command: &Command) -> String {
         let name = match command {
             Command::CallPacked { function, .. } => {
-                let function = self.running.as_ref().map_or(Some(*function), |running| running.place(*function));
+                let function =
+                    self.running.as_ref().map_or(Some(*function), |running| running.session_register(*function));
                 function.and_then(|function| self.names.get(function as usize)?.as_ref()).map(|name| name.to_string())
             }
             _ => None,

@@ -46,7 +46,7 @@ impl Block {
 impl Drop for Block {
     fn drop(&mut self) {
         self.held.fetch_sub(*self.bytes.get_mut(), Ordering::Relaxed);
-        // One after the other: a long chain has no place on the stack.
+        // One after the other: a long chain would overflow the stack.
         let mut next = self.next.take();
         while let Some(mut block) = next.and_then(Arc::into_inner) {
             next = block.next.take();
@@ -163,12 +163,12 @@ impl Feed {
     }
 }
 
-/// One worker's place in the feed.
+/// Position of one worker in the feed.
 pub(crate) struct Reader {
     feed: Arc<Feed>,
     worker: usize,
     block: Arc<Block>,
-    /// The place in the block that is read next.
+    /// Index in the block of the command that is read next.
     at: usize,
     /// The number of the command that was read last.
     sequence: u64,

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 use rpc_core::{Context, Module, Result};
 
-use crate::link::relay::Relays;
+use crate::link::relayed_data::Relays;
 use crate::wire::event::EventSink;
 use crate::wire::set_up::SetUp;
 use crate::worker::rendezvous::Rendezvous;

@@ -38,14 +38,18 @@ pub(super) struct RunningProgram {
     /// The number of the step, from 1.
     pub(super) step: u32,
     /// Registers of the session that its parameters and outputs are in now.
-    pub(super) places: Vec<Option<Register>>,
+    pub(super) session_registers: Vec<Option<Register>>,
     /// Content of its other registers.
     pub(super) own: Vec<Slot>,
 }
 
 impl RunningProgram {
     /// Returns the register of the session that one of the program is, if it is one.
-    pub(super) fn place(&self, register: Register) -> Option<Register> {
-        if register & OWN == 0 { Some(register) } else { self.places.get((register & !OWN) as usize).copied()? }
+    pub(super) fn session_register(&self, register: Register) -> Option<Register> {
+        if register & OWN == 0 {
+            Some(register)
+        } else {
+            self.session_registers.get((register & !OWN) as usize).copied()?
+        }
     }
 }

@@ -19,8 +19,8 @@ impl Worker {
         if register & OWN != 0
             && let Some(running) = &mut self.running
         {
-            match running.place(register) {
-                Some(place) => register = place,
+            match running.session_register(register) {
+                Some(of_session) => register = of_session,
                 None => {
                     running.own[(register & !OWN) as usize] = slot;
                     self.not_at_stake(register);
@@ -51,16 +51,17 @@ impl Worker {
     }
 
     pub(super) fn set_name(&mut self, register: Register, name: Option<&str>) {
-        let place = self.running.as_ref().map_or(Some(register), |running| running.place(register));
+        let of_session = self.running.as_ref().map_or(Some(register), |running| running.session_register(register));
         // A value of a program's own gets no name.
-        let Some(at) = place.map(|register| register as usize).filter(|at| *at < self.registers.len() + MAX_GAP) else {
+        let Some(at) = of_session.map(|register| register as usize).filter(|at| *at < self.registers.len() + MAX_GAP)
+        else {
             return;
         };
         if name.is_some() && at >= self.names.len() {
             self.names.resize(at + 1, None);
         }
-        if let Some(place) = self.names.get_mut(at) {
-            *place = name.map(Arc::from);
+        if let Some(known) = self.names.get_mut(at) {
+            *known = name.map(Arc::from);
         }
     }
 
@@ -70,9 +71,9 @@ impl Worker {
 
     pub(super) fn held(&self, register: Register) -> Outcome<&LocalValue> {
         let own = self.running.as_ref().filter(|_| register & OWN != 0);
-        let slot = match own.map(|running| running.place(register).ok_or(running)) {
+        let slot = match own.map(|running| running.session_register(register).ok_or(running)) {
             Some(Err(running)) => running.own.get((register & !OWN) as usize),
-            Some(Ok(place)) => self.registers.get(place as usize),
+            Some(Ok(of_session)) => self.registers.get(of_session as usize),
             None => self.registers.get(register as usize),
         };
         match slot {

@@ -12,7 +12,7 @@ use crate::ccl::host::{self, Address, Listener, SessionKey};
 use crate::ccl::membership::{CollectiveTimeouts, Membership};
 use crate::ccl::{Ccl, Rank};
 use crate::error::WorkerId;
-use crate::link::relay::Relays;
+use crate::link::relayed_data::Relays;
 use crate::wire::plan::{JoinPlan, Layout, ListenAddresses, Plan, WorkerLocation};
 use crate::wire::relayed_pair::RelayedPair;
 
@@ -109,12 +109,12 @@ impl Rendezvous {
                 Ok(Membership { epoch: plan.epoch, world, group })
             }
             JoinPlan::Sockets { key, encrypt, world, groups, locations } => {
-                let own = locations.get(worker.index()).map(|place| place.machine);
-                let is_beside = |place: &WorkerLocation| Some(place.machine) == own;
-                options.ranks_on_machine = Some(locations.iter().filter(|place| is_beside(place)).count());
+                let own = locations.get(worker.index()).map(|location| location.machine);
+                let is_beside = |location: &WorkerLocation| Some(location.machine) == own;
+                options.ranks_on_machine = Some(locations.iter().filter(|location| is_beside(location)).count());
                 options.encrypt = *encrypt;
-                let reachable = |(address, place): (&Address, &WorkerLocation)| {
-                    (!place.is_local || is_beside(place)).then(|| address.clone())
+                let reachable = |(address, location): (&Address, &WorkerLocation)| {
+                    (!location.is_local || is_beside(location)).then(|| address.clone())
                 };
                 let world: Vec<_> = world.iter().zip(locations).map(reachable).collect();
                 let groups: Vec<_> = groups.iter().zip(locations).map(reachable).collect();

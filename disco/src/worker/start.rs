@@ -23,13 +23,13 @@ pub(crate) fn start(
     feed: Arc<Feed>,
     reader: Reader,
 ) -> rpc_core::Result<WorkerContext> {
-    let place = context.reserve_thread().map_err(|error| error.context(format_args!("worker {id}")))?;
+    let permit = context.reserve_thread().map_err(|error| error.context(format_args!("worker {id}")))?;
     let SetUp { layout, pin, logs, .. } = *shared.set_up();
     let this = WorkerContext::new(id, layout, context, shared.sink(), logs);
     let worker = Worker::new(this.clone(), shared, feed);
     let run = move || {
         // Until the thread ends.
-        let _place = place;
+        let _permit = permit;
         if pin {
             pin_to_processor(id);
         }

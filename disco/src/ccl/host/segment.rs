@@ -15,7 +15,7 @@
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-use super::agreement::{Announcement, LEN, MAX_POISON};
+use super::announcement::{Announcement, LEN, MAX_POISON};
 use super::memory::Memory;
 use crate::ccl::Breakdown;
 
@@ -167,7 +167,7 @@ impl Segment {
         self.atomic(self.mailbox(from, to) + word as usize)
     }
 
-    /// Returns the place of a rank's small inputs in the collective `sequence`.
+    /// Returns the offset of a rank's small inputs in the collective `sequence`.
     pub(super) fn inline(&self, rank: usize, sequence: u64) -> *mut u8 {
         self.at(self.slot(rank, sequence) + SLOT_INLINE, INLINE)
     }
@@ -192,23 +192,23 @@ impl Segment {
         self.mailbox(from, to) + BOX_NOTES + if by_sender { 0 } else { SLOT_INLINE }
     }
 
-    /// Puts an announcement, with its cause of poison, at `place`.
-    pub(super) fn announce(&self, place: usize, announcement: &Announcement, poison: &[u8]) {
-        self.write(place, &announcement.to_bytes());
-        self.write(place + 64, poison);
+    /// Puts an announcement, with its cause of poison, at `offset`.
+    pub(super) fn announce(&self, offset: usize, announcement: &Announcement, poison: &[u8]) {
+        self.write(offset, &announcement.to_bytes());
+        self.write(offset + 64, poison);
     }
 
-    /// Returns the announcement at `place`.
-    pub(super) fn announcement(&self, place: usize) -> Option<Announcement> {
+    /// Returns the announcement at `offset`.
+    pub(super) fn announcement(&self, offset: usize) -> Option<Announcement> {
         let mut bytes = [0; LEN];
-        self.read(place, &mut bytes);
+        self.read(offset, &mut bytes);
         Announcement::from_bytes(&bytes)
     }
 
-    /// Returns the cause of poison of `len` bytes that goes with the announcement at `place`.
-    pub(super) fn poison(&self, place: usize, len: u32) -> Vec<u8> {
+    /// Returns the cause of poison of `len` bytes that goes with the announcement at `offset`.
+    pub(super) fn poison(&self, offset: usize, len: u32) -> Vec<u8> {
         let mut bytes = vec![0; (len as usize).min(MAX_POISON)];
-        self.read(place + 64, &mut bytes);
+        self.read(offset + 64, &mut bytes);
         bytes
     }
 

@@ -24,7 +24,7 @@ use std::time::{Duration, Instant};
 
 use rpc_core::RpcError;
 
-use super::agreement::{Announcement, MAX_POISON, agree, ahead};
+use super::announcement::{Announcement, MAX_POISON, agree, ahead};
 use super::memory::Memory;
 use super::plan::{Algorithm, Reach, has_input, input_bytes, travels_inline};
 use super::segment::{Segment, Word, reached, wall_millis};

@@ -33,7 +33,7 @@ pub(super) use self::join_messages::{Member, by_messages};
 use self::link::{FrameKind, Link};
 #[cfg(feature = "mpi")]
 pub(super) use self::socket::Socket;
-use super::agreement::{Announcement, LEN, MAX_POISON, agree, agree_pair, ahead};
+use super::announcement::{Announcement, LEN, MAX_POISON, agree, agree_pair, ahead};
 use super::plan::{has_input, input_bytes, route, travels_inline};
 use super::{Options, check, kernel};
 use crate::ccl::error::{poison_from_bytes, poison_to_bytes};

@@ -23,12 +23,12 @@ pub struct NcclCcl {
     watcher: Option<Watcher>,
     library: Arc<Library>,
     control: Arc<dyn Control>,
-    place: Place,
+    facts: GroupFacts,
 }
 
 /// Facts that do not change.
 #[derive(Clone, Copy)]
-struct Place {
+struct GroupFacts {
     rank: Rank,
     size: usize,
     epoch: u64,
@@ -88,13 +88,14 @@ impl NcclCcl {
     }
 
     fn of(member: Member) -> Self {
-        let place = Place { rank: member.control.rank(), size: member.control.size(), epoch: member.control.epoch() };
+        let facts =
+            GroupFacts { rank: member.control.rank(), size: member.control.size(), epoch: member.control.epoch() };
         let (library, control) = (Arc::clone(&member.communicator.library), member.control.control());
-        Self { watched: Arc::new(Watched::new(member)), watcher: None, library, control, place }
+        Self { watched: Arc::new(Watched::new(member)), watcher: None, library, control, facts }
     }
 
     /// Makes a group of those ranks of this one that give the same `color`, in the order of `key`
-    /// and then of ranks. All ranks of this group call it, each with the `control` of its place in
+    /// and then of ranks. All ranks of this group call it, each with the `control` of its rank in
     /// the new group; it blocks until all have. The new group has the stream and the settings of
     /// this one, and the two are used in the same order on all ranks.
     ///
@@ -108,7 +109,7 @@ impl NcclCcl {
         // NCCL takes no other call meanwhile.
         member.wait_for_all()?;
         let communicator = member.split(color, key)?;
-        let control = fitting(control, communicator.place()?)?;
+        let control = fitting(control, communicator.rank_and_size()?)?;
         let mut group = Member::new(control, communicator);
         group.meet()?;
         Ok(Self::of(group))
@@ -123,15 +124,15 @@ impl NcclCcl {
 
 impl Ccl for NcclCcl {
     fn rank(&self) -> Rank {
-        self.place.rank
+        self.facts.rank
     }
 
     fn size(&self) -> usize {
-        self.place.size
+        self.facts.size
     }
 
     fn epoch(&self) -> u64 {
-        self.place.epoch
+        self.facts.epoch
     }
 
     /// Returns when it has been enqueued; or when it is done, if its buffers are in the memory of
@@ -181,7 +182,7 @@ impl Drop for NcclCcl {
 impl fmt::Debug for NcclCcl {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut text = f.debug_struct("NcclCcl");
-        text.field("rank", &self.place.rank).field("size", &self.place.size).field("library", &self.library);
+        text.field("rank", &self.facts.rank).field("size", &self.facts.size).field("library", &self.library);
         text.finish_non_exhaustive()
     }
 }

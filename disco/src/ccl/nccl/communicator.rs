@@ -123,7 +123,7 @@ impl Communicator {
     }
 
     /// Returns the rank, and the number of ranks.
-    pub(super) fn place(&self) -> Result<(Rank, usize), NcclError> {
+    pub(super) fn rank_and_size(&self) -> Result<(Rank, usize), NcclError> {
         let functions = self.library.functions();
         let [rank, size] = [("ncclCommUserRank", functions.comm_user_rank), ("ncclCommCount", functions.comm_count)]
             .map(|(call, ask)| {

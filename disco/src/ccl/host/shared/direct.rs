@@ -7,7 +7,7 @@
 
 use std::sync::atomic::Ordering;
 
-use super::pieces::{PIECE, Place, in_pieces};
+use super::pieces::{BufferStart, PIECE, in_pieces};
 use super::{Phase, SharedCcl};
 use crate::ccl::host::plan::{bypasses, route, share};
 use crate::ccl::host::segment::{Segment, Word};
@@ -51,13 +51,13 @@ impl SharedCcl {
                 }
                 Operation::ReduceScatter(_) => self.reduce(collective, self.rank * bytes, bytes, &[lent.output])?,
                 operation => {
-                    let hands = self.hands(operation);
+                    let threads = self.spare_threads(operation);
                     for from in 0..self.segment.size() {
                         if let Some((at, to)) = route(operation, bytes, from, self.rank)
                             && lent.has_output
                         {
                             let input = self.announcements[from].input as usize as *const u8;
-                            self.pull(input.wrapping_add(at), lent.output.wrapping_add(to), bytes, hands)?;
+                            self.pull(input.wrapping_add(at), lent.output.wrapping_add(to), bytes, threads)?;
                         }
                     }
                 }
@@ -109,19 +109,19 @@ impl SharedCcl {
         Ok(())
     }
 
-    /// Copies `len` bytes from another rank's buffer, or from this one's, with so many `hands`.
+    /// Copies `len` bytes from another rank's buffer, or from this one's, with so many `threads`.
     ///
     /// # Safety
     ///
     /// As [`reduce`](Self::reduce).
-    pub(super) unsafe fn pull(&self, from: *const u8, to: *mut u8, len: usize, hands: usize) -> Result<(), CclError> {
+    pub(super) unsafe fn pull(&self, from: *const u8, to: *mut u8, len: usize, threads: usize) -> Result<(), CclError> {
         // In place, it is there already.
         if from == to.cast_const() {
             return Ok(());
         }
-        let (from, to) = (Place(from.cast_mut()), Place(to));
+        let (from, to) = (BufferStart(from.cast_mut()), BufferStart(to));
         // SAFETY: the caller promises it, and every piece is copied once.
-        let copied = in_pieces(&self.segment, len, hands, |piece| unsafe {
+        let copied = in_pieces(&self.segment, len, threads, |piece| unsafe {
             kernel::copy(from.at(piece.start), to.at(piece.start), piece.len(), bypasses(len));
             Ok(())
         });

@@ -11,7 +11,7 @@ use rpc_core::RpcError;
 use super::direct::Busy;
 use super::{Phase, SharedCcl};
 use crate::ccl::error::{poison_from_bytes, poison_to_bytes};
-use crate::ccl::host::agreement::{Announcement, MAX_POISON, agree_pair, ahead};
+use crate::ccl::host::announcement::{Announcement, MAX_POISON, agree_pair, ahead};
 use crate::ccl::host::kernel;
 use crate::ccl::host::plan::{Reach, bypasses};
 use crate::ccl::host::segment::{BoxWord, PARCEL, PARCELS, Word};
@@ -108,14 +108,14 @@ impl SharedCcl {
         let Some(lent) = lent.map_err(|_| self.broken())? else { return Ok(()) };
         let (Some(bytes), Some(offer)) = (collective.bytes(), offer) else { return Err(self.broken()) };
         if self.is_taken(bytes) {
-            let hands = self.hands(collective.operation);
+            let threads = self.spare_threads(collective.operation);
             if matches!(self.reach, Reach::Reads(_)) {
-                self.read(from, offer.input, lent.output, bytes, hands)?;
+                self.read(from, offer.input, lent.output, bytes, threads)?;
             } else {
                 let busy = Busy::begin(&self.segment, self.rank).ok_or_else(|| self.broken())?;
                 // SAFETY: both are threads of this process and agree on the size, and `busy` keeps
                 // the sender's buffer lent.
-                unsafe { self.pull(offer.input as usize as *const u8, lent.output, bytes, hands)? };
+                unsafe { self.pull(offer.input as usize as *const u8, lent.output, bytes, threads)? };
                 drop(busy);
             }
             self.received[from].chunks = before.wrapping_add(1);
@@ -175,8 +175,8 @@ impl SharedCcl {
 
     /// Returns true if the two announcements in the box agree.
     fn compare(&self, from: usize, to: usize, sequence: u64) -> Result<(), CclError> {
-        let places = [true, false].map(|by_sender| self.segment.note(from, to, by_sender));
-        let [Some(sender), Some(receiver)] = places.map(|place| self.segment.announcement(place)) else {
+        let offsets = [true, false].map(|by_sender| self.segment.note(from, to, by_sender));
+        let [Some(sender), Some(receiver)] = offsets.map(|offset| self.segment.announcement(offset)) else {
             let peer = if from == self.rank { to } else { from };
             return Err(self.break_up(BreakCause::Protocol("its announcement makes no sense".to_owned()), peer));
         };
@@ -184,9 +184,9 @@ impl SharedCcl {
             return Err(self.break_up(BreakCause::OutOfStep, [from, to][at]));
         }
         agree_pair(sequence, (Rank::of(from), &sender), (Rank::of(to), &receiver), |rank| {
-            let (place, len) =
-                if rank.index() == from { (places[0], sender.poison) } else { (places[1], receiver.poison) };
-            poison_from_bytes(&self.segment.poison(place, len))
+            let (offset, len) =
+                if rank.index() == from { (offsets[0], sender.poison) } else { (offsets[1], receiver.poison) };
+            poison_from_bytes(&self.segment.poison(offset, len))
         })
     }
 

@@ -14,31 +14,31 @@ use crate::ccl::host::plan::bypasses;
 use crate::ccl::host::segment::Segment;
 
 /// The most threads that work for one rank: a few fill what memory can give.
-const MAX_HANDS: usize = 4;
+const MAX_THREADS: usize = 4;
 
 /// Number of bytes of each buffer are worked on between two looks at whether the group is broken.
 pub(super) const PIECE: usize = 256 * 1024;
 
 /// Start of a buffer that several threads work on.
-pub(super) struct Place(pub *mut u8);
+pub(super) struct BufferStart(pub *mut u8);
 
 // SAFETY: this only tells where the bytes are; the code that touches them says why it may.
-unsafe impl Sync for Place {}
+unsafe impl Sync for BufferStart {}
 
-impl Place {
+impl BufferStart {
     pub(super) fn at(&self, offset: usize) -> *mut u8 {
         self.0.wrapping_add(offset)
     }
 }
 
-/// Calls `work` with every piece of `len` bytes, until one fails or the group is broken; what it
-/// then has not begun, it leaves. `hands` threads take pieces in turn, of which the caller is one;
-/// fewer if the system gives no more, and the caller alone if the bytes are not worth a thread. All
-/// are done when this returns.
+/// Calls `work` with every piece of `len` bytes, until one fails or the group is broken; pieces
+/// that have not begun then are left out. `threads` is the number of threads that take pieces in
+/// turn, the caller included: fewer if the system gives no more, and the caller alone if the bytes
+/// are not worth a thread. All are done when this returns.
 pub(super) fn in_pieces(
     segment: &Segment,
     len: usize,
-    hands: usize,
+    threads: usize,
     work: impl Fn(Range<usize>) -> io::Result<()> + Sync,
 ) -> io::Result<()> {
     let next = AtomicUsize::new(0);
@@ -56,12 +56,12 @@ pub(super) fn in_pieces(
         }
         Ok(())
     };
-    if hands < 2 || !bypasses(len) {
+    if threads < 2 || !bypasses(len) {
         return take();
     }
     std::thread::scope(|scope| {
         let helper = || std::thread::Builder::new().name("disco-ccl".to_owned()).spawn_scoped(scope, take);
-        let helpers: Vec<_> = (1..hands).map_while(|_| helper().ok()).collect();
+        let helpers: Vec<_> = (1..threads).map_while(|_| helper().ok()).collect();
         let own = take();
         let theirs =
             helpers.into_iter().map(|helper| helper.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
@@ -72,7 +72,7 @@ pub(super) fn in_pieces(
 impl SharedCcl {
     /// Returns the number of threads that a rank may use to take data of others: the cores that no
     /// other rank needs meanwhile. Each rank decides for itself; they need not agree.
-    pub(super) fn hands(&self, operation: Operation) -> usize {
+    pub(super) fn spare_threads(&self, operation: Operation) -> usize {
         let size = self.segment.size();
         let readers = match operation {
             Operation::Broadcast { .. } | Operation::Scatter { .. } => size - 1,
@@ -82,7 +82,7 @@ impl SharedCcl {
             _ => size,
         };
         let others = self.options.ranks_on_machine.unwrap_or(size).saturating_sub(size);
-        (self.cores / (readers + others).max(1)).clamp(1, MAX_HANDS)
+        (self.cores / (readers + others).max(1)).clamp(1, MAX_THREADS)
     }
 }
 
@@ -104,9 +104,9 @@ mod tests {
 
     #[test]
     fn every_byte_is_in_one_piece() {
-        for (len, hands) in [(0, 3), (5, 1), (5, 3), (LEN, 1), (LEN, 2), (LEN, 4)] {
+        for (len, threads) in [(0, 3), (5, 1), (5, 3), (LEN, 1), (LEN, 2), (LEN, 4)] {
             let pieces = Mutex::new(Vec::new());
-            in_pieces(&segment(), len, hands, |piece| {
+            in_pieces(&segment(), len, threads, |piece| {
                 pieces.lock().unwrap().push(piece);
                 Ok(())
             })

@@ -6,7 +6,7 @@
 //! have finished. With an error it returns at once, because all data that others then still read,
 //! right or wrong, is never used: the group is broken, and they find that out before they return.
 
-use super::pieces::{Place, in_pieces};
+use super::pieces::{BufferStart, in_pieces};
 use super::{Phase, SharedCcl};
 use crate::ccl::host::memory::Memory;
 use crate::ccl::host::plan::{bypasses, route, share};
@@ -57,7 +57,7 @@ impl SharedCcl {
                 self.read_and_reduce(collective, at, bytes, lent.input.wrapping_add(at), lent.output)?;
             }
             operation if lent.has_output => {
-                let hands = self.hands(operation);
+                let threads = self.spare_threads(operation);
                 for step in 0..size {
                     let from = (self.rank + step) % size;
                     let Some((at, to)) = route(operation, bytes, from, self.rank) else { continue };
@@ -69,7 +69,7 @@ impl SharedCcl {
                             unsafe { kernel::copy(own, to, bytes, bypasses(bytes)) };
                         }
                     } else {
-                        self.read(from, self.announcements[from].input.wrapping_add(at as u64), to, bytes, hands)?;
+                        self.read(from, self.announcements[from].input.wrapping_add(at as u64), to, bytes, threads)?;
                     }
                 }
             }
@@ -134,13 +134,13 @@ impl SharedCcl {
     }
 
     /// Reads `len` bytes at the address `from` of another rank to `to`, which is this rank's, with
-    /// so many `hands`.
-    pub(super) fn read(&self, peer: usize, from: u64, to: *mut u8, len: usize, hands: usize) -> Result<(), CclError> {
+    /// so many `threads`.
+    pub(super) fn read(&self, peer: usize, from: u64, to: *mut u8, len: usize, threads: usize) -> Result<(), CclError> {
         let process = self.segment.word(peer, Word::Pid).load(super::Ordering::Relaxed);
-        let to = Place(to);
+        let to = BufferStart(to);
         // SAFETY: `to` has room for `len` bytes, which no other code touches: a buffer that the
         // call was lent, or scratch. Every piece is read once.
-        let read = in_pieces(&self.segment, len, hands, |piece| unsafe {
+        let read = in_pieces(&self.segment, len, threads, |piece| unsafe {
             process_memory::read(process, from.wrapping_add(piece.start as u64), to.at(piece.start), piece.len())
         });
         if self.segment.is_broken() {

@@ -134,9 +134,9 @@ impl Listener {
                 while let Ok((number, welcomed)) = receiver.try_recv() {
                     handshakes.0.remove(&number);
                     let Some((peer, link)) = welcomed else { continue };
-                    let place: Option<&mut Option<Link>> = links.get_mut((peer - group.rank - 1) as usize);
-                    if let Some(place) = place.filter(|place| place.is_none()) {
-                        *place = Some(link);
+                    let slot: Option<&mut Option<Link>> = links.get_mut((peer - group.rank - 1) as usize);
+                    if let Some(slot) = slot.filter(|slot| slot.is_none()) {
+                        *slot = Some(link);
                     }
                 }
                 let accepted = if handshakes.0.len() < MAX_HANDSHAKES { self.accept()? } else { None };
@@ -240,11 +240,11 @@ impl Group<'_> {
     ) -> Vec<RpcError> {
         let count = links.len();
         let mut errors: Vec<Option<RpcError>> = vec![None; count];
-        let places = Mutex::new(links.iter_mut().zip(&mut errors).zip(addresses).enumerate());
+        let ranks = Mutex::new(links.iter_mut().zip(&mut errors).zip(addresses).enumerate());
         let silent = Mutex::new(HashSet::new());
         let dial_some = || {
             loop {
-                let next = places.lock().next();
+                let next = ranks.lock().next();
                 let Some((peer, ((link, error), address))) = next else { return };
                 match self.dial(peer as u32, address.as_ref(), detour.map(|way| (way, &silent)), until) {
                     Ok(dialled) => *link = Some(dialled),

@@ -11,7 +11,7 @@ use std::io::{ErrorKind, IoSlice};
 use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
 
-use super::super::agreement::{LEN, MAX_POISON};
+use super::super::announcement::{LEN, MAX_POISON};
 use super::super::segment::INLINE;
 use super::abort_notice::Parting;
 use super::socket::Socket;

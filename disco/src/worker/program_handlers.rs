@@ -46,10 +46,10 @@ impl Worker {
         let mut running = RunningProgram {
             program,
             step: 0,
-            places: vec![None; stored.registers],
+            session_registers: vec![None; stored.registers],
             own: vec![Slot::Empty; stored.registers],
         };
-        for (place, ((at, wanted), arg)) in (1..).zip(stored.parameters.iter().zip(args)) {
+        for (position, ((at, wanted), arg)) in (1..).zip(stored.parameters.iter().zip(args)) {
             // A failed value fits: the steps inherit its failure.
             let found = match arg {
                 Value::Object(Operand::Register(register)) => match self.registers.get(*register as usize) {
@@ -63,11 +63,11 @@ impl Worker {
             let at = *at as usize;
             running.own[at] = match (found, arg) {
                 (Err(found), _) => {
-                    let cause = unfit(place, wanted, &format!("{found} on worker {}", self.id));
+                    let cause = unfit(position, wanted, &format!("{found} on worker {}", self.id));
                     Slot::Poisoned(self.tell(command, cause.into()))
                 }
                 (Ok(()), Value::Object(Operand::Register(register))) => {
-                    running.places[at] = Some(*register);
+                    running.session_registers[at] = Some(*register);
                     Slot::Empty
                 }
                 (Ok(()), value) => match self.resolve(value) {
@@ -77,7 +77,7 @@ impl Worker {
             };
         }
         for (output, register) in stored.outputs.iter().zip(outputs) {
-            running.places[*output as usize] = Some(*register);
+            running.session_registers[*output as usize] = Some(*register);
         }
         self.running = Some(running);
         for (number, step) in (1..).zip(&stored.steps) {
