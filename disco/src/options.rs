@@ -75,8 +75,8 @@ pub struct Options {
     /// Servers test those at the other end, too, as their operators find right (`--keep-alive`), so
     /// that a longer time than theirs does not hold everywhere: the server of a node tests its
     /// controller, one that forwards the next one on the way, and one that opens nodes below it
-    /// these, if it does that more often. A connection of QUIC ends at the shorter of both sides'
-    /// patience, six times their keep-alive.
+    /// these, if it does that more often. A connection of QUIC ends after six times the shorter
+    /// keep-alive of both sides.
     pub keep_alive: Duration,
     /// Longest wait of a worker in a collective for others that are alive and do not enter it;
     /// `None` for ever. After it the collectives are broken, and the session goes on. A worker may

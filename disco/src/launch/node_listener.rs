@@ -70,9 +70,9 @@ impl NodeListener {
         &self,
         count: usize,
         connector: &Connector,
-        patience: Duration,
+        timeout: Duration,
     ) -> RpcResult<Vec<(Session, String)>> {
-        let deadline = Instant::now() + patience;
+        let deadline = Instant::now() + timeout;
         let (mut ranked, mut others): (HashMap<usize, Session>, Vec<Session>) = Default::default();
         loop {
             // Those that have come and gone while others were waited for.
@@ -92,7 +92,7 @@ impl NodeListener {
                     tracing::warn!(%error, "a node that has dialled in is of no use");
                     continue;
                 }
-                Err(_) => return Err(self.missing(count, &ranked, others.len(), patience)),
+                Err(_) => return Err(self.missing(count, &ranked, others.len(), timeout)),
             };
             let Some(node_rank) = NodeRank::of_key(&key).flatten() else {
                 others.push(session);
@@ -122,7 +122,7 @@ impl NodeListener {
         Ok(sessions.collect())
     }
 
-    fn missing(&self, count: usize, ranked: &HashMap<usize, Session>, others: usize, patience: Duration) -> RpcError {
+    fn missing(&self, count: usize, ranked: &HashMap<usize, Session>, others: usize, timeout: Duration) -> RpcError {
         let who = if others > 0 {
             format!("{} of {count} nodes", count - ranked.len() - others)
         } else {
@@ -131,10 +131,7 @@ impl NodeListener {
             format!("nodes {} of {count}", ranks.join(", "))
         };
         let address = &self.0.address;
-        RpcError::new(
-            ErrorKind::DeadlineExceeded,
-            format!("{who} have not dialled in at {address} within {patience:?}"),
-        )
+        RpcError::new(ErrorKind::DeadlineExceeded, format!("{who} have not dialled in at {address} within {timeout:?}"))
     }
 }
 

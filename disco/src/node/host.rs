@@ -124,8 +124,8 @@ impl WorkerHost {
             Hosting::Auto => set_up.count > 1 && has_gpus(context) && can_be_processes(),
         };
         if !in_processes {
-            let patience = if events.is_none() { YIELD } else { Duration::ZERO };
-            threads = Some(Threads::start(context, set_up, &sink, &relays, patience)?);
+            let yield_time = if events.is_none() { YIELD } else { Duration::ZERO };
+            threads = Some(Threads::start(context, set_up, &sink, &relays, yield_time)?);
             info.processes.push(WorkerProcess { count: set_up.count, machine: machine(), mpi: own_mpi_process() });
         }
         let mut subtree = None;
@@ -236,15 +236,15 @@ impl WorkerDirectory for WorkerHost {
 }
 
 impl Threads {
-    /// Starts the threads. An idle worker looks for commands for `patience` before it sleeps.
+    /// Starts the threads. An idle worker looks for commands for `yield_time` before it sleeps.
     fn start(
         context: &Context,
         set_up: &SetUp,
         sink: &Arc<dyn EventSink>,
         relays: &Arc<Relays>,
-        patience: Duration,
+        yield_time: Duration,
     ) -> Result<Self> {
-        let (feed, readers) = Feed::new(set_up.count as usize, patience);
+        let (feed, readers) = Feed::new(set_up.count as usize, yield_time);
         let shared = Arc::new(ProcessState::new(Arc::clone(sink), set_up.clone(), Arc::clone(relays)));
         let mut threads = Self { shared, workers: Vec::new(), feed };
         for (id, reader) in (set_up.first..).zip(readers) {

@@ -92,7 +92,7 @@ pub struct JoinOptions {
     /// this. Default: any controller, so that the dialling alone counts.
     pub access: Access,
     /// Longest time for attempts to reach a controller that is not there. Default: 60 s.
-    pub patience: Duration,
+    pub connect_timeout: Duration,
     /// Address at which the node's workers listen for the data of others. Default: as the
     /// controller says, or else none that other machines reach.
     pub data_address: Option<IpAddr>,
@@ -113,7 +113,7 @@ impl Default for JoinOptions {
             dial: Dial::default(),
             transports: Transports::default(),
             access: Access::default(),
-            patience: Duration::from_secs(60),
+            connect_timeout: Duration::from_secs(60),
             data_address: None,
             devices: Devices::new(),
             weights: None,
@@ -147,7 +147,7 @@ pub fn join(registry: &Registry, controller: &str, options: JoinOptions) -> Comp
         };
         let node = WorkerSettings::new(SessionLimits::default(), options.weights.clone());
         let server = server_of(registry, options.devices, node, options.data_address, serve);
-        Ok(join_with(&server, &controller, options.rank, options.patience).await?)
+        Ok(join_with(&server, &controller, options.rank, options.connect_timeout).await?)
     })
 }
 
@@ -162,10 +162,10 @@ pub async fn join_with(
     server: &Server,
     controller: &Address,
     node_rank: Option<NodeRank>,
-    patience: Duration,
+    connect_timeout: Duration,
 ) -> RpcResult<()> {
     let park = ParkOptions { key: NodeRank::key(node_rank), capacity: 1, ..ParkOptions::default() };
-    let deadline = Instant::now() + patience;
+    let deadline = Instant::now() + connect_timeout;
     let mut backoff = Backoff::new(FIRST_PAUSE, LONGEST_PAUSE);
     loop {
         let error = match server.park_once(controller, &park).await {

@@ -64,7 +64,7 @@ pub(crate) struct Feed {
     tail: Mutex<Tail>,
     sleepers: Box<[Sleeper]>,
     /// Time for which readers yield before they sleep.
-    patience: Duration,
+    yield_time: Duration,
     aborted: AtomicBool,
 }
 
@@ -85,13 +85,13 @@ struct Sleeper {
 
 impl Feed {
     /// Makes a feed for so many workers, beginning with command 1, and a reader for each. Each
-    /// reader is used on a thread of its own, which yields for `patience` before it sleeps.
-    pub(crate) fn new(workers: usize, patience: Duration) -> (Arc<Self>, Vec<Reader>) {
+    /// reader is used on a thread of its own, which yields for `yield_time` before it sleeps.
+    pub(crate) fn new(workers: usize, yield_time: Duration) -> (Arc<Self>, Vec<Reader>) {
         let block = Block::new(Arc::default());
         let this = Arc::new(Self {
             tail: Mutex::new(Tail { block: Arc::clone(&block), len: 0, next: 1 }),
             sleepers: (0..workers).map(|_| Sleeper::default()).collect(),
-            patience,
+            yield_time,
             aborted: AtomicBool::new(false),
         });
         let reader = |worker| Reader { feed: Arc::clone(&this), worker, block: Arc::clone(&block), at: 0, sequence: 0 };
@@ -194,9 +194,9 @@ impl Reader {
         if self.is_ready() {
             return;
         }
-        let patience = self.feed.patience;
-        let began = (!patience.is_zero()).then(Instant::now);
-        while began.is_some_and(|began| began.elapsed() < patience) {
+        let yield_time = self.feed.yield_time;
+        let began = (!yield_time.is_zero()).then(Instant::now);
+        while began.is_some_and(|began| began.elapsed() < yield_time) {
             for _ in 0..8 {
                 thread::yield_now();
                 if self.is_ready() {
@@ -275,8 +275,10 @@ mod tests {
                 let cost = |number: u64| if number.is_multiple_of(50) { FULL } else { 4 };
                 feed.push(next, (next..end).map(|number| queued(number, cost(number))), u64::MAX).unwrap();
                 if next.is_multiple_of(40) {
-                    // Long enough for readers to fall asleep.
-                    thread::sleep(YIELD * 4);
+                    // Every reader comes to the end of the feed and falls asleep, to be woken.
+                    while !feed.sleepers.iter().all(|sleeper| sleeper.asleep.load(Ordering::SeqCst)) {
+                        thread::yield_now();
+                    }
                 }
                 next = end;
             }

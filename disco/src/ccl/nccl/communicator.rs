@@ -238,13 +238,13 @@ impl Communicator {
             return;
         }
         let abort = self.library.functions().comm_abort;
-        let mut patience = Patience::new(&self.options, !self.under_way.is_empty());
-        let mut is_over = self.wait_for_end(self.end(abort, raw), &mut patience);
+        let mut timeouts = EndTimeouts::new(&self.options, !self.under_way.is_empty());
+        let mut is_over = self.wait_for_end(self.end(abort, raw), &mut timeouts);
         if let Some(Halfway(place)) = self.halfway.take().filter(|_| is_over) {
             // SAFETY: from `Box::into_raw`, and with the communicator that it was split from NCCL
             // has let go of it.
             let child = *unsafe { Box::from_raw(place) };
-            is_over = child.is_null() || self.wait_for_end(self.end(abort, child), &mut patience);
+            is_over = child.is_null() || self.wait_for_end(self.end(abort, child), &mut timeouts);
         }
         if !is_over {
             // Hanging work is not touched any more.
@@ -254,8 +254,8 @@ impl Communicator {
     }
 
     /// Waits until a call that ends a communicator is back, and nothing of that is on the stream.
-    /// Says whether it came to that.
-    fn wait_for_end(&mut self, told: Option<mpsc::Receiver<()>>, patience: &mut Patience) -> bool {
+    /// Returns false if the time is up before.
+    fn wait_for_end(&mut self, told: Option<mpsc::Receiver<()>>, timeouts: &mut EndTimeouts) -> bool {
         let Some(told) = told else { return false };
         let mut is_back = false;
         loop {
@@ -274,7 +274,7 @@ impl Communicator {
                 None => self.stream.is_done(),
             };
             let is_of_nccl = is_of_nccl.unwrap_or(true);
-            if !patience.lasts(is_of_nccl) {
+            if !timeouts.lasts(is_of_nccl) {
                 return false;
             }
             if is_back {
@@ -292,7 +292,7 @@ impl Communicator {
         !self.under_way.is_empty() || wait_alone(Instant::now() + limit, || self.stream.is_done().unwrap_or(true))
     }
 
-    /// Takes the communicator down while all is well. Says whether that has worked.
+    /// Takes the communicator down while all is well. Returns false if it does not end in time.
     fn close(&mut self) -> bool {
         let until = Instant::now() + self.options.close_timeout;
         // SAFETY: the communicator exists, and no call with it is in progress.
@@ -303,7 +303,7 @@ impl Communicator {
         if finalised {
             let raw = mem::replace(&mut self.raw, ptr::null_mut());
             let told = self.end(self.library.functions().comm_destroy, raw);
-            return self.wait_for_end(told, &mut Patience::new(&self.options, true));
+            return self.wait_for_end(told, &mut EndTimeouts::new(&self.options, true));
         }
         self.abort_now(&self.stuck());
         true
@@ -359,9 +359,9 @@ impl Drop for Communicator {
     }
 }
 
-/// Time limit of an end: a communicator waits for all that is on its device, and the owner's own
+/// Time limits of an end: a communicator waits for all that is on its device, and the owner's own
 /// work may be among that.
-struct Patience {
+struct EndTimeouts {
     /// Limit for NCCL.
     limit: Duration,
     /// Limit for all together.
@@ -370,7 +370,7 @@ struct Patience {
     looked: Instant,
 }
 
-impl Patience {
+impl EndTimeouts {
     fn new(options: &Options, may_be_mixed: bool) -> Self {
         let (limit, looked) = (options.abort_timeout, Instant::now());
         let owners = if may_be_mixed { options.drain_timeout.unwrap_or(FOR_EVER) } else { Duration::ZERO };

@@ -31,12 +31,12 @@ pub(super) struct Stream {
 }
 
 impl Stream {
-    pub(super) fn new(connection: Connection, patience: Duration) -> io::Result<Self> {
+    pub(super) fn new(connection: Connection, timeout: Duration) -> io::Result<Self> {
         match &connection {
             Connection::Tcp(stream) => stream.set_nonblocking(false)?,
             Connection::Unix(stream) => stream.set_nonblocking(false)?,
         }
-        Ok(Self { connection, until: Instant::now() + patience })
+        Ok(Self { connection, until: Instant::now() + timeout })
     }
 
     /// Returns the time left for the handshake.
