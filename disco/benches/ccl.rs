@@ -127,7 +127,7 @@ mod mpi {
     /// The variable that tells a process that it is a rank.
     pub(super) const RANK: &str = "DISCO_CCL_BENCH_MPI";
 
-    /// This program again, as a job of so many processes, of which the first prints.
+    /// Starts this program again as a job of so many processes, of which the first prints.
     pub(super) fn run(ranks: usize) {
         let status = Command::new("mpirun")
             .args(["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", &ranks.to_string()])
@@ -199,7 +199,7 @@ fn run(arguments: &Arguments, over: &str, ranks: usize) {
     }
 }
 
-/// This program again, as a rank above 0.
+/// Starts this program again, as a rank above 0.
 fn start(rank: usize, over: &str) -> Child {
     Command::new(std::env::current_exe().expect("this binary"))
         .args(std::env::args().skip(1))
@@ -236,7 +236,7 @@ fn from_stdin<T: serde::de::DeserializeOwned>() -> T {
     serde_json::from_str(&line).expect("what has been sent")
 }
 
-/// The median time of one call.
+/// Returns the median time of one call.
 fn measure(ccl: &mut dyn Ccl, case: Case) -> Duration {
     let size = ccl.size();
     let (input_len, output_len) = match case.operation {

@@ -286,7 +286,7 @@ impl Member {
         Compared { ours: median(ours), bare: median(bare), ratio: median(ratios) }
     }
 
-    /// The time of a call in a batch of so many.
+    /// Returns the time of a call in a batch of so many.
     fn turn(&mut self, side: Side, span: Span, calls: usize) -> f64 {
         self.pace.barrier().expect("a barrier");
         let began = Instant::now();
@@ -298,7 +298,7 @@ impl Member {
         self.slowest(took) / calls as f64
     }
 
-    /// The time until a call returns.
+    /// Returns the time until a call returns.
     fn issue(&mut self, side: Side, span: Span) -> f64 {
         self.pace.barrier().expect("a barrier");
         let began = Instant::now();
@@ -329,7 +329,7 @@ impl Member {
         }
     }
 
-    /// The longest time of all ranks, in seconds.
+    /// Returns the longest time of all ranks, in seconds.
     fn slowest(&mut self, took: Duration) -> f64 {
         let mut bytes = took.as_secs_f64().to_ne_bytes();
         self.pace.allreduce(ReduceOp::Max, DataType::F64, 1, Buffers::in_place(&mut bytes).into()).expect("a maximum");

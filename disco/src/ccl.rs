@@ -101,7 +101,7 @@ impl Rank {
         self.0 as usize
     }
 
-    /// The rank of a place in a table that has one for each rank.
+    /// Returns the rank of an index in a table that has one entry for each rank.
     pub(crate) fn of(index: usize) -> Self {
         Self(u32::try_from(index).expect("groups are smaller than 2^32"))
     }
@@ -184,7 +184,7 @@ pub enum Operation {
 }
 
 impl Operation {
-    /// The name alone.
+    /// Returns the name alone.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Allreduce(_) => "allreduce",
@@ -200,7 +200,7 @@ impl Operation {
         }
     }
 
-    /// The other rank of a transfer between two.
+    /// Returns the other rank of a transfer between two.
     pub(crate) fn peer(self) -> Option<Rank> {
         match self {
             Self::Send { to: peer } | Self::Recv { from: peer } => Some(peer),
@@ -208,7 +208,7 @@ impl Operation {
         }
     }
 
-    /// The rank that a collective begins or ends at.
+    /// Returns the rank that a collective begins or ends at.
     pub(crate) fn root(self) -> Option<Rank> {
         match self {
             Self::Broadcast { root } | Self::Scatter { root } | Self::Gather { root } => Some(root),
@@ -237,7 +237,7 @@ impl fmt::Display for Operation {
     }
 }
 
-/// One call: what to do with how many elements of which type.
+/// One call: its operation, and the number and type of its elements.
 ///
 /// `count` is the smaller side of a collective, as in NCCL. With `n` ranks:
 ///
@@ -269,19 +269,19 @@ pub struct Collective {
 }
 
 impl Collective {
-    /// This call.
+    /// Returns this call.
     #[must_use]
     pub const fn new(operation: Operation, dtype: DataType, count: usize) -> Self {
         Self { operation, dtype, count }
     }
 
-    /// A barrier.
+    /// Returns a barrier.
     #[must_use]
     pub const fn barrier() -> Self {
         Self::new(Operation::Barrier, DataType::U8, 0)
     }
 
-    /// The bytes of `count` elements; `None` if they are no whole bytes, or too many.
+    /// Returns the bytes of `count` elements; `None` if they are no whole bytes, or too many.
     pub(crate) fn bytes(&self) -> Option<usize> {
         if !self.dtype.bits_per_element().is_multiple_of(8) {
             return None;
@@ -305,7 +305,7 @@ impl fmt::Display for Collective {
 /// A communicator belongs to one thread at a time. Dropping it leaves the group; who waits for this
 /// rank then gets [`CclError::Broken`].
 pub trait Ccl: Send {
-    /// This rank.
+    /// Returns this rank.
     fn rank(&self) -> Rank;
 
     /// Returns the number of ranks the group has.
@@ -334,27 +334,28 @@ pub trait Ccl: Send {
         Ok(())
     }
 
-    /// Says what this rank does from now on, for callers that number that: upward, and the same on
-    /// all ranks. Ranks that meet in a collective under different numbers are out of step, which
-    /// breaks the group ([`BreakCause::OutOfStep`]): what they have for each other is not what they
-    /// think.
+    /// Sets the number of the step that this rank is in, for callers that count their steps:
+    /// upward, and the same on all ranks. Ranks that meet in a collective under different numbers
+    /// are out of step, which breaks the group ([`BreakCause::OutOfStep`]): they would exchange
+    /// data of different calls.
     fn set_step(&mut self, step: u64);
 
-    /// Says that this rank is through with its step and may have left out collectives of it:
-    /// whoever waits for it in one of them breaks the group instead of waiting. Does not wait for
-    /// other ranks.
+    /// Tells the other ranks that this rank is through with its step and may have left out
+    /// collectives of it: a rank that waits for it in one of them breaks the group instead of
+    /// waiting. Does not wait for other ranks.
     fn leave_step(&mut self);
 
     /// Returns a control, by which other threads reach the communicator while this one is in a
     /// call.
     fn control(&self) -> Arc<dyn Control>;
 
-    /// The communicator as one that backends for devices keep beside theirs. The `host` backend's
-    /// are.
+    /// Converts the communicator into one that backends for devices keep beside theirs. Those of
+    /// the `host` backend can be.
     ///
     /// # Errors
     ///
-    /// [`rpc_core::ErrorKind::Unsupported`]: it is none. It is gone then, and has left its group.
+    /// [`rpc_core::ErrorKind::Unsupported`]: it cannot be one. It is dropped then, and has left its
+    /// group.
     fn into_agreement(self: Box<Self>) -> Result<Box<dyn Agreement>, RpcError> {
         Err(RpcError::unsupported("this communicator cannot agree on what another one does"))
     }
@@ -488,10 +489,10 @@ pub trait Control: Send + Sync {
     /// block; does nothing if the group is broken already.
     fn abort(&self, reason: &str);
 
-    /// Why the group is broken, if it is and this rank knows.
+    /// Returns the breakdown of the group, if the group is broken and this rank knows.
     fn broken(&self) -> Option<Arc<Breakdown>>;
 
-    /// The last calls of this rank, the oldest first, with those that are still running.
+    /// Returns the last calls of this rank, the oldest first, with those that are still running.
     fn flights(&self) -> Vec<Flight>;
 
     /// Describes the call that each rank is known to be in, one line a rank, for people who look

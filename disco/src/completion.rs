@@ -9,8 +9,8 @@ use rpc_core::{RpcError, blocking};
 
 use crate::error::{DiscoError, Result};
 
-/// Something that was asked for, and has its place in the order of commands already. Await it, or
-/// [`wait`](Self::wait) for it.
+/// Outcome of an operation that has been issued: its commands have their order already. Await it,
+/// or [`wait`](Self::wait) for it.
 ///
 /// Dropping it gives up the result and cancels nothing.
 #[must_use = "what was asked for may fail; await it or wait for it"]
@@ -21,7 +21,7 @@ impl<T: Send + 'static> Completion<T> {
         Self(Box::pin(future))
     }
 
-    /// Under way from now on, whether anybody waits for it or not.
+    /// Starts the future, which runs whether a caller waits for it or not.
     pub(crate) fn spawn(future: impl Future<Output = Result<T>> + Send + 'static) -> Self {
         match crate::runtime::runtime() {
             Ok(runtime) => {

@@ -83,7 +83,7 @@ impl DiscoError {
 static NO_FAILURE: LazyLock<RpcError> = LazyLock::new(|| RpcError::internal("a failure of no worker"));
 
 impl From<DiscoError> for RpcError {
-    /// Of several failures the first one counts.
+    /// Takes the kind of the first failure, and the text of all.
     fn from(error: DiscoError) -> Self {
         match error {
             DiscoError::Session(error) => error,

@@ -25,9 +25,9 @@ pub use self::processes::ProcessSession;
 pub use self::threads::ThreadedSession;
 
 impl DiscoSession {
-    /// A session whose workers are at the far end of any sessions, so many in each: threads of this
-    /// process behind a local one, devices behind a chain of hops. The program there must have
-    /// [registered](crate::register) disco's functions.
+    /// Starts a session whose workers are at the far end of any sessions, so many in each: threads
+    /// of this process behind a local one, devices behind a chain of hops. The program there must
+    /// have [registered](crate::register) disco's functions.
     ///
     /// Commands are encoded for all of them. Only [`ThreadedSession`] hands them to workers of this
     /// process as they are.
@@ -56,7 +56,7 @@ impl From<Source> for Node {
     }
 }
 
-/// The shape of a session of so many nodes.
+/// Returns the shape of a session of so many nodes.
 fn layout_of(nodes: usize, per_node: u32, num_groups: u32) -> Result<Layout> {
     let world_size = u32::try_from(nodes).ok().and_then(|nodes| nodes.checked_mul(per_node));
     let world_size = world_size.ok_or_else(|| DiscoError::invalid("too many workers"))?;

@@ -104,8 +104,8 @@ pub(crate) fn install() {
     let _ = tracing_subscriber::registry().with(WorkerLogLayer).with(elsewhere).try_init();
 }
 
-/// Has what a child process writes to standard error become lines of its worker's log, as far as
-/// that is wanted; otherwise it goes where this process's own goes.
+/// Returns transports whose children's standard error becomes lines of a worker's log, up to the
+/// level `wanted`; otherwise it goes to this process's own standard error.
 pub(crate) fn of_stderr(wanted: Option<u8>, log: impl Fn(LogLine) + Clone + Send + Sync + 'static) -> Transports {
     let level = number(Level::INFO);
     let take = move |pipe| {
@@ -147,7 +147,7 @@ async fn read_lines(pipe: OwnedFd, mut each: impl FnMut(String)) -> io::Result<(
     }
 }
 
-/// The number of a level, 0 for errors.
+/// Returns the number of a level, 0 for errors.
 pub(crate) fn number(level: Level) -> u8 {
     match level {
         Level::ERROR => 0,

@@ -132,8 +132,8 @@ impl Default for Options {
 pub struct Advertise(Arc<dyn Fn(WorkerId, SocketAddr) -> SocketAddr + Send + Sync>);
 
 impl Advertise {
-    /// With a function that is called for each listener, when collectives are made, with its worker
-    /// and where it is bound. It must not block.
+    /// Creates it from a function that is called for each listener, when collectives are made, with
+    /// the worker and the address that the listener is bound to. The function must not block.
     pub fn new(address: impl Fn(WorkerId, SocketAddr) -> SocketAddr + Send + Sync + 'static) -> Self {
         Self(Arc::new(address))
     }

@@ -6,8 +6,8 @@ use std::sync::OnceLock;
 use rpc_core::{Result, RpcError};
 use tokio::runtime::{Builder, Runtime};
 
-/// One for the process, with two threads, made at the first use: controllers work the same inside
-/// of async programs and outside.
+/// Returns the one runtime of the process, with two threads, made at the first use: controllers
+/// work the same inside of async programs and outside.
 pub(crate) fn runtime() -> Result<&'static Runtime> {
     static RUNTIME: OnceLock<Runtime> = OnceLock::new();
     if let Some(runtime) = RUNTIME.get() {

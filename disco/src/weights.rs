@@ -36,8 +36,8 @@ pub enum Part {
     Shard {
         /// The dimension that is divided, from 0. It has to divide evenly.
         dim: usize,
-        /// Among whom: all workers, or those of each group, so that every group has the whole
-        /// tensor.
+        /// Workers that share the tensor: all, or those of each group, so that every group has the
+        /// whole tensor.
         scope: Scope,
     },
     /// Value that a function on the workers makes of the tensor. The function takes a
@@ -65,17 +65,17 @@ pub enum Part {
 }
 
 impl Part {
-    /// A part for each worker of all groups together.
+    /// Returns a part for each worker of all groups together.
     pub fn shard(dim: usize) -> Self {
         Self::Shard { dim, scope: Scope::World }
     }
 
-    /// A part for each worker of a group.
+    /// Returns a part for each worker of a group.
     pub fn shard_in_group(dim: usize) -> Self {
         Self::Shard { dim, scope: Scope::Group }
     }
 
-    /// Part that this function returns.
+    /// Returns the part that this function makes.
     pub fn with(function: impl Into<String>) -> Self {
         Self::With { function: function.into() }
     }

@@ -10,7 +10,7 @@ use disco::ccl::nccl::{DeviceStream, Library, Mark, NcclCcl, Options, UniqueId, 
 use disco::ccl::{Rank, host};
 use rpc_core::{Device, ErrorKind, RpcError};
 
-/// The library of this machine, or a word on why there is none.
+/// Returns the library of this machine, or prints why there is none.
 fn library() -> Option<Arc<Library>> {
     Library::load().inspect_err(|error| println!("SKIPPED: {error}")).ok()
 }

@@ -28,9 +28,9 @@ pub struct Digits {
 }
 
 impl Digits {
-    /// The data that this program carries: 1,797 images, shuffled, always in the same way. In the
-    /// file the images of one writer follow each other; shuffled, training and testing have all
-    /// writers.
+    /// Returns the data that this program carries: 1,797 images, shuffled, always in the same way.
+    /// In the file the images of one writer follow each other; shuffled, training and testing have
+    /// all writers.
     ///
     /// # Errors
     ///
@@ -54,7 +54,7 @@ impl Digits {
         Ok(digits)
     }
 
-    /// Number of images for training, the first ones. The last fifth is for testing.
+    /// Returns the number of images for training, the first ones. The last fifth is for testing.
     pub fn train_len(&self) -> usize {
         self.classes.len() * 4 / 5
     }
@@ -67,7 +67,7 @@ pub struct Score {
 }
 
 impl Score {
-    /// The share of images that are told right.
+    /// Returns the share of images that are classified correctly.
     pub fn accuracy(&self) -> f64 {
         let right: u32 = (0..CLASSES).map(|class| self.confusion[class][class]).sum();
         f64::from(right) / f64::from(self.confusion.iter().flatten().sum::<u32>())
@@ -126,12 +126,12 @@ fn step(mut model: TensorViewMut, gradient: TensorView, mut losses: TensorViewMu
     Ok(())
 }
 
-/// The sum of losses since this was last asked.
+/// Returns the sum of losses since the last call.
 fn loss(mut losses: TensorViewMut) -> Result<f64> {
     Ok(losses.as_mut_slice::<f64>()?.iter_mut().map(std::mem::take).sum())
 }
 
-/// The most probable class of each image.
+/// Returns the most probable class of each image.
 fn predict(images: TensorView, model: TensorView) -> Result<Tensor> {
     let model = parameters(model.as_slice::<f32>()?)?;
     let best = rows(&images)?.iter().map(|image| {

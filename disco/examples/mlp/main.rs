@@ -131,7 +131,7 @@ fn check(session: &DiscoSession, output: &DRef, expected: &[f32]) -> Result<(), 
     Ok(())
 }
 
-/// The output, without workers and without kernels.
+/// Returns the output, computed without workers and without kernels.
 fn expected(x: &[f32], first: &[f32], second: &[f32]) -> Vec<f32> {
     let product = |x: &[f32], w: &[f32], inner: usize, columns: usize| {
         let mut y = vec![0.0_f32; BATCH * columns];

@@ -24,7 +24,7 @@ pub trait Agreement: Ccl {
     /// step breaks the group.
     fn agree(&mut self, collective: Collective, input: Result<(), RpcError>) -> Result<(), CclError>;
 
-    /// Asks, without waiting, if the group has been broken since. A rank that has died breaks it;
+    /// Checks, without waiting, if the group has been broken since. A rank that has died breaks it;
     /// one that has left has nothing more to do in the collective that was agreed on.
     ///
     /// # Errors
@@ -33,9 +33,9 @@ pub trait Agreement: Ccl {
     fn look(&mut self) -> Result<(), CclError>;
 
     /// Breaks the group, unless it is broken, because of what happened to this rank after all had
-    /// agreed. Gives the error that all ranks get. Does not block.
+    /// agreed. Returns the error that all ranks get. Does not block.
     fn fail(&mut self, cause: BreakCause) -> CclError;
 
-    /// Says how the collective ended for this rank. Without an effect where this rank is in none.
+    /// Records the outcome of the collective for this rank. Has no effect outside of a collective.
     fn finish(&mut self, result: &Result<(), CclError>);
 }

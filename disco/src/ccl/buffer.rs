@@ -242,7 +242,7 @@ pub(crate) struct Lent {
 /// Contribution of a rank to a collective: its buffers, or the reason why it has none.
 #[derive(Debug)]
 pub enum CollectiveInput<'a> {
-    /// Its buffers.
+    /// Buffers of the rank.
     Ready(Buffers<'a>),
     /// The error of the step that should have made the input. The rank takes part nevertheless, so
     /// that no rank waits for it; only the operation of the call has to agree with that of the

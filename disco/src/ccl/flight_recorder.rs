@@ -14,8 +14,8 @@ const KEPT: usize = 64;
 /// One call of a rank.
 #[derive(Clone, Debug)]
 pub struct Flight {
-    /// Its number. Collectives of a group count together, from 1; transfers between two ranks have
-    /// a count of their own on each pair and direction.
+    /// Number of the call. Collectives of a group count together, from 1; transfers between two
+    /// ranks have a count of their own on each pair and direction.
     pub sequence: u64,
     /// The call.
     pub collective: Collective,

@@ -129,7 +129,7 @@ impl Collectives {
         Ok(())
     }
 
-    /// The workers leave the old ones for those of this epoch.
+    /// Records that the workers leave their communicators for those of this epoch.
     pub(crate) fn advance(&mut self, epoch: u64, backend: Backend) {
         (self.epoch, self.backend) = (epoch, backend);
         self.broken = None;

@@ -26,7 +26,7 @@ impl Controller {
         self.meet(0, Backend::default(), Vec::new()).await.map(drop)
     }
 
-    /// Has the workers join each other in this epoch. Returns the number of the command; after an
+    /// Lets the workers join each other in this epoch. Returns the number of the command; after an
     /// error none was issued.
     pub(crate) async fn meet(&self, epoch: u64, backend: Backend, devices: Vec<Device>) -> Result<u64> {
         let join = match backend {

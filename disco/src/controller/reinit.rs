@@ -101,8 +101,8 @@ impl Controller {
         }
     }
 
-    /// Asks all workers to say when they have come here; returns the number of that command, and a
-    /// future that resolves then.
+    /// Issues a sync of all workers. Returns the number of that command, and a future that resolves
+    /// once all have executed it.
     fn all_reach(self: &Arc<Self>) -> (u64, impl Future<Output = Result<()>> + use<>) {
         let guard = self.open_ticket(self.layout.world_size);
         let issued = self.push(Command::SyncWorker { ticket: guard.ticket(), worker: None });

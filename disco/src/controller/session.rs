@@ -75,7 +75,7 @@ impl DiscoSession {
         self.0.room().await
     }
 
-    /// The function registered under `name` on every worker.
+    /// Looks up the function registered under `name` on every worker.
     ///
     /// # Errors
     ///
@@ -271,7 +271,7 @@ impl DiscoSession {
         self.collective(Kind::AllToAll, scope, from, to)
     }
 
-    /// No worker goes on before all have come here. The controller does not wait.
+    /// Lets no worker go on before all have come here. The controller does not wait.
     ///
     /// # Errors
     ///
@@ -522,7 +522,7 @@ fn first_of(scope: Scope) -> On {
     }
 }
 
-/// The bytes of a dense tensor in host memory: copied if they are few, else borrowed.
+/// Returns the bytes of a dense tensor in host memory: copied if they are few, else borrowed.
 fn bytes_of(tensor: &Tensor) -> Result<Bytes> {
     let range = tensor.byte_range(0, tensor.size_bytes())?;
     let view = tensor.read()?;

@@ -43,8 +43,8 @@ impl Controller {
         TicketGuard { controller: Arc::clone(self), ticket }
     }
 
-    /// Asks one worker, or all, to say when they have come here; then gives the failures that
-    /// have not been reported yet.
+    /// Issues a sync of one worker, or all. Resolves once they have executed it, to the failures
+    /// that have not been reported yet.
     pub(crate) fn sync(self: &Arc<Self>, worker: Option<WorkerId>) -> Completion<()> {
         let guard = self.open_ticket(if worker.is_some() { 1 } else { self.layout.world_size });
         let command = Command::SyncWorker { ticket: guard.ticket, worker: worker.map(|worker| worker.0) };
@@ -64,7 +64,7 @@ impl Controller {
         })
     }
 
-    /// Asks one worker for the content of a register. `command` gets the ticket.
+    /// Fetches the content of a register of one worker. `command` gets the ticket.
     pub(crate) fn fetch(self: &Arc<Self>, command: impl FnOnce(u64) -> Command) -> Completion<LocalValue> {
         let guard = self.open_ticket(1);
         if let Err(error) = self.issue(command(guard.ticket)) {

@@ -53,8 +53,8 @@ enum Nodes {
 }
 
 impl SocketSession {
-    /// Session with `workers_per_node` workers at each of these addresses, in `num_groups` groups
-    /// of equal size over all. The workers of the first address come first.
+    /// Creates a session with `workers_per_node` workers at each of these addresses, in
+    /// `num_groups` groups of equal size over all. The workers of the first address come first.
     #[must_use]
     pub fn new<S: Into<String>>(
         addresses: impl IntoIterator<Item = S>,
@@ -65,9 +65,9 @@ impl SocketSession {
         Self::of(Nodes::At(addresses), workers_per_node, num_groups)
     }
 
-    /// Session with `workers_per_node` workers at each of the servers that the tracker at `tracker`
-    /// hands out: as many as the request says, all at once. They are given back when the session
-    /// ends.
+    /// Creates a session with `workers_per_node` workers at each of the servers that the tracker at
+    /// `tracker` hands out: as many as the request says, all at once. They are given back when the
+    /// session ends.
     #[must_use]
     pub fn from_tracker(
         tracker: impl Into<String>,
@@ -78,9 +78,9 @@ impl SocketSession {
         Self::of(Nodes::From(tracker.into(), request), workers_per_node, num_groups)
     }
 
-    /// Session with `workers_per_node` workers at each of the first `nodes` nodes that dial
-    /// `listener`, as [`join`](crate::join) and `rpc-server worker` do. Nodes that name their rank
-    /// come in that order, and the others fill the free ranks as they come.
+    /// Creates a session with `workers_per_node` workers at each of the first `nodes` nodes that
+    /// dial `listener`, as [`join`](crate::join) and `rpc-server worker` do. Nodes that name their
+    /// rank come in that order, and the others fill the free ranks as they come.
     #[must_use]
     pub fn dialled_by(nodes: usize, listener: &NodeListener, workers_per_node: u32, num_groups: u32) -> Self {
         Self::of(Nodes::DiallingIn(nodes, listener.clone()), workers_per_node, num_groups)
@@ -176,8 +176,8 @@ impl SocketSession {
     }
 }
 
-/// A tree of these nodes in which none has more than `fan_out` below it, as flat as that goes;
-/// whoever passes it from its root on and from left to right comes upon them in their order.
+/// Returns a tree of these nodes in which none has more than `fan_out` below it, as flat as that
+/// goes. A walk from the root on and from left to right meets them in their order.
 fn tree(addresses: &[String], fan_out: usize) -> Vec<ChildNode> {
     let children = addresses.len().min(fan_out.max(1));
     let mut rest = addresses;

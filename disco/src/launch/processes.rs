@@ -39,14 +39,14 @@ pub struct ProcessSession {
 }
 
 impl ProcessSession {
-    /// Session with `num_workers` workers in `num_groups` groups of equal size. Each is this
-    /// program again, which has to call [`serve_if_worker`](crate::serve_if_worker).
+    /// Creates a session with `num_workers` workers in `num_groups` groups of equal size. Each is
+    /// this program again, which has to call [`serve_if_worker`](crate::serve_if_worker).
     #[must_use]
     pub fn new(num_workers: u32, num_groups: u32) -> Self {
         Self { num_workers, num_groups, command: None, options: Options::default() }
     }
 
-    /// Another program as worker, and its arguments: it serves a registry with [disco's
+    /// Sets another program as worker, and its arguments: it serves a registry with [disco's
     /// functions](crate::register) over its standard input and output.
     #[must_use]
     pub fn command<S: Into<String>>(mut self, argv: impl IntoIterator<Item = S>) -> Self {

@@ -23,13 +23,13 @@ pub struct ThreadedSession {
 }
 
 impl ThreadedSession {
-    /// Session with `num_workers` workers in `num_groups` groups of equal size.
+    /// Creates a session with `num_workers` workers in `num_groups` groups of equal size.
     #[must_use]
     pub fn new(num_workers: u32, num_groups: u32) -> Self {
         Self { num_workers, num_groups, registry: Registry::new(), options: Options::default() }
     }
 
-    /// The functions of the workers. Those of disco are added.
+    /// Sets the functions of the workers. Those of disco are added.
     #[must_use]
     pub fn registry(mut self, registry: Registry) -> Self {
         self.registry = registry;

@@ -179,7 +179,7 @@ impl Link {
         Ok(())
     }
 
-    /// Has these tasks end with the session.
+    /// Lets these tasks end with the session.
     fn hold<const COUNT: usize>(&self, tasks: [JoinHandle<()>; COUNT]) {
         match self.lock().as_mut() {
             Some(held) => held.tasks.extend(tasks),
@@ -203,8 +203,8 @@ impl Link {
         self.lock().as_ref().map(|held| (held.session.clone(), held.host.clone()))
     }
 
-    /// Has the workers there listen for each other at these addresses of their nodes. Returns
-    /// where, in the order of workers.
+    /// Lets the workers there listen for each other at these addresses of their nodes. Returns the
+    /// addresses of their listeners, in the order of workers.
     pub(crate) async fn listen(&self, addresses: Vec<IpAddr>) -> rpc_core::Result<Vec<ListenAddresses>> {
         let (session, host) = self.far_end().ok_or_else(ended)?;
         let listen = session.get_function("disco.listen").await?;

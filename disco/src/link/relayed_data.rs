@@ -153,7 +153,7 @@ pub(crate) trait WorkerDirectory: Send + Sync {
 
 /// Address at which a worker's listener can be dialled.
 pub(crate) enum Destination {
-    /// In this process.
+    /// Address of a listener in this process.
     LocalEnd(Address),
     /// The host at the other end of a link.
     RemoteEnd { session: Session, host: RemoteObject, worker: u32, is_world: bool },
@@ -197,9 +197,9 @@ pub(crate) struct End {
 }
 
 enum Socket {
-    /// In this process.
+    /// An end in this process.
     LocalEnd(LocalEnd),
-    /// In another one.
+    /// An end in another process.
     RemoteEnd(RemoteEnd),
 }
 
@@ -387,7 +387,7 @@ impl Relays {
                 let end = wanted.end.with_permit(permit);
                 // A request with a permit has room in the queue.
                 if let Err(error) = above.try_send(RelayRequest { end, ..wanted }) {
-                    tracing::debug!(%error, "a wish for a relay came at the end");
+                    tracing::debug!(%error, "a request for relaying came at the end of the session");
                 }
             }
             Err(error) => wanted.start(Err(error), &self.open),
@@ -412,10 +412,10 @@ impl Relays {
             Ok(None) => Ok(own),
             Ok(Some(reason)) => Err(RpcError::unsupported(reason)),
             Err(sync::RecvTimeoutError::Timeout) => {
-                Err(RpcError::new(ErrorKind::DeadlineExceeded, "nobody has said in time whether data is relayed"))
+                Err(RpcError::new(ErrorKind::DeadlineExceeded, "no node has answered in time whether data is relayed"))
             }
             Err(sync::RecvTimeoutError::Disconnected) => {
-                Err(RpcError::new(ErrorKind::Closed, "whoever was to relay data has gone"))
+                Err(RpcError::new(ErrorKind::Closed, "the node that was to relay data has gone"))
             }
         }
     }

@@ -15,10 +15,10 @@ pub(crate) trait Upstream: Send + Sync {
     /// Takes the loss of a link.
     fn lose(&self, link: usize, error: RpcError);
 
-    /// Has the data of a worker relayed to another one, or tells it why not.
+    /// Relays the data of a worker to another one, or tells it why not.
     fn relay(&self, wanted: RelayRequest);
 
-    /// Ready when more can be taken. The task is woken.
+    /// Returns ready once more events can be taken. The task is woken then.
     fn poll_room(&self, _: &mut Context<'_>) -> Poll<()> {
         Poll::Ready(())
     }

@@ -17,7 +17,7 @@ use crate::weights::folders::WeightFolders;
 /// Rank of a node among the nodes of a session.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct NodeRank {
-    /// Its number, from 0.
+    /// Number of the node, from 0.
     pub rank: u32,
     /// Number of nodes.
     pub nodes: u32,

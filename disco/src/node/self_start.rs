@@ -20,7 +20,7 @@ const LAST_WITHOUT_NUMBER: u32 = 3;
 /// True once the program has called `serve_if_worker`.
 static SERVES_WORKERS: AtomicBool = AtomicBool::new(false);
 
-/// This program can be started as a worker from now on.
+/// Records that this program can be started as a worker.
 pub(crate) fn serves_workers() {
     SERVES_WORKERS.store(true, Ordering::Relaxed);
 }
@@ -78,7 +78,7 @@ impl WorkerSettings {
     }
 }
 
-/// This program as the address of a worker, in a session like that of a node or of no node.
+/// Returns this program as the address of a worker, in a session like that of a node or of no node.
 ///
 /// # Errors
 ///

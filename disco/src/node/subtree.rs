@@ -150,8 +150,9 @@ impl Subtree {
         blocking::block_on(async { session.get_function("disco.offer").await?.call((&host, epoch)).await })?
     }
 
-    /// Has the workers listen for each other, and returns where, in their order. The first address
-    /// is that of this node, and the others of those below, in their order.
+    /// Lets the workers listen for each other, and returns the addresses of their listeners, in
+    /// their order. The first of `addresses` is that of this node, and the others of those below,
+    /// in order.
     pub(crate) fn listen(&self, addresses: &[IpAddr]) -> Result<Vec<ListenAddresses>> {
         let (own, mut below) = addresses.split_at(addresses.len().min(1));
         let mut all = Vec::new();

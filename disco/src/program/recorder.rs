@@ -22,7 +22,7 @@ use crate::wire::parameter::{Given, ParameterType, unfit};
 /// Steps of a program that is being recorded.
 struct Recording {
     controller: Arc<Controller>,
-    /// By which its values know it: no other has the same in this process.
+    /// Number by which its values know the recording: no other has the same in this process.
     number: u64,
     state: Mutex<Steps>,
 }
@@ -57,8 +57,8 @@ impl Recorder {
         Self(Recording { controller: Arc::clone(controller), number, state: Mutex::default() })
     }
 
-    /// A value that each run is given: any argument of a call, such as a number, a small tensor, or
-    /// a reference. The first call makes the first parameter.
+    /// Adds a parameter, a value that each run is given: any argument of a call, such as a number,
+    /// a small tensor, or a reference. The first call makes the first parameter.
     pub fn parameter(&self) -> Recorded {
         self.parameter_of(ParameterType::Any)
     }
@@ -72,7 +72,7 @@ impl Recorder {
         made
     }
 
-    /// A register of the session, as it is at each run. It lives for as long as the program.
+    /// Adds a register of the session, as it is at each run. It lives for as long as the program.
     ///
     /// # Errors
     ///
@@ -203,7 +203,7 @@ impl Recorder {
         Ok(())
     }
 
-    /// The workers get to know the program.
+    /// Sends the program to the workers.
     pub(crate) fn finish(self, outputs: &[Recorded]) -> Result<Program> {
         let outputs = outputs.iter().map(|output| self.register(output)).collect::<Result<Vec<_>>>()?;
         let controller = Arc::clone(&self.0.controller);
@@ -230,7 +230,7 @@ impl Recorder {
         Ok(Program(Arc::new(StoredProgram { controller, number, parameters, outputs, _captured: state.captured })))
     }
 
-    /// A fresh register of the program's own.
+    /// Returns a fresh register of the program's own.
     fn own(&self) -> Recorded {
         let mut state = self.0.lock();
         state.registers += 1;
@@ -324,7 +324,7 @@ impl Program {
         Ok(made)
     }
 
-    /// The number by which failures name it.
+    /// Returns the number by which failures name the program.
     pub fn number(&self) -> u32 {
         self.0.number
     }

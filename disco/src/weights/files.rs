@@ -186,7 +186,7 @@ impl WeightFile {
 #[derive(Debug)]
 pub(super) struct MatchingFile {
     pub(super) path: PathBuf,
-    /// In bytes.
+    /// Length of the file in bytes.
     pub(super) len: u64,
     stamp: Stamp,
 }

@@ -64,7 +64,7 @@ const DTYPES: [(&str, DataType); 22] = [
 pub struct TensorInfo {
     /// The type of its elements.
     pub dtype: DataType,
-    /// Its dimensions, outermost first; none for a scalar.
+    /// Dimensions, outermost first; none for a scalar.
     pub shape: Vec<i64>,
     /// Size in bytes.
     pub size_bytes: u64,
@@ -74,7 +74,7 @@ pub struct TensorInfo {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Placed {
     pub(super) info: TensorInfo,
-    /// In bytes from the beginning of the file.
+    /// Start of the tensor, in bytes from the beginning of the file.
     pub(super) start: u64,
 }
 
@@ -195,7 +195,8 @@ struct RawTensor {
 }
 
 impl RawTensor {
-    /// The tensor, whose offsets are in order and within the file, where tensors begin at `data`.
+    /// Returns the tensor, whose offsets are in order and within the file, where tensors begin at
+    /// `data`.
     fn place(self, name: &str, data: u64) -> Result<Placed, FormatError> {
         let name = || name.to_owned();
         let Some((_, dtype)) = DTYPES.into_iter().find(|(known, _)| *known == self.dtype) else {

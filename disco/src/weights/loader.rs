@@ -83,7 +83,7 @@ pub struct Unreadable {
     pub worker: WorkerId,
     /// The file, where the controller has it.
     pub file: PathBuf,
-    /// Why it cannot.
+    /// Reason why it cannot.
     pub reason: String,
 }
 
@@ -105,7 +105,7 @@ impl Located {
 /// A file, and the workers that read it.
 struct Source {
     file: WeightFile,
-    /// For each worker, which one reads for it; `None` where nobody can.
+    /// The worker that reads for each worker; `None` where none can.
     readers: Option<Vec<u32>>,
 }
 
@@ -169,9 +169,9 @@ impl ShardLoader {
         Ok(Self { session, files, tensors, opened, load, take, unreadable, reporter: None })
     }
 
-    /// Has `progress` called with the bytes that have come to all workers together, and with those
-    /// that all loads so far are to bring: from now on, whenever one of the two changes. It takes
-    /// the place of an earlier one.
+    /// Lets `progress` be called with the bytes that have come to all workers together, and with
+    /// those that all loads so far are to bring: from now on, whenever one of the two changes. It
+    /// takes the place of an earlier one.
     ///
     /// It runs where the workers' news arrive: it must neither block nor use the loader, nor drop
     /// it. It runs no more when the loader has been dropped. When all loads were issued, and
@@ -186,12 +186,12 @@ impl ShardLoader {
         self
     }
 
-    /// The tensors, in the order of their names.
+    /// Returns the tensors, in the order of their names.
     pub fn tensors(&self) -> impl Iterator<Item = (&str, &TensorInfo)> {
         self.tensors.iter().map(|(name, located)| (name.as_str(), &located.info))
     }
 
-    /// The tensor of this name.
+    /// Returns the tensor of this name.
     pub fn tensor(&self, name: &str) -> Option<&TensorInfo> {
         self.tensors.get(name).map(|located| &located.info)
     }
@@ -352,7 +352,7 @@ impl fmt::Debug for ShardLoader {
 /// A load that can be issued.
 struct Load {
     request: LoadRequest,
-    /// Of each worker.
+    /// Part of each worker.
     cuts: Vec<Cut>,
     /// Bytes for all workers together.
     bytes: u64,
@@ -392,8 +392,8 @@ fn read_headers(path: &Path, folder: Option<&Path>) -> Result<Headers> {
     Ok((files, tensors, wanted))
 }
 
-/// For each worker, which one reads for it: itself if it can, and otherwise one of those that can,
-/// in turn. `None` where none can.
+/// Returns the worker that reads for each worker: itself if it can, and otherwise one of those that
+/// can, in turn. `None` where none can.
 fn readers(reasons: &[Option<String>]) -> Option<Vec<u32>> {
     let able: Vec<u32> = (0..).zip(reasons).filter(|(_, reason)| reason.is_none()).map(|(worker, _)| worker).collect();
     let mut in_turn = able.iter().copied().cycle();

@@ -24,7 +24,7 @@ const PIECE: u64 = 4 << 20;
 /// A box of a tensor: a range of each dimension.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Cut {
-    /// Its dimensions.
+    /// Dimensions of the part.
     pub(super) shape: Vec<i64>,
     /// Size in bytes.
     pub(super) size_bytes: u64,

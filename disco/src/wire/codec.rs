@@ -35,7 +35,7 @@ pub(crate) struct Encoded {
 }
 
 impl Command {
-    /// Its bytes in a batch, and the bulk that goes beside them.
+    /// Encodes the command: its bytes in a batch, and the bulk that goes beside them.
     ///
     /// # Errors
     ///
@@ -171,7 +171,7 @@ impl Command {
         })
     }
 
-    /// A step of a program, which has no bulk and no steps itself.
+    /// Reads a step of a program, which has no bulk and no steps itself.
     fn read_step(input: &mut Reader<'_>) -> Result<Self> {
         if input.body.first() == Some(&DEFINE) {
             return Err(malformed());
@@ -219,8 +219,8 @@ pub(crate) fn decode_batch(heads: Bytes, bulk: Vec<Bytes>) -> Result<Vec<Queued>
     if bulk.next().is_some() { Err(malformed()) } else { Ok(commands) }
 }
 
-/// The bytes of each command of a batch that [`decode_batch`] has read: its head and what follows
-/// that.
+/// Returns the bytes of each command of a batch that [`decode_batch`] has read: its head and what
+/// follows that.
 pub(crate) fn split_batch(mut heads: Bytes) -> impl Iterator<Item = Bytes> {
     std::iter::from_fn(move || {
         let head = heads.first_chunk::<16>()?;
@@ -401,7 +401,7 @@ impl<'a> Reader<'a> {
         if self.body.is_empty() && self.payload.is_empty() { Ok(()) } else { Err(malformed()) }
     }
 
-    /// The next bytes of the payload.
+    /// Takes the next bytes of the payload.
     fn share(&mut self, len: usize) -> Result<Bytes> {
         match len {
             0 => Ok(Bytes::new()),
@@ -477,8 +477,8 @@ impl<'a> Reader<'a> {
         [On::All, On::Worker0, On::FirstOfGroups].get(usize::from(self.u8()?)).copied().ok_or_else(malformed)
     }
 
-    /// A list of items that take so many bytes at least: one that is longer than what is there is a
-    /// lie that must not reserve memory.
+    /// Reads a list of items that take so many bytes at least. A length that the rest cannot hold
+    /// is an error before it reserves memory.
     fn list<T>(&mut self, least: usize, mut each: impl FnMut(&mut Self) -> Result<T>) -> Result<Vec<T>> {
         let len = self.u32()? as usize;
         if len > self.body.len() / least {

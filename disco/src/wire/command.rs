@@ -48,7 +48,7 @@ pub(crate) enum On {
     FirstOfGroups,
 }
 
-/// Among whom a collective runs.
+/// Workers among which a collective runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 pub enum Scope {
     /// The workers of each group among themselves.
@@ -74,7 +74,7 @@ pub(crate) enum Kind {
 /// One command. Each worker executes all of them, in the order of their sequence numbers.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Command {
-    /// Stands in the place of a command that is for others.
+    /// No command: it takes the number of one that is for others.
     Nothing,
     KillReg {
         register: Register,
@@ -209,7 +209,7 @@ impl Command {
         }
     }
 
-    /// The registers that the command sets on a worker that executes it.
+    /// Returns the register that the command sets on a worker that executes it.
     pub(crate) fn outputs(&self) -> Option<Register> {
         match self {
             Self::GetGlobalFunc { to, .. }
@@ -253,7 +253,7 @@ impl Command {
         matches!(self, Self::CallPacked { .. } | Self::Empty { .. } | Self::Collective { .. } | Self::SendRecv { .. })
     }
 
-    /// For whom it is.
+    /// Returns the workers that the command is for.
     pub(crate) fn on(&self) -> On {
         match self {
             Self::CopyToWorker0 { on, .. } => *on,

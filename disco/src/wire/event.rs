@@ -34,7 +34,7 @@ pub(crate) enum Event {
 }
 
 impl Event {
-    /// The worker that it is about, where it says so.
+    /// Returns the worker that the event names, if it names one.
     pub(crate) fn worker(&self) -> Option<WorkerId> {
         match self {
             Self::Progress { worker, .. }
@@ -47,7 +47,7 @@ impl Event {
         }
     }
 
-    /// About how many bytes it takes on its way.
+    /// Returns about the number of bytes that the event takes on its way.
     pub(crate) fn size(&self) -> usize {
         64 + match self {
             Self::TensorBytes { bytes, .. } => bytes.len(),
@@ -216,7 +216,7 @@ pub(crate) trait EventSink: Send + Sync {
     /// Passes the event on. Never waits.
     fn send(&self, event: Event);
 
-    /// Ready when more bytes of tensors can be taken. The task is woken.
+    /// Returns ready once more bytes of tensors can be taken. The task is woken then.
     fn poll_room(&self, _: &mut Context<'_>) -> Poll<()> {
         Poll::Ready(())
     }

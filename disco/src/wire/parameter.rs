@@ -41,9 +41,9 @@ pub enum ParameterType {
     Module,
     /// A tensor.
     Tensor {
-        /// Of this data type; `None` for any.
+        /// Data type; `None` for any.
         dtype: Option<DataType>,
-        /// Of this shape, in which -1 stands for any length of a dimension; `None` for any.
+        /// Shape, in which -1 stands for any length of a dimension; `None` for any.
         shape: Option<Vec<i64>>,
     },
 }
@@ -66,7 +66,8 @@ impl ParameterType {
         Self::Module,
     ];
 
-    /// A tensor of this data type and shape, in which -1 stands for any length of a dimension.
+    /// Returns the type of tensors of this data type and shape, in which -1 stands for any length
+    /// of a dimension.
     pub fn tensor(dtype: DataType, shape: &[i64]) -> Self {
         Self::Tensor { dtype: Some(dtype), shape: Some(shape.to_vec()) }
     }
@@ -135,7 +136,7 @@ impl ParameterType {
         }
     }
 
-    /// `None` for what is no type.
+    /// Reads a type; `None` if the value is none.
     pub(crate) fn from_value(value: Value) -> Option<Self> {
         match value {
             Value::Str(name) => Self::PLAIN.into_iter().find(|plain| plain.name() == name),

@@ -85,7 +85,7 @@ pub(crate) enum JoinPlan {
 /// Location of a worker, seen from the others.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub(crate) struct WorkerLocation {
-    /// Its machine, by a number.
+    /// Number of the machine.
     pub(crate) machine: u32,
     /// True if its address is of use on that machine only.
     pub(crate) is_local: bool,

@@ -26,7 +26,7 @@ pub(crate) struct SetUp {
     pub(crate) count: u32,
     pub(crate) hosting: Hosting,
     pub(crate) pin: bool,
-    /// Up to which level the controller wants to see logs, if at all.
+    /// Level up to which the controller wants to see logs, if at all.
     pub(crate) logs: Option<u8>,
     /// Bytes of executed credit that are worth a report.
     pub(crate) report_every: u64,
@@ -88,7 +88,7 @@ impl ChildNode {
 /// Description of a node that a controller has opened.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct NodeInfo {
-    /// Its processes and those below it, in the order of their workers.
+    /// Processes of the node and of those below it, in the order of their workers.
     pub(crate) processes: Vec<WorkerProcess>,
     /// True if any of the links below it is encrypted.
     pub(crate) is_encrypted_below: bool,
@@ -115,7 +115,7 @@ pub(crate) struct MpiProcess {
     pub(crate) rank: u32,
 }
 
-/// The version of a set-up that does not name one.
+/// Returns the version of a set-up that does not name one.
 fn first_version() -> u32 {
     1
 }

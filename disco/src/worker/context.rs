@@ -55,7 +55,7 @@ struct ContextState {
     context: Context,
     logs: Option<u8>,
     device: Mutex<Device>,
-    /// Those on which there may be work to wait for.
+    /// Devices on which there may be work to wait for.
     used: Mutex<Vec<Device>>,
     /// Error of collectives that are lost, until the worker has dealt with it.
     lost: Mutex<Option<RpcError>>,
@@ -63,7 +63,7 @@ struct ContextState {
     sink: Arc<dyn EventSink>,
     /// Communicators, or why there are none.
     membership: Mutex<Result<Membership>>,
-    /// Those of the membership, to be reached while it is in use.
+    /// Controls of the membership, to be reached while it is in use.
     controls: Mutex<Controls>,
 }
 
@@ -83,11 +83,11 @@ thread_local! {
     static CURRENT: RefCell<Option<WorkerContext>> = const { RefCell::new(None) };
 }
 
-/// Why a collective gave nothing.
+/// Error of a collective.
 pub(crate) enum CollectiveError {
-    /// By what this worker did, or because ranks disagreed, or the group is broken.
+    /// Fault of this worker, disagreement of ranks, or a broken group.
     Own(RpcError),
-    /// Because another worker had no input.
+    /// Missing input of another worker.
     Inherited(WorkerId, RpcError),
 }
 
@@ -101,7 +101,8 @@ impl From<CollectiveError> for RpcError {
 }
 
 impl WorkerContext {
-    /// `logs` says up to which level the controller wants to see what the worker logs.
+    /// Creates the context of a worker. `logs` is the level up to which the controller wants to see
+    /// the lines that the worker logs.
     pub(crate) fn new(
         id: WorkerId,
         layout: Layout,
@@ -144,13 +145,13 @@ impl WorkerContext {
         self.0.sink.send(Event::Logged { worker: self.0.id, line });
     }
 
-    /// The worker of the calling thread, if it is one.
+    /// Returns the worker of the calling thread, if it is one.
     pub fn current() -> Option<Self> {
         // Also asked while a thread ends, by whatever is logged then.
         CURRENT.try_with(|current| current.try_borrow().ok()?.clone()).ok().flatten()
     }
 
-    /// The number of this worker in its session.
+    /// Returns the number of this worker in its session.
     pub fn worker_id(&self) -> WorkerId {
         self.0.id
     }
@@ -170,12 +171,12 @@ impl WorkerContext {
         self.0.layout.group_size()
     }
 
-    /// The number of this worker's group.
+    /// Returns the number of this worker's group.
     pub fn group(&self) -> u32 {
         self.0.layout.group(self.0.id)
     }
 
-    /// The number of this worker in its group.
+    /// Returns the number of this worker in its group.
     pub fn rank_in_group(&self) -> Rank {
         self.0.layout.rank_in_group(self.0.id)
     }
@@ -185,19 +186,20 @@ impl WorkerContext {
         *lock(&self.0.device)
     }
 
-    /// The session of the process that the worker is in: its devices, its functions, its folder.
+    /// Returns the session of the process that the worker is in: its devices, its functions, its
+    /// folder.
     pub fn context(&self) -> &Context {
         &self.0.context
     }
 
-    /// The device of the worker that satisfies a constraint: its own if that does, or if there is
-    /// none.
+    /// Returns the device of the worker that satisfies a constraint: its own if that does, or if
+    /// there is no constraint.
     pub(crate) fn choose(&self, wanted: Option<&VirtualDevice>) -> Result<Device> {
         let own = self.device();
         wanted.map_or(Ok(own), |wanted| self.context().devices().choose(wanted, own))
     }
 
-    /// There may be work on this device from now on.
+    /// Records that there may be work on this device from now on.
     pub(crate) fn note_use(&self, device: Device) {
         let mut used = lock(&self.0.used);
         if device.kind != DeviceType::CPU && !used.contains(&device) {
@@ -492,23 +494,22 @@ impl WorkerContext {
         cause
     }
 
-    /// Says which command the worker executes from now on, so that collectives of different ones do
-    /// not meet.
+    /// Tells the communicators which command the worker executes from now on, so that collectives
+    /// of different ones do not meet.
     pub(crate) fn begin_step(&self, step: u64) {
         if let Ok(membership) = lock(&self.0.membership).as_mut() {
             membership.each().for_each(|ccl| ccl.set_step(step));
         }
     }
 
-    /// Says that the command has failed, before or after whichever collectives it should have come
-    /// to.
+    /// Tells the communicators that the command has failed, and may have left out collectives.
     pub(crate) fn leave_step(&self) {
         if let Ok(membership) = lock(&self.0.membership).as_mut() {
             membership.each().for_each(|ccl| ccl.leave_step());
         }
     }
 
-    /// This worker's number among those of `scope`, and their number.
+    /// Returns this worker's rank in `scope`, and the number of ranks there.
     pub(crate) fn rank(&self, scope: Scope) -> (Rank, u32) {
         match scope {
             Scope::World => (Rank(self.0.id.0), self.world_size()),
@@ -516,7 +517,7 @@ impl WorkerContext {
         }
     }
 
-    /// The worker that is `rank` in `scope`.
+    /// Returns the worker that is `rank` in `scope`.
     fn worker_of(&self, scope: Scope, rank: Rank) -> WorkerId {
         match scope {
             Scope::World => WorkerId(rank.0),

@@ -99,7 +99,7 @@ impl Worker {
         self.sink.send(Event::Progress { worker: self.id, sequence: self.sequence, cost: self.executed });
     }
 
-    /// Says that a command has been executed, if a caller waits for that.
+    /// Reports that a command has been executed, if a caller waits for that.
     fn acknowledge(&mut self, command: &Command) {
         let ticket = match command {
             Command::SyncWorker { ticket, worker } if worker.is_none_or(|worker| worker == self.id.0) => *ticket,

@@ -50,8 +50,8 @@ fn in_between(
     (address, seen)
 }
 
-/// Rank 1 sends [`TEXT`] to rank 0 through somebody in between. What came of it at both, and what
-/// was seen.
+/// Sends [`TEXT`] from rank 1 to rank 0 through somebody in between. What came of it at both, and
+/// what was seen.
 #[allow(clippy::type_complexity)]
 fn send_through(
     encrypt: bool,

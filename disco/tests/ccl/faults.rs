@@ -15,9 +15,9 @@ use rustix::process::Signal;
 use crate::launch::{ALL, ChildRank, Launch, Way, as_child, group, on_threads, options, patient, start_child};
 use crate::model::{self, assert_mismatch, random_program};
 
-/// For limits that are to run out.
+/// Time of limits that are to run out.
 const SHORT: Duration = Duration::from_millis(700);
-/// For limits that are not.
+/// Time of limits that are not to run out.
 const LONG: Duration = Duration::from_secs(120);
 
 fn allreduce(ccl: &mut dyn Ccl, count: usize) -> Result<(), CclError> {

@@ -61,7 +61,7 @@ impl Way {
     }
 }
 
-/// All ranks of a group, made in this process.
+/// Returns all ranks of a group, made in this process.
 pub(crate) fn group(launch: Launch, size: usize, options: &host::Options) -> Vec<Box<dyn Ccl>> {
     if launch == Launch::Threads {
         return host::threads(size, options).expect("a group");

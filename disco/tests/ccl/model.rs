@@ -44,8 +44,8 @@ impl Random {
     }
 }
 
-/// `count` elements of rank `rank`. Floats are of ordinary size, with fractions that do not sum
-/// exactly, and a few infinities and NaN.
+/// Returns `count` elements of rank `rank`. Floats are of ordinary size, with fractions that do not
+/// sum exactly, and a few infinities and NaN.
 pub(crate) fn input(dtype: DataType, count: usize, seed: u64, rank: usize) -> Vec<u8> {
     let mut random = Random::new(seed.wrapping_mul(31).wrapping_add(rank as u64 + 1));
     let lanes = count * usize::from(dtype.lanes);
@@ -126,7 +126,7 @@ macro_rules! fold_integer {
     };
 }
 
-/// The reduction of all inputs, in the order of ranks.
+/// Returns the reduction of all inputs, in the order of ranks.
 pub(crate) fn reduced(dtype: DataType, op: ReduceOp, inputs: &[Vec<u8>]) -> Vec<u8> {
     match (DataType { lanes: 1, ..dtype }) {
         DataType::I8 => fold_integer!(i8, op, inputs),
@@ -145,7 +145,7 @@ pub(crate) fn reduced(dtype: DataType, op: ReduceOp, inputs: &[Vec<u8>]) -> Vec<
     }
 }
 
-/// Any NaN becomes the same one, since payloads are not promised.
+/// Makes any NaN the same one, since payloads are not promised.
 pub(crate) fn without_payloads(dtype: DataType, bytes: &[u8]) -> Vec<u8> {
     macro_rules! canonical {
         ($type:ty) => {
@@ -255,12 +255,12 @@ pub(crate) fn check(ccl: &mut dyn Ccl, collective: Collective, seed: u64, aliasi
     output
 }
 
-/// Every operation, type and size.
+/// Checks every operation, type and size.
 pub(crate) fn conformance(ccl: &mut dyn Ccl) {
     conformance_of(ccl, &NUMERIC);
 }
 
-/// … of a backend that reduces these types.
+/// Checks every operation, type and size of a backend that reduces these types.
 pub(crate) fn conformance_of(ccl: &mut dyn Ccl, numeric: &[DataType]) {
     let size = ccl.size();
     let mut seed = 0;
@@ -319,7 +319,7 @@ pub(crate) fn conformance_of(ccl: &mut dyn Ccl, numeric: &[DataType]) {
     }
 }
 
-/// Every pair of ranks, in both directions and with several sizes.
+/// Checks transfers between every pair of ranks, in both directions and with several sizes.
 pub(crate) fn transfers(ccl: &mut dyn Ccl, seed: u64) {
     let (rank, size) = (ccl.rank().0 as usize, ccl.size());
     for from in 0..size {
@@ -341,7 +341,8 @@ pub(crate) fn transfers(ccl: &mut dyn Ccl, seed: u64) {
     }
 }
 
-/// A random sequence of collectives, the same on every rank; a digest of all results of this rank.
+/// Runs a random sequence of collectives, the same on every rank. Returns a digest of all results
+/// of this rank.
 pub(crate) fn random_program(ccl: &mut dyn Ccl, seed: u64, steps: usize) -> u64 {
     let size = ccl.size();
     let mut random = Random::new(seed);

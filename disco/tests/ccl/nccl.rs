@@ -33,10 +33,11 @@ const NUMERIC: [DataType; 10] = [
 /// Media of a test's control communicators: one of each kind.
 const CONTROLS: [Launch; 3] = [Launch::Threads, Launch::Segment, Launch::Unix];
 
-/// For limits that are to run out.
+/// Time of limits that are to run out.
 const SHORT: Duration = Duration::from_millis(300);
 
-/// For one that is not to before that which hangs, however busy the machine is.
+/// Time of a limit that is not to run out before the one of what hangs, however busy the machine
+/// is.
 const RUNS_OUT: Duration = Duration::from_secs(2);
 
 fn allreduce(ccl: &mut dyn Ccl, count: usize) -> Result<(), CclError> {
@@ -51,7 +52,7 @@ fn breakdown(result: Result<(), CclError>) -> Breakdown {
     }
 }
 
-/// Some calls that work.
+/// Checks that some calls work.
 fn assert_lives(ccl: &mut dyn Ccl) {
     for (seed, operation) in (0..).zip([Operation::Allreduce(ReduceOp::Sum), Operation::AllToAll, Operation::Allgather])
     {
@@ -519,7 +520,8 @@ fn work_in_front_of_a_collective_may_take_its_time_and_no_longer() {
     fake.assert_tidy();
 }
 
-/// A rank's tensor, on a device as far as anybody is told. It stays until the group is gone.
+/// Returns a rank's tensor, on a device as far as the backend is told. It stays until the group is
+/// gone.
 fn on_device(rank: Rank, data: &mut [f32]) -> Buffers<'static> {
     let (start, len) = (data.as_mut_ptr().cast::<u8>(), size_of_val(data));
     // SAFETY: the tests keep the data until the ranks are gone, and look at it when it is complete.

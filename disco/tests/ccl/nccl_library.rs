@@ -20,12 +20,12 @@ pub(crate) struct Fake {
 }
 
 impl Fake {
-    /// The newest version.
+    /// Builds the newest version.
     pub(crate) fn new() -> Option<Self> {
         Self::version(23_203)
     }
 
-    /// A version by its code; `None`, and a word on why, where there is no compiler.
+    /// Builds a version by its code; `None`, and a line on why, where there is no compiler.
     pub(crate) fn version(version: u32) -> Option<Self> {
         let folder = tempfile::tempdir().expect("a folder");
         let path = compile(folder.path(), "libnccl.so.2", &[&format!("-DVERSION={version}")])?;
@@ -50,7 +50,7 @@ impl Fake {
         unsafe { self.symbols.get::<unsafe extern "C" fn() -> c_int>(name.as_bytes()).expect("a function")() }
     }
 
-    /// A stream on the memory of this process, which calls itself `device`.
+    /// Makes a stream on the memory of this process, which calls itself `device`.
     pub(crate) fn stream(&self, device: Device) -> Arc<FakeStream> {
         // SAFETY: the functions have these types.
         let (make, query, hold, mark, reached) = unsafe {
@@ -78,7 +78,8 @@ impl Fake {
         })
     }
 
-    /// Invariant after every test: no rule of NCCL was broken, and no communicator is left.
+    /// Checks the invariant after every test: no rule of NCCL was broken, and no communicator is
+    /// left.
     pub(crate) fn assert_tidy(&self) {
         assert_eq!(self.ask("fake_violations"), 0);
         assert_eq!(self.ask("fake_live"), 0);
@@ -154,12 +155,12 @@ impl FakeStream {
         unsafe { (self.hold)(self.raw, c_int::from(held)) };
     }
 
-    /// The next question that finds the stream at work panics.
+    /// Makes the next question that finds the stream at work panic.
     pub(crate) fn panic_in_next_wait(&self) {
         self.panics.store(true, Ordering::SeqCst);
     }
 
-    /// The device says that it can do as much.
+    /// Lets the device say that it can do as much.
     pub(crate) fn pretend(&self, major: u32, minor: u32) {
         *self.capability.lock().expect("no panic") = Some((major, minor));
     }
@@ -235,8 +236,8 @@ pub(crate) fn on_ranks<T: Send>(
     })
 }
 
-/// … on devices of their own, whose memory collectives are left to. Buffers are still in that of
-/// this process.
+/// Runs ranks on devices of their own, whose memory collectives are left to. Buffers are still in
+/// that of this process.
 pub(crate) fn on_devices<T: Send>(
     fake: &Fake,
     size: usize,
@@ -247,7 +248,7 @@ pub(crate) fn on_devices<T: Send>(
     run_ranks(fake, controls, options, Device::cuda, |member| program(member.expect("to join")))
 }
 
-/// … with these control communicators, whether they can join or not.
+/// Runs ranks with these control communicators, whether they can join or not.
 pub(crate) fn on_ranks_of<T: Send>(
     fake: &Fake,
     controls: Vec<Box<dyn Ccl>>,
@@ -294,7 +295,7 @@ pub(crate) fn patient() -> Options {
     options
 }
 
-/// The control communicators of groups within a group, by world rank.
+/// Returns the control communicators of groups within a group, by world rank.
 pub(crate) fn controls_of_groups(sizes: &[usize], options: &host::Options) -> Vec<Vec<Box<dyn Ccl>>> {
     sizes.iter().map(|size| host::threads(*size, options).expect("a group")).collect()
 }

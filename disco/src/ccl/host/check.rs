@@ -5,7 +5,7 @@ use rpc_core::{Device, DeviceType, RpcError};
 use super::kernel::Numeric;
 use crate::ccl::{CclError, Collective, CollectiveInput, Lent, Rank};
 
-/// This rank's buffers, or why it has none: poisoned, or called wrongly.
+/// Returns this rank's buffers. The error is the reason why it has none: poison, or a wrong call.
 pub(super) fn lend(
     collective: &Collective,
     data: &CollectiveInput<'_>,

@@ -90,7 +90,7 @@ pub(super) unsafe fn reduce(
     }
 }
 
-/// [`reduce`] in the best version for this processor.
+/// Runs [`reduce`] in the best version for this processor.
 ///
 /// # Safety
 ///
@@ -319,7 +319,8 @@ half! {
     half::bf16, widen widen_bf16, narrow narrow_bf16;
 }
 
-/// `half` has a version for processors with F16C, and looks for it once a slice.
+/// Converts `float16` to `float32`. `half` has a version for processors with F16C, and looks for it
+/// once a slice.
 #[inline(always)]
 fn widen_f16(source: &[u8], wide: &mut [f32]) {
     let mut bits = [0_u16; BLOCK];

@@ -87,7 +87,7 @@ impl Process {
         PROCESS.get()
     }
 
-    /// Its number in the job.
+    /// Returns its number in the job.
     pub fn rank(&self) -> u32 {
         self.rank
     }

@@ -70,7 +70,7 @@ pub(super) enum Word {
     Left = 24,
     /// 0; 1 when a process has claimed the rank; 2 when that process is ready.
     Joined = 28,
-    /// Its process.
+    /// Process of the rank.
     Pid = 32,
     /// Time at which it entered its last call: milliseconds of the wall clock, wrapped.
     Since = 36,

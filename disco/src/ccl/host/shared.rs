@@ -57,7 +57,7 @@ pub(super) struct SharedCcl {
     processes: Vec<Option<OwnedFd>>,
     recorder: Arc<Recorder>,
     spins: u32,
-    /// Those that this rank may run on.
+    /// Number of cores that this rank may run on.
     cores: usize,
     /// The number of the last collective.
     sequence: u64,

@@ -339,7 +339,7 @@ impl StreamCcl {
 /// Outcome of a step of a call.
 enum Step {
     Done,
-    /// There is more to do at once.
+    /// More can be done at once.
     Moved,
     Waits {
         peer: usize,

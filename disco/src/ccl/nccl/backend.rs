@@ -76,7 +76,8 @@ impl NcclCcl {
         Ok(Self::of(member))
     }
 
-    /// Has a thread look after collectives under way. Returns true if there is one.
+    /// Starts a thread that watches the collectives in progress, if there is none. Returns true if
+    /// there is one.
     fn watch(watcher: &mut Option<Watcher>, watched: &Arc<Watched>) -> bool {
         if watcher.is_none() {
             match Watcher::start(watched) {

@@ -7,7 +7,7 @@ use super::Version;
 /// Value for "not set": `INT_MIN`.
 const UNSET: c_int = c_int::MIN;
 
-/// Says that the structure was filled in.
+/// Mark of a structure that was filled in.
 const MAGIC: c_uint = 0xcafe_beef;
 
 /// The newest version whose settings the structure has.

@@ -28,7 +28,7 @@ impl fmt::Display for LoadError {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Attempt {
-    /// Its path, or its name where the system was to look for it.
+    /// Path of the library, or its name where the system was to look for it.
     pub library: PathBuf,
     /// Error of the system, or the reason why the library is of no use.
     pub reason: String,
@@ -59,7 +59,8 @@ impl From<LoadError> for RpcError {
 pub struct NcclError {
     /// The function.
     pub call: &'static str,
-    /// Its result. Libraries that are newer than this program have codes that it does not know.
+    /// Result of the call. Libraries that are newer than this program have codes that it does not
+    /// know.
     pub code: c_int,
     /// Name of the code in the library.
     pub text: String,

@@ -47,7 +47,7 @@ pub struct Options {
 }
 
 impl Options {
-    /// From the beginning of a collective on this rank's stream to its end.
+    /// Returns the time limit from the beginning of a collective on this rank's stream to its end.
     pub(super) fn limit(&self) -> Option<Duration> {
         self.drain_timeout.map(|drain| drain.saturating_add(self.stall_timeout))
     }

@@ -15,7 +15,7 @@ pub struct Version {
 }
 
 impl Version {
-    /// This version.
+    /// Returns this version.
     #[must_use]
     pub const fn new(major: u32, minor: u32, patch: u32) -> Self {
         Self { major, minor, patch }

@@ -23,9 +23,9 @@ pub(super) struct Watched {
 
 #[derive(Clone, Copy, Default)]
 struct State {
-    /// Something may be under way.
+    /// True if a collective may be in progress.
     is_busy: bool,
-    /// There will be nothing to look after any more.
+    /// True once there will be no more collectives.
     is_leaving: bool,
 }
 

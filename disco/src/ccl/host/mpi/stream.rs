@@ -22,9 +22,9 @@ pub(super) struct MessageStream {
     /// The message that is being read, and how much of it has been.
     message: Vec<u8>,
     read: usize,
-    /// The other end has said that nothing follows.
+    /// True once the other end has said that nothing follows.
     is_over: bool,
-    /// This end has said so.
+    /// True once this end has said that nothing follows.
     is_finished: bool,
     /// Buffers to be used again.
     spare: Vec<Vec<u8>>,

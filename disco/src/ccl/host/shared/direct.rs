@@ -14,7 +14,7 @@ use crate::ccl::host::segment::{Segment, Word};
 use crate::ccl::host::{check, kernel};
 use crate::ccl::{CclError, Collective, Lent, Operation};
 
-/// While it lives, the rank may touch the buffers of others.
+/// Guard while which lives the rank may touch the buffers of others.
 pub(super) struct Busy<'a>(&'a Segment, usize);
 
 impl<'a> Busy<'a> {

@@ -47,7 +47,7 @@ impl SessionKey {
 
 #[cfg(feature = "mpi")]
 impl SessionKey {
-    /// A number that follows from the key and the epoch, and tells nothing of the key.
+    /// Returns a number that follows from the key and the epoch, and tells nothing of the key.
     pub(in super::super) fn digest(&self, epoch: u64) -> u64 {
         let key = hmac::Key::new(hmac::HMAC_SHA256, &self.0);
         let tag = hmac::sign(&key, &[b"disco data 1: epoch".as_slice(), &epoch.to_le_bytes()].concat());

@@ -45,8 +45,8 @@ impl Stream {
         if left.is_zero() { Err(io::ErrorKind::TimedOut.into()) } else { Ok(Some(left)) }
     }
 
-    /// From here on it does not block; and the kernel looks whether a machine that says nothing is
-    /// still there.
+    /// Converts the stream into a link, which does not block. From here on the kernel tests a
+    /// machine that says nothing.
     pub(super) fn into_link(self, secret: Option<Secret>) -> io::Result<Link> {
         let socket: Box<dyn Socket> = match self.connection {
             Connection::Tcp(stream) => {

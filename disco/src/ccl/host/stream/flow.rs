@@ -17,7 +17,7 @@ const QUANTUM: usize = 32 * 1024;
 /// A reduction that goes on while contributions come in.
 struct Reduction {
     collective: Collective,
-    /// This rank's own contribution, and the place of the result.
+    /// Start of this rank's own contribution, and of the result.
     input: *const u8,
     output: *mut u8,
     len: usize,

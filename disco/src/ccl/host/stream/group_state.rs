@@ -89,7 +89,7 @@ impl Links {
 }
 
 impl GroupState {
-    /// State of `rank`, with its links in the order of ranks.
+    /// Creates the state of `rank`, with its links in the order of ranks.
     pub(super) fn new(rank: usize, peers: Vec<Option<Link>>) -> Result<Self, RpcError> {
         let size = peers.len();
         let (waker, wake) = UnixStream::pair()?;

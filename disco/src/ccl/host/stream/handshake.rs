@@ -147,7 +147,7 @@ impl Group<'_> {
         Ok((peer, stream.into_link(self.secret(&hello, &challenge, false))?))
     }
 
-    /// This rank's hello to `peer`.
+    /// Returns this rank's hello to `peer`.
     pub(super) fn hello(&self, peer: u32, nonce: &[u8; NONCE]) -> [u8; HELLO] {
         let mut hello = [0; HELLO];
         hello[..4].copy_from_slice(MAGIC);

@@ -29,9 +29,9 @@ pub(in super::super) struct Member<'a> {
     pub(in super::super) options: &'a Options,
 }
 
-/// A communicator over streams that are there already, one to each other rank, which `open` gives
-/// by number. The two ends of each tell each other in a hello who they are, as a dialler does, with
-/// a proof that they know the key. Blocks until all have.
+/// Makes a communicator over streams that exist already, one to each other rank, which `open` gives
+/// by number. The two ends of each introduce themselves by a hello, as a dialler does, with a proof
+/// that they know the key. Blocks until all have.
 ///
 /// # Errors
 ///
@@ -85,7 +85,7 @@ pub(in super::super) fn by_messages<S: Socket + 'static>(
     Ok(Box::new(StreamCcl::new(rank.index(), links, (*options).clone())?.looking(LOOKS_FOR_MESSAGES)))
 }
 
-/// Two ranks that introduce themselves to each other.
+/// Introduction of this rank and another one to each other.
 struct Introduction<S> {
     peer: u32,
     stream: S,
@@ -97,7 +97,7 @@ struct Introduction<S> {
 }
 
 impl<S: Socket + 'static> Introduction<S> {
-    /// Gets on as far as that is possible now; says whether both hellos are through.
+    /// Reads and writes as far as that is possible now. Returns true once both hellos are through.
     fn advance(&mut self) -> io::Result<bool> {
         while self.sent < HELLO_AND_PROOF {
             match self.stream.write(&self.ours[self.sent..]) {

@@ -217,7 +217,7 @@ impl Link {
         self.left_step
     }
 
-    /// Says that this rank waits for another, unless that is about to be said.
+    /// Queues the frame that this rank waits for another, unless frames are queued already.
     pub(super) fn say_waits(&mut self) {
         if self.said.is_empty() {
             self.say(FrameKind::Waits, &[]);
