@@ -57,7 +57,7 @@
 //!    with the cause, all outputs are left as they were, and the group lives on. An argument that
 //!    is wrong on one rank alone, such as a buffer of the wrong length, is poison too.
 //! 5. **Breakage.** When a rank dies, leaves, is cut off, does not come or goes on without the
-//!    others, or when somebody calls [`Control::abort`], every other rank gets
+//!    others, or when [`Control::abort`] is called, every other rank gets
 //!    [`CclError::Broken`], which names the rank and the collective. Outputs are unspecified then.
 //!    A broken group stays broken: every later call returns the same error at once. It is made anew
 //!    with the next epoch, and nothing that was sent under the old one is taken under the new one.
@@ -146,30 +146,30 @@ impl fmt::Display for ReduceOp {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Operation {
-    /// Everyone gets the reduction of everyone's input.
+    /// Every rank gets the reduction of all inputs.
     Allreduce(ReduceOp),
-    /// Everyone gets its own share of the reduction.
+    /// Every rank gets its own share of the reduction.
     ReduceScatter(ReduceOp),
-    /// Everyone gets everyone's input, in the order of ranks.
+    /// Every rank gets all inputs, in the order of ranks.
     Allgather,
-    /// Everyone gets the root's input.
+    /// Every rank gets the root's input.
     Broadcast {
         /// Rank whose input counts.
         root: Rank,
     },
-    /// Everyone gets its own share of the root's input.
+    /// Every rank gets its own share of the root's input.
     Scatter {
         /// Rank whose input counts.
         root: Rank,
     },
-    /// The root gets everyone's input, in the order of ranks.
+    /// The root gets all inputs, in the order of ranks.
     Gather {
         /// Rank that gets the result.
         root: Rank,
     },
-    /// Everyone gets its own share of everyone's input, in the order of ranks.
+    /// Every rank gets its own share of all inputs, in the order of ranks.
     AllToAll,
-    /// Nobody gets anything; nobody leaves before everybody has come.
+    /// No rank gets data, and no rank leaves before all have come.
     Barrier,
     /// The receiving rank gets the input. Only these two take part.
     Send {
@@ -302,8 +302,8 @@ impl fmt::Display for Collective {
 
 /// One rank's membership in a group: a communicator. The [module](self) has the contract.
 ///
-/// A communicator belongs to one thread at a time. Dropping it leaves the group; who waits for this
-/// rank then gets [`CclError::Broken`].
+/// A communicator belongs to one thread at a time. Dropping it leaves the group; a rank that
+/// waits for this one then gets [`CclError::Broken`].
 pub trait Ccl: Send {
     /// Returns this rank.
     fn rank(&self) -> Rank;
@@ -449,7 +449,7 @@ pub trait Ccl: Send {
     }
 
     /// Sends `count` elements to rank `to`, once that rank is there to receive them: ranks that all
-    /// send in a circle, with nobody receiving, wait until their time is up.
+    /// send in a circle, with none receiving, wait until their time is up.
     ///
     /// # Errors
     ///
@@ -484,9 +484,9 @@ pub trait Ccl: Send {
 
 /// Control of a communicator for any thread, also while its own thread is in a collective.
 pub trait Control: Send + Sync {
-    /// Breaks the group for all ranks: whoever waits in a collective gets [`CclError::Broken`] with
-    /// `reason`, at once on this machine and as soon as the word has travelled on others. Does not
-    /// block; does nothing if the group is broken already.
+    /// Breaks the group for all ranks: ranks that wait in a collective get [`CclError::Broken`]
+    /// with `reason`, at once on this machine and as soon as the word has travelled on others. Does
+    /// not block; does nothing if the group is broken already.
     fn abort(&self, reason: &str);
 
     /// Returns the breakdown of the group, if the group is broken and this rank knows.

@@ -76,8 +76,8 @@
 //!   the cause, which names rank and call, and all else works. [`DiscoSession::ccl_state`] tells,
 //!   [`DiscoSession::reinit_ccl`] makes them anew, [`DiscoSession::abort_ccl`] breaks them.
 //!   [`Options`] has the time limits.
-//! * When a worker dies, or its link breaks, the session ends: everybody who waits, and every later
-//!   operation, gets the cause. Child processes end with it.
+//! * When a worker dies, or its link breaks, the session ends: every operation that waits, and
+//!   every later one, returns the cause. Child processes end with it.
 //!
 //! Read first `controller/session.rs`, then `wire/command.rs`, `controller/dispatch.rs` and
 //! `worker/executor.rs`; [`ccl`] has the collectives themselves.

@@ -69,8 +69,8 @@ pub struct Options {
     /// A node or a process of a worker that has said nothing for this long is tested, and after
     /// three times as long it is lost, which ends the session. What the kernel tells of, such as
     /// the end of a process, is known at once; this is for what is stopped or cut off, and has to
-    /// be longer than a busy machine keeps a program waiting. Not for [sessions from
-    /// elsewhere](crate::DiscoSession::over). Default: 5 seconds.
+    /// be longer than a busy machine keeps a program waiting. Not for [sessions
+    /// that the caller opens](crate::DiscoSession::over). Default: 5 seconds.
     ///
     /// Servers test those at the other end, too, as their operators find right (`--keep-alive`), so
     /// that a longer time than theirs does not hold everywhere: the server of a node tests its

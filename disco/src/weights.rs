@@ -1,9 +1,10 @@
 //! Weights: tensors of safetensors files, loaded straight to the workers, each of which reads its
 //! own part.
 //!
-//! `format` has the files' header, `files` the files of a model, `cut` the parts of a tensor,
-//! `ahead` reading while something else is done, `reader` and `worker` what workers do, `loader`
-//! what the controller does.
+//! `format` has the files' header, `files` the files of a model, `tensor_part` the parts of a
+//! tensor, `meanwhile` reading while something else is done, `messages` the requests of the
+//! controller, `reader` and `worker` the part of the workers, `loader` and `load_progress` that of
+//! the controller.
 
 mod files;
 pub(crate) mod folders;
@@ -42,8 +43,8 @@ pub enum Part {
     },
     /// Value that a function on the workers makes of the tensor. The function takes a
     /// [`Shared<WeightReader>`](WeightReader), and nothing else but what a call itself gives, such
-    /// as a [`WorkerContext`](crate::WorkerContext), which says whose part is wanted. Its result is
-    /// the worker's value, usually a tensor.
+    /// as a [`WorkerContext`](crate::WorkerContext), which names the worker that gets the part. Its
+    /// result is the worker's value, usually a tensor.
     ///
     /// ```
     /// use disco::{WeightReader, WorkerContext};

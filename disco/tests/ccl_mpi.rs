@@ -85,12 +85,12 @@ fn a_rank_that_never_comes_goes_on_or_leaves_is_named() {
 }
 
 #[test]
-fn an_abort_in_the_middle_of_data_leaves_nobody_waiting_and_the_group_is_made_anew() {
+fn an_abort_in_the_middle_of_data_leaves_no_rank_waiting_and_the_group_is_made_anew() {
     succeeds(3, "anew");
 }
 
 #[test]
-fn who_does_not_join_or_belongs_elsewhere_is_named() {
+fn a_rank_that_does_not_join_or_belongs_elsewhere_is_named() {
     succeeds(2, "strangers");
 }
 

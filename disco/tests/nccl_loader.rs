@@ -97,7 +97,7 @@ fn a_group_is_made_or_refused_in_the_librarys_words() {
 }
 
 #[test]
-fn what_cannot_be_loaded_is_listed_with_what_the_system_says() {
+fn libraries_that_cannot_be_loaded_are_listed_with_the_errors_of_the_system() {
     let folder = tempfile::tempdir().unwrap();
     let missing = folder.path().join("libnccl.so.2");
     let error = Library::open(&missing).unwrap_err();

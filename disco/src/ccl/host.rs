@@ -2,7 +2,7 @@
 //! through a [segment](Offer), and between machines over [sockets](Listener).
 //!
 //! The algorithm follows from a static table by launch kind, operation and size, and all of them
-//! fold every element once, in the order of ranks: results are the same bits whichever is used.
+//! fold every element once, in the order of ranks: results are the same bits for all of them.
 //!
 //! | | up to 16 KiB of input | more |
 //! | --- | --- | --- |

@@ -164,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_said_of_an_earlier_epoch_is_of_no_interest() {
+    fn reports_of_an_earlier_epoch_are_ignored() {
         let mut collectives = Collectives::default();
         assert!(collectives.abort(RpcError::internal("enough")));
         collectives.begin().unwrap();

@@ -390,9 +390,9 @@ impl DiscoSession {
         self.0.ccl_state()
     }
 
-    /// Breaks the collectives: whoever is in one, and all later ones, get an error with this
-    /// reason, until [`reinit_ccl`](Self::reinit_ccl). Passes all commands that wait, and never
-    /// waits itself. Where the collectives are broken already it does nothing.
+    /// Breaks the collectives: those that workers are in, and all later ones, return an error with
+    /// this reason, until [`reinit_ccl`](Self::reinit_ccl). Passes all commands that wait, and
+    /// never waits itself. Where the collectives are broken already it does nothing.
     ///
     /// # Errors
     ///

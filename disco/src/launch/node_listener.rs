@@ -14,7 +14,7 @@ use crate::node::join::NodeRank;
 
 /// An address at which nodes dial in and wait for a session that wants them: see
 /// [`SocketSession::dialled_by`](crate::SocketSession::dialled_by). Cheap to clone; when the last
-/// clone is gone nobody can dial in any more, and those that are in a session stay.
+/// clone is gone no node can dial in any more, and those that are in a session stay.
 #[derive(Clone, Debug)]
 pub struct NodeListener(Arc<Listening>);
 
@@ -31,15 +31,15 @@ impl Drop for Listening {
 }
 
 impl NodeListener {
-    /// Listens at `address`, for anybody who can reach it. Its error is an address that cannot be
+    /// Listens at `address`, for any node that can reach it. Its error is an address that cannot be
     /// listened on.
     pub fn bind(address: &str) -> Completion<Self> {
         Self::bind_with(address, Bind::default(), ServeOptions::default())
     }
 
-    /// Listens at `address`. `listen` has the certificate for `tls://` and `quic://`; `serve` says
-    /// who may dial in ([`ServeOptions::access`]), how many at a time, and how often those that
-    /// wait are asked whether they are there. Its error is an address that cannot be listened on.
+    /// Listens at `address`. `listen` has the certificate for `tls://` and `quic://`; `serve` sets
+    /// which nodes may dial in ([`ServeOptions::access`]), how many at a time, and the interval at
+    /// which those that wait are tested. Its error is an address that cannot be listened on.
     pub fn bind_with(address: &str, listen: Bind, serve: ServeOptions) -> Completion<Self> {
         let address = address.to_owned();
         // Nodes that dial in find what they would find at a relay, and the session takes them from

@@ -427,9 +427,9 @@ mod tests {
 
     use super::*;
 
-    /// Also during a call on it, whose result has no receiver any more.
+    /// An end closes also during a call on it, whose result has no receiver any more.
     #[test]
-    fn an_end_that_nobody_holds_closes() {
+    fn an_end_without_owners_closes() {
         let runtime = crate::runtime::runtime().unwrap();
         let (own, mut other) = unix::UnixStream::pair().unwrap();
         own.set_nonblocking(true).unwrap();
@@ -458,7 +458,7 @@ mod tests {
     /// A worker that waits gets an error when the node above is gone, whether its request was
     /// fetched or not.
     #[test]
-    fn who_waits_for_a_relay_hears_of_the_end() {
+    fn a_worker_that_waits_for_a_relay_hears_of_the_end() {
         let relays = Relays::new(&SessionLimits::default());
         let until = Instant::now() + std::time::Duration::from_secs(60);
         std::thread::scope(|scope| {

@@ -93,8 +93,8 @@ fn register_relay(registry: &Registry) {
             drop(host);
             async move {
                 let permit = permit?;
-                let nobody = || RpcError::invalid_argument(format!("worker {worker} is not at this node"));
-                let end = to.ok_or_else(nobody)??.open().await?;
+                let missing = || RpcError::invalid_argument(format!("worker {worker} is not at this node"));
+                let end = to.ok_or_else(missing)??.open().await?;
                 Ok::<_, RpcError>(EndObject::share(end.with_permit(permit)))
             }
         })

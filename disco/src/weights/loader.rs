@@ -21,9 +21,9 @@ use crate::wire::command::Scope;
 
 /// Loads tensors of safetensors files to the workers of a session.
 ///
-/// Whoever can read a file reads its own part of each tensor there, straight into its tensor, and
-/// little more: pieces that are closer together than 16 KiB are read with what is between them. To
-/// a device with memory of its own it goes by way of host memory, of which 20 MiB are enough for
+/// A worker that can read a file reads its own part of each tensor there, straight into its tensor,
+/// and little more: pieces that are closer together than 16 KiB are read with what is between them.
+/// To a device with memory of its own it goes by way of host memory, of which 20 MiB are enough for
 /// any part. A worker that cannot gets its part from one that can, over the data plane; it waits
 /// for that as in a collective
 /// ([`Options::collective_timeout`](crate::Options::collective_timeout)). Where no worker can, the
@@ -111,8 +111,9 @@ struct Source {
 
 impl ShardLoader {
     /// Opens a `.safetensors` file; or, by a `.safetensors.index.json`, the files of a model that
-    /// is in several; or whichever of `model.safetensors.index.json` and `model.safetensors` is in
-    /// a folder. Reads the headers here, and has the workers look for the files at the same paths.
+    /// is in several; or a folder, for the one of `model.safetensors.index.json` and
+    /// `model.safetensors` that is in it. Reads the headers here, and has the workers look for the
+    /// files at the same paths.
     ///
     /// Its errors are files that cannot be read or are not of the format, all of which name the
     /// file and what is wrong with it; and those of the session. A file that a worker cannot read

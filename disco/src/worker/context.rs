@@ -316,8 +316,8 @@ impl WorkerContext {
         Ok(self.run(scope, Operation::Scatter { root: Rank(0) }, Ok((from, Some(to))))?)
     }
 
-    /// Puts all workers' `from` behind each other in the first worker's `to`, which nobody else
-    /// needs.
+    /// Puts all workers' `from` behind each other in the first worker's `to`, which no other
+    /// worker needs.
     ///
     /// # Errors
     ///

@@ -305,7 +305,7 @@ mod tests {
     }
 
     #[test]
-    fn what_all_have_read_is_let_go() {
+    fn a_block_that_all_have_read_is_freed() {
         let (feed, mut readers) = Feed::new(2, Duration::ZERO);
         let first = queued(1, FULL);
         let held = Arc::downgrade(&first.command);

@@ -1,4 +1,4 @@
-//! Encrypted data connections, with somebody in between who reads, changes and cuts.
+//! Encrypted data connections, with a man in the middle who reads, changes and cuts.
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
@@ -50,7 +50,7 @@ fn in_between(
     (address, seen)
 }
 
-/// Sends [`TEXT`] from rank 1 to rank 0 through somebody in between. What came of it at both, and
+/// Sends [`TEXT`] from rank 1 to rank 0 through a man in the middle. What came of it at both, and
 /// what was seen.
 #[allow(clippy::type_complexity)]
 fn send_through(
@@ -92,7 +92,7 @@ fn contains(bytes: &[u8], part: &[u8]) -> bool {
 }
 
 #[test]
-fn whoever_is_in_between_reads_nothing() {
+fn an_eavesdropper_reads_nothing() {
     for encrypt in [false, true] {
         let (results, seen) = send_through(encrypt, |_, _| {});
         for result in results {
@@ -145,7 +145,7 @@ fn a_rank_that_does_not_encrypt_is_refused() {
     });
 }
 
-/// Whoever clears the flag in between, so that one side would go on in the clear, is found out.
+/// A man in the middle who clears the flag, so that one side would go on in the clear, is detected.
 #[test]
 fn encryption_cannot_be_negotiated_away() {
     let mut options = patient();

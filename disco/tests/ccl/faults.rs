@@ -1,5 +1,5 @@
-//! Fate of a group when a rank fails, dies, stops, disagrees or stays away: never a hang,
-//! and never somebody else's data.
+//! Groups in which a rank fails, dies, stops, disagrees or stays away: never a hang, and never the
+//! data of another call.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -33,7 +33,7 @@ fn breakdown(result: Result<(), CclError>) -> Breakdown {
 }
 
 #[test]
-fn poison_reaches_everybody_and_the_group_lives() {
+fn poison_reaches_all_ranks_and_the_group_lives() {
     let cause = RpcError::new(ErrorKind::Application, "no data today").with_application_kind("my::Error");
     for launch in ALL {
         on_threads(launch, 3, &patient(), |ccl| {
@@ -212,7 +212,7 @@ fn a_rank_that_went_on_is_named_at_once() {
 }
 
 #[test]
-fn an_abort_wakes_everybody_who_waits() {
+fn an_abort_wakes_every_waiting_rank() {
     for launch in ALL {
         std::thread::scope(|scope| {
             let mut ranks = group(launch, 3, &patient());
@@ -240,7 +240,7 @@ fn an_abort_wakes_everybody_who_waits() {
 
 /// By a thread of the rank that waits itself, in the middle of the data of a stream of collectives.
 #[test]
-fn an_abort_in_the_middle_of_data_leaves_nobody_waiting() {
+fn an_abort_in_the_middle_of_data_leaves_no_rank_waiting() {
     for launch in ALL {
         for count in [10, 3_000_000] {
             std::thread::scope(|scope| {
@@ -397,7 +397,7 @@ fn a_process_that_dies_after_an_agreement_is_named() {
 /// Agreements, transfers among them, poison, and a failure of one rank in the half that another
 /// backend carries out.
 #[test]
-fn a_failure_after_an_agreement_is_everybodys() {
+fn a_failure_after_an_agreement_is_an_error_of_all_ranks() {
     for launch in ALL {
         let ranks = group(launch, 3, &patient()).into_iter();
         std::thread::scope(|scope| {

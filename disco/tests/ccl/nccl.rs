@@ -177,7 +177,7 @@ fn a_group_of_a_group_needs_a_newer_library() {
 }
 
 #[test]
-fn poison_and_wrong_arguments_reach_everybody_and_the_group_lives() {
+fn poison_and_wrong_arguments_reach_all_ranks_and_the_group_lives() {
     let cause = RpcError::new(ErrorKind::Application, "no data today").with_application_kind("my::Error");
     for launch in CONTROLS {
         let Some(fake) = Fake::new() else { return };
@@ -260,7 +260,7 @@ fn a_rank_that_went_on_is_named_at_once() {
 }
 
 #[test]
-fn what_the_library_finds_wrong_on_one_rank_breaks_the_group_for_all() {
+fn an_error_of_the_library_on_one_rank_breaks_the_group_for_all() {
     for launch in CONTROLS {
         let Some(fake) = Fake::new() else { return };
         on_ranks(&fake, launch, 3, &patient(), |mut member| {
@@ -586,7 +586,7 @@ fn collectives_are_left_to_the_device() {
 }
 
 #[test]
-fn what_is_lost_on_the_device_is_told_once_and_by_nobody_missed() {
+fn a_loss_on_the_device_is_reported_once_to_each_rank() {
     let Some(fake) = Fake::new() else { return };
     let mut options = patient();
     (options.drain_timeout, options.stall_timeout) = (Some(Duration::ZERO), RUNS_OUT);
@@ -617,7 +617,7 @@ fn what_is_lost_on_the_device_is_told_once_and_by_nobody_missed() {
 }
 
 #[test]
-fn what_was_done_and_what_has_no_result_is_not_lost() {
+fn finished_work_and_calls_without_a_result_are_not_lost() {
     let Some(fake) = Fake::new() else { return };
     let ready = Barrier::new(2);
     on_devices(&fake, 2, &patient(), |mut member| {

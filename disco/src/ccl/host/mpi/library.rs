@@ -116,7 +116,7 @@ impl Library {
         // SAFETY: may be called at any time.
         checked(unsafe { ffi::MPI_Initialized(&mut is_started) }).map_err(lost)?;
         if is_started != 0 {
-            return Err(RpcError::new(ErrorKind::ApiMisuse, "somebody else in this process has started MPI"));
+            return Err(RpcError::new(ErrorKind::ApiMisuse, "other code of this process has started MPI"));
         }
         // SAFETY: MPI takes null for no arguments, has not been started, and `provided` is written.
         let code = unsafe {
