@@ -43,7 +43,7 @@ use std::sync::Arc;
 
 pub use self::convert::ToAddress;
 pub use self::error::AddressError;
-use self::grammar::{KEY_CHARACTERS, Parts, Place, VERBATIM, checked_host, checked_scheme, joined, parse};
+use self::grammar::{KEY_CHARACTERS, Location, Parts, VERBATIM, checked_host, checked_scheme, joined, parse};
 pub(crate) use self::grammar::{is_name, unescaped};
 pub(crate) use self::pattern::{glob, is_covered};
 
@@ -77,8 +77,8 @@ impl Address {
     ///
     /// [`AddressError::Scheme`] and [`AddressError::Host`] if one of them is malformed.
     pub fn at_host(scheme: &str, host: &str, port: impl Into<Option<u16>>) -> Result<Self, AddressError> {
-        let place = Place::Host { user: None, host: checked_host(host, host)?, port: port.into() };
-        Ok(Self::from_parts(Parts { scheme: checked_scheme(scheme)?, place, key: None, parameters: Vec::new() }))
+        let location = Location::Host { user: None, host: checked_host(host, host)?, port: port.into() };
+        Ok(Self::from_parts(Parts { scheme: checked_scheme(scheme)?, location, key: None, parameters: Vec::new() }))
     }
 
     /// Returns an opaque address: `scheme:rest`. Characters of `rest` that mean something in an
@@ -89,9 +89,9 @@ impl Address {
     /// [`AddressError`] if `scheme:rest` is malformed.
     pub fn opaque(scheme: &str, rest: &str) -> Result<Self, AddressError> {
         let this: Self = format!("{}:{rest}", checked_scheme(scheme)?).parse()?;
-        match this.parts.place {
-            Place::Opaque(_) => Ok(this),
-            Place::Host { .. } => Err(AddressError::invalid(&this, "two slashes would start a host name")),
+        match this.parts.location {
+            Location::Opaque(_) => Ok(this),
+            Location::Host { .. } => Err(AddressError::invalid(&this, "two slashes would start a host name")),
         }
     }
 
@@ -112,7 +112,7 @@ impl Address {
     /// `-._~:@+=`, or if addresses of this scheme have no place for a key.
     pub fn with_key(self, key: &str) -> Result<Self, AddressError> {
         let key_error = |problem| AddressError::Key { text: key.to_owned(), problem };
-        if matches!(self.parts.place, Place::Opaque(_)) && VERBATIM.contains(&self.scheme()) {
+        if matches!(self.parts.location, Location::Opaque(_)) && VERBATIM.contains(&self.scheme()) {
             return Err(key_error("a command line has no place for one"));
         }
         if !is_name(key) {
@@ -131,7 +131,7 @@ impl Address {
     #[must_use]
     pub fn with_port(self, new: u16) -> Self {
         let mut parts = self.into_parts();
-        if let Place::Host { port, .. } = &mut parts.place {
+        if let Location::Host { port, .. } = &mut parts.location {
             *port = Some(new);
         }
         Self::from_parts(parts)
@@ -144,7 +144,7 @@ impl Address {
     /// [`AddressError::Host`] if `new` is neither a host name nor an IP address.
     pub fn with_host(self, new: &str) -> Result<Self, AddressError> {
         let mut parts = self.into_parts();
-        if let Place::Host { host, .. } = &mut parts.place {
+        if let Location::Host { host, .. } = &mut parts.location {
             *host = checked_host(new, new)?;
         }
         Ok(Self::from_parts(parts))
@@ -168,9 +168,9 @@ impl Address {
     /// Returns the user name in front of the host, if there is one.
     #[must_use]
     pub fn user(&self) -> Option<&str> {
-        match &self.parts.place {
-            Place::Host { user, .. } => user.as_deref(),
-            Place::Opaque(_) => None,
+        match &self.parts.location {
+            Location::Host { user, .. } => user.as_deref(),
+            Location::Opaque(_) => None,
         }
     }
 
@@ -178,18 +178,18 @@ impl Address {
     /// brackets.
     #[must_use]
     pub fn host(&self) -> Option<&str> {
-        match &self.parts.place {
-            Place::Host { host, .. } => Some(host),
-            Place::Opaque(_) => None,
+        match &self.parts.location {
+            Location::Host { host, .. } => Some(host),
+            Location::Opaque(_) => None,
         }
     }
 
     /// Returns the port, if the address names one.
     #[must_use]
     pub fn port(&self) -> Option<u16> {
-        match self.parts.place {
-            Place::Host { port, .. } => port,
-            Place::Opaque(_) => None,
+        match self.parts.location {
+            Location::Host { port, .. } => port,
+            Location::Opaque(_) => None,
         }
     }
 
@@ -202,9 +202,9 @@ impl Address {
     /// Returns the part behind the scheme of an opaque address, without its parameters.
     #[must_use]
     pub fn rest(&self) -> Option<&str> {
-        match &self.parts.place {
-            Place::Host { .. } => None,
-            Place::Opaque(rest) => Some(rest),
+        match &self.parts.location {
+            Location::Host { .. } => None,
+            Location::Opaque(rest) => Some(rest),
         }
     }
 

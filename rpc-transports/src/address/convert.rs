@@ -2,7 +2,7 @@
 
 use std::net::SocketAddr;
 
-use super::grammar::{Parts, Place};
+use super::grammar::{Location, Parts};
 use super::{Address, AddressError};
 
 /// Conversion to a TCP address without a key.
@@ -12,8 +12,8 @@ impl From<SocketAddr> for Address {
             SocketAddr::V6(v6) if v6.scope_id() != 0 => format!("{}%{}", v6.ip(), v6.scope_id()),
             _ => socket.ip().to_string(),
         };
-        let place = Place::Host { user: None, host, port: Some(socket.port()) };
-        Self::from_parts(Parts { scheme: "tcp".to_owned(), place, key: None, parameters: Vec::new() })
+        let location = Location::Host { user: None, host, port: Some(socket.port()) };
+        Self::from_parts(Parts { scheme: "tcp".to_owned(), location, key: None, parameters: Vec::new() })
     }
 }
 

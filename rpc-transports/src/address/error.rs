@@ -13,15 +13,15 @@ pub enum AddressError {
     /// Malformed scheme in front of the colon.
     #[error("{text:?} is no scheme: it consists of letters, digits and +-. ; write for example tcp://host:9090")]
     Scheme {
-        /// The word before the colon.
+        /// Word before the colon.
         text: String,
     },
     /// Unknown scheme: no transport is registered for it.
     #[error("no transport knows {scheme}: addresses; those that can be used here are {known}")]
     UnknownScheme {
-        /// The word before the colon.
+        /// Word before the colon.
         scheme: String,
-        /// The known schemes, with commas between them.
+        /// Known schemes, with commas between them.
         known: String,
     },
     /// Malformed host, or malformed user in front of it.
@@ -35,7 +35,7 @@ pub enum AddressError {
     /// Malformed port.
     #[error("port {text:?} is not a number from 0 to 65535; write for example tcp://board.lan:9090")]
     Port {
-        /// The text in the port's place.
+        /// Text after the colon.
         text: String,
     },
     /// Malformed or misplaced key of a server.

@@ -5,18 +5,21 @@ use std::net::Ipv6Addr;
 
 use super::error::AddressError;
 
+/// Parts of an address. Two addresses with equal parts are equal.
 #[derive(Clone, PartialEq, Eq, Hash)]
 pub(super) struct Parts {
     /// Scheme in lower case.
     pub(super) scheme: String,
-    pub(super) place: Place,
+    pub(super) location: Location,
     pub(super) key: Option<String>,
     /// Names and values as they stand in the text, without `key`.
     pub(super) parameters: Vec<(String, String)>,
 }
 
+/// Location of the peer, in one of the two forms of addresses.
 #[derive(Clone, PartialEq, Eq, Hash)]
-pub(super) enum Place {
+pub(super) enum Location {
+    /// Authority of a hierarchical address.
     Host {
         user: Option<String>,
         /// Lower-case host name, or an IP address; IPv6 without brackets, with its zone if it has
@@ -24,6 +27,7 @@ pub(super) enum Place {
         host: String,
         port: Option<u16>,
     },
+    /// Text behind the scheme of an opaque address, without its parameters.
     Opaque(String),
 }
 
@@ -50,14 +54,16 @@ pub(super) fn parse(text: &str) -> Result<(&str, Parts), AddressError> {
     let parts = match rest.strip_prefix("//") {
         // An empty host means that a path follows, written as in a URL.
         Some(body) if !body.starts_with('/') && !is_verbatim => hierarchical(scheme, rest, body)?,
-        _ if is_verbatim => Parts { scheme, place: Place::Opaque(rest.to_owned()), key: None, parameters: Vec::new() },
+        _ if is_verbatim => {
+            Parts { scheme, location: Location::Opaque(rest.to_owned()), key: None, parameters: Vec::new() }
+        }
         _ => {
             let (rest, query) = split_query(rest);
             let (key, parameters) = parsed_query(query)?;
             if let Some(key) = &key {
                 check_key(key)?;
             }
-            Parts { scheme, place: Place::Opaque(rest.to_owned()), key, parameters }
+            Parts { scheme, location: Location::Opaque(rest.to_owned()), key, parameters }
         }
     };
     Ok((text, parts))
@@ -69,15 +75,15 @@ impl Parts {
         let mut text = format!("{}:", self.scheme);
         let mut parameters: Vec<(&str, &str)> = Vec::new();
         // Writing to a string cannot fail.
-        let _ = match &self.place {
-            Place::Host { user, host, port } => {
+        let _ = match &self.location {
+            Location::Host { user, host, port } => {
                 let (user, at) = user.as_ref().map_or(("", ""), |user| (user, "@"));
                 let (open, close) = if host.contains(':') { ("[", "]") } else { ("", "") };
                 let port = port.map(|port| format!(":{port}")).unwrap_or_default();
                 let key = self.key.as_ref().map(|key| format!("/{key}")).unwrap_or_default();
                 write!(text, "//{user}{at}{open}{host}{close}{port}{key}")
             }
-            Place::Opaque(rest) => {
+            Location::Opaque(rest) => {
                 parameters.extend(self.key.as_deref().map(|key| (KEY, key)));
                 write!(text, "{rest}")
             }
@@ -91,10 +97,12 @@ impl Parts {
     }
 }
 
+/// Returns the text of parameters, without the question mark.
 pub(super) fn joined<'a>(parameters: impl Iterator<Item = (&'a str, &'a str)>) -> String {
     parameters.map(|(name, value)| format!("{name}={value}")).collect::<Vec<_>>().join("&")
 }
 
+/// Problem of a key with other characters.
 pub(super) const KEY_CHARACTERS: &str = "it must consist of letters, digits and -._~:@+=";
 
 /// Parses the part behind the scheme; `rest` has the two slashes, and `body` does not.
@@ -144,7 +152,7 @@ fn hierarchical(scheme: String, rest: &str, body: &str) -> Result<Parts, Address
     if let Some(key) = &key {
         check_key(key)?;
     }
-    Ok(Parts { scheme, place: Place::Host { user, host, port }, key, parameters })
+    Ok(Parts { scheme, location: Location::Host { user, host, port }, key, parameters })
 }
 
 fn split_query(text: &str) -> (&str, Option<&str>) {

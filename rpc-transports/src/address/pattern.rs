@@ -20,9 +20,12 @@ pub(crate) fn is_covered(pattern: &str, address: &Address, starts_programs: bool
     if !glob(parameters, &address.query()) {
         return false;
     }
-    let Some((scheme, place)) = pattern.split_once("://") else { return pattern == "*" && address.user().is_none() };
-    let (user, place) = place.rsplit_once('@').map_or((None, place), |(user, place)| (Some(user), place));
-    let (host_pattern, port_pattern) = split(place);
+    let Some((scheme, authority)) = pattern.split_once("://") else {
+        return pattern == "*" && address.user().is_none();
+    };
+    let (user, authority) =
+        authority.rsplit_once('@').map_or((None, authority), |(user, authority)| (Some(user), authority));
+    let (host_pattern, port_pattern) = split(authority);
     let is_user = match (user, address.user()) {
         (None, None) => true,
         (Some(pattern), Some(user)) => glob(pattern, user),
@@ -37,13 +40,13 @@ pub(crate) fn is_covered(pattern: &str, address: &Address, starts_programs: bool
 }
 
 /// Splits a pattern into host and port. The host may be in brackets.
-fn split(place: &str) -> (&str, Option<&str>) {
-    if let Some((host, rest)) = place.strip_prefix('[').and_then(|place| place.split_once(']')) {
+fn split(authority: &str) -> (&str, Option<&str>) {
+    if let Some((host, rest)) = authority.strip_prefix('[').and_then(|authority| authority.split_once(']')) {
         return (host, rest.strip_prefix(':'));
     }
-    match place.rsplit_once(':') {
+    match authority.rsplit_once(':') {
         Some((host, port)) => (host, Some(port)),
-        None => (place, None),
+        None => (authority, None),
     }
 }
 
