@@ -206,7 +206,7 @@ mod tests {
         assert!(asked.starts_with("connect far.example:443 http/1.1\r\n"), "{asked}");
         assert!(asked.contains("host: far.example:443\r\n"), "{asked}");
         assert!(asked.contains("proxy-authorization: basic bwu6c2vjcmv0\r\n"), "{asked}");
-        // What the target says first may come with the answer.
+        // The first bytes of the target may come together with the proxy's answer.
         far.write_all(b"HTTP/1.1 200 Connection established\r\n\r\nhello").await.unwrap();
         let mut channel = asking.await.unwrap();
         let mut heard = [0; 5];

@@ -84,7 +84,7 @@ async fn serve_ours() {
     std::future::pending().await
 }
 
-/// Calls per second, measured in one round.
+/// Calls per second of one round.
 struct Rates {
     ours: f64,
     tarpc: f64,
@@ -124,7 +124,7 @@ fn compare() {
     });
 }
 
-/// Calls per second with `in_flight` at a time, over one round.
+/// Measures calls per second with `in_flight` at a time, over one round.
 async fn rate<F: Future>(in_flight: usize, call: impl Fn(i64) -> F) -> f64 {
     use futures_util::stream::{FuturesUnordered, StreamExt};
     let start = Instant::now();
@@ -138,7 +138,7 @@ async fn rate<F: Future>(in_flight: usize, call: impl Fn(i64) -> F) -> f64 {
         }
         calls.next().await;
         done += 1;
-        // As many as are there: the clock is not asked for each.
+        // All replies that have arrived are taken together, so that the clock is read seldom.
         while calls.len() > in_flight / 2 {
             match futures_util::FutureExt::now_or_never(calls.next()) {
                 Some(Some(_)) => done += 1,
@@ -165,7 +165,7 @@ fn print(case: &str, rounds: &[Rates]) {
     );
 }
 
-/// The same service in tarpc, over TCP with no delay and bincode.
+/// Same service in tarpc, over TCP with no delay and bincode.
 mod tarpc_side {
     use super::SocketAddr;
     use futures_util::StreamExt;
@@ -215,7 +215,7 @@ mod tarpc_side {
     }
 }
 
-/// The same service in tonic, over TCP with no delay and protobuf. What `tonic-build` would
+/// Same service in tonic, over TCP with no delay and protobuf. The code that `tonic-build` would
 /// generate is written by hand, so that no `protoc` is needed.
 mod tonic_side {
     use std::convert::Infallible;
@@ -239,7 +239,7 @@ mod tonic_side {
         number: i64,
     }
 
-    /// The method.
+    /// Method of the service.
     struct Echo;
 
     impl UnaryService<Number> for Echo {
@@ -251,7 +251,7 @@ mod tonic_side {
         }
     }
 
-    /// The service, which finds the method by its path.
+    /// Service that finds the method by its path.
     #[derive(Clone)]
     struct EchoServer;
 

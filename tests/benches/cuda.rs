@@ -10,8 +10,8 @@
 //!
 //! * the driver's own blocking copies, `cuMemcpyHtoD` and `cuMemcpyDtoH`, of pageable and of pinned
 //!   memory of this process;
-//! * bare TCP over loopback: as many bytes to or from a thread of this process, with one byte the
-//!   other way, to say that they have come or that they are wanted.
+//! * bare TCP over loopback: as many bytes to or from a thread of this process, and one byte in the
+//!   other direction that confirms or requests them.
 //!
 //! All buffers have been used before. The limit is the slower one of the pageable copy and, for
 //! `tcp`, bare TCP. Rates are medians over the rounds, and the ratio of ours to the limit is the
@@ -21,9 +21,9 @@
 //! pageable memory is, too: the last bytes may be on their way still. A turn ends, off the clock,
 //! when they are there.
 //!
-//! Without a GPU it says so and ends well.
+//! Without a GPU it prints so and succeeds.
 
-// The program is the control: what it does not expect ends it.
+// The bench is its own check: it panics at any unexpected result.
 #![allow(clippy::unwrap_used)]
 
 use std::ffi::c_void;
@@ -43,12 +43,12 @@ use rpc_transports::Connector;
 
 const SIZES: [usize; 6] = [4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20, 256 << 20];
 
-/// Bytes that one turn copies at least, unless that takes too many copies: so much that looking at
-/// the clock does not show.
+/// Least number of bytes that one turn copies, unless that takes too many copies. Reading the clock
+/// costs next to nothing beside it.
 const TURN_BYTES: usize = 16 << 20;
 const MOST_COPIES: usize = 256;
 
-/// Up to this size there are more rounds.
+/// Largest size that is measured in more rounds.
 const SMALL: usize = 16 << 20;
 
 fn main() {
@@ -89,7 +89,7 @@ fn main() {
     runtime.shutdown_background();
 }
 
-/// Flag for JSON output, and the one size that is asked for.
+/// Arguments: a flag for JSON output, and the size to measure.
 fn arguments() -> (bool, Option<usize>) {
     let (mut json, mut only) = (false, None);
     let mut words = std::env::args().skip(1);
@@ -97,7 +97,7 @@ fn arguments() -> (bool, Option<usize>) {
         match word.as_str() {
             "--json" => json = true,
             "--bytes" => only = Some(words.next().and_then(|bytes| bytes.parse().ok()).expect("a number of bytes")),
-            // Cargo's own.
+            // Flag that cargo adds.
             "--bench" => {}
             other => panic!("unknown argument {other}"),
         }
@@ -105,7 +105,7 @@ fn arguments() -> (bool, Option<usize>) {
     (json, only)
 }
 
-/// Which GPU this is, and which driver.
+/// Prints the names of the GPU and of the driver.
 fn print_head(cuda: &CudaDevice, json: bool) {
     let text = |attribute| match cuda.attribute(0, attribute).unwrap() {
         Value::Str(text) => text,
@@ -128,7 +128,7 @@ fn print_head(cuda: &CudaDevice, json: bool) {
     }
 }
 
-/// A result: GB/s.
+/// Result in GB/s.
 struct Line {
     over: &'static str,
     direction: &'static str,
@@ -160,12 +160,12 @@ impl Line {
     }
 }
 
-/// Both directions, once it is known that the bytes arrive.
+/// Measures both directions, after a check that the bytes arrive.
 fn measure(over: &'static str, session: &Session, driver: &Driver, len: usize) -> [Line; 2] {
     let data = Bytes::from_iter((0..len).map(|at| ((at * 31 + at / 251) % 251) as u8));
     let tensor = session.alloc(Device::cuda(0), DataType::U8, &[len as i64]).wait().unwrap();
     let upload = || session.copy_to_remote(&tensor, data.clone()).wait().unwrap();
-    // A byte that is read comes behind all that the device has been left with.
+    // Reading one byte waits for all work that was queued on the device.
     let settle = || drop(session.copy_range_from_remote(&tensor, 0..1).wait().unwrap());
     let download = |buffer| session.copy_from_remote_into(&tensor, None, buffer).wait().unwrap();
     let block = driver.allocate(len);
@@ -215,21 +215,21 @@ fn measure(over: &'static str, session: &Session, driver: &Driver, len: usize) -
     })
 }
 
-/// Medians, in the order of the ways to copy.
+/// Medians, in the order of the kinds of copies.
 struct Compared {
     rates: [f64; 4],
-    /// Of the first to the slower one of the second and, where there are sockets in it, the fourth.
+    /// Ratio of the first kind to the slower one of the second and, with sockets, the fourth.
     ratio: f64,
 }
 
-/// Lets the ways to copy take turns: ours, pageable, pinned and sockets, which only what goes over
-/// sockets is compared with.
+/// Measures the kinds of copies in turns: ours, pageable, pinned, and sockets. Only copies over
+/// sockets are compared with the last.
 fn compare(len: usize, has_sockets: bool, settle: &dyn Fn(), mut ways: [&mut dyn FnMut(); 4]) -> Compared {
     let copies = (TURN_BYTES / len).clamp(1, MOST_COPIES);
     let rounds = if len <= SMALL { 21 } else { 11 };
     let used = if has_sockets { 4 } else { 3 };
     let (mut rates, mut ratios) = ([const { Vec::new() }; 4], Vec::new());
-    // The first round is for the buffers and the connections alone.
+    // The first round only warms up buffers and connections.
     for round in 0..=rounds {
         let mut turn = [f64::INFINITY; 4];
         for (rate, way) in turn.iter_mut().zip(&mut ways).take(used) {
@@ -238,7 +238,7 @@ fn compare(len: usize, has_sockets: bool, settle: &dyn Fn(), mut ways: [&mut dyn
                 way();
             }
             *rate = (copies * len) as f64 / began.elapsed().as_secs_f64() / 1e9;
-            // The next one's copies would wait for what ours has left to the device.
+            // The copies of the next turn would wait for work that ours has queued on the device.
             settle();
         }
         if round > 0 {
@@ -254,7 +254,7 @@ fn median(mut values: Vec<f64>) -> f64 {
     values[values.len() / 2]
 }
 
-/// A socket whose other end takes `len` bytes after `len` bytes, and sends one for each time.
+/// Returns a socket whose other end reads `len` bytes at a time, and sends one byte for each.
 fn sockets_to(len: usize) -> TcpStream {
     sockets(move |mut other| {
         let mut buffer = vec![0; len];
@@ -264,7 +264,7 @@ fn sockets_to(len: usize) -> TcpStream {
     })
 }
 
-/// A socket whose other end sends `data` for each byte that it gets.
+/// Returns a socket whose other end sends `data` for each byte that it reads.
 fn sockets_from(data: Bytes) -> TcpStream {
     sockets(move |mut other| {
         while other.read_exact(&mut [0]).is_ok() {
@@ -273,7 +273,7 @@ fn sockets_from(data: Bytes) -> TcpStream {
     })
 }
 
-/// One end of a connection over the loopback device; a thread serves the other until this one is
+/// Returns one end of a connection over loopback. A thread serves the other end until this one is
 /// closed.
 fn sockets(serve: impl FnOnce(TcpStream) + Send + 'static) -> TcpStream {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -298,7 +298,7 @@ struct Driver {
 }
 
 impl Driver {
-    /// The one that this process has opened.
+    /// Returns the driver that this process has opened.
     fn new() -> Self {
         // SAFETY: the driver is loaded already, and the types are those of its functions, which it
         // keeps under these names.

@@ -15,7 +15,7 @@
 //! a figure is the median over the rounds, and a ratio the median of the rounds' ratios. Cold
 //! handshakes are new connections, each with a session, by clients that the server has never seen.
 
-// The program is the control: what it does not expect ends it.
+// The bench is its own check: it panics at any unexpected result.
 #![allow(clippy::unwrap_used)]
 
 #[path = "../tests/faults/peers/mod.rs"]
@@ -77,7 +77,7 @@ fn bench(json: bool) {
     }
 }
 
-/// Which core the server has, and which the others; `None` where there is but one.
+/// Cores of the server and of the other processes; `None` on a machine with a single core.
 struct Cores {
     server: Option<usize>,
     others: Option<usize>,
@@ -94,7 +94,7 @@ impl Cores {
         Self { server: first.filter(|_| second.is_some()), others: second }
     }
 
-    /// Keeps the thread, and the processes that it starts, on a core.
+    /// Pins the thread, and the processes that it starts, to a core.
     fn enter(&self, core: Option<usize>) {
         let Some(core) = core else { return };
         let mut set = CpuSet::new();
@@ -182,11 +182,11 @@ fn report(json: bool, transport: Transport, attack: &str, rounds: &[Round]) {
     );
 }
 
-/// New connections with a session each.
+/// Opens new connections, each with a session.
 fn cold(json: bool, transport: Transport, server: &ServerPeer) {
     let (mut rates, mut all) = (Vec::new(), Vec::new());
     for _ in 0..ROUNDS {
-        // Trust of its own gives each a connection of its own, and nothing to resume.
+        // A trust of its own gives each client a new connection, which resumes nothing.
         let connectors: Vec<_> = (0..COLD).map(|_| Connector::new().tls(peers::trust())).collect();
         let took: Vec<f64> = block_on(async {
             let mut took = Vec::new();
@@ -213,14 +213,14 @@ fn cold(json: bool, transport: Transport, server: &ServerPeer) {
     println!("{scheme:5} cold handshakes: {rate:.0} sessions/s, one after the other; p50 {p50:.0} µs, p99 {p99:.0} µs");
 }
 
-/// The process of hostile peers.
+/// Process of hostile peers.
 struct Attackers {
     child: Child,
     said: BufReader<ChildStdout>,
 }
 
 impl Attackers {
-    /// Returns when they are under way.
+    /// Starts the process, and waits until its attacks run.
     fn start(transport: Transport, attack: &str, address: &str) -> Self {
         let mut command = Command::new(std::env::current_exe().unwrap());
         command.args(["attack", attack, address]).stdin(Stdio::piped()).stdout(Stdio::piped());
@@ -248,7 +248,7 @@ impl Attackers {
 
 static ATTACKS: AtomicU64 = AtomicU64::new(0);
 
-/// Counts one; the first ones say that all is under way.
+/// Counts one attack. After the first ones it prints that the attacks run.
 fn count() {
     if ATTACKS.fetch_add(1, Ordering::AcqRel) == 20 {
         println!("under way");
@@ -266,7 +266,7 @@ fn count() {
 async fn attack(attack: &str, address: &str) {
     let Rlimit { maximum, .. } = getrlimit(Resource::Nofile);
     let _ = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum });
-    // The good client comes first, where both are on one core.
+    // The good client has priority if both are on one core.
     let _ = nice(19);
     let datagrams = address.starts_with("quic");
     match attack {
@@ -282,10 +282,10 @@ fn socket_address(address: &str) -> SocketAddr {
     address.split_once("://").unwrap().1.parse().unwrap()
 }
 
-/// Does it so many times in a millisecond, and waits for the next one.
+/// Runs the attack a fixed number of times in each millisecond.
 async fn at_rate(per_millisecond: usize, mut attack: impl AsyncFnMut()) {
     let mut clock = tokio::time::interval(Duration::from_millis(1));
-    // Missed turns are not made up for.
+    // Missed turns are skipped.
     clock.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Skip);
     loop {
         clock.tick().await;
@@ -296,7 +296,7 @@ async fn at_rate(per_millisecond: usize, mut attack: impl AsyncFnMut()) {
     }
 }
 
-/// More than a server has places for handshakes.
+/// Number of connections, larger than a server's limit on handshakes.
 const HELD: usize = 1500;
 
 async fn half_open(address: &str) {
@@ -312,7 +312,7 @@ async fn half_open(address: &str) {
     .await;
 }
 
-/// Real beginnings, whose clients hear nothing of the server.
+/// Begins connections whose clients never answer the server.
 async fn half_open_quic(address: &str) {
     let hole = UdpForwarder::start(socket_address(address), Weather::default()).unwrap();
     hole.pass(true, false);
@@ -334,7 +334,7 @@ async fn dial(address: &Address) {
     let _ = rpc_transports::Transports::default().dial(address, &options).await;
 }
 
-/// First bytes of a client of this kind of server.
+/// Returns the first bytes of a client of this kind of server.
 async fn beginning(scheme: &str) -> Vec<u8> {
     let mut first = vec![0; 2000];
     let len = match scheme {
@@ -382,7 +382,8 @@ async fn fuzzed_datagrams(address: &str) {
     .await;
 }
 
-/// Peers that ask for 64 MiB each, which the server need not make, read nothing, and come anew.
+/// Runs peers that ask for 64 MiB each, which costs the server nothing to make, read nothing, and
+/// connect anew.
 async fn never_reading(address: &str) {
     const PEERS: usize = 8;
     let mut peers = JoinSet::new();
@@ -402,6 +403,6 @@ async fn never_reading(address: &str) {
             }
         });
     }
-    // None ends but by a failure.
+    // A task ends only by a failure.
     peers.join_next().await.unwrap().unwrap()
 }

@@ -2,9 +2,8 @@
 //!
 //!     cargo bench -p rpc-tests --bench modules   (--json for a line of JSON for each result)
 //!
-//! Needs TVM-FFI: tests/modules/prepare.sh brings it. The server is this program, once with all
-//! sessions in its process and once with a process for each, as servers that allow modules have
-//! them.
+//! Needs TVM-FFI, which tests/modules/prepare.sh installs. The server is this program, once with
+//! all sessions in its process, and once with a process for each, like servers that allow modules.
 //!
 //! * `call`: an empty function of a module beside `rpc.echo` without an argument, both of the
 //!   inline kind, and one of the default kind beside `rpc.noop`. The two of a pair take turns in
@@ -12,7 +11,7 @@
 //! * `tensor`: the same function with a tensor of 64 MiB beside one of 4 bytes.
 //! * `load`: a module that the server has, in a session that has not loaded it yet, and again.
 
-// The program is the control: what it does not expect ends it.
+// The bench is its own check: it panics at any unexpected result.
 #![allow(clippy::unwrap_used)]
 
 use std::time::{Duration, Instant};
@@ -27,7 +26,7 @@ use rpc_transports::Connector;
 const ROUNDS: usize = 41;
 const CALLS: u32 = 500;
 
-/// Sessions that load.
+/// Number of sessions that load.
 const LOADS: usize = 21;
 
 fn main() {
@@ -111,7 +110,7 @@ fn calls(report: &Report, session: &Session, digest: rpc_core::client::Digest) {
     pair(report, "tensor argument", ("4 bytes", &with(tensor(1))), ("64 MiB", &with(tensor(16 << 20))));
 }
 
-/// Compares two ways to call, in turns.
+/// Compares two functions, in turns.
 fn pair(report: &Report, what: &str, one: (&str, &dyn Fn()), other: (&str, &dyn Fn())) {
     let (mut ones, mut others, mut differences) = (Vec::new(), Vec::new(), Vec::new());
     for _ in 0..ROUNDS {
@@ -125,7 +124,7 @@ fn pair(report: &Report, what: &str, one: (&str, &dyn Fn()), other: (&str, &dyn 
     report.print(what, &medians);
 }
 
-/// Microseconds a call.
+/// Returns microseconds per call.
 fn round(call: &dyn Fn()) -> f64 {
     let began = Instant::now();
     for _ in 0..CALLS {

@@ -16,7 +16,7 @@
 //! `grants TRACKER COUNT` with one server that it registers itself, and `cycles TRACKER COUNT` with
 //! a server that is registered as `board`.
 
-// The program is the control: what it does not expect ends it.
+// The bench is its own check: it panics at any unexpected result.
 #![allow(clippy::unwrap_used)]
 
 #[path = "../tests/faults/peers/mod.rs"]
@@ -41,7 +41,7 @@ use peers::TrackerPeer;
 
 const SERVERS: usize = 2000;
 
-/// Of different keys, as many servers each.
+/// Number of keys, each of as many servers.
 const KEYS: usize = 20;
 
 const REQUESTS_PER_SECOND: u64 = 500;
@@ -52,7 +52,7 @@ const DURATIONS: [Duration; 2] = [Duration::from_secs(10), Duration::from_secs(5
 /// Time for which a server is used.
 const HOLD: Duration = Duration::from_millis(100);
 
-/// Sessions that are kept.
+/// Number of kept sessions.
 const CLIENTS: usize = 50;
 
 /// Target figures.
@@ -88,7 +88,7 @@ async fn bench(json: bool) {
     } else {
         println!("{SERVERS} servers registered in {registered:.2?}; memory {}", mebibytes(memory));
     }
-    // The tracker looks for each of them at its address; this is not about that.
+    // The tracker dials each server at its address, which is not measured here.
     let client = TrackerClient::connect(tracker.address()).await.unwrap();
     while client.summary().await.unwrap().servers.iter().any(|server| server.reach == Reach::Untried) {
         tokio::time::sleep(Duration::from_millis(100)).await;
@@ -113,7 +113,7 @@ async fn bench(json: bool) {
     }
 }
 
-/// Results of a load.
+/// Measurements under one load.
 struct Outcome {
     took: Duration,
     grants: Vec<f64>,
@@ -155,13 +155,13 @@ fn mebibytes(bytes: u64) -> String {
     format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20))
 }
 
-/// 0 of nothing.
+/// Returns the quantile, or 0 of an empty list.
 fn quantile(values: &mut [f64], fraction: f64) -> f64 {
     values.sort_by(f64::total_cmp);
     values.get(((values.len().max(1) - 1) as f64 * fraction).round() as usize).copied().unwrap_or(0.0)
 }
 
-/// Requests at a fixed rate.
+/// Makes requests at a fixed rate.
 async fn load(pool: &Arc<Pool>, sessions: Sessions, duration: Duration) -> Outcome {
     let sessions = Arc::new(sessions);
     let mut requests = JoinSet::new();
@@ -173,7 +173,7 @@ async fn load(pool: &Arc<Pool>, sessions: Sessions, duration: Duration) -> Outco
         Err(error) => errors.push(error.to_string()),
     };
     while begun.elapsed() < duration {
-        // Those that were due while this slept are made together.
+        // Requests that became due during the sleep are made together.
         while made < (begun.elapsed().as_secs_f64() * REQUESTS_PER_SECOND as f64) as u64 {
             let (pool, sessions, number) = (pool.clone(), sessions.clone(), made);
             requests.spawn(async move { sessions.request(&pool, number).await });
@@ -196,7 +196,7 @@ enum Sessions {
 }
 
 impl Sessions {
-    /// Asks, uses what is granted, and gives it back. Returns how long the grant took, in seconds.
+    /// Asks for a server, uses it, and gives it back. Returns the duration of the grant in seconds.
     async fn request(&self, pool: &Pool, number: u64) -> Result<f64> {
         let begun = Instant::now();
         let request = ServerRequest::new(&key(number as usize)).timeout(Duration::from_secs(30));
@@ -212,7 +212,7 @@ impl Sessions {
     }
 }
 
-/// A client's session with the tracker, and what it calls there.
+/// A client's session with the tracker, and the functions that it calls there.
 struct Kept {
     request: TypedFunction<(Pack<ServerRequest>,), RemoteObject>,
     wait: RemoteFunction,
@@ -250,7 +250,7 @@ fn key(number: usize) -> String {
     format!("board-{}", number % KEYS)
 }
 
-/// Address of all servers, at which the tracker finds them.
+/// Listener at the address of all servers, at which the tracker finds them.
 struct Site {
     server: Server,
     address: String,
@@ -273,13 +273,13 @@ impl Drop for Site {
     }
 }
 
-/// The servers, by name.
+/// Servers by name.
 struct Pool {
     members: HashMap<String, Member>,
 }
 
 impl Pool {
-    /// Registers them, and renews their leases for as long as the runtime lives.
+    /// Registers the servers, and renews their leases for as long as the runtime lives.
     async fn register(tracker: &str, site: &Site, count: usize) -> Arc<Self> {
         let mut members = HashMap::new();
         let mut joining = JoinSet::new();
@@ -313,11 +313,11 @@ struct Member {
     renew: RemoteFunction,
     lease: Duration,
     began: Instant,
-    /// Reports, one after the other.
+    /// Uses of the server, which are reported one after the other.
     uses: Mutex<Vec<Use>>,
 }
 
-/// Numbers for uses.
+/// Number of the next use.
 static NEXT: AtomicU64 = AtomicU64::new(1);
 
 impl Member {
@@ -359,14 +359,13 @@ impl Member {
             tokio::time::sleep(interval).await;
             let uses = self.uses.lock().await;
             if self.report(&uses, Vec::new()).await.is_err() {
-                // The tracker has ended with the bench. Before that no server may be missing, which
-                // is looked at.
+                // The tracker has ended with the bench. A check before that finds missing servers.
                 return;
             }
         }
     }
 
-    /// Has a client with this ticket for so long.
+    /// Serves a client with this ticket for a while.
     async fn serve(&self, serial: u64, hold: Duration) -> Result<()> {
         let id = NEXT.fetch_add(1, Ordering::Relaxed);
         {

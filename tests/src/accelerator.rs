@@ -1,5 +1,5 @@
-//! A device for tests whose memory the processor cannot reach, as that of a GPU: two of them, each
-//! with a second memory.
+//! Two devices for tests whose memory the processor cannot reach, like that of a GPU. Each has a
+//! second memory.
 
 use std::any::Any;
 use std::ffi::c_void;
@@ -11,10 +11,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 use rpc_core::device::{AllocRequest, Memory, Stream};
 use rpc_core::{Device, DeviceApi, DeviceAttribute, DeviceType, ErrorKind, Result, RpcError, Target, Value};
 
-/// The second memory of each device.
+/// Scope of the second memory of each device.
 pub const FAST_MEMORY: &str = "fast";
 
-/// The devices `ext_dev:0` and `ext_dev:1`.
+/// Devices `ext_dev:0` and `ext_dev:1`.
 #[derive(Clone, Default)]
 pub struct Accelerator {
     before_copy: Option<BeforeCopy>,
@@ -25,8 +25,8 @@ type BeforeCopy = Arc<dyn Fn(u64, usize) -> Result<()> + Send + Sync>;
 const COUNT: i32 = 2;
 
 impl Accelerator {
-    /// One that calls `before_copy` before each copy from the host, with where that goes in a piece
-    /// of memory and how long it is. An error of that is the copy's.
+    /// Creates devices that call `before_copy` before each copy from the host, with the copy's
+    /// offset in its piece of memory and its length. An error of `before_copy` fails the copy.
     pub fn watched(before_copy: impl Fn(u64, usize) -> Result<()> + Send + Sync + 'static) -> Self {
         Self { before_copy: Some(Arc::new(before_copy)) }
     }
@@ -101,16 +101,17 @@ impl DeviceApi for Accelerator {
     }
 }
 
-/// Work is done when it has been submitted.
+/// Streams whose work is done as soon as it has been submitted.
 struct InOrder {
     index: i32,
     handle: usize,
 }
 
-/// Which streams have been made to wait for which, by the handles that libraries know them by.
+/// Pairs of streams, by their native handles: the first one has been made to wait for the second.
 static WAITS: Mutex<Vec<(usize, usize)>> = Mutex::new(Vec::new());
 
-/// Takes the waits in which this stream had a part, the first one first: who waited, and for whom.
+/// Takes the waits in which this stream had a part, in order: the stream that waited, and the one
+/// that it waited for.
 pub fn take_waits(handle: usize) -> Vec<(usize, usize)> {
     let mut all = WAITS.lock().unwrap_or_else(PoisonError::into_inner);
     let (taken, left) = all.drain(..).partition(|(one, other)| [*one, *other].contains(&handle));
@@ -118,7 +119,7 @@ pub fn take_waits(handle: usize) -> Vec<(usize, usize)> {
     taken
 }
 
-/// Pointers by which libraries of the devices know the default streams.
+/// Native handles of the default streams.
 pub const DEFAULT_STREAMS: [usize; COUNT as usize] = [0x100, 0x200];
 
 impl Stream for InOrder {

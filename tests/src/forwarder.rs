@@ -1,9 +1,8 @@
-//! A bad network in user space: forwarders that lose, delay, reorder, cut into pieces and swallow
-//! what passes through them.
+//! A bad network in user space: forwarders that lose, delay, reorder, split and swallow the bytes
+//! that pass through them.
 //!
-//! The seed decides what happens to the n-th datagram of a direction, and where the n-th piece of a
-//! stream ends. When they arrive, and so what the n-th datagram is, remains a matter of the
-//! machine.
+//! The seed decides the fate of the n-th datagram of a direction, and the end of the n-th piece of
+//! a stream. The times of arrival, and so which datagram is the n-th, depend on the machine.
 
 use std::collections::{BinaryHeap, HashMap};
 use std::io;
@@ -19,17 +18,17 @@ use tokio::sync::{Notify, mpsc};
 use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::{Instant, sleep_until};
 
-/// Numbers that look random and follow from a seed (SplitMix64).
+/// Generator of numbers that look random and follow from a seed (SplitMix64).
 #[derive(Clone, Debug)]
 pub struct Random(u64);
 
 impl Random {
-    /// The numbers of this seed.
+    /// Creates the generator of this seed.
     pub fn new(seed: u64) -> Self {
         Self(seed)
     }
 
-    /// The next number.
+    /// Returns the next number.
     pub fn number(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut mixed = self.0;
@@ -38,12 +37,12 @@ impl Random {
         mixed ^ (mixed >> 31)
     }
 
-    /// The next number, below `limit`, which is not 0.
+    /// Returns the next number, which is below `limit`. `limit` is not 0.
     pub fn below(&mut self, limit: usize) -> usize {
         (self.number() % limit as u64) as usize
     }
 
-    /// So many bytes.
+    /// Returns `count` bytes.
     pub fn bytes(&mut self, count: usize) -> Vec<u8> {
         let mut bytes = Vec::with_capacity(count + 8);
         while bytes.len() < count {
@@ -54,7 +53,7 @@ impl Random {
     }
 }
 
-/// Ends a task with its owner.
+/// Guard that ends a task when it is dropped.
 struct Task(AbortHandle);
 
 impl Task {
@@ -76,20 +75,20 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 /// Conditions for datagrams on their way, the same in both directions. By default, none.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Weather {
-    /// Decides which are lost, and which are late.
+    /// Seed, which decides the datagrams that are lost or late.
     pub seed: u64,
-    /// Datagrams of a thousand that are lost.
+    /// Number of datagrams that are lost, of a thousand.
     pub lost: usize,
     /// Delay of each datagram.
     pub delay: Duration,
-    /// Datagrams of a thousand that are late, and so overtaken by others.
+    /// Number of datagrams that are late, and so overtaken by others, of a thousand.
     pub late: usize,
-    /// By how much they are late.
+    /// Additional delay of late datagrams.
     pub late_by: Duration,
 }
 
-/// Forwards datagrams between clients and one server, as a NAT does: the server sees each client at
-/// a port of the forwarder. It ends when it is dropped.
+/// Forwarder of datagrams between clients and one server, like a NAT: the server sees each client
+/// at a port of the forwarder. It ends when it is dropped.
 pub struct UdpForwarder {
     shared: Arc<UdpShared>,
     address: SocketAddr,
@@ -107,13 +106,13 @@ struct UdpShared {
     silent_to_clients: AtomicBool,
 }
 
-/// The port at which the server sees one client.
+/// Port at which the server sees one client.
 struct Route {
     far: Arc<UdpSocket>,
     _back: Task,
 }
 
-/// One direction.
+/// One direction of the datagrams.
 struct Line {
     fates: Mutex<Random>,
     queue: mpsc::UnboundedSender<Datagram>,
@@ -131,7 +130,7 @@ struct Datagram {
 }
 
 impl UdpForwarder {
-    /// Forwards to `server` from now on.
+    /// Starts a forwarder to `server`.
     ///
     /// # Errors
     ///
@@ -164,20 +163,19 @@ impl UdpForwarder {
         self.address
     }
 
-    /// The server sees all clients at new ports from now on, and what it sends to the old ones is
-    /// lost.
+    /// Gives all clients new ports at which the server sees them. Datagrams that the server sends
+    /// to the old ones are lost.
     pub fn rebind(&self) {
         lock(&self.shared.routes).clear();
     }
 
-    /// Another server is behind the address from now on.
+    /// Puts another server behind the address.
     pub fn lead_to(&self, server: SocketAddr) {
         *lock(&self.shared.server) = server;
         self.rebind();
     }
 
-    /// Lets datagrams pass from now on, or holds them up: those to the server, and those to
-    /// clients.
+    /// Passes datagrams from now on, or drops them: those to the server, and those to clients.
     pub fn pass(&self, to_server: bool, to_clients: bool) {
         self.shared.silent_to_server.store(!to_server, Ordering::Release);
         self.shared.silent_to_clients.store(!to_clients, Ordering::Release);
@@ -210,7 +208,7 @@ impl Line {
 
     fn send(&self, weather: &Weather, from: &Arc<UdpSocket>, to: SocketAddr, bytes: &[u8]) {
         let mut fates = lock(&self.fates);
-        // Both are drawn for each datagram, so that one setting does not shift the other.
+        // Both numbers are drawn for each datagram, so that one setting does not shift the other.
         let (is_lost, is_late) = (fates.below(1000) < weather.lost, fates.below(1000) < weather.late);
         drop(fates);
         if is_lost {
@@ -221,12 +219,12 @@ impl Line {
         let number = self.number.fetch_add(1, Ordering::Relaxed);
         let due = Instant::now() + weather.delay + late;
         self.passed.fetch_add(1, Ordering::AcqRel);
-        // Nobody delivers any more once the forwarder is gone.
+        // The task that delivers ends with the forwarder.
         let _ = self.queue.send(Datagram { due, number, from: from.clone(), to, bytes: bytes.to_vec() });
     }
 }
 
-/// The one that is due first is the greatest.
+/// Orders datagrams so that the one that is due first is the greatest.
 impl Ord for Datagram {
     fn cmp(&self, other: &Self) -> std::cmp::Ordering {
         (other.due, other.number).cmp(&(self.due, self.number))
@@ -247,13 +245,14 @@ impl PartialEq for Datagram {
 
 impl Eq for Datagram {}
 
-/// More than a burst of the sender, so that nothing is lost but what the weather takes.
+/// Receive buffer in bytes: larger than a burst of the sender, so that only the conditions above
+/// lose datagrams.
 const SOCKET_BUFFER: usize = 4 << 20;
 
 fn socket() -> io::Result<Arc<UdpSocket>> {
     let socket = std::net::UdpSocket::bind((Ipv4Addr::LOCALHOST, 0))?;
     socket.set_nonblocking(true)?;
-    // As much of it as the system allows.
+    // The system may allow less.
     let _ = rustix::net::sockopt::set_socket_recv_buffer_size(&socket, SOCKET_BUFFER);
     let _ = rustix::net::sockopt::set_socket_send_buffer_size(&socket, SOCKET_BUFFER);
     UdpSocket::from_std(socket).map(Arc::new)
@@ -271,7 +270,7 @@ async fn deliver(mut queue: mpsc::UnboundedReceiver<Datagram>) {
             },
             () = sleep_until(due.unwrap_or_else(Instant::now)), if due.is_some() => {
                 if let Some(datagram) = under_way.pop() {
-                    // A port that is closed already is one more way to lose a datagram.
+                    // A datagram for a closed port is lost.
                     let _ = datagram.from.send_to(&datagram.bytes, datagram.to).await;
                 }
             }
@@ -284,7 +283,7 @@ const LONGEST_DATAGRAM: usize = 64 << 10;
 async fn forward_to_server(shared: Arc<UdpShared>) {
     let mut buffer = vec![0; LONGEST_DATAGRAM];
     loop {
-        // An error is that of a datagram that was sent before.
+        // An error here belongs to a datagram that was sent before.
         let Ok((len, client)) = shared.near.recv_from(&mut buffer).await else { continue };
         if shared.silent_to_server.load(Ordering::Acquire) {
             continue;
@@ -316,15 +315,15 @@ async fn forward_to_client(shared: Arc<UdpShared>, far: Arc<UdpSocket>, client: 
 /// Conditions for bytes on their way, the same in both directions. By default, none.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Pipe {
-    /// Decides where pieces end.
+    /// Seed, which decides the ends of pieces.
     pub seed: u64,
     /// Delay of each byte.
     pub delay: Duration,
-    /// The most bytes that are written at a time; 0 for no limit.
+    /// Maximum number of bytes that are written at a time; 0 for no limit.
     pub longest_piece: usize,
 }
 
-/// Forwards the bytes of TCP connections to one server. It ends when it is dropped.
+/// Forwarder of TCP connections to one server. It ends when it is dropped.
 pub struct ByteForwarder {
     address: SocketAddr,
     server: Arc<Mutex<SocketAddr>>,
@@ -351,7 +350,7 @@ impl Silence {
 }
 
 impl ByteForwarder {
-    /// Forwards to `server` from now on.
+    /// Starts a forwarder to `server`.
     ///
     /// # Errors
     ///
@@ -365,7 +364,7 @@ impl ByteForwarder {
         Ok(Self { address, server, silence, _task: Task::spawn(accept) })
     }
 
-    /// Connections that are made from now on lead to another server.
+    /// Leads new connections to another server.
     pub fn lead_to(&self, server: SocketAddr) {
         *lock(&self.server) = server;
     }
@@ -375,7 +374,7 @@ impl ByteForwarder {
         self.address
     }
 
-    /// Lets bytes pass from now on, or holds them up. Connections stay in any case.
+    /// Passes bytes from now on, or holds them up. Connections stay in both cases.
     pub fn pass(&self, passes: bool) {
         self.silence.silent.store(!passes, Ordering::Release);
         self.silence.ended.notify_waiters();
@@ -389,7 +388,7 @@ impl std::fmt::Debug for ByteForwarder {
 }
 
 async fn accept_streams(listener: TcpListener, server: Arc<Mutex<SocketAddr>>, pipe: Pipe, silence: Arc<Silence>) {
-    // Dropped with this task, and its tasks with it.
+    // The set of tasks is dropped with this task, and ends its tasks.
     let mut streams = JoinSet::new();
     for number in 0.. {
         let Ok((near, _)) = listener.accept().await else { return };
@@ -425,7 +424,7 @@ async fn carry(mut from: OwnedReadHalf, mut to: OwnedWriteHalf, pipe: Pipe, sile
     };
     let write = async {
         let mut random = Random::new(pipe.seed);
-        // Pieces end at the same places of the stream, however it was read.
+        // Pieces end at the same offsets of the stream, however it was read.
         let mut left = 0;
         while let Some((due, bytes)) = under_way.recv().await {
             sleep_until(due).await;
@@ -439,7 +438,7 @@ async fn carry(mut from: OwnedReadHalf, mut to: OwnedWriteHalf, pipe: Pipe, sile
                 to.write_all(piece).await?;
                 (left, rest) = (left - piece.len(), behind);
                 if left == 0 {
-                    // The other side gets to see the piece by itself.
+                    // The other side reads the piece by itself.
                     tokio::task::yield_now().await;
                 }
             }

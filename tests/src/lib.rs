@@ -1,10 +1,9 @@
-//! Tools of the tests that cross crates: workers of Disco, native modules, networks that lose and
-//! delay, accelerators.
+//! Tools for tests that cross crates: workers of Disco, native modules, bad networks, accelerators.
 //!
 //! The suite of a session's contract is a crate of its own, [`rpc_conformance`]; `tests/sessions`
 //! runs it over every kind of session.
 
-// A helper that panics has found what it was looking for.
+// A helper panics where the test fails.
 #![allow(clippy::unwrap_used)]
 
 pub mod accelerator;

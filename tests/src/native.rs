@@ -1,4 +1,4 @@
-//! Clauses about modules of native code, where there is TVM-FFI, and the origin that serves them.
+//! Clauses of conformance about modules of native code, which need TVM-FFI, and their registry.
 
 use std::fs;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use rpc_core::{
 
 use crate::tvm_ffi::{self, Environment, environment};
 
-/// Returns the functions of the suite, with a loader of native modules where there is TVM-FFI.
+/// Returns the functions of the suite, with a loader of native modules if TVM-FFI is installed.
 pub fn registry() -> Registry {
     let registry = functions::registry();
     if let Some(environment) = tvm_ffi::find() {
@@ -30,8 +30,8 @@ async fn tensor(client: &TestClient<'_>, shape: &[i64], bytes: Vec<u8>) -> Remot
     tensor
 }
 
-/// Values, tensors, functions and errors of a module of C++ cross as those of the origin's own
-/// functions do.
+/// Checks that values, tensors, functions and errors of a C++ module cross like those of the
+/// origin's own functions.
 pub async fn functions_of_native_modules_are_functions(harness: &Harness) {
     let Some(environment) = environment() else { return };
     let client = harness.client().await;
@@ -62,14 +62,14 @@ pub async fn functions_of_native_modules_are_functions(harness: &Harness) {
     client.settles_at(baseline).await;
 }
 
-/// A model that TVM has compiled gives the numbers that it has given under TVM.
+/// Checks that a model that TVM has compiled returns the same numbers as under TVM.
 pub async fn a_compiled_model_gives_the_numbers_that_it_gives_at_home(harness: &Harness) {
     let Some(model) = environment().and_then(Environment::model) else { return };
     let client = harness.client().await;
     let library = client.get(client.session.load_module(model.join("model.so").to_str().unwrap())).await;
     let load = client.get(library.function("vm_load_executable")).await;
     let machine: RemoteModule = client.get(load.call(())).await;
-    // For each device its kind, its index, and how to allocate: 2 is from a pool.
+    // Three numbers for each device: its kind, its index, and its kind of allocator; 2 is a pool.
     let initialise = client.get(machine.function("vm_initialization")).await;
     client.get(initialise.call::<()>((1, 0, 2))).await;
     let main = client.get(machine.function("main")).await;
@@ -86,8 +86,8 @@ pub async fn a_compiled_model_gives_the_numbers_that_it_gives_at_home(harness: &
     }
 }
 
-/// Native code calls closures of the client: with values and tensors, again from within, and errors
-/// come through it.
+/// Checks that native code can call closures of the client with values and tensors, also nested,
+/// and that errors pass through it.
 pub async fn native_code_calls_closures_of_the_client(harness: &Harness) {
     let Some(environment) = environment() else { return };
     let client = harness.client().await;
@@ -99,13 +99,13 @@ pub async fn native_code_calls_closures_of_the_client(harness: &Harness) {
     let add_ten = client.get(client.session.callback(|x: i64| x + 10)).await;
     assert_eq!(client.get(apply.call::<i64>((&add_ten, 1))).await, 11);
 
-    // From within: the native function again, with the other closure.
+    // A nested call: the closure calls the native function with the other closure.
     let (again, inner) = (apply.clone(), add_ten.clone());
     let nested = client.session.callback(move |x: i64| again.call::<i64>((&inner, 2 * x)).concurrent().wait());
     let nested = client.get(nested).await;
     assert_eq!(client.get(apply.call::<i64>((&nested, 5))).await, 20);
 
-    // The tensor is the closure's to read and to write while the native function waits for it.
+    // The closure may read and write the tensor while the native function waits for it.
     let x = tensor(&client, &[2], dlpack::to_bytes(&[1.0_f32, 2.0]).to_vec()).await;
     let session = client.session.clone();
     let triple = client.session.callback(move |tensor: RemoteTensor| -> rpc_core::Result<()> {
@@ -127,7 +127,7 @@ pub async fn native_code_calls_closures_of_the_client(harness: &Harness) {
 
 #[cfg(test)]
 mod tests {
-    /// A clause that is in no list is checked nowhere.
+    /// Checks that each clause is in a list, because a clause that is in none is never run.
     #[test]
     fn every_clause_is_listed() {
         let list = include_str!("../tests/sessions/conformance.rs");

@@ -1,5 +1,4 @@
-//! Disco sessions under test: the functions of their workers, and the ways in which workers are
-//! launched.
+//! Disco sessions for tests: the functions of their workers, and the kinds of launches.
 
 use std::io::{BufRead, BufReader};
 use std::net::Ipv4Addr;
@@ -19,7 +18,7 @@ use rpc_core::{
 use rpc_transports::{Address, Bind, Connector, OpenRequest, ServeOptions, Server, TokioSpawner};
 use tokio::runtime::Runtime;
 
-/// The functions of workers.
+/// Returns the functions of workers.
 pub fn registry() -> Registry {
     let registry = Registry::new();
     disco::register(&registry);
@@ -74,8 +73,8 @@ pub fn registry() -> Registry {
                 std::thread::sleep(std::time::Duration::from_millis(ms));
             }
         })
-        // Says that it is there by making the file `path-ID`, and stays on these workers until
-        // there is a file `path`.
+        // Makes the file `path-ID`, by which the test sees that it runs, and stays on the workers
+        // `ids` until there is a file `path`.
         .add("hold_on", |worker: WorkerContext, ids: Vec<u32>, path: String| -> Result<()> {
             if ids.contains(&worker.worker_id().0) {
                 std::fs::write(format!("{path}-{}", worker.worker_id()), "")?;
@@ -85,7 +84,7 @@ pub fn registry() -> Registry {
             }
             Ok(())
         })
-        // The same in one collective after the other.
+        // Does the same in one collective after the other.
         .add("hold_in_collectives", |worker: WorkerContext, path: String| -> Result<()> {
             loop {
                 let free = f32::from(u8::from(std::path::Path::new(&path).exists()));
@@ -97,7 +96,8 @@ pub fn registry() -> Registry {
                 std::fs::write(format!("{path}-{}", worker.worker_id()), "")?;
             }
         })
-        // The worker's share of the rows, which need not divide.
+        // Returns the worker's share of the rows, whose number need not be a multiple of the
+        // workers'.
         .add("rows", |worker: WorkerContext, weight: Shared<WeightReader>| -> Result<Tensor> {
             let (rows, id, n) = (weight.0.shape()[0], i64::from(worker.worker_id().0), i64::from(worker.world_size()));
             weight.0.read_range(0, rows * id / n..rows * (id + 1) / n)
@@ -144,8 +144,8 @@ pub fn registry() -> Registry {
     registry
 }
 
-/// From where the workers of servers and of nodes that dial in read weights. The threads and child
-/// processes of a test read them anywhere.
+/// Returns the folder from which the workers of servers and of nodes that dial in may read weights.
+/// The threads and child processes of a test may read them anywhere.
 pub fn readable_folder() -> PathBuf {
     let folder = std::env::temp_dir().join("rpc-tests-weights");
     std::fs::create_dir_all(&folder).expect("a folder");
@@ -166,13 +166,13 @@ pub enum Launch {
         /// Data path between the workers.
         data: Data,
     },
-    /// As `Tcp`, behind a server that forwards.
+    /// Servers as with `Tcp`, behind a server that forwards.
     Chain,
     /// Nodes of this process with one worker each, which dial in.
     DialIn,
-    /// One node, which is this program, and has its workers in processes of their own.
+    /// One node, which runs this program and has its workers in processes of their own.
     NodeOfProcesses(&'static str),
-    /// A server in a process of its own for each worker, running this program, behind TCP.
+    /// Servers behind TCP, each in a process of its own that runs this program, with one worker.
     Nodes {
         /// The program.
         program: &'static str,
@@ -200,14 +200,14 @@ pub enum Data {
 }
 
 impl Data {
-    /// Has a session of so many nodes go that way.
+    /// Sets the options by which the data of `nodes` nodes takes this path.
     pub fn set(self, nodes: u32, options: &mut Options) {
         if self != Self::Shared {
             options.data_addresses = vec![Ipv4Addr::LOCALHOST.into(); nodes as usize];
         }
         if self == Self::Relayed {
             options.allow_controller_relay = true;
-            // Nobody is there.
+            // Nothing listens at that address.
             options.advertise = Some(Advertise::new(|_, _| (Ipv4Addr::new(127, 7, 7, 7), 1).into()));
         }
     }
@@ -220,11 +220,11 @@ pub enum Way {
     Straight,
     /// Through a server of this process that forwards.
     Chain,
-    /// To the first, which opens the second, and so on.
+    /// Straight to the first, which opens the second, and so on.
     Line,
 }
 
-/// A session, and what it stands on.
+/// A session with the servers and processes that it needs.
 pub struct Fixture {
     /// The session.
     pub session: DiscoSession,
@@ -232,7 +232,7 @@ pub struct Fixture {
     _nodes: Vec<Node>,
 }
 
-/// A server in a process of its own, which is killed with this.
+/// A server in a process of its own, which is killed when this value is dropped.
 #[derive(Debug)]
 pub struct Node {
     process: Child,
@@ -240,14 +240,14 @@ pub struct Node {
 }
 
 impl Node {
-    /// Starts one.
+    /// Starts a node.
     pub fn start(program: &str) -> Self {
         Self::spawn(Command::new(program).arg("serve")).expect("the program says where it listens")
     }
 
-    /// Starts one that takes itself for a machine of its own, because it sees other processes than
-    /// this one does. Its workers listen for data there, if that is said. `None` where the system
-    /// does not let us.
+    /// Starts a node that counts as another machine, because it is in a namespace of processes of
+    /// its own. Its workers listen for data at `data`, if there is one. Returns `None` if the
+    /// system does not permit such namespaces.
     pub fn apart(program: &str, data: Option<&str>) -> Option<Self> {
         let mut command = Command::new("unshare");
         Self::spawn(command.args(["--pid", "--fork", "--kill-child", program, "serve"]).args(data))
@@ -270,14 +270,15 @@ impl Node {
 
 impl Drop for Node {
     fn drop(&mut self) {
-        // It may have been killed already.
+        // The process may have been killed already.
         _ = self.process.kill();
         _ = self.process.wait();
     }
 }
 
-/// Runs the program of a [`Node`]: serves the functions of workers, says where, and ends with
-/// its standard input. A second argument is where its workers listen for data.
+/// Runs the program of a [`Node`]: serves the functions of workers, prints its address, and ends
+/// with its standard input. The second argument is the address at which its workers listen for
+/// data.
 pub fn serve_node() {
     let runtime = runtime();
     let data = std::env::args().nth(2).map(|text| DataAddress(text.parse().expect("an IP address")));
@@ -294,7 +295,7 @@ impl Fixture {
     }
 }
 
-/// The launches that everything has to work over, of which those with processes run `program`.
+/// Returns the launches that every operation has to work over. Those with processes run `program`.
 pub fn launches(program: &'static str) -> [Launch; 11] {
     [
         Launch::Threads,
@@ -339,7 +340,7 @@ impl Launch {
         self.try_start(num_workers, num_groups).expect("a session")
     }
 
-    /// Starts a session, or says why there is none.
+    /// Starts a session.
     ///
     /// # Errors
     ///
@@ -348,7 +349,7 @@ impl Launch {
         self.try_start_with(num_workers, num_groups, Options::default())
     }
 
-    /// As [`try_start`](Self::try_start), with these settings.
+    /// Starts a session with these settings.
     ///
     /// # Errors
     ///
@@ -392,7 +393,7 @@ impl Launch {
             }
             Self::Line { data } => {
                 data.set(num_workers, &mut options);
-                // The nodes relay, who need no leave.
+                // The nodes relay, which needs no permission.
                 options.allow_controller_relay = false;
                 let runtime = runtime();
                 let (addresses, servers): (Vec<_>, Vec<_>) =
@@ -412,13 +413,13 @@ impl Launch {
                 let listener = NodeListener::bind("tcp://127.0.0.1:0").wait()?;
                 for rank in (0..num_workers).rev() {
                     let mut options = JoinOptions::default();
-                    // One does not say which it is.
+                    // One node does not name its rank.
                     options.weights = Some(WeightFolders::new([readable_folder()]));
                     options.rank = (rank > 0).then_some(NodeRank { rank, nodes: num_workers });
                     std::thread::spawn({
                         let address = listener.address();
                         move || {
-                            // If this fails the session says who is missing.
+                            // If this fails, the error of the session names the missing node.
                             if let Err(error) = disco::join(&registry(), &address, options).wait() {
                                 eprintln!("a node: {error}");
                             }
@@ -437,25 +438,26 @@ impl Launch {
     }
 }
 
-/// For tests of what is stopped or cut off, which shows by its silence alone. For others it is too
-/// short: a busy machine may keep a program waiting for three times as long.
+/// Keep-alive for tests with peers that are stopped or cut off, which are noticed by their silence
+/// alone. It is too short for other tests: a busy machine may delay a program by three times as
+/// long.
 pub const ATTENTIVE: Duration = Duration::from_millis(200);
 
 fn forwarding(keep_alive: Duration) -> ServeOptions {
     ServeOptions { allow_forward: vec!["*".to_owned()], keep_alive, ..ServeOptions::default() }
 }
 
-/// A runtime for servers of tests.
+/// Creates a runtime for servers of tests.
 pub fn runtime() -> Runtime {
     tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().expect("a runtime")
 }
 
-/// So many servers of the functions of workers, and where they listen.
+/// Starts `count` servers of the functions of workers, and returns their addresses.
 pub fn serve(runtime: &Runtime, count: u32) -> (Vec<String>, Vec<Server>) {
     serve_with(runtime, count, &ServeOptions::default())
 }
 
-/// As [`serve`], with these settings.
+/// Does the same as [`serve`], with these settings.
 pub fn serve_with(runtime: &Runtime, count: u32, options: &ServeOptions) -> (Vec<String>, Vec<Server>) {
     (0..count).map(|_| listen(runtime, options.clone())).unzip()
 }
@@ -473,7 +475,7 @@ fn listen_with(runtime: &Runtime, options: ServeOptions, data: Option<DataAddres
     })
 }
 
-/// A server of the functions of workers. Inside of a runtime.
+/// Creates a server of the functions of workers. Must be called in a runtime.
 pub fn node(options: ServeOptions) -> Server {
     node_with(options, None)
 }

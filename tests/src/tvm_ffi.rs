@@ -1,4 +1,4 @@
-//! Environment of the tests of modules: TVM-FFI, as `tests/modules/prepare.sh` brings it, and small
+//! Environment for tests of modules: TVM-FFI, which `tests/modules/prepare.sh` installs, and small
 //! modules that are compiled against it.
 
 use std::collections::hash_map::DefaultHasher;
@@ -10,18 +10,18 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 
 use rpc_tvm::{TvmFfi, TvmFfiOptions};
 
-/// A folder of Python packages, with that of TVM-FFI.
+/// A folder of Python packages, TVM-FFI among them.
 #[derive(Debug)]
 pub struct Environment {
     packages: PathBuf,
 }
 
-/// The environment, for a test that needs it. `None` where there is none, which is said; or a panic
-/// where `RPC_TESTS_REQUIRE_TVM_FFI` is set.
+/// Returns the environment for a test that needs it. Without TVM-FFI it prints that the test is
+/// skipped, and returns `None`.
 ///
 /// # Panics
 ///
-/// See above.
+/// There is no TVM-FFI, and `RPC_TESTS_REQUIRE_TVM_FFI` is set.
 pub fn environment() -> Option<&'static Environment> {
     let found = find();
     if found.is_none() {
@@ -32,7 +32,7 @@ pub fn environment() -> Option<&'static Environment> {
     found
 }
 
-/// The environment, if there is one.
+/// Returns the environment, if TVM-FFI is installed.
 pub(crate) fn find() -> Option<&'static Environment> {
     static FOUND: OnceLock<Option<Environment>> = OnceLock::new();
     let found = FOUND.get_or_init(|| {
@@ -42,7 +42,7 @@ pub(crate) fn find() -> Option<&'static Environment> {
     found.as_ref()
 }
 
-/// Returns the folder of what is fetched and of what is compiled.
+/// Returns the folder of fetched packages and compiled modules.
 fn folder() -> PathBuf {
     workspace().join("target/tvm-ffi")
 }
@@ -51,29 +51,28 @@ fn sources() -> PathBuf {
     workspace().join("tests/modules")
 }
 
-/// That of this checkout, whichever package these lines are compiled in.
+/// Returns the root of the checkout that this crate was compiled in.
 fn workspace() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("packages lie in the workspace")
 }
 
 impl Environment {
-    /// `libtvm_ffi.so`.
+    /// Returns the path of `libtvm_ffi.so`.
     pub fn library(&self) -> PathBuf {
         self.packages.join("tvm_ffi/lib/libtvm_ffi.so")
     }
 
-    /// TVM's runtime, if TVM is there.
+    /// Returns the path of TVM's runtime, if TVM is installed.
     pub fn tvm_runtime(&self) -> Option<PathBuf> {
         Some(self.packages.join("tvm/lib/libtvm_runtime.so")).filter(|runtime| runtime.is_file())
     }
 
-    /// The model of `tests/modules/model.py`, compiled by TVM, with its inputs and its output: the
-    /// folder that they are in. `None` where there is no TVM, which is said; or a panic where
-    /// `RPC_TESTS_REQUIRE_TVM` is set.
+    /// Returns the folder with the model of `tests/modules/model.py`, compiled by TVM, its inputs
+    /// and its output. Without TVM it prints that the test is skipped, and returns `None`.
     ///
     /// # Panics
     ///
-    /// See above; and if the model cannot be compiled.
+    /// There is no TVM, and `RPC_TESTS_REQUIRE_TVM` is set; or the model cannot be compiled.
     pub fn model(&self) -> Option<&'static Path> {
         static FOLDER: OnceLock<Option<tempfile::TempDir>> = OnceLock::new();
         let folder = FOLDER.get_or_init(|| {
@@ -93,12 +92,13 @@ impl Environment {
         folder.as_ref().map(tempfile::TempDir::path)
     }
 
-    /// The module of `tests/modules/SOURCE`, compiled. One that has not changed is compiled once.
+    /// Compiles the module of `tests/modules/SOURCE`, unless that has been done already, and
+    /// returns its path.
     pub fn compile(&self, source: &str) -> PathBuf {
         self.compile_with(source, &[])
     }
 
-    /// As [`compile`](Self::compile), with further options.
+    /// Does the same as [`compile`](Self::compile), with further options of the compiler.
     pub fn compile_with(&self, source: &str, options: &[&str]) -> PathBuf {
         let path = sources().join(source);
         let text = fs::read(&path).expect("the source is there");
@@ -112,7 +112,7 @@ impl Environment {
             return compiled;
         }
         fs::create_dir_all(&modules).expect("there is room below target");
-        // Other programs may compile the same.
+        // Other programs may compile the same module at the same time.
         let unfinished = compiled.with_extension(format!("{}.so", std::process::id()));
         let is_c = source.ends_with(".c");
         let (compiler, standard) = if is_c { ("cc", "-std=gnu11") } else { ("c++", "-std=c++17") };
@@ -131,7 +131,7 @@ impl Environment {
         compiled
     }
 
-    /// The loader for this environment, with TVM's runtime if that is there.
+    /// Returns the loader for this environment, with TVM's runtime if that is installed.
     pub fn tvm_ffi(&self) -> TvmFfi {
         let runtimes = self.tvm_runtime().into_iter().collect();
         TvmFfi::new(TvmFfiOptions { library: Some(self.library()), runtimes, libraries: Vec::new() })

@@ -1,5 +1,5 @@
-//! Log lines of workers, which come to the controller. The subscriber is the process's, so that
-//! this test has a process of its own.
+//! Log lines of workers, which come to the controller. The test has a process of its own, because
+//! the subscriber belongs to the process.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on should stop")]
 
@@ -44,7 +44,7 @@ impl MakeWriter<'_> for Lines {
 
 fn say(session: &DiscoSession, by: &str, what: &str) {
     session.get_global_func(by).unwrap().call((what,)).unwrap();
-    // Earlier lines come earlier.
+    // Lines keep their order.
     session.sync_all().wait().unwrap();
 }
 
@@ -62,7 +62,7 @@ fn lines_of_workers_come_with_their_numbers_unless_they_are_turned_off() {
             assert!(text.contains(&expected), "{launch:?}: {text}");
         }
         assert!(!text.contains("in detail"), "{text}");
-        // Nothing says when what was printed has come, but it comes.
+        // Printed lines arrive at an unknown time.
         for (worker, by) in [(0, "output"), (0, "error"), (1, "output"), (1, "error")] {
             let expected = format!("INFO disco::worker: [{worker}] stderr: printed, by standard {by}");
             let begun = Instant::now();
@@ -78,7 +78,7 @@ fn lines_of_workers_come_with_their_numbers_unless_they_are_turned_off() {
     let fixture = Launch::Processes(NODE).try_start_with(2, 1, options).unwrap();
     say(&fixture.session, "log", "to nobody");
     assert!(!lines.text().contains("to nobody"));
-    // Threads are of this program, and a span says which worker it was.
+    // The workers are threads of this program, and a span names the worker.
     let fixture = Launch::Threads.start(2, 1);
     say(&fixture.session, "log", "from a thread");
     let text = lines.text();

@@ -2,9 +2,9 @@
 //! one folder, and parses those that need other machines. The Rust blocks are documentation tests
 //! of `rpc_tests::documents`.
 //!
-//! A block that begins with "```sh" is run after those before it in its document; one with "```sh
-//! no_run" is parsed, and the flags of its `rpc-*` commands are looked for in their help texts. So
-//! is the block of the two commands in README.md.
+//! A block that begins with "```sh" is run after the earlier blocks of its document. One with
+//! "```sh no_run" is parsed, and the flags of its `rpc-*` commands are looked up in their help
+//! texts. The same holds for the block of the two commands in README.md.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on should stop")]
 
@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process_group};
 
-/// Longer than the blocks of any document take on a slow machine.
+/// Time limit of one document, longer than any takes on a slow machine.
 const LIMIT: Duration = Duration::from_secs(120);
 
 fn workspace() -> &'static Path {
@@ -91,7 +91,7 @@ fn every_block_of_shell_commands_can_be_parsed() {
     }
 }
 
-/// Help texts by command, without those of commands that there are not.
+/// Help texts by command. Commands that do not exist are left out.
 #[derive(Default)]
 struct Help(HashMap<Vec<String>, Option<String>>);
 
@@ -112,7 +112,8 @@ fn our_commands(block: &Block) -> Vec<Vec<String>> {
     let parts =
         text.lines().flat_map(|line| line.split(" #").next().unwrap_or_default().split(['|', ';', '&', '(', ')']));
     let words = parts.map(|part| part.split_whitespace().map(|word| word.trim_matches(['\'', '"']).to_owned()));
-    // After a launcher such as `mpirun`, too; but what cargo builds is an argument of cargo.
+    // The program may follow a launcher such as `mpirun`. Behind cargo it is an argument of
+    // cargo.
     let words =
         words.map(Iterator::collect::<Vec<_>>).filter(|words| words.first().is_some_and(|word| word != "cargo"));
     let words = words.map(|words| words.into_iter().skip_while(|word| !word.starts_with("rpc-")).collect::<Vec<_>>());
@@ -128,8 +129,8 @@ fn every_flag_of_our_programs_is_in_their_help() {
                 let is_name = |word: &&String| word.chars().all(|c| c.is_ascii_lowercase() || c == '-');
                 let names: Vec<_> =
                     words.iter().filter(is_name).filter(|word| !word.starts_with('-')).cloned().collect();
-                // The texts of the program, and of its command and of a command within it,
-                // whichever there are.
+                // The texts of the program, of its command, and of a command within that, as far as
+                // they exist.
                 let mut texts = vec![help.of(&names[..1]).unwrap_or_default().to_owned()];
                 for len in 2..=names.len().min(3) {
                     texts.extend(help.of(&names[..len]).map(str::to_owned));
@@ -179,7 +180,7 @@ fn every_document_with_rust_blocks_has_documentation_tests() {
     }
 }
 
-/// Runs a script in a folder, and then ends what it has left running.
+/// Runs a script in a folder, and then ends the processes that it has left running.
 fn run(script: &str, folder: &Path) {
     let path = std::env::join_paths(
         [programs()].into_iter().chain(std::env::split_paths(&std::env::var_os("PATH").unwrap_or_default())),

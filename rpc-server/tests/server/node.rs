@@ -204,8 +204,8 @@ fn write_weights(folder: &TempDir) {
     std::fs::write(folder.path().join("model.safetensors"), file).unwrap();
 }
 
-/// What `--weights` names holds for sessions in processes of their own as for those in the
-/// server's, wherever their workers are.
+/// The folders of `--weights` apply to sessions in processes of their own and in the server's
+/// process alike, wherever their workers are.
 #[test]
 fn workers_of_isolated_sessions_read_the_folders_of_the_server_alone() {
     let [folder, inside, outside] = [(); 3].map(|()| tempfile::tempdir().unwrap());

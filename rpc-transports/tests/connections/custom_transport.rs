@@ -16,7 +16,7 @@ use tokio::sync::mpsc;
 #[derive(Clone, Debug, Default)]
 struct Pigeons {
     loft: Arc<Mutex<HashMap<String, mpsc::Sender<Channel>>>>,
-    /// What the transport declares; the default is to declare nothing.
+    /// Properties that the transport declares, if any.
     properties: Option<Properties>,
 }
 

@@ -1,10 +1,10 @@
-//! A controller of Disco in a process of its own, to be killed.
+//! A controller of Disco in a process of its own, for tests that kill it.
 //!
-//! Its arguments: where its two workers run (`processes PROGRAM`, or `nodes` and an address for
-//! each), what they are doing (`idle`, `call` or `collective`), and the file by which they are let
-//! go. It says what processes the workers are in, and waits.
+//! Arguments: the location of the two workers (`processes PROGRAM`, or `nodes` and an address for
+//! each), their activity (`idle`, `call` or `collective`), and the file that releases them. The
+//! program prints the process ids of the workers, and waits.
 
-// It serves tests: whatever goes wrong is a reason to panic.
+// The program serves tests: any error is a reason to panic.
 #![allow(clippy::unwrap_used)]
 
 use disco::{Content, DiscoSession, ProcessSession, SocketSession, WorkerId};
@@ -27,7 +27,7 @@ fn main() {
     println!("{} {}", pids[0], pids[1]);
     loop {
         std::thread::park();
-        // Nobody unparks it; the workers are held until it is killed.
+        // Nothing unparks this thread, so that the workers are held until the process is killed.
         let _ = &held;
     }
 }

@@ -1,5 +1,5 @@
-//! A node of tests in a process of its own: a worker over its standard input and output, or, with
-//! the argument `serve`, a server behind TCP.
+//! A node of Disco in a process of its own: a worker over standard input and output, or, with the
+//! argument `serve`, a server behind TCP.
 
 fn main() {
     disco::serve_if_worker(&rpc_tests::spmd::registry());

@@ -1,7 +1,7 @@
-//! The other process of tests that kill and stop processes, and of those that measure one: a
-//! server, a relay, a tracker, or a client that holds things.
+//! A process for tests that kill, stop or measure processes: a server, a relay, a tracker, or a
+//! client that holds objects and memory.
 
-// It serves tests: whatever goes wrong is a reason to panic.
+// The program serves tests: any error is a reason to panic.
 #![allow(clippy::unwrap_used)]
 
 use std::io::Write as _;
@@ -33,14 +33,14 @@ fn main() {
     }
 }
 
-/// A server, a relay or a tracker, with the flags that `rpc-server` has for it.
+/// Arguments of a server, a relay or a tracker: the flags that `rpc-server` has for it.
 #[derive(Parser)]
 struct Program<S: clap::Args> {
     #[command(flatten)]
     settings: S,
 }
 
-/// A client that holds things.
+/// Arguments of a client that holds objects and memory.
 #[derive(Parser)]
 struct Client {
     /// `async` or `blocking`
@@ -64,7 +64,7 @@ fn registry() -> Registry {
     registry.add_inline("bulk", || bytes::Bytes::from(vec![3; 1 << 20]));
     let made = bytes::Bytes::from(vec![3; 1 << 20]);
     registry.add_inline("bulk.made", move || made.clone());
-    // As many objects as it takes, of a kind that costs nothing itself.
+    // `count` objects of a kind that costs next to no memory.
     registry.add_inline("objects.many", |count: i64| {
         (0..count).map(|object| Shared(std::sync::Arc::new(object))).collect::<Vec<_>>()
     });
@@ -87,8 +87,8 @@ fn relay(program: Program<RelaySettings>) {
     std::process::exit(relay.run_blocking().unwrap().exit_code().into());
 }
 
-/// Connects, takes hold of so much, says what the server's process is, and waits for a line; then
-/// says how the session has ended.
+/// Connects, takes hold of objects and memory, prints the process id of the server, and waits for a
+/// line. Then prints the kind of error by which the session has ended.
 fn client(args: Client) {
     let connector = Connector::new().tls(ClientTls::new(args.certificate.as_bytes(), None).unwrap());
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().unwrap();
@@ -112,7 +112,7 @@ fn hold(session: &Session, objects: i64, bytes: i64) -> (Vec<RemoteObject>, Opti
     let held = many.call::<Vec<RemoteObject>>((objects,)).wait().unwrap();
     let tensor = (bytes > 0).then(|| {
         let tensor = session.alloc(Device::cpu(), DataType::F32, &[bytes / 4]).wait().unwrap();
-        // Touched, so that there is something to free.
+        // The memory is touched, so that it is really there to be freed.
         let fill = session.get_function("tensor.fill").wait().unwrap();
         fill.call::<()>((&tensor, 1.0)).wait().unwrap();
         tensor
@@ -120,7 +120,8 @@ fn hold(session: &Session, objects: i64, bytes: i64) -> (Vec<RemoteObject>, Opti
     (held, tensor)
 }
 
-/// A call that runs for as long as it is kept, and copies without end, on lanes of their own.
+/// Begins a call that runs for as long as the returned value is kept, and copies without end, each
+/// on a lane of its own.
 fn begin(session: &Session, tag: String) -> rpc_core::Pending<()> {
     let function = session.get_function("hold.tagged").wait().unwrap();
     let running = function.call::<()>((tag,)).lane(Lane(1)).start();
@@ -128,7 +129,7 @@ fn begin(session: &Session, tag: String) -> rpc_core::Pending<()> {
     let (session, (copying, copies)) = (session.clone(), mpsc::channel());
     thread::spawn(move || {
         let data = bytes::Bytes::from(vec![1; COPY as usize]);
-        // Until the session ends.
+        // The copies end with the session.
         while session.copy_to_remote(&tensor, data.clone()).lane(Lane(2)).wait().is_ok() {
             let _ = copying.send(());
         }
@@ -137,7 +138,7 @@ fn begin(session: &Session, tag: String) -> rpc_core::Pending<()> {
     running
 }
 
-/// The size of the endless copies.
+/// Size of each of the endless copies, in bytes.
 const COPY: i64 = 16 << 20;
 
 fn allow_many_files() {

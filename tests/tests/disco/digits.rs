@@ -32,7 +32,7 @@ fn training_is_the_same_wherever_the_workers_are() {
     let digits = Digits::load().unwrap();
     let (expected, accuracy) = losses_and_accuracy(Launch::Threads, &digits, 3);
     let others = [
-        // Again, and exactly the same.
+        // A second run has exactly the same losses.
         Launch::Threads,
         Launch::Processes(NODE),
         Launch::Tcp { per_node: 2, data: Data::Shared },

@@ -1,5 +1,5 @@
-//! One suite for Disco sessions over every kind of launch: operations against what a sequential
-//! program would compute, failures, and ends.
+//! One suite for Disco sessions over every kind of launch: results of operations, compared with
+//! those of a sequential program, failures, and ends.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -55,7 +55,7 @@ fn empty_takes_a_device_that_satisfies_the_constraint() {
     });
 }
 
-/// Each worker's tensor of `len` elements: worker `w` has `100 w + i`.
+/// Makes a tensor of `len` elements on each worker: element `i` of worker `w` is `100 w + i`.
 fn by_worker(session: &DiscoSession, shape: &[i64]) -> DRef {
     let len: i64 = shape.iter().product();
     let x = session.empty(shape, DataType::F32, None).unwrap();
@@ -70,7 +70,7 @@ fn own(worker: u32, len: u32) -> Vec<f32> {
     (0..len).map(|i| (100 * worker + i) as f32).collect()
 }
 
-/// The workers that run a collective with `worker`.
+/// Returns the workers that run a collective with `worker`.
 fn peers(session: &DiscoSession, scope: Scope, worker: u32) -> Vec<u32> {
     match scope {
         Scope::World => (0..session.num_workers()).collect(),
@@ -100,7 +100,7 @@ fn calls_values_and_registers() {
             let expected = [n, session.num_groups(), worker / size, worker % size];
             assert_eq!(value(session, &place, worker), Value::List(expected.map(Value::from).to_vec()));
         }
-        // Everything that is an argument comes back as it was.
+        // Each kind of argument comes back unchanged.
         let echo = session.get_global_func("echo").unwrap();
         let packed = Value::from(rpc_core::Packed::encode(&("text", 7)).unwrap());
         let values = [
@@ -127,13 +127,14 @@ fn calls_values_and_registers() {
         assert_eq!(packed.decode::<(i32, String)>().unwrap(), (1, "x".to_owned()));
         let named = echo.call((BTreeMap::from([("id", &id)]),)).unwrap();
         assert_eq!(value(session, &named, n - 1), Value::Map(vec![("id".into(), Value::from(n - 1))]));
-        // A small tensor is an argument, a large one is told the way.
+        // A small tensor is an argument. A large one is refused, and the error names the operation
+        // to use.
         let small = echo.call((&f32s(&[2], [1.0, 2.0]),)).unwrap();
         assert_eq!(tensor(session, &small, n - 1), (vec![2], vec![1.0, 2.0]));
         let large = Tensor::zeros([20_000], DataType::F32).unwrap();
         let error = echo.call((&large,)).unwrap_err();
         assert!(error.to_string().contains("broadcast"), "{error}");
-        // A function is a value, too, and cannot be brought here.
+        // A register may hold a function, which cannot be fetched.
         let error = session.debug_get_from_remote(echo.reference(), WorkerId(0)).wait().unwrap_err();
         assert!(error.to_string().contains("function"), "{error}");
         session.debug_set_register(&back, WorkerId(n - 1), "new").unwrap();
@@ -145,7 +146,7 @@ fn calls_values_and_registers() {
 fn copies_broadcast_and_scatter() {
     everywhere(NODE, &[(1, 1), (2, 1), (4, 2)], |session| {
         let n = session.num_workers();
-        // Of several chunks, and of none.
+        // Tensors of several chunks, and without elements.
         for len in [0_i64, 5, 700_000] {
             let host = f32s(&[len], (0..len).map(|i| i as f32));
             let remote = session.copy_to_worker_0(&host, None).unwrap();
@@ -154,7 +155,7 @@ fn copies_broadcast_and_scatter() {
             if n > 1 {
                 assert_eq!(value(session, &remote, n - 1), Value::Null);
             }
-            // Into what is there already, of another shape.
+            // Copies into an existing tensor of another shape.
             let to = session.empty(&[1, len], DataType::F32, None).unwrap();
             session.copy_to_worker_0(&host, Some(&to)).unwrap();
             assert_eq!(session.copy_from_worker_0(&to).wait().unwrap().shape(), [1, len]);
@@ -237,7 +238,7 @@ fn collectives() {
                 assert_eq!(tensor(session, &shares, worker), (vec![2], all[0][2 * rank..2 * rank + 2].to_vec()));
             }
         }
-        // Functions call collectives themselves.
+        // Functions of workers can call collectives.
         let sum = session.get_global_func("sum_of_ids").unwrap().call((10,)).unwrap();
         let passed = session.get_global_func("pass_to_next_group").unwrap().call(()).unwrap();
         let size = n / session.num_groups();
@@ -246,7 +247,7 @@ fn collectives() {
             let from = if worker >= size { worker - size } else { worker };
             assert_eq!(value(session, &passed, worker), Value::Float(from.into()));
         }
-        // Around a ring, which would be a deadlock if everybody sent first.
+        // Tensors go around a ring, which would deadlock if each worker waited for its own send.
         if n > 1 {
             let (x, y) = (by_worker(session, &[3]), by_worker(session, &[3]));
             let ring: Vec<_> = (0..n).map(|worker| (WorkerId(worker), WorkerId((worker + 1) % n))).collect();
@@ -269,7 +270,7 @@ fn backends_take_a_device_for_each_worker_or_for_each_of_a_node() {
         session.init_ccl("host", &vec![0; n]).wait().unwrap();
         let sum = session.get_global_func("sum_of_ids").unwrap().call((1,)).unwrap();
         assert_eq!(value(session, &sum, 0), Value::Float((0..n as u32).sum::<u32>().into()));
-        // Host memory is one, whatever the ids.
+        // All ids mean the same host memory.
         session.init_ccl("host", &(0..n as i32).collect::<Vec<_>>()).wait().unwrap();
         let device = session.get_global_func("device").unwrap().call(()).unwrap();
         assert_eq!(value(session, &device, n as u32 - 1), Value::Device(Device::cpu()));
@@ -336,7 +337,7 @@ fn modules_are_loaded_on_every_worker() {
         let ninth = module.function("square").unwrap().call((3.0,)).unwrap();
         let product = module.function("id_times").unwrap().call((&ninth,)).unwrap();
         let negative = module.function("negate").unwrap().call((&product,)).unwrap();
-        // Again, with a device, and when the first reference has gone: functions stay.
+        // The module is loaded again, with a device. Functions outlive the first reference to it.
         let square = module.function("square").unwrap();
         drop(module);
         let again = session.load_module("arithmetic", Some(Device::cpu())).unwrap();
@@ -347,7 +348,8 @@ fn modules_are_loaded_on_every_worker() {
         }
         session.sync_all().wait().unwrap();
 
-        // What there is not is told by every worker, once, and what is made of it is poisoned.
+        // A missing function fails on each worker, once, and values that are made of it are
+        // poisoned.
         let cube = again.function("cube").unwrap();
         let nothing = cube.call((2.0,)).unwrap();
         let error = session.sync_all().wait().unwrap_err();
@@ -397,7 +399,7 @@ fn recorded_programs_do_what_their_steps_would() {
                 Ok(vec![sum, all, number])
             })
             .unwrap();
-        // It keeps what it captured, and leaves alone what it was given.
+        // The program keeps its captured tensors, and does not change its arguments.
         let (kept, register) = (weights.clone(), weights.register());
         drop(weights);
         let x = by_worker(session, &[3]);
@@ -416,7 +418,7 @@ fn recorded_programs_do_what_their_steps_would() {
         }
         session.sync_all().wait().unwrap();
 
-        // Each step that fails is told with its number, and the others run.
+        // Each failed step is reported with its number, and the others run.
         let fails = session.get_global_func("fail_on").unwrap();
         let unless = session.get_global_func("tensor_unless").unwrap();
         let faulty = session
@@ -439,7 +441,7 @@ fn recorded_programs_do_what_their_steps_would() {
             session.debug_get_from_remote(output, WorkerId(poisoned_on)).wait().unwrap_err();
         }
         assert_eq!(value(session, &outputs[2], 0), Value::Float(3.0));
-        // A healthy run does not see it, and a poisoned argument makes poison.
+        // A later run is not affected, and a poisoned argument poisons the results.
         let outputs = faulty.run((n,)).unwrap();
         session.sync_all().wait().unwrap();
         assert_eq!(tensor(session, &outputs[1], n - 1).1, [n as f32, 2.0 * n as f32]);
@@ -449,7 +451,7 @@ fn recorded_programs_do_what_their_steps_would() {
         session.sync_all().wait().unwrap();
         let error = session.debug_get_from_remote(&outputs[2], WorkerId(0)).wait().unwrap_err();
         assert_eq!(error.failures()[0].command, "fail_on");
-        // What it had is free when it goes.
+        // Dropping the program frees its tensors.
         drop((program, faulty, kept, outputs, x));
         let echo = session.get_global_func("echo").unwrap().call((1,)).unwrap();
         assert_eq!(value(session, &echo, 0), Value::Int(1));
@@ -472,13 +474,13 @@ fn parameters_take_what_they_say() {
         assert_eq!(tensor(session, &made[0], 1), (vec![2], vec![0.0; 2]));
         let made = program.run((&f32s(&[1], [7.0]), 1)).unwrap();
         assert_eq!(tensor(session, &made[0], 1), (vec![1], vec![7.0]));
-        // What the controller sees is refused before anything is issued.
+        // Arguments that the controller can check are refused before any command is issued.
         let error = program.run((&x, 1.5)).unwrap_err();
         assert!(error.to_string().contains("parameter 2 takes int, and was given float"), "{error}");
         let error = program.run((&f32s(&[1, 1], [7.0]), 1)).unwrap_err();
         assert!(error.to_string().contains("parameter 1 takes tensor of float32 [-1], and was given"), "{error}");
         session.sync_all().wait().unwrap();
-        // What it does not is for each worker to see, and is told once.
+        // Each worker checks the contents of registers, and a mismatch is reported once.
         session.debug_set_register(&x, WorkerId(1), 5).unwrap();
         let made = program.run((&x, 1)).unwrap();
         let error = session.sync_all().wait().unwrap_err();
@@ -549,7 +551,7 @@ fn failures_poison_and_are_told_once() {
         assert_eq!((failure.worker, failure.command.as_str()), (WorkerId(1), "fail_on"));
         assert_eq!((failure.cause.kind(), failure.cause.message()), (ErrorKind::Application, "told to fail"));
         session.sync_all().wait().unwrap();
-        // Poison stays, with its cause; the others have their results.
+        // Poisoned registers keep their cause, and the other workers have their results.
         for register in [&bad, &worse] {
             let poison = session.debug_get_from_remote(register, WorkerId(1)).wait().unwrap_err();
             assert_eq!(poison.failures(), error.failures());
@@ -557,7 +559,7 @@ fn failures_poison_and_are_told_once() {
         assert_eq!(value(session, &worse, 0), Value::Float(2.0));
         assert_eq!(value(session, &fine, 1), Value::Float(2.0));
 
-        // One worker without input: nobody has an output, and the group goes on.
+        // One worker has no input: no worker has an output, and the group goes on.
         let x = session.get_global_func("tensor_unless").unwrap().call((1,)).unwrap();
         let sum = session.allreduce(&x, None, ReduceOp::Sum, Scope::World).unwrap();
         let error = session.sync_all().wait().unwrap_err();
@@ -570,8 +572,7 @@ fn failures_poison_and_are_told_once() {
         session.allreduce(&healthy, None, ReduceOp::Sum, Scope::World).unwrap();
         session.sync_all().wait().unwrap();
 
-        // All at once, by a panic on one, by a name that nobody knows, and by tensors that do not
-        // fit.
+        // Failures by a panic on one worker, by an unknown name, and by tensors that do not fit.
         session.get_global_func("panic_on").unwrap().call((0,)).unwrap();
         let error = session.sync_all().wait().unwrap_err();
         assert_eq!(error.cause().kind(), ErrorKind::Panic);
@@ -585,7 +586,7 @@ fn failures_poison_and_are_told_once() {
         assert_eq!(error.failures().len(), n as usize);
         assert!(error.to_string().contains("the source is float32 [2], the destination float32 [1]"), "{error}");
         assert_eq!(error.failures()[1].worker, WorkerId(1));
-        // Misuse is told at once.
+        // Misuse is an error at once.
         let error = session.sync_worker(WorkerId(n)).wait().unwrap_err();
         assert!(error.to_string().contains("there is no worker"), "{error}");
     });
@@ -633,7 +634,7 @@ fn a_small_window_holds_the_controller_back_and_nothing_is_lost() {
     }
     assert_eq!(tensor(&session, &x, 1).1, [2000.0]);
     session.shutdown().wait().unwrap();
-    // A session that has ended says so, and ends again without complaint.
+    // Operations of an ended session fail, and a second shutdown succeeds.
     let error = add.call((&x, 1.0)).unwrap_err();
     assert!(matches!(&error, DiscoError::Session(error) if error.kind() == ErrorKind::Closed), "{error}");
     session.shutdown().wait().unwrap();
@@ -655,7 +656,8 @@ fn async_programs_await() {
     });
 }
 
-/// Waits for the end of a process of ours.
+/// Returns true once the process has ended and been reaped, which may take a while; false if it
+/// takes too long.
 fn has_gone(pid: i64) -> bool {
     let began = Instant::now();
     while std::path::Path::new(&format!("/proc/{pid}/stat")).exists() {
@@ -706,7 +708,7 @@ fn a_dead_worker_ends_the_session_for_everybody() {
             |error: &DiscoError| matches!(error, DiscoError::Session(error) if error.kind() == ErrorKind::PeerLost);
         assert!(lost(&error), "{error}");
         assert!(error.to_string().contains("worker 1 at "), "{error}");
-        // Later operations get the same.
+        // Later operations fail with the same error.
         assert_eq!(session.copy_from_worker_0(&x).wait().unwrap_err(), error);
         assert_eq!(session.empty(&[1], DataType::F32, None).unwrap_err(), error);
         session.shutdown().wait().unwrap();
@@ -779,8 +781,8 @@ fn workers_without_a_way_to_each_other_do_all_else() {
     session.shutdown().wait().unwrap();
 }
 
-/// Without leave for the controller to relay, the pairs that have no way are named; with it there
-/// is one.
+/// Unless the controller may relay, the error names the pairs of workers without a path to each
+/// other. If it may, their data goes through it.
 #[test]
 fn pairs_without_a_way_are_named_unless_their_data_may_be_relayed() {
     let network = runtime();
@@ -798,7 +800,7 @@ fn pairs_without_a_way_are_named_unless_their_data_may_be_relayed() {
         assert!(told.contains(&format!("rank {from} cannot reach rank {to} at tcp://127.7.7.7:1")), "{told}");
     }
     assert!(told.contains("Options::allow_controller_relay"), "{told}");
-    // All else works.
+    // All other operations work.
     let id = session.get_global_func("worker_id").unwrap().call(()).unwrap();
     assert_eq!(value(&session, &id, 2), Value::Int(2));
     session.shutdown().wait().unwrap();
@@ -810,8 +812,8 @@ fn pairs_without_a_way_are_named_unless_their_data_may_be_relayed() {
     session.shutdown().wait().unwrap();
 }
 
-/// Where nothing is said of data addresses the nodes of several machines say them themselves, or
-/// the controller relays, or there are no collectives.
+/// Without data addresses in the options, nodes of several machines name their own, or the
+/// controller relays, or there are no collectives.
 #[test]
 fn nodes_of_several_machines_meet_where_they_say_or_by_way_of_the_controller() {
     let start = |data: Option<&str>, may_relay: bool| {
@@ -859,8 +861,7 @@ fn launches_that_cannot_be_are_refused() {
     assert!(error.to_string().contains("a keep_alive below 1 ms"), "{error}");
 }
 
-/// Nodes open each other only where the operator of each allows it, and where they are at
-/// addresses.
+/// Nodes open each other only if the operator of each allows it, and only at addresses.
 #[test]
 fn a_tree_of_nodes_needs_leave_and_addresses() {
     let runtime = runtime();
@@ -868,7 +869,7 @@ fn a_tree_of_nodes_needs_leave_and_addresses() {
     let error = SocketSession::new(&addresses, 1, 1).fan_out(1).start().wait().unwrap_err();
     assert_eq!(error.cause().kind(), ErrorKind::Refused, "{error}");
     assert!(error.to_string().contains("--allow-forward"), "{error}");
-    // As wide as there are nodes, none has to open another.
+    // With a fan-out as large as the number of nodes, no node opens another one.
     let session = SocketSession::new(&addresses, 1, 1).fan_out(3).start().wait().unwrap();
     session.shutdown().wait().unwrap();
     let listener = NodeListener::bind("tcp://127.0.0.1:0").wait().unwrap();

@@ -1,5 +1,5 @@
 //! Weights of safetensors files, loaded over every kind of launch, by workers that can read the
-//! files and by such as cannot.
+//! files and by workers that cannot.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -18,12 +18,12 @@ use tempfile::TempDir;
 
 const NODE: &str = env!("CARGO_BIN_EXE_disco_node");
 
-/// With one worker, with two, and with four in two groups.
+/// Runs the test with one worker, with two, and with four in two groups.
 fn everywhere(test: impl Fn(&DiscoSession)) {
     spmd::everywhere(NODE, &[(1, 1), (2, 1), (4, 2)], test);
 }
 
-/// Elements that are told apart: those of `x` are 0, 1, …
+/// Names and shapes of the tensors. Their elements are distinct: 0, 1, …
 const SHAPES: [(&str, &[usize]); 5] =
     [("cube", &[4, 8, 12]), ("none", &[0, 4]), ("odd", &[5, 3]), ("scalar", &[]), ("x", &[1024, 520])];
 
@@ -39,12 +39,12 @@ fn file<'a>(tensors: impl IntoIterator<Item = (&'a str, &'a [usize])>) -> Vec<u8
     serialize(views, None).unwrap()
 }
 
-/// A model in two files, with an index.
+/// Writes a model in two files, with an index.
 fn write_split(folder: &Path) {
     let (first, second) = SHAPES.split_at(2);
     fs::write(folder.join("1.safetensors"), file(first.iter().copied())).unwrap();
     fs::create_dir_all(folder.join("sub")).unwrap();
-    // One that the index does not name is not there.
+    // A tensor that the index does not name does not exist.
     fs::write(folder.join("sub/2.safetensors"), file(second.iter().copied().chain([("unnamed", &[1][..])]))).unwrap();
     let place = |(name, _): &(&str, _)| {
         let place = if first.iter().any(|(known, _)| known == name) { "1.safetensors" } else { "sub/2.safetensors" };
@@ -66,7 +66,7 @@ fn fetch(session: &DiscoSession, register: &DRef, worker: u32) -> Tensor {
     }
 }
 
-/// Asserts that the worker has this part of the tensor.
+/// Checks that the worker has this part of the tensor.
 fn assert_part(session: &DiscoSession, register: &DRef, worker: u32, shape: &[usize], dim: usize, range: Range<usize>) {
     let tensor = fetch(session, register, worker);
     let mut part = shape.to_vec();
@@ -88,7 +88,7 @@ fn whole(session: &DiscoSession, register: &DRef, worker: u32, shape: &[usize]) 
     assert_part(session, register, worker, shape, 0, 0..shape.first().copied().unwrap_or(1));
 }
 
-/// Loads everything in every way, and compares it with what it should be.
+/// Loads all tensors by each operation, and compares the parts with the expected ones.
 fn check(session: &DiscoSession, loader: &ShardLoader) {
     let names: Vec<_> = loader.tensors().map(|(name, info)| (name.to_owned(), info.shape.clone())).collect();
     let expected = SHAPES.map(|(name, shape)| (name.to_owned(), shape.iter().map(|length| *length as i64).collect()));
@@ -147,7 +147,7 @@ fn what_no_worker_can_read_comes_from_the_controller() {
     });
 }
 
-/// Nodes of this process, of which some may read files.
+/// Starts nodes of this process, of which some may read files.
 fn nodes(readers: &[bool], groups: u32, data: Data) -> DiscoSession {
     let sessions = readers.iter().map(|may_read| {
         let session = LocalSession::builder(registry());
@@ -169,7 +169,7 @@ fn workers_that_cannot_read_get_their_parts_from_those_that_can() {
             let loader = ShardLoader::open(&session, folder.path()).wait().unwrap();
             let told: Vec<_> = loader.unreadable().iter().map(|one| one.worker).collect();
             let unable = (0..).zip(readers).filter(|(_, able)| !able).map(|(worker, _)| WorkerId(worker));
-            // In the first file, and in the second.
+            // One tensor of the first file, and one of the second.
             let unable: Vec<_> = unable.collect();
             assert_eq!(told, [&unable[..], &unable].concat());
             let says_why = |reason: &str| reason.contains("may read no files") && reason.contains("--weights");
@@ -180,7 +180,7 @@ fn workers_that_cannot_read_get_their_parts_from_those_that_can() {
     }
 }
 
-/// A file of the same name is not enough: it has to be as long, and to have the same header.
+/// Checks that a file of the same name must have the same length and the same header.
 #[test]
 fn another_file_at_the_same_place_is_not_taken() {
     let (here, there) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
@@ -194,7 +194,7 @@ fn another_file_at_the_same_place_is_not_taken() {
         let loader = ShardLoader::open_at(session, here.path(), there.path()).wait().unwrap();
         assert_eq!(loader.unreadable().len(), 2);
         let reason = &loader.unreadable()[1].reason;
-        // Nothing of what is in the other file.
+        // No element of the other file is loaded.
         let path = there.path().canonicalize().unwrap().join("model.safetensors");
         let expected = "another file than the controller's: its length or its header is different";
         assert_eq!(*reason, format!("{}: {expected}", path.display()));
@@ -202,7 +202,7 @@ fn another_file_at_the_same_place_is_not_taken() {
         session.sync_all().wait().unwrap();
         assert_part(session, &x, 1, &[2, 2], 1, 1..2);
     }
-    // One with other elements looks the same.
+    // A file with other elements cannot be told apart.
     let mut other = fs::read(here.path().join("model.safetensors")).unwrap();
     *other.last_mut().unwrap() ^= 1;
     write(&there, &other);
@@ -227,10 +227,10 @@ fn what_cannot_be_loaded_is_refused_at_once() {
     assert!(refused("cube", Part::shard(3)).contains("there is no dimension 3"));
     let error = loader.load_all(|_, _| Some(Part::shard(0)), None).unwrap_err();
     assert_eq!(error.cause().kind(), ErrorKind::InvalidArgument);
-    // Nothing of it was issued.
+    // No command was issued.
     session.sync_all().wait().unwrap();
 
-    // What is wrong with files is told with their names.
+    // Errors of files name the file.
     let refused = |path: &Path| ShardLoader::open(session, path).wait().unwrap_err();
     let nowhere = folder.path().join("nowhere");
     assert_eq!(refused(&nowhere).cause().kind(), ErrorKind::NotFound);
@@ -246,9 +246,8 @@ fn what_cannot_be_loaded_is_refused_at_once() {
     session.shutdown().wait().unwrap();
 }
 
-/// A failure on a worker poisons what should have been loaded there, says which worker, tensor and
-/// file, and harms nothing else: those that wait for the worker hear of it, and the collectives go
-/// on.
+/// A failure on a worker poisons the tensors that should have been loaded there, and names worker,
+/// tensor and file. Workers that wait for this worker fail, too, and the collectives go on.
 #[test]
 fn a_file_that_is_gone_or_changed_is_told_by_those_that_read_it() {
     for data in [Data::Shared, Data::Tcp] {
@@ -272,7 +271,7 @@ fn a_file_that_is_gone_or_changed_is_told_by_those_that_read_it() {
         session.debug_get_from_remote(&cube, WorkerId(2)).wait().unwrap_err();
         whole(&session, &x, 0, &[1024, 520]);
 
-        // Written again it may be another model.
+        // A file that is written again may be another model.
         fs::write(&path, fs::read(folder.path().join("elsewhere")).unwrap()).unwrap();
         loader.load("cube", Part::Whole, None).unwrap();
         let error = session.sync_all().wait().unwrap_err();
@@ -285,7 +284,7 @@ fn a_file_that_is_gone_or_changed_is_told_by_those_that_read_it() {
     }
 }
 
-/// Returns true if the collectives run.
+/// Returns true if collectives work.
 fn check_broadcast(session: &DiscoSession) {
     let x = session.broadcast(&Tensor::from_slice([1], &[7.0_f32]).unwrap(), None, Scope::World).unwrap();
     assert_eq!(fetch(session, &x, session.num_workers() - 1).read().unwrap().as_slice::<f32>().unwrap(), [7.0]);
@@ -302,7 +301,7 @@ fn a_function_that_fails_or_is_not_there_fails_on_its_worker() {
     loader.load("x", Part::with("no_such_function"), None).unwrap();
     let told = session.sync_all().wait().unwrap_err().to_string();
     assert!(told.contains("worker 1") && told.contains("'x'") && told.contains("'no_such_function'"), "{told}");
-    // One that wants something else.
+    // One worker expects another tensor.
     loader.load("x", Part::with("add"), None).unwrap();
     let told = session.sync_all().wait().unwrap_err().to_string();
     assert!(told.contains("function 'add'"), "{told}");
@@ -312,8 +311,8 @@ fn a_function_that_fails_or_is_not_there_fails_on_its_worker() {
     session.shutdown().wait().unwrap();
 }
 
-/// Bytes of all workers together: they grow, and in the end all are there. It is so wherever they
-/// come from.
+/// The progress counts the bytes of all workers. It grows up to the whole, from each kind of
+/// source.
 #[test]
 fn progress_comes_to_all_that_was_asked_for() {
     let folder = readable();
@@ -335,7 +334,7 @@ fn progress_comes_to_all_that_was_asked_for() {
         let seen = std::mem::take(&mut *seen.lock().unwrap());
         assert!(seen.is_sorted(), "{seen:?}");
         assert_eq!(seen.last(), Some(&(expected(session), expected(session))));
-        // Dropped, it is told no more.
+        // Progress is reported no more once the operation is dropped.
         drop(loader);
     };
     for launch in
@@ -351,13 +350,14 @@ fn progress_comes_to_all_that_was_asked_for() {
     session.shutdown().wait().unwrap();
 }
 
-/// A node of this process whose workers have devices with memory that the processor cannot reach.
+/// Starts a node of this process whose workers have devices with memory that the processor cannot
+/// reach.
 fn with_accelerator(accelerator: Accelerator, may_read: bool) -> Session {
     let session = LocalSession::builder(registry()).devices(Devices::new().with(Arc::new(accelerator)));
     Session::new(if may_read { session.extension(Arc::new(WeightFolders::anywhere())) } else { session }.build())
 }
 
-/// Straight to memory that the processor cannot reach, whoever reads the file.
+/// Parts are loaded into memory that the processor cannot reach, whichever worker reads the file.
 #[test]
 fn parts_come_to_devices_that_satisfy_a_constraint() {
     let (folder, nowhere) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
@@ -385,8 +385,8 @@ fn parts_come_to_devices_that_satisfy_a_constraint() {
                 assert!(told.ends_with(device), "{told}");
             }
         }
-        // Where no worker has such a device, all say so, and those that wait for others do not wait
-        // for ever.
+        // If no worker has such a device, all fail, and no worker waits for another one without
+        // end.
         loader.load("odd", Part::Whole, "cuda".parse().ok()).unwrap();
         let error = session.sync_all().wait().unwrap_err();
         assert_eq!(error.failures().len(), 2);
@@ -397,11 +397,11 @@ fn parts_come_to_devices_that_satisfy_a_constraint() {
     session.shutdown().wait().unwrap();
 }
 
-/// A tensor of bytes that is larger than what is copied to a device at once, with rows that do not
-/// divide that.
+/// Shape of a tensor of bytes that takes several copies to a device, and whose rows do not divide
+/// the size of a copy.
 const LARGE: [usize; 2] = [40_000, 1000];
 
-/// The bytes of the tensor `large`, which the file at the path now holds.
+/// Writes the tensor `large` to the file, and returns its bytes.
 fn write_large(path: &Path) -> Vec<u8> {
     let bytes: Vec<u8> = (0..LARGE[0] * LARGE[1]).map(|at| (at ^ (at >> 8) ^ (at >> 16)) as u8).collect();
     let view = TensorView::new(Dtype::U8, LARGE.to_vec(), &bytes).unwrap();
@@ -409,7 +409,7 @@ fn write_large(path: &Path) -> Vec<u8> {
     bytes
 }
 
-/// However large a part is, it needs little host memory on its way to other memory.
+/// A part of any size needs little host memory on its way to other memory.
 #[test]
 fn large_parts_come_to_devices_piece_by_piece() {
     let folder = tempfile::tempdir().unwrap();
@@ -456,8 +456,8 @@ fn large_parts_come_to_devices_piece_by_piece() {
     session.shutdown().wait().unwrap();
 }
 
-/// Where reading or copying fails in the middle, both end: the error says which tensor it was, and
-/// nobody reads on.
+/// If reading or copying fails in the middle, both end. The error names the tensor, and no more is
+/// read.
 #[test]
 fn what_fails_midway_to_a_device_is_told_and_ends_the_reading() {
     type Fault = fn(&Path) -> rpc_core::Result<()>;
@@ -484,7 +484,7 @@ fn what_fails_midway_to_a_device_is_told_and_ends_the_reading() {
         let error = session.sync_all().wait().unwrap_err().to_string();
         assert!(words.iter().all(|word| error.contains(word)), "{error}");
         session.debug_get_from_remote(&loaded, WorkerId(0)).wait().unwrap_err();
-        // Nobody has the file open any more.
+        // The file is closed.
         let open = fs::read_dir("/proc/self/fd").unwrap().filter_map(|file| fs::read_link(file.ok()?.path()).ok());
         assert!(!open.into_iter().any(|file| file == path));
         check_broadcast(&session);
@@ -492,7 +492,7 @@ fn what_fails_midway_to_a_device_is_told_and_ends_the_reading() {
     }
 }
 
-/// What is not issued is not waited for.
+/// Progress does not wait for tensors that have not been issued.
 #[test]
 fn progress_expects_only_what_was_issued() {
     let (folder, nowhere) = (readable(), tempfile::tempdir().unwrap());
@@ -511,7 +511,7 @@ fn progress_expects_only_what_was_issued() {
     session.session.shutdown().wait().unwrap();
 }
 
-/// Opening needs many commands, and waits for room like all that issue some.
+/// Opening needs many commands, and waits for room in the window like other operations.
 #[test]
 fn a_small_window_holds_opening_back_and_nothing_fails() {
     let folder = readable();
@@ -528,7 +528,7 @@ fn a_small_window_holds_opening_back_and_nothing_fails() {
     session.shutdown().wait().unwrap();
 }
 
-/// The folders that a server lets its workers read hold for those in processes of their own, too.
+/// The folders that a server lets its workers read apply to workers in processes of their own, too.
 #[test]
 fn processes_of_a_node_read_what_the_node_may() {
     let (inside, outside) = (readable(), tempfile::tempdir().unwrap());
@@ -546,7 +546,7 @@ fn processes_of_a_node_read_what_the_node_may() {
     session.shutdown().wait().unwrap();
 }
 
-/// Elements of every size, and those of two in a byte.
+/// Elements of each size, also two in a byte.
 #[test]
 fn elements_of_all_types_come_as_they_are() {
     let folder = readable();

@@ -1,9 +1,8 @@
-//! The tracker's page in a browser: Chromium without a window, told what to do over its DevTools
-//! protocol.
+//! The tracker's page in a browser: Chromium without a window, driven over its DevTools protocol.
 //!
-//! Where there is no Chromium the test says that it is skipped; with `RPC_TESTS_REQUIRE_BROWSER`
-//! set it fails instead. `CHROMIUM` names another program. Screenshots are left in cargo's folder
-//! for temporary files of tests.
+//! Without Chromium the test prints that it is skipped; with `RPC_TESTS_REQUIRE_BROWSER` set it
+//! fails instead. `CHROMIUM` names another program. Screenshots are left in cargo's folder for
+//! temporary files of tests.
 
 use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
@@ -18,7 +17,7 @@ use serde_json::{Value, json};
 
 use crate::peers::{ServerPeer, TrackerPeer, Transport};
 
-/// Longer than anything here takes; what needs more hangs.
+/// Time limit of each step, longer than any takes: a step that needs more hangs.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Text that would run if a page took it for markup.
@@ -41,10 +40,10 @@ fn the_page_shows_the_pool_as_it_changes() {
     browser.until("document.getElementById('live').textContent", "live");
     let rows = "document.querySelectorAll('#servers-table tbody tr').length";
     assert_eq!(browser.evaluate(rows), 2);
-    // So that it is known below that the page was not loaded anew.
+    // The mark shows below that the page was not loaded anew.
     browser.evaluate("window.before = document.querySelector('#servers-table tbody tr'); 0");
 
-    // Three clients, each with a place, and one that waits for something that there is not.
+    // Three clients that have servers, and one that waits for a kind that is not there.
     let client = TrackerClient::connect_blocking(Connector::new(), tracker.address()).unwrap();
     let loans = client.request_many_blocking(&ServerRequest::new("board").count(3).client("ada@lab")).unwrap();
     let waits = client.clone();
@@ -57,7 +56,7 @@ fn the_page_shows_the_pool_as_it_changes() {
     browser.until("document.querySelector('#queue-table').textContent.includes('h100')", true);
     browser.until("document.title", "0 free · tracker");
     assert_eq!(browser.evaluate("window.before.isConnected"), true, "rows stay where they are");
-    // The page shows the peers' words, as text.
+    // The page shows texts of peers as text, not as markup.
     for table in ["servers", "queue"] {
         let shows = format!("document.querySelector('#{table}-table').textContent.includes({})", json!(EVIL));
         assert_eq!(browser.evaluate(&shows), true, "{table}");
@@ -85,13 +84,13 @@ struct Browser {
     said: Receiver<Value>,
     next: u64,
     session: Option<String>,
-    /// Errors of scripts, and violations of the page's policy.
+    /// Errors of scripts, and violations of the page's content policy.
     complaints: Vec<Value>,
     _folder: tempfile::TempDir,
 }
 
 impl Browser {
-    /// `None` where there is no browser.
+    /// Starts the browser. Returns `None` if there is none.
     fn start() -> Option<Self> {
         let program = std::env::var("CHROMIUM").unwrap_or_else(|_| "chromium".to_owned());
         let version = Command::new(&program).arg("--version").stderr(Stdio::null()).output();
@@ -150,7 +149,7 @@ impl Browser {
                 return said["result"].clone();
             }
             let entry = &said["params"]["entry"];
-            // A page that is about to lose its server says so.
+            // The browser also reports that the page has lost its server, which some tests cause.
             let complains = entry["level"] == "error" && entry["source"] != "network";
             if said["method"] == "Runtime.exceptionThrown" || complains {
                 self.complaints.push(said["params"].clone());
@@ -163,7 +162,7 @@ impl Browser {
         result["result"]["value"].clone()
     }
 
-    /// Waits until the page says so by itself.
+    /// Waits until the expression has the expected value, without reloading the page.
     fn until(&mut self, expression: &str, expected: impl Into<Value>) {
         let (expected, begun) = (expected.into(), Instant::now());
         loop {

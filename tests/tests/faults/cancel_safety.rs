@@ -1,5 +1,5 @@
-//! Every operation as a future, polled any number of times and then dropped: no reply is lost, no
-//! object leaks, nothing hangs.
+//! Cancel safety: each operation's future is polled any number of times and then dropped. No reply
+//! is lost, no object leaks, and nothing hangs.
 #![allow(clippy::async_yields_async, reason = "each case makes the future that is then polled and dropped")]
 use std::future::{Future, IntoFuture, poll_fn};
 use std::pin::Pin;
@@ -17,23 +17,23 @@ use rpc_transports::Connector;
 
 use crate::peers::{self, Calls, within};
 
-/// More polls than any operation here takes.
+/// Maximum number of polls, more than any operation here takes.
 const MAX_POLLS: usize = 400;
 
 /// Time limit within which a lost wake-up is noticed.
 const LONG: Duration = Duration::from_secs(10);
 
-/// When an operation is dropped.
+/// Moment at which an operation is dropped.
 #[derive(Clone, Copy, Debug)]
 enum Drops {
     /// Right after the poll.
     AtOnce,
-    /// When it would be polled once more: its reply may be there, and nobody has taken it.
+    /// Before the next poll: the reply may have arrived, and has not been taken.
     WhenWoken,
 }
 
-/// The runtimes: where everything happens on one thread, and where driver, server and caller run
-/// beside each other.
+/// Runtimes of the tests: one with a single thread, and one where driver, server and caller run at
+/// the same time.
 const RUNTIMES: [usize; 2] = [0, 2];
 
 type BoxedFuture = Pin<Box<dyn Future<Output = ()> + Send>>;
@@ -50,8 +50,8 @@ impl Wake for Woken {
     }
 }
 
-/// Polls `future` so often, each time when it has been woken, and drops it. Whether it came to its
-/// end before.
+/// Polls `future` up to `polls` times, each time after it has been woken, and drops it. Returns
+/// true if it was ready before that.
 async fn poll_times(mut future: BoxedFuture, polls: usize, drops: Drops) -> bool {
     let woken =
         poll_fn(|cx| Poll::Ready(Arc::new(Woken { woken: AtomicBool::new(true), task: cx.waker().clone() }))).await;
@@ -79,7 +79,7 @@ async fn poll_times(mut future: BoxedFuture, polls: usize, drops: Drops) -> bool
         .unwrap_or_else(|_| panic!("nothing has woken the operation after {left} polls"))
 }
 
-/// A server, how to reach it, and what it is observed by.
+/// A server, its address, and the session by which it is observed.
 struct Origin {
     running: Running,
     address: String,
@@ -103,8 +103,8 @@ impl Origin {
     }
 }
 
-/// A session, and what operations on it need. The functions are fetched once: they count as objects
-/// too.
+/// A session, and the functions and tensors that operations on it need. The functions are fetched
+/// once, because they count as objects.
 #[derive(Clone)]
 struct Kit {
     session: Session,
@@ -113,13 +113,13 @@ struct Kit {
     probes: RemoteFunction,
     usage: RemoteFunction,
     dropped: RemoteObject,
-    /// Kept, so that its end does not disturb the count.
+    /// Function that is kept, so that its release does not disturb the count.
     _counter: RemoteFunction,
     tensor: RemoteTensor,
     other: RemoteTensor,
 }
 
-/// The bytes of the tensors: several chunks, more than are under way at one time.
+/// Size of the tensors in bytes: more chunks than are in flight at one time.
 const SIZE: i64 = 10 << 20;
 
 impl Kit {
@@ -145,8 +145,8 @@ impl Kit {
     }
 }
 
-/// Does `make` for every number of polls, until it comes to its end; then the session works, and
-/// holds what it held.
+/// Runs the operation of `make` with each number of polls, until it is ready. After each run the
+/// session works, and holds the same objects as before.
 async fn sweep(what: &str, address: &str, make: impl AsyncFn(&Kit) -> BoxedFuture) {
     let origin = Origin::start(address).await;
     let kit = Kit::new(Connector::new().connect(&origin.address).await.unwrap()).await;
@@ -154,7 +154,7 @@ async fn sweep(what: &str, address: &str, make: impl AsyncFn(&Kit) -> BoxedFutur
     let mut complete = 0;
     for polls in 0..MAX_POLLS {
         for drops in [Drops::AtOnce, Drops::WhenWoken] {
-            // Neighbours, before and behind it, on the same lane and on another one.
+            // Other calls run before and behind the operation, on the same lane and on another one.
             let front = kit.add.call::<i64>((1, 2)).start();
             let beside = kit.echo.call::<i64>((7,)).concurrent().start();
             let ended = poll_times(make(&kit).await, polls, drops).await;
@@ -170,13 +170,13 @@ async fn sweep(what: &str, address: &str, make: impl AsyncFn(&Kit) -> BoxedFutur
             })
             .await;
         }
-        // Several times, because how many polls it takes is chance.
+        // Each number is tried several times, because the polls that an operation takes vary.
         if complete >= 6 {
             break;
         }
     }
     assert!(complete >= 6, "{what} comes to its end");
-    // Nothing that was kept is harmed.
+    // The objects that were kept still work.
     kit.session.copy_to_remote(&kit.tensor, vec![9; SIZE as usize]).await.unwrap();
     assert!(kit.session.copy_from_remote(&kit.tensor).await.unwrap().iter().all(|byte| *byte == 9));
     drop(kit);
@@ -185,7 +185,7 @@ async fn sweep(what: &str, address: &str, make: impl AsyncFn(&Kit) -> BoxedFutur
     nothing_is_left(&origin).await;
 }
 
-/// That only the observer has a session.
+/// Waits until the observer has the only session.
 async fn nothing_is_left(origin: &Origin) {
     within(LONG, "all is freed", async || {
         let left = origin.observer.info().await;
@@ -194,7 +194,7 @@ async fn nothing_is_left(origin: &Origin) {
     .await;
 }
 
-/// Drops the result, if there is one.
+/// Returns a future that drops the result of the operation, if there is one.
 fn boxed<O: IntoFuture<IntoFuture: Send + 'static>>(operation: O) -> BoxedFuture
 where
     O::Output: Send,
@@ -288,7 +288,7 @@ operations! {
     ls = |kit| boxed(Files::new(&kit.session).ls(""));
 }
 
-/// Sessions are opened and closed: what is left is counted at the server.
+/// Sessions are opened and closed, and the objects that are left are counted at the server.
 async fn sweep_sessions(what: &str, address: &str, make: impl AsyncFn(&str) -> BoxedFuture) {
     let origin = Origin::start(address).await;
     let mut complete = 0;

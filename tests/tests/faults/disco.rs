@@ -29,7 +29,7 @@ const fn nodes(data: Data, way: Way) -> Launch {
     Launch::Nodes { program: NODE, data, way }
 }
 
-/// Every kind of launch whose workers are in processes of their own.
+/// Launches whose workers are in processes of their own.
 const PROCESSES: [Launch; 7] = [
     Launch::Processes(NODE),
     nodes(Data::Shared, Way::Straight),
@@ -43,7 +43,7 @@ const PROCESSES: [Launch; 7] = [
 const ALL: [Launch; 8] =
     [Launch::Threads, PROCESSES[0], PROCESSES[1], PROCESSES[2], PROCESSES[3], PROCESSES[4], PROCESSES[5], PROCESSES[6]];
 
-/// Longer than anything takes on a slow machine: what takes longer hangs.
+/// Time limit of each test on a slow machine: a test that takes longer hangs.
 const GUARD: Duration = Duration::from_secs(60);
 
 /// Runs `body`, and turns a hang into a failure.
@@ -60,7 +60,7 @@ fn guarded(name: &str, body: impl FnOnce() + Send + 'static) {
     }
 }
 
-/// A session with three workers, and what a test wants to know of it.
+/// A session with three workers, and the processes that belong to it.
 struct Site {
     session: DiscoSession,
     fixture: Fixture,
@@ -68,8 +68,8 @@ struct Site {
     folder: tempfile::TempDir,
 }
 
-/// Runs `test` over each launch, each time with a session of its own; then the session has to end,
-/// and its processes.
+/// Runs `test` over each launch, each time with a session of its own. Afterwards the session and
+/// its processes have to end.
 fn over(launches: &[Launch], options: &Options, test: impl Fn(&Site) + Send + Sync + 'static) {
     let test = Arc::new(test);
     for launch in launches.iter().copied() {
@@ -80,7 +80,7 @@ fn over(launches: &[Launch], options: &Options, test: impl Fn(&Site) + Send + Sy
             let pids = pids(&session);
             let site = Site { session, fixture, pids, folder: tempfile::tempdir().unwrap() };
             test(&site);
-            // Whether in good order or not; what matters is that it returns.
+            // The shutdown may fail, but it has to return.
             _ = site.session.shutdown().wait();
             let Site { session, fixture, pids, .. } = site;
             drop((session, fixture));
@@ -112,8 +112,8 @@ fn eventually(what: &str, condition: impl Fn() -> bool) {
 }
 
 impl Site {
-    /// Holds these workers in a call until the file is there that this names; returns when they are
-    /// in it.
+    /// Holds these workers in a call until the file at the returned path is made. Returns when the
+    /// workers are in the call.
     fn hold(&self, workers: &[u32]) -> PathBuf {
         let path = self.folder.path().join("go");
         let hold = self.session.get_global_func("hold_on").unwrap();
@@ -136,7 +136,7 @@ impl Site {
         x
     }
 
-    /// That commands and collectives work.
+    /// Checks that commands and collectives work.
     fn works(&self) {
         let sum = self.session.allreduce(&self.ones(4), None, ReduceOp::Sum, Scope::World).unwrap();
         self.session.sync_all().wait().unwrap();
@@ -148,7 +148,8 @@ impl Site {
         assert_eq!(self.session.ccl_state(), CclState::Running);
     }
 
-    /// That all else works while collectives are broken, and gives how they are.
+    /// Checks that commands work while collectives are broken, and returns the state of the
+    /// collectives.
     fn is_broken(&self) -> disco::Breakage {
         let echo = self.session.get_global_func("echo").unwrap().call((7,)).unwrap();
         for worker in 0..self.session.num_workers() {
@@ -159,7 +160,7 @@ impl Site {
     }
 }
 
-/// The workers and commands of all failures.
+/// Returns the workers and commands of all failures.
 fn told(error: &DiscoError) -> Vec<(u32, &str)> {
     error.failures().iter().map(|failure| (failure.worker.0, failure.command.as_str())).collect()
 }
@@ -215,7 +216,7 @@ fn a_panic_is_an_error_of_its_worker() {
     });
 }
 
-/// Activity of the workers when something happens to one of them.
+/// Activity of the workers when one of them fails.
 #[derive(Clone, Copy, Debug)]
 enum State {
     Idle,
@@ -224,8 +225,7 @@ enum State {
     InCopy,
 }
 
-/// Brings the workers into a state: gives the one that something is to happen to, and a copy that
-/// is under way.
+/// Brings the workers into an activity. Returns the worker that is to fail, and a copy in progress.
 fn enter(site: &Site, state: State) -> (u32, Option<Completion<Tensor>>) {
     match state {
         State::Idle => (1, None),
@@ -243,7 +243,7 @@ fn enter(site: &Site, state: State) -> (u32, Option<Completion<Tensor>>) {
         State::InCopy => {
             let x = site.session.empty(&[16 << 20], DataType::U8, None).unwrap();
             site.session.sync_all().wait().unwrap();
-            // It cannot be through with it, because it does not run.
+            // The copy cannot have ended, because the worker does not run.
             signal(site.pids[0], Signal::STOP);
             site.session.copy_to_worker_0(&Tensor::zeros([1 << 20], DataType::U8).unwrap(), None).unwrap();
             (0, Some(site.session.copy_from_worker_0(&x)))
@@ -251,7 +251,7 @@ fn enter(site: &Site, state: State) -> (u32, Option<Completion<Tensor>>) {
     }
 }
 
-/// That everybody who waits, and every later operation, hears that a worker was lost; then
+/// Checks that all pending and all later operations fail with the loss of the worker, and that
 /// `shutdown` returns.
 fn all_hear(site: &Site, worker: u32, kind: &[ErrorKind], copy: Option<Completion<Tensor>>) {
     let session = &site.session;
@@ -273,7 +273,7 @@ fn killed(state: State) {
         let (victim, copy) = enter(site, state);
         let before = pace::now();
         signal(site.pids[victim as usize], Signal::KILL);
-        // One that was stopped before may have been silent for too long already.
+        // A worker that was stopped before may already have been silent for too long.
         let kinds: &[ErrorKind] = match state {
             State::InCopy => &[ErrorKind::PeerLost, ErrorKind::PeerSilent],
             _ => &[ErrorKind::PeerLost],
@@ -304,7 +304,7 @@ fn a_worker_that_is_killed_in_a_copy_ends_the_session() {
     killed(State::InCopy);
 }
 
-/// For those of whom nothing is heard any more.
+/// Options for sessions whose workers fall silent.
 fn attentive() -> Options {
     let mut options = Options::default();
     options.keep_alive = ATTENTIVE;
@@ -316,8 +316,8 @@ fn stopped(state: State) {
         let (victim, copy) = enter(site, state);
         signal(site.pids[victim as usize], Signal::STOP);
         all_hear(site, victim, &[ErrorKind::PeerSilent], copy);
-        // Whoever was next to it, controller, node or gateway, has tested it as often as the
-        // session says.
+        // The peer next to the worker (controller, node or gateway) has tested it at the keep-alive
+        // of the session.
         let told = site.session.sync_all().wait().unwrap_err().to_string();
         assert!(told.contains(&format!("{:?}", 3 * ATTENTIVE)), "{told}");
     });
@@ -343,7 +343,7 @@ fn a_worker_that_stops_answering_in_a_copy_ends_the_session() {
     stopped(State::InCopy);
 }
 
-/// Limits that are to run out.
+/// Options with short time limits, which run out in the test.
 fn impatient() -> Options {
     let mut options = Options::default();
     options.collective_timeout = Some(Duration::from_secs(1));
@@ -364,16 +364,17 @@ fn a_worker_that_never_comes_breaks_the_collectives_and_not_the_session() {
             assert_eq!(told(&error), [(worker, "allreduce")]);
             let text = error.to_string();
             assert_eq!(error.cause().kind(), ErrorKind::DeadlineExceeded, "{text}");
-            // Which rank, which collective of which size, and what each was doing.
+            // The error names the rank, the collective and its size, and the activity of each
+            // worker.
             assert!(text.contains("rank 1 never entered allreduce(sum) of 4 float32 #1"), "{text}");
             assert!(text.contains("rank 2: "), "{text}");
         }
         let CclState::Broken(breakage) = session.ccl_state() else { panic!("{:?}", session.ccl_state()) };
         assert_eq!(breakage.culprit, Some(WorkerId(1)), "{breakage:?}");
-        // Those that are there go on with all else.
+        // The other workers execute further commands.
         let echo = session.get_global_func("echo").unwrap().call((5,)).unwrap();
         assert_eq!((int(session, &echo, 0), int(session, &echo, 2)), (5, 5));
-        // Nothing can be made anew without the one that is not back.
+        // The collectives cannot be made anew while one worker is missing.
         let error = session.reinit_ccl().wait().unwrap_err();
         assert_eq!(error.cause().kind(), ErrorKind::DeadlineExceeded);
         assert!(error.to_string().contains("worker 1 was still busy"), "{error}");
@@ -384,14 +385,15 @@ fn a_worker_that_never_comes_breaks_the_collectives_and_not_the_session() {
         assert_eq!(told(&error), [(1, "allreduce")]);
         session.reinit_ccl().wait().unwrap();
         site.works();
-        // Once more, and then the end: it does not wait for the one that does not come.
+        // The collective fails once more, and then the shutdown does not wait for the missing
+        // worker.
         std::fs::remove_file(&release).unwrap();
         site.hold(&[1]);
         session.barrier(Scope::World).unwrap();
         let error = session.shutdown().wait().unwrap_err();
         assert_eq!(error.cause().kind(), ErrorKind::DeadlineExceeded);
         assert!(error.to_string().contains('1') && error.to_string().contains("left behind"), "{error}");
-        // Threads are let go; processes end by themselves.
+        // Threads have to be released; processes end by themselves.
         std::fs::write(&release, "").unwrap();
     });
 }
@@ -404,7 +406,8 @@ fn a_function_that_fails_before_a_collective_of_its_own_breaks_the_collectives_a
             site.works();
             let x = site.ones(4);
             session.get_global_func("sum_unless").unwrap().call((1,)).unwrap();
-            // It has the same type and size, and must not be taken for the other.
+            // The second collective has the same type and size, and must not be taken for the
+            // first.
             let sum = another_follows.then(|| session.allreduce(&x, None, ReduceOp::Sum, Scope::World).unwrap());
             let error = session.sync_all().wait().unwrap_err();
             let mut expected = vec![(0, "sum_unless"), (1, "sum_unless"), (2, "sum_unless")];
@@ -445,7 +448,7 @@ fn collectives_are_aborted_from_the_controller_and_made_anew() {
         let breakage = site.is_broken();
         assert_eq!(breakage.culprit, None);
         assert!(breakage.cause.message().contains("enough of this"), "{breakage:?}");
-        // What comes meanwhile is refused at once, and is told like any failure.
+        // Collectives in between are refused at once, and reported like any failure.
         session.barrier(Scope::World).unwrap();
         session.abort_ccl("again").unwrap();
         let (one, two) = (session.reinit_ccl(), session.reinit_ccl());
@@ -454,14 +457,14 @@ fn collectives_are_aborted_from_the_controller_and_made_anew() {
         let error = session.sync_all().wait().unwrap_err();
         assert_eq!(told(&error), [(0, "barrier"), (1, "barrier"), (2, "barrier")]);
         site.works();
-        // For no reason, and with a backend's name.
+        // An abort without a cause, and with the name of a backend.
         session.reinit_ccl().wait().unwrap();
         session.init_ccl("host", &[]).wait().unwrap();
         site.works();
     });
 }
 
-/// Servers of this process, whose data listeners others reach through forwarders.
+/// Servers of this process, whose data listeners are reached through forwarders.
 #[test]
 fn a_partition_between_workers_breaks_the_collectives_until_it_is_over() {
     guarded("partition", || {
@@ -488,7 +491,7 @@ fn a_partition_between_workers_breaks_the_collectives_until_it_is_over() {
             session.sync_all().wait()
         };
         barrier().unwrap();
-        // Both in the middle of much data, and between two collectives.
+        // The network parts in the middle of a large collective, and between two collectives.
         for len in [4, 4 << 20] {
             let x = session.empty(&[len], DataType::F32, None).unwrap();
             session.sync_all().wait().unwrap();
@@ -499,7 +502,7 @@ fn a_partition_between_workers_breaks_the_collectives_until_it_is_over() {
             assert!(error.to_string().contains("allreduce(sum) of"), "{error}");
             let CclState::Broken(breakage) = session.ccl_state() else { panic!("{:?}", session.ccl_state()) };
             assert!(breakage.culprit.is_some(), "{breakage:?}");
-            // The session lives, and cannot have new collectives over this network.
+            // The session lives, and cannot make the collectives anew over this network.
             let id = session.get_global_func("worker_id").unwrap().call(()).unwrap();
             assert_eq!(int(&session, &id, 2), 2);
             let error = session.reinit_ccl().wait().unwrap_err();
@@ -513,7 +516,7 @@ fn a_partition_between_workers_breaks_the_collectives_until_it_is_over() {
         }
         pass(false);
         session.barrier(Scope::World).unwrap();
-        // The workers may come out of it in time, or be left behind.
+        // The workers may leave the collective in time, or be left behind.
         if let Err(error) = session.shutdown().wait() {
             assert_eq!(error.cause().kind(), ErrorKind::DeadlineExceeded, "{error}");
         }
@@ -545,7 +548,7 @@ fn a_partition_between_controller_and_worker_ends_the_session_and_frees_the_serv
     }
 }
 
-/// A controller in a process of its own, killed with this.
+/// A controller in a process of its own, which is killed when this value is dropped.
 struct Controller {
     process: Child,
     pids: Vec<u32>,
@@ -568,7 +571,7 @@ impl Controller {
 
 impl Drop for Controller {
     fn drop(&mut self) {
-        // It is gone already, unless the test has failed.
+        // The process has ended already, unless the test has failed.
         _ = self.process.kill();
         _ = self.process.wait();
     }
@@ -625,7 +628,7 @@ fn servers_outlive_a_controller_that_is_killed_and_serve_the_next() {
             session.barrier(Scope::World).unwrap();
             session.sync_all().wait().unwrap();
             session.shutdown().wait().unwrap();
-            // A thread that is in a call goes when that returns.
+            // A thread that is in a call ends when the call returns.
             std::fs::write(&path, "").unwrap();
         });
     }

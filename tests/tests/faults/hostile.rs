@@ -1,5 +1,5 @@
-//! Peers that mean harm: who lie about who they are, get in between, stall, flood, forge and send
-//! rubbish. None gets in, none makes the server grow, and no good client notices.
+//! Hostile peers: they claim false identities, intercept, stall, flood, forge and send rubbish.
+//! None gets in, none makes the server grow, and no good client notices.
 
 use std::collections::HashSet;
 use std::io;
@@ -39,7 +39,7 @@ use crate::peers::raw::{
 use crate::peers::site::{Authority, GoodClient, PATIENCE, SECRET, Site, soon, tokens, works};
 use crate::peers::{self, Transport, within};
 
-/// Time limit of handshakes where one is drawn out.
+/// Time limit of handshakes in tests that draw one out.
 const HANDSHAKE: Duration = Duration::from_secs(1);
 
 fn by_token() -> Access {
@@ -50,7 +50,7 @@ fn with_token() -> ServeOptions {
     ServeOptions { access: by_token(), ..ServeOptions::default() }
 }
 
-/// Keeps what passes, in both directions.
+/// Byte pipe that records the written bytes.
 struct Recorder<I> {
     io: I,
     written: Arc<Mutex<Vec<u8>>>,
@@ -80,8 +80,8 @@ impl<I: AsyncWrite + Unpin> AsyncWrite for Recorder<I> {
     }
 }
 
-/// Bytes that a client with the token writes, inside of any encryption, until it has called a
-/// function.
+/// Returns the bytes that a client with the token writes, inside of any encryption, until it has
+/// called a function.
 async fn recorded(site: &Site) -> Vec<u8> {
     let raw = Raw::dial(site).await;
     let written = Arc::new(Mutex::new(Vec::new()));
@@ -115,7 +115,7 @@ async fn a_client_with_an_unfit_certificate_gets_in_nowhere(transport: Transport
     });
     let of_a_server =
         authority.issue("client", |params| params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth]);
-    // The client hears why, from the number of the alert.
+    // The number of the alert tells the client the reason.
     let of_a_stranger = stranger.issue("client", |_| {});
     for (what, certificate, reason) in [
         ("an expired one", Some(expired), "the client's certificate has expired"),
@@ -151,14 +151,14 @@ async fn a_server_with_an_unfit_certificate_is_refused(transport: Transport) {
         let error = outcome.expect_err(what);
         assert!(is_insecure(&error), "{what}: {error:?}");
         assert_eq!(error.into_rpc_error().kind(), ErrorKind::Unauthenticated, "{what}");
-        // A token is no way around a check that the client has asked for.
+        // A token does not replace the check of the certificate that the client has asked for.
         let with_token = Connector::new().tls(authority.trust()).tokens(tokens(SECRET));
         let error = soon("an outcome", with_token.connect(&address)).await.expect_err(what);
         assert!(is_insecure(&error), "{what}: {error:?}");
     }
 }
 
-/// A listener on the wire learns nothing that opens a session.
+/// An eavesdropper learns nothing that opens a session.
 async fn a_recorded_handshake_opens_no_session(transport: Transport) {
     let site = Site::new(transport, with_token()).await;
     let recorded = recorded(&site).await;
@@ -168,7 +168,7 @@ async fn a_recorded_handshake_opens_no_session(transport: Transport) {
     let said = replayed.rest().await;
     assert!(!was_accepted(&said), "{}", said.escape_ascii());
     assert_eq!(last_word(&said).unwrap().kind(), ErrorKind::Unauthenticated);
-    // In time with the server's own rounds, too: the second frame is the proof.
+    // The replay follows the rounds of the server, too: the second frame is the proof.
     let hello_len = MAGIC.len() + frames(&recorded)[0].1.len() + HEADER_LEN;
     let mut replayed = Raw::dial(&site).await;
     replayed.write(&recorded[..hello_len]).await;
@@ -177,7 +177,7 @@ async fn a_recorded_handshake_opens_no_session(transport: Transport) {
     assert_eq!(replayed.frame().await.unwrap().0.kind, Kind::Proof);
     replayed.write(&recorded[hello_len..]).await;
     assert_eq!(last_word(&replayed.rest().await).unwrap().kind(), ErrorKind::Unauthenticated);
-    // A client that leaves the proof out has no identity.
+    // A client that omits the proof has no identity.
     let accept = frame(Kind::Accept, 0, &[]);
     let mut silent = Raw::dial(&site).await;
     silent.write(&[&recorded[..hello_len], &accept].concat()).await;
@@ -240,12 +240,12 @@ async fn a_server_without_the_token_convinces_no_client(transport: Transport) {
             raw.half_close().await;
             raw.rest().await
         });
-        // The certificate alone would not be enough, and is not checked.
+        // With a token the certificate is not checked, and would not suffice.
         let client = Connector::new().tokens(tokens(SECRET)).tls(ClientTls::unverified(None).unwrap());
         let outcome = soon("an outcome", client.handshake_timeout(OVER).connect(&address)).await;
         let error = outcome.expect_err(what).into_rpc_error();
         let kinds = [ErrorKind::Unauthenticated, ErrorKind::Protocol];
-        // Of a server that sends no proof at all, and leaves, nothing worse can be said than that.
+        // A server that closes without any proof is only known to have closed.
         assert!(
             kinds.contains(&error.kind()) || (what == "no proof" && error.kind() == ErrorKind::Refused),
             "{what}: {error}"
@@ -255,11 +255,11 @@ async fn a_server_without_the_token_convinces_no_client(transport: Transport) {
     }
 }
 
-/// Change of a hello by a peer in between.
+/// Change of a hello by an interceptor.
 type Change = fn(&mut Hello);
 
-/// Over TCP somebody in between can change a word; then the proofs do not match, whichever word it
-/// was.
+/// Over TCP an interceptor can change a field of the hello. The proofs then do not match, whichever
+/// field it was.
 async fn a_hello_changed_on_the_way_breaks_the_proof() {
     let changes: [(&str, Change); 8] = [
         ("the identities", |hello| hello.identities = vec!["none".to_owned()]),
@@ -272,7 +272,7 @@ async fn a_hello_changed_on_the_way_breaks_the_proof() {
         ("the agent", |hello| hello.agent.push('!')),
     ];
     for anonymous_too in [false, true] {
-        // Where nobody needs to prove anything, a client with a token still does not do without.
+        // A client with a token demands a proof even from a server that needs none of its clients.
         let access = Access { anonymous: anonymous_too, ..by_token() };
         let options = ServeOptions { access, key: "board".to_owned(), ..ServeOptions::default() };
         let site = Site::new(Transport::Tcp, options).await;
@@ -294,7 +294,8 @@ async fn a_hello_changed_on_the_way_breaks_the_proof() {
     }
 }
 
-/// Somebody in between who changes the hello of one side, and passes everything else on.
+/// Starts an interceptor that changes the hello of one side, and forwards everything else. Returns
+/// its address.
 async fn meddle(server: SocketAddr, of_client: bool, change: Change) -> (SocketAddr, JoinHandle<()>) {
     async fn pass_changed(from: &mut TcpStream, to: &mut TcpStream, change: Option<Change>) {
         let mut head = [0; MAGIC.len() + HEADER_LEN];
@@ -322,7 +323,7 @@ async fn meddle(server: SocketAddr, of_client: bool, change: Change) -> (SocketA
     (address, task)
 }
 
-/// A hello of TLS 1.2, without an extension that speaks of 1.3.
+/// Returns a hello of TLS 1.2, without the extensions of 1.3.
 fn tls12_client_hello() -> Vec<u8> {
     let suites = [0xc02f_u16, 0xc030, 0xc02b, 0xc02c, 0x009c, 0x002f];
     let mut hello = vec![3, 3];
@@ -331,7 +332,7 @@ fn tls12_client_hello() -> Vec<u8> {
     hello.extend((suites.len() as u16 * 2).to_be_bytes());
     hello.extend(suites.iter().flat_map(|suite| suite.to_be_bytes()));
     hello.extend([1, 0]);
-    // Groups and signatures, as any client of 1.2 has them.
+    // Groups and signatures, like those of any client of 1.2.
     let extensions = [0, 10, 0, 4, 0, 2, 0, 29, 0, 13, 0, 6, 0, 4, 4, 3, 8, 4];
     hello.extend((extensions.len() as u16).to_be_bytes());
     hello.extend(extensions);
@@ -343,7 +344,7 @@ fn tls12_client_hello() -> Vec<u8> {
     record
 }
 
-/// The end of a connection to `address` after these bytes, and what was said before it.
+/// Writes these bytes to `address`, and returns the answer when the connection has ended.
 async fn answer_to(address: SocketAddr, bytes: &[u8]) -> Vec<u8> {
     let mut stream = TcpStream::connect(address).await.unwrap();
     stream.write_all(bytes).await.unwrap();
@@ -356,9 +357,9 @@ async fn nobody_talks_the_server_out_of_tls_1_3() {
     let site = Site::new(Transport::Tls, ServeOptions::default()).await;
     let good = GoodClient::start(site.connector(), &site.address);
     let said = answer_to(site.socket_address(), &tls12_client_hello()).await;
-    // A fatal alert: protocol_version.
+    // The answer is a fatal alert: protocol_version.
     assert_eq!(said, [21, 3, 3, 0, 2, 2, 70], "{}", said.escape_ascii());
-    // A client without TLS hears nothing of the protocol.
+    // A client without TLS gets no bytes of the protocol.
     for plain in [&peers::hello(&Hello::new(Role::Client))[..], b"GET / HTTP/1.1\r\nHost: here\r\n\r\n"] {
         let said = answer_to(site.socket_address(), plain).await;
         assert!(!said.windows(MAGIC.len()).any(|bytes| bytes == MAGIC), "{}", said.escape_ascii());
@@ -369,7 +370,7 @@ async fn nobody_talks_the_server_out_of_tls_1_3() {
 
 async fn nobody_talks_a_client_out_of_tls_1_3() {
     let authority = Authority::new();
-    // A server of TLS 1.2, one of ours without TLS, and one that says nothing that anybody knows.
+    // A server of TLS 1.2, one of this protocol without TLS, and one of an unknown protocol.
     let mut server_hello = vec![22, 3, 3, 0, 42, 2, 0, 0, 38, 3, 3];
     server_hello.extend([9; 32]);
     server_hello.extend([0, 0xc0, 0x2f, 0]);
@@ -399,7 +400,7 @@ async fn a_handshake_cannot_be_drawn_out(transport: Transport) {
     let recorded = recorded(&site).await;
     let hello_len = MAGIC.len() + frames(&recorded)[0].1.len() + HEADER_LEN;
     let mut peers = tokio::task::JoinSet::new();
-    // In the magic, in the hello, in the proof: with a trickle behind it, or nothing.
+    // The peer stalls in the magic, in the hello and in the proof: it sends a trickle, or nothing.
     for at_once in [1, MAGIC.len() + HEADER_LEN + 9, hello_len, hello_len + HEADER_LEN] {
         for count in [0, 1000] {
             let mut raw = Raw::dial(&site).await;
@@ -418,7 +419,7 @@ async fn a_handshake_cannot_be_drawn_out(transport: Transport) {
 async fn a_tls_handshake_cannot_be_drawn_out() {
     let options = ServeOptions { handshake_timeout: HANDSHAKE, ..ServeOptions::default() };
     let site = Site::new(Transport::Tls, options).await;
-    // The head of a record with a client's hello of 16,000 bytes, of which each is welcome.
+    // The header of a record with a client's hello of 16,000 bytes, so that each byte is expected.
     let record = [&[22, 3, 1, 0x3e, 0x80, 1, 0, 0x3e, 0x7c, 3, 3][..], &[7; 1000]].concat();
     for slowly in [&[][..], &record] {
         cut_off(&mut TcpStream::connect(site.socket_address()).await.unwrap(), slowly).await;
@@ -426,30 +427,29 @@ async fn a_tls_handshake_cannot_be_drawn_out() {
     tokio::time::timeout(OVER, site.server.idle()).await.expect("nothing is left of them");
 }
 
-/// A QUIC connection is there before any channel is: until its client has introduced itself it has
-/// no more time than others.
+/// A QUIC connection exists before its first channel. Until its client has proven its identity, it
+/// has the time limit of any handshake.
 async fn a_connection_without_a_channel_is_given_up() {
     let options = ServeOptions { handshake_timeout: HANDSHAKE, ..with_token() };
     let site = Site::new(Transport::Quic, options).await;
-    // The server hears of a stream when something is written on it, and nothing is.
+    // The server learns of a stream by the first bytes on it, and there are none.
     let mut raw = Raw::dial(&site).await;
     cut_off(raw.channel.io_mut(), &[]).await;
 }
 
-/// When a server says that it is idle nothing happens any more: whoever waits for it may end the
-/// process.
+/// An idle server does nothing any more, so that a process that waits for that may end.
 async fn an_idle_server_has_no_session() {
     let site = Site::new(Transport::Tcp, ServeOptions::default()).await;
     let mut raw = Raw::greeted(&site, &Hello::new(Role::Client)).await;
     raw.write(&frame(Kind::Close, 0, &[])).await;
     assert_eq!(raw.frame().await.unwrap().0.kind, Kind::Close);
-    // It waits for the client to leave, for a moment.
+    // The server waits a moment for the client to close.
     soon("the server is idle", site.server.idle()).await;
     assert_eq!(site.server.sessions(), 0);
     drop(raw);
 }
 
-/// The client has a limit, too, and keeps to it on a thread of its own as well.
+/// The client has a time limit, too, also in its blocking form.
 async fn a_server_that_draws_its_handshake_out_is_given_up() {
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = format!("tcp://{}", listener.local_addr().unwrap());
@@ -472,7 +472,7 @@ async fn a_server_that_draws_its_handshake_out_is_given_up() {
 
 const MIB: usize = 1 << 20;
 
-/// Replies of 1 MiB, which are counted for as long as the server keeps them.
+/// Counter of replies of 1 MiB that the server still keeps.
 #[derive(Clone, Default)]
 struct Replies {
     begun: Arc<AtomicU64>,
@@ -502,10 +502,10 @@ impl Replies {
     }
 }
 
-/// The windows of the next test: of either side.
+/// Flow-control windows of both sides in the next test.
 const WINDOW: u64 = 4 << 20;
 
-/// A peer that asks for 300 MiB and reads nothing, and then everything.
+/// A peer asks for 300 MiB, reads nothing, and then reads everything.
 async fn replies_that_nobody_reads_do_not_pile_up(transport: Transport) {
     let limits = WireLimits { max_message: 2 << 20, window: WINDOW, ..WireLimits::default() };
     let (registry, replies) = (functions::registry(), Replies::default());
@@ -527,17 +527,17 @@ async fn replies_that_nobody_reads_do_not_pile_up(transport: Transport) {
             raw.write(&request(id, Lane(id as u32 % 16), call)).await;
         }
         within(PATIENCE, "calls have begun", async || replies.begun.load(Ordering::Acquire) > begun + 2).await;
-        // The server has had its time: others were served meanwhile.
+        // The server has had time to send, because others were served meanwhile.
         let session = soon("connect", site.connector().connect(&site.address)).await.unwrap();
         for _ in 0..30 {
             works(&session).await;
         }
-        // What there is no room for is refused, though it was made: that may take a moment.
+        // Replies without room are made and then refused, which may take a moment.
         let room = (windows * WINDOW) >> 20;
         let fits = async || replies.alive.load(Ordering::Acquire) <= room;
         within(PATIENCE, "what is kept for a peer that reads nothing fits its window", fits).await;
         let kept = replies.alive.load(Ordering::Acquire);
-        // One answer each, also where it is that there was no room for it.
+        // Each request has one answer, which may be the refusal.
         let mut answered = HashSet::new();
         while answered.len() < CALLS as usize {
             let (header, body) = raw.frame().await.expect("the session lives");
@@ -560,7 +560,7 @@ async fn replies_that_nobody_reads_do_not_pile_up(transport: Transport) {
     site.is_empty().await;
 }
 
-/// A peer that neither reads nor says anything is cut off, although there is much to be sent to it.
+/// A peer that neither reads nor writes is cut off, although the server has much to send to it.
 async fn a_peer_that_does_nothing_is_cut_off(transport: Transport) {
     let registry = functions::registry();
     registry.add_inline("bulk", || Bytes::from(vec![3; 16 * MIB]));
@@ -586,7 +586,7 @@ async fn pings_without_end_are_not_all_answered(transport: Transport) {
     let ping = frame(Kind::Ping, 9, &[]);
     let many = ping.repeat(1000);
     for _ in 0..PINGS / 1000 {
-        // The server reads on, although nobody takes its answers.
+        // The server reads on, although the peer does not read its answers.
         raw.write(&many).await;
     }
     raw.write(&frame(Kind::Close, 0, &[])).await;
@@ -598,17 +598,18 @@ async fn pings_without_end_are_not_all_answered(transport: Transport) {
     site.is_empty().await;
 }
 
-/// As many as there may be, but for what other tests of this program need.
+/// Returns the number of connections that the limit on files allows, without those of other tests
+/// of this program.
 fn allowed_connections() -> usize {
     let Rlimit { maximum, .. } = getrlimit(Resource::Nofile);
     let _ = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum });
     let files = getrlimit(Resource::Nofile).current.unwrap_or(1 << 20) as usize;
-    // Both ends are in this process.
+    // Both ends of each connection are in this process.
     (files * 9 / 20).saturating_sub(100).clamp(10, 10_000)
 }
 
 async fn thousands_of_half_open_connections_do_not_keep_others_out(transport: Transport) {
-    // There are not enough files for two of these at a time.
+    // The limit on files does not allow two of these tests at a time.
     static ONE_AT_A_TIME: tokio::sync::Mutex<()> = tokio::sync::Mutex::const_new(());
     let _turn = soon("the other one ends", ONE_AT_A_TIME.lock()).await;
     let count = allowed_connections();
@@ -620,8 +621,8 @@ async fn thousands_of_half_open_connections_do_not_keep_others_out(transport: Tr
     let mut held = Vec::with_capacity(count);
     for number in 0..count {
         let mut stream = soon("connect", TcpStream::connect(site.socket_address())).await.unwrap();
-        // Some say a little.
-        // The oldest have been let go by now, and may know.
+        // Some write a little.
+        // The oldest connections may have been closed by now.
         let _ = stream.write_all(&MAGIC[..number % 5]).await;
         held.push(stream);
     }
@@ -643,7 +644,7 @@ async fn a_good_client_gets_in_while_too_many_are_half_open(transport: Transport
         let options = Dial { tls: Some(site.authority.trust()), ..Dial::default() };
         let (address, cut_off) = (site.address.parse::<Address>().unwrap(), cut_off.clone());
         held.push(tokio::spawn(async move {
-            // With TLS it may end before there is a channel.
+            // With TLS the connection may end before there is a channel.
             let channel = rpc_transports::Transports::default().dial(&address, &options).await;
             if let Ok(mut channel) = channel {
                 let _ = channel.io_mut().write_all(&MAGIC).await;
@@ -653,13 +654,13 @@ async fn a_good_client_gets_in_while_too_many_are_half_open(transport: Transport
         }));
     }
     within(PATIENCE, "those beyond the limit are cut off", async || cut_off.load(Ordering::Acquire) == 68).await;
-    // The oldest of the others give way, although all come from one machine.
+    // The oldest other handshakes are closed, although all come from one machine.
     for _ in 0..5 {
         works(&soon("a good client connects", site.connector().connect(&site.address)).await.unwrap()).await;
     }
-    // Those that are in are not concerned.
+    // Established sessions are not affected.
     works(&early).await;
-    // Nobody waits for those who never finish.
+    // Draining does not wait for unfinished handshakes.
     let begun = Instant::now();
     site.server.drain(PATIENCE * 3).await;
     assert!(begun.elapsed() < PATIENCE, "{:?}", begun.elapsed());
@@ -668,8 +669,7 @@ async fn a_good_client_gets_in_while_too_many_are_half_open(transport: Transport
     }
 }
 
-/// Connections that begin and never go on: their clients hear nothing of the server, which has no
-/// place for so many.
+/// Connections whose clients never answer the server, more than it keeps.
 async fn quic_connections_that_never_come_about_do_not_keep_others_out() {
     let options = ServeOptions { max_handshakes: 64, ..ServeOptions::default() };
     let site = Site::new(Transport::Quic, options).await;
@@ -691,7 +691,7 @@ async fn quic_connections_that_never_come_about_do_not_keep_others_out() {
     attempts.shutdown().await;
 }
 
-/// Connections that come about and are not used: they take the places of each other only.
+/// Connections that are established and not used: they displace only each other.
 async fn quic_connections_of_strangers_do_not_keep_others_out() {
     let options = ServeOptions { max_handshakes: 8, max_sessions: 4, ..ServeOptions::default() };
     let site = Site::new(Transport::Quic, options).await;
@@ -706,7 +706,7 @@ async fn quic_connections_of_strangers_do_not_keep_others_out() {
     works(&soon("another good client", site.connector().connect(&site.address)).await.unwrap()).await;
 }
 
-/// Lengths of what is not there, in every place that has one.
+/// Lengths that no data follows, in every field that has one.
 async fn lengths_that_are_not_true_reserve_nothing(transport: Transport) {
     let site = Site::new(transport, ServeOptions::default()).await;
     let good = GoodClient::start(site.connector(), &site.address);
@@ -726,8 +726,8 @@ async fn lengths_that_are_not_true_reserve_nothing(transport: Transport) {
         header(FrameHeader { id: 1, payload_len: u32::MAX, ..FrameHeader::control(Kind::Request, 0) }),
         header(FrameHeader { id: 1, payload_len: u32::MAX, more: true, ..FrameHeader::control(Kind::Request, 9) }),
         header(FrameHeader::control(Kind::Free, u32::MAX)),
-        // Arguments: a list, a text, bytes, packed bytes, a shape, each of four billion; a tensor
-        // of 255 dimensions.
+        // Arguments: a list, a text, bytes, packed bytes and a shape of four billion elements each;
+        // a tensor of 255 dimensions.
         request(b"\x92\x01\xdd\xff\xff\xff\xff"),
         request(b"\x92\x01\x91\xdb\xff\xff\xff\xff"),
         request(b"\x92\x01\x91\xd7\x01\xff\xff\xff\xff\xff\xff\xff\xff"),
@@ -748,9 +748,9 @@ async fn lengths_that_are_not_true_reserve_nothing(transport: Transport) {
         }
     }
     let grown = peers::memory(std::process::id(), "VmPeak").saturating_sub(before);
-    // Other tests of this program may have reserved some, but nothing like four billion bytes.
+    // Other tests of this program may have reserved memory, but far less than four billion bytes.
     assert!(grown < 3 << 30, "{grown} bytes were reserved for lengths that are not true");
-    // Shapes are lengths as well, and errors of one call.
+    // Shapes are lengths, too, and bad ones are errors of one call.
     let session = soon("connect", site.connector().connect(&site.address)).await.unwrap();
     for shape in [&[i64::MAX][..], &[1 << 46], &[1 << 40, 1 << 40], &[i64::MAX, i64::MAX], &[-1], &[i64::MIN, 2]] {
         let error = soon("alloc", session.alloc(Device::cpu(), DataType::F32, shape)).await.unwrap_err();
@@ -771,7 +771,7 @@ async fn forged_handles_reach_nothing_of_another_session(transport: Transport) {
     forge::handles_of_others(site.connector(), &site.address, 1_200_000).await;
 }
 
-/// What has been freed stays freed, however often its place is used again.
+/// A freed handle stays invalid, however often its slot is used again.
 async fn stale_handles_reach_nothing(transport: Transport) {
     let site = Site::new(transport, ServeOptions::default()).await;
     let session = soon("connect", site.connector().connect(&site.address)).await.unwrap();
@@ -803,7 +803,7 @@ async fn stale_handles_reach_nothing(transport: Transport) {
 
 // Files.
 
-/// Makes a link in the workspace of the session, as foreign code in a function might.
+/// Makes a symbolic link in the workspace of the session, as native code in a function could.
 fn workspace_of(context: &rpc_core::Context) -> rpc_core::Result<std::path::PathBuf> {
     let files = context.workspace().unwrap();
     Ok(files.as_any().downcast_ref::<SessionWorkspace>().unwrap().open()?.path().to_owned())
@@ -903,12 +903,13 @@ async fn no_path_leads_out_of_a_workspace(scheme: &str) {
         assert!(refused.contains(&error.kind()), "put {shown:?}: {error}");
         let error = soon("load", session.load_module(path)).await.expect_err(&shown);
         assert!(!error.message().contains("secret\n"), "load {shown:?}: {error}");
-        // A link to a folder inside may be listed; what is outside may not.
+        // A link to a folder inside the workspace may be listed, and one that leads outside may
+        // not.
         for entry in soon("ls", files.ls(path)).await.unwrap_or_default() {
             assert!(!entry.name.ends_with("secret") && !entry.name.ends_with("passwd"), "ls {shown:?}: {entry:?}");
         }
     }
-    // Links themselves can be removed, and nothing behind them.
+    // Links can be removed, which leaves their targets.
     for path in &paths {
         let _ = soon("rm", files.rm(path)).await;
     }
@@ -933,8 +934,7 @@ fn names_in(folder: &Path) -> Vec<String> {
 
 // Rubbish.
 
-/// Rubbish inside of the encryption, where there is any, beside good clients. None of it is a
-/// proof.
+/// Rubbish inside of the encryption, if there is any, beside good clients.
 async fn rubbish_opens_no_session_and_disturbs_nobody(transport: Transport) {
     const PEERS: usize = 300;
     let site = Site::new(transport, with_token()).await;
@@ -958,7 +958,7 @@ async fn rubbish_opens_no_session_and_disturbs_nobody(transport: Transport) {
             let said = raw.rest().await;
             assert!(!was_accepted(&said), "peer {number}: {} led to {}", bytes.escape_ascii(), said.escape_ascii());
         });
-        // Some at a time.
+        // The peers come in groups.
         if peers.len() > 20 {
             soon("a peer", peers.join_next()).await.unwrap().unwrap();
         }
@@ -996,11 +996,11 @@ async fn rubbish_in_place_of_tls_disturbs_nobody() {
     site.is_empty().await;
 }
 
-/// Datagrams of nobody, some of which look like the beginning of a connection.
+/// Rubbish datagrams, some of which look like the beginning of a connection.
 async fn rubbish_datagrams_disturb_nobody() {
     let site = Site::new(Transport::Quic, ServeOptions::default()).await;
     let good = GoodClient::start(site.connector(), &site.address);
-    // What a client begins with.
+    // The first datagram of a client.
     let catcher = UdpSocket::bind("127.0.0.1:0").await.unwrap();
     let address: Address = format!("quic://{}", catcher.local_addr().unwrap()).parse().unwrap();
     let tls = site.authority.trust();
@@ -1021,17 +1021,17 @@ async fn rubbish_datagrams_disturb_nobody() {
                 random.bytes(count)
             }
             1 => mutated(&valid, &mut random),
-            // The long head of version 1, and noise.
+            // The long header of version 1, and noise.
             _ => [&[0xc0 | random.number() as u8, 0, 0, 0, 1, 8][..], &random.bytes(1300)].concat(),
         };
-        // The system may have no room for one, which is one less.
+        // The system may refuse a datagram, which is then left out.
         let _ = socket.send_to(&bytes[..bytes.len().min(1400)], site.socket_address()).await;
     }
     good.stays_unharmed().await;
     works(&soon("a good client connects", site.connector().connect(&site.address)).await.unwrap()).await;
 }
 
-/// A test for each transport.
+/// Makes a test for each transport.
 macro_rules! each {
     ($($test:ident: $($name:ident($transport:ident))*;)*) => {$(
         mod $test {

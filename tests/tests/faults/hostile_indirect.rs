@@ -1,7 +1,6 @@
-//! Peers that mean harm, before servers that do not serve sessions themselves: each session in a
-//! process of its own (`--isolate process`), or behind a gateway (`--allow-forward`). What harms
-//! nobody at a plain server (`hostile.rs`) is to harm nobody there, and to leave no process and no
-//! session behind.
+//! Hostile peers at servers that do not serve sessions themselves: each session is in a process of
+//! its own (`--isolate process`), or behind a gateway (`--allow-forward`). The attacks of
+//! `hostile.rs` harm no client there either, and leave no process and no session behind.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -21,19 +20,19 @@ use crate::peers::{self, Calls, ServerPeer, Transport, children, forge, memory, 
 enum Where {
     /// In processes of their own.
     Isolated,
-    /// At another server.
+    /// At another server, behind a gateway.
     Behind,
 }
 
-/// A server in front of sessions that are elsewhere.
+/// A server whose sessions are elsewhere.
 struct Front {
     server: ServerPeer,
-    /// That of the sessions, if it is another one.
+    /// Server of the sessions, if it is another one.
     origin: Option<ServerPeer>,
 }
 
 impl Front {
-    /// `flags` are of the server that peers reach.
+    /// Starts the servers. `flags` are those of the server that peers reach.
     fn start(place: Where, transport: Transport, flags: &[&str]) -> Self {
         match place {
             Where::Isolated => {
@@ -68,18 +67,18 @@ impl Front {
         Hello { forward, ..Hello::new(Role::Client) }
     }
 
-    /// A peer with a connection of its own.
+    /// Connects a peer by a connection of its own.
     async fn raw(&self) -> Raw {
         Raw::dial_to(self.server.address(), peers::trust()).await
     }
 
-    /// All processes that peers could make grow.
+    /// Returns the processes that peers could make grow.
     fn processes(&self) -> Vec<u32> {
         self.origin.iter().chain([&self.server]).map(ServerPeer::pid).collect()
     }
 
-    /// That there are sessions for these clients, and for nobody else: at a server in front of
-    /// processes, one for each and a spare one; at the origin of a gateway, one for each.
+    /// Checks that there are sessions for these clients alone: at a server in front of processes
+    /// one process for each and a spare one, at the origin of a gateway one session for each.
     async fn is_left_with(&self, clients: &[&Session]) {
         let what = "all that the others had is gone";
         match &self.origin {
@@ -101,7 +100,8 @@ async fn forged_handles_reach_nothing_of_another_session(place: Where, transport
     front.is_left_with(&[]).await;
 }
 
-/// In the magic, in the hello, before the word of consent: with a byte now and then, or nothing.
+/// Peers stall in the magic, in the hello, and before the `Accept`: they send a byte now and then,
+/// or nothing.
 async fn a_handshake_cannot_be_drawn_out(place: Where, transport: Transport) {
     let front = Front::start(place, transport, &["--handshake-timeout", "1s"]);
     let early = front.connect().await;
@@ -113,13 +113,13 @@ async fn a_handshake_cannot_be_drawn_out(place: Where, transport: Transport) {
             for _ in 0..4 {
                 let mut raw = front.raw().await;
                 raw.write(&hello[..at_once]).await;
-                // The hello is over before the thousand is.
+                // The hello has fewer than a thousand bytes.
                 let slowly = if at_once == 1 { vec![hello[1]; count] } else { Vec::new() };
                 peers.spawn(async move { cut_off(raw.channel.io_mut(), &slowly).await });
             }
         }
     }
-    // These have no session until they consent, and begin to with a byte.
+    // These peers have no session before their `Accept`, of which they send one byte.
     for count in [0, 1, 20] {
         let mut raw = front.raw().await;
         raw.write(&hello).await;
@@ -139,14 +139,14 @@ async fn a_handshake_cannot_be_drawn_out(place: Where, transport: Transport) {
 async fn half_open_connections_take_nothing_but_their_place(place: Where, transport: Transport) {
     let front = Front::start(place, transport, &["--max-handshakes", "32"]);
     let early = front.connect().await;
-    // Its handshake is over at the server, too.
+    // The handshake is complete at the server, too.
     works(&early).await;
     let mut held = JoinSet::new();
     let cut_off = Arc::new(AtomicU64::new(0));
     for _ in 0..100 {
         let (address, cut_off) = (front.server.address().to_owned(), cut_off.clone());
         held.spawn(async move {
-            // With TLS it may end before there is a channel.
+            // With TLS the connection may end before there is a channel.
             let options = Dial { tls: Some(peers::trust()), ..Dial::default() };
             if let Ok(channel) = rpc_transports::Transports::default().dial(&address.parse().unwrap(), &options).await {
                 let mut raw = Raw { channel };
@@ -156,7 +156,7 @@ async fn half_open_connections_take_nothing_but_their_place(place: Where, transp
             cut_off.fetch_add(1, Ordering::AcqRel);
         });
     }
-    // Those beyond the limit; until then the oldest give way to the flood itself.
+    // The connections beyond the limit are closed; the flood displaces its own oldest ones.
     within(PATIENCE, "the flood is over", async || cut_off.load(Ordering::Acquire) == 68).await;
     for _ in 0..5 {
         works(&front.connect().await).await;
@@ -166,7 +166,7 @@ async fn half_open_connections_take_nothing_but_their_place(place: Where, transp
     held.shutdown().await;
 }
 
-/// Requests that arrive byte by byte hold nobody else up.
+/// Requests that arrive byte by byte delay no other client.
 async fn slow_requests_hold_nobody_up(place: Where, transport: Transport) {
     const PEERS: usize = 8;
     let front = Front::start(place, transport, &[]);
@@ -178,7 +178,7 @@ async fn slow_requests_hold_nobody_up(place: Where, transport: Transport) {
         let words = words.clone();
         slow.spawn(async move {
             trickle(raw.channel.io_mut(), &words).await;
-            // It is heard in the end.
+            // The request is answered in the end.
             assert_eq!(raw.frame().await.map(|(header, _)| header.kind), Some(Kind::Reply));
         });
     }
@@ -193,8 +193,8 @@ async fn slow_requests_hold_nobody_up(place: Where, transport: Transport) {
     front.is_left_with(&[&session]).await;
 }
 
-/// Peers that ask for 300 MiB each and read nothing: what is kept for them has a limit at every
-/// station, and they are cut off in the end.
+/// Peers ask for 300 MiB each and read nothing. The bytes that are kept for them have a limit in
+/// every process, and the peers are cut off in the end.
 async fn peers_that_read_nothing_are_cut_off(place: Where, transport: Transport) {
     const PEERS: usize = 4;
     const CALLS: u64 = 300;
@@ -229,11 +229,11 @@ async fn peers_that_read_nothing_are_cut_off(place: Where, transport: Transport)
     drop(held);
 }
 
-/// Bytes that one process may keep for four peers: ten windows each, as at a plain server,
-/// and what is in sockets and buffers. However much they ask for.
+/// Bytes that one process may keep for four peers, however much they ask for: ten windows each, as
+/// at a plain server, and the contents of sockets and buffers.
 const LIMIT: u64 = (4 * 10 * 4 + 48) << 20;
 
-/// Nonsense behind the handshake ends the session it is in, wherever that is.
+/// Nonsense after the handshake ends its own session, in both kinds of server.
 async fn nonsense_ends_its_own_session(place: Where, transport: Transport) {
     let front = Front::start(place, transport, &[]);
     let good = GoodClient::start(front.connector(), front.target());
@@ -257,7 +257,7 @@ async fn nonsense_ends_its_own_session(place: Where, transport: Transport) {
     front.is_left_with(&[&early]).await;
 }
 
-/// Each test for both kinds, over several transports.
+/// Makes the tests for both kinds of server, over several transports.
 macro_rules! each {
     ($($test:ident)*) => {$(
         mod $test {

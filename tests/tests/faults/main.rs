@@ -1,5 +1,5 @@
-//! Tests of what goes wrong: processes that die, bad networks, hostile peers, dropped futures, and
-//! Disco sessions among them.
+//! Tests of faults: processes that die, bad networks, hostile peers, dropped futures, and Disco
+//! sessions under all of these.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on should stop")]
 

@@ -1,6 +1,6 @@
 //! Sessions over bad networks: loss, delay, reordering, streams in small pieces, addresses that
-//! change, and peers that fall silent. The network is made by forwarders in this process, or in
-//! network namespaces where the system lets us make them.
+//! change, and peers that fall silent. The network consists of forwarders in this process, or of
+//! network namespaces where the system permits them.
 
 use std::fs::File;
 use std::net::SocketAddr;
@@ -24,20 +24,20 @@ use tokio::sync::oneshot;
 use crate::peers::site::{Authority, PATIENCE, Site, soon};
 use crate::peers::{self, DEAD, KEEP_ALIVE, Transport, pace, within};
 
-/// The size of the copies.
+/// Size of the copies, in bytes.
 const COPY: usize = 4 << 20;
 
-/// A keep-alive by which a peer is dead after [`DEAD`].
+/// Keep-alive with which a peer counts as dead after [`DEAD`].
 const QUICK: Duration = KEEP_ALIVE;
 
-/// Time within which a peer that fell silent is known to have done so, with [`QUICK`], as [`pace`]
-/// has it: late by a part of an interval, at most, for what was under way may still have moved.
+/// Time limit, measured by [`pace`], within which the silence of a peer is noticed with [`QUICK`].
+/// It has room for a part of an interval, because bytes in flight may still have arrived.
 const NOTICED: Duration = DEAD.saturating_add(Duration::from_millis(100));
 
-/// A keep-alive that sends no ping in the time of a test.
+/// Keep-alive that sends no ping in the time of a test.
 const NEVER: Duration = Duration::from_secs(120);
 
-/// The server of one test, which nothing else uses.
+/// Starts a server for one test.
 async fn site(keep_alive: Duration, transport: Transport) -> Site {
     site_at("127.0.0.1", keep_alive, transport, Arc::new(Authority::new())).await
 }
@@ -47,7 +47,7 @@ async fn site_at(host: &str, keep_alive: Duration, transport: Transport, authori
     Site::at(host, transport, options, functions::registry(), authority).await
 }
 
-/// A client of `site` that dials another address, from where it is forwarded.
+/// Returns a connector to `site` that dials the address of a forwarder.
 async fn connect(form: Form, site: &Site, transport: Transport, to: SocketAddr) -> Session {
     let address = format!("{}://{to}", transport.scheme());
     let connector = site.connector();
@@ -60,7 +60,7 @@ async fn connect(form: Form, site: &Site, transport: Transport, to: SocketAddr) 
     soon("the client connects", connected).await.unwrap()
 }
 
-/// That a session ends because its peer is silent, and how soon: `since` is of [`pace`].
+/// Checks that a session ends in time because its peer is silent. `since` is a time of [`pace`].
 async fn falls_silent(session: &Session, since: Duration) -> Duration {
     let ended = soon("the silence is noticed", session.ended()).await;
     let took = pace::since(since);
@@ -69,7 +69,7 @@ async fn falls_silent(session: &Session, since: Duration) -> Duration {
     took
 }
 
-/// That the server has let go of all sessions in the same time.
+/// Checks that the server has ended all sessions in the same time.
 async fn is_let_go_of(site: &Site, since: Duration) {
     within(PATIENCE, "the server has no session", async || site.server.sessions() == 0).await;
     let took = pace::since(since);
@@ -115,7 +115,7 @@ async fn copies_are_right(session: &Session, form: Form, bytes: usize, seed: u64
     assert!(back == data, "what was copied comes back");
 }
 
-/// A bad radio link: of twenty datagrams one is lost, and each takes 50 ms.
+/// Bad radio link: one of twenty datagrams is lost, and each takes 50 ms.
 const RADIO: Weather =
     Weather { seed: 1, lost: 50, delay: Duration::from_millis(50), late: 100, late_by: Duration::from_millis(20) };
 
@@ -129,7 +129,8 @@ async fn over_quic(form: Form, weather: Weather, calls: i64, bytes: usize) {
     assert!(weather.lost == 0 || forwarder.lost() > 0, "nothing was lost of {:?}", forwarder.passed());
 }
 
-/// A smaller copy: what one connection moves is limited by loss and round trip alike.
+/// Size of copies over the radio link: smaller, because loss and round trip both limit a
+/// connection.
 #[test]
 fn quic_is_right_where_datagrams_are_lost_late_and_reordered() {
     peers::run(|| over_quic(Form::Async, RADIO, 10, 128 << 10));
@@ -156,7 +157,7 @@ async fn over_streams(transport: Transport, form: Form) {
     let site = site(Duration::from_secs(5), transport).await;
     let target = site.socket_address();
     for (pipe, calls, bytes) in [
-        // Every header, length and body is cut in two somewhere.
+        // The pieces split each header, length and body.
         (Pipe { seed: 4, longest_piece: 5, ..Pipe::default() }, 20, 8 << 10),
         (Pipe { seed: 5, longest_piece: 3000, ..Pipe::default() }, 100, COPY),
         (Pipe { seed: 6, longest_piece: 100_000, delay: Duration::from_millis(50) }, 3, COPY),
@@ -168,9 +169,9 @@ async fn over_streams(transport: Transport, form: Form) {
     }
 }
 
-/// What TLS has taken and the socket has not stays behind in between. It once left only with what
-/// was written next, which may be a ping seconds later: the socket has to be so full, and so slow,
-/// that it happens.
+/// Bytes that TLS has accepted and the socket has not stay in a buffer. They once left it only with
+/// the next write, which may be a ping seconds later. The socket has to be full and slow to show
+/// it.
 async fn the_last_bytes_leave_a_channel_that_was_full(transport: Transport, form: Form) {
     let site = site(NEVER, transport).await;
     let target = site.socket_address();
@@ -182,18 +183,18 @@ async fn the_last_bytes_leave_a_channel_that_was_full(transport: Transport, form
     }
 }
 
-/// The client's address, as the server sees it, changes in the middle of a copy, as when a NAT
-/// forgets it.
+/// The address of the client, as the server sees it, changes in the middle of a copy, as when a NAT
+/// forgets its mapping.
 async fn a_copy_goes_on_when_the_address_changes(form: Form) {
     let site = site(Duration::from_secs(1), Transport::Quic).await;
     let target = site.socket_address();
-    // Slow enough that a copy is under way for a while.
+    // The delay makes a copy last for a while.
     let weather = Weather { seed: 7, delay: Duration::from_millis(2), ..Weather::default() };
     let forwarder = Arc::new(UdpForwarder::start(target, weather).unwrap());
     let session = connect(form, &site, Transport::Quic, forwarder.address()).await;
     let tensor = tensor(&session, COPY).await;
     let data: bytes::Bytes = Random::new(7).bytes(COPY).into();
-    // Of each direction: what had passed when the address changed.
+    // The datagrams of each direction that had passed when the address changed.
     let changed = Arc::new([AtomicU64::new(0), AtomicU64::new(0)]);
     let change = || {
         let (forwarder, changed, done) = (forwarder.clone(), changed.clone(), AtomicBool::new(false));
@@ -228,13 +229,13 @@ async fn a_copy_goes_on_when_the_address_changes(form: Form) {
     let (to_server, to_client) = passed_since();
     assert!(to_server > 10 && to_client > 100, "{to_server} and {to_client} datagrams have passed since");
     assert!(back == data, "what was copied comes back");
-    // An idle session comes through as well: its next call tells the server where it is.
+    // An idle session survives, too: its next call tells the server the new address.
     forwarder.rebind();
     calls_are_right(&session, form, 3).await;
     assert_eq!(site.server.sessions(), 1);
 }
 
-/// A forwarder of either kind, which can fall silent.
+/// Forwarder of either kind, which can fall silent.
 enum Forwarder {
     Udp(UdpForwarder),
     Bytes(ByteForwarder),
@@ -263,7 +264,7 @@ impl Forwarder {
     }
 }
 
-/// A call that runs, one that waits behind it, and a copy.
+/// A running call, a call that is queued behind it, and a copy.
 struct Pending {
     running: rpc_core::Pending<()>,
     queued: rpc_core::Pending<i64>,
@@ -277,14 +278,14 @@ impl Pending {
         let tensor = tensor(session, COPY).await;
         let running = hold.call::<()>(("outage",)).lane(Lane(1)).start();
         let queued = add.call::<i64>((1, 2)).lane(Lane(1)).start();
-        // There is always something under way.
+        // Some copy is always in flight.
         let (session, data) = (session.clone(), bytes::Bytes::from(vec![1; COPY]));
         let copy = tokio::spawn(async move {
             loop {
                 session.copy_to_remote(&tensor, data.clone()).lane(Lane(2)).await?;
             }
         });
-        // The requests before this one have left.
+        // The earlier requests have left this process.
         assert_eq!(soon("a call", add.call::<i64>((20, 22)).concurrent()).await.unwrap(), 42);
         Self { running, queued, copy }
     }
@@ -326,7 +327,7 @@ async fn a_short_silence_is_nothing(transport: Transport, form: Form) {
     let add = soon("get", session.function::<(i64, i64), i64>("add")).await.unwrap();
     forwarder.pass(false);
     let mut call = add.call((1, 2)).start();
-    // The silence itself, which is what is tested here.
+    // The pause is the silence that is tested.
     assert!(tokio::time::timeout(Duration::from_millis(700), &mut call).await.is_err(), "nothing passes");
     forwarder.pass(true);
     assert_eq!(soon("a call", call).await.unwrap(), 3);
@@ -334,8 +335,9 @@ async fn a_short_silence_is_nothing(transport: Transport, form: Form) {
     assert_eq!(site.server.sessions(), 1);
 }
 
-/// The server dies without a word, and another one begins at its address. The old connection would
-/// be tried in vain until it is given up, which takes much longer than the session's own silence.
+/// The server dies silently, and another one starts at its address. The client would try the old
+/// connection in vain until QUIC gives it up, which takes much longer than the session's
+/// keep-alive.
 #[test]
 fn a_client_reaches_a_quic_server_that_began_anew() {
     peers::run(|| async {
@@ -362,34 +364,34 @@ const CLIENT_IP: &str = "10.77.0.1";
 const OTHER_CLIENT_IP: &str = "10.77.0.3";
 const SERVER_IP: &str = "10.77.0.2";
 
-/// Two machines, as far as the network is concerned, with a wire between them. They go with this.
+/// Two network namespaces with a wire between them. They are removed when this value is dropped.
 struct Wire {
     client: Place,
     server: Place,
     names: Names,
 }
 
-/// The names of two namespaces, which are removed with this.
+/// Names of two namespaces, which are removed when this value is dropped.
 struct Names([String; 2]);
 
 impl Drop for Names {
     fn drop(&mut self) {
         for name in &self.0 {
-            // The first one may have been all that could be made.
+            // The second namespace may not have been made.
             let _ = ip(&format!("netns del {name}"));
         }
     }
 }
 
-/// The variable of the environment by which the tests that need network namespaces fail where these
-/// cannot be made.
+/// Environment variable with which the tests that need network namespaces fail if these cannot be
+/// made.
 const REQUIRE: &str = "RPC_TESTS_REQUIRE_NETNS";
 
 fn is_required() -> bool {
     std::env::var_os(REQUIRE).is_some_and(|value| !value.is_empty() && value != "0")
 }
 
-/// A thread in a namespace, and the runtime on it.
+/// Thread in a namespace, with a runtime.
 struct Place {
     runtime: Handle,
     _end: oneshot::Sender<()>,
@@ -405,8 +407,8 @@ fn ip(args: &str) -> Result<(), String> {
 }
 
 impl Wire {
-    /// `None`, and a word about it, where namespaces cannot be made; with [`REQUIRE`] that is a
-    /// failure.
+    /// Makes the namespaces. Returns `None` and prints the reason if they cannot be made; with
+    /// [`REQUIRE`] set it panics instead.
     fn new() -> Option<Self> {
         match Self::try_new() {
             Ok(wire) => Some(wire),
@@ -442,12 +444,12 @@ impl Wire {
         ip(&format!("-n {} link set wire up", self.names.0[0])).unwrap();
     }
 
-    /// Gives the client another address, and takes the old one away.
+    /// Adds another address to the client, and removes the old one.
     fn move_client(&self) {
         let name = &self.names.0[0];
         ip(&format!("-n {name} addr add {OTHER_CLIENT_IP}/24 dev wire")).unwrap();
         ip(&format!("-n {name} addr del {CLIENT_IP}/24 dev wire")).unwrap();
-        // Those of the same network may go with the first of them.
+        // Removing the first address may remove others of the same network.
         let _ = ip(&format!("-n {name} addr add {OTHER_CLIENT_IP}/24 dev wire"));
     }
 
@@ -475,11 +477,11 @@ impl Place {
                 let _ = made.send(Err(error.to_string()));
                 return;
             }
-            // All that it does it does on this thread.
+            // The runtime runs on this thread alone.
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
             let (end, ended) = oneshot::channel();
             made.send(Ok(Self { runtime: runtime.handle().clone(), _end: end })).unwrap();
-            // It ends when its place is dropped.
+            // The thread ends when its owner is dropped.
             let _ = runtime.block_on(ended);
             runtime.shutdown_background();
         });
@@ -507,7 +509,7 @@ async fn a_session_outlives_a_short_outage(transport: Transport, _: Form) {
     within(PATIENCE, "the copy moves", async || copied.load(Ordering::Acquire) > 0).await;
     wire.pull();
     let call = add.call((1, 2)).lane(Lane(1)).start();
-    // The outage itself, which is what is tested here.
+    // The pause is the outage that is tested.
     tokio::time::sleep(OUTAGE).await;
     wire.plug_in();
     soon("the copy ends", copy).await.unwrap().unwrap();
@@ -530,7 +532,7 @@ async fn a_long_outage_ends_the_session_on_both_sides(transport: Transport, _: F
     assert_eq!(site.server.sessions(), 1);
 }
 
-/// The client's machine really gets another address, in the middle of a copy.
+/// The client's machine gets another address in the middle of a copy.
 #[test]
 fn a_quic_session_goes_on_when_the_machine_changes_its_address() {
     peers::run(|| async {
@@ -551,7 +553,7 @@ fn a_quic_session_goes_on_when_the_machine_changes_its_address() {
     });
 }
 
-/// Each test over several transports, and with both clients where they differ.
+/// Makes each test over several transports, and with both clients where they differ.
 macro_rules! each {
     ($($test:ident: $($name:ident($transport:ident, $form:ident))*;)*) => {$(
         mod $test {

@@ -1,8 +1,8 @@
-//! A pool whose members are killed: client, server, relay, proxy hop and tracker, each at every
-//! moment that matters, over TCP, QUIC and Unix sockets.
+//! A pool whose members are killed: client, server, relay, hop and tracker, each in every phase of
+//! a grant, over TCP, QUIC and Unix sockets.
 //!
-//! Whatever dies: nothing hangs, an error names the hop that was lost, what the dead one held is
-//! free again at the tracker and at the servers, and the pool serves the next client.
+//! In each case nothing hangs, an error names the lost hop, the tracker and the servers free all
+//! that the dead process held, and the pool serves the next client.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -18,22 +18,22 @@ use crate::peers::{
     self, Calls, ClientPeer, KEEP_ALIVE, LIMIT, ServerPeer, TrackerPeer, Transport, at_pace, pace, within,
 };
 
-/// Longer than anything here takes; what needs more hangs.
+/// Time limit of each step, longer than any takes: a step that needs more hangs.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Who dies.
+/// Process that is killed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Victim {
     Client,
     Server,
     Relay,
     Hop,
-    /// The server behind a hop that lives.
+    /// Server behind a hop that lives.
     Origin,
     Tracker,
 }
 
-/// When.
+/// Phase in which the process is killed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Moment {
     Connecting,
@@ -57,7 +57,7 @@ macro_rules! each_victim {
     )*};
 }
 
-// A relay is for those who are elsewhere, and so on no Unix socket.
+// A relay serves other machines, and so listens on no Unix socket.
 each_victim! {
     a_killed_client_gives_back: Client Tcp as tcp Quic as quic Unix as unix;
     a_killed_server_is_replaced: Server Tcp as tcp Quic as quic Unix as unix;
@@ -67,7 +67,7 @@ each_victim! {
     a_killed_tracker_disturbs_no_session: Tracker Tcp as tcp Quic as quic Unix as unix;
 }
 
-/// A tracker, one server, and what is between it and its clients.
+/// A tracker, one server, and the hops between the server and its clients.
 struct Pool {
     victim: Victim,
     transport: Transport,
@@ -117,7 +117,7 @@ impl Pool {
         client.summary().await
     }
 
-    /// Waits until its one server is there, and free, and nobody waits.
+    /// Waits until the tracker has the server, the server is free, and no client waits.
     async fn is_whole(&self) {
         within(PATIENCE, "the pool is whole", async || {
             let Ok(summary) = self.summary().await else { return false };
@@ -127,7 +127,7 @@ impl Pool {
         .await;
     }
 
-    /// That the server holds nothing of clients that have gone.
+    /// Checks that the server holds nothing of clients that have ended.
     async fn holds_nothing(&self) {
         let loan = self.loan().await;
         let calls = Calls::over(loan.session().clone());
@@ -152,7 +152,7 @@ impl Pool {
         }
     }
 
-    /// Starts another one in its place.
+    /// Starts another process in place of the killed one.
     fn replace(&mut self) {
         match self.victim {
             Victim::Client => {}
@@ -201,13 +201,14 @@ async fn killed(victim: Victim, transport: Transport) {
     }
 }
 
-/// Its server hears nothing, so that it waits there with its ticket.
+/// Kills a client that has been granted the server. The server is stopped, so that the client waits
+/// there with its ticket.
 async fn a_client_dies_on_its_way(pool: &Pool) {
     pool.server.signal(Signal::STOP);
     let mut client = ClientPeer::connecting(&board(pool));
     let granted = async || {
         let Ok(summary) = pool.summary().await else { return false };
-        // The server may be given up for dead before its client is.
+        // The tracker may count the server as dead before it notices the end of the client.
         summary.servers.iter().all(|server| !server.holders.is_empty())
     };
     within(PATIENCE, "it is given the server", granted).await;
@@ -233,15 +234,15 @@ fn board(pool: &Pool) -> String {
     format!("{}/board", pool.tracker.address().replace("tcp://", "tracker://"))
 }
 
-/// The client is not answered any more, and then the other one is dead. It goes on asking, and gets
-/// what there is then.
+/// Stops the process, so that a client waits for an answer, and then kills it. The client asks
+/// again, and is granted the server that is there by then.
 async fn dies_while_a_client_connects(pool: &mut Pool) {
     match pool.victim {
         Victim::Tracker => peers::signal(pool.tracker.pid(), Signal::STOP),
         _ => pool.victim().signal(Signal::STOP),
     }
     let request = pool.request();
-    // The moment itself, which is what is tested here: the client waits for an answer.
+    // The pause is part of the tested situation: the client waits for an answer.
     tokio::time::sleep(KEEP_ALIVE).await;
     pool.kill();
     pool.replace();
@@ -262,7 +263,7 @@ async fn dies_in_a_session(pool: &mut Pool, moment: Moment) {
     let since = pace::now();
     pool.kill();
     if pool.victim == Victim::Tracker {
-        // Nobody needs the tracker any more: the session goes on, and is known to the next one.
+        // The session goes on without the tracker, and the next tracker learns of it.
         pool.replace();
         let known = async || {
             pool.summary().await.is_ok_and(|summary| summary.servers.iter().any(|server| !server.holders.is_empty()))
@@ -289,7 +290,7 @@ async fn dies_in_a_session(pool: &mut Pool, moment: Moment) {
     pool.replace();
 }
 
-/// Something that does not end by itself.
+/// Starts requests that do not end by themselves.
 async fn begin(session: &Session, moment: Moment) -> Vec<JoinHandle<Result<()>>> {
     match moment {
         Moment::MidCall => {

@@ -24,7 +24,7 @@ use crate::peers::{
     signal, within,
 };
 
-/// Each test over each of the transports, with the asynchronous and with the blocking client.
+/// Makes each test over each of the transports, with the asynchronous and the blocking client.
 macro_rules! each_way {
     ($($test:ident: $($transport:ident as $async:ident $blocking:ident)*;)*) => {$(
         mod $test {
@@ -68,7 +68,7 @@ each_way! {
     a_server_that_drains_finishes_what_was_asked
 }
 
-// What peers write is theirs to choose where nothing is encrypted.
+// Bad peers write raw bytes, and so need a transport without encryption.
 each_way! {
     over plain:
     bad_clients_harm_nobody_else
@@ -85,25 +85,24 @@ async fn connect(form: Form, connector: Connector, address: &str) -> std::result
     }
 }
 
-/// Longer than anything here takes; what needs more hangs.
+/// Time limit of each step, longer than any takes: a step that needs more hangs.
 const PATIENCE: Duration = Duration::from_secs(20);
 
 async fn soon<F: Future>(future: F) -> F::Output {
     tokio::time::timeout(PATIENCE, future).await.unwrap_or_else(|_| panic!("not over after {PATIENCE:?}"))
 }
 
-/// A client that notices silence after [`DEAD`].
+/// Returns a connector that notices silence after [`DEAD`].
 fn quick() -> Connector {
     peers::connector().keep_alive(KEEP_ALIVE)
 }
 
-/// A client that notices that its peer was killed: where the system does not say so, by the
-/// silence.
+/// Returns a connector that notices the death of its peer: from the system, or else by the silence.
 fn client(transport: Transport) -> Connector {
     if transport == Transport::Quic { quick() } else { peers::connector() }
 }
 
-/// Something under way, and when it ended, as [`pace`] has it.
+/// Pending operation, which yields its result and the time of its end by [`pace`].
 struct Watched {
     what: &'static str,
     outcome: JoinHandle<(Result<()>, Duration)>,
@@ -116,7 +115,7 @@ where
     let run: std::pin::Pin<Box<dyn Future<Output = Result<O::Value>> + Send>> = match form {
         Form::Async => {
             let mut operation = Box::pin(operation.into_future());
-            // From here on it is under way, and not only when its task runs.
+            // The first poll is here, so that the operation does not begin only when its task runs.
             match poll_once(&mut operation) {
                 Some(outcome) => Box::pin(std::future::ready(outcome)),
                 None => operation,
@@ -137,7 +136,7 @@ where
 
 const ENDLESS: &str = "endless copies";
 
-/// Copies without end, so that there are always bytes under way. `copied` counts them.
+/// Copies without end, so that bytes are always in flight. `copied` counts the copies.
 fn watch_copies(form: Form, session: &Session, tensor: RemoteTensor, copied: Arc<AtomicU64>) -> Watched {
     let session = session.clone();
     let data = bytes::Bytes::from(vec![1; tensor.size_bytes() as usize]);
@@ -160,15 +159,16 @@ fn watch_copies(form: Form, session: &Session, tensor: RemoteTensor, copied: Arc
     Watched { what: ENDLESS, outcome: tokio::spawn(async move { (run.await, pace::now()) }) }
 }
 
-/// A session with all kinds of requests under way: running and queued calls on several lanes,
-/// copies that wait behind calls, and copies that move.
+/// Session with all kinds of pending requests: running and queued calls on several lanes, copies
+/// that wait behind calls, and copies that move.
 struct Busy {
     session: Session,
     pending: Vec<Watched>,
 }
 
 impl Busy {
-    /// On a session that `connect` opens; `observer` sees the same origin.
+    /// Starts the requests on a session that `connect` opens. `observer` is another session with
+    /// the same origin.
     async fn new(form: Form, tag: &str, observer: &Calls, connect: impl AsyncFn() -> Session) -> Self {
         let session = connect().await;
         let hold = session.get_function("hold.tagged").await.unwrap();
@@ -194,21 +194,21 @@ impl Busy {
             runs || pending.iter().any(|watched| watched.outcome.is_finished())
         })
         .await;
-        // What was submitted before these has left this process.
+        // The requests in front of these have left this process.
         for _ in 0..20 {
             assert_eq!(add.call::<i64>((1, 2)).concurrent().await.unwrap(), 3);
         }
         Self { session, pending }
     }
 
-    /// That all of it fails alike, within the limit from `since`.
+    /// Checks that all requests fail with the same error, within the limit after `since`.
     async fn fails(self, kind: ErrorKind, hop: u16, since: Duration) {
         let mut slowest = Duration::ZERO;
         for Watched { what, outcome } in self.pending {
             let (outcome, at) = soon(outcome).await.unwrap();
             let error = outcome.expect_err(what);
             assert_eq!((error.kind(), error.hop()), (kind, hop), "{what}: {error}");
-            // One of the endless copies may have been about to begin.
+            // The next of the endless copies may not have begun.
             assert!(error.request_may_have_run() || what == ENDLESS, "{what}: {error}");
             assert!(error.peer().is_some(), "{what}: {error}");
             let took = at.saturating_sub(since);
@@ -223,7 +223,7 @@ impl Busy {
     }
 }
 
-/// That a session with nothing under way ends in time, too.
+/// Checks that a session without pending requests ends in time, too.
 async fn idle_ends(idle: Session, kind: ErrorKind, since: Duration) -> Duration {
     let ended = soon(idle.ended()).await;
     let took = pace::since(since);
@@ -236,7 +236,7 @@ fn name(form: Form) -> &'static str {
     if form == Form::Async { "async" } else { "blocking" }
 }
 
-/// That the server of `watcher` holds what it held before, and nothing more, within [`LIMIT`].
+/// Checks that the server of `watcher` holds no more than before, within [`LIMIT`].
 async fn freed(watcher: &Calls, before: &ServerInfo) -> Duration {
     at_pace(LIMIT, "the server has freed everything", async || {
         let info = watcher.info().await;
@@ -258,7 +258,7 @@ async fn a_killed_client_holds_nothing_any_more(transport: Transport, form: Form
     client.kill();
     let took = freed(&watcher, &before).await;
     println!("{transport:?}: freed after {took:?}");
-    // The system takes its time with so many pages.
+    // The system needs time to free so many pages.
     within(PATIENCE, "the memory is the system's again", async || peers::memory(server.pid(), "VmRSS") < 128 << 20)
         .await;
 }
@@ -280,7 +280,7 @@ async fn a_client_killed_while_it_is_busy_leaves_nothing(transport: Transport, f
 }
 
 async fn a_killed_server_is_lost_to_all_pending_calls(transport: Transport, form: Form) {
-    // It is the client that is to notice: the server has time.
+    // The client has to notice it, so that the server has a long keep-alive.
     let mut server = ServerPeer::with(transport, &[]);
     let watcher = Calls::to(server.address()).await;
     let open = async || connect(form, client(transport), server.address()).await.unwrap();
@@ -294,15 +294,15 @@ async fn a_killed_server_is_lost_to_all_pending_calls(transport: Transport, form
     busy.fails(kind, 0, since).await;
 }
 
-/// Whatever the moment: the client knows of no session yet, and of no server that will answer.
+/// The server is killed at different moments before the client has a session.
 async fn a_server_killed_in_the_handshake_is_lost(transport: Transport, form: Form) {
     let mut server = ServerPeer::start(transport);
-    // It hears nothing any more, and its system still takes connections for it.
+    // The server is stopped, and its system still accepts connections for it.
     server.signal(Signal::STOP);
     let connector = client(transport).connect_timeout(LIMIT).handshake_timeout(PATIENCE);
     let address = server.address().to_owned();
     let attempt = tokio::spawn(async move { (connect(form, connector, &address).await, pace::now()) });
-    // The moment itself, which is what is tested here: the client waits for an answer.
+    // The pause is part of the tested situation: the client waits for an answer.
     tokio::time::sleep(KEEP_ALIVE).await;
     if attempt.is_finished() {
         panic!("{transport:?}: over before the server died: {:?}", attempt.await);
@@ -311,7 +311,7 @@ async fn a_server_killed_in_the_handshake_is_lost(transport: Transport, form: Fo
     server.kill();
     let (outcome, at) = attempt.await.unwrap();
     let error = outcome.expect_err("no session").into_rpc_error();
-    // Of a server that dies before it has said anything no more is known than that there is no
+    // If the server dies before it has sent anything, the error only says that there is no
     // session.
     assert!([ErrorKind::PeerLost, ErrorKind::Refused].contains(&error.kind()), "{error}");
     let took = at.saturating_sub(since);
@@ -328,11 +328,11 @@ async fn a_stopped_server_is_silent_to_all_pending_calls(transport: Transport, f
     let (since, begun) = (pace::now(), Instant::now());
     server.signal(Signal::STOP);
     idle_ends(idle, ErrorKind::PeerSilent, since).await;
-    // The last sign of life may be an interval old, and a little more on a busy machine.
+    // The last bytes of the peer may be one interval old, and a little more on a busy machine.
     assert!(begun.elapsed() >= KEEP_ALIVE, "given up after {:?}", begun.elapsed());
     busy.fails(ErrorKind::PeerSilent, 0, since).await;
     server.signal(Signal::CONT);
-    // The server has lived through it, and lets go of what nobody waits for.
+    // The server goes on after the outage, and ends calls of the lost session.
     let later = Calls::to(server.address()).await;
     within(PATIENCE, "the calls of the lost session end", async || {
         later.run::<i64>("tagged.alive", ("stopped",)).await == 0
@@ -359,7 +359,7 @@ async fn a_stopped_client_loses_its_session(transport: Transport, form: Form) {
 
 async fn a_killed_hop_is_lost_to_the_client_and_the_origin_frees(transport: Transport, form: Form) {
     let origin = ServerPeer::start(transport);
-    // Those on both sides of it are to notice.
+    // The client and the origin have to notice it.
     let mut hop = ServerPeer::with(transport, &[]);
     let watcher = Calls::to(origin.address()).await;
     let before = watcher.info().await;
@@ -378,7 +378,7 @@ async fn a_killed_hop_is_lost_to_the_client_and_the_origin_frees(transport: Tran
 async fn a_killed_origin_is_an_error_of_another_hop(transport: Transport, form: Form) {
     let mut origin = ServerPeer::with(transport, &[]);
     let other = ServerPeer::with(transport, &[]);
-    // It is the hop that is to notice.
+    // The hop has to notice it.
     let hop = ServerPeer::start(transport);
     let watcher = Calls::to(origin.address()).await;
     let connector = peers::connector().via(hop.address());
@@ -391,7 +391,7 @@ async fn a_killed_origin_is_an_error_of_another_hop(transport: Transport, form: 
     assert_eq!(neighbour.run::<i64>("add", (20, 22)).await, 42);
     let next = Calls::over(connect(form, connector.clone(), other.address()).await.unwrap());
     assert_eq!(next.run::<i64>("add", (20, 22)).await, 42);
-    // The dead one is refused by the hop, with the reason.
+    // The hop refuses to connect to the dead origin, and gives the reason.
     let refused = connect(form, connector, origin.address()).await.unwrap_err().into_rpc_error();
     assert_eq!((refused.kind(), refused.hop()), (ErrorKind::PeerLost, 1), "{refused}");
 }
@@ -455,10 +455,10 @@ mod a_child_process {
 /// Time limit of handshakes in the tests of bad peers.
 const HANDSHAKE: Duration = Duration::from_millis(500);
 
-/// Difference between clocks and timers of different make.
+/// Tolerance for the difference between clocks and timers.
 const SLACK: Duration = Duration::from_millis(10);
 
-/// A client that calls without end, and must never be disturbed.
+/// Good client that calls without end, and must never be disturbed.
 struct GoodClient {
     over: Arc<AtomicBool>,
     calls: JoinHandle<(u64, Duration)>,
@@ -495,7 +495,7 @@ impl GoodClient {
     }
 }
 
-/// The error in the last frame of what a peer sent.
+/// Returns the error in the last frame that a peer has sent.
 fn last_word(frames: &[u8]) -> Option<String> {
     let mut rest = frames;
     let mut word = None;
@@ -525,9 +525,9 @@ async fn bad_clients_harm_nobody_else(transport: Transport, form: Form) {
     good.stays_unharmed().await;
 }
 
-/// One bad client after the other.
+/// Bad clients, one after the other.
 fn misbehave(address: &str) {
-    // Not our protocol: cut at once, and nothing is said to who would not understand it.
+    // A client of another protocol is cut off at once, without an answer.
     let noise: Vec<u8> = (0..1_u32 << 16).map(|at| (at.wrapping_mul(2654435761) >> 13) as u8).collect();
     for greeting in [&noise[..], b"GET / HTTP/1.1\r\nHost: here\r\n\r\n", &[0; 100]] {
         let mut peer = RawPeer::connect(address);
@@ -536,7 +536,7 @@ fn misbehave(address: &str) {
         assert!(said.is_empty(), "{}", said.escape_ascii());
         assert!(took < HANDSHAKE, "noise was cut after {took:?}");
     }
-    // A peer that does not finish the handshake is cut off when its time is up.
+    // A peer that does not finish the handshake is cut off at the time limit.
     let whole = peers::hello(&Hello::new(Role::Client));
     for part in [0, 3, 8, 20, whole.len() - 1] {
         let mut peer = RawPeer::connect(address);
@@ -573,7 +573,7 @@ fn misbehave(address: &str) {
         assert!(word.is_some(), "refused without a word: {}", said.escape_ascii());
         assert!(took < HANDSHAKE, "refused after {took:?}");
     }
-    // Behind the handshake: nonsense ends the session with a reason.
+    // Nonsense after the handshake ends the session with a reason.
     let nonsense = [
         vec![0xff; 24],
         frame(Kind::Request, 1, &[0xc1], &[]),
@@ -585,7 +585,7 @@ fn misbehave(address: &str) {
         FrameHeader::control(Kind::Request, u32::MAX).encode().to_vec(),
         FrameHeader { payload_len: u32::MAX, id: 1, ..FrameHeader::control(Kind::Request, 0) }.encode().to_vec(),
         FrameHeader { payload_len: 1, id: 1, ..FrameHeader::control(Kind::Ping, 0) }.encode().to_vec(),
-        // Lists in lists in lists.
+        // Deeply nested lists.
         frame(Kind::Request, 1, &[&[0x93, 0x02, 0xc0][..], &[0x91; 10_000]].concat(), &[]),
     ];
     for (at, nonsense) in nonsense.iter().enumerate() {
@@ -595,7 +595,7 @@ fn misbehave(address: &str) {
         assert!(last_word(&said).is_some(), "nonsense {at} ended without a word: {}", said.escape_ascii());
         assert!(took < HANDSHAKE, "nonsense {at} ended after {took:?}");
     }
-    // Frames that are never finished: silence ends it; so does the end of the stream, at once.
+    // An unfinished frame: silence ends the session, and the end of the stream ends it at once.
     let begun = frame(Kind::Request, 1, &sleep_request(), &[0; 100_000]);
     for part in [1, 23, 24, 30, 20_000] {
         let mut peer = RawPeer::greeted(address);
@@ -614,7 +614,7 @@ fn misbehave(address: &str) {
     assert!(peer.rest().1 < KEEP_ALIVE * 2, "a client that has said all");
 }
 
-/// A request for the function `rpc.sleep`.
+/// Returns a request for the function `rpc.sleep`.
 fn sleep_request() -> Vec<u8> {
     [&[0x93, 0x01, 0xc0, 0x91, 0xa9][..], b"rpc.sleep"].concat()
 }
@@ -648,7 +648,7 @@ impl BadServer {
         if matches!(self, Self::Closes | Self::ClosesInTheHello) {
             return;
         }
-        // The first request of the session, whatever it is, is answered so.
+        // This answers the first request of the session.
         let answer = match self {
             Self::RepliesWithNoise => vec![0xff; 100],
             Self::RepliesToNobody => frame(Kind::Reply, 1 << 40, &[0xc0], &[]),
@@ -671,7 +671,8 @@ impl BadServer {
     }
 }
 
-/// Serves every connection in the same bad way, on threads that end with the test program.
+/// Starts a server that misbehaves in the same way on each connection, on threads that end with the
+/// test program.
 fn listen(transport: Transport, folder: &tempfile::TempDir, bad: BadServer) -> String {
     match transport {
         Transport::Tcp => {
@@ -702,7 +703,7 @@ fn listen(transport: Transport, folder: &tempfile::TempDir, bad: BadServer) -> S
 
 async fn bad_servers_are_clear_errors(transport: Transport, form: Form) {
     let folder = tempfile::tempdir().unwrap();
-    // No session, then sessions that go wrong at the first call.
+    // First servers that open no session, then sessions that fail at the first call.
     for (bad, kind, patience) in [
         (BadServer::SaysNothing, ErrorKind::Refused, HANDSHAKE),
         (BadServer::Closes, ErrorKind::Refused, Duration::ZERO),
@@ -767,11 +768,11 @@ async fn a_server_that_drains_finishes_what_was_asked(transport: Transport, form
     }
     let since = pace::now();
     server.signal(Signal::TERM);
-    // Nothing holds the idle session up.
+    // The idle session ends at once.
     let ended = soon(idle.ended()).await;
     assert!(pace::since(since) <= LIMIT, "an idle session ends at once");
     assert!(matches!(ended.kind(), ErrorKind::Closed | ErrorKind::Draining), "{ended}");
-    // New requests are refused while the old ones run, and may be made elsewhere.
+    // New requests are refused while the old ones run, with an error that permits a retry.
     let refused = loop {
         match echo.call::<i64>((1,)).concurrent().await {
             Ok(_) => {}
@@ -784,7 +785,7 @@ async fn a_server_that_drains_finishes_what_was_asked(transport: Transport, form
         let (outcome, _) = outcome.await.unwrap();
         outcome.unwrap_or_else(|error| panic!("{what}: {error}"));
     }
-    // A copy is many requests: one that was to go on for ever is cut between two of them.
+    // A copy is many requests: an endless one is cut between two of them.
     let (outcome, _) = endless.outcome.await.unwrap();
     let cut = outcome.unwrap_err();
     assert_eq!(cut.kind(), ErrorKind::Draining, "{cut}");
@@ -797,14 +798,14 @@ async fn a_server_that_drains_finishes_what_was_asked(transport: Transport, form
     assert!(matches!(refused, ConnectError::Transport(_)), "{refused}");
 }
 
-/// Once, the next session waited for as long as a handshake may take, over a connection that led
-/// nowhere any more.
+/// The next session once waited for the whole time limit of a handshake, over a connection whose
+/// server was gone.
 #[test]
 fn a_quic_server_that_has_begun_anew_is_reached_over_a_new_connection() {
     peers::run(|| async {
         const NEVER: Duration = Duration::from_secs(3600);
         let mut server = ServerPeer::start(Transport::Quic);
-        // Nobody notices in time that the first connection is dead.
+        // The keep-alive is too long to notice that the first connection is dead.
         let connector = peers::connector().keep_alive(NEVER).handshake_timeout(NEVER);
         let first = connector.connect(server.address()).await.unwrap();
         server.kill();

@@ -1,6 +1,6 @@
-//! Memory and threads of a server for sessions and copies. The server is a process of its
-//! own, so the figures are its alone. They are printed: `cargo test -p rpc-tests --test memory --
-//! --nocapture`.
+//! Memory and threads that a server uses for sessions and copies. The server is a process of its
+//! own, so that no other code counts. The figures are printed: `cargo test -p rpc-tests --test
+//! memory -- --nocapture`.
 
 // Failures are what tests are for.
 #![allow(clippy::unwrap_used)]
@@ -21,7 +21,7 @@ use peers::{Calls, RawPeer, ServerPeer, Transport, memory, reset_peak, threads, 
 
 const MIB: u64 = 1 << 20;
 
-/// The size of the copies.
+/// Size of the copies, in bytes.
 const COPY: u64 = 256 * MIB;
 
 macro_rules! tests {
@@ -47,7 +47,7 @@ tests! {
     claims_over_unix_sockets: claims(Transport::Unix);
 }
 
-/// The peak of a process above what it had when this was made.
+/// Peak of a process's memory above its memory at the time when this value was made.
 struct Peak {
     pid: u32,
     before: u64,
@@ -77,7 +77,7 @@ fn pattern() -> Bytes {
     (0..COPY).map(|at| (at >> 8) as u8 ^ at as u8).collect::<Vec<_>>().into()
 }
 
-/// As a first use of the session would: its code is loaded, its buffers exist.
+/// Uses the session once, so that its code is loaded and its buffers exist.
 async fn warm(session: &Session) {
     let tensor = session.alloc(Device::cpu(), DataType::U8, &[8]).await.unwrap();
     session.copy_to_remote(&tensor, vec![0; 8]).await.unwrap();
@@ -173,7 +173,7 @@ async fn idle_sessions(transport: Transport) {
         grown as f64 / 1024.0 / SESSIONS as f64
     );
     report("1,000 idle sessions", transport, grown, 32 * MIB);
-    // The runtime may start a helper, and no more than that.
+    // The runtime may start one helper thread.
     assert!(threads <= 2, "{threads} threads more");
     drop(sessions);
     within(Duration::from_secs(10), "the sessions end", async || watcher.info().await.sessions == 1).await;
@@ -187,7 +187,7 @@ async fn sessions_that_were_busy(transport: Transport) {
     let mut sessions = Vec::new();
     for number in 0..200 {
         let session = Calls::to(server.address()).await;
-        // A blocking function, and a frame that is larger than what is read at first.
+        // A blocking function, and a frame that is larger than the first read.
         assert_eq!(session.run::<i64>("add", (number, 1)).await, number + 1);
         let echoed: Bytes = session.run("echo", (Bytes::from(vec![7; 1 << 20]),)).await;
         assert_eq!(echoed.len(), 1 << 20);
@@ -206,7 +206,7 @@ async fn sessions_that_were_busy(transport: Transport) {
     within(Duration::from_secs(10), "the sessions end", async || watcher.info().await.sessions == 1).await;
 }
 
-/// Peers that announce much and send nothing.
+/// Peers that announce large messages and send nothing.
 async fn claims(transport: Transport) {
     allow_many_files();
     let server = ServerPeer::start(transport);
@@ -215,13 +215,13 @@ async fn claims(transport: Transport) {
     let address = server.address().to_owned();
     let peak = Peak::of(server.pid());
     let peers = on_thread(move || announce(&address)).await;
-    // It has read all that by the time it has answered this, or soon after.
+    // The server has read all of it by the time of this answer, or soon after.
     for _ in 0..100 {
         watcher.info().await;
     }
     report("600 peers that announce 1 MiB or more each", transport, peak.growth(), 24 * MIB);
     drop(peers);
-    // Shapes are lengths as well.
+    // Shapes are lengths, too.
     let peak = Peak::of(server.pid());
     for shape in [&[i64::MAX][..], &[1 << 46], &[1 << 40, 1 << 40], &[i64::MAX, i64::MAX, 0], &[-1]] {
         let refused = watcher.0.alloc(Device::cpu(), DataType::F32, shape).await;
@@ -244,7 +244,7 @@ fn announce(address: &str) -> Vec<RawPeer> {
     let head = |id, more, body_len, payload_len| {
         FrameHeader { id, more, payload_len, ..FrameHeader::control(Kind::Request, body_len) }.encode()
     };
-    // The first request, for a function of that name.
+    // The first request: it gets a function by this name.
     let body = [&[0x93, 0x01, 0xc0, 0x91, 0xa3][..], b"add"].concat();
     for _ in 0..200 {
         // A whole chunk of payload.
@@ -255,7 +255,7 @@ fn announce(address: &str) -> Vec<RawPeer> {
         let mut peer = RawPeer::greeted(address);
         peer.write(&[&head(1, true, 64 << 10, 1 << 20)[..], &body].concat());
         peers.push(peer);
-        // A hello, with a list of features that never comes and limits that mean nothing.
+        // A hello with absurd limits, and with a list of features that never comes.
         let mut hello = Hello::new(Role::Client);
         (hello.max_message, hello.window, hello.chunk, hello.max_requests) = (u64::MAX, u64::MAX, u32::MAX, u32::MAX);
         let mut peer = RawPeer::connect(address);

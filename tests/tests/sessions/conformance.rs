@@ -1,10 +1,10 @@
-//! The conformance suite over every kind of session. A new transport is one more line for each way
-//! to it.
+//! The conformance suite over every kind of session. A new transport needs one line for each kind
+//! of route. `ssh.rs` runs it over `ssh://`.
 
 use rpc_conformance::fixture::{Link, Local, Remote};
 use rpc_conformance::{clauses, conformance};
 
-/// The program that `exec:` addresses start.
+/// Returns the link to the program that `exec:` addresses start.
 fn program() -> Link {
     Link::program(env!("CARGO_BIN_EXE_origin"))
 }
@@ -42,7 +42,7 @@ every_clause! {
     exec = Remote::direct(program());
     exec_through_a_hop = Remote::through(1, program());
 
-    // Two hops, and each transport behind each other one, and behind itself.
+    // Two hops. Each transport stands behind each other one, and behind itself.
     tcp_tcp_tls = Remote::along([Link::tcp(), Link::tcp(), Link::tls()]);
     tls_tcp_quic = Remote::along([Link::tls(), Link::tcp(), Link::quic()]);
     quic_tcp_unix = Remote::along([Link::quic(), Link::tcp(), Link::unix()]);
@@ -52,7 +52,7 @@ every_clause! {
     quic_quic_unix = Remote::along([Link::quic(), Link::quic(), Link::unix()]);
     unix_unix_tcp = Remote::along([Link::unix(), Link::unix(), Link::tcp()]);
 
-    // Four hops, likewise.
+    // The same with four hops.
     tcp_tcp_tls_tcp_quic = Remote::along([Link::tcp(), Link::tcp(), Link::tls(), Link::tcp(), Link::quic()]);
     quic_tcp_unix_tls_tls = Remote::along([Link::quic(), Link::tcp(), Link::unix(), Link::tls(), Link::tls()]);
     tls_quic_tls_unix_quic = Remote::along([Link::tls(), Link::quic(), Link::tls(), Link::unix(), Link::quic()]);

@@ -8,7 +8,7 @@ use rpc_core::tensor::{TensorView, TensorViewMut};
 use rpc_core::{DataType, LocalSession, Registry, Result, Session, SharedSession, Value, blocking, dlpack};
 use rpc_transports::{Bind, Connector, OpenRequest, ServeOptions, Server};
 
-/// More than one piece of a copy between sessions.
+/// Number of elements that takes more than one piece of a copy between sessions.
 const LEN: i64 = (5 << 20) / 4 + 1;
 
 fn registry() -> Registry {
@@ -29,7 +29,7 @@ async fn server() -> (Server, String) {
     (server, address.to_string())
 }
 
-/// There and back again: the first session, the second, and the first.
+/// Builds a graph that runs in the first session, the second, and the first again.
 fn plan(sites: &[Site]) -> Plan {
     let mut graph = CallGraph::new();
     let mut last: ValueId = graph.input("x", DataType::F32, &[LEN]).into();
@@ -63,7 +63,7 @@ async fn over_async_sessions() {
     }
     let plan = plan(&sites);
     assert_eq!(plan.copies(), 2);
-    // Two runs of one plan do not disturb each other.
+    // Two runs of one plan at the same time do not disturb each other.
     let run = || plan.run(&sessions, vec![("x", dlpack::to_bytes(&input()).into())]).into_future();
     let (first, second) = tokio::join!(run(), run());
     for outputs in [first.unwrap(), second.unwrap()] {

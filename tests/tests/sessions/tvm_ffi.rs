@@ -1,5 +1,5 @@
-//! Modules of TVM-FFI, in a session of this process: which values cross, and what tensors,
-//! functions and errors become.
+//! Modules of TVM-FFI in a session of this process: values, tensors, functions and errors in both
+//! directions.
 
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
@@ -18,7 +18,7 @@ struct Fixture {
     cpp: RemoteModule,
 }
 
-/// A session with both modules, where there is TVM-FFI.
+/// Opens a session with both modules. Returns `None` without TVM-FFI.
 fn fixture() -> Option<Fixture> {
     let environment = environment()?;
     let registry = Registry::new();
@@ -99,7 +99,7 @@ fn every_value_that_has_a_counterpart_comes_back_as_it_was() {
         let back: Value = identity.call((value.clone(),)).wait().unwrap();
         assert_eq!(back, value);
     }
-    // Maps are by key, and keep no order that anybody promised.
+    // The order of the entries of a map is unspecified.
     let pairs: Vec<(Value, Value)> = (0..100).map(|i| (Value::from(i), Value::from(i * i))).collect();
     let Value::Map(mut back) = identity.call((Value::Map(pairs.clone()),)).wait().unwrap() else { panic!("no map") };
     back.sort_by_key(|(key, _)| if let Value::Int(key) = key { *key } else { i64::MAX });
@@ -127,7 +127,7 @@ fn values_arrive_in_the_form_that_is_documented() {
     assert_eq!((of(Value::Shape(vec![1])), of(Value::List(vec![])), of(Value::Map(vec![]))), (69, 71, 72));
     let tensor = fixture.tensor(&[1], &[1.0]);
     assert_eq!(index.call::<i64>((&tensor,)).wait().unwrap(), 7);
-    // A C string, where the metadata say so.
+    // A string of C, because the metadata declare one.
     assert_eq!(fixture.cpp("length").call::<i64>(("four",)).wait().unwrap(), 4);
     let error = failure(fixture.cpp("length").call::<i64>(("fo\0ur",)).wait());
     assert!(error.kind() == ErrorKind::InvalidArgument && error.message().contains("NUL"), "{error}");
@@ -139,10 +139,10 @@ fn tensors_are_used_where_they_lie() {
     let (x, y) = (fixture.tensor(&[4], &[1.0, 2.0, 3.0, 4.0]), fixture.tensor(&[4], &[0.0; 4]));
     fixture.c("scale").call::<()>((&x, &y, 2.0)).wait().unwrap();
     assert_eq!(fixture.elements(&y), [2.0, 4.0, 6.0, 8.0]);
-    // In place: one storage, borrowed once.
+    // One storage is borrowed once, and changed in place.
     fixture.c("scale").call::<()>((&x, &x, 10.0)).wait().unwrap();
     assert_eq!(fixture.elements(&x), [10.0, 20.0, 30.0, 40.0]);
-    // A view: the data begin at its first element.
+    // The data of a view begin at its first element.
     let address = fixture.c("address");
     let whole: i64 = address.call((&x,)).wait().unwrap();
     let part = x.view(8, DataType::F32, &[2], None);
@@ -157,7 +157,7 @@ fn tensors_are_used_where_they_lie() {
     let sum = fixture.tensor(&[2, 2], &[0.0; 4]);
     fixture.cpp("add_tensors").call::<()>((&transposed, &columns, &sum)).wait().unwrap();
     assert_eq!(fixture.elements(&sum), [11.0, 23.0, 32.0, 44.0]);
-    // Without elements.
+    // A tensor without elements.
     let empty = fixture.tensor(&[0], &[]);
     fixture.c("scale").call::<()>((&empty, &empty, 2.0)).wait().unwrap();
 }
@@ -167,7 +167,7 @@ fn a_tensor_that_comes_back_is_the_one_that_went_in() {
     let Some(fixture) = fixture() else { return };
     let x = fixture.tensor(&[2, 3], &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]);
     let address: i64 = fixture.c("address").call((&x,)).wait().unwrap();
-    // As a tensor object, as a view, and within lists and maps.
+    // The tensor comes back as an object, as a view, and within lists and maps.
     let back: RemoteTensor = fixture.cpp("identity_tensor").call((&x,)).wait().unwrap();
     assert_eq!((back.shape(), back.dtype()), (&[2, 3][..], DataType::F32));
     assert_eq!(fixture.c("address").call::<i64>((&back,)).wait().unwrap(), address);
@@ -178,14 +178,14 @@ fn a_tensor_that_comes_back_is_the_one_that_went_in() {
     let list: Vec<RemoteTensor> = fixture.cpp("identity").call((vec![&x, &back],)).wait().unwrap();
     assert_eq!(fixture.elements(&list[1]), fixture.elements(&x));
     assert_eq!(fixture.cpp("sum_of_all").call::<f64>((vec![&x, &part],)).wait().unwrap(), 36.0);
-    // The argument's, and the parameter's own: what went in before has not been kept.
+    // Two references are left, the argument and the parameter: earlier ones have been released.
     assert_eq!(fixture.cpp("references_of").call::<i64>((&x,)).wait().unwrap(), 2);
 }
 
 #[test]
 fn tensors_of_modules_become_the_sessions() {
     let Some(fixture) = fixture() else { return };
-    // Allocated by the environment, which is the session; and by the module itself.
+    // Memory is allocated by the environment, which is the session, and by the module itself.
     let x = fixture.tensor(&[3], &[1.0, 2.0, 3.0]);
     let squares: RemoteTensor = fixture.cpp("squares").call((&x,)).wait().unwrap();
     assert_eq!(fixture.elements(&squares), [1.0, 4.0, 9.0]);
@@ -197,7 +197,7 @@ fn tensors_of_modules_become_the_sessions() {
     assert_eq!(fixture.elements(&count), [7.0; 5]);
     let empty: RemoteTensor = fixture.cpp("count").call((0,)).wait().unwrap();
     assert!(fixture.elements(&empty).is_empty());
-    // One that the module holds beyond the call stays, whoever lets go of it here.
+    // A tensor that the module holds beyond the call stays, even if this side frees it.
     let address: i64 = fixture.c("address").call((&count,)).wait().unwrap();
     fixture.cpp("hold").call::<()>((vec![&count],)).wait().unwrap();
     drop(count);
@@ -225,7 +225,7 @@ fn memory_of_modules_counts_against_the_sessions() {
     while memory() != 16 {
         assert!(begun.elapsed() < Duration::from_secs(30), "memory that nobody has is still counted");
     }
-    // More than the session may have, of either kind.
+    // Both kinds of allocation fail above the session's limit.
     let limits = rpc_core::SessionLimits { max_memory: 1000, ..Default::default() };
     registry.add_loader(Arc::new(environment.tvm_ffi()));
     let session = Session::new(LocalSession::builder(registry).limits(limits).build());
@@ -242,14 +242,14 @@ fn functions_modules_and_objects_are_handles() {
     let Some(fixture) = fixture() else { return };
     let adder: RemoteFunction = fixture.cpp("adder").call((5,)).wait().unwrap();
     assert_eq!(adder.call::<i64>((1,)).wait().unwrap(), 6);
-    // One that goes back is itself again.
+    // An object that goes back to native code is the original.
     assert_eq!(fixture.cpp("apply").call::<i64>((&adder, 10)).wait().unwrap(), 15);
     let again: RemoteFunction = fixture.cpp("identity").call((&adder,)).wait().unwrap();
     assert_eq!(again.call::<i64>((1,)).wait().unwrap(), 6);
     let module: RemoteModule = fixture.cpp("identity").call((&fixture.c,)).wait().unwrap();
     let empty = module.function("empty").wait().unwrap();
     empty.call::<()>(()).wait().unwrap();
-    // Objects that mean nothing here.
+    // Native objects of an unknown type.
     let counter: RemoteObject = fixture.cpp("counter").call(()).wait().unwrap();
     let increment = fixture.cpp("increment");
     assert_eq!(increment.call::<i64>((&counter,)).wait().unwrap(), 1);
@@ -258,7 +258,7 @@ fn functions_modules_and_objects_are_handles() {
     assert!(error.kind() == ErrorKind::InvalidArgument && error.message().contains("expected a counter"), "{error}");
     let pointer: RemoteObject = fixture.c("pointer").call(()).wait().unwrap();
     assert!(fixture.c("same_pointer").call::<bool>((&pointer,)).wait().unwrap());
-    // Objects of others mean nothing there.
+    // Objects of Rust are opaque to native code.
     let stream = fixture.session.create_stream(Device::cpu()).wait().unwrap();
     let error = failure(fixture.cpp("identity").call::<Value>((&stream,)).wait());
     assert!(error.kind() == ErrorKind::InvalidArgument && error.message().contains("TVM-FFI"), "{error}");
@@ -271,13 +271,13 @@ fn foreign_code_calls_functions_of_the_session() {
     let apply = fixture.cpp("apply");
     assert_eq!(apply.call::<i64>((&twice, 21)).wait().unwrap(), 42);
     assert_eq!(fixture.cpp("call_on_thread").call::<Value>((&fixture.c("empty"),)).wait().unwrap(), Value::Null);
-    // Held beyond the call, and called from another one.
+    // The closure is held beyond the call, and called in a later one.
     fixture.c("keep").call::<()>((&twice,)).wait().unwrap();
     drop(twice);
     assert_eq!(fixture.c("call_kept").call::<i64>((4,)).wait().unwrap(), 8);
     fixture.c("forget_kept").call::<()>(()).wait().unwrap();
     assert!(failure(fixture.c("call_kept").call::<i64>((4,)).wait()).message().contains("nothing is kept"));
-    // Errors arrive as they were, through code that knows nothing of them.
+    // Errors pass unchanged through native code that does not handle them.
     let fail = fixture.session.get_function("fail").wait().unwrap();
     let call = fixture.session.get_function("panic").wait().unwrap();
     for _ in 0..2 {
@@ -292,7 +292,7 @@ fn foreign_code_calls_functions_of_the_session() {
     );
     assert_eq!((error.kind(), error.message()), (ErrorKind::Panic, "on purpose"));
     fixture.c("forget_kept").call::<()>(()).wait().unwrap();
-    // From code that catches it and says something of its own.
+    // Native code catches the error and raises its own.
     let error = failure(fixture.cpp("call_on_thread").call::<()>((&fail,)).wait());
     assert_eq!((error.kind(), error.application_kind()), (ErrorKind::Application, Some("RuntimeError")));
     assert!(error.message().contains("on purpose"), "{error}");
@@ -319,7 +319,7 @@ fn tensors_are_free_while_foreign_code_calls_back() {
     let fill = fixture.session.get_function("fill_with_seven").wait().unwrap();
     assert_eq!(fixture.cpp("apply_to_tensor").call::<f64>((&fill, &x)).wait().unwrap(), 7.0);
     assert_eq!(fixture.elements(&x), [7.0, 7.0]);
-    // A view that is the module's own is copied: nothing keeps it.
+    // A view of the module's own memory is copied, because nothing keeps it alive.
     let describe = fixture.session.get_function("describe").wait().unwrap();
     let seen: Vec<f64> = fixture.cpp("apply_to_own_view").call((&describe,)).wait().unwrap();
     assert_eq!(seen, [1.0, 3.0, 5.0, 7.0]);
@@ -334,7 +334,7 @@ fn a_tensor_that_others_have_taken_meanwhile_is_waited_for() {
     let (when_held, may_go_on) = (std::sync::Mutex::new(when_held), std::sync::Mutex::new(may_go_on));
     let (running, when_running) = mpsc::channel::<()>();
     let running = std::sync::Mutex::new(running);
-    // The call back waits until another lane has the tensor for writing.
+    // The closure waits until another lane has borrowed the tensor for writing.
     registry.add("wait", move |_: LocalValue| {
         running.lock().unwrap().send(()).unwrap();
         when_held.lock().unwrap().recv().unwrap();
@@ -354,7 +354,7 @@ fn a_tensor_that_others_have_taken_meanwhile_is_waited_for() {
     let inner = take.call::<()>((&x,)).concurrent().start();
     go_on.send(()).unwrap();
     inner.wait().unwrap();
-    // It read the tensor after the other one had written it.
+    // The native function has read the tensor after the other lane had written it.
     assert_eq!(outer.wait().unwrap(), 9.0);
 }
 
@@ -373,7 +373,7 @@ fn functions_that_borrow_get_the_tensors_of_whoever_calls_them_back() {
     let fixture = in_session(environment, &registry);
     let [add_one, read] = ["add_one", "read"].map(|name| fixture.session.get_function(name).wait().unwrap());
     let (apply, x) = (fixture.cpp("apply_to_tensor"), fixture.tensor(&[1], &[0.0]));
-    // Others wait for the tensor all the time, and are not let in between.
+    // Other lanes wait for the tensor all the time, and do not get it in between.
     std::thread::scope(|scope| {
         for _ in 0..4 {
             scope.spawn(|| {
@@ -405,12 +405,12 @@ fn a_tensor_of_a_module_is_one_however_often_it_comes() {
         assert_eq!(error.kind(), ErrorKind::Busy, "{error}");
     }
     drop((first, second));
-    // The other way round the larger one would be a second way to the same bytes.
+    // In the opposite order the larger view would alias the bytes of the smaller one.
     for order in ["left,whole", "right,whole"] {
         let error = failure(parts.call::<Vec<RemoteTensor>>((order,)).wait());
         assert!(error.kind() == ErrorKind::Unsupported && error.message().contains("overlaps"), "{error}");
     }
-    // Nothing is left of it.
+    // All its memory is free.
     let again: Vec<RemoteTensor> = parts.call(("whole",)).wait().unwrap();
     assert_eq!(fixture.elements(&again[0]), [0.0, 1.0, 2.0, 3.0]);
 }
@@ -426,7 +426,7 @@ fn an_inline_function_keeps_its_tensors_while_it_calls() {
     let x = fixture.tensor(&[1], &[0.0]);
     let calls = fixture.c("calls_inline");
     assert_eq!(calls.call::<Vec<i64>>((&look, &x)).wait().unwrap(), [1]);
-    // It could not wait for them afterwards, on the thread that reads.
+    // An inline function could not wait for the tensors afterwards, on the thread that reads.
     assert_eq!(failure(calls.call::<()>((&take, &x)).wait()).kind(), ErrorKind::Busy);
 }
 
@@ -449,7 +449,7 @@ fn errors_carry_kind_message_and_backtrace() {
     assert_eq!((error.kind(), error.message()), (ErrorKind::OutOfMemory, "there is none"));
     let error = failure(fixture.c("fails_silently").call::<()>(()).wait());
     assert_eq!(error.kind(), ErrorKind::Internal);
-    // A message without end is cut.
+    // An overlong message is cut.
     let error = failure(fixture.cpp("raise").call::<()>(("ValueError", "ö".repeat(1 << 20))).wait());
     assert!(error.message().len() < 20_000);
 }
@@ -465,7 +465,7 @@ fn arguments_that_do_not_fit_are_refused() {
     }
     let error = failure(add.call::<i64>((1, "two")).wait());
     assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
-    // In C without metadata it is for the function to say.
+    // A C function without metadata checks its arguments itself.
     let error = failure(fixture.c("scale").call::<()>((1, 2)).wait());
     assert_eq!((error.kind(), error.message()), (ErrorKind::InvalidArgument, "scale takes x, y and a factor"));
     let deep = failure(fixture.cpp("nested").call::<Value>((100,)).wait());
@@ -505,7 +505,7 @@ fn what_a_module_declares_as_inline_runs_where_it_was_read() {
     assert_eq!(call("signature", &fixture.c("empty")), "(...) -> any");
     assert_eq!(call("signature", &fixture.cpp("apply_to_tensor")), "(function, tensor) -> float");
     assert_eq!(call("signature", &fixture.cpp("sum_of_all")), "([tensor]) -> float");
-    // It must not block, by calling what does.
+    // An inline function must not call a function that blocks.
     assert_eq!(fixture.c("calls_inline").call::<i64>((&inline,)).wait().unwrap(), 7);
     let error = failure(fixture.c("calls_inline").call::<i64>((&blocking,)).wait());
     assert_eq!(error.kind(), ErrorKind::ApiMisuse);
@@ -528,11 +528,10 @@ fn functions_see_the_streams_of_their_lane() {
     session.set_stream(first, Some(&own)).lane(Lane(3)).wait().unwrap();
     let handle = seen(first, Lane(3));
     assert!(!DEFAULT_STREAMS.contains(&handle) && handle != 0);
-    // What the function submits there comes behind what the session has done, and in front of what
-    // it does later.
+    // A copy that the function submits is ordered behind earlier and in front of later work of the
+    // session.
     assert_eq!(take_waits(handle), [(handle, DEFAULT_STREAMS[0]), (DEFAULT_STREAMS[0], handle)]);
-    // A function that is called back comes behind what was submitted before, and in front of what
-    // is later.
+    // A function that is called back is ordered behind earlier and in front of later work.
     let apply = module.function("apply").wait().unwrap();
     let called_back = session.get_function("called_back").wait().unwrap();
     assert_eq!(apply.call::<i64>((&called_back, first)).lane(Lane(3)).wait().unwrap(), 7);
@@ -543,9 +542,9 @@ fn functions_see_the_streams_of_their_lane() {
     assert_eq!(seen(first, Lane::CONCURRENT), DEFAULT_STREAMS[0]);
     session.set_stream(first, None).lane(Lane(3)).wait().unwrap();
     assert_eq!(seen(first, Lane(3)), DEFAULT_STREAMS[0]);
-    // The host has none, and a device that is not offered is for the function to judge.
+    // The host has no streams, and the function itself refuses a device that is not offered.
     assert_eq!([seen(Device::cpu(), Lane(0)), seen(Device::cuda(0), Lane(0))], [0, 0]);
-    // Memory without an address is not lent.
+    // Memory without a host address is not lent.
     let tensor = session.alloc(first, DataType::F32, &[4]).wait().unwrap();
     for argument in ["identity", "identity_tensor"] {
         let error = failure(module.function(argument).wait().unwrap().call::<Value>((&tensor,)).wait());

@@ -1,11 +1,11 @@
-//! A collective as the interpreter has it.
+//! A collective in the interpreter.
 
 use super::data::Data;
 use super::program::Kind;
 use super::session::Fault;
 use super::slot::{ModelTensor, Slot, Trouble, WRONG};
 
-/// A collective among the members of one scope: what the output holds on each, or why it is
+/// Returns the output of a collective on each member of one scope, or the reason why it is
 /// poisoned.
 pub(crate) fn collective(
     kind: Kind,
@@ -18,7 +18,7 @@ pub(crate) fn collective(
         Trouble::Own(kind) => *kind,
         Trouble::Inherited(fault) => fault.kind,
     };
-    // Those without an input fail by themselves, and the others because of the first of them.
+    // Members without an input fail by themselves, and the others because of the first of them.
     let poisoned = |troubles: &[Option<Trouble>], origin: usize| -> Vec<Result<Slot, Trouble>> {
         let kind_of_origin = kind_of(troubles[origin].as_ref().unwrap());
         let fault = Fault { worker: members[origin], command: kind.command(), kind: kind_of_origin };
@@ -39,7 +39,7 @@ pub(crate) fn collective(
         (0..n).map(|rank| if needs_from(rank) { from[rank].tensor().map(Some) } else { Ok(None) }).collect();
     let fresh = to.is_none();
     if fresh && kind.is_one_sided() {
-        // The layout goes ahead, and with it all that can be wrong.
+        // The layout is exchanged first, and with it every possible error.
         let announced = sources[0].clone().and_then(|source| result_shape(&source.unwrap()));
         if let Err(trouble) = announced {
             let mut troubles = vec![None; n];
@@ -55,7 +55,7 @@ pub(crate) fn collective(
     let targets: Vec<Result<Option<ModelTensor>, Trouble>> = (0..n)
         .map(|rank| match &to {
             _ if !needs_to(rank) => match (&to, &sources[rank]) {
-                // It looks at its source all the same.
+                // The member checks its own source all the same.
                 (None, Ok(Some(source))) => make(source).map(|_| None),
                 _ => Ok(None),
             },
@@ -67,14 +67,14 @@ pub(crate) fn collective(
             },
         })
         .collect();
-    // How many times the elements that the call counts.
+    // Factors by which source and destination have more elements than the call counts.
     let (from_times, to_times) = match kind {
         Kind::ReduceScatter(_) | Kind::Scatter => (n, 1),
         Kind::Allgather | Kind::Gather => (1, n),
         Kind::AllToAll => (n, n),
         Kind::Allreduce(_) | Kind::Broadcast => (1, 1),
     };
-    // The type and count of each rank's call, or its trouble.
+    // Type and count of each rank's call, or its trouble.
     let mut calls = Vec::new();
     for rank in 0..n {
         let call = sources[rank].clone().and_then(|source| {

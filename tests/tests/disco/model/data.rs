@@ -1,9 +1,9 @@
-//! Tensors of programs: what they hold, and how that is reduced.
+//! Tensors of programs: their elements, and the reduction of these.
 
 use disco::ReduceOp;
 use rpc_core::{DataType, Tensor};
 
-/// The elements of a tensor: `float32` or `int64`.
+/// Elements of a tensor: `float32` or `int64`.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Data {
     F32(Vec<f32>),
@@ -48,7 +48,7 @@ impl Data {
         all
     }
 
-    /// The reduction of several ranks' data, in the order of ranks.
+    /// Returns the reduction of several ranks' data, in the order of ranks.
     pub(crate) fn reduce(parts: &[Self], op: ReduceOp) -> Self {
         let n = parts.len();
         match &parts[0] {
@@ -124,7 +124,7 @@ pub(crate) fn fold_i64(op: ReduceOp, a: i64, b: i64) -> i64 {
     }
 }
 
-/// Which elements a new tensor has.
+/// Elements of a new tensor.
 #[derive(Clone, Debug)]
 pub(crate) struct Layout {
     pub(crate) float: bool,
@@ -140,7 +140,7 @@ impl Layout {
         if self.float { DataType::F32 } else { DataType::I64 }
     }
 
-    /// Elements that follow from a seed.
+    /// Returns elements that follow from a seed.
     pub(crate) fn data(&self, seed: u32) -> Data {
         let element = |i: usize| i64::from(seed.wrapping_mul(31).wrapping_add(i as u32 * 17) % 23) - 9;
         match self.float {

@@ -25,7 +25,7 @@ pub(crate) fn interpret(program: &Program) -> Model {
 pub(crate) struct Model {
     pub(crate) n: u32,
     pub(crate) groups: u32,
-    /// Each variable, on each worker.
+    /// Slots of each variable, one for each worker.
     pub(crate) vars: Vec<Vec<Slot>>,
     pub(crate) untold: Vec<Fault>,
     pub(crate) trace: Vec<Seen>,
@@ -38,7 +38,8 @@ impl Model {
         var % self.vars.len()
     }
 
-    /// Runs a command on every worker by itself: what it makes there, or why it makes nothing.
+    /// Runs a command on each worker by itself. `run` returns the result there, or the reason why
+    /// there is none.
     pub(crate) fn each(
         &mut self,
         command: &'static str,
@@ -48,7 +49,7 @@ impl Model {
         self.settle(command, outcomes)
     }
 
-    /// Notes what has failed; gives what the output holds.
+    /// Records the failures, and returns the slots of the output.
     pub(crate) fn settle(&mut self, command: &'static str, outcomes: Vec<Result<Slot, Trouble>>) -> Vec<Slot> {
         let mut slots = Vec::new();
         for (worker, outcome) in (0..).zip(outcomes) {
@@ -65,7 +66,7 @@ impl Model {
         slots
     }
 
-    /// The groups of workers that a collective runs in.
+    /// Returns the groups of workers that a collective runs in.
     pub(crate) fn scopes(&self, scope: Scope) -> Vec<Vec<u32>> {
         let size = if scope == Scope::World { self.n } else { self.n / self.groups };
         (0..self.n).collect::<Vec<_>>().chunks(size as usize).map(<[u32]>::to_vec).collect()
@@ -75,7 +76,7 @@ impl Model {
         self.scopes(scope).iter().map(|members| members[0]).collect()
     }
 
-    /// The controller's tensor on the first workers of a scope.
+    /// Places the controller's tensor on the first workers of a scope.
     pub(crate) fn bring(&mut self, layout: &Layout, seed: u32, scope: Scope) -> Vec<Slot> {
         let firsts = self.first_of(scope);
         let slot = |worker| match firsts.contains(&worker) {
@@ -92,7 +93,7 @@ impl Model {
             let targets = to.map(|to| members.iter().map(|worker| &self.vars[to][*worker as usize]).collect());
             outcomes.extend(collective(kind, &members, &sources, targets));
             if members.len() > 1 {
-                // On the others a gather leaves what was there.
+                // On the other workers a gather leaves the output unchanged.
                 let first = &outcomes[outcomes.len() - members.len()];
                 let moved = matches!(first, Ok(Slot::Tensor(made)) if made.len() > 0);
                 let failed = first.is_err();

@@ -1,11 +1,11 @@
-//! Random programs against a plain interpreter: what a session's workers hold and what fails on
-//! them is what a program says that goes through the workers one after the other, whatever the
-//! launch.
+//! Random programs, compared with a plain interpreter that goes through the workers one after the
+//! other. The workers of a session hold the same values and report the same failures, over every
+//! kind of launch.
 //!
-//! The interpreter knows the rules of the documentation and no others: values follow from commands
-//! in their order, a failure poisons what should have been set and is told once, and a collective
-//! with an input that failed gives nobody an output. Reductions fold in the order of ranks, so that
-//! floats agree to the bit; only NaNs count as equal to each other.
+//! The interpreter has the documented rules and no others: values follow from commands in their
+//! order, a failure poisons the registers that should have been set and is reported once, and a
+//! collective with a failed input has no output on any worker. Reductions fold in the order of
+//! ranks, so that floats agree to the bit; NaNs count as equal to each other.
 //!
 //! `PROPTEST_CASES` says how many programs are tried.
 
@@ -41,10 +41,10 @@ const LAUNCHES: [Launch; 6] = [
     Launch::Line { data: Data::Relayed },
 ];
 
-/// Programs of a run of which nothing else is said.
+/// Number of programs of a run, unless `PROPTEST_CASES` says otherwise.
 const CASES: u32 = 120;
 
-/// Sessions that programs have left in good order, for the next one.
+/// Sessions that a program has left usable, for the next program.
 #[derive(Default)]
 struct Sessions(HashMap<(usize, (u32, u32)), Fixture>);
 
@@ -52,7 +52,7 @@ impl Sessions {
     fn take(&mut self, launch: usize, shape: (u32, u32)) -> Fixture {
         self.0.remove(&(launch, shape)).unwrap_or_else(|| {
             let mut options = Options::default();
-            // A hang is a failure that programs can be shrunk by.
+            // A hang is a failure, so that the program can be shrunk.
             options.collective_timeout = Some(Duration::from_secs(10));
             LAUNCHES[launch].try_start_with(shape.0, shape.1, options).unwrap()
         })

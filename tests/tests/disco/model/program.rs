@@ -1,11 +1,11 @@
-//! Programs: their steps, and where they come from.
+//! Programs: their steps, and the strategies that generate them.
 
 use disco::{ReduceOp, Scope};
 use proptest::prelude::*;
 
 use super::data::Layout;
 
-/// Numbers of workers and groups.
+/// Numbers of workers and of groups.
 const SHAPES: [(u32, u32); 5] = [(1, 1), (2, 1), (2, 2), (3, 1), (4, 2)];
 
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -37,10 +37,10 @@ impl Kind {
     }
 }
 
-/// One line of a program. Variables and workers are numbers, taken modulo what there is.
+/// One line of a program. Variables and workers are numbers, taken modulo the existing ones.
 #[derive(Clone, Debug)]
 pub(crate) enum Step {
-    /// A tensor with other elements on every worker.
+    /// Tensor with different elements on each worker.
     Fill {
         layout: Layout,
         seed: u32,
@@ -157,7 +157,7 @@ pub(crate) fn uses_variable(step: &Step) -> bool {
     }
 }
 
-/// The pairs that there are among `n` workers.
+/// Returns the pairs of `n` workers.
 pub(crate) fn between(pairs: &[(u32, u32)], n: u32) -> Vec<(u32, u32)> {
     pairs.iter().map(|(from, to)| (from % n, to % n)).filter(|(from, to)| from != to).collect()
 }
@@ -177,7 +177,7 @@ pub(crate) fn layout() -> impl Strategy<Value = Layout> {
         Just(vec![3, 2]),
         Just(vec![4, 1, 2]),
         Just(vec![12]),
-        // More than travels with an announcement.
+        // More elements than travel with an announcement.
         Just(vec![12, 500]),
     ];
     (any::<bool>(), shape).prop_map(|(float, shape)| Layout { float, shape })
@@ -255,8 +255,8 @@ pub(crate) fn program() -> impl Strategy<Value = Program> {
     let step = (step(), proptest::option::weighted(0.9, scope()));
     (shape, proptest::collection::vec(step, 1..30)).prop_map(|(shape, steps)| {
         let steps = steps.into_iter().map(|(step, scope)| match (step, scope) {
-            // As many parts as workers: what a reduce_scatter needs, and few layouts have by
-            // chance.
+            // As many parts as workers, which a reduce_scatter needs and random layouts seldom
+            // have.
             (Step::Fill { layout, seed }, Some(scope)) if layout.len() < 100 => {
                 Step::Fill { layout: scattered(&layout, shape, scope), seed }
             }

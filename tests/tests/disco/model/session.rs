@@ -1,4 +1,4 @@
-//! A program on a real session, and what can be observed of it.
+//! A program on a real session, and the observations that can be compared.
 
 use disco::{Content, DRef, DiscoError, DiscoSession, Failure, WorkerId};
 use rpc_core::{DataType, ErrorKind, Tensor, Value};
@@ -16,7 +16,7 @@ pub(crate) enum Seen {
     Failures(Vec<Fault>),
 }
 
-/// A failure, as far as it is compared.
+/// The compared parts of a failure.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Fault {
     pub(crate) worker: u32,
@@ -158,7 +158,7 @@ pub(crate) fn perform(session: &DiscoSession, program: &Program) -> Result<Vec<S
         };
         vars.extend(made);
     }
-    // In the end everything is looked at.
+    // At the end all variables are read.
     trace.push(seen_end(session.sync_all().wait())?);
     for var in &vars {
         for worker in 0..n {

@@ -45,12 +45,12 @@ pub(crate) enum Slot {
     Poison(Fault),
 }
 
-/// Why a command has no result.
+/// Reason why a command has no result.
 #[derive(Clone, Debug)]
 pub(crate) enum Trouble {
-    /// It failed here, in this way.
+    /// Failure of the command itself, of this kind.
     Own(ErrorKind),
-    /// It depends on what failed.
+    /// Dependence on a failed command.
     Inherited(Fault),
 }
 

@@ -1,4 +1,4 @@
-//! A client that makes handles up, and knows those of another.
+//! A client that forges handles, and knows those of another client.
 
 use bytes::Bytes;
 use rpc_core::{DataType, Device, ErrorKind, Handle, Operation, RemoteObject, Request};
@@ -8,7 +8,8 @@ use rpc_transports::Connector;
 use super::site::{PATIENCE, soon, works};
 use super::within;
 
-/// The worst case: the victim's handles are known, and the attacker has all the time in the world.
+/// Checks the worst case: the attacker knows the victim's handles, and can make any number of
+/// attempts.
 pub async fn handles_of_others(connector: Connector, address: &str, count: usize) {
     let connect = async || soon("connect", connector.connect(address)).await.unwrap();
     let (victim, attacker) = (connect().await, connect().await);
@@ -28,7 +29,7 @@ pub async fn handles_of_others(connector: Connector, address: &str, count: usize
         objects.iter().map(|object| object.handle().to_bits()).chain([tensor.handle().to_bits()]).collect();
     let raw =
         async |operation: Operation| soon("a request", attacker.shared().submit(Request::new(operation)).reply()).await;
-    // Exactly the victim's handles, in each operation that takes one.
+    // The victim's handles, in each operation that takes a handle.
     for bits in &known {
         let handle = Handle::from_bits(*bits);
         let to = rpc_core::TensorRef { storage: handle, ..reference(&tensor) };
@@ -44,7 +45,7 @@ pub async fn handles_of_others(connector: Connector, address: &str, count: usize
             assert_eq!(error.kind(), ErrorKind::InvalidHandle, "{what}: {error}");
         }
     }
-    // Every tag there can be, over the slots and generations in use; then anything at all.
+    // Each possible tag, with the slots and generations in use; then random handles.
     let mut random = Random::new(31);
     let mut forged: Vec<u64> = Vec::with_capacity(count);
     for slot in 0..count as u64 >> 17 {
@@ -56,7 +57,7 @@ pub async fn handles_of_others(connector: Connector, address: &str, count: usize
     }
     forged.extend(&known);
     let released = forged.len();
-    // The attacker's own objects are its own to lose: it has none but what it fetches below.
+    // The attacker may lose its own objects. It has only those that it gets below.
     for handles in forged.chunks(8000) {
         let handles = handles.iter().copied().map(Handle::from_bits).collect();
         soon("release", attacker.shared().submit(Request::new(Operation::Release { handles })).reply()).await.unwrap();

@@ -1,6 +1,6 @@
-//! Processes to be killed, stopped and measured, and what is known of them.
+//! Processes that tests kill, stop and measure: servers, trackers, clients, bad peers.
 
-// Each test program uses a part of it.
+// Each test program uses a part of this module.
 #![allow(dead_code, unreachable_pub)]
 
 pub mod forge;
@@ -23,16 +23,16 @@ use rpc_server::builtins::ServerInfo;
 use rpc_transports::{Address, BlockingIo, ClientTls, Connector, Dial, Transports};
 use rustix::process::{Pid, Signal, kill_process};
 
-/// The program of the other processes.
+/// Program of the other processes.
 pub const PROGRAM: &str = env!("CARGO_BIN_EXE_faults_peer");
 
-/// The time within which the end of a peer must be known, as [`pace`] measures it.
+/// Time within which the end of a peer must be noticed, measured by [`pace`].
 pub const LIMIT: Duration = Duration::from_secs(1);
 
-/// Quick enough for tests.
+/// Keep-alive that is short enough for tests.
 pub const KEEP_ALIVE: Duration = Duration::from_millis(200);
 
-/// The time after which a peer is dead that says nothing, with [`KEEP_ALIVE`].
+/// Time after which a silent peer counts as dead, with [`KEEP_ALIVE`].
 pub const DEAD: Duration = Duration::from_millis(600);
 
 /// Runs a test on a runtime of its own, and turns a hang into a failure.
@@ -40,7 +40,7 @@ pub fn run<F: Future<Output = ()>>(body: impl FnOnce() -> F + Send + 'static) {
     run_on(2, body);
 }
 
-/// As [`run`], with so many threads; with none the test's thread does everything.
+/// Does the same as [`run`], with this number of threads; with none, all runs on the test's thread.
 pub fn run_on<F: Future<Output = ()>>(workers: usize, body: impl FnOnce() -> F + Send + 'static) {
     const WATCHDOG: Duration = Duration::from_secs(120);
     let (done, outcome) = mpsc::channel::<()>();
@@ -60,9 +60,9 @@ pub fn run_on<F: Future<Output = ()>>(workers: usize, body: impl FnOnce() -> F +
     }
 }
 
-/// As [`run`], for what has peers that soon take others for dead. On a machine where a call of a
-/// server that is well takes half of [`DEAD`] or more, others are silent for no fault of theirs:
-/// that somebody was lost there says nothing, and the test is run again.
+/// Does the same as [`run`], for tests with short keep-alives. On a machine where a call of a
+/// healthy server takes half of [`DEAD`] or more, peers are silent through no fault of theirs. A
+/// loss proves nothing then, and the test is run again.
 pub fn run_where_silence_counts<F: Future<Output = ()>>(body: impl Fn() -> F + Send + Sync + 'static) {
     const ATTEMPTS: usize = 4;
     let body = Arc::new(body);
@@ -108,25 +108,25 @@ impl Transport {
     }
 }
 
-/// The certificate of all servers in processes of their own, and its key, as PEM.
+/// Certificate of all servers in processes of their own, and its key, as PEM.
 static CERTIFICATE: LazyLock<(String, String)> = LazyLock::new(|| {
     let made = rcgen::generate_simple_self_signed(vec!["127.0.0.1".to_owned()]).unwrap();
     (made.cert.pem(), made.signing_key.serialize_pem())
 });
 
-/// Trusts the servers in processes of their own.
+/// Returns a connector that trusts the servers in processes of their own.
 pub fn connector() -> Connector {
-    // One for all, as a program has it.
+    // All clients of a program share one trust.
     static TRUST: LazyLock<ClientTls> = LazyLock::new(trust);
     Connector::new().tls(TRUST.clone())
 }
 
-/// The trust of one client: sessions over QUIC share a connection with those of the same.
+/// Creates the trust of one client. Sessions with the same trust share a connection of QUIC.
 pub fn trust() -> ClientTls {
     ClientTls::new(CERTIFICATE.0.as_bytes(), None).unwrap()
 }
 
-/// A server in a process of its own. It is killed when this is dropped.
+/// A server in a process of its own, which is killed when this value is dropped.
 pub struct ServerPeer {
     child: Child,
     address: String,
@@ -134,8 +134,8 @@ pub struct ServerPeer {
 }
 
 impl ServerPeer {
-    /// A server with the default settings of the project, which forwards to anywhere. Over QUIC,
-    /// where nobody says that a client was killed, it is as quick as [`KEEP_ALIVE`].
+    /// Starts a server with default settings, which forwards to any address. Over QUIC, where the
+    /// system does not report the death of a client, it has [`KEEP_ALIVE`].
     pub fn start(transport: Transport) -> Self {
         match transport {
             Transport::Quic => Self::quick(transport),
@@ -143,22 +143,23 @@ impl ServerPeer {
         }
     }
 
-    /// A server that notices silence after [`DEAD`].
+    /// Starts a server that notices silence after [`DEAD`].
     pub fn quick(transport: Transport) -> Self {
         Self::with(transport, &["--keep-alive", &format!("{}ms", KEEP_ALIVE.as_millis())])
     }
 
-    /// A server with these flags.
+    /// Starts a server with these flags.
     pub fn with(transport: Transport, flags: &[&str]) -> Self {
         Self::spawn("serve", transport, None, flags)
     }
 
-    /// A server where another one was before.
+    /// Starts a server at the address of an earlier one.
     pub fn again(transport: Transport, address: &str) -> Self {
         Self::spawn("serve", transport, Some(address), &[])
     }
 
-    /// A relay that notices silence after [`DEAD`]: anywhere, or where another one was before.
+    /// Starts a relay that notices silence after [`DEAD`], at any address or at that of an earlier
+    /// one.
     pub fn relay(transport: Transport, address: Option<&str>) -> Self {
         Self::spawn("relay", transport, address, &["--keep-alive", &format!("{}ms", KEEP_ALIVE.as_millis())])
     }
@@ -183,7 +184,7 @@ impl ServerPeer {
             fs::write(&file, content).unwrap();
             command.arg(flag).arg(&file);
         }
-        // A test that dies takes it with it.
+        // The process ends with the test program.
         command.arg("--exit-with-stdin").stdin(Stdio::piped());
         let mut child = command.stdout(Stdio::piped()).spawn().unwrap();
         let mut line = String::new();
@@ -204,8 +205,7 @@ impl ServerPeer {
         self.child.kill().unwrap();
     }
 
-    /// Returns when the system has taken back everything of a process that was killed, its port
-    /// too.
+    /// Waits until the system has freed all resources of the killed process, its port included.
     pub fn exit(&mut self) {
         self.child.wait().unwrap();
     }
@@ -214,7 +214,7 @@ impl ServerPeer {
         signal(self.pid(), with);
     }
 
-    /// Returns the exit status of the process, which ends within [`LIMIT`].
+    /// Waits until the process has ended, within [`LIMIT`], and returns its exit status.
     pub fn exit_code(&mut self) -> Option<i32> {
         let since = pace::now();
         loop {
@@ -234,7 +234,7 @@ impl Drop for ServerPeer {
     }
 }
 
-/// A tracker in a process of its own. It is killed when this is dropped.
+/// A tracker in a process of its own, which is killed when this value is dropped.
 pub struct TrackerPeer {
     child: Child,
     address: String,
@@ -242,12 +242,12 @@ pub struct TrackerPeer {
 }
 
 impl TrackerPeer {
-    /// One that listens on TCP, with these flags.
+    /// Starts a tracker on TCP, with these flags.
     pub fn start(flags: &[&str]) -> Self {
         Self::at("tcp://127.0.0.1:0", flags)
     }
 
-    /// One at this address, which may be that of another one before it.
+    /// Starts a tracker at this address, which may be that of an earlier one.
     pub fn at(address: &str, flags: &[&str]) -> Self {
         let mut command = Command::new(PROGRAM);
         command.args(["tracker", "--listen", address, "--log-level", "error"]).args(flags);
@@ -268,7 +268,7 @@ impl TrackerPeer {
         &self.address
     }
 
-    /// Address of its page, if it has one.
+    /// Returns the address of the tracker's page, if it has one.
     pub fn page(&self) -> Option<&str> {
         self.page.as_deref()
     }
@@ -290,13 +290,13 @@ impl Drop for TrackerPeer {
     }
 }
 
-/// A client in a process of its own, which holds so many objects and a tensor of so many bytes. It
-/// is killed when this is dropped.
+/// A client in a process of its own, which holds objects and a tensor. It is killed when this value
+/// is dropped.
 pub struct ClientPeer {
     child: Child,
     stdin: ChildStdin,
     stdout: BufReader<ChildStdout>,
-    /// The process of its server.
+    /// Process id of the server.
     pub server: u32,
 }
 
@@ -305,18 +305,18 @@ impl ClientPeer {
         Self::with(form, address, objects, bytes, &[])
     }
 
-    /// One that calls `hold.tagged` with this tag and copies without end, besides.
+    /// Starts a client that also calls `hold.tagged` with this tag, and copies without end.
     pub fn busy(form: &str, address: &str, objects: u64, bytes: u64, tag: &str) -> Self {
         Self::with(form, address, objects, bytes, &["--busy", tag])
     }
 
-    /// One that has not said yet who serves it.
+    /// Starts a client without waiting for its session.
     pub fn connecting(address: &str) -> Self {
         Self::spawn("async", address, 0, 0, &[])
     }
 
-    /// On a machine that is very busy its server may give it up before it has begun, which is not
-    /// what is tested.
+    /// Starts a client, and waits for its session. Tries again if a busy machine was so slow that
+    /// the server has given the client up.
     fn with(form: &str, address: &str, objects: u64, bytes: u64, flags: &[&str]) -> Self {
         let mut attempts = (0..5).map(|_| Self::try_with(form, address, objects, bytes, flags));
         attempts.find_map(|attempt| attempt).expect("the client says who serves it")
@@ -350,7 +350,7 @@ impl ClientPeer {
         signal(self.child.id(), with);
     }
 
-    /// Waits for the end of its session, and returns the cause as the peer sees it.
+    /// Waits for the end of the client's session, and returns the kind of error that ended it.
     pub fn reason(&mut self) -> String {
         self.stdin.write_all(b"\n").unwrap();
         self.line()
@@ -364,7 +364,7 @@ impl Drop for ClientPeer {
     }
 }
 
-/// With [`Signal::STOP`], returns when every thread has stopped.
+/// Sends a signal. With [`Signal::STOP`], waits until every thread has stopped.
 pub fn signal(pid: u32, signal: Signal) {
     kill_process(Pid::from_raw(pid as i32).unwrap(), signal).unwrap();
     let has_stopped = |thread: io::Result<fs::DirEntry>| {
@@ -376,26 +376,26 @@ pub fn signal(pid: u32, signal: Signal) {
     }
 }
 
-/// Returns true if a process runs; one that is dead and not yet reaped does not.
+/// Returns true if the process runs. A dead process that has not been reaped does not run.
 pub fn is_running(pid: u32) -> bool {
     let Ok(stat) = fs::read_to_string(format!("/proc/{pid}/stat")) else { return false };
     let state = stat.rsplit(')').next().unwrap().trim_start();
     !state.starts_with(['Z', 'X'])
 }
 
-/// A field of `/proc/PID/status`, in bytes.
+/// Returns a field of `/proc/PID/status`, in bytes.
 pub fn memory(pid: u32, field: &str) -> u64 {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
     let line = status.lines().find_map(|line| line.strip_prefix(field)?.strip_prefix(':')).unwrap();
     line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() << 10
 }
 
-/// Lets the peak of a process' memory begin anew.
+/// Resets the peak of a process's memory.
 pub fn reset_peak(pid: u32) {
     fs::write(format!("/proc/{pid}/clear_refs"), "5").unwrap();
 }
 
-/// The processes that a process has started and not reaped.
+/// Returns the number of processes that a process has started and not reaped.
 pub fn children(pid: u32) -> usize {
     let tasks = fs::read_dir(format!("/proc/{pid}/task")).unwrap().flatten();
     let lists = tasks.filter_map(|task| fs::read_to_string(task.path().join("children")).ok());
@@ -406,7 +406,7 @@ pub fn threads(pid: u32) -> usize {
     fs::read_dir(format!("/proc/{pid}/task")).unwrap().count()
 }
 
-/// A session that calls functions by name.
+/// Session whose functions are called by name.
 #[derive(Clone)]
 pub struct Calls(pub Session);
 
@@ -431,7 +431,7 @@ impl Calls {
     }
 }
 
-/// Waits until `condition` holds, for no longer than `limit`. Returns how long it took.
+/// Waits until `condition` holds, for no longer than `limit`. Returns the time that it took.
 pub async fn within<F: Future<Output = bool>>(
     limit: Duration,
     what: &str,
@@ -445,7 +445,7 @@ pub async fn within<F: Future<Output = bool>>(
     started.elapsed()
 }
 
-/// As [`within`], with a limit in [`pace`].
+/// Does the same as [`within`], with a limit measured by [`pace`].
 pub async fn at_pace<F: Future<Output = bool>>(
     limit: Duration,
     what: &str,
@@ -460,7 +460,7 @@ pub async fn at_pace<F: Future<Output = bool>>(
     pace::since(since)
 }
 
-/// A peer that writes whatever it likes.
+/// Blocking TCP peer that writes raw bytes.
 pub struct RawPeer {
     pub io: BlockingIo,
 }
@@ -472,7 +472,7 @@ impl RawPeer {
         Self { io: channel.into_parts().0 }
     }
 
-    /// A client that has finished its handshake.
+    /// Connects, and completes the handshake of a client.
     pub fn greeted(address: &str) -> Self {
         let mut this = Self::connect(address);
         this.write(&hello(&Hello::new(Role::Client)));
@@ -485,7 +485,7 @@ impl RawPeer {
         this
     }
 
-    /// Writes, whether or not anybody still reads.
+    /// Writes bytes, and ignores a closed connection.
     pub fn write(&mut self, bytes: &[u8]) {
         let _ = (&self.io).write_all(bytes);
     }
@@ -494,7 +494,7 @@ impl RawPeer {
         self.io.shutdown(Shutdown::Write).unwrap();
     }
 
-    /// The next frame; `None` at the end of the stream.
+    /// Reads the next frame. Returns `None` at the end of the stream.
     pub fn frame(&mut self) -> Option<(FrameHeader, Vec<u8>)> {
         let mut header = [0; HEADER_LEN];
         (&self.io).read_exact(&mut header).ok()?;
@@ -504,7 +504,7 @@ impl RawPeer {
         Some((header, body))
     }
 
-    /// Reads to the end. Returns what was read, and how long it took, as [`pace`] has it.
+    /// Reads to the end of the stream. Returns the bytes, and the time that it took by [`pace`].
     pub fn rest(&mut self) -> (Vec<u8>, Duration) {
         let since = pace::now();
         let mut rest = Vec::new();
@@ -519,9 +519,9 @@ impl RawPeer {
     }
 }
 
-/// Magic and hello.
+/// Returns the magic and the frame of a hello.
 pub fn hello(hello: &Hello) -> Vec<u8> {
-    // Identity message of a side that proves nothing.
+    // Identity message of an anonymous side.
     let hello = Hello { identities: vec!["none".into()], ..hello.clone() };
     let body = Packed::encode(&hello).unwrap().as_bytes().to_vec();
     let mut bytes = MAGIC.to_vec();

@@ -1,12 +1,11 @@
-//! Time as those see it who are well: a control beside what is measured.
+//! A clock that slows down with the machine, by which time limits of tests are measured.
 //!
-//! That a peer's end is known within a second is a promise of machines that are not busy with
-//! something else. On those that are, everything takes longer: timers fire late, processes wait for
-//! their turn. So a limit is measured in beats: each is a pause and then a call of a server in a
-//! process of its own, which is well all the time. What slows the measured slows the beats, and a
-//! limit that holds in beats is one that a machine which is not busy keeps by the clock. The pace
-//! is never ahead of the clock, and behind it by the time of the calls alone, a twentieth or so,
-//! when there is nothing else to do.
+//! The end of a peer is noticed within a second on machines that are not busy with something else.
+//! On busy ones timers fire late and processes wait for their turn. A limit is therefore measured
+//! in beats: each beat is a pause, and then a call of a healthy server in a process of its own.
+//! Load slows the beats as it slows the measured processes, so that a limit that holds in beats
+//! holds by the clock on an idle machine. The pace is never ahead of the clock. On an idle machine
+//! it is behind by the time of the calls alone, a twentieth or so.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{LazyLock, Mutex};
@@ -15,12 +14,12 @@ use std::time::{Duration, Instant};
 
 use super::{ServerPeer, Transport, connector};
 
-/// The pause of a beat.
+/// Pause of a beat.
 const BEAT: Duration = Duration::from_millis(10);
 
 static BEATS: AtomicU32 = AtomicU32::new(0);
 
-/// When each beat ended that took longer than ten pauses, and how long it took.
+/// End and duration of each beat that took longer than ten pauses.
 static SLOW: Mutex<Vec<(Instant, Duration)>> = Mutex::new(Vec::new());
 
 static HEART: LazyLock<JoinHandle<()>> = LazyLock::new(|| thread::spawn(beat));
@@ -41,7 +40,7 @@ fn beat() {
     }
 }
 
-/// The time since the first beat. Blocks until there is one.
+/// Returns the time since the first beat. Blocks until there is one.
 pub fn now() -> Duration {
     loop {
         assert!(!HEART.is_finished(), "the control has failed");
@@ -52,13 +51,13 @@ pub fn now() -> Duration {
     }
 }
 
-/// When something began, for [`worst_since`]. Blocks until there is a beat.
+/// Returns the current time by the clock, for [`worst_since`]. Blocks until there is a beat.
 pub fn begin() -> Instant {
     now();
     Instant::now()
 }
 
-/// The longest that a beat has taken since then, where one was slow.
+/// Returns the duration of the slowest beat since then; zero if none was slow.
 pub fn worst_since(begun: Instant) -> Duration {
     let slow = SLOW.lock().unwrap();
     slow.iter().filter(|(ended, _)| *ended > begun).map(|(_, took)| *took).max().unwrap_or_default()

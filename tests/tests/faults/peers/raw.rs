@@ -1,5 +1,4 @@
-//! Peers that write whatever they like, asynchronously and over any transport; and what is said to
-//! them.
+//! Peers that write raw bytes, asynchronously and over any transport, and the answers to them.
 
 use std::time::Duration;
 
@@ -12,10 +11,10 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
 use super::site::{Site, soon};
 
-/// Time limit of what may take a second, with room for a slow machine.
+/// Time limit of steps that may take a second, with room for a slow machine.
 pub const OVER: Duration = Duration::from_secs(6);
 
-/// A peer that writes whatever it likes.
+/// Peer that writes raw bytes.
 pub struct Raw {
     pub channel: Channel,
 }
@@ -33,7 +32,7 @@ impl Raw {
         Self { channel: soon("a raw peer connects", dialled).await.unwrap() }
     }
 
-    /// One that has finished its handshake.
+    /// Connects, and completes the handshake of a client.
     pub async fn greeted(site: &Site, hello: &Hello) -> Self {
         Self::dial(site).await.greet(hello).await
     }
@@ -48,13 +47,13 @@ impl Raw {
         this
     }
 
-    /// Writes, whether or not anybody still reads.
+    /// Writes bytes, and ignores a closed connection.
     pub async fn write(&mut self, bytes: &[u8]) {
         let io = self.channel.io_mut();
         let _ = soon("a raw peer writes", async { io.write_all(bytes).await.and(io.flush().await) }).await;
     }
 
-    /// Says that nothing follows.
+    /// Shuts the writing direction down.
     pub async fn half_close(&mut self) {
         let _ = soon("a raw peer ends", self.channel.io_mut().shutdown()).await;
     }
@@ -65,7 +64,7 @@ impl Raw {
         assert_eq!(magic, MAGIC);
     }
 
-    /// The next frame; `None` at the end.
+    /// Reads the next frame. Returns `None` at the end of the stream.
     pub async fn frame(&mut self) -> Option<(FrameHeader, Vec<u8>)> {
         soon("a frame", async {
             let mut header = [0; HEADER_LEN];
@@ -78,16 +77,16 @@ impl Raw {
         .await
     }
 
-    /// Reads until the server has cut it off.
+    /// Reads until the server has closed the connection.
     pub async fn rest(&mut self) -> Vec<u8> {
         let mut rest = Vec::new();
-        // However it ends.
+        // The connection may end with an error.
         let _ = soon("the server cuts it off", self.channel.io_mut().read_to_end(&mut rest)).await;
         rest
     }
 }
 
-/// The frames in what was read, behind a magic if there is one.
+/// Returns the frames in these bytes, behind the magic if there is one.
 pub fn frames(bytes: &[u8]) -> Vec<(FrameHeader, &[u8])> {
     let mut rest = bytes.strip_prefix(&MAGIC).unwrap_or(bytes);
     let mut frames = Vec::new();
@@ -109,7 +108,7 @@ pub fn error_in(body: &[u8]) -> RpcError {
     decode_reply(true, body, Bytes::new()).unwrap().unwrap_err()
 }
 
-/// Returns the server's last error: that of a `Reject` or a `Close`.
+/// Returns the last error of the server: that of a `Reject` or a `Close`.
 pub fn last_word(said: &[u8]) -> Option<RpcError> {
     let last = frames(said).into_iter().rfind(|(header, _)| matches!(header.kind, Kind::Reject | Kind::Close));
     last.filter(|(_, body)| !body.is_empty()).map(|(_, body)| error_in(body))
@@ -131,14 +130,14 @@ pub fn function_in(body: &[u8]) -> Handle {
     reply.handles()[0]
 }
 
-/// Writes a byte now and then, often enough never to seem dead; or nothing, and stays. Ends when
-/// all was written.
+/// Writes a byte now and then, often enough never to count as dead, until all bytes are written. A
+/// silent peer writes nothing, and stays connected.
 pub async fn trickle(io: &mut (impl AsyncWrite + Unpin + ?Sized), bytes: &[u8]) {
     for byte in bytes {
         if io.write_all(&[*byte]).await.is_err() || io.flush().await.is_err() {
             return std::future::pending().await;
         }
-        // The pace itself, which is what is tested here.
+        // The pause is the slow pace that is tested.
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
     if bytes.is_empty() {
@@ -146,7 +145,7 @@ pub async fn trickle(io: &mut (impl AsyncWrite + Unpin + ?Sized), bytes: &[u8]) 
     }
 }
 
-/// That the server cuts a peer off which says this slowly, and does not accept it.
+/// Checks that the server cuts off a peer that writes these bytes slowly, and does not accept it.
 pub async fn cut_off(io: &mut (impl AsyncRead + AsyncWrite + Unpin + ?Sized), slowly: &[u8]) {
     let (mut read, mut write) = tokio::io::split(io);
     let mut said = Vec::new();
@@ -160,7 +159,7 @@ pub async fn cut_off(io: &mut (impl AsyncRead + AsyncWrite + Unpin + ?Sized), sl
     assert!(!was_accepted(&said), "{}", said.escape_ascii());
 }
 
-/// A valid beginning with some things wrong.
+/// Returns a valid beginning of a session with random changes.
 pub fn mutated(valid: &[u8], random: &mut Random) -> Vec<u8> {
     let mut bytes = valid.to_vec();
     for _ in 0..1 + random.below(3) {

@@ -1,5 +1,4 @@
-//! Servers in the test's own process, each with an authority of its own, and the good clients that
-//! they serve.
+//! Servers in the test's own process, each with an authority of its own, and their good clients.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -16,7 +15,7 @@ use tokio::task::JoinHandle;
 
 use super::{Transport, within};
 
-/// Longer than anything here takes; what needs more hangs.
+/// Time limit of each step, longer than any takes: a step that needs more hangs.
 pub const PATIENCE: Duration = Duration::from_secs(20);
 
 pub const SECRET: &str = "0123456789abcdef0123456789abcdef";
@@ -27,7 +26,7 @@ pub async fn soon<F: IntoFuture>(what: &str, future: F) -> F::Output {
         .unwrap_or_else(|_| panic!("{what}: not after {PATIENCE:?}"))
 }
 
-/// An authority, and what it issues.
+/// Authority that issues certificates.
 pub struct Authority {
     issuer: Issuer<'static, KeyPair>,
     pub pem: String,
@@ -53,7 +52,7 @@ impl Authority {
         Certificate::from_pem(pem.as_bytes(), key.serialize_pem().as_bytes()).unwrap()
     }
 
-    /// For a server at this host.
+    /// Issues a certificate for a server at this host.
     pub fn server(&self, host: &str) -> ServerTls {
         ServerTls::new(self.issue(host, |_| {}), None).unwrap()
     }
@@ -63,7 +62,7 @@ impl Authority {
     }
 }
 
-/// A server on one transport. It stops when this is dropped.
+/// A server on one transport. It stops when this value is dropped.
 pub struct Site {
     pub server: Server,
     pub address: String,
@@ -73,17 +72,17 @@ pub struct Site {
 }
 
 impl Site {
-    /// A server of the test functions, with an authority of its own.
+    /// Starts a server of the test functions, with an authority of its own.
     pub async fn new(transport: Transport, options: ServeOptions) -> Self {
         Self::serving(transport, options, functions::registry()).await
     }
 
-    /// A server of these functions.
+    /// Starts a server of these functions.
     pub async fn serving(transport: Transport, options: ServeOptions, registry: Registry) -> Self {
         Self::at("127.0.0.1", transport, options, registry, Arc::new(Authority::new())).await
     }
 
-    /// A server at this host, with a certificate by `authority`.
+    /// Starts a server at this host, with a certificate of `authority`.
     pub async fn at(
         host: &str,
         transport: Transport,
@@ -108,7 +107,8 @@ impl Site {
         Self { server, address, authority, keep_alive, _folder: folder }
     }
 
-    /// A good client, with a connection of its own. It notices silence as soon as the server does.
+    /// Returns the connector of a good client, with a connection of its own. It notices silence as
+    /// soon as the server does.
     pub fn connector(&self) -> Connector {
         let connector = Connector::new().tls(self.authority.trust()).keep_alive(self.keep_alive);
         connector.connect_timeout(PATIENCE).handshake_timeout(PATIENCE)
@@ -122,7 +122,7 @@ impl Site {
         self.address.split_once("://").unwrap().1.parse().unwrap()
     }
 
-    /// That nothing is left of anybody.
+    /// Checks that all sessions end and nothing is left of them.
     pub async fn is_empty(&self) {
         within(PATIENCE, "all sessions end", async || self.server.sessions() == 0).await;
         soon("the server is idle", self.server.idle()).await;
@@ -144,7 +144,7 @@ pub async fn works(session: &Session) {
     assert_eq!(soon("call", add.call((20, 22))).await.unwrap(), 42);
 }
 
-/// A good client, which calls without end, connects anew without end, and is never disturbed.
+/// Good client, which calls and connects anew without end, and must never be disturbed.
 pub struct GoodClient {
     over: Arc<AtomicBool>,
     calls: JoinHandle<u64>,
