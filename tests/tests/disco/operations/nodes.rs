@@ -1,0 +1,115 @@
+//! Nodes: paths between workers, refused launches, trees.
+
+use super::*;
+
+#[test]
+fn workers_without_a_way_to_each_other_do_all_else() {
+    let mut options = disco::Options::default();
+    // One address for two nodes.
+    options.data_addresses = vec![std::net::Ipv4Addr::LOCALHOST.into()];
+    let sessions = (0..2).map(|_| rpc_core::Session::new(rpc_core::LocalSession::new(rpc_tests::spmd::registry())));
+    let session = DiscoSession::over(sessions, 1, 1, options).wait().unwrap();
+    let id = session.get_global_func("worker_id").unwrap().call(()).unwrap();
+    assert_eq!(value(&session, &id, 1), Value::Int(1));
+    session.sync_all().wait().unwrap();
+    session.barrier(Scope::World).unwrap();
+    let error = session.sync_all().wait().unwrap_err();
+    assert!(error.to_string().contains("the data addresses of 1 of 2 nodes are known"), "{error}");
+    session.shutdown().wait().unwrap();
+}
+
+/// Unless the controller may relay, the error names the pairs of workers without a path to each
+/// other. If it may, their data goes through it.
+#[test]
+fn pairs_without_a_way_are_named_unless_their_data_may_be_relayed() {
+    let network = runtime();
+    let start = |may_relay: bool| {
+        let (addresses, servers) = serve(&network, 3);
+        let mut options = disco::Options::default();
+        Data::Relayed.set(3, &mut options);
+        options.allow_controller_relay = may_relay;
+        options.init_timeout = std::time::Duration::from_secs(1);
+        (SocketSession::new(addresses, 1, 1).options(options).start().wait().unwrap(), servers)
+    };
+    let (session, _servers) = start(false);
+    let told = session.sync_all().wait().unwrap_err().to_string();
+    for (from, to) in [(1, 0), (2, 0), (2, 1)] {
+        assert!(told.contains(&format!("rank {from} cannot reach rank {to} at tcp://127.7.7.7:1")), "{told}");
+    }
+    assert!(told.contains("Options::allow_controller_relay"), "{told}");
+    // All other operations work.
+    let id = session.get_global_func("worker_id").unwrap().call(()).unwrap();
+    assert_eq!(value(&session, &id, 2), Value::Int(2));
+    session.shutdown().wait().unwrap();
+
+    let (session, _servers) = start(true);
+    let x = session.empty(&[1 << 20], DataType::F32, None).unwrap();
+    session.allreduce(&x, None, ReduceOp::Sum, Scope::World).unwrap();
+    session.sync_all().wait().unwrap();
+    session.shutdown().wait().unwrap();
+}
+
+/// Without data addresses in the options, nodes of several machines name their own, or the
+/// controller relays, or there are no collectives.
+#[test]
+fn nodes_of_several_machines_meet_where_they_say_or_by_way_of_the_controller() {
+    let start = |data: Option<&str>, may_relay: bool| {
+        let nodes: Option<Vec<Node>> = (0..2).map(|_| Node::apart(NODE, data)).collect();
+        let nodes = nodes?;
+        let mut options = disco::Options::default();
+        options.allow_controller_relay = may_relay;
+        let addresses: Vec<String> = nodes.iter().map(|node| node.address().to_owned()).collect();
+        let session = SocketSession::new(addresses, 2, 2).options(options).start().wait().unwrap();
+        session.sync_all().wait().unwrap();
+        for scope in [Scope::World, Scope::Group] {
+            session.barrier(scope).unwrap();
+        }
+        Some((session.sync_all().wait(), session, nodes))
+    };
+    let Some((outcome, _session, _nodes)) = start(None, false) else {
+        assert!(std::env::var_os("RPC_TESTS_REQUIRE_NETNS").is_none(), "namespaces are demanded");
+        println!("SKIPPED: namespaces of processes cannot be made here");
+        return;
+    };
+    let told = outcome.unwrap_err().to_string();
+    assert!(told.contains("the data addresses of 0 of 2 nodes are known"), "{told}");
+    for (data, may_relay) in [(Some("127.0.0.1"), false), (None, true)] {
+        let (outcome, session, _nodes) = start(data, may_relay).unwrap();
+        outcome.unwrap();
+        session.shutdown().wait().unwrap();
+    }
+}
+
+#[test]
+fn launches_that_cannot_be_are_refused() {
+    let refused = |launch: Launch, workers, groups| match launch.try_start(workers, groups) {
+        Ok(_) => panic!("a session"),
+        Err(error) => error.to_string(),
+    };
+    assert!(refused(Launch::Threads, 3, 2).contains("3 workers cannot be in 2 groups"));
+    assert!(refused(Launch::Threads, 0, 1).contains("0 workers"));
+    assert!(refused(Launch::Processes("/nowhere/at/all"), 2, 1).contains("/nowhere/at/all"));
+    let session = rpc_core::Session::new(rpc_core::LocalSession::new(rpc_core::Registry::new()));
+    let error = DiscoSession::over([session], 1, 1, disco::Options::default()).wait().unwrap_err();
+    assert!(error.to_string().contains("it is no node"), "{error}");
+    let mut options = disco::Options::default();
+    options.keep_alive = std::time::Duration::ZERO;
+    let error = Launch::Processes(NODE).try_start_with(2, 1, options).map(drop).unwrap_err();
+    assert!(error.to_string().contains("a keep_alive below 1 ms"), "{error}");
+}
+
+/// Nodes open each other only if the operator of each allows it, and only at addresses.
+#[test]
+fn a_tree_of_nodes_needs_leave_and_addresses() {
+    let runtime = runtime();
+    let (addresses, _servers) = serve(&runtime, 3);
+    let error = SocketSession::new(&addresses, 1, 1).fan_out(1).start().wait().unwrap_err();
+    assert_eq!(error.cause().kind(), ErrorKind::Refused, "{error}");
+    assert!(error.to_string().contains("--allow-forward"), "{error}");
+    // With a fan-out as large as the number of nodes, no node opens another one.
+    let session = SocketSession::new(&addresses, 1, 1).fan_out(3).start().wait().unwrap();
+    session.shutdown().wait().unwrap();
+    let listener = NodeListener::bind("tcp://127.0.0.1:0").wait().unwrap();
+    let error = SocketSession::dialled_by(2, &listener, 1, 1).fan_out(1).start().wait().unwrap_err();
+    assert_eq!(error.cause().kind(), ErrorKind::InvalidArgument, "{error}");
+}
