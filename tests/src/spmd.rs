@@ -179,7 +179,7 @@ pub enum Launch {
         /// Data path between the workers.
         data: Data,
         /// Connection of the controller.
-        way: Way,
+        route: Route,
     },
     /// Servers of this process behind TCP, each with one worker, of which each opens the next.
     Line {
@@ -215,7 +215,7 @@ impl Data {
 
 /// Path from a controller to its nodes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Way {
+pub enum Route {
     /// Straight to each.
     Straight,
     /// Through a server of this process that forwards.
@@ -366,16 +366,16 @@ impl Launch {
                 let session = ProcessSession::new(num_workers, num_groups).command([program, "--disco-worker"]);
                 (session.options(options).start(), None)
             }
-            Self::Nodes { program, data, way } => {
+            Self::Nodes { program, data, route } => {
                 nodes = (0..num_workers).map(|_| Node::start(program)).collect();
                 let addresses: Vec<String> = nodes.iter().map(|node| node.address().to_owned()).collect();
                 data.set(num_workers, &mut options);
                 let mut session = SocketSession::new(addresses, 1, num_groups).options(options);
                 let mut servers = None;
-                if way == Way::Line {
+                if route == Route::Line {
                     session = session.fan_out(1);
                 }
-                if way == Way::Chain {
+                if route == Route::Chain {
                     let runtime = runtime();
                     let (gateway, server) = listen(&runtime, forwarding(keep_alive));
                     session = session.connector(Connector::new().via(&gateway));

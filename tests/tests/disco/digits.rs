@@ -28,7 +28,7 @@ fn training_reaches_the_promised_accuracy() {
 }
 
 #[test]
-fn training_is_the_same_wherever_the_workers_are() {
+fn training_has_the_same_losses_over_every_launch() {
     let digits = Digits::load().unwrap();
     let (expected, accuracy) = losses_and_accuracy(Launch::Threads, &digits, 3);
     let others = [

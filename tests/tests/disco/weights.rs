@@ -134,7 +134,7 @@ fn workers_read_their_parts_wherever_they_are() {
 }
 
 #[test]
-fn what_no_worker_can_read_comes_from_the_controller() {
+fn the_controller_sends_files_that_no_worker_can_read() {
     let folder = readable();
     write_split(folder.path());
     everywhere(|session| {
@@ -182,7 +182,7 @@ fn workers_that_cannot_read_get_their_parts_from_those_that_can() {
 
 /// Checks that a file of the same name must have the same length and the same header.
 #[test]
-fn another_file_at_the_same_place_is_not_taken() {
+fn another_file_at_the_same_path_is_not_loaded() {
     let (here, there) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let write = |folder: &TempDir, content: &[u8]| fs::write(folder.path().join("model.safetensors"), content).unwrap();
     write(&here, &file([("x", &[2, 2][..])]));
@@ -211,7 +211,7 @@ fn another_file_at_the_same_place_is_not_taken() {
 }
 
 #[test]
-fn what_cannot_be_loaded_is_refused_at_once() {
+fn bad_weights_are_refused_at_once() {
     let folder = readable();
     write_split(folder.path());
     let fixture = Launch::Threads.start(4, 2);
@@ -249,7 +249,7 @@ fn what_cannot_be_loaded_is_refused_at_once() {
 /// A failure on a worker poisons the tensors that should have been loaded there, and names worker,
 /// tensor and file. Workers that wait for this worker fail, too, and the collectives go on.
 #[test]
-fn a_file_that_is_gone_or_changed_is_told_by_those_that_read_it() {
+fn a_missing_or_changed_file_fails_the_workers_that_read_it() {
     for data in [Data::Shared, Data::Tcp] {
         let folder = tempfile::tempdir().unwrap();
         write_split(folder.path());
@@ -314,7 +314,7 @@ fn a_function_that_fails_or_is_not_there_fails_on_its_worker() {
 /// The progress counts the bytes of all workers. It grows up to the whole, from each kind of
 /// source.
 #[test]
-fn progress_comes_to_all_that_was_asked_for() {
+fn progress_ends_at_all_requested_bytes() {
     let folder = readable();
     write_split(folder.path());
     let expected = |session: &DiscoSession| {
@@ -411,7 +411,7 @@ fn write_large(path: &Path) -> Vec<u8> {
 
 /// A part of any size needs little host memory on its way to other memory.
 #[test]
-fn large_parts_come_to_devices_piece_by_piece() {
+fn large_parts_are_copied_to_devices_in_pieces() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.safetensors");
     let bytes = write_large(&path);
@@ -459,7 +459,7 @@ fn large_parts_come_to_devices_piece_by_piece() {
 /// If reading or copying fails in the middle, both end. The error names the tensor, and no more is
 /// read.
 #[test]
-fn what_fails_midway_to_a_device_is_told_and_ends_the_reading() {
+fn a_failed_copy_to_a_device_is_reported_and_ends_the_reading() {
     type Fault = fn(&Path) -> rpc_core::Result<()>;
     let cut_off: Fault = |path| {
         fs::File::options().write(true).open(path).unwrap().set_len(1000).unwrap();
@@ -494,7 +494,7 @@ fn what_fails_midway_to_a_device_is_told_and_ends_the_reading() {
 
 /// Progress does not wait for tensors that have not been issued.
 #[test]
-fn progress_expects_only_what_was_issued() {
+fn progress_waits_only_for_issued_tensors() {
     let (folder, nowhere) = (readable(), tempfile::tempdir().unwrap());
     write_split(folder.path());
     let session = Launch::Threads.start(2, 1);
@@ -513,7 +513,7 @@ fn progress_expects_only_what_was_issued() {
 
 /// Opening needs many commands, and waits for room in the window like other operations.
 #[test]
-fn a_small_window_holds_opening_back_and_nothing_fails() {
+fn a_small_window_delays_opening_and_nothing_fails() {
     let folder = readable();
     write_split(folder.path());
     let mut options = disco::Options::default();
@@ -548,7 +548,7 @@ fn processes_of_a_node_read_what_the_node_may() {
 
 /// Elements of each size, also two in a byte.
 #[test]
-fn elements_of_all_types_come_as_they_are() {
+fn elements_of_all_types_are_unchanged() {
     let folder = readable();
     let types = [
         (Dtype::BOOL, 8),

@@ -18,7 +18,7 @@ use serde_json::{Value, json};
 use crate::peers::{ServerPeer, TrackerPeer, Transport};
 
 /// Time limit of each step, longer than any takes: a step that needs more hangs.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIME_LIMIT: Duration = Duration::from_secs(60);
 
 /// Text that would run if a page took it for markup.
 const EVIL: &str = "<img src=x onerror=\"window.evil=1\"><script>window.evil=1</script>";
@@ -143,7 +143,7 @@ impl Browser {
         }
         self.stdin.write_all(format!("{message}\0").as_bytes()).unwrap();
         loop {
-            let said = self.said.recv_timeout(PATIENCE).expect("the browser answers");
+            let said = self.said.recv_timeout(TIME_LIMIT).expect("the browser answers");
             if said["id"] == self.next {
                 assert!(said["error"].is_null(), "{method}: {}", said["error"]);
                 return said["result"].clone();
@@ -170,7 +170,7 @@ impl Browser {
             if value == expected {
                 return;
             }
-            assert!(begun.elapsed() < PATIENCE, "{expression} is {value}, and not {expected}");
+            assert!(begun.elapsed() < TIME_LIMIT, "{expression} is {value}, and not {expected}");
             thread::sleep(Duration::from_millis(20));
         }
     }

@@ -16,7 +16,7 @@ use disco::{
 };
 use rpc_core::{DataType, ErrorKind, Tensor, Value};
 use rpc_tests::forwarder::{ByteForwarder, Pipe};
-use rpc_tests::spmd::{ATTENTIVE, Data, Fixture, Launch, Way, runtime, serve, serve_with};
+use rpc_tests::spmd::{ATTENTIVE, Data, Fixture, Launch, Route, runtime, serve, serve_with};
 use rpc_transports::ServeOptions;
 use rustix::process::Signal;
 
@@ -25,18 +25,18 @@ use crate::peers::{LIMIT, is_running, pace, signal};
 const NODE: &str = env!("CARGO_BIN_EXE_disco_node");
 const CONTROLLER: &str = env!("CARGO_BIN_EXE_disco_controller");
 
-const fn nodes(data: Data, way: Way) -> Launch {
-    Launch::Nodes { program: NODE, data, way }
+const fn nodes(data: Data, route: Route) -> Launch {
+    Launch::Nodes { program: NODE, data, route }
 }
 
 /// Launches whose workers are in processes of their own.
 const PROCESSES: [Launch; 7] = [
     Launch::Processes(NODE),
-    nodes(Data::Shared, Way::Straight),
-    nodes(Data::Tcp, Way::Straight),
-    nodes(Data::Shared, Way::Chain),
-    nodes(Data::Relayed, Way::Chain),
-    nodes(Data::Tcp, Way::Line),
+    nodes(Data::Shared, Route::Straight),
+    nodes(Data::Tcp, Route::Straight),
+    nodes(Data::Shared, Route::Chain),
+    nodes(Data::Relayed, Route::Chain),
+    nodes(Data::Tcp, Route::Line),
     Launch::NodeOfProcesses(NODE),
 ];
 

@@ -36,7 +36,7 @@ use crate::peers::forge;
 use crate::peers::raw::{
     OVER, Raw, cut_off, error_in, frame, frames, function_in, last_word, mutated, request, trickle, was_accepted,
 };
-use crate::peers::site::{Authority, GoodClient, PATIENCE, SECRET, Site, soon, tokens, works};
+use crate::peers::site::{Authority, GoodClient, SECRET, Site, TIME_LIMIT, soon, tokens, works};
 use crate::peers::{self, Transport, within};
 
 /// Makes a test for each transport.

@@ -12,12 +12,12 @@ use tokio::io::AsyncReadExt;
 use tokio::task::JoinSet;
 
 use crate::peers::raw::{Raw, cut_off, frame, function_in, request, trickle};
-use crate::peers::site::{GoodClient, PATIENCE, soon, works};
+use crate::peers::site::{GoodClient, TIME_LIMIT, soon, works};
 use crate::peers::{self, Calls, ServerPeer, Transport, children, forge, memory, reset_peak, within};
 
 /// Location of the sessions of a server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Where {
+enum SessionHost {
     /// In processes of their own.
     Isolated,
     /// At another server, behind a gateway.
@@ -33,13 +33,13 @@ struct Front {
 
 impl Front {
     /// Starts the servers. `flags` are those of the server that peers reach.
-    fn start(place: Where, transport: Transport, flags: &[&str]) -> Self {
-        match place {
-            Where::Isolated => {
+    fn start(host: SessionHost, transport: Transport, flags: &[&str]) -> Self {
+        match host {
+            SessionHost::Isolated => {
                 let server = ServerPeer::with(transport, &[&["--isolate", "process"], flags].concat());
                 Self { server, origin: None }
             }
-            Where::Behind => {
+            SessionHost::Behind => {
                 Self { server: ServerPeer::with(transport, flags), origin: Some(ServerPeer::with(transport, &[])) }
             }
         }
@@ -84,26 +84,26 @@ impl Front {
         match &self.origin {
             Some(origin) => {
                 let watcher = Calls::to(origin.address()).await;
-                within(PATIENCE, what, async || watcher.info().await.sessions == clients.len() as u64 + 1).await;
+                within(TIME_LIMIT, what, async || watcher.info().await.sessions == clients.len() as u64 + 1).await;
             }
             None => {
                 let pid = self.server.pid();
-                within(PATIENCE, what, async || children(pid) == clients.len() + 1).await;
+                within(TIME_LIMIT, what, async || children(pid) == clients.len() + 1).await;
             }
         }
     }
 }
 
-async fn forged_handles_reach_nothing_of_another_session(place: Where, transport: Transport) {
-    let front = Front::start(place, transport, &[]);
+async fn forged_handles_reach_nothing_of_another_session(host: SessionHost, transport: Transport) {
+    let front = Front::start(host, transport, &[]);
     forge::handles_of_others(front.connector(), front.target(), 300_000).await;
     front.is_left_with(&[]).await;
 }
 
 /// Peers stall in the magic, in the hello, and before the `Accept`: they send a byte now and then,
 /// or nothing.
-async fn a_handshake_cannot_be_drawn_out(place: Where, transport: Transport) {
-    let front = Front::start(place, transport, &["--handshake-timeout", "1s"]);
+async fn a_handshake_cannot_be_drawn_out(host: SessionHost, transport: Transport) {
+    let front = Front::start(host, transport, &["--handshake-timeout", "1s"]);
     let early = front.connect().await;
     let good = GoodClient::start(front.connector(), front.target());
     let hello = peers::hello(&front.hello());
@@ -136,8 +136,8 @@ async fn a_handshake_cannot_be_drawn_out(place: Where, transport: Transport) {
 }
 
 /// A silent peer costs no process and no session elsewhere.
-async fn half_open_connections_take_nothing_but_their_place(place: Where, transport: Transport) {
-    let front = Front::start(place, transport, &["--max-handshakes", "32"]);
+async fn half_open_connections_take_little_memory(host: SessionHost, transport: Transport) {
+    let front = Front::start(host, transport, &["--max-handshakes", "32"]);
     let early = front.connect().await;
     // The handshake is complete at the server, too.
     works(&early).await;
@@ -157,7 +157,7 @@ async fn half_open_connections_take_nothing_but_their_place(place: Where, transp
         });
     }
     // The connections beyond the limit are closed; the flood displaces its own oldest ones.
-    within(PATIENCE, "the flood is over", async || cut_off.load(Ordering::Acquire) == 68).await;
+    within(TIME_LIMIT, "the flood is over", async || cut_off.load(Ordering::Acquire) == 68).await;
     for _ in 0..5 {
         works(&front.connect().await).await;
     }
@@ -167,9 +167,9 @@ async fn half_open_connections_take_nothing_but_their_place(place: Where, transp
 }
 
 /// Requests that arrive byte by byte delay no other client.
-async fn slow_requests_hold_nobody_up(place: Where, transport: Transport) {
+async fn slow_requests_delay_no_other_client(host: SessionHost, transport: Transport) {
     const PEERS: usize = 8;
-    let front = Front::start(place, transport, &[]);
+    let front = Front::start(host, transport, &[]);
     let good = GoodClient::start(front.connector(), front.target());
     let mut slow = JoinSet::new();
     let words = request(1, Lane(0), Operation::GetFunction { name: "add".to_owned() });
@@ -195,11 +195,11 @@ async fn slow_requests_hold_nobody_up(place: Where, transport: Transport) {
 
 /// Peers ask for 300 MiB each and read nothing. The bytes that are kept for them have a limit in
 /// every process, and the peers are cut off in the end.
-async fn peers_that_read_nothing_are_cut_off(place: Where, transport: Transport) {
+async fn peers_that_read_nothing_are_cut_off(host: SessionHost, transport: Transport) {
     const PEERS: usize = 4;
     const CALLS: u64 = 300;
     let flags = ["--write-timeout", "2s", "--max-message", "2MiB", "--max-queued", "4MiB"];
-    let front = Front::start(place, transport, &flags);
+    let front = Front::start(host, transport, &flags);
     let early = front.connect().await;
     works(&early).await;
     let good = GoodClient::start(front.connector(), front.target());
@@ -223,7 +223,7 @@ async fn peers_that_read_nothing_are_cut_off(place: Where, transport: Transport)
     front.is_left_with(&[&early]).await;
     for (pid, before) in before {
         let grown = memory(pid, "VmHWM").saturating_sub(before);
-        println!("{place:?} {transport:?}: {:.1} MiB more in process {pid}", grown as f64 / f64::from(1 << 20));
+        println!("{host:?} {transport:?}: {:.1} MiB more in process {pid}", grown as f64 / f64::from(1 << 20));
         assert!(grown < LIMIT, "{grown} bytes for peers that read nothing");
     }
     drop(held);
@@ -234,8 +234,8 @@ async fn peers_that_read_nothing_are_cut_off(place: Where, transport: Transport)
 const LIMIT: u64 = (4 * 10 * 4 + 48) << 20;
 
 /// Nonsense after the handshake ends its own session, in both kinds of server.
-async fn nonsense_ends_its_own_session(place: Where, transport: Transport) {
-    let front = Front::start(place, transport, &[]);
+async fn nonsense_ends_its_own_session(host: SessionHost, transport: Transport) {
+    let front = Front::start(host, transport, &[]);
     let good = GoodClient::start(front.connector(), front.target());
     let early = front.connect().await;
     let nonsense = [
@@ -270,7 +270,7 @@ macro_rules! each {
     ($test:ident: $($name:ident($place:ident, $transport:ident))*) => {$(
         #[test]
         fn $name() {
-            peers::run(|| super::$test(Where::$place, Transport::$transport));
+            peers::run(|| super::$test(SessionHost::$place, Transport::$transport));
         }
     )*};
 }
@@ -278,8 +278,8 @@ macro_rules! each {
 each! {
     forged_handles_reach_nothing_of_another_session
     a_handshake_cannot_be_drawn_out
-    half_open_connections_take_nothing_but_their_place
-    slow_requests_hold_nobody_up
+    half_open_connections_take_little_memory
+    slow_requests_delay_no_other_client
     peers_that_read_nothing_are_cut_off
     nonsense_ends_its_own_session
 }

@@ -21,7 +21,7 @@ use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 use tokio::runtime::Handle;
 use tokio::sync::oneshot;
 
-use crate::peers::site::{Authority, PATIENCE, Site, soon};
+use crate::peers::site::{Authority, Site, TIME_LIMIT, soon};
 use crate::peers::{self, DEAD, KEEP_ALIVE, Transport, pace, within};
 
 /// Size of the copies, in bytes.
@@ -71,7 +71,7 @@ async fn falls_silent(session: &Session, since: Duration) -> Duration {
 
 /// Checks that the server has ended all sessions in the same time.
 async fn is_let_go_of(site: &Site, since: Duration) {
-    within(PATIENCE, "the server has no session", async || site.server.sessions() == 0).await;
+    within(TIME_LIMIT, "the server has no session", async || site.server.sessions() == 0).await;
     let took = pace::since(since);
     assert!(took <= NOTICED, "the server has noticed after {took:?}");
     site.is_empty().await;
@@ -319,7 +319,7 @@ async fn silence_is_noticed_on_both_sides(transport: Transport, form: Form) {
 }
 
 /// A session survives a silence that is shorter than what its keep-alive allows.
-async fn a_short_silence_is_nothing(transport: Transport, form: Form) {
+async fn a_silence_shorter_than_the_keep_alive_ends_nothing(transport: Transport, form: Form) {
     let site = site(Duration::from_secs(5), transport).await;
     let target = site.socket_address();
     let forwarder = Forwarder::start(transport, target).await;
@@ -366,8 +366,8 @@ const SERVER_IP: &str = "10.77.0.2";
 
 /// Two network namespaces with a wire between them. They are removed when this value is dropped.
 struct Wire {
-    client: Place,
-    server: Place,
+    client: NamespaceThread,
+    server: NamespaceThread,
     names: Names,
 }
 
@@ -392,7 +392,7 @@ fn is_required() -> bool {
 }
 
 /// Thread in a namespace, with a runtime.
-struct Place {
+struct NamespaceThread {
     runtime: Handle,
     _end: oneshot::Sender<()>,
 }
@@ -433,7 +433,7 @@ impl Wire {
             ip(&format!("-n {name} addr add {address}/24 dev wire"))?;
             ip(&format!("-n {name} link set wire up"))?;
         }
-        Ok(Self { client: Place::enter(client)?, server: Place::enter(server)?, names })
+        Ok(Self { client: NamespaceThread::enter(client)?, server: NamespaceThread::enter(server)?, names })
     }
 
     fn pull(&self) {
@@ -467,10 +467,10 @@ impl Wire {
     }
 }
 
-impl Place {
+impl NamespaceThread {
     fn enter(name: &str) -> Result<Self, String> {
         let namespace = File::open(format!("/run/netns/{name}")).map_err(|error| error.to_string())?;
-        let (made, place) = mpsc::channel();
+        let (made, receiver) = mpsc::channel();
         thread::spawn(move || {
             let entered = move_into_link_name_space(namespace.as_fd(), Some(LinkNameSpaceType::Network));
             if let Err(error) = entered {
@@ -485,7 +485,7 @@ impl Place {
             let _ = runtime.block_on(ended);
             runtime.shutdown_background();
         });
-        place.recv().unwrap()
+        receiver.recv().unwrap()
     }
 
     async fn run<T: Send + 'static>(&self, future: impl Future<Output = T> + Send + 'static) -> T {
@@ -506,7 +506,7 @@ async fn a_session_outlives_a_short_outage(transport: Transport, _: Form) {
     let count = copied.clone();
     let to = session.copy_to_remote(&tensor, data.clone()).progress(move |bytes| count.store(bytes, Ordering::Release));
     let copy = tokio::spawn(async move { to.await });
-    within(PATIENCE, "the copy moves", async || copied.load(Ordering::Acquire) > 0).await;
+    within(TIME_LIMIT, "the copy moves", async || copied.load(Ordering::Acquire) > 0).await;
     wire.pull();
     let call = add.call((1, 2)).lane(Lane(1)).start();
     // The pause is the outage that is tested.
@@ -545,7 +545,7 @@ fn a_quic_session_goes_on_when_the_machine_changes_its_address() {
         let to = session.copy_to_remote(&tensor, data.clone());
         let to = to.progress(move |bytes| count.store(bytes, Ordering::Release));
         let copy = tokio::spawn(async move { to.await });
-        within(PATIENCE, "the copy moves", async || copied.load(Ordering::Acquire) > 0).await;
+        within(TIME_LIMIT, "the copy moves", async || copied.load(Ordering::Acquire) > 0).await;
         wire.move_client();
         soon("the copy ends", copy).await.unwrap().unwrap();
         assert!(soon("a copy back", session.copy_from_remote(&tensor)).await.unwrap() == data);
@@ -573,7 +573,7 @@ each! {
     silence_is_noticed_on_both_sides:
         tcp_async(Tcp, Async) tcp_blocking(Tcp, Blocking) tls(Tls, Async)
         quic(Quic, Async) quic_blocking(Quic, Blocking);
-    a_short_silence_is_nothing:
+    a_silence_shorter_than_the_keep_alive_ends_nothing:
         tcp_async(Tcp, Async) tcp_blocking(Tcp, Blocking) tls(Tls, Async) quic(Quic, Async);
     a_session_outlives_a_short_outage: tcp(Tcp, Async) tls(Tls, Async) quic(Quic, Async);
     a_long_outage_ends_the_session_on_both_sides: tcp(Tcp, Async) tls(Tls, Async) quic(Quic, Async);

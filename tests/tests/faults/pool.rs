@@ -19,7 +19,7 @@ use crate::peers::{
 };
 
 /// Time limit of each step, longer than any takes: a step that needs more hangs.
-const PATIENCE: Duration = Duration::from_secs(30);
+const TIME_LIMIT: Duration = Duration::from_secs(30);
 
 /// Process that is killed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -59,9 +59,9 @@ macro_rules! each_victim {
 
 // A relay serves other machines, and so listens on no Unix socket.
 each_victim! {
-    a_killed_client_gives_back: Client Tcp as tcp Quic as quic Unix as unix;
+    a_killed_client_gives_its_server_back: Client Tcp as tcp Quic as quic Unix as unix;
     a_killed_server_is_replaced: Server Tcp as tcp Quic as quic Unix as unix;
-    a_killed_relay_is_come_back_to: Relay Tcp as tcp Quic as quic;
+    clients_return_to_a_restarted_relay: Relay Tcp as tcp Quic as quic;
     a_killed_hop_is_named: Hop Tcp as tcp Quic as quic Unix as unix;
     a_killed_server_behind_a_hop_is_named: Origin Tcp as tcp Quic as quic Unix as unix;
     a_killed_tracker_disturbs_no_session: Tracker Tcp as tcp Quic as quic Unix as unix;
@@ -104,7 +104,7 @@ impl Pool {
         let (connector, tracker) = (self.connector(), self.tracker.address().to_owned());
         tokio::spawn(async move {
             let client = TrackerClient::connect_with(connector, &tracker).await?;
-            client.request(&ServerRequest::new("board").timeout(PATIENCE)).await
+            client.request(&ServerRequest::new("board").timeout(TIME_LIMIT)).await
         })
     }
 
@@ -119,7 +119,7 @@ impl Pool {
 
     /// Waits until the tracker has the server, the server is free, and no client waits.
     async fn is_whole(&self) {
-        within(PATIENCE, "the pool is whole", async || {
+        within(TIME_LIMIT, "the pool is whole", async || {
             let Ok(summary) = self.summary().await else { return false };
             let free = matches!(&summary.servers[..], [server] if server.free == 1 && server.holders.is_empty());
             free && summary.queue.is_empty()
@@ -131,9 +131,9 @@ impl Pool {
     async fn holds_nothing(&self) {
         let loan = self.loan().await;
         let calls = Calls::over(loan.session().clone());
-        within(PATIENCE, "one session is left", async || calls.info().await.sessions == 1).await;
-        within(PATIENCE, "no tensor is left", async || calls.info().await.memory_bytes == 0).await;
-        within(PATIENCE, "no call is left", async || calls.run::<i64>("tagged.alive", (TAG,)).await == 0).await;
+        within(TIME_LIMIT, "one session is left", async || calls.info().await.sessions == 1).await;
+        within(TIME_LIMIT, "no tensor is left", async || calls.info().await.memory_bytes == 0).await;
+        within(TIME_LIMIT, "no call is left", async || calls.run::<i64>("tagged.alive", (TAG,)).await == 0).await;
         assert_eq!(peers::children(self.server.pid()), 0);
     }
 
@@ -182,7 +182,7 @@ fn serve(transport: Transport, tracker: &str, relay: Option<&ServerPeer>) -> Ser
 const TAG: &str = "under way";
 
 async fn soon<F: Future>(what: &str, future: F) -> F::Output {
-    tokio::time::timeout(PATIENCE, future).await.unwrap_or_else(|_| panic!("{what}: not after {PATIENCE:?}"))
+    tokio::time::timeout(TIME_LIMIT, future).await.unwrap_or_else(|_| panic!("{what}: not after {TIME_LIMIT:?}"))
 }
 
 async fn killed(victim: Victim, transport: Transport) {
@@ -211,7 +211,7 @@ async fn a_client_dies_on_its_way(pool: &Pool) {
         // The tracker may count the server as dead before it notices the end of the client.
         summary.servers.iter().all(|server| !server.holders.is_empty())
     };
-    within(PATIENCE, "it is given the server", granted).await;
+    within(TIME_LIMIT, "it is given the server", granted).await;
     client.kill();
     pool.server.signal(Signal::CONT);
 }
@@ -222,7 +222,7 @@ async fn a_client_dies(pool: &Pool, moment: Moment) {
         _ => ClientPeer::busy("async", &board(pool), 10, 1 << 20, TAG),
     };
     let held = async || pool.summary().await.unwrap().servers.iter().any(|server| !server.holders.is_empty());
-    within(PATIENCE, "it holds the server", held).await;
+    within(TIME_LIMIT, "it holds the server", held).await;
     pace::now();
     client.kill();
     let free = async || pool.summary().await.unwrap().servers.iter().all(|server| server.holders.is_empty());
@@ -268,7 +268,7 @@ async fn dies_in_a_session(pool: &mut Pool, moment: Moment) {
         let known = async || {
             pool.summary().await.is_ok_and(|summary| summary.servers.iter().any(|server| !server.holders.is_empty()))
         };
-        within(PATIENCE, "the tracker knows again who has the server", known).await;
+        within(TIME_LIMIT, "the tracker knows again who has the server", known).await;
         assert!(pending.iter().all(|pending| !pending.is_finished()), "what was under way goes on");
         assert_eq!(Calls::over(session).run::<i64>("add", (1, 2)).await, 3);
         pending.iter().for_each(JoinHandle::abort);
@@ -297,7 +297,7 @@ async fn begin(session: &Session, moment: Moment) -> Vec<JoinHandle<Result<()>>>
             let hold = session.get_function("hold.tagged").await.unwrap();
             let call = tokio::spawn(async move { hold.call::<()>((TAG,)).lane(Lane(1)).await });
             let calls = Calls::over(session.clone());
-            within(PATIENCE, "it runs", async || calls.run::<i64>("tagged.alive", (TAG,)).await == 1).await;
+            within(TIME_LIMIT, "it runs", async || calls.run::<i64>("tagged.alive", (TAG,)).await == 1).await;
             vec![call]
         }
         Moment::MidCopy => {
@@ -312,7 +312,7 @@ async fn begin(session: &Session, moment: Moment) -> Vec<JoinHandle<Result<()>>>
                     copy.progress(move |bytes| copied.store(bytes, Ordering::Relaxed)).await?;
                 }
             });
-            within(PATIENCE, "bytes move", async || seen.load(Ordering::Relaxed) > 0).await;
+            within(TIME_LIMIT, "bytes move", async || seen.load(Ordering::Relaxed) > 0).await;
             vec![copies]
         }
         _ => Vec::new(),

@@ -81,10 +81,10 @@ async fn connect(form: Form, connector: Connector, address: &str) -> std::result
 }
 
 /// Time limit of each step, longer than any takes: a step that needs more hangs.
-const PATIENCE: Duration = Duration::from_secs(20);
+const TIME_LIMIT: Duration = Duration::from_secs(20);
 
 async fn soon<F: Future>(future: F) -> F::Output {
-    tokio::time::timeout(PATIENCE, future).await.unwrap_or_else(|_| panic!("not over after {PATIENCE:?}"))
+    tokio::time::timeout(TIME_LIMIT, future).await.unwrap_or_else(|_| panic!("not over after {TIME_LIMIT:?}"))
 }
 
 /// Returns a connector that notices silence after [`DEAD`].
@@ -184,7 +184,7 @@ impl Busy {
         pending.push(watch(form, "a queued copy from", session.copy_from_remote(&tensors[1]).lane(Lane(2))));
         let copied = Arc::new(AtomicU64::new(0));
         pending.push(watch_copies(form, &session, tensors.remove(2), copied.clone()));
-        within(PATIENCE, "three calls run", async || {
+        within(TIME_LIMIT, "three calls run", async || {
             let runs = observer.run::<i64>("tagged.alive", (tag,)).await == 3 && copied.load(Ordering::Relaxed) > 0;
             runs || pending.iter().any(|watched| watched.outcome.is_finished())
         })
@@ -254,7 +254,7 @@ async fn a_killed_client_holds_nothing_any_more(transport: Transport, form: Form
     let took = freed(&watcher, &before).await;
     println!("{transport:?}: freed after {took:?}");
     // The system needs time to free so many pages.
-    within(PATIENCE, "the memory is the system's again", async || peers::memory(server.pid(), "VmRSS") < 128 << 20)
+    within(TIME_LIMIT, "the memory is the system's again", async || peers::memory(server.pid(), "VmRSS") < 128 << 20)
         .await;
 }
 
@@ -264,7 +264,7 @@ async fn a_client_killed_while_it_is_busy_leaves_nothing(transport: Transport, f
     let before = watcher.info().await;
     let mut client = ClientPeer::busy(name(form), server.address(), 10, 1 << 20, "killed client");
     let runs = async || watcher.run::<i64>("tagged.alive", ("killed client",)).await == 1;
-    within(PATIENCE, "its call runs", runs).await;
+    within(TIME_LIMIT, "its call runs", runs).await;
     pace::now();
     client.kill();
     let since = pace::now();
@@ -294,7 +294,7 @@ async fn a_server_killed_in_the_handshake_is_lost(transport: Transport, form: Fo
     let mut server = ServerPeer::start(transport);
     // The server is stopped, and its system still accepts connections for it.
     server.signal(Signal::STOP);
-    let connector = client(transport).connect_timeout(LIMIT).handshake_timeout(PATIENCE);
+    let connector = client(transport).connect_timeout(LIMIT).handshake_timeout(TIME_LIMIT);
     let address = server.address().to_owned();
     let attempt = tokio::spawn(async move { (connect(form, connector, &address).await, pace::now()) });
     // The pause is part of the tested situation: the client waits for an answer.
@@ -329,7 +329,7 @@ async fn a_stopped_server_is_silent_to_all_pending_calls(transport: Transport, f
     server.signal(Signal::CONT);
     // The server goes on after the outage, and ends calls of the lost session.
     let later = Calls::to(server.address()).await;
-    within(PATIENCE, "the calls of the lost session end", async || {
+    within(TIME_LIMIT, "the calls of the lost session end", async || {
         later.run::<i64>("tagged.alive", ("stopped",)).await == 0
     })
     .await;
@@ -464,7 +464,7 @@ async fn a_server_that_drains_finishes_what_was_asked(transport: Transport, form
         watch(form, "a queued copy back", session.copy_from_remote(&small).lane(Lane(1))),
         watch(form, "another running call", sleep.call::<()>((1.9,)).concurrent().start()),
     ];
-    within(PATIENCE, "copies move", async || copied.load(Ordering::Relaxed) > 0).await;
+    within(TIME_LIMIT, "copies move", async || copied.load(Ordering::Relaxed) > 0).await;
     for _ in 0..20 {
         assert_eq!(echo.call::<i64>((1,)).concurrent().await.unwrap(), 1);
     }

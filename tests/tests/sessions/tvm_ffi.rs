@@ -134,7 +134,7 @@ fn values_arrive_in_the_form_that_is_documented() {
 }
 
 #[test]
-fn tensors_are_used_where_they_lie() {
+fn tensors_are_used_without_a_copy() {
     let Some(fixture) = fixture() else { return };
     let (x, y) = (fixture.tensor(&[4], &[1.0, 2.0, 3.0, 4.0]), fixture.tensor(&[4], &[0.0; 4]));
     fixture.c("scale").call::<()>((&x, &y, 2.0)).wait().unwrap();
@@ -326,7 +326,7 @@ fn tensors_are_free_while_foreign_code_calls_back() {
 }
 
 #[test]
-fn a_tensor_that_others_have_taken_meanwhile_is_waited_for() {
+fn a_tensor_that_another_lane_has_borrowed_is_waited_for() {
     let Some(environment) = environment() else { return };
     let registry = Registry::new();
     let (held, when_held) = mpsc::channel::<()>();
@@ -359,7 +359,7 @@ fn a_tensor_that_others_have_taken_meanwhile_is_waited_for() {
 }
 
 #[test]
-fn functions_that_borrow_get_the_tensors_of_whoever_calls_them_back() {
+fn functions_borrow_tensors_of_their_callers() {
     let Some(environment) = environment() else { return };
     let registry = Registry::new();
     registry.add("add_one", |mut tensor: rpc_core::TensorViewMut| -> rpc_core::Result<()> {
@@ -388,7 +388,7 @@ fn functions_that_borrow_get_the_tensors_of_whoever_calls_them_back() {
 }
 
 #[test]
-fn a_tensor_of_a_module_is_one_however_often_it_comes() {
+fn a_tensor_of_a_module_keeps_its_identity() {
     let Some(environment) = environment() else { return };
     let registry = Registry::new();
     registry.add("memory", |context: rpc_core::Context| context.usage().memory_bytes);
@@ -479,7 +479,7 @@ fn arguments_that_do_not_fit_are_refused() {
 }
 
 #[test]
-fn functions_that_are_not_there_are_named_with_those_that_are() {
+fn unknown_functions_are_errors_that_list_the_known_ones() {
     let Some(fixture) = fixture() else { return };
     let error = failure(fixture.cpp.function("no such function").wait());
     assert_eq!(error.kind(), ErrorKind::NotFound);
@@ -488,7 +488,7 @@ fn functions_that_are_not_there_are_named_with_those_that_are() {
 }
 
 #[test]
-fn what_a_module_declares_as_inline_runs_where_it_was_read() {
+fn inline_functions_of_modules_run_on_the_reading_thread() {
     let Some(environment) = environment() else { return };
     let registry = Registry::new();
     registry.add("kind", |function: rpc_core::Function| format!("{:?}", function.kind()));

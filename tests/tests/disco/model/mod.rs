@@ -87,7 +87,7 @@ fn programs_come_to_success_and_to_failure_in_every_collective() {
 }
 
 #[test]
-fn workers_do_what_a_sequential_program_would() {
+fn workers_have_the_results_of_a_sequential_program() {
     let cases = if std::env::var_os("PROPTEST_CASES").is_some() { Config::default().cases } else { CASES };
     let seeds = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/disco/model/failures.proptest-regressions");
     let config = Config {

@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn failures_poison_and_are_told_once() {
+fn failures_poison_registers_and_are_reported_once() {
     everywhere(NODE, &[(2, 1), (4, 2)], |session| {
         let n = session.num_workers();
         let fails = session.get_global_func("fail_on").unwrap();
@@ -88,7 +88,7 @@ fn registers_come_back_in_order_under_random_drops() {
 }
 
 #[test]
-fn a_small_window_holds_the_controller_back_and_nothing_is_lost() {
+fn a_small_window_delays_the_controller_and_loses_nothing() {
     let mut options = disco::Options::default();
     options.window = 4096;
     let session = disco::ThreadedSession::new(2, 1).registry(rpc_tests::spmd::registry()).options(options);
@@ -159,7 +159,7 @@ fn no_process_is_left_after_a_shutdown_or_without_one() {
 }
 
 #[test]
-fn a_dead_worker_ends_the_session_for_everybody() {
+fn a_dead_worker_fails_all_operations_of_the_session() {
     for in_collective in [false, true] {
         let fixture = Launch::Processes(NODE).start(3, 1);
         let session = &fixture.session;

@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn workers_without_a_way_to_each_other_do_all_else() {
+fn workers_without_a_path_to_each_other_run_all_but_collectives() {
     let mut options = disco::Options::default();
     // One address for two nodes.
     options.data_addresses = vec![std::net::Ipv4Addr::LOCALHOST.into()];
@@ -21,7 +21,7 @@ fn workers_without_a_way_to_each_other_do_all_else() {
 /// Unless the controller may relay, the error names the pairs of workers without a path to each
 /// other. If it may, their data goes through it.
 #[test]
-fn pairs_without_a_way_are_named_unless_their_data_may_be_relayed() {
+fn pairs_without_a_path_are_named_unless_their_data_may_be_relayed() {
     let network = runtime();
     let start = |may_relay: bool| {
         let (addresses, servers) = serve(&network, 3);
@@ -52,7 +52,7 @@ fn pairs_without_a_way_are_named_unless_their_data_may_be_relayed() {
 /// Without data addresses in the options, nodes of several machines name their own, or the
 /// controller relays, or there are no collectives.
 #[test]
-fn nodes_of_several_machines_meet_where_they_say_or_by_way_of_the_controller() {
+fn nodes_of_several_machines_use_their_data_addresses_or_the_controller() {
     let start = |data: Option<&str>, may_relay: bool| {
         let nodes: Option<Vec<Node>> = (0..2).map(|_| Node::apart(NODE, data)).collect();
         let nodes = nodes?;
@@ -81,7 +81,7 @@ fn nodes_of_several_machines_meet_where_they_say_or_by_way_of_the_controller() {
 }
 
 #[test]
-fn launches_that_cannot_be_are_refused() {
+fn impossible_launches_are_refused() {
     let refused = |launch: Launch, workers, groups| match launch.try_start(workers, groups) {
         Ok(_) => panic!("a session"),
         Err(error) => error.to_string(),
@@ -100,7 +100,7 @@ fn launches_that_cannot_be_are_refused() {
 
 /// Nodes open each other only if the operator of each allows it, and only at addresses.
 #[test]
-fn a_tree_of_nodes_needs_leave_and_addresses() {
+fn a_tree_of_nodes_needs_permission_and_addresses() {
     let runtime = runtime();
     let (addresses, _servers) = serve(&runtime, 3);
     let error = SocketSession::new(&addresses, 1, 1).fan_out(1).start().wait().unwrap_err();

@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn recorded_programs_do_what_their_steps_would() {
+fn recorded_programs_have_the_results_of_their_steps() {
     everywhere(NODE, &[(1, 1), (2, 1), (4, 2)], |session| {
         let n = session.num_workers();
         let (add_to, add, copy) = (
@@ -86,7 +86,7 @@ fn recorded_programs_do_what_their_steps_would() {
 }
 
 #[test]
-fn parameters_take_what_they_say() {
+fn parameters_are_checked_against_their_types() {
     everywhere(NODE, &[(2, 1)], |session| {
         let copy = session.get_global_func("copy").unwrap();
         let program = session
@@ -123,7 +123,7 @@ fn parameters_take_what_they_say() {
 }
 
 #[test]
-fn programs_that_cannot_be_are_refused() {
+fn invalid_programs_are_refused() {
     let (one, two) = (Launch::Threads.start(1, 1).session, Launch::Threads.start(1, 1).session);
     let refused = |result: disco::Result<disco::Program>, why: &str| match result {
         Ok(program) => panic!("{program:?}"),

@@ -38,7 +38,7 @@ impl Replies {
 const WINDOW: u64 = 4 << 20;
 
 /// A peer asks for 300 MiB, reads nothing, and then reads everything.
-async fn replies_that_nobody_reads_do_not_pile_up(transport: Transport) {
+async fn unread_replies_do_not_accumulate(transport: Transport) {
     let limits = WireLimits { max_message: 2 << 20, window: WINDOW, ..WireLimits::default() };
     let (registry, replies) = (functions::registry(), Replies::default());
     let (inline, blocking) = (replies.clone(), replies.clone());
@@ -58,7 +58,7 @@ async fn replies_that_nobody_reads_do_not_pile_up(transport: Transport) {
             let call = Operation::Call { function, args: Vec::new() };
             raw.write(&request(id, Lane(id as u32 % 16), call)).await;
         }
-        within(PATIENCE, "calls have begun", async || replies.begun.load(Ordering::Acquire) > begun + 2).await;
+        within(TIME_LIMIT, "calls have begun", async || replies.begun.load(Ordering::Acquire) > begun + 2).await;
         // The server has had time to send, because others were served meanwhile.
         let session = soon("connect", site.connector().connect(&site.address)).await.unwrap();
         for _ in 0..30 {
@@ -67,7 +67,7 @@ async fn replies_that_nobody_reads_do_not_pile_up(transport: Transport) {
         // Replies without room are made and then refused, which may take a moment.
         let room = (windows * WINDOW) >> 20;
         let fits = async || replies.alive.load(Ordering::Acquire) <= room;
-        within(PATIENCE, "what is kept for a peer that reads nothing fits its window", fits).await;
+        within(TIME_LIMIT, "what is kept for a peer that reads nothing fits its window", fits).await;
         let kept = replies.alive.load(Ordering::Acquire);
         // Each request has one answer, which may be the refusal.
         let mut answered = HashSet::new();
@@ -110,7 +110,7 @@ async fn a_peer_that_does_nothing_is_cut_off(transport: Transport) {
     drop(raw);
 }
 
-async fn pings_without_end_are_not_all_answered(transport: Transport) {
+async fn endless_pings_are_not_all_answered(transport: Transport) {
     const PINGS: usize = 1_000_000;
     let site = Site::new(transport, ServeOptions::default()).await;
     let good = GoodClient::start(site.connector(), &site.address);
@@ -148,7 +148,7 @@ async fn thousands_of_half_open_connections_do_not_keep_others_out(transport: Tr
     if count < 2000 {
         return println!("skipped: {count} connections are all that the limit on open files allows");
     }
-    let options = ServeOptions { handshake_timeout: PATIENCE * 3, ..ServeOptions::default() };
+    let options = ServeOptions { handshake_timeout: TIME_LIMIT * 3, ..ServeOptions::default() };
     let site = Site::new(transport, options).await;
     let mut held = Vec::with_capacity(count);
     for number in 0..count {
@@ -167,7 +167,7 @@ async fn thousands_of_half_open_connections_do_not_keep_others_out(transport: Tr
 }
 
 async fn a_good_client_gets_in_while_too_many_are_half_open(transport: Transport) {
-    let options = ServeOptions { max_handshakes: 32, handshake_timeout: PATIENCE * 3, ..ServeOptions::default() };
+    let options = ServeOptions { max_handshakes: 32, handshake_timeout: TIME_LIMIT * 3, ..ServeOptions::default() };
     let site = Site::new(transport, options).await;
     let early = soon("connect", site.connector().connect(&site.address)).await.unwrap();
     let mut held = Vec::new();
@@ -185,7 +185,7 @@ async fn a_good_client_gets_in_while_too_many_are_half_open(transport: Transport
             cut_off.fetch_add(1, Ordering::AcqRel);
         }));
     }
-    within(PATIENCE, "those beyond the limit are cut off", async || cut_off.load(Ordering::Acquire) == 68).await;
+    within(TIME_LIMIT, "those beyond the limit are cut off", async || cut_off.load(Ordering::Acquire) == 68).await;
     // The oldest other handshakes are closed, although all come from one machine.
     for _ in 0..5 {
         works(&soon("a good client connects", site.connector().connect(&site.address)).await.unwrap()).await;
@@ -194,15 +194,15 @@ async fn a_good_client_gets_in_while_too_many_are_half_open(transport: Transport
     works(&early).await;
     // Draining does not wait for unfinished handshakes.
     let begun = Instant::now();
-    site.server.drain(PATIENCE * 3).await;
-    assert!(begun.elapsed() < PATIENCE, "{:?}", begun.elapsed());
+    site.server.drain(TIME_LIMIT * 3).await;
+    assert!(begun.elapsed() < TIME_LIMIT, "{:?}", begun.elapsed());
     for raw in held {
         raw.abort();
     }
 }
 
 /// Connections whose clients never answer the server, more than it keeps.
-async fn quic_connections_that_never_come_about_do_not_keep_others_out() {
+async fn unanswered_quic_connections_do_not_keep_others_out() {
     let options = ServeOptions { max_handshakes: 64, ..ServeOptions::default() };
     let site = Site::new(Transport::Quic, options).await;
     let hole = UdpForwarder::start(site.socket_address(), Weather::default()).unwrap();
@@ -216,7 +216,7 @@ async fn quic_connections_that_never_come_about_do_not_keep_others_out() {
             rpc_transports::Transports::default().dial(&address, &options).await.map(drop)
         });
     }
-    within(PATIENCE, "they have all begun", async || hole.passed().0 >= 400).await;
+    within(TIME_LIMIT, "they have all begun", async || hole.passed().0 >= 400).await;
     for _ in 0..5 {
         works(&soon("a good client connects", site.connector().connect(&site.address)).await.unwrap()).await;
     }
@@ -239,7 +239,7 @@ async fn quic_connections_of_strangers_do_not_keep_others_out() {
 }
 
 /// Lengths that no data follows, in every field that has one.
-async fn lengths_that_are_not_true_reserve_nothing(transport: Transport) {
+async fn false_lengths_reserve_no_memory(transport: Transport) {
     let site = Site::new(transport, ServeOptions::default()).await;
     let good = GoodClient::start(site.connector(), &site.address);
     let before = peers::memory(std::process::id(), "VmPeak");
@@ -297,15 +297,15 @@ async fn lengths_that_are_not_true_reserve_nothing(transport: Transport) {
 }
 
 each! {
-    replies_that_nobody_reads_do_not_pile_up: tcp(Tcp) unix(Unix) tls(Tls) quic(Quic);
+    unread_replies_do_not_accumulate: tcp(Tcp) unix(Unix) tls(Tls) quic(Quic);
     a_peer_that_does_nothing_is_cut_off: tcp(Tcp) unix(Unix) tls(Tls) quic(Quic);
-    pings_without_end_are_not_all_answered: tcp(Tcp) unix(Unix) tls(Tls);
+    endless_pings_are_not_all_answered: tcp(Tcp) unix(Unix) tls(Tls);
     thousands_of_half_open_connections_do_not_keep_others_out: tcp(Tcp) tls(Tls);
     a_good_client_gets_in_while_too_many_are_half_open: tcp(Tcp) unix(Unix) tls(Tls) quic(Quic);
-    lengths_that_are_not_true_reserve_nothing: tcp(Tcp) unix(Unix) tls(Tls) quic(Quic);
+    false_lengths_reserve_no_memory: tcp(Tcp) unix(Unix) tls(Tls) quic(Quic);
 }
 
 once! {
-    half_open_quic_connections_do_not_keep_others_out: quic_connections_that_never_come_about_do_not_keep_others_out();
+    half_open_quic_connections_do_not_keep_others_out: unanswered_quic_connections_do_not_keep_others_out();
     unused_quic_connections_do_not_keep_others_out: quic_connections_of_strangers_do_not_keep_others_out();
 }

@@ -2,7 +2,7 @@
 
 use super::*;
 
-async fn a_client_with_an_unfit_certificate_gets_in_nowhere(transport: Transport) {
+async fn a_client_with_an_unfit_certificate_is_refused(transport: Transport) {
     let (authority, stranger) = (Authority::new(), Authority::new());
     let demand = ClientCertificates { authorities: authority.pem.as_bytes(), optional: false };
     let tls = ServerTls::new(authority.issue("127.0.0.1", |_| {}), Some(&demand)).unwrap();
@@ -70,7 +70,7 @@ async fn a_server_with_an_unfit_certificate_is_refused(transport: Transport) {
 async fn a_recorded_handshake_opens_no_session(transport: Transport) {
     let site = Site::new(transport, with_token()).await;
     let recorded = recorded(&site).await;
-    within(PATIENCE, "the honest session ends", async || site.server.sessions() == 0).await;
+    within(TIME_LIMIT, "the honest session ends", async || site.server.sessions() == 0).await;
     let mut replayed = Raw::dial(&site).await;
     replayed.write(&recorded).await;
     let said = replayed.rest().await;
@@ -102,7 +102,7 @@ async fn a_recorded_handshake_opens_no_session(transport: Transport) {
 }
 
 /// Answers that a server without the token can give to a client that has one.
-async fn a_server_without_the_token_convinces_no_client(transport: Transport) {
+async fn a_server_without_the_token_is_refused_by_clients(transport: Transport) {
     const CHALLENGE: [u8; 32] = [5; 32];
     type Answer = fn(&[u8]) -> Vec<u8>;
     let accept = || frame(Kind::Accept, 0, &[]);
@@ -189,7 +189,7 @@ async fn a_hello_changed_on_the_way_breaks_the_proof() {
                 if !of_client && what == "the key" {
                     continue; // The client asks for this one, and sees at once that it is another.
                 }
-                let (lure, meddler) = meddle(site.socket_address(), of_client, change).await;
+                let (lure, meddler) = intercept(site.socket_address(), of_client, change).await;
                 let client = Connector::new().tokens(tokens(SECRET)).key("board").handshake_timeout(OVER);
                 let outcome = soon("an outcome", client.connect(&format!("tcp://{lure}"))).await;
                 let error = outcome.expect_err(what).into_rpc_error();
@@ -198,13 +198,13 @@ async fn a_hello_changed_on_the_way_breaks_the_proof() {
             }
         }
         works(&site.with_token().key("board").connect(&site.address).await.unwrap()).await;
-        within(PATIENCE, "all sessions end", async || site.server.sessions() == 0).await;
+        within(TIME_LIMIT, "all sessions end", async || site.server.sessions() == 0).await;
     }
 }
 
 /// Starts an interceptor that changes the hello of one side, and forwards everything else. Returns
 /// its address.
-async fn meddle(server: SocketAddr, of_client: bool, change: Change) -> (SocketAddr, JoinHandle<()>) {
+async fn intercept(server: SocketAddr, of_client: bool, change: Change) -> (SocketAddr, JoinHandle<()>) {
     async fn pass_changed(from: &mut TcpStream, to: &mut TcpStream, change: Option<Change>) {
         let mut head = [0; MAGIC.len() + HEADER_LEN];
         from.read_exact(&mut head).await.unwrap();
@@ -261,7 +261,7 @@ async fn answer_to(address: SocketAddr, bytes: &[u8]) -> Vec<u8> {
     said
 }
 
-async fn nobody_talks_the_server_out_of_tls_1_3() {
+async fn servers_refuse_tls_1_2() {
     let site = Site::new(Transport::Tls, ServeOptions::default()).await;
     let good = GoodClient::start(site.connector(), &site.address);
     let said = answer_to(site.socket_address(), &tls12_client_hello()).await;
@@ -276,7 +276,7 @@ async fn nobody_talks_the_server_out_of_tls_1_3() {
     site.is_empty().await;
 }
 
-async fn nobody_talks_a_client_out_of_tls_1_3() {
+async fn clients_refuse_tls_1_2() {
     let authority = Authority::new();
     // A server of TLS 1.2, one of this protocol without TLS, and one of an unknown protocol.
     let mut server_hello = vec![22, 3, 3, 0, 42, 2, 0, 0, 38, 3, 3];
@@ -301,14 +301,14 @@ async fn nobody_talks_a_client_out_of_tls_1_3() {
 }
 
 each! {
-    a_client_with_an_unfit_certificate_gets_in_nowhere: tls(Tls) quic(Quic);
+    a_client_with_an_unfit_certificate_is_refused: tls(Tls) quic(Quic);
     a_server_with_an_unfit_certificate_is_refused: tls(Tls) quic(Quic);
     a_recorded_handshake_opens_no_session: tcp(Tcp) unix(Unix) tls(Tls) quic(Quic);
-    a_server_without_the_token_convinces_no_client: tcp(Tcp) unix(Unix) tls(Tls) quic(Quic);
+    a_server_without_the_token_is_refused_by_clients: tcp(Tcp) unix(Unix) tls(Tls) quic(Quic);
 }
 
 once! {
     a_hello_that_was_changed_on_the_way_breaks_the_proof: a_hello_changed_on_the_way_breaks_the_proof();
-    a_server_stays_with_tls_1_3: nobody_talks_the_server_out_of_tls_1_3();
-    a_client_stays_with_tls_1_3: nobody_talks_a_client_out_of_tls_1_3();
+    a_server_stays_with_tls_1_3: servers_refuse_tls_1_2();
+    a_client_stays_with_tls_1_3: clients_refuse_tls_1_2();
 }

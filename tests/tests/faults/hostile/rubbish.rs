@@ -4,7 +4,7 @@ use super::identities::tls12_client_hello;
 use super::*;
 
 /// Rubbish inside of the encryption, if there is any, beside good clients.
-async fn rubbish_opens_no_session_and_disturbs_nobody(transport: Transport) {
+async fn rubbish_opens_no_session_and_disturbs_no_client(transport: Transport) {
     const PEERS: usize = 300;
     let site = Site::new(transport, with_token()).await;
     let recorded = recorded(&site).await;
@@ -42,7 +42,7 @@ async fn rubbish_opens_no_session_and_disturbs_nobody(transport: Transport) {
 }
 
 /// Rubbish in place of the encryption.
-async fn rubbish_in_place_of_tls_disturbs_nobody() {
+async fn rubbish_in_place_of_tls_disturbs_no_client() {
     let site = Site::new(Transport::Tls, ServeOptions::default()).await;
     let good = GoodClient::start(site.connector(), &site.address);
     let mut random = Random::new(43);
@@ -66,7 +66,7 @@ async fn rubbish_in_place_of_tls_disturbs_nobody() {
 }
 
 /// Rubbish datagrams, some of which look like the beginning of a connection.
-async fn rubbish_datagrams_disturb_nobody() {
+async fn rubbish_datagrams_disturb_no_client() {
     let site = Site::new(Transport::Quic, ServeOptions::default()).await;
     let good = GoodClient::start(site.connector(), &site.address);
     // The first datagram of a client.
@@ -101,10 +101,10 @@ async fn rubbish_datagrams_disturb_nobody() {
 }
 
 each! {
-    rubbish_opens_no_session_and_disturbs_nobody: tcp(Tcp) unix(Unix) tls(Tls) quic(Quic);
+    rubbish_opens_no_session_and_disturbs_no_client: tcp(Tcp) unix(Unix) tls(Tls) quic(Quic);
 }
 
 once! {
-    rubbish_for_a_tls_server: rubbish_in_place_of_tls_disturbs_nobody();
-    rubbish_for_a_quic_server: rubbish_datagrams_disturb_nobody();
+    rubbish_for_a_tls_server: rubbish_in_place_of_tls_disturbs_no_client();
+    rubbish_for_a_quic_server: rubbish_datagrams_disturb_no_client();
 }

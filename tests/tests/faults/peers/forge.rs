@@ -5,7 +5,7 @@ use rpc_core::{DataType, Device, ErrorKind, Handle, Operation, RemoteObject, Req
 use rpc_tests::forwarder::Random;
 use rpc_transports::Connector;
 
-use super::site::{PATIENCE, soon, works};
+use super::site::{TIME_LIMIT, soon, works};
 use super::within;
 
 /// Checks the worst case: the attacker knows the victim's handles, and can make any number of
@@ -76,7 +76,7 @@ pub async fn handles_of_others(connector: Connector, address: &str, count: usize
     assert_eq!(soon("copy", victim.copy_from_remote(&tensor)).await.unwrap(), [7; 8][..]);
     works(&victim).await;
     drop(objects);
-    within(PATIENCE, "the victim frees its own", async || alive().await == 0).await;
+    within(TIME_LIMIT, "the victim frees its own", async || alive().await == 0).await;
 }
 
 fn reference(tensor: &rpc_core::RemoteTensor) -> rpc_core::TensorRef {

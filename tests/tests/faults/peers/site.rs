@@ -16,14 +16,14 @@ use tokio::task::JoinHandle;
 use super::{Transport, within};
 
 /// Time limit of each step, longer than any takes: a step that needs more hangs.
-pub const PATIENCE: Duration = Duration::from_secs(20);
+pub const TIME_LIMIT: Duration = Duration::from_secs(20);
 
 pub const SECRET: &str = "0123456789abcdef0123456789abcdef";
 
 pub async fn soon<F: IntoFuture>(what: &str, future: F) -> F::Output {
-    tokio::time::timeout(PATIENCE, future.into_future())
+    tokio::time::timeout(TIME_LIMIT, future.into_future())
         .await
-        .unwrap_or_else(|_| panic!("{what}: not after {PATIENCE:?}"))
+        .unwrap_or_else(|_| panic!("{what}: not after {TIME_LIMIT:?}"))
 }
 
 /// Authority that issues certificates.
@@ -111,7 +111,7 @@ impl Site {
     /// soon as the server does.
     pub fn connector(&self) -> Connector {
         let connector = Connector::new().tls(self.authority.trust()).keep_alive(self.keep_alive);
-        connector.connect_timeout(PATIENCE).handshake_timeout(PATIENCE)
+        connector.connect_timeout(TIME_LIMIT).handshake_timeout(TIME_LIMIT)
     }
 
     pub fn with_token(&self) -> Connector {
@@ -124,7 +124,7 @@ impl Site {
 
     /// Checks that all sessions end and nothing is left of them.
     pub async fn is_empty(&self) {
-        within(PATIENCE, "all sessions end", async || self.server.sessions() == 0).await;
+        within(TIME_LIMIT, "all sessions end", async || self.server.sessions() == 0).await;
         soon("the server is idle", self.server.idle()).await;
     }
 }

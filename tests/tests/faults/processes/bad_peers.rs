@@ -5,7 +5,7 @@ use super::*;
 // Bad peers write raw bytes, and so need a transport without encryption.
 each_way! {
     over plain:
-    bad_clients_harm_nobody_else
+    bad_clients_disturb_no_other_client
     bad_servers_are_clear_errors
 }
 
@@ -71,7 +71,7 @@ fn frame(kind: Kind, id: u64, body: &[u8], payload: &[u8]) -> Vec<u8> {
     [&header.encode(), body, payload].concat()
 }
 
-async fn bad_clients_harm_nobody_else(transport: Transport, form: Form) {
+async fn bad_clients_disturb_no_other_client(transport: Transport, form: Form) {
     let server = ServerPeer::with(transport, &["--keep-alive", "200ms", "--handshake-timeout", "500ms"]);
     let address = server.address().to_owned();
     let good = GoodClient::start(form, &address).await;
@@ -261,7 +261,7 @@ fn listen(transport: Transport, folder: &tempfile::TempDir, bad: BadServer) -> S
 async fn bad_servers_are_clear_errors(transport: Transport, form: Form) {
     let folder = tempfile::tempdir().unwrap();
     // First servers that open no session, then sessions that fail at the first call.
-    for (bad, kind, patience) in [
+    for (bad, kind, least) in [
         (BadServer::SaysNothing, ErrorKind::Refused, HANDSHAKE),
         (BadServer::Closes, ErrorKind::Refused, Duration::ZERO),
         (BadServer::SpeaksHttp, ErrorKind::Protocol, Duration::ZERO),
@@ -275,10 +275,10 @@ async fn bad_servers_are_clear_errors(transport: Transport, form: Form) {
         let (took, waited) = (pace::since(since), begun.elapsed());
         // A peer that closes with unread bytes resets the connection, which then looks like a
         // broken link.
-        let lost = error.kind() == ErrorKind::PeerLost && patience.is_zero() && !matches!(bad, BadServer::SpeaksHttp);
+        let lost = error.kind() == ErrorKind::PeerLost && least.is_zero() && !matches!(bad, BadServer::SpeaksHttp);
         assert!(error.kind() == kind || lost, "{bad:?}: {error}");
         assert!(error.peer().is_some(), "{bad:?}: {error}");
-        assert!(waited >= patience && took < patience + LIMIT, "{bad:?}: {waited:?}");
+        assert!(waited >= least && took < least + LIMIT, "{bad:?}: {waited:?}");
     }
     for (bad, kind) in [
         (BadServer::RepliesWithNoise, ErrorKind::Protocol),
