@@ -1,5 +1,5 @@
-//! A client between any commands and any bytes of a server: every request ends once, and nothing
-//! panics.
+//! A client with arbitrary commands and arbitrary bytes of a server: each request ends once, and
+//! nothing panics.
 
 #![no_main]
 

@@ -1,4 +1,4 @@
-//! Any header is refused, or is what encodes to it.
+//! Frame headers: an arbitrary one is refused, or its decoded form encodes to the same bytes.
 
 #![no_main]
 

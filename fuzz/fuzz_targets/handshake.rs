@@ -1,5 +1,5 @@
-//! A handshake takes any bytes, in pieces. The first byte says which side it is and how large the
-//! pieces are.
+//! A handshake with arbitrary bytes, in pieces. The first byte decides the side and the size of the
+//! pieces.
 
 #![no_main]
 

@@ -1,4 +1,4 @@
-//! A request that is understood can be made again, and replies are understood or refused.
+//! Requests and replies: a request that decodes also encodes, and replies decode or are refused.
 
 #![no_main]
 

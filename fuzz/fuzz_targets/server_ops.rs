@@ -1,5 +1,5 @@
-//! A server between any commands and any bytes of a client: what it counts stays within its limits,
-//! and nothing panics.
+//! A server with arbitrary commands and arbitrary bytes of a client: its counters stay within their
+//! limits, and nothing panics.
 
 #![no_main]
 

@@ -1,4 +1,4 @@
-//! A value that is understood can be said again.
+//! Values: one that decodes also encodes.
 
 #![no_main]
 
