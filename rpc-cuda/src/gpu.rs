@@ -16,9 +16,9 @@ use parking_lot::{Mutex, MutexGuard};
 use crate::driver::{Driver, Outcome};
 use crate::event::FreeEvents;
 use crate::failure;
-use crate::module::Retired;
+use crate::module_loader::Retired;
 use crate::pool::{Pool, PoolStatistics, Space};
-use crate::release;
+use crate::release_thread;
 use crate::stream::{CudaStream, Streams};
 use rpc_core::device::Stream;
 use rpc_core::dlpack::Device;
@@ -66,7 +66,7 @@ pub(super) struct Opened {
     pub(super) retired: Retired,
     /// Time that memory may lie idle in the pools.
     pub(super) idle_time: Mutex<Duration>,
-    /// True while [`release`] knows that there is idle memory.
+    /// True while [`release_thread`] knows that there is idle memory.
     pub(super) is_watched: AtomicBool,
 }
 
@@ -124,7 +124,7 @@ impl Gpu {
             pinned: Pool::new(Space::Host, CACHED_PINNED_BYTES),
             copy_buffers: Pool::new(Space::Host, COPY_BUFFER_BYTES),
             retired: Retired::default(),
-            idle_time: Mutex::new(release::IDLE_TIME),
+            idle_time: Mutex::new(release_thread::IDLE_TIME),
             is_watched: AtomicBool::new(false),
         };
         Ok(self.opened.get_or_init(|| opened))

@@ -10,7 +10,7 @@ use cudarc::driver::sys::{
 
 use crate::arguments::{self, Arguments};
 use crate::gpu::{Gpu, Handle};
-use crate::module::Loaded;
+use crate::module_loader::Loaded;
 use crate::order;
 use crate::stream::CudaStream;
 use rpc_core::error::{Result, RpcError};

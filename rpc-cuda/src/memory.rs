@@ -8,7 +8,7 @@ use std::ptr::{self, NonNull};
 use crate::gpu::{Gpu, Opened};
 use crate::order::OtherStreamWork;
 use crate::pool::{Block, Pool, Space};
-use crate::{release, transfer};
+use crate::{release_thread, transfer};
 use rpc_core::device::{AllocRequest, Memory};
 use rpc_core::dlpack::Device;
 use rpc_core::error::{Result, RpcError};
@@ -198,7 +198,7 @@ unsafe impl Memory for CudaMemory {
 impl Drop for CudaMemory {
     fn drop(&mut self) {
         if let Some(owner) = self.owner.take() {
-            release::give_back(self.gpu, owner);
+            release_thread::give_back(self.gpu, owner);
         }
         let Some(block) = self.block.take() else { return };
         // The GPU is open, or there would be no block. If the device is lost, only the statistics

@@ -28,7 +28,7 @@ use parking_lot::{Condvar, Mutex};
 
 use crate::event::Event;
 use crate::gpu::{Gpu, Opened, lock};
-use crate::{pinned, release};
+use crate::{pinned_ranges, release_thread};
 use rpc_core::error::{ErrorKind, Result, RpcError};
 
 /// Statistics of one device's memory pool. Bytes are those of whole blocks, which are up to an
@@ -267,7 +267,7 @@ impl Pool {
         let blocks = state.idle.entry(block.size).or_default();
         blocks.push_back(Idle { block, since: Instant::now(), default_stream, other_streams });
         drop(state);
-        release::watch(gpu);
+        release_thread::watch(gpu);
     }
 
     /// Returns idle memory above the limit to the driver (P-4), large blocks first.
@@ -360,7 +360,7 @@ impl Pool {
                 let flags = CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP;
                 // SAFETY: as above.
                 gpu.check(unsafe { gpu.driver.mem_host_alloc(&raw mut address, bytes, flags) })?;
-                pinned::insert(address.expose_provenance(), bytes);
+                pinned_ranges::insert(address.expose_provenance(), bytes);
                 address.addr() as u64
             }
         };
@@ -372,7 +372,7 @@ impl Pool {
             // SAFETY: it came from `mem_alloc`, and is no longer in use.
             Space::Device => unsafe { gpu.driver.mem_free(block.address) },
             Space::Host => {
-                pinned::remove(block.address as usize);
+                pinned_ranges::remove(block.address as usize);
                 // SAFETY: it came from `mem_host_alloc`, and is no longer in use.
                 unsafe { gpu.driver.mem_free_host(ptr::with_exposed_provenance_mut(block.address as usize)) }
             }

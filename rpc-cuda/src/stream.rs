@@ -10,7 +10,7 @@ use parking_lot::Mutex;
 
 use crate::event::Event;
 use crate::gpu::{Gpu, Handle, Opened, lock};
-use crate::notify;
+use crate::notifier;
 use rpc_core::device::{Stream, WhenDone};
 use rpc_core::dlpack::Device;
 use rpc_core::error::Result;
@@ -141,9 +141,9 @@ impl Stream for CudaStream {
                 return Ok(());
             }
         };
-        notify::when_reached(event, done)?;
+        notifier::when_reached(event, done)?;
         // SAFETY: the stream is alive, and the function accepts any argument.
-        let outcome = unsafe { self.gpu.driver.launch_host_func(self.raw.0, notify::on_reached, ptr::null_mut()) };
+        let outcome = unsafe { self.gpu.driver.launch_host_func(self.raw.0, notifier::on_reached, ptr::null_mut()) };
         if let Err(error) = self.gpu.check(outcome) {
             tracing::debug!(%error, "a stream is polled, because it cannot call back");
         }

@@ -15,7 +15,7 @@ use crate::driver::Outcome;
 use crate::event::Event;
 use crate::gpu::{Gpu, Opened};
 use crate::memory::CudaMemory;
-use crate::pinned;
+use crate::pinned_ranges;
 use crate::pool::{Block, Space};
 use rpc_core::device::Memory;
 use rpc_core::error::Result;
@@ -32,7 +32,7 @@ pub(super) unsafe fn upload(gpu: &'static Gpu, to: u64, data: &[u8]) -> Result<(
     }
     let opened = gpu.enter()?;
     let stream = opened.default_stream.handle().0;
-    if pinned::contains(data.as_ptr(), data.len()) {
+    if pinned_ranges::contains(data.as_ptr(), data.len()) {
         // SAFETY: the caller's promise; and `data` lives until the copy is done, which is waited
         // for.
         let outcome = unsafe { gpu.driver.memcpy_to_device_async(to, data.as_ptr().cast(), data.len(), stream) };
@@ -62,7 +62,7 @@ pub(super) unsafe fn download(gpu: &'static Gpu, from: u64, out: &mut [u8]) -> R
     }
     let opened = gpu.enter()?;
     let stream = opened.default_stream.handle().0;
-    if pinned::contains(out.as_ptr(), out.len()) {
+    if pinned_ranges::contains(out.as_ptr(), out.len()) {
         // SAFETY: the caller's promise; and `out` lives until the copy is done, which is waited
         // for.
         gpu.check(unsafe { gpu.driver.memcpy_to_host_async(out.as_mut_ptr().cast(), from, out.len(), stream) })?;

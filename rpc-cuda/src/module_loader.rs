@@ -12,12 +12,12 @@ use cudarc::driver::sys::{
 };
 use parking_lot::Mutex;
 
-use crate::CudaDevice;
 use crate::arguments;
+use crate::device::CudaDevice;
 use crate::event::Event;
 use crate::gpu::{Gpu, Handle, lock};
-use crate::image::Image;
 use crate::kernel::Kernel;
+use crate::module_image::Image;
 use rpc_core::error::{Result, RpcError};
 use rpc_core::function::{Context, Function, LocalValue, Module, Object, Signature};
 use rpc_core::function::{LoadRequest, ModuleLoader};
