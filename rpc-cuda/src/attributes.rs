@@ -5,14 +5,15 @@ use std::ffi::{CStr, c_char};
 use cudarc::driver::sys::CUdevice_attribute_enum as Attribute;
 
 use crate::gpu::Gpu;
+use crate::gpus::ListedGpu;
 use crate::memory::{HOST_SCOPE, MAX_ALIGNMENT};
-use rpc_core::device::DeviceAttribute;
-use rpc_core::device::Target;
+use rpc_core::device::{DeviceAttribute, Target};
 use rpc_core::error::Result;
 use rpc_core::value::Value;
 
 /// Returns the value of any attribute but [`DeviceAttribute::Exists`].
-pub(super) fn answer(gpu: &'static Gpu, attribute: DeviceAttribute) -> Result<Value> {
+pub(super) fn attribute_value(listed: &'static ListedGpu, attribute: DeviceAttribute) -> Result<Value> {
+    let gpu = &listed.gpu;
     gpu.check_not_lost()?;
     let number = |attribute| gpu.attribute(attribute).map(Value::from);
     match attribute {
@@ -46,7 +47,7 @@ pub(super) fn answer(gpu: &'static Gpu, attribute: DeviceAttribute) -> Result<Va
         DeviceAttribute::L2CacheSize => number(Attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE),
         DeviceAttribute::TotalMemory => gpu.total_memory().map(bytes),
         DeviceAttribute::AvailableMemory => {
-            let opened = gpu.enter()?;
+            let opened = listed.enter()?;
             Ok(bytes(gpu.free_memory()?.saturating_add(opened.memory.statistics().cached_bytes)))
         }
         DeviceAttribute::ImagePitchAlignment => number(Attribute::CU_DEVICE_ATTRIBUTE_TEXTURE_PITCH_ALIGNMENT),

@@ -9,8 +9,9 @@ use libloading::Library;
 use parking_lot::Mutex;
 
 use crate::driver::Driver;
-use crate::gpu::{Gpu, Handle, lock};
+use crate::handle::Handle;
 use crate::libraries;
+use crate::opened_gpu::OpenedGpu;
 use crate::stream::CudaStream;
 use rpc_core::error::{ErrorKind, Result, RpcError};
 
@@ -94,26 +95,26 @@ impl Cublas {
         }
     }
 
-    /// Submits the product to a stream, accumulating in single precision.
+    /// Submits the product to a stream of the GPU, accumulating in single precision.
     ///
     /// # Safety
     ///
-    /// The addresses are those of matrices of these shapes on the stream's GPU. Until the stream
+    /// The addresses are those of matrices of these shapes on the GPU. Until the stream
     /// has executed the product, nothing else accesses `out` or writes to the others.
-    pub(super) unsafe fn submit(&self, stream: &CudaStream, product: &Product) -> Result<()> {
-        let gpu = stream.gpu();
-        let opened = gpu.enter()?;
-        let mut handles = lock(&self.handles);
-        let handle = match handles.get(&gpu.index) {
+    pub(super) unsafe fn submit(&self, gpu: &OpenedGpu, stream: &CudaStream, product: &Product) -> Result<()> {
+        let context = stream.context();
+        context.enter()?;
+        let mut handles = self.handles.lock();
+        let handle = match handles.get(&context.gpu.index) {
             Some(handle) => *handle,
             None => {
-                let handle = opened.with_room(gpu, || {
+                let handle = context.with_room(|| {
                     let mut handle = ptr::null_mut();
                     // SAFETY: there is room for the handle, and the GPU's context is current.
                     self.check(gpu, "cublasCreate", unsafe { (self.create)(&raw mut handle) })?;
                     Ok(Handle(handle))
                 })?;
-                handles.insert(gpu.index, handle);
+                handles.insert(context.gpu.index, handle);
                 handle
             }
         };
@@ -123,7 +124,7 @@ impl Cublas {
         let address = |address: u64| ptr::with_exposed_provenance_mut::<c_void>(address as usize);
         let Product { rows, columns, depth, data_type, a, b, out } = *product;
         // cuBLAS is column-major, and so sees each matrix transposed: out' = b' a'.
-        opened.with_room(gpu, || {
+        context.with_room(|| {
             // SAFETY: the caller's promise; the factors are read before the call returns, which is
             // cuBLAS's default.
             let status = unsafe {
@@ -153,7 +154,7 @@ impl Cublas {
         })
     }
 
-    fn check(&self, gpu: &'static Gpu, function: &str, status: c_int) -> Result<()> {
+    fn check(&self, gpu: &OpenedGpu, function: &str, status: c_int) -> Result<()> {
         let kind = match status {
             0 => return Ok(()),
             // CUBLAS_STATUS_ALLOC_FAILED.
@@ -170,7 +171,7 @@ impl Cublas {
             // SAFETY: the function takes any number, and returns a constant that ends with a zero.
             unsafe { CStr::from_ptr(text(status)) }.to_string_lossy()
         });
-        let (device, text) = (gpu.as_device(), text.unwrap_or("cuBLAS failed".into()));
+        let (device, text) = (gpu.context.gpu.as_device(), text.unwrap_or("cuBLAS failed".into()));
         Err(RpcError::new(kind, format!("{device}: {text} (status {status} of {function})")))
     }
 }

@@ -1,4 +1,4 @@
-//! The devices of the kind `cuda`: allocation, streams, copies and attributes of the process's GPUs.
+//! The devices of the kind `cuda`: allocation, streams, copies and attributes.
 
 use std::any::Any;
 use std::ffi::c_void;
@@ -7,11 +7,14 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::gpu::{self, Gpu, Gpus};
+use crate::gpus::{Gpus, ListedGpu};
+use crate::idle_memory::IdleMemory;
 use crate::memory::CudaMemory;
+use crate::opened_gpu::OpenedGpu;
 use crate::pool::PoolStatistics;
 use crate::stream::CudaStream;
-use crate::{attributes, release_thread, transfer};
+use crate::transfer::{self, DeviceRange};
+use crate::{attributes, release_thread};
 use rpc_core::device::{AllocRequest, DeviceApi, DeviceAttribute, Memory, Stream, copy_by_host, out_of_range};
 use rpc_core::dlpack::{Device, DeviceType};
 use rpc_core::error::Result;
@@ -48,7 +51,7 @@ impl CudaDevice {
     ///
     /// An index out of range; a device that is lost or cannot be opened.
     pub fn stream(&self, index: i32) -> Result<Arc<CudaStream>> {
-        Ok(self.gpu(index)?.enter()?.default_stream.clone())
+        Ok(self.opened(index)?.default_stream.clone())
     }
 
     /// Returns the primary context of a device, a `CUcontext`, for other libraries. It is made
@@ -58,7 +61,7 @@ impl CudaDevice {
     ///
     /// As [`stream`](Self::stream).
     pub fn context(&self, index: i32) -> Result<*mut c_void> {
-        Ok(self.gpu(index)?.enter()?.context.0.cast())
+        Ok(self.opened(index)?.context.raw.0.cast())
     }
 
     /// Returns the statistics of a device's memory pool.
@@ -67,7 +70,7 @@ impl CudaDevice {
     ///
     /// As [`stream`](Self::stream).
     pub fn statistics(&self, index: i32) -> Result<PoolStatistics> {
-        Ok(self.gpu(index)?.enter()?.memory.statistics())
+        Ok(self.opened(index)?.memory.statistics())
     }
 
     /// Returns the combined statistics of the two pools of pinned host memory for a device: that of
@@ -78,7 +81,7 @@ impl CudaDevice {
     ///
     /// As [`stream`](Self::stream).
     pub fn pinned_statistics(&self, index: i32) -> Result<PoolStatistics> {
-        Ok(self.gpu(index)?.enter()?.pinned_statistics())
+        Ok(self.opened(index)?.pinned_statistics())
     }
 
     /// Returns the idle memory of a device's pools, pinned memory included, to the driver, after
@@ -88,9 +91,7 @@ impl CudaDevice {
     ///
     /// As [`stream`](Self::stream), and the error of that work.
     pub fn trim(&self, index: i32) -> Result<u64> {
-        let gpu = self.gpu(index)?;
-        let opened = gpu.enter()?;
-        opened.trim(gpu)
+        self.opened(index)?.trim()
     }
 
     /// Sets the number of bytes of a device's memory that the pool may keep idle; by default a
@@ -100,8 +101,8 @@ impl CudaDevice {
     ///
     /// As [`stream`](Self::stream).
     pub fn set_cache_limit(&self, index: i32, bytes: u64) -> Result<()> {
-        let gpu = self.gpu(index)?;
-        gpu.enter()?.memory.set_limit(gpu, bytes);
+        let opened = self.opened(index)?;
+        opened.memory.set_limit(opened.context.gpu, bytes);
         Ok(())
     }
 
@@ -113,13 +114,18 @@ impl CudaDevice {
     ///
     /// As [`stream`](Self::stream).
     pub fn set_idle_time(&self, index: i32, time: Duration) -> Result<()> {
-        let gpu = self.gpu(index)?;
-        *gpu::lock(&gpu.enter()?.idle_time) = time;
-        release_thread::check_soon(gpu);
+        let opened = self.opened(index)?;
+        *opened.idle_time.lock() = time;
+        release_thread::check_soon(opened);
         Ok(())
     }
 
-    pub(super) fn gpu(&self, index: i32) -> Result<&'static Gpu> {
+    /// Returns a GPU after entering it.
+    pub(super) fn opened(&self, index: i32) -> Result<&'static OpenedGpu> {
+        self.listed(index)?.enter()
+    }
+
+    fn listed(&self, index: i32) -> Result<&'static ListedGpu> {
         let found = usize::try_from(index).ok().and_then(|index| self.gpus.all.get(index));
         found.ok_or_else(|| out_of_range(Device::cuda(index), self.gpus.all.len() as i32))
     }
@@ -136,16 +142,16 @@ impl DeviceApi for CudaDevice {
     }
 
     fn attribute(&self, index: i32, attribute: DeviceAttribute) -> Result<Value> {
-        match self.gpu(index) {
+        match self.listed(index) {
             Ok(_) if attribute == DeviceAttribute::Exists => Ok(Value::Bool(true)),
             Err(_) if attribute == DeviceAttribute::Exists => Ok(Value::Bool(false)),
-            found => attributes::answer(found?, attribute),
+            listed => attributes::attribute_value(listed?, attribute),
         }
     }
 
     /// Allocates with alignments up to 2 MiB. The scope `host` is pinned host memory.
     fn allocate(&self, index: i32, request: &AllocRequest<'_>) -> Result<Box<dyn Memory>> {
-        Ok(Box::new(CudaMemory::allocate(self.gpu(index)?, request)?))
+        Ok(Box::new(CudaMemory::allocate(self.opened(index)?, request)?))
     }
 
     unsafe fn adopt(
@@ -156,11 +162,11 @@ impl DeviceApi for CudaDevice {
         owner: Box<dyn Any + Send + Sync>,
     ) -> Result<Box<dyn Memory>> {
         // SAFETY: the caller promises the same.
-        Ok(Box::new(unsafe { CudaMemory::adopt(self.gpu(index)?, address, len, owner)? }))
+        Ok(Box::new(unsafe { CudaMemory::adopt(self.opened(index)?, address, len, owner)? }))
     }
 
     fn create_stream(&self, index: i32) -> Result<Arc<dyn Stream>> {
-        Ok(Arc::new(CudaStream::new(self.gpu(index)?)?))
+        Ok(Arc::new(CudaStream::new(self.opened(index)?.context)?))
     }
 
     fn default_stream(&self, index: i32) -> Result<Arc<dyn Stream>> {
@@ -182,11 +188,13 @@ impl DeviceApi for CudaDevice {
         {
             source.join()?;
             target.join()?;
+            let from = DeviceRange { gpu: source.gpu(), start: source.address(from_offset) };
+            let to = DeviceRange { gpu: target.gpu(), start: target.address(to_offset) };
             // SAFETY: the caller's promises are the same.
-            return unsafe { transfer::between(source, from_offset, target, to_offset, len) };
+            return unsafe { transfer::between(from, to, len) };
         }
         let mut gpus = [source, target].into_iter().flatten().map(CudaMemory::gpu).collect::<Vec<_>>();
-        gpus.dedup_by_key(|gpu| gpu.index);
+        gpus.dedup_by_key(|gpu| gpu.context.gpu.index);
         // Pinned memory is read and written by the processor here, and a stream does not wait for
         // that.
         if [source, target].into_iter().flatten().any(CudaMemory::is_pinned) {

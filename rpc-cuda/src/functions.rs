@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use crate::gpu::{Gpu, Opened};
+use crate::device::CudaDevice;
 use crate::matmul::matmul;
 use crate::pool::PoolStatistics;
 use crate::stream::CudaStream;
@@ -32,31 +32,26 @@ pub fn register(registry: &Registry) {
         let lane = context.stream(a.tensor().device()).ok();
         matmul(&a, &b, &mut out, lane.as_ref().and_then(|stream| stream.as_any().downcast_ref()))
     });
-    registry.add("cuda.memory_statistics", |context: Context, index: i32| {
-        on_device(&context, index, |_, opened| {
-            let scopes = [("global", opened.memory.statistics()), ("host", opened.pinned_statistics())];
-            Ok(BTreeMap::from(scopes.map(|(scope, statistics)| (scope.to_owned(), fields(&statistics)))))
-        })
+    registry.add("cuda.memory_statistics", |context: Context, index: i32| -> Result<_> {
+        let (cuda, index) = offered_device(&context, index)?;
+        let scopes = [("global", cuda.statistics(index)?), ("host", cuda.pinned_statistics(index)?)];
+        Ok(BTreeMap::from(scopes.map(|(scope, statistics)| (scope.to_owned(), fields(&statistics)))))
     });
-    registry.add("cuda.trim_memory", |context: Context, index: i32| {
-        on_device(&context, index, |gpu, opened| opened.trim(gpu))
+    registry.add("cuda.trim_memory", |context: Context, index: i32| -> Result<_> {
+        let (cuda, index) = offered_device(&context, index)?;
+        cuda.trim(index)
     });
 }
 
-/// Calls `act` with a CUDA device that the session offers, entered. Loads nothing for a session
-/// that offers none.
-fn on_device<R>(
-    context: &Context,
-    index: i32,
-    act: impl FnOnce(&'static Gpu, &'static Opened) -> Result<R>,
-) -> Result<R> {
+/// Returns the CUDA devices, and the index among them of the one that the session offers under
+/// `index`. Loads nothing for a session that offers none.
+fn offered_device(context: &Context, index: i32) -> Result<(CudaDevice, i32)> {
     let device = Device::cuda(index);
     let stream: Arc<dyn Stream> = context.devices().get(device)?.default_stream(index)?;
     let Some(stream) = stream.as_any().downcast_ref::<CudaStream>() else {
         return Err(RpcError::unsupported(format!("{device} of this session is not served by rpc-cuda")));
     };
-    let gpu = stream.gpu();
-    act(gpu, gpu.enter()?)
+    Ok((CudaDevice::open()?, stream.device().index))
 }
 
 fn fields(statistics: &PoolStatistics) -> BTreeMap<String, u64> {

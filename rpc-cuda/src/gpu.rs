@@ -1,78 +1,56 @@
-//! A GPU of this process: its primary context, streams, pools and modules, and its error once it is
-//! lost.
+//! A GPU of this process: its primary context, the streams and events of that context, and the
+//! GPU's error once it is lost.
 //!
 //! All of it lives as long as the process. Destroying a context while a thread is still in the
 //! driver causes crashes at exit, and other libraries share the primary context anyway.
 
 use std::ffi::c_int;
 use std::ptr;
-use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, OnceLock};
-use std::time::Duration;
+use std::sync::OnceLock;
 
-use cudarc::driver::sys::{CUctx_st, CUdevice, CUdevice_attribute_enum, cudaError_enum as Code};
-use parking_lot::{Mutex, MutexGuard};
+use cudarc::driver::sys::{
+    CUctx_st, CUdevice, CUdevice_attribute_enum, CUevent_st, CUstream_flags_enum, CUstream_st, cudaError_enum as Code,
+};
+use parking_lot::Mutex;
 
 use crate::driver::{Driver, Outcome};
-use crate::event::FreeEvents;
 use crate::failure;
-use crate::module_loader::Retired;
-use crate::pool::{Pool, PoolStatistics, Space};
-use crate::release_thread;
-use crate::stream::{CudaStream, Streams};
-use rpc_core::device::Stream;
+use crate::handle::Handle;
+use crate::idle_memory::IdleMemory;
 use rpc_core::dlpack::Device;
 use rpc_core::error::{ErrorKind, Result, RpcError};
 
-/// A handle of the driver.
-pub(super) struct Handle<T>(pub(super) *mut T);
-
-impl<T> Clone for Handle<T> {
-    fn clone(&self) -> Self {
-        *self
-    }
-}
-
-impl<T> Copy for Handle<T> {}
-
-// SAFETY: the driver's handles may be used from any thread, and are never dereferenced here.
-unsafe impl<T> Send for Handle<T> {}
-// SAFETY: as above.
-unsafe impl<T> Sync for Handle<T> {}
-
-/// A GPU, opened when it is first used.
+/// A GPU, whose primary context is opened when it is first used.
 pub(super) struct Gpu {
     pub(super) driver: &'static Driver,
     pub(super) index: i32,
     pub(super) device: CUdevice,
-    opened: OnceLock<Opened>,
-    /// Held while the GPU is being opened.
+    context: OnceLock<PrimaryContext>,
+    /// Held while the context is being opened.
     opening: Mutex<()>,
     /// Error of every later operation, once the GPU is lost.
     lost: OnceLock<RpcError>,
 }
 
-/// Resources of a GPU that is in use.
-pub(super) struct Opened {
+/// Primary context of a GPU that is in use, with its streams and events.
+pub(super) struct PrimaryContext {
+    pub(super) gpu: &'static Gpu,
     /// Retained, and never released.
-    pub(super) context: Handle<CUctx_st>,
-    pub(super) default_stream: Arc<CudaStream>,
-    pub(super) streams: Streams,
-    pub(super) events: FreeEvents,
-    pub(super) memory: Pool,
-    pub(super) pinned: Pool,
-    /// Pinned memory for the buffers of copies, bounded (P-5).
-    pub(super) copy_buffers: Pool,
-    pub(super) retired: Retired,
-    /// Time that memory may lie idle in the pools.
-    pub(super) idle_time: Mutex<Duration>,
-    /// True while [`release_thread`] knows that there is idle memory.
-    pub(super) is_watched: AtomicBool,
+    pub(super) raw: Handle<CUctx_st>,
+    /// Stream that lives as long as the context.
+    pub(super) default_stream: Handle<CUstream_st>,
+    /// The live streams besides the default one. A stream is destroyed only after it has been
+    /// removed.
+    pub(super) other_streams: Mutex<Vec<Handle<CUstream_st>>>,
+    /// Unused events, kept because creating one costs more than recording it.
+    pub(super) free_events: Mutex<Vec<Handle<CUevent_st>>>,
+    /// Memory that can be returned when the driver has no more. Set once the pools exist.
+    idle_memory: OnceLock<&'static dyn IdleMemory>,
 }
 
 impl Gpu {
     pub(super) fn new(driver: &'static Driver, index: i32, device: CUdevice) -> Self {
-        Self { driver, index, device, opened: OnceLock::new(), opening: Mutex::new(()), lost: OnceLock::new() }
+        Self { driver, index, device, context: OnceLock::new(), opening: Mutex::new(()), lost: OnceLock::new() }
     }
 
     pub(super) fn as_device(&self) -> Device {
@@ -80,16 +58,16 @@ impl Gpu {
     }
 
     /// Makes the GPU's context the calling thread's current one, which every driver call needs.
-    /// Opens the GPU first if it is not open.
-    pub(super) fn enter(&'static self) -> Result<&'static Opened> {
+    /// Opens the context first if it is not open.
+    pub(super) fn enter(&'static self) -> Result<&'static PrimaryContext> {
         self.check_not_lost()?;
-        let opened = match self.opened.get() {
-            Some(opened) => opened,
+        let context = match self.context.get() {
+            Some(context) => context,
             None => self.open()?,
         };
         // SAFETY: the context is retained for ever.
-        self.check(unsafe { self.driver.ctx_set_current(opened.context.0) })?;
-        Ok(opened)
+        self.check(unsafe { self.driver.ctx_set_current(context.raw.0) })?;
+        Ok(context)
     }
 
     /// Enters like [`enter`](Self::enter), for the lifetime of the returned value; the thread's
@@ -99,40 +77,38 @@ impl Gpu {
         let mut before = ptr::null_mut();
         // SAFETY: there is room for the handle.
         self.check(unsafe { self.driver.ctx_get_current(&raw mut before) })?;
-        Ok(Visit { driver: self.driver, before: Handle(before), opened: self.enter()? })
+        let visit = Visit { driver: self.driver, before: Handle(before) };
+        self.enter()?;
+        Ok(visit)
     }
 
-    fn open(&'static self) -> Result<&'static Opened> {
-        let _opening = lock(&self.opening);
-        if let Some(opened) = self.opened.get() {
-            return Ok(opened);
+    fn open(&'static self) -> Result<&'static PrimaryContext> {
+        let _opening = self.opening.lock();
+        if let Some(context) = self.context.get() {
+            return Ok(context);
         }
-        let total = self.total_memory()?;
-        let mut context = ptr::null_mut();
+        let mut raw = ptr::null_mut();
         // SAFETY: there is room for the handle.
-        self.check(unsafe { self.driver.primary_ctx_retain(&raw mut context, self.device) })?;
+        self.check(unsafe { self.driver.primary_ctx_retain(&raw mut raw, self.device) })?;
         // SAFETY: it has just been retained.
-        self.check(unsafe { self.driver.ctx_set_current(context) })?;
-        // The last step that can fail: dropping a stream would open the GPU.
-        let default_stream = Arc::new(CudaStream::new_default(self)?);
-        let opened = Opened {
-            context: Handle(context),
-            default_stream,
-            streams: Streams::default(),
-            events: FreeEvents::default(),
-            memory: Pool::new(Space::Device, total / CACHED_FRACTION),
-            pinned: Pool::new(Space::Host, CACHED_PINNED_BYTES),
-            copy_buffers: Pool::new(Space::Host, COPY_BUFFER_BYTES),
-            retired: Retired::default(),
-            idle_time: Mutex::new(release_thread::IDLE_TIME),
-            is_watched: AtomicBool::new(false),
+        self.check(unsafe { self.driver.ctx_set_current(raw) })?;
+        let context = PrimaryContext {
+            gpu: self,
+            raw: Handle(raw),
+            default_stream: self.create_stream(CUstream_flags_enum::CU_STREAM_DEFAULT)?,
+            other_streams: Mutex::default(),
+            free_events: Mutex::default(),
+            idle_memory: OnceLock::new(),
         };
-        Ok(self.opened.get_or_init(|| opened))
+        Ok(self.context.get_or_init(|| context))
     }
 
-    /// Returns the resources of the GPU, if it is open. It may be lost.
-    pub(super) fn opened(&self) -> Option<&Opened> {
-        self.opened.get()
+    /// Creates a stream in the GPU's context, which is current.
+    pub(super) fn create_stream(&self, flags: CUstream_flags_enum) -> Result<Handle<CUstream_st>> {
+        let mut raw = ptr::null_mut();
+        // SAFETY: there is room for the handle, and the GPU's context is current.
+        self.check(unsafe { self.driver.stream_create(&raw mut raw, flags as u32) })?;
+        Ok(Handle(raw))
     }
 
     /// Converts an outcome to a result, and records the loss of the GPU if it means that.
@@ -158,14 +134,14 @@ impl Gpu {
     /// Returns true if a query of the default stream returns this code. Preserves the thread's
     /// context.
     fn default_stream_answers(&self, code: u32) -> bool {
-        let Some(opened) = self.opened.get() else { return false };
+        let Some(context) = self.context.get() else { return false };
         let mut before = ptr::null_mut();
         // SAFETY: there is room for the handle; the context and its default stream live for ever;
         // and the thread's own context was current before.
         let answer = unsafe {
             _ = self.driver.ctx_get_current(&raw mut before);
-            _ = self.driver.ctx_set_current(opened.context.0);
-            let answer = self.driver.stream_query(opened.default_stream.handle().0);
+            _ = self.driver.ctx_set_current(context.raw.0);
+            let answer = self.driver.stream_query(context.default_stream.0);
             _ = self.driver.ctx_set_current(before);
             answer
         };
@@ -200,18 +176,6 @@ impl Gpu {
         self.check(unsafe { self.driver.mem_get_info(&raw mut free, &raw mut total) })?;
         Ok(free as u64)
     }
-
-    /// Waits until all work submitted to any stream of this crate so far is done.
-    pub(super) fn settle_all(&'static self) -> Result<()> {
-        let opened = self.enter()?;
-        opened.streams.fences(self, opened)?.into_iter().try_for_each(|event| event.wait())?;
-        self.settle()
-    }
-
-    /// Waits until all work submitted to the default stream so far is done.
-    pub(super) fn settle(&'static self) -> Result<()> {
-        self.enter()?.default_stream.synchronize()
-    }
 }
 
 /// A temporary change of the current context; see [`Gpu::visit`].
@@ -219,7 +183,6 @@ pub(super) struct Visit {
     driver: &'static Driver,
     /// Null if the thread had none.
     before: Handle<CUctx_st>,
-    pub(super) opened: &'static Opened,
 }
 
 impl Drop for Visit {
@@ -232,79 +195,32 @@ impl Drop for Visit {
     }
 }
 
-impl Opened {
-    /// Returns the idle memory of all pools to the driver, like [`Pool::trim`]. The caller has
-    /// entered the GPU.
-    pub(super) fn trim(&self, gpu: &'static Gpu) -> Result<u64> {
-        Ok(self.memory.trim(gpu)? + self.pinned.trim(gpu)? + self.copy_buffers.trim(gpu)?)
+impl PrimaryContext {
+    /// Makes the context the calling thread's current one, like [`Gpu::enter`].
+    pub(super) fn enter(&self) -> Result<()> {
+        self.gpu.enter().map(drop)
     }
 
-    /// Returns the combined statistics of both pools of pinned memory.
-    pub(super) fn pinned_statistics(&self) -> PoolStatistics {
-        self.pinned.statistics().and(self.copy_buffers.statistics())
+    /// Sets the memory that can be returned when the driver has no more. Only the first call has an
+    /// effect.
+    pub(super) fn set_idle_memory(&self, memory: &'static dyn IdleMemory) {
+        _ = self.idle_memory.set(memory);
+    }
+
+    /// Returns the pools' idle memory, once there are pools.
+    pub(super) fn idle_memory(&self) -> Option<&'static dyn IdleMemory> {
+        self.idle_memory.get().copied()
     }
 
     /// Calls `attempt`, and a second time if the driver had no memory for it and the pools had idle
     /// memory to return. The caller has entered the GPU, and holds no lock of a pool.
-    pub(super) fn with_room<T>(&self, gpu: &'static Gpu, mut attempt: impl FnMut() -> Result<T>) -> Result<T> {
+    pub(super) fn with_room<T>(&self, mut attempt: impl FnMut() -> Result<T>) -> Result<T> {
         match attempt() {
-            Err(error) if error.kind() == ErrorKind::OutOfMemory && self.trim(gpu)? > 0 => attempt(),
+            Err(error) if error.kind() == ErrorKind::OutOfMemory => {
+                let freed = self.idle_memory().map_or(Ok(0), |memory| memory.trim())?;
+                if freed > 0 { attempt() } else { Err(error) }
+            }
             other => other,
         }
     }
 }
-
-/// The GPUs of this process, by CUDA's numbers.
-pub(super) struct Gpus {
-    pub(super) all: Vec<Gpu>,
-}
-
-impl Gpus {
-    /// Returns the GPUs, initialising the driver at the first call. The outcome of the first call
-    /// is kept.
-    pub(super) fn get() -> Result<&'static Self> {
-        static GPUS: OnceLock<Result<Gpus>> = OnceLock::new();
-        GPUS.get_or_init(Self::find).as_ref().map_err(RpcError::clone)
-    }
-
-    fn find() -> Result<Self> {
-        let unavailable = |reason: String| RpcError::new(ErrorKind::DeviceUnavailable, reason);
-        let driver = Driver::get().map_err(|reason| unavailable(reason.to_owned()))?;
-        let check = |outcome: Outcome| {
-            let text = || failure::describe(driver, outcome);
-            if outcome.is(Code::CUDA_SUCCESS) { Ok(()) } else { Err(unavailable(text())) }
-        };
-        // SAFETY: no flags are defined.
-        check(unsafe { driver.init(0) })?;
-        let mut count = 0;
-        // SAFETY: there is room for the number.
-        check(unsafe { driver.device_get_count(&raw mut count) })?;
-        if count <= 0 {
-            return Err(unavailable("the driver is installed but finds no device".to_owned()));
-        }
-        let find = |index| {
-            let mut device = 0;
-            // SAFETY: there is room for the handle.
-            check(unsafe { driver.device_get(&raw mut device, index) }).map(|()| Gpu::new(driver, index, device))
-        };
-        Ok(Self { all: (0..count).map(find).collect::<Result<_>>()? })
-    }
-}
-
-/// Locks a mutex, ignoring poison: no foreign code runs under these locks, and a panic here leaves
-/// their data consistent.
-pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock()
-}
-
-/// Fraction of a device's memory that may lie idle: a quarter, so that other users of the device
-/// find room.
-const CACHED_FRACTION: u64 = 4;
-
-/// Pinned memory that may lie idle, in bytes. The kernel cannot swap it.
-const CACHED_PINNED_BYTES: u64 = 64 << 20;
-
-/// Largest amount of pinned memory for the buffers of copies, in bytes: some milliseconds of the
-/// bus, so that writes proceed behind a kernel, and small enough to stay pinned in every session's
-/// process of a machine.
-const COPY_BUFFER_BYTES: u64 = 64 << 20;

@@ -9,24 +9,28 @@ use cudarc::driver::sys::{
 };
 
 use crate::arguments::{self, Arguments};
-use crate::gpu::{Gpu, Handle};
-use crate::module_loader::Loaded;
+use crate::gpu::Gpu;
+use crate::handle::Handle;
+use crate::loaded_module::LoadedModule;
+use crate::memory::CudaMemory;
+use crate::opened_gpu::OpenedGpu;
 use crate::order;
 use crate::stream::CudaStream;
+use rpc_core::dlpack::Device;
 use rpc_core::error::{Result, RpcError};
 use rpc_core::function::{LocalValue, Object};
 use rpc_core::value::Value;
 
 /// A kernel on one GPU.
 pub(super) struct Kernel {
-    gpu: &'static Gpu,
+    gpu: &'static OpenedGpu,
     raw: Handle<CUfunc_st>,
     /// Sizes of the parameters in bytes, if the driver reports them.
     pub(super) sizes: Option<Vec<usize>>,
     /// Largest number of threads in a block, limited by the kernel's registers.
     max_threads: c_int,
     /// Keeps the code loaded.
-    module: Arc<Loaded>,
+    module: Arc<LoadedModule>,
 }
 
 /// Size of a grid or block in three dimensions.
@@ -39,8 +43,9 @@ impl Kernel {
     /// # Errors
     ///
     /// [`ErrorKind::NotFound`](rpc_core::ErrorKind::NotFound), and errors of the device.
-    pub(super) fn find(gpu: &'static Gpu, module: &Arc<Loaded>, name: &str) -> Result<Self> {
-        gpu.enter()?;
+    pub(super) fn find(module: &Arc<LoadedModule>, name: &str) -> Result<Self> {
+        module.gpu.enter()?;
+        let gpu = module.gpu.context.gpu;
         let absent = || RpcError::not_found("the module has no such kernel");
         let symbol = CString::new(name).map_err(|_| absent())?;
         let mut raw = ptr::null_mut();
@@ -56,7 +61,7 @@ impl Kernel {
         // SAFETY: there is room for the number.
         gpu.check(unsafe { gpu.driver.func_get_attribute(&raw mut max_threads, attribute, raw) })?;
         let sizes = parameter_sizes(gpu, raw)?;
-        Ok(Self { gpu, raw: Handle(raw), sizes, max_threads, module: module.clone() })
+        Ok(Self { gpu: module.gpu, raw: Handle(raw), sizes, max_threads, module: module.clone() })
     }
 
     /// Starts the kernel on a stream of its device, or on the default one. `args` are the grid, the
@@ -89,28 +94,28 @@ impl Kernel {
         for (index, memory) in self.memories(values) {
             let memory = memory?;
             memories.push(memory);
-            let device = memory.gpu().as_device();
-            if device != self.gpu.as_device() {
-                let own = self.gpu.as_device();
+            let (device, own) = (memory.device(), self.device());
+            if device != own {
                 return Err(RpcError::invalid_argument(format!(
                     "parameter {index}: the tensor is on {device}, but others are on {own}"
                 )));
             }
         }
 
-        let opened = self.gpu.enter()?;
+        self.gpu.enter()?;
+        let gpu = self.gpu.context.gpu;
         self.module.allow_shared(self.raw, shared_bytes)?;
         let mut pointers = packed.pointers();
         let (Extent([grid_x, grid_y, grid_z]), Extent([block_x, block_y, block_z])) = (grid, block);
-        let stream = stream.filter(|stream| ptr::eq(stream.gpu(), self.gpu)).unwrap_or(&opened.default_stream);
+        let stream = stream.filter(|stream| ptr::eq(stream.gpu(), gpu)).unwrap_or(&self.gpu.default_stream);
         let (function, raw) = (self.raw.0, stream.handle().0);
         let (params, extra) = (pointers.as_mut_ptr(), ptr::null_mut());
-        order::in_order(stream, &memories, || {
+        order::in_order(self.gpu, stream, &memories, || {
             // SAFETY: the kernel's module is loaded. The driver copies the parameters before it
             // returns: as many as the kernel has, each of its own size. `Arguments` contains as
             // many, or more than any kernel can have.
             let outcome = unsafe {
-                self.gpu.driver.launch_kernel(
+                gpu.driver.launch_kernel(
                     function,
                     grid_x,
                     grid_y,
@@ -124,19 +129,20 @@ impl Kernel {
                     extra,
                 )
             };
-            self.gpu.check(outcome)
+            gpu.check(outcome)
         })
     }
 
-    pub(super) fn gpu(&self) -> &'static Gpu {
-        self.gpu
+    /// Returns the device of the kernel.
+    pub(super) fn device(&self) -> Device {
+        self.gpu.context.gpu.as_device()
     }
 
     /// Returns the memories of the tensors among the parameters, with their positions.
     fn memories<'a>(
         &self,
         values: &'a [LocalValue],
-    ) -> impl Iterator<Item = (usize, Result<&'a crate::CudaMemory>)> + use<'a> {
+    ) -> impl Iterator<Item = (usize, Result<&'a CudaMemory>)> + use<'a> {
         values.iter().enumerate().filter_map(|(index, value)| match value {
             Value::Object(Object::Tensor(tensor)) => Some((index, arguments::memory(tensor))),
             _ => None,
@@ -156,7 +162,7 @@ impl Kernel {
         };
         let mut extent = [1; 3];
         for (dimension, count) in wanted.iter().enumerate() {
-            let most = self.gpu.attribute(limits[dimension])?;
+            let most = self.gpu.context.gpu.attribute(limits[dimension])?;
             extent[dimension] = c_uint::try_from(*count)
                 .ok()
                 .filter(|count| (1..=most as c_uint).contains(count))

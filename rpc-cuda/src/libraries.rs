@@ -34,14 +34,14 @@ pub(super) fn cublas(newest: c_int) -> LibrarySearch {
 /// The system's errors for candidates that exist, or that are named by a path. Others were just not
 /// found.
 pub(super) fn load(search: &LibrarySearch) -> Result<Library, LoadFailures> {
-    search.first(|place| {
+    search.first(|path| {
         // The part of cuBLAS that the other one needs. The system would not find it outside of its
         // own folders.
-        let beside = beside(place).filter(|beside| beside.exists());
+        let beside = beside(path).filter(|beside| beside.exists());
         // SAFETY: loading NVIDIA's libraries runs their initialisers, which have no special
         // requirements.
         let (beside, library) =
-            unsafe { (beside.and_then(|beside| rpc_dylib::load(&beside).ok()), rpc_dylib::load(place)?) };
+            unsafe { (beside.and_then(|beside| rpc_dylib::load(&beside).ok()), rpc_dylib::load(path)?) };
         // Never unloaded, like the library that needs it.
         std::mem::forget(beside);
         Ok(library)
@@ -49,9 +49,9 @@ pub(super) fn load(search: &LibrarySearch) -> Result<Library, LoadFailures> {
 }
 
 /// Returns the path of `libcublasLt` in the folder of this `libcublas`, if it is one.
-fn beside(place: &Path) -> Option<PathBuf> {
-    let version = place.file_name()?.to_str()?.strip_prefix("libcublas.")?;
-    let folder = place.parent().filter(|folder| *folder != Path::new(""))?;
+fn beside(path: &Path) -> Option<PathBuf> {
+    let version = path.file_name()?.to_str()?.strip_prefix("libcublas.")?;
+    let folder = path.parent().filter(|folder| *folder != Path::new(""))?;
     Some(folder.join(format!("libcublasLt.{version}")))
 }
 

@@ -35,7 +35,8 @@ pub fn matmul(a: &TensorView, b: &TensorView, out: &mut TensorViewMut, stream: O
         return Err(RpcError::invalid_argument(format!("the product of shapes {a:?} and {b:?} has no shape {out:?}")));
     }
     let data_type = data_type(a.dtype())?;
-    let gpu = arguments::memory(a).map_err(|error| error.context("a"))?.gpu();
+    let opened = arguments::memory(a).map_err(|error| error.context("a"))?.gpu();
+    let gpu = opened.context.gpu;
     if let Some(stream) = stream.filter(|stream| !std::ptr::eq(stream.gpu(), gpu)) {
         let (on, other) = (gpu.as_device(), stream.device());
         return Err(RpcError::invalid_argument(format!("the matrices are on {on}, but the stream belongs to {other}")));
@@ -44,7 +45,7 @@ pub fn matmul(a: &TensorView, b: &TensorView, out: &mut TensorViewMut, stream: O
     for (name, tensor) in named {
         let memory = arguments::memory(tensor).map_err(|error| error.context(name))?;
         memories.push(memory);
-        let device = memory.gpu().as_device();
+        let device = memory.device();
         if device != gpu.as_device() || tensor.dtype() != a.dtype() {
             let (dtype, wanted, on) = (tensor.dtype(), a.dtype(), gpu.as_device());
             let message = format!("{name} is of {dtype} on {device}, but a is of {wanted} on {on}");
@@ -66,8 +67,9 @@ pub fn matmul(a: &TensorView, b: &TensorView, out: &mut TensorViewMut, stream: O
     if rows == 0 || columns == 0 {
         return gpu.check_not_lost();
     }
-    let stream = stream.unwrap_or(&gpu.enter()?.default_stream);
-    order::in_order(stream, &memories, || {
+    opened.enter()?;
+    let stream = stream.unwrap_or(&opened.default_stream);
+    order::in_order(opened, stream, &memories, || {
         if depth == 0 {
             let bytes = out.size_bytes() as usize;
             // SAFETY: the tensor's own bytes, which are borrowed for writing.
@@ -76,7 +78,7 @@ pub fn matmul(a: &TensorView, b: &TensorView, out: &mut TensorViewMut, stream: O
         let product = Product { rows, columns, depth, data_type, a: a_address, b: b_address, out: out_address };
         // SAFETY: the tensors have these shapes and lie within their memories. They are borrowed,
         // and their next users' work runs behind this on the stream.
-        unsafe { cublas.submit(stream, &product) }
+        unsafe { cublas.submit(opened, stream, &product) }
     })
 }
 

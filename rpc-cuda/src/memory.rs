@@ -5,9 +5,9 @@ use std::ffi::c_void;
 use std::fmt;
 use std::ptr::{self, NonNull};
 
-use crate::gpu::{Gpu, Opened};
-use crate::order::OtherStreamWork;
-use crate::pool::{Block, Pool, Space};
+use crate::opened_gpu::{OpenedGpu, PoolBlock};
+use crate::other_stream_work::OtherStreamWork;
+use crate::pool::Space;
 use crate::{release_thread, transfer};
 use rpc_core::device::{AllocRequest, Memory};
 use rpc_core::dlpack::Device;
@@ -18,10 +18,10 @@ use rpc_core::error::{Result, RpcError};
 /// It belongs to the device's pool, and returns to it when it is dropped, behind all work that was
 /// submitted to the device's streams of this crate by then.
 pub struct CudaMemory {
-    gpu: &'static Gpu,
+    gpu: &'static OpenedGpu,
     space: Space,
-    /// `None` if there are no bytes, if other code owns them, and once the block has been returned.
-    block: Option<Block>,
+    /// Block of the pool; `None` if there are no bytes, or if other code owns them.
+    _block: Option<PoolBlock>,
     /// Owner of bytes that do not belong to the pool.
     owner: Option<Box<dyn Any + Send + Sync>>,
     /// Address of the first byte. All `len` bytes lie within the block.
@@ -33,12 +33,12 @@ pub struct CudaMemory {
 impl CudaMemory {
     /// Allocates memory that reads as zeros behind the work of the default stream; pinned memory
     /// reads as zeros at once.
-    pub(super) fn allocate(gpu: &'static Gpu, request: &AllocRequest<'_>) -> Result<Self> {
+    pub(super) fn allocate(gpu: &'static OpenedGpu, request: &AllocRequest<'_>) -> Result<Self> {
         let space = match request.scope {
             None | Some("" | "global") => Space::Device,
             Some(HOST_SCOPE) => Space::Host,
             Some(scope) => {
-                let device = gpu.as_device();
+                let device = gpu.context.gpu.as_device();
                 return Err(RpcError::unsupported(format!(
                     "{device} has no memory scope '{scope}'; it has global and {HOST_SCOPE}"
                 )));
@@ -50,8 +50,8 @@ impl CudaMemory {
             // users.
             Some(start) => unsafe { ptr::write_bytes(start.as_ptr(), 0, memory.len as usize) },
             None if memory.len > 0 => {
-                let opened = gpu.enter()?;
-                let stream = opened.default_stream.handle().0;
+                gpu.enter()?;
+                let (gpu, stream) = (gpu.context.gpu, gpu.context.default_stream.0);
                 // SAFETY: the range is the memory's own.
                 gpu.check(unsafe { gpu.driver.memset_async(memory.start, 0, memory.len as usize, stream) })?;
             }
@@ -61,24 +61,24 @@ impl CudaMemory {
     }
 
     /// Allocates like [`allocate`](Self::allocate), with unspecified contents.
-    pub(super) fn uninitialised(gpu: &'static Gpu, space: Space, len: u64, alignment: u64) -> Result<Self> {
+    fn uninitialised(gpu: &'static OpenedGpu, space: Space, len: u64, alignment: u64) -> Result<Self> {
         if alignment != 0 && !alignment.is_power_of_two() {
             return Err(RpcError::invalid_argument(format!("an alignment of {alignment} is not a power of two")));
         }
         if alignment > MAX_ALIGNMENT {
             return Err(RpcError::invalid_argument(format!("an alignment of {alignment} is above {MAX_ALIGNMENT}")));
         }
-        let opened = gpu.enter()?;
+        gpu.enter()?;
         if len == 0 {
             // An address for a pointer to nothing, aligned as requested.
             let start = if space == Space::Host { alignment.max(NATURAL_ALIGNMENT) } else { 0 };
             let other_streams = OtherStreamWork::default();
-            return Ok(Self { gpu, space, block: None, owner: None, start, len, other_streams });
+            return Ok(Self { gpu, space, _block: None, owner: None, start, len, other_streams });
         }
         let spare = if alignment > NATURAL_ALIGNMENT { alignment } else { 0 };
-        let block = pool(opened, space).take(gpu, opened, len.saturating_add(spare))?;
-        let start = block.address.next_multiple_of(alignment.max(1));
-        Ok(Self { gpu, space, block: Some(block), owner: None, start, len, other_streams: OtherStreamWork::default() })
+        let block = gpu.take(space, len.saturating_add(spare))?;
+        let start = block.address().next_multiple_of(alignment.max(1));
+        Ok(Self { gpu, space, _block: Some(block), owner: None, start, len, other_streams: OtherStreamWork::default() })
     }
 
     /// Wraps bytes in the device's memory that another library owns.
@@ -87,7 +87,7 @@ impl CudaMemory {
     ///
     /// As [`DeviceApi::adopt`](rpc_core::device::DeviceApi::adopt).
     pub(super) unsafe fn adopt(
-        gpu: &'static Gpu,
+        gpu: &'static OpenedGpu,
         address: NonNull<u8>,
         len: usize,
         owner: Box<dyn Any + Send + Sync>,
@@ -95,7 +95,7 @@ impl CudaMemory {
         gpu.enter()?;
         let start = address.as_ptr().expose_provenance() as u64;
         let (space, len, owner) = (Space::Device, len as u64, Some(owner));
-        Ok(Self { gpu, space, block: None, owner, start, len, other_streams: OtherStreamWork::default() })
+        Ok(Self { gpu, space, _block: None, owner, start, len, other_streams: OtherStreamWork::default() })
     }
 
     /// Returns the address of the first byte, for kernels and libraries on the same device; null if
@@ -120,7 +120,7 @@ impl CudaMemory {
 
     /// Returns the device of the memory.
     pub fn device(&self) -> Device {
-        self.gpu.as_device()
+        self.gpu.context.gpu.as_device()
     }
 
     /// Returns true if this is pinned host memory.
@@ -128,8 +128,17 @@ impl CudaMemory {
         self.space == Space::Host
     }
 
-    pub(super) fn gpu(&self) -> &'static Gpu {
+    pub(super) fn gpu(&self) -> &'static OpenedGpu {
         self.gpu
+    }
+
+    /// Lets later work of the default stream begin behind all work on this memory.
+    pub(super) fn join(&self) -> Result<()> {
+        if self.other_streams.is_none() {
+            return Ok(());
+        }
+        self.gpu.enter()?;
+        self.other_streams.precede(&self.gpu.default_stream)
     }
 
     /// Returns the address of the byte at `offset`, without any ordering.
@@ -197,16 +206,15 @@ unsafe impl Memory for CudaMemory {
 
 impl Drop for CudaMemory {
     fn drop(&mut self) {
-        if let Some(owner) = self.owner.take() {
-            release_thread::give_back(self.gpu, owner);
-        }
-        let Some(block) = self.block.take() else { return };
-        // The GPU is open, or there would be no block. If the device is lost, only the statistics
-        // change.
-        let _visit = self.gpu.visit();
-        if let Some(opened) = self.gpu.opened() {
-            pool(opened, self.space).give_back(self.gpu, block);
-        }
+        let Some(owner) = self.owner.take() else { return };
+        let gpu = self.gpu;
+        // The device's work on the bytes may not be done.
+        release_thread::release_later(move || {
+            if let Err(error) = gpu.settle_all() {
+                tracing::warn!(%error, "a library's memory is released, but it is unknown if the device still uses it");
+            }
+            drop(owner);
+        });
     }
 }
 
@@ -218,13 +226,6 @@ impl fmt::Debug for CudaMemory {
             .field("start", &format_args!("{:#x}", self.start))
             .field("len", &self.len)
             .finish()
-    }
-}
-
-fn pool(opened: &'static Opened, space: Space) -> &'static Pool {
-    match space {
-        Space::Device => &opened.memory,
-        Space::Host => &opened.pinned,
     }
 }
 

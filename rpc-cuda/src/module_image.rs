@@ -1,5 +1,5 @@
-//! Images: files with code for GPUs, in PTX, cubin and fatbin form, checked before the driver reads
-//! them.
+//! Images of modules: files with code for GPUs, in PTX, cubin and fatbin form, checked before the
+//! driver reads them.
 //!
 //! The driver is given an address without a length, and trusts the lengths in the file. So a file
 //! with lengths beyond its end is refused here.
@@ -7,12 +7,12 @@
 use rpc_core::error::{Result, RpcError};
 
 /// A checked file that can be passed to the driver.
-pub(super) struct Image {
+pub(super) struct ModuleImage {
     /// Ends with a zero, which PTX needs.
     bytes: Vec<u8>,
 }
 
-impl Image {
+impl ModuleImage {
     /// Checks a file.
     ///
     /// # Errors
@@ -120,14 +120,14 @@ mod tests {
     fn complete_files_are_accepted_and_end_with_a_zero() {
         let fatbin = [&FATBIN_MAGIC[..], &[1, 0, 16, 0], &3_u64.to_le_bytes(), b"abc"].concat();
         for bytes in [b".version 7.0".to_vec(), elf(128), fatbin] {
-            let image = Image::new(bytes.clone()).ok().unwrap();
+            let image = ModuleImage::new(bytes.clone()).ok().unwrap();
             assert_eq!(image.bytes(), [&bytes[..], &[0]].concat());
         }
     }
 
     #[test]
     fn ptx_may_end_with_zeros_from_its_compiler() {
-        let image = Image::new(b".version 7.0\0\0".to_vec()).ok().unwrap();
+        let image = ModuleImage::new(b".version 7.0\0\0".to_vec()).ok().unwrap();
         assert_eq!(image.bytes(), b".version 7.0\0");
     }
 
@@ -136,11 +136,11 @@ mod tests {
         let fatbin = [&FATBIN_MAGIC[..], &[1, 0, 16, 0], &4_u64.to_le_bytes(), b"abc"].concat();
         let huge = [&FATBIN_MAGIC[..], &[1, 0, 16, 0], &u64::MAX.to_le_bytes()].concat();
         for bytes in [elf(129), elf(u64::MAX), elf(128)[..127].to_vec(), elf(0)[..20].to_vec(), fatbin, huge] {
-            let error = Image::new(bytes).err().unwrap();
+            let error = ModuleImage::new(bytes).err().unwrap();
             assert!(error.message().contains("cut off"), "{error}");
         }
         for bytes in [vec![1, 0, 1], vec![0xff, 0xfe], vec![0, 0], vec![]] {
-            assert!(Image::new(bytes).err().unwrap().message().contains("neither PTX"));
+            assert!(ModuleImage::new(bytes).err().unwrap().message().contains("neither PTX"));
         }
     }
 }

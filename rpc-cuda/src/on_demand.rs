@@ -10,8 +10,7 @@ use crate::module_loader::CudaModules;
 use rpc_core::device::{AllocRequest, DeviceApi, DeviceAttribute, Memory, Stream};
 use rpc_core::dlpack::DeviceType;
 use rpc_core::error::Result;
-use rpc_core::function::Module;
-use rpc_core::function::{LoadRequest, ModuleLoader};
+use rpc_core::function::{LoadRequest, Module, ModuleLoader};
 use rpc_core::value::Value;
 
 /// All CUDA devices, for sessions that may never use them: the first call [opens](CudaDevice::open)

@@ -27,8 +27,8 @@ use cudarc::driver::sys::{CU_MEMHOSTALLOC_DEVICEMAP, CU_MEMHOSTALLOC_PORTABLE, C
 use parking_lot::{Condvar, Mutex};
 
 use crate::event::Event;
-use crate::gpu::{Gpu, Opened, lock};
-use crate::{pinned_ranges, release_thread};
+use crate::gpu::{Gpu, PrimaryContext};
+use crate::{pinned_ranges, release_thread, stream};
 use rpc_core::error::{ErrorKind, Result, RpcError};
 
 /// Statistics of one device's memory pool. Bytes are those of whole blocks, which are up to an
@@ -118,31 +118,32 @@ impl Pool {
 
     /// Takes a block of at least `size` bytes, with unspecified contents. The caller has entered
     /// the GPU.
-    pub(super) fn take(&self, gpu: &'static Gpu, opened: &'static Opened, size: u64) -> Result<Block> {
+    pub(super) fn take(&self, context: &'static PrimaryContext, size: u64) -> Result<Block> {
+        let gpu = context.gpu;
         let size = block_size(size).ok_or_else(|| too_large(gpu, self.space, size))?;
-        let found = self.take_idle(opened, size)?;
+        let found = self.take_idle(context, size)?;
         self.evict(gpu);
         if let Some(block) = found {
             return Ok(block);
         }
-        let block = opened.with_room(gpu, || self.ask_driver(gpu, size)).map_err(|error| match error.kind() {
+        let block = context.with_room(|| self.ask_driver(gpu, size)).map_err(|error| match error.kind() {
             ErrorKind::OutOfMemory => error.context(format_args!("cannot allocate {size} bytes")),
             _ => error,
         })?;
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         state.statistics.misses += 1;
         state.took(size);
         Ok(block)
     }
 
     /// Takes a block like [`take`](Self::take), by rule P-5.
-    pub(super) fn take_bounded(&self, gpu: &'static Gpu, opened: &'static Opened, size: u64) -> Result<Block> {
+    pub(super) fn take_bounded(&self, context: &'static PrimaryContext, size: u64) -> Result<Block> {
         loop {
-            if let Some(block) = self.try_take_bounded(gpu, opened, size)? {
+            if let Some(block) = self.try_take_bounded(context, size)? {
                 return Ok(block);
             }
             let is_stuck = |state: &mut PoolState| state.idle.is_empty() && !state.has_room(size);
-            let mut state = lock(&self.state);
+            let mut state = self.state.lock();
             self.came_back.wait_while(&mut state, is_stuck);
             if state.has_room(size) {
                 continue;
@@ -151,7 +152,7 @@ impl Pool {
             drop(state);
             // The block counts as idle until then, and belongs to this thread.
             let waited = oldest.wait();
-            let mut state = lock(&self.state);
+            let mut state = self.state.lock();
             if let Err(error) = waited {
                 state.idle.entry(oldest.block.size).or_default().push_front(oldest);
                 drop(state);
@@ -168,8 +169,8 @@ impl Pool {
             }
             drop(state);
             let freed = block.size;
-            let given = self.give_to_driver(gpu, block);
-            lock(&self.state).statistics.cached_bytes -= freed;
+            let given = self.give_to_driver(context.gpu, block);
+            self.state.lock().statistics.cached_bytes -= freed;
             self.came_back.notify_all();
             given?;
         }
@@ -177,16 +178,11 @@ impl Pool {
 
     /// Takes a block like [`take_bounded`](Self::take_bounded); returns `None` if it would have to
     /// wait for one.
-    pub(super) fn try_take_bounded(
-        &self,
-        gpu: &'static Gpu,
-        opened: &'static Opened,
-        size: u64,
-    ) -> Result<Option<Block>> {
-        if let Some(block) = self.take_idle(opened, size)? {
+    pub(super) fn try_take_bounded(&self, context: &'static PrimaryContext, size: u64) -> Result<Option<Block>> {
+        if let Some(block) = self.take_idle(context, size)? {
             return Ok(Some(block));
         }
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         if !state.has_room(size) {
             return Ok(None);
         }
@@ -194,23 +190,23 @@ impl Pool {
         state.statistics.misses += 1;
         state.took(size);
         drop(state);
-        let asked = opened.with_room(gpu, || self.ask_driver(gpu, size));
+        let asked = context.with_room(|| self.ask_driver(context.gpu, size));
         if asked.is_err() {
-            lock(&self.state).statistics.allocated_bytes -= size;
+            self.state.lock().statistics.allocated_bytes -= size;
             self.came_back.notify_all();
         }
         asked.map(Some)
     }
 
-    fn take_idle(&self, opened: &'static Opened, size: u64) -> Result<Option<Block>> {
-        let mut state = lock(&self.state);
+    fn take_idle(&self, context: &'static PrimaryContext, size: u64) -> Result<Option<Block>> {
+        let mut state = self.state.lock();
         let Some(blocks) = state.idle.get_mut(&size) else { return Ok(None) };
         match self.space {
             Space::Device => {
                 let Some(idle) = blocks.back() else { return Ok(None) };
                 // P-1.
                 for event in &idle.other_streams {
-                    opened.default_stream.wait_event(event)?;
+                    event.precede(context, context.default_stream)?;
                 }
             }
             Space::Host => {
@@ -231,21 +227,19 @@ impl Pool {
     }
 
     /// Returns a block to the pool. Never blocks.
-    pub(super) fn give_back(&self, gpu: &'static Gpu, block: Block) {
+    pub(super) fn give_back(&self, context: &'static PrimaryContext, block: Block) {
         let size = block.size;
-        lock(&self.state).statistics.allocated_bytes -= size;
+        self.state.lock().statistics.allocated_bytes -= size;
         // With a lost device the memory is gone, too.
-        let Ok(opened) = gpu.enter() else {
+        if context.enter().is_err() {
             self.came_back.notify_all();
             return;
-        };
-        let fences = opened
-            .streams
-            .fences(gpu, opened)
-            .and_then(|others| Ok((Event::record(gpu, opened, &opened.default_stream)?, others)));
+        }
+        let fences = stream::fence_other_streams(context)
+            .and_then(|others| Ok((Event::record(context, context.default_stream)?, others)));
         match fences {
             Ok((default_stream, other_streams)) => {
-                self.keep(gpu, block, Some(default_stream), other_streams);
+                self.keep(context, block, Some(default_stream), other_streams);
             }
             // The block must not be reused, since the end of its use is unknown.
             Err(error) => tracing::warn!(%error, bytes = size, "memory is leaked"),
@@ -255,23 +249,25 @@ impl Pool {
 
     /// Returns a block whose use by the device ends with `last`, an event of the default stream;
     /// with `None` it has ended.
-    pub(super) fn give_back_behind(&self, gpu: &'static Gpu, block: Block, last: Option<Event>) {
-        lock(&self.state).statistics.allocated_bytes -= block.size;
-        self.keep(gpu, block, last, Vec::new());
+    pub(super) fn give_back_behind(&self, context: &PrimaryContext, block: Block, last: Option<Event>) {
+        self.state.lock().statistics.allocated_bytes -= block.size;
+        self.keep(context, block, last, Vec::new());
         self.came_back.notify_all();
     }
 
-    fn keep(&self, gpu: &'static Gpu, block: Block, default_stream: Option<Event>, other_streams: Vec<Event>) {
-        let mut state = lock(&self.state);
+    fn keep(&self, context: &PrimaryContext, block: Block, default_stream: Option<Event>, other_streams: Vec<Event>) {
+        let mut state = self.state.lock();
         state.statistics.cached_bytes += block.size;
         let blocks = state.idle.entry(block.size).or_default();
         blocks.push_back(Idle { block, since: Instant::now(), default_stream, other_streams });
         drop(state);
-        release_thread::watch(gpu);
+        if let Some(memory) = context.idle_memory() {
+            release_thread::watch(memory);
+        }
     }
 
     /// Returns idle memory above the limit to the driver (P-4), large blocks first.
-    fn evict(&self, gpu: &'static Gpu) {
+    fn evict(&self, gpu: &Gpu) {
         self.give_while(gpu, |state| {
             if state.statistics.cached_bytes - state.leaving <= state.limit {
                 return None;
@@ -283,20 +279,20 @@ impl Pool {
     /// Returns memory that has been idle for `time` to the driver, except for memory that P-3
     /// keeps. Returns the time at which the oldest of the rest became idle. It may wait for the
     /// device. The caller has entered the GPU.
-    pub(super) fn release_idle(&self, gpu: &'static Gpu, time: Duration) -> Option<Instant> {
+    pub(super) fn release_idle(&self, gpu: &Gpu, time: Duration) -> Option<Instant> {
         self.give_while(gpu, |state| {
             let is_due = |idle: &Idle| idle.since.elapsed() >= time && idle.is_done_now();
             state.idle.iter().find(|(_, blocks)| blocks.front().is_some_and(is_due))
         });
         self.came_back.notify_all();
-        lock(&self.state).idle.values().filter_map(VecDeque::front).map(|idle| idle.since).min()
+        self.state.lock().idle.values().filter_map(VecDeque::front).map(|idle| idle.since).min()
     }
 
     /// Returns blocks to the driver one by one, the first of the queue that `choose` finds; they
     /// are done (P-3).
-    fn give_while(&self, gpu: &'static Gpu, choose: impl Fn(&PoolState) -> Option<(&u64, &VecDeque<Idle>)>) {
+    fn give_while(&self, gpu: &Gpu, choose: impl Fn(&PoolState) -> Option<(&u64, &VecDeque<Idle>)>) {
         loop {
-            let mut state = lock(&self.state);
+            let mut state = self.state.lock();
             let Some(size) = choose(&state).map(|(size, _)| *size) else { return };
             let Some(idle) = state.idle.get_mut(&size).and_then(VecDeque::pop_front) else { return };
             state.forget_empty(size);
@@ -310,8 +306,8 @@ impl Pool {
 
     /// Returns all idle memory to the driver, after waiting for the work that used it (P-3).
     /// Returns the bytes. The caller has entered the GPU.
-    pub(super) fn trim(&self, gpu: &'static Gpu) -> Result<u64> {
-        let mut state = lock(&self.state);
+    pub(super) fn trim(&self, gpu: &Gpu) -> Result<u64> {
+        let mut state = self.state.lock();
         let idle: Vec<_> = std::mem::take(&mut state.idle).into_values().flatten().collect();
         state.statistics.trims += 1;
         state.leaving += idle.iter().map(|idle| idle.block.size).sum::<u64>();
@@ -324,7 +320,7 @@ impl Pool {
             outcome = outcome.and_then(|bytes| given.map(|()| bytes + size));
             // The block counts until it has been freed, so that no thread asks the driver for more
             // in its place (P-5).
-            let mut state = lock(&self.state);
+            let mut state = self.state.lock();
             state.statistics.cached_bytes -= size;
             state.leaving -= size;
             drop(state);
@@ -333,13 +329,13 @@ impl Pool {
         outcome
     }
 
-    pub(super) fn set_limit(&self, gpu: &'static Gpu, bytes: u64) {
-        lock(&self.state).limit = bytes;
+    pub(super) fn set_limit(&self, gpu: &Gpu, bytes: u64) {
+        self.state.lock().limit = bytes;
         self.evict(gpu);
     }
 
     pub(super) fn statistics(&self) -> PoolStatistics {
-        lock(&self.state).statistics
+        self.state.lock().statistics
     }
 
     fn ask_driver(&self, gpu: &Gpu, size: u64) -> Result<Block> {

@@ -6,10 +6,10 @@ use std::fmt;
 use std::ptr::{self, NonNull};
 
 use cudarc::driver::sys::{CUstream_flags_enum, CUstream_st, cudaError_enum as Code};
-use parking_lot::Mutex;
 
 use crate::event::Event;
-use crate::gpu::{Gpu, Handle, Opened, lock};
+use crate::gpu::{Gpu, PrimaryContext};
+use crate::handle::Handle;
 use crate::notifier;
 use rpc_core::device::{Stream, WhenDone};
 use rpc_core::dlpack::Device;
@@ -25,30 +25,23 @@ use rpc_core::error::Result;
 /// When a stream is dropped, its submitted work still runs, and the default stream's later work
 /// begins behind it, so that memory which is freed afterwards is not reused too early.
 pub struct CudaStream {
-    gpu: &'static Gpu,
+    context: &'static PrimaryContext,
     raw: Handle<CUstream_st>,
     is_default: bool,
 }
 
 impl CudaStream {
-    /// Creates the default stream, while the GPU is being opened, in its context.
-    pub(super) fn new_default(gpu: &'static Gpu) -> Result<Self> {
-        let raw = Self::create(gpu, CUstream_flags_enum::CU_STREAM_DEFAULT)?;
-        Ok(Self { gpu, raw, is_default: true })
+    /// Wraps the default stream of a context.
+    pub(super) fn default_of(context: &'static PrimaryContext) -> Self {
+        Self { context, raw: context.default_stream, is_default: true }
     }
 
-    pub(super) fn new(gpu: &'static Gpu) -> Result<Self> {
-        let opened = gpu.enter()?;
-        let raw = opened.with_room(gpu, || Self::create(gpu, CUstream_flags_enum::CU_STREAM_NON_BLOCKING))?;
-        lock(&opened.streams.0).push(raw);
-        Ok(Self { gpu, raw, is_default: false })
-    }
-
-    fn create(gpu: &'static Gpu, flags: CUstream_flags_enum) -> Result<Handle<CUstream_st>> {
-        let mut raw = ptr::null_mut();
-        // SAFETY: there is room for the handle, and the GPU's context is current.
-        gpu.check(unsafe { gpu.driver.stream_create(&raw mut raw, flags as u32) })?;
-        Ok(Handle(raw))
+    /// Creates a stream with an order of its own. The caller has entered the context.
+    pub(super) fn new(context: &'static PrimaryContext) -> Result<Self> {
+        let create = || context.gpu.create_stream(CUstream_flags_enum::CU_STREAM_NON_BLOCKING);
+        let raw = context.with_room(create)?;
+        context.other_streams.lock().push(raw);
+        Ok(Self { context, raw, is_default: false })
     }
 
     /// Returns the driver's `CUstream`, for other libraries; the runtime's `cudaStream_t` is the
@@ -67,8 +60,8 @@ impl CudaStream {
     ///
     /// The error of that work, or [`DeviceLost`](rpc_core::ErrorKind::DeviceLost).
     pub fn query(&self) -> Result<bool> {
-        self.gpu.enter()?;
-        is_idle(self.gpu, self.raw)
+        self.context.enter()?;
+        is_idle(self.gpu(), self.raw)
     }
 
     /// Records an event behind all work submitted so far.
@@ -77,11 +70,16 @@ impl CudaStream {
     ///
     /// The device is lost, or has no more events.
     pub fn record(&self) -> Result<Event> {
-        Event::record(self.gpu, self.gpu.enter()?, self)
+        self.context.enter()?;
+        Event::record(self.context, self.raw)
+    }
+
+    pub(super) fn context(&self) -> &'static PrimaryContext {
+        self.context
     }
 
     pub(super) fn gpu(&self) -> &'static Gpu {
-        self.gpu
+        self.context.gpu
     }
 
     pub(super) fn is_default(&self) -> bool {
@@ -95,14 +93,13 @@ impl CudaStream {
     /// Waits like [`synchronize`](Stream::synchronize). The caller has entered the GPU.
     pub(super) fn synchronize_raw(&self) -> Result<()> {
         // SAFETY: the stream is alive.
-        self.gpu.check(unsafe { self.gpu.driver.stream_synchronize(self.raw.0) })
+        self.gpu().check(unsafe { self.gpu().driver.stream_synchronize(self.raw.0) })
     }
 
     /// Lets later work wait for the event, which may belong to another GPU. The caller has entered
     /// this stream's GPU.
     pub(super) fn wait_event(&self, event: &Event) -> Result<()> {
-        // SAFETY: both are alive. No flags are defined.
-        self.gpu.check(unsafe { self.gpu.driver.stream_wait_event(self.raw.0, event.handle().0, 0) })
+        event.precede(self.context, self.raw)
     }
 
     /// Lets later work begin after all work submitted to `other` so far, without blocking.
@@ -110,16 +107,15 @@ impl CudaStream {
         if ptr::eq(self, other) {
             return Ok(());
         }
-        let opened = other.gpu.enter()?;
-        let event = Event::record(other.gpu, opened, other)?;
-        self.gpu.enter()?;
+        let event = other.record()?;
+        self.context.enter()?;
         self.wait_event(&event)
     }
 }
 
 impl Stream for CudaStream {
     fn device(&self) -> Device {
-        self.gpu.as_device()
+        self.gpu().as_device()
     }
 
     fn synchronize(&self) -> Result<()> {
@@ -128,7 +124,7 @@ impl Stream for CudaStream {
         match self.record() {
             Ok(event) => event.wait(),
             // The submitted work may still use memory that the caller is about to release.
-            Err(error) => self.gpu.enter().and_then(|_| self.synchronize_raw()).and(Err(error)),
+            Err(error) => self.context.enter().and_then(|()| self.synchronize_raw()).and(Err(error)),
         }
     }
 
@@ -143,8 +139,8 @@ impl Stream for CudaStream {
         };
         notifier::when_reached(event, done)?;
         // SAFETY: the stream is alive, and the function accepts any argument.
-        let outcome = unsafe { self.gpu.driver.launch_host_func(self.raw.0, notifier::on_reached, ptr::null_mut()) };
-        if let Err(error) = self.gpu.check(outcome) {
+        let outcome = unsafe { self.gpu().driver.launch_host_func(self.raw.0, notifier::on_reached, ptr::null_mut()) };
+        if let Err(error) = self.gpu().check(outcome) {
             tracing::debug!(%error, "a stream is polled, because it cannot call back");
         }
         Ok(())
@@ -155,14 +151,14 @@ impl Stream for CudaStream {
         match other.as_any().downcast_ref() {
             Some(other) => self.wait_for_stream(other),
             None => {
-                self.gpu.check_not_lost()?;
+                self.gpu().check_not_lost()?;
                 other.synchronize()
             }
         }
     }
 
     fn library_handle(&self) -> Result<Option<NonNull<c_void>>> {
-        self.gpu.enter()?;
+        self.context.enter()?;
         Ok(NonNull::new(self.raw()))
     }
 
@@ -173,19 +169,22 @@ impl Stream for CudaStream {
 
 impl Drop for CudaStream {
     fn drop(&mut self) {
-        let Ok(visit) = self.gpu.visit() else { return };
-        let opened = visit.opened;
-        if !self.is_default {
-            // The stream stays in the list that memory is fenced by until the default stream waits
-            // for it.
-            if let Err(error) = opened.default_stream.wait_for_stream(self) {
-                tracing::warn!(%error, "a stream is not destroyed, because the default stream cannot wait for it");
-                return;
-            }
-            lock(&opened.streams.0).retain(|raw| raw.0 != self.raw.0);
+        // The default stream lives as long as its context.
+        if self.is_default {
+            return;
         }
+        let (context, gpu) = (self.context, self.gpu());
+        let Ok(_visit) = gpu.visit() else { return };
+        // The stream stays in the list that memory is fenced by until the default stream waits for
+        // it.
+        let ordered = self.record().and_then(|event| event.precede(context, context.default_stream));
+        if let Err(error) = ordered {
+            tracing::warn!(%error, "a stream is not destroyed, because the default stream cannot wait for it");
+            return;
+        }
+        context.other_streams.lock().retain(|raw| raw.0 != self.raw.0);
         // SAFETY: the stream is no longer in use; the driver lets its work finish.
-        if let Err(error) = self.gpu.check(unsafe { self.gpu.driver.stream_destroy(self.raw.0) }) {
+        if let Err(error) = gpu.check(unsafe { gpu.driver.stream_destroy(self.raw.0) }) {
             tracing::warn!(%error, "a stream was not destroyed");
         }
     }
@@ -194,30 +193,25 @@ impl Drop for CudaStream {
 impl fmt::Debug for CudaStream {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("CudaStream")
-            .field("device", &format_args!("{}", self.gpu.as_device()))
+            .field("device", &format_args!("{}", self.gpu().as_device()))
             .field("raw", &self.raw.0)
             .field("is_default", &self.is_default)
             .finish()
     }
 }
 
-/// The live streams besides the default one.
-#[derive(Default)]
-pub(super) struct Streams(Mutex<Vec<Handle<CUstream_st>>>);
-
-impl Streams {
-    /// Records an event on each stream that has work to do.
-    pub(super) fn fences(&self, gpu: &'static Gpu, opened: &'static Opened) -> Result<Vec<Event>> {
-        // Under the lock, so that none of them is destroyed meanwhile.
-        let streams = lock(&self.0);
-        let mut fences = Vec::new();
-        for raw in streams.iter() {
-            if !is_idle(gpu, *raw)? {
-                fences.push(Event::record_raw(gpu, opened, *raw)?);
-            }
+/// Records an event on each stream of the context that has work to do, except for the default one.
+/// The caller has entered the context.
+pub(super) fn fence_other_streams(context: &'static PrimaryContext) -> Result<Vec<Event>> {
+    // Under the lock, so that none of them is destroyed meanwhile.
+    let streams = context.other_streams.lock();
+    let mut fences = Vec::new();
+    for raw in streams.iter() {
+        if !is_idle(context.gpu, *raw)? {
+            fences.push(Event::record(context, *raw)?);
         }
-        Ok(fences)
     }
+    Ok(fences)
 }
 
 fn is_idle(gpu: &Gpu, raw: Handle<CUstream_st>) -> Result<bool> {

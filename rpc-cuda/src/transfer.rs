@@ -13,11 +13,9 @@ use std::ptr;
 
 use crate::driver::Outcome;
 use crate::event::Event;
-use crate::gpu::{Gpu, Opened};
-use crate::memory::CudaMemory;
+use crate::opened_gpu::OpenedGpu;
 use crate::pinned_ranges;
 use crate::pool::{Block, Space};
-use rpc_core::device::Memory;
 use rpc_core::error::Result;
 
 /// Copies `data` to the device at `to`, and returns when `data` has been read.
@@ -26,20 +24,20 @@ use rpc_core::error::Result;
 ///
 /// The destination is memory of the GPU, which nothing else accesses until the default stream has
 /// executed the copy.
-pub(super) unsafe fn upload(gpu: &'static Gpu, to: u64, data: &[u8]) -> Result<()> {
+pub(super) unsafe fn upload(opened: &'static OpenedGpu, to: u64, data: &[u8]) -> Result<()> {
+    let (gpu, stream) = (opened.context.gpu, opened.context.default_stream.0);
     if data.is_empty() {
         return gpu.check_not_lost();
     }
-    let opened = gpu.enter()?;
-    let stream = opened.default_stream.handle().0;
+    opened.enter()?;
     if pinned_ranges::contains(data.as_ptr(), data.len()) {
         // SAFETY: the caller's promise; and `data` lives until the copy is done, which is waited
         // for.
         let outcome = unsafe { gpu.driver.memcpy_to_device_async(to, data.as_ptr().cast(), data.len(), stream) };
         gpu.check(outcome)?;
-        return gpu.settle();
+        return opened.settle();
     }
-    let mut buffers = Buffers::new(gpu, opened, data.len())?;
+    let mut buffers = Buffers::new(opened, data.len())?;
     for (index, part) in data.chunks(BUFFER_BYTES).enumerate() {
         let buffer = buffers.idle(index)?;
         // SAFETY: the buffer is large enough, and the device no longer uses it.
@@ -56,20 +54,20 @@ pub(super) unsafe fn upload(gpu: &'static Gpu, to: u64, data: &[u8]) -> Result<(
 /// # Safety
 ///
 /// The source is memory of the GPU, to which nothing writes until this returns.
-pub(super) unsafe fn download(gpu: &'static Gpu, from: u64, out: &mut [u8]) -> Result<()> {
+pub(super) unsafe fn download(opened: &'static OpenedGpu, from: u64, out: &mut [u8]) -> Result<()> {
+    let (gpu, stream) = (opened.context.gpu, opened.context.default_stream.0);
     if out.is_empty() {
         return gpu.check_not_lost();
     }
-    let opened = gpu.enter()?;
-    let stream = opened.default_stream.handle().0;
+    opened.enter()?;
     if pinned_ranges::contains(out.as_ptr(), out.len()) {
         // SAFETY: the caller's promise; and `out` lives until the copy is done, which is waited
         // for.
         gpu.check(unsafe { gpu.driver.memcpy_to_host_async(out.as_mut_ptr().cast(), from, out.len(), stream) })?;
-        return gpu.settle();
+        return opened.settle();
     }
     let total = out.len();
-    let mut buffers = Buffers::new(gpu, opened, total)?;
+    let mut buffers = Buffers::new(opened, total)?;
     let parts = buffers.lend_parts();
     let mut under_way = VecDeque::with_capacity(parts.len());
     let request = |index: usize| -> Result<Option<Event>> {
@@ -83,7 +81,7 @@ pub(super) unsafe fn download(gpu: &'static Gpu, from: u64, out: &mut [u8]) -> R
         // content has been copied out.
         let outcome = unsafe { gpu.driver.memcpy_to_host_async(start.cast(), from + offset as u64, len, stream) };
         gpu.check(outcome)?;
-        Event::record(gpu, opened, &opened.default_stream).map(Some)
+        Event::record(opened.context, opened.context.default_stream).map(Some)
     };
     for index in 0..parts.len() {
         under_way.extend(request(index)?);
@@ -100,38 +98,39 @@ pub(super) unsafe fn download(gpu: &'static Gpu, from: u64, out: &mut [u8]) -> R
     Ok(())
 }
 
-/// Copies between two memories of devices, behind the default streams of both, and returns when it
-/// is done.
+/// Bytes in a device's memory.
+#[derive(Clone, Copy)]
+pub(super) struct DeviceRange {
+    pub(super) gpu: &'static OpenedGpu,
+    /// Address of the first byte.
+    pub(super) start: u64,
+}
+
+/// Copies `len` bytes between the memories of devices, behind the default streams of both, and
+/// returns when it is done.
 ///
 /// # Safety
 ///
-/// Both ranges lie within their memories, and until this returns nothing else writes to the source
-/// or accesses the destination.
-pub(super) unsafe fn between(
-    from: &CudaMemory,
-    from_offset: u64,
-    to: &CudaMemory,
-    to_offset: u64,
-    len: u64,
-) -> Result<()> {
-    let (source, target) = (from.address(from_offset), to.address(to_offset));
+/// Both ranges lie within memory of their devices, and until this returns nothing else writes to
+/// the source or accesses the destination.
+pub(super) unsafe fn between(from: DeviceRange, to: DeviceRange, len: u64) -> Result<()> {
+    let opened = to.gpu;
     if len == 0 {
-        return to.gpu().check_not_lost();
+        return opened.context.gpu.check_not_lost();
     }
-    if !ptr::eq(from.gpu(), to.gpu()) {
+    if !ptr::eq(from.gpu, opened) {
         // SAFETY: the caller's promise.
-        return unsafe { to_peer(from.gpu(), source, to.gpu(), target, len) };
+        return unsafe { to_peer(from, to, len) };
     }
-    let gpu = to.gpu();
-    let opened = gpu.enter()?;
-    if source.abs_diff(target) >= len {
+    opened.enter()?;
+    if from.start.abs_diff(to.start) >= len {
         // SAFETY: the caller's promise, and the ranges do not overlap.
-        unsafe { on_device(gpu, opened, source, target, len)? };
-    } else if source != target {
+        unsafe { on_device(opened, from.start, to.start, len)? };
+    } else if from.start != to.start {
         // SAFETY: the caller's promise.
-        unsafe { shift(gpu, opened, source, target, len)? };
+        unsafe { shift(opened, from.start, to.start, len)? };
     }
-    gpu.settle()
+    opened.settle()
 }
 
 /// Copies on one device, in the order of the default stream.
@@ -140,8 +139,8 @@ pub(super) unsafe fn between(
 ///
 /// Both ranges are the device's memory, stay alive until the default stream has executed the copy,
 /// and do not overlap.
-unsafe fn on_device(gpu: &Gpu, opened: &Opened, from: u64, to: u64, len: u64) -> Result<()> {
-    let stream = opened.default_stream.handle().0;
+unsafe fn on_device(opened: &OpenedGpu, from: u64, to: u64, len: u64) -> Result<()> {
+    let (gpu, stream) = (opened.context.gpu, opened.context.default_stream.0);
     // SAFETY: the caller's promise.
     gpu.check(unsafe { gpu.driver.memcpy_on_device_async(to, from, len as usize, stream) })
 }
@@ -153,14 +152,11 @@ unsafe fn on_device(gpu: &Gpu, opened: &Opened, from: u64, to: u64, len: u64) ->
 /// # Safety
 ///
 /// As [`on_device`], except for the overlap.
-unsafe fn shift(gpu: &'static Gpu, opened: &'static Opened, from: u64, to: u64, len: u64) -> Result<()> {
+unsafe fn shift(opened: &'static OpenedGpu, from: u64, to: u64, len: u64) -> Result<()> {
     let distance = from.abs_diff(to);
-    let scratch = if distance < SCRATCH_BYTES {
-        Some(CudaMemory::uninitialised(gpu, Space::Device, SCRATCH_BYTES.min(len), 0)?)
-    } else {
-        None
-    };
-    let step = scratch.as_ref().map_or(distance, Memory::len);
+    let scratch_len = SCRATCH_BYTES.min(len);
+    let scratch = if distance < SCRATCH_BYTES { Some(opened.take(Space::Device, scratch_len)?) } else { None };
+    let step = if scratch.is_some() { scratch_len } else { distance };
     let mut done = 0;
     while done < len {
         let part = step.min(len - done);
@@ -170,10 +166,10 @@ unsafe fn shift(gpu: &'static Gpu, opened: &'static Opened, from: u64, to: u64, 
         unsafe {
             match &scratch {
                 Some(scratch) => {
-                    on_device(gpu, opened, from + at, scratch.address(0), part)?;
-                    on_device(gpu, opened, scratch.address(0), to + at, part)?;
+                    on_device(opened, from + at, scratch.address(), part)?;
+                    on_device(opened, scratch.address(), to + at, part)?;
                 }
-                None => on_device(gpu, opened, from + at, to + at, part)?,
+                None => on_device(opened, from + at, to + at, part)?,
             }
         }
         done += part;
@@ -187,21 +183,21 @@ unsafe fn shift(gpu: &'static Gpu, opened: &'static Opened, from: u64, to: u64, 
 /// # Safety
 ///
 /// As [`between`].
-unsafe fn to_peer(from_gpu: &'static Gpu, from: u64, to_gpu: &'static Gpu, to: u64, len: u64) -> Result<()> {
-    let target = to_gpu.enter()?;
-    let source = from_gpu.enter()?;
-    source.default_stream.wait_for_stream(&target.default_stream)?;
-    from_gpu.enter()?;
-    let stream = source.default_stream.handle().0;
+unsafe fn to_peer(from: DeviceRange, to: DeviceRange, len: u64) -> Result<()> {
+    let (source, target) = (from.gpu.context, to.gpu.context);
+    target.enter()?;
+    source.enter()?;
+    from.gpu.default_stream.wait_for_stream(&to.gpu.default_stream)?;
+    source.enter()?;
     // SAFETY: the caller's promise, and both contexts are retained.
     let outcome = unsafe {
-        let (to_context, from_context) = (target.context.0, source.context.0);
-        from_gpu.driver.memcpy_peer_async(to, to_context, from, from_context, len as usize, stream)
+        let (bytes, stream) = (len as usize, source.default_stream.0);
+        source.gpu.driver.memcpy_peer_async(to.start, target.raw.0, from.start, source.raw.0, bytes, stream)
     };
-    from_gpu.check(outcome)?;
-    from_gpu.settle()?;
+    source.gpu.check(outcome)?;
+    from.gpu.settle()?;
     // The copy is done, so nothing is left to wait for.
-    to_gpu.check_not_lost()
+    target.gpu.check_not_lost()
 }
 
 /// The buffers of one copy: one, or two in turn. They return to the pool behind the device's use of
@@ -213,8 +209,7 @@ struct Buffers {
 
 /// A pinned buffer for copies. It returns to its device's pool behind the device's use.
 struct Buffer {
-    gpu: &'static Gpu,
-    opened: &'static Opened,
+    gpu: &'static OpenedGpu,
     /// `None` once the block has been returned.
     block: Option<Block>,
     /// Length in bytes.
@@ -234,16 +229,16 @@ enum BufferUse {
 impl Buffers {
     /// Takes as many buffers as are useful for `len` bytes; one if a second one is not available at
     /// once. May wait for the first one.
-    fn new(gpu: &'static Gpu, opened: &'static Opened, len: usize) -> Result<Self> {
+    fn new(gpu: &'static OpenedGpu, len: usize) -> Result<Self> {
         // Few sizes, so that buffers are reused.
         let size = |len: usize| len.min(BUFFER_BYTES).next_power_of_two().max(SMALLEST_BUFFER_BYTES);
-        let buffer = |block, len| Buffer { gpu, opened, block: Some(block), len, lent: BufferUse::None };
+        let buffer = |block, len| Buffer { gpu, block: Some(block), len, lent: BufferUse::None };
         let len_of_first = size(len);
-        let first = opened.copy_buffers.take_bounded(gpu, opened, len_of_first as u64)?;
+        let first = gpu.copy_buffers.take_bounded(gpu.context, len_of_first as u64)?;
         let first = buffer(first, len_of_first);
         let second = if len > BUFFER_BYTES {
             let len = size(len - BUFFER_BYTES);
-            opened.copy_buffers.try_take_bounded(gpu, opened, len as u64)?.map(|block| buffer(block, len))
+            gpu.copy_buffers.try_take_bounded(gpu.context, len as u64)?.map(|block| buffer(block, len))
         } else {
             None
         };
@@ -291,8 +286,9 @@ impl Buffer {
     /// Calls `copy`, which submits work with the buffer to the default stream.
     fn lend(&mut self, copy: impl FnOnce(*mut u8) -> Outcome) -> Result<()> {
         self.lent = BufferUse::Unknown;
-        self.gpu.check(copy(self.start()))?;
-        self.lent = BufferUse::Until(Event::record(self.gpu, self.opened, &self.opened.default_stream)?);
+        let context = self.gpu.context;
+        context.gpu.check(copy(self.start()))?;
+        self.lent = BufferUse::Until(Event::record(context, context.default_stream)?);
         Ok(())
     }
 }
@@ -300,12 +296,12 @@ impl Buffer {
 impl Drop for Buffer {
     fn drop(&mut self) {
         let Some(block) = self.block.take() else { return };
-        let pool = &self.opened.copy_buffers;
+        let (pool, context) = (&self.gpu.copy_buffers, self.gpu.context);
         match std::mem::replace(&mut self.lent, BufferUse::None) {
-            BufferUse::None => pool.give_back_behind(self.gpu, block, None),
-            BufferUse::Until(end) => pool.give_back_behind(self.gpu, block, Some(end)),
+            BufferUse::None => pool.give_back_behind(context, block, None),
+            BufferUse::Until(end) => pool.give_back_behind(context, block, Some(end)),
             // Behind all work that the device has been given so far.
-            BufferUse::Unknown => pool.give_back(self.gpu, block),
+            BufferUse::Unknown => pool.give_back(context, block),
         }
     }
 }
