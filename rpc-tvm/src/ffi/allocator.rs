@@ -7,7 +7,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use super::abi::{DlTensor, ManagedTensor, SetError};
 use super::function::LaneStream;
 use super::object::slice_of;
-use super::{frame, tensor};
+use super::{call_frame as frame, tensor};
 use rpc_core::dlpack::{Device, DeviceType};
 use rpc_core::error::{ErrorKind, Result, RpcError};
 

@@ -6,7 +6,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use super::abi::Any;
 use super::api::Api;
 use super::object::{OwnedAny, Ref, slice_of};
-use super::{arguments, failure, frame, value};
+use super::{arguments, call_frame as frame, failure, value};
 use rpc_core::error::{ErrorKind, Result, RpcError};
 use rpc_core::function::{Context, Function, FunctionKind};
 

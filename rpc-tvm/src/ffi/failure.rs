@@ -2,7 +2,7 @@
 
 use super::abi::ByteArray;
 use super::api::Api;
-use super::frame;
+use super::call_frame as frame;
 use super::object::{self, slice_of};
 use rpc_core::error::{ErrorKind, RpcError};
 

@@ -8,7 +8,7 @@ use super::api::Api;
 use super::arguments::Arguments;
 use super::object::Ref;
 use super::signature::Typed;
-use super::{frame, value};
+use super::{call_frame as frame, value};
 use rpc_core::device::Stream;
 use rpc_core::dlpack::{Device, DeviceType};
 use rpc_core::error::{Result, RpcError};

@@ -8,7 +8,8 @@ use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
 use parking_lot::Mutex;
 
 use super::api::Api;
-use super::{TvmFfiOptions, locate};
+use super::locate_library;
+use super::options::TvmFfiOptions;
 use rpc_core::error::{ErrorKind, Result, RpcError};
 use rpc_dylib::reason;
 
@@ -41,7 +42,7 @@ fn with_loaded<T>(options: &TvmFfiOptions, get: impl FnOnce(&Loaded) -> T) -> Re
     let loaded = match &mut *loaded_libraries {
         Some(loaded) => loaded,
         None => {
-            let path = locate::find(options.library.as_deref())?;
+            let path = locate_library::find(options.library.as_deref())?;
             let api = Api::of(open_global(&path)?, &path)?;
             loaded_libraries.insert(Loaded { api, opened: HashSet::new(), offered: BTreeSet::new() })
         }

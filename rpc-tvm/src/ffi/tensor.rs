@@ -10,7 +10,7 @@ use parking_lot::{Mutex, MutexGuard};
 
 use super::abi::{self, DlTensor, ManagedTensor};
 use super::api::Api;
-use super::frame;
+use super::call_frame as frame;
 use super::object::{Ref, slice_of};
 use rpc_core::dlpack::{self, DataType, Device, DeviceType, dense_strides};
 use rpc_core::error::{Result, RpcError};
