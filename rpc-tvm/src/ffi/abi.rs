@@ -2,6 +2,7 @@
 //! `dlpack/dlpack.h` in ABI 0.1.
 
 use std::ffi::{c_char, c_int, c_void};
+use std::slice;
 
 use rpc_core::dlpack::{DataType, DataTypeCode, Device, DeviceType};
 
@@ -129,6 +130,25 @@ impl ByteArray {
     pub(super) const fn new(bytes: &[u8]) -> Self {
         Self { data: bytes.as_ptr(), size: bytes.len() }
     }
+
+    /// Converts the bytes to text. Invalid UTF-8 is replaced.
+    pub(super) fn to_text(&self) -> String {
+        // SAFETY: the owner of a byte array keeps its data alive.
+        String::from_utf8_lossy(unsafe { slice_of(self.data, self.size) }).into_owned()
+    }
+}
+
+/// Returns the elements at a pointer, which may be null if there are none.
+///
+/// # Safety
+///
+/// There are `len` elements at `data`, unless `len` is 0, for as long as `'a`.
+pub(super) unsafe fn slice_of<'a, T>(data: *const T, len: usize) -> &'a [T] {
+    if len == 0 || data.is_null() {
+        return &[];
+    }
+    // SAFETY: the caller's promise.
+    unsafe { slice::from_raw_parts(data, len) }
 }
 
 /// `TVMFFIShapeCell`: contents of a shape object.

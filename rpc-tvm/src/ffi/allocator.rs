@@ -4,10 +4,9 @@
 use std::ffi::{CString, c_int, c_void};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use super::abi::{DlTensor, ManagedTensor, SetError};
-use super::function::LaneStream;
-use super::object::slice_of;
-use super::{call_frame as frame, tensor};
+use super::abi::{DlTensor, ManagedTensor, SetError, slice_of};
+use super::lane_stream::LaneStream;
+use super::{call_frame, tensor};
 use rpc_core::dlpack::{Device, DeviceType};
 use rpc_core::error::{ErrorKind, Result, RpcError};
 
@@ -47,7 +46,7 @@ pub(super) unsafe extern "C" fn allocate(
 ///
 /// The shape of `prototype` is valid.
 unsafe fn allocate_like(prototype: &DlTensor) -> Result<*mut ManagedTensor> {
-    let frame = frame::current().ok_or_else(|| {
+    let frame = call_frame::current().ok_or_else(|| {
         RpcError::new(ErrorKind::ApiMisuse, "tensors can be allocated only on the thread of a function call")
     })?;
     let rank = usize::try_from(prototype.ndim).unwrap_or_default();

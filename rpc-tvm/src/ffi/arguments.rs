@@ -6,10 +6,7 @@ use bytes::Bytes;
 
 use super::abi::{Any, ByteArray, type_index};
 use super::api::Api;
-use super::callback;
-use super::function::FfiFunction;
-use super::module::FfiModule;
-use super::object::{Held, OwnedAny};
+use super::object::{Held, OwnedAny, Ref};
 use super::signature::ArgForm;
 use super::tensor::{self, BorrowedTensor};
 use rpc_core::error::{Result, RpcError};
@@ -93,7 +90,7 @@ fn lend(api: &'static Api, context: &Context, value: LocalValue, form: ArgForm) 
 ///
 /// As [`Arguments::new`].
 pub(super) fn to_owned(api: &'static Api, context: &Context, value: LocalValue) -> Result<OwnedAny> {
-    let plain = |value| Ok(OwnedAny::plain(api, value));
+    let plain = |value| Ok(OwnedAny::plain(api.bindings, value));
     match value {
         Value::Null => plain(Any::NONE),
         Value::Bool(value) => plain(Any::bool(value)),
@@ -115,23 +112,23 @@ pub(super) fn to_owned(api: &'static Api, context: &Context, value: LocalValue) 
             api.map(&values)
         }
         Value::Object(Object::Tensor(tensor)) => Ok(tensor::share(api, &tensor)?.into_any()),
-        Value::Object(Object::Function(function)) => match function.origin::<FfiFunction>() {
-            Some(origin) => Ok(origin.object().clone().into_any()),
-            None => Ok(callback::create(api, context, function)?.into_any()),
+        Value::Object(Object::Function(function)) => match function.origin::<Ref>() {
+            Some(object) => Ok(object.clone().into_any()),
+            None => Ok(api.create_callback(context, function)?.into_any()),
         },
         Value::Object(Object::Module(module)) => {
-            let module = module.as_any().and_then(|module| module.downcast_ref::<FfiModule>());
-            let module = module.ok_or_else(|| {
+            let object = module.as_any().and_then(|object| object.downcast_ref::<Ref>());
+            let object = object.ok_or_else(|| {
                 RpcError::invalid_argument("the module is not a TVM-FFI module and cannot be passed to its functions")
             })?;
-            Ok(module.object().clone().into_any())
+            Ok(object.clone().into_any())
         }
         Value::Object(Object::Opaque(opaque)) => {
             let held = opaque.downcast::<Held>().ok_or_else(|| {
                 let name = opaque.type_name();
                 RpcError::invalid_argument(format!("an object of type {name} cannot be passed to TVM-FFI"))
             })?;
-            Ok(held.to_owned_any(api))
+            Ok(held.to_owned_any(api.bindings))
         }
         Value::Packed(_) => Err(RpcError::invalid_argument(
             "packed values cannot be passed to TVM-FFI: pass numbers, strings, lists or maps",

@@ -1,4 +1,4 @@
-//! Frames: the calls of foreign functions that are running on this thread.
+//! Call frames: the calls of foreign functions that are running on this thread.
 //!
 //! A function that is called back from foreign code runs on behalf of the innermost frame: it has
 //! that call's context, and may use the tensors that the call was given.
@@ -7,18 +7,18 @@ use std::cell::RefCell;
 use std::rc::Rc;
 use std::sync::{Arc, mpsc};
 
-use super::function::LaneStream;
+use super::lane_stream::LaneStream;
 use super::object::Ref;
 use rpc_core::error::RpcError;
 use rpc_core::function::{Context, FunctionKind};
 use rpc_core::tensor::{Access, Borrow, Storage, borrow_all};
 
 thread_local! {
-    static STACK: RefCell<Vec<Rc<Frame>>> = const { RefCell::new(Vec::new()) };
+    static STACK: RefCell<Vec<Rc<CallFrame>>> = const { RefCell::new(Vec::new()) };
 }
 
 /// One call.
-pub(super) struct Frame {
+pub(super) struct CallFrame {
     pub(super) context: Context,
     /// Kind of the function, which determines its thread.
     pub(super) kind: FunctionKind,
@@ -33,31 +33,31 @@ pub(super) struct Frame {
 }
 
 /// Begins a call on this thread. It ends when the returned guard is dropped.
-pub(super) fn enter(context: &Context, kind: FunctionKind, borrows: Vec<Borrow>) -> FrameGuard {
+pub(super) fn enter(context: &Context, kind: FunctionKind, borrows: Vec<Borrow>) -> CallFrameGuard {
     let storages = borrows.iter().map(|borrow| borrow.storage().clone()).collect();
     let (context, borrows) = (context.clone(), RefCell::new(borrows));
     let (lanes, raised) = (RefCell::default(), RefCell::new(None));
-    let frame = Rc::new(Frame { context, kind, storages, borrows, lanes, raised });
+    let frame = Rc::new(CallFrame { context, kind, storages, borrows, lanes, raised });
     STACK.with_borrow_mut(|stack| stack.push(frame.clone()));
-    FrameGuard(frame)
+    CallFrameGuard(frame)
 }
 
 /// Returns the innermost call.
-pub(super) fn current() -> Option<Rc<Frame>> {
+pub(super) fn current() -> Option<Rc<CallFrame>> {
     STACK.try_with(|stack| stack.borrow().last().cloned()).ok().flatten()
 }
 
 /// Guard of a call. Dropping it ends the call and its borrows.
-pub(super) struct FrameGuard(Rc<Frame>);
+pub(super) struct CallFrameGuard(Rc<CallFrame>);
 
-impl FrameGuard {
+impl CallFrameGuard {
     /// Sets the streams that the function submits its work to.
     pub(super) fn set_lanes(&self, lanes: Vec<Rc<LaneStream>>) {
         self.0.lanes.replace(lanes);
     }
 }
 
-impl Drop for FrameGuard {
+impl Drop for CallFrameGuard {
     fn drop(&mut self) {
         let ended = STACK.with_borrow_mut(Vec::pop);
         // Outside of the `RefCell` borrow: dropping it may hand the tensors to others.
@@ -65,7 +65,7 @@ impl Drop for FrameGuard {
     }
 }
 
-impl Frame {
+impl CallFrame {
     /// Releases the borrows of the call's tensors until the returned guard is dropped: foreign code
     /// that calls back does not access them meanwhile, and the called function may need them. An
     /// inline function keeps its borrows, because it could not wait for them afterwards. The called
@@ -120,7 +120,7 @@ impl Frame {
 }
 
 /// Guard that keeps the tensors of a call free for others until it is dropped.
-pub(super) struct Suspended<'a>(&'a Frame);
+pub(super) struct Suspended<'a>(&'a CallFrame);
 
 impl Drop for Suspended<'_> {
     fn drop(&mut self) {

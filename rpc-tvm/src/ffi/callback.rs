@@ -3,10 +3,10 @@
 use std::ffi::{c_int, c_void};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use super::abi::Any;
+use super::abi::{Any, slice_of};
 use super::api::Api;
-use super::object::{OwnedAny, Ref, slice_of};
-use super::{arguments, call_frame as frame, failure, value};
+use super::object::{OwnedAny, Ref};
+use super::{arguments, call_frame, failure, value};
 use rpc_core::error::{ErrorKind, Result, RpcError};
 use rpc_core::function::{Context, Function, FunctionKind};
 
@@ -35,7 +35,7 @@ impl Callback {
     ///
     /// `args` are complete values, and everything that they refer to is alive.
     unsafe fn call(&self, args: &[Any]) -> Result<OwnedAny> {
-        let frame = frame::current();
+        let frame = call_frame::current();
         let context = frame.as_ref().map_or(&self.context, |frame| &frame.context);
         let in_line = frame.as_ref().is_some_and(|frame| frame.kind == FunctionKind::Inline);
         if in_line && self.function.kind() != FunctionKind::Inline {
@@ -73,7 +73,7 @@ unsafe extern "C" fn call(callback: *mut c_void, args: *const Any, count: i32, r
             0
         }
         Err(error) => {
-            failure::raise(callback.api, error);
+            failure::raise(callback.api.bindings, error);
             -1
         }
     }

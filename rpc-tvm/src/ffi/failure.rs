@@ -1,20 +1,22 @@
 //! Errors: conversion from the library's to the session's and back.
 
+use std::ptr::{self, NonNull};
+
 use super::abi::ByteArray;
-use super::api::Api;
-use super::call_frame as frame;
-use super::object::{self, slice_of};
-use rpc_core::error::{ErrorKind, RpcError};
+use super::bindings::Bindings;
+use super::call_frame;
+use super::object::{self, Ref};
+use rpc_core::error::{ErrorKind, Result, RpcError};
 
 /// Takes the error that a function has just raised on this thread.
 ///
 /// If it is an error that a function of the session has returned through foreign code, returns that
 /// one.
-pub(super) fn take(api: &'static Api) -> RpcError {
-    let Some(raised) = api.take_raised() else {
+pub(super) fn take(bindings: &'static Bindings) -> RpcError {
+    let Some(raised) = take_raised(bindings) else {
         return RpcError::internal("a TVM-FFI function reported a failure without an error").may_have_run(true);
     };
-    if let Some(error) = frame::current().and_then(|frame| frame.take_raised(&raised)) {
+    if let Some(error) = call_frame::current().and_then(|frame| frame.take_raised(&raised)) {
         return error;
     }
     let [kind, message, backtrace] = object::error_texts(&raised);
@@ -30,12 +32,13 @@ pub(super) fn take(api: &'static Api) -> RpcError {
 
 /// Raises `error` on this thread, for foreign code that called a function of the session. If that
 /// code passes it on, [`take`] recognises it.
-pub(super) fn raise(api: &'static Api, error: RpcError) {
+pub(super) fn raise(bindings: &'static Bindings, error: RpcError) {
     let kind = error.application_kind().unwrap_or_else(|| class(error.kind()));
-    match api.error(kind, error.message(), error.backtrace().unwrap_or_default()) {
+    match create(bindings, kind, error.message(), error.backtrace().unwrap_or_default()) {
         Ok(raised) => {
-            api.raise(&raised);
-            if let Some(frame) = frame::current() {
+            // SAFETY: it is an error object, of which the library takes a count of its own.
+            unsafe { (bindings.functions.error_set_raised)(raised.raw()) };
+            if let Some(frame) = call_frame::current() {
                 frame.keep_raised(raised, error);
             }
         }
@@ -54,10 +57,26 @@ fn class(kind: ErrorKind) -> &'static str {
     }
 }
 
-/// Converts a byte array to text. Invalid UTF-8 is replaced.
-pub(super) fn text(array: &ByteArray) -> String {
-    // SAFETY: the owner of a byte array keeps its data alive.
-    String::from_utf8_lossy(unsafe { slice_of(array.data, array.size) }).into_owned()
+/// Takes the error object that this thread has raised, if there is one.
+fn take_raised(bindings: &'static Bindings) -> Option<Ref> {
+    let mut error = ptr::null_mut();
+    // SAFETY: there is room for the object, whose count this takes.
+    unsafe { (bindings.functions.error_move_from_raised)(&raw mut error) };
+    // SAFETY: as above.
+    NonNull::new(error).map(|error| unsafe { Ref::from_owned(bindings, error) })
+}
+
+/// Creates an error object.
+fn create(bindings: &'static Bindings, kind: &str, message: &str, backtrace: &str) -> Result<Ref> {
+    let [kind, message, backtrace] = [kind, message, backtrace].map(|text| ByteArray::new(text.as_bytes()));
+    let mut error = ptr::null_mut();
+    // SAFETY: the texts live until they have been copied, and there is room for the object.
+    let code = unsafe { (bindings.functions.error_create)(&kind, &message, &backtrace, &raw mut error) };
+    // A failure leaves no error on this thread that could be taken.
+    let error = NonNull::new(error).filter(|_| code == 0);
+    let error = error.ok_or_else(|| RpcError::internal("TVM-FFI cannot create an error"))?;
+    // SAFETY: the library returned it with a count that this owns.
+    Ok(unsafe { Ref::from_owned(bindings, error) })
 }
 
 /// Shortens a text to the length that an error should carry.

@@ -1,4 +1,4 @@
-//! Foreign functions, wrapped as functions of the session.
+//! Foreign functions, wrapped as functions of the session. Recursive with `value.rs`, see there.
 
 use std::ffi::c_void;
 use std::rc::Rc;
@@ -6,10 +6,10 @@ use std::sync::Arc;
 
 use super::api::Api;
 use super::arguments::Arguments;
+use super::lane_stream::LaneStream;
 use super::object::Ref;
 use super::signature::Typed;
-use super::{call_frame as frame, value};
-use rpc_core::device::Stream;
+use super::{call_frame, value};
 use rpc_core::dlpack::{Device, DeviceType};
 use rpc_core::error::{Result, RpcError};
 use rpc_core::function::{Context, Function, FunctionKind, LocalValue, Object};
@@ -17,9 +17,9 @@ use rpc_core::tensor::Borrow;
 use rpc_core::value::Value;
 
 /// A function object, with its known signature.
-pub(super) struct FfiFunction {
+struct FfiFunction {
     api: &'static Api,
-    object: Ref,
+    object: Arc<Ref>,
     typed: Typed,
     kind: FunctionKind,
 }
@@ -32,18 +32,15 @@ pub(super) fn untyped(api: &'static Api, object: Ref) -> Function {
 /// Wraps a function that runs as `kind` says, which is not [`FunctionKind::Async`].
 pub(super) fn wrap(api: &'static Api, object: Ref, typed: Typed, kind: FunctionKind) -> Function {
     let signature = typed.signature.clone();
-    let function = Arc::new(FfiFunction { api, object, typed, kind });
-    let origin = function.clone();
-    Function::foreign(kind, signature, Some(origin), move |context, values, borrows| {
+    let object = Arc::new(object);
+    let function = FfiFunction { api, object: object.clone(), typed, kind };
+    // The object itself is passed where foreign code takes the function as an argument.
+    Function::foreign(kind, signature, Some(object), move |context, values, borrows| {
         function.call(context, values, borrows)
     })
 }
 
 impl FfiFunction {
-    pub(super) fn object(&self) -> &Ref {
-        &self.object
-    }
-
     fn call(&self, context: &Context, values: Vec<LocalValue>, borrows: Vec<Borrow>) -> Result<LocalValue> {
         if let Some(forms) = &self.typed.forms
             && forms.len() != values.len()
@@ -51,7 +48,7 @@ impl FfiFunction {
             let (expected, got) = (forms.len(), values.len());
             return Err(RpcError::invalid_argument(format!("the function takes {expected} arguments, got {got}")));
         }
-        let frame = frame::enter(context, self.kind, borrows);
+        let frame = call_frame::enter(context, self.kind, borrows);
         let streams = Streams::set(self.api, context, &values)?;
         frame.set_lanes(streams.lanes());
         let forms = self.typed.forms.as_deref().unwrap_or_default();
@@ -79,38 +76,6 @@ struct SetStream {
     /// Stream that foreign code had before.
     before: *mut c_void,
     lane: Rc<LaneStream>,
-}
-
-/// The stream of a lane.
-pub(super) struct LaneStream {
-    stream: Arc<dyn Stream>,
-    /// The device's default stream, if it is a different one.
-    default: Option<Arc<dyn Stream>>,
-}
-
-impl LaneStream {
-    pub(super) fn of(context: &Context, device: Device) -> Result<Self> {
-        let stream = context.stream(device)?;
-        let default = context.devices().get(device)?.default_stream(device.index)?;
-        let is_default = default.library_handle()? == stream.library_handle()?;
-        Ok(Self { stream, default: (!is_default).then_some(default) })
-    }
-
-    /// Lets work submitted to the stream begin after the session's work so far.
-    pub(super) fn begin(&self) -> Result<()> {
-        self.default.as_ref().map_or(Ok(()), |default| self.stream.wait_for(&**default))
-    }
-
-    /// Lets the session's work from now on begin after the work submitted to the stream.
-    pub(super) fn end(&self) {
-        let ended = self.default.as_ref().map_or(Ok(()), |default| default.wait_for(&*self.stream));
-        if let Err(error) = ended {
-            // The only remaining way to keep the order. A lost device is reported by every later
-            // call.
-            let waited = self.stream.synchronize();
-            tracing::warn!(%error, ?waited, "a stream could not be put in order with the default one");
-        }
-    }
 }
 
 impl Streams {

@@ -7,9 +7,10 @@ use std::path::{Path, PathBuf};
 use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
 use parking_lot::Mutex;
 
-use super::api::Api;
-use super::locate_library;
+use super::api::{Api, Callbacks};
+use super::bindings::Bindings;
 use super::options::TvmFfiOptions;
+use super::{allocator, callback, locate_library};
 use rpc_core::error::{ErrorKind, Result, RpcError};
 use rpc_dylib::reason;
 
@@ -43,7 +44,8 @@ fn with_loaded<T>(options: &TvmFfiOptions, get: impl FnOnce(&Loaded) -> T) -> Re
         Some(loaded) => loaded,
         None => {
             let path = locate_library::find(options.library.as_deref())?;
-            let api = Api::of(open_global(&path)?, &path)?;
+            let callbacks = Callbacks { allocate_tensor: allocator::allocate, create_function: callback::create };
+            let api = Api::new(Bindings::find(open_global(&path)?, &path)?, callbacks)?;
             loaded_libraries.insert(Loaded { api, opened: HashSet::new(), offered: BTreeSet::new() })
         }
     };

@@ -138,7 +138,7 @@ impl TvmFfi {
     /// As [`load`](Self::load) for TVM-FFI itself.
     pub fn version(&self) -> Result<(String, PathBuf)> {
         let api = self.api()?;
-        Ok((api.version.clone(), api.path.clone()))
+        Ok((api.bindings.version.clone(), api.bindings.path.clone()))
     }
 
     fn api(&self) -> Result<&'static Api> {

@@ -1,4 +1,4 @@
-//! Foreign modules, wrapped as modules of the session.
+//! Foreign modules, wrapped as modules of the session. Recursive with `value.rs`, see there.
 
 use std::any::Any as AnyType;
 use std::path::Path;
@@ -56,12 +56,8 @@ impl FfiModule {
 
     /// Wraps a module that a function has returned, whose file is unknown.
     pub(super) fn returned(api: &'static Api, object: Ref) -> Self {
-        let kind = api.type_key(&object);
+        let kind = object.type_key();
         Self { api, object, name: kind, exports: Vec::new(), inline: Vec::new() }
-    }
-
-    pub(super) fn object(&self) -> &Ref {
-        &self.object
     }
 
     fn typed(&self, name: &str) -> Typed {
@@ -76,8 +72,10 @@ impl FfiModule {
 pub(super) const INLINE: &str = "rpc_inline";
 
 impl Module for FfiModule {
+    /// Returns the module's object, which is passed where foreign code takes the module as an
+    /// argument.
     fn as_any(&self) -> Option<&dyn AnyType> {
-        Some(self)
+        Some(&self.object)
     }
 
     fn name(&self) -> &str {

@@ -3,16 +3,14 @@
 use std::ffi::c_void;
 use std::mem;
 use std::ptr::NonNull;
-use std::slice;
 
-use super::abi::{self, Any, ByteArray, DlTensor, ErrorCell, ObjectHeader, ShapeCell, type_index};
-use super::api::Api;
-use super::failure;
+use super::abi::{Any, ByteArray, DlTensor, ErrorCell, ObjectHeader, ShapeCell, slice_of, type_index};
+use super::bindings::Bindings;
 use rpc_core::error::{Result, RpcError};
 
 /// A reference to an object, with a count of its own.
 pub(super) struct Ref {
-    api: &'static Api,
+    bindings: &'static Bindings,
     object: NonNull<ObjectHeader>,
 }
 
@@ -26,17 +24,17 @@ impl Ref {
     /// # Safety
     ///
     /// `object` is alive, and the caller gives away a count of it.
-    pub(super) const unsafe fn from_owned(api: &'static Api, object: NonNull<ObjectHeader>) -> Self {
-        Self { api, object }
+    pub(super) const unsafe fn from_owned(bindings: &'static Bindings, object: NonNull<ObjectHeader>) -> Self {
+        Self { bindings, object }
     }
 
     /// # Safety
     ///
     /// `object` is alive.
-    pub(super) unsafe fn from_borrowed(api: &'static Api, object: NonNull<ObjectHeader>) -> Self {
+    pub(super) unsafe fn from_borrowed(bindings: &'static Bindings, object: NonNull<ObjectHeader>) -> Self {
         // SAFETY: the caller's promise.
-        unsafe { api.retain(object) };
-        Self { api, object }
+        unsafe { (bindings.functions.object_inc_ref)(object.as_ptr()) };
+        Self { bindings, object }
     }
 
     pub(super) const fn raw(&self) -> *mut ObjectHeader {
@@ -48,6 +46,15 @@ impl Ref {
         unsafe { self.object.as_ref() }.type_index
     }
 
+    /// Returns the name of the object's type.
+    pub(super) fn type_key(&self) -> String {
+        let index = self.type_index();
+        // SAFETY: the type exists, since there is an object of it (for any other index the library
+        // would end the process); types are never removed, and their names live as long as they.
+        let key = unsafe { (self.bindings.functions.type_info)(index).as_ref().map(|info| info.type_key.to_text()) };
+        key.unwrap_or_else(|| format!("type {index}"))
+    }
+
     /// Returns the value that borrows this object.
     pub(super) fn as_any(&self) -> Any {
         Any::pointer(self.type_index(), self.object.as_ptr().cast())
@@ -55,9 +62,9 @@ impl Ref {
 
     /// Returns the value that owns this object.
     pub(super) fn into_any(self) -> OwnedAny {
-        let (api, value) = (self.api, self.as_any());
+        let (bindings, value) = (self.bindings, self.as_any());
         mem::forget(self);
-        OwnedAny { api, value }
+        OwnedAny { bindings, value }
     }
 
     /// Returns the text of a string object, or the bytes of a bytes object.
@@ -99,34 +106,23 @@ impl Ref {
     }
 }
 
-/// # Safety
-///
-/// There are `len` elements at `data`, unless `len` is 0, for as long as `'a`.
-pub(super) unsafe fn slice_of<'a, T>(data: *const T, len: usize) -> &'a [T] {
-    if len == 0 || data.is_null() {
-        return &[];
-    }
-    // SAFETY: the caller's promise.
-    unsafe { slice::from_raw_parts(data, len) }
-}
-
 impl Clone for Ref {
     fn clone(&self) -> Self {
         // SAFETY: the object is alive.
-        unsafe { Self::from_borrowed(self.api, self.object) }
+        unsafe { Self::from_borrowed(self.bindings, self.object) }
     }
 }
 
 impl Drop for Ref {
     fn drop(&mut self) {
         // SAFETY: the count belonged to this reference.
-        unsafe { self.api.release(self.object) };
+        unsafe { (self.bindings.functions.object_dec_ref)(self.object.as_ptr()) };
     }
 }
 
 /// A value, with a count of its object if there is one.
 pub(super) struct OwnedAny {
-    api: &'static Api,
+    bindings: &'static Bindings,
     value: Any,
 }
 
@@ -134,14 +130,14 @@ impl OwnedAny {
     /// # Safety
     ///
     /// The caller gives away a count of the object in `value`, which is alive, if there is one.
-    pub(super) const unsafe fn new(api: &'static Api, value: Any) -> Self {
-        Self { api, value }
+    pub(super) const unsafe fn new(bindings: &'static Bindings, value: Any) -> Self {
+        Self { bindings, value }
     }
 
     /// Wraps a value that is no object.
-    pub(super) const fn plain(api: &'static Api, value: Any) -> Self {
+    pub(super) const fn plain(bindings: &'static Bindings, value: Any) -> Self {
         debug_assert!(!value.is_object());
-        Self { api, value }
+        Self { bindings, value }
     }
 
     /// Returns the value that borrows the object.
@@ -174,7 +170,7 @@ impl OwnedAny {
             return Ok(text(small));
         }
         // SAFETY: the value is complete and alive.
-        let object = unsafe { object_in(self.api, &self.value) };
+        let object = unsafe { object_in(self.bindings, &self.value) };
         object.as_ref().and_then(Ref::byte_array).map(text).ok_or_else(|| self.unexpected("a string"))
     }
 
@@ -188,13 +184,13 @@ impl OwnedAny {
             return Ok(None);
         }
         // SAFETY: the value is complete and alive.
-        unsafe { object_in(self.api, &self.value) }.map(Some).ok_or_else(|| self.unexpected("an object"))
+        unsafe { object_in(self.bindings, &self.value) }.map(Some).ok_or_else(|| self.unexpected("an object"))
     }
 
     fn unexpected(&self, expected: &str) -> RpcError {
         // SAFETY: the value is complete and alive.
-        let got = match unsafe { object_in(self.api, &self.value) } {
-            Some(object) => self.api.type_key(&object),
+        let got = match unsafe { object_in(self.bindings, &self.value) } {
+            Some(object) => object.type_key(),
             None => format!("a value of type {}", self.value.type_index),
         };
         RpcError::internal(format!("expected {expected} from TVM-FFI, got {got}"))
@@ -208,7 +204,7 @@ impl Drop for OwnedAny {
             if self.value.is_object()
                 && let Some(object) = NonNull::new(self.value.payload.pointer)
             {
-                self.api.release(object.cast());
+                (self.bindings.functions.object_dec_ref)(object.as_ptr().cast());
             }
         }
     }
@@ -219,11 +215,11 @@ impl Drop for OwnedAny {
 /// # Safety
 ///
 /// `value` is complete, and its object is alive.
-pub(super) unsafe fn object_in(api: &'static Api, value: &Any) -> Option<Ref> {
+pub(super) unsafe fn object_in(bindings: &'static Bindings, value: &Any) -> Option<Ref> {
     // SAFETY: the caller's promise.
     unsafe {
         let object = value.is_object().then(|| NonNull::new(value.payload.pointer)).flatten()?;
-        Some(Ref::from_borrowed(api, object.cast()))
+        Some(Ref::from_borrowed(bindings, object.cast()))
     }
 }
 
@@ -260,11 +256,11 @@ impl Held {
         }
     }
 
-    /// The value that owns it.
-    pub(super) fn to_owned_any(&self, api: &'static Api) -> OwnedAny {
+    /// Returns the value that owns it.
+    pub(super) fn to_owned_any(&self, bindings: &'static Bindings) -> OwnedAny {
         match self {
             Self::Object(object) => object.clone().into_any(),
-            Self::Pointer(_) => OwnedAny::plain(api, self.view()),
+            Self::Pointer(_) => OwnedAny::plain(bindings, self.view()),
         }
     }
 }
@@ -273,6 +269,6 @@ const _: () = assert!(size_of::<Any>() == 16 && size_of::<ObjectHeader>() == 24 
 
 /// Returns kind, message and backtrace of an error.
 pub(super) fn error_texts(error: &Ref) -> [String; 3] {
-    let abi::ErrorCell { kind, message, backtrace } = error.error();
-    [kind, message, backtrace].map(failure::text)
+    let ErrorCell { kind, message, backtrace } = error.error();
+    [kind, message, backtrace].map(ByteArray::to_text)
 }

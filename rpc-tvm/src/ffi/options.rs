@@ -14,7 +14,7 @@ pub struct TvmFfiOptions {
     /// runtimes that modules need, such as TVM's `libtvm_runtime.so`. The functions that they
     /// register are for modules alone.
     pub runtimes: Vec<PathBuf>,
-    /// Libraries of functions, which are loaded next, in the same way. [`TvmFfi::register_globals`](crate::TvmFfi::register_globals)
-    /// registers their functions.
+    /// Libraries of functions, which are loaded next, in the same way.
+    /// [`TvmFfi::register_globals`](crate::TvmFfi::register_globals) registers their functions.
     pub libraries: Vec<PathBuf>,
 }

@@ -8,10 +8,10 @@ use std::sync::{Arc, Weak};
 
 use parking_lot::{Mutex, MutexGuard};
 
-use super::abi::{self, DlTensor, ManagedTensor};
+use super::abi::{self, DlTensor, ManagedTensor, slice_of};
 use super::api::Api;
-use super::call_frame as frame;
-use super::object::{Ref, slice_of};
+use super::call_frame;
+use super::object::Ref;
 use rpc_core::dlpack::{self, DataType, Device, DeviceType, dense_strides};
 use rpc_core::error::{Result, RpcError};
 use rpc_core::function::Context;
@@ -215,7 +215,7 @@ impl<'a> Described<'a> {
         }
         let address = self.address.addr();
         let lent = || {
-            let frame = frame::current()?;
+            let frame = call_frame::current()?;
             frame.storages.iter().find(|storage| lies_in(storage, self.device, address)).cloned()
         };
         let end = address.saturating_add(self.extent as usize);

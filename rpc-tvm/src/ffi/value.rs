@@ -1,13 +1,17 @@
 //! Conversion of TVM-FFI's values to values of sessions.
+//!
+//! This file, `function.rs` and `module.rs` import each other, because these values are recursive
+//! by nature: a value may be a function, whose calls return values, or a module, which has
+//! functions.
 
 use std::ffi::CStr;
 use std::sync::Arc;
 
 use bytes::Bytes;
 
-use super::abi::{self, Any, ByteArray, DlTensor, type_index};
+use super::abi::{self, Any, ByteArray, DlTensor, slice_of, type_index};
 use super::api::Api;
-use super::object::{self, Held, Pointer, Ref, slice_of};
+use super::object::{self, Held, Pointer, Ref};
 use super::{function, module, tensor};
 use rpc_core::error::{Result, RpcError};
 use rpc_core::function::{Context, LocalValue, Object, Opaque};
@@ -76,7 +80,7 @@ impl Reader<'_> {
             }
             _ => {
                 // SAFETY: as above.
-                let object = unsafe { object::object_in(self.api, value) };
+                let object = unsafe { object::object_in(self.api.bindings, value) };
                 let object = object.ok_or_else(|| {
                     RpcError::unsupported(format!("a value of TVM-FFI's type {} cannot be converted", value.type_index))
                 })?;
