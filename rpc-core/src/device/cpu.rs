@@ -6,7 +6,9 @@ use std::fmt;
 use std::ptr::{self, NonNull};
 use std::sync::{Arc, OnceLock};
 
-use super::{AllocRequest, DeviceApi, DeviceAttribute, Memory, Stream, out_of_range};
+use super::api::{AllocRequest, DeviceApi, Stream, out_of_range};
+use super::attribute::DeviceAttribute;
+use super::memory::Memory;
 use crate::dlpack::{Device, DeviceType};
 use crate::error::{ErrorKind, Result, RpcError};
 use crate::value::Value;
