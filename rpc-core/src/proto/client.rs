@@ -7,10 +7,11 @@ use std::time::Instant;
 
 use bytes::{Buf, BytesMut};
 
+use super::credit::{cost, encode_credit, parse_credit};
+use super::endpoint::{BulkRead, EndpointCommon, EndpointConfig, Incoming, Payload, PayloadTarget};
 use super::frame::{FrameHeader, Kind};
 use super::handshake::Negotiated;
 use super::ids::IdMap;
-use super::link::{BulkRead, Incoming, Link, LinkConfig, Payload, PayloadTarget, cost};
 use super::message::{is_bytes_reply, read_reply, write_request};
 use super::output::{Message, VALUE_SIZE};
 use crate::error::{ErrorKind, Result, RpcError};
@@ -88,7 +89,7 @@ enum SessionState<T> {
 /// The client's endpoint of one session. `T` is a token that the driver gets back with each event,
 /// such as a [`Responder`](crate::Responder).
 pub struct ClientEndpoint<T> {
-    link: Link,
+    common: EndpointCommon,
     state: SessionState<T>,
     /// Limit of the peer, in bytes.
     max_message: u64,
@@ -113,9 +114,9 @@ pub struct ClientEndpoint<T> {
 
 impl<T: Clone> ClientEndpoint<T> {
     /// Creates the endpoint after a handshake in which this side became the client.
-    pub fn new(negotiated: &Negotiated, config: LinkConfig, now: Instant) -> Self {
+    pub fn new(negotiated: &Negotiated, config: EndpointConfig, now: Instant) -> Self {
         Self {
-            link: Link::new(negotiated, config, now),
+            common: EndpointCommon::new(negotiated, config, now),
             state: SessionState::Open,
             max_message: negotiated.theirs.max_message,
             max_requests: negotiated.theirs.max_requests as usize,
@@ -143,7 +144,7 @@ impl<T: Clone> ClientEndpoint<T> {
     ///
     /// The peer broke the protocol: call [`fail`](Self::fail) with the error.
     pub fn handle_input(&mut self, input: &mut BytesMut, now: Instant) -> Result<()> {
-        self.link.alive(now);
+        self.common.alive(now);
         let mut used = 0;
         let outcome = self.handle_messages(input, &mut used);
         // A session that has ended drops all further input.
@@ -171,7 +172,7 @@ impl<T: Clone> ClientEndpoint<T> {
             let may_begin = |header: &FrameHeader, _| {
                 if in_flight.contains_key(&header.id) { Ok(()) } else { Err(unexpected_reply(header.id)) }
             };
-            match self.link.next(input, used, &mut target, &may_begin, &mut |_| Ok(()))? {
+            match self.common.next(input, used, &mut target, &may_begin, &mut |_| Ok(()))? {
                 Some(incoming) => self.handle(incoming)?,
                 None => break,
             }
@@ -181,7 +182,7 @@ impl<T: Clone> ClientEndpoint<T> {
 
     /// Returns memory to read into directly, while a large payload is being received.
     pub fn bulk_target(&mut self) -> Option<&mut [u8]> {
-        self.link.bulk_target()
+        self.common.bulk_target()
     }
 
     /// Records that the first `count` bytes of the bulk target were read.
@@ -190,7 +191,7 @@ impl<T: Clone> ClientEndpoint<T> {
     ///
     /// As [`handle_input`](Self::handle_input).
     pub fn bulk_filled(&mut self, count: usize, now: Instant) -> Result<()> {
-        match self.link.bulk_filled(count, now) {
+        match self.common.bulk_filled(count, now) {
             Some(incoming) => self.handle(incoming?),
             None => Ok(()),
         }
@@ -199,7 +200,7 @@ impl<T: Clone> ClientEndpoint<T> {
     /// Takes out the large payload that is being received, so that it can be filled without locking
     /// the endpoint.
     pub fn take_bulk(&mut self) -> Option<BulkRead> {
-        self.link.take_bulk()
+        self.common.take_bulk()
     }
 
     /// Puts back the payload that [`take_bulk`](Self::take_bulk) returned.
@@ -208,7 +209,7 @@ impl<T: Clone> ClientEndpoint<T> {
     ///
     /// As [`handle_input`](Self::handle_input).
     pub fn put_bulk(&mut self, bulk: BulkRead, now: Instant) -> Result<()> {
-        match self.link.put_bulk(bulk, now) {
+        match self.common.put_bulk(bulk, now) {
             Some(incoming) => self.handle(incoming?),
             None => Ok(()),
         }
@@ -217,7 +218,7 @@ impl<T: Clone> ClientEndpoint<T> {
     /// Puts the payload back like [`put_bulk`](Self::put_bulk), when no bytes were read in the
     /// meantime.
     pub fn put_idle_bulk(&mut self, bulk: BulkRead) {
-        self.link.put_idle_bulk(bulk);
+        self.common.put_idle_bulk(bulk);
     }
 
     /// Handles the peer's end of stream. `input_left` is the number of received bytes that could
@@ -225,7 +226,7 @@ impl<T: Clone> ClientEndpoint<T> {
     pub fn handle_end_of_stream(&mut self, input_left: usize) {
         let error = match &self.state {
             SessionState::CloseSent(_) => closed(),
-            _ => self.link.end_of_stream(input_left),
+            _ => self.common.end_of_stream(input_left),
         };
         self.end(error);
     }
@@ -243,7 +244,7 @@ impl<T: Clone> ClientEndpoint<T> {
             self.deadlines.pop();
             self.expire(id);
         }
-        self.link.handle_timeout(now)
+        self.common.handle_timeout(now)
     }
 
     fn expire(&mut self, id: u64) {
@@ -329,7 +330,7 @@ impl<T: Clone> ClientEndpoint<T> {
         let unsent = self.is_unsent(id);
         let Some(request) = self.in_flight.get_mut(&id) else { return };
         if unsent {
-            if self.link.output.remove(request.order, id).is_some() {
+            if self.common.output.remove(request.order, id).is_some() {
                 self.unsent.retain(|(_, other)| *other != id);
                 self.finish(id, Err(cancelled()));
             } else {
@@ -337,7 +338,7 @@ impl<T: Clone> ClientEndpoint<T> {
             }
         } else if request.cancel != CancelState::Sent {
             request.cancel = CancelState::Sent;
-            self.link.control(Kind::Cancel, id, &[]);
+            self.common.control(Kind::Cancel, id, &[]);
         }
     }
 
@@ -374,7 +375,7 @@ impl<T: Clone> ClientEndpoint<T> {
     /// Ends the session at once with `error`. The peer is told if it broke the protocol.
     pub fn fail(&mut self, error: RpcError) {
         if error.kind() == ErrorKind::Protocol && !matches!(self.state, SessionState::Ended(_)) {
-            self.link.control(Kind::Close, 0, &error.to_wire());
+            self.common.control(Kind::Close, 0, &error.to_wire());
         }
         self.end(error);
     }
@@ -386,34 +387,34 @@ impl<T: Clone> ClientEndpoint<T> {
 
     /// Moves queued frames to where [`slices`](Self::slices) shows them.
     pub fn stage(&mut self) {
-        self.link.output.stage();
+        self.common.output.stage();
         self.note_sent();
         let mut more = self.stage_frees();
         if self.unsent.is_empty()
             && let Some(id) = self.pong.take()
         {
-            self.link.control(Kind::Pong, id, &[]);
+            self.common.control(Kind::Pong, id, &[]);
             more = true;
         }
         if more {
-            self.link.output.stage();
+            self.common.output.stage();
         }
     }
 
     /// Fills `slices` with the bytes to write, for a vectored write. Returns the number of slices
     /// filled.
     pub fn slices<'a>(&'a self, slices: &mut [IoSlice<'a>]) -> usize {
-        self.link.output.slices(slices)
+        self.common.output.slices(slices)
     }
 
     /// Records that the first `count` bytes of the slices were written.
     pub fn advance(&mut self, count: usize, now: Instant) {
-        self.link.advance(count, now);
+        self.common.advance(count, now);
     }
 
     /// Returns true if nothing is left to write.
     pub fn is_flushed(&self) -> bool {
-        self.link.output.is_empty() && self.frees.is_empty() && self.pong.is_none()
+        self.common.output.is_empty() && self.frees.is_empty() && self.pong.is_none()
     }
 
     /// Returns the time when [`handle_timeout`](Self::handle_timeout) must be called next.
@@ -421,8 +422,8 @@ impl<T: Clone> ClientEndpoint<T> {
         if let SessionState::Ended(_) = self.state {
             return None;
         }
-        let link = self.link.poll_timeout();
-        Some(self.deadlines.peek().map_or(link, |Reverse((deadline, _))| link.min(*deadline)))
+        let keep_alive = self.common.poll_timeout();
+        Some(self.deadlines.peek().map_or(keep_alive, |Reverse((deadline, _))| keep_alive.min(*deadline)))
     }
 
     /// Returns the error with which the session ended, if it has ended.
@@ -447,7 +448,7 @@ impl<T: Clone> ClientEndpoint<T> {
         let order = if lane == Lane::CONCURRENT { id | 1 << 63 } else { lane.0.into() };
         self.in_flight.insert(id, InFlight { token: Some(token), cost, into, order, cancel: CancelState::None });
         self.unsent.push_back((submission, id));
-        self.link.output.message(order, message);
+        self.common.output.message(order, message);
         self.note_sent();
     }
 
@@ -486,7 +487,7 @@ impl<T: Clone> ClientEndpoint<T> {
     /// Processes the ids of requests whose last frame has been staged.
     fn note_sent(&mut self) {
         let mut cancelled = false;
-        while let Some(id) = self.link.output.sent.pop() {
+        while let Some(id) = self.common.output.sent.pop() {
             if self.unsent.back().is_some_and(|(_, last)| *last == id) {
                 self.unsent.pop_back();
             } else {
@@ -496,7 +497,7 @@ impl<T: Clone> ClientEndpoint<T> {
                 && request.cancel == CancelState::Requested
             {
                 request.cancel = CancelState::Sent;
-                self.link.control(Kind::Cancel, id, &[]);
+                self.common.control(Kind::Cancel, id, &[]);
                 cancelled = true;
             }
         }
@@ -519,7 +520,7 @@ impl<T: Clone> ClientEndpoint<T> {
         for (at, (_, handle)) in self.frees.drain(..count).enumerate() {
             body.extend_from_slice(&handle.to_bits().to_le_bytes());
             if body.len() == 8 * FREES_PER_FRAME || at + 1 == count {
-                self.link.control(Kind::Free, 0, &body);
+                self.common.control(Kind::Free, 0, &body);
                 body.clear();
             }
         }
@@ -531,7 +532,7 @@ impl<T: Clone> ClientEndpoint<T> {
             self.pong = self.pong.max(Some(incoming.id));
             return Ok(());
         }
-        let Some(incoming) = self.link.handle_control(incoming) else { return Ok(()) };
+        let Some(incoming) = self.common.handle_control(incoming) else { return Ok(()) };
         match incoming.kind {
             Kind::Reply | Kind::Error => self.handle_reply(incoming),
             Kind::Credit => {
@@ -593,7 +594,7 @@ impl<T: Clone> ClientEndpoint<T> {
         };
         self.consumed += cost(size);
         if self.consumed > self.grant_at {
-            self.link.control(Kind::Credit, 0, &encode_credit(0, self.consumed));
+            self.common.control(Kind::Credit, 0, &encode_credit(0, self.consumed));
             self.consumed = 0;
         }
         self.finish(id, outcome);
@@ -619,7 +620,7 @@ impl<T: Clone> ClientEndpoint<T> {
         {
             self.state = SessionState::CloseSent(std::mem::take(tokens));
             self.stage_frees();
-            self.link.control(Kind::Close, 0, &[]);
+            self.common.control(Kind::Close, 0, &[]);
         }
     }
 
@@ -670,19 +671,4 @@ fn closed() -> RpcError {
 
 fn unexpected_reply(id: u64) -> RpcError {
     RpcError::new(ErrorKind::Protocol, format!("the peer sent a reply to request {id}, which was not made"))
-}
-
-/// Encodes the body of a credit frame: u32 requests, u64 bytes.
-pub(super) fn encode_credit(requests: u32, bytes: u64) -> [u8; 12] {
-    let mut body = [0; 12];
-    body[..4].copy_from_slice(&requests.to_le_bytes());
-    body[4..].copy_from_slice(&bytes.to_le_bytes());
-    body
-}
-
-pub(super) fn parse_credit(body: &[u8]) -> Result<(u32, u64)> {
-    let malformed = || RpcError::new(ErrorKind::Protocol, "malformed credit");
-    let (requests, bytes) = body.split_first_chunk::<4>().ok_or_else(malformed)?;
-    let bytes = bytes.try_into().map_err(|_| malformed())?;
-    Ok((u32::from_le_bytes(*requests), u64::from_le_bytes(bytes)))
 }

@@ -17,10 +17,11 @@
 
 mod client;
 mod codec;
+mod credit;
+mod endpoint;
 mod frame;
 mod handshake;
 mod ids;
-mod link;
 mod message;
 mod output;
 mod pool;
@@ -28,11 +29,11 @@ mod server;
 
 pub use client::{Admission, ClientEndpoint, ClientEvent};
 pub use codec::{CodecError, decode_value, encode_value};
+pub use endpoint::{BulkRead, EndpointConfig};
 pub use frame::{FrameError, FrameHeader, HEADER_LEN, Kind, MAX_BODY_PART};
 pub use handshake::{
     ANONYMOUS, Anonymous, Handshake, HandshakeConfig, Hello, Identity, IdentityStep, MAGIC, Negotiated, Role,
     Transcript, VERSION_MAX, VERSION_MIN,
 };
-pub use link::{BulkRead, LinkConfig};
 pub use message::{decode_reply, decode_request, encode_reply, encode_request};
 pub use server::{InPlaceWriter, ServerEndpoint, ServerEvent};

@@ -8,17 +8,17 @@ use std::time::Instant;
 
 use bytes::{Buf, BytesMut};
 
-use super::client::parse_credit;
 use super::codec::CodecError;
+use super::credit::{cost, parse_credit};
+use super::endpoint::{EndpointCommon, EndpointConfig, Incoming, Payload, PayloadTarget};
 use super::frame::{FrameHeader, Kind, MAX_BODY_PART};
 use super::handshake::Negotiated;
 use super::ids::IdMap;
-use super::link::{Incoming, Link, LinkConfig, Payload, PayloadTarget, cost};
 use super::message::{peek_write, read_request, write_reply};
 use super::output::{Message, VALUE_SIZE};
 use crate::error::{ErrorKind, Result, RpcError};
 use crate::handle::Handle;
-use crate::limits::{MemoryLease, MemoryQuota};
+use crate::memory_quota::{MemoryLease, MemoryQuota};
 use crate::reply::Outcome;
 use crate::session::{InPlaceWrite, Lane, Request};
 use crate::value::{TensorRef, Value};
@@ -75,7 +75,7 @@ pub type InPlaceWriter<'a> = &'a mut dyn FnMut(Lane, &TensorRef, u64, u64) -> Op
 
 /// The server's endpoint of one session.
 pub struct ServerEndpoint {
-    link: Link,
+    common: EndpointCommon,
     max_requests: usize,
     /// Bytes of large requests that the client may have in flight.
     window: u64,
@@ -108,9 +108,9 @@ pub struct ServerEndpoint {
 
 impl ServerEndpoint {
     /// Creates the endpoint after a handshake in which this side became the server.
-    pub fn new(negotiated: &Negotiated, config: LinkConfig, now: Instant) -> Self {
+    pub fn new(negotiated: &Negotiated, config: EndpointConfig, now: Instant) -> Self {
         Self {
-            link: Link::new(negotiated, config, now),
+            common: EndpointCommon::new(negotiated, config, now),
             max_requests: negotiated.ours.max_requests as usize,
             window: negotiated.ours.window,
             used: 0,
@@ -148,7 +148,7 @@ impl ServerEndpoint {
     ///
     /// The peer broke the protocol: call [`close`](Self::close) with the error.
     pub fn handle_input(&mut self, input: &mut BytesMut, now: Instant, in_place: InPlaceWriter<'_>) -> Result<bool> {
-        self.link.alive(now);
+        self.common.alive(now);
         self.note_sent();
         let in_flight = &self.in_flight;
         let holds_events_back = !self.events.is_empty();
@@ -170,7 +170,7 @@ impl ServerEndpoint {
         let mut used = 0;
         let (queued, here) = (&mut self.queued, self.unanswered + self.backlog);
         let mut room = |arriving: u64| queued.cover(here + arriving);
-        let handled = match self.link.next(input, &mut used, &mut target, &may_begin, &mut room)? {
+        let handled = match self.common.next(input, &mut used, &mut target, &may_begin, &mut room)? {
             Some(incoming) => self.handle(incoming, now).map(|()| true),
             None => Ok(false),
         };
@@ -180,7 +180,7 @@ impl ServerEndpoint {
 
     /// Returns memory to read into directly, while a large payload is being received.
     pub fn bulk_target(&mut self) -> Option<&mut [u8]> {
-        self.link.bulk_target()
+        self.common.bulk_target()
     }
 
     /// Records that the first `count` bytes of the bulk target were read.
@@ -189,7 +189,7 @@ impl ServerEndpoint {
     ///
     /// As [`handle_input`](Self::handle_input).
     pub fn bulk_filled(&mut self, count: usize, now: Instant) -> Result<()> {
-        match self.link.bulk_filled(count, now) {
+        match self.common.bulk_filled(count, now) {
             Some(incoming) => self.handle(incoming?, now),
             None => Ok(()),
         }
@@ -198,7 +198,7 @@ impl ServerEndpoint {
     /// Returns the error for an end of the peer's stream. `input_left` is the number of received
     /// bytes that could not be used.
     pub fn end_of_stream(&self, input_left: usize) -> RpcError {
-        self.link.end_of_stream(input_left)
+        self.common.end_of_stream(input_left)
     }
 
     /// Handles the passage of time: the keep-alive.
@@ -207,7 +207,7 @@ impl ServerEndpoint {
     ///
     /// The peer has been silent for too long.
     pub fn handle_timeout(&mut self, now: Instant) -> Result<()> {
-        self.link.handle_timeout(now)
+        self.common.handle_timeout(now)
     }
 
     /// Answers a request. If the outcome cannot be sent, the caller gets an error instead, and the
@@ -251,7 +251,7 @@ impl ServerEndpoint {
             self.large_replies.push_back(message);
         } else {
             self.reply_window -= cost;
-            self.link.output.message(id, message);
+            self.common.output.message(id, message);
         }
         if rejected { outcome.ok() } else { None }
     }
@@ -259,16 +259,16 @@ impl ServerEndpoint {
     /// Tells the client to make no new requests. Requests that it made before it received this are
     /// still served: see [`is_drained`](Self::is_drained).
     pub fn go_away(&mut self, reason: &RpcError) {
-        self.link.control(Kind::GoAway, 0, &reason.to_wire());
+        self.common.control(Kind::GoAway, 0, &reason.to_wire());
         // The pong to this ping arrives behind everything that the client sent before it read the
         // `GoAway`.
-        self.link.control(Kind::Ping, DRAIN_PING, &[]);
+        self.common.control(Kind::Ping, DRAIN_PING, &[]);
     }
 
     /// Returns true once the client has received [`go_away`](Self::go_away) and every request made
     /// before is answered and written.
     pub fn is_drained(&self) -> bool {
-        self.link.last_pong == DRAIN_PING && self.is_idle()
+        self.common.last_pong == DRAIN_PING && self.is_idle()
     }
 
     /// Returns the request whose reply waits only for the client's credit: everything ahead of it
@@ -279,12 +279,12 @@ impl ServerEndpoint {
 
     /// Returns true if every request received so far is answered and written.
     pub fn is_idle(&self) -> bool {
-        self.in_flight.is_empty() && self.large_replies.is_empty() && !self.link.is_receiving() && self.is_flushed()
+        self.in_flight.is_empty() && self.large_replies.is_empty() && !self.common.is_receiving() && self.is_flushed()
     }
 
     /// Returns true if a message has begun to arrive, as far as its header was seen.
     pub fn is_receiving(&self) -> bool {
-        self.link.is_receiving()
+        self.common.is_receiving()
     }
 
     /// Ends the session. With an `error`, the client is told the reason. Replies that were given
@@ -293,7 +293,7 @@ impl ServerEndpoint {
         if !std::mem::replace(&mut self.closed, true) {
             let body = error.map(RpcError::to_wire).unwrap_or_default();
             if error.is_some_and(|error| error.kind() == ErrorKind::Protocol) {
-                self.link.control(Kind::Close, 0, &body);
+                self.common.control(Kind::Close, 0, &body);
             } else {
                 self.close_body = Some(body);
             }
@@ -313,35 +313,35 @@ impl ServerEndpoint {
 
     /// Moves queued frames to where [`slices`](Self::slices) shows them.
     pub fn stage(&mut self) {
-        self.link.output.stage();
+        self.common.output.stage();
         self.note_sent();
-        if !self.link.output.has_queued()
+        if !self.common.output.has_queued()
             && let Some(body) = self.close_body.take()
         {
-            self.link.control(Kind::Close, 0, &body);
-            self.link.output.stage();
+            self.common.control(Kind::Close, 0, &body);
+            self.common.output.stage();
         }
     }
 
     /// Fills `slices` with the bytes to write, for a vectored write. Returns the number of slices
     /// filled.
     pub fn slices<'a>(&'a self, slices: &mut [IoSlice<'a>]) -> usize {
-        self.link.output.slices(slices)
+        self.common.output.slices(slices)
     }
 
     /// Records that the first `count` bytes of the slices were written.
     pub fn advance(&mut self, count: usize, now: Instant) {
-        self.link.advance(count, now);
+        self.common.advance(count, now);
     }
 
     /// Returns true if nothing is left to write.
     pub fn is_flushed(&self) -> bool {
-        self.link.output.is_empty() && self.close_body.is_none()
+        self.common.output.is_empty() && self.close_body.is_none()
     }
 
     /// Returns the time when [`handle_timeout`](Self::handle_timeout) must be called next.
     pub fn poll_timeout(&self) -> Instant {
-        self.link.poll_timeout()
+        self.common.poll_timeout()
     }
 
     /// Returns the number of requests that have not been answered.
@@ -350,7 +350,7 @@ impl ServerEndpoint {
     }
 
     fn handle(&mut self, incoming: Incoming<'_>, now: Instant) -> Result<()> {
-        let Some(incoming) = self.link.handle_control(incoming) else { return self.check_window() };
+        let Some(incoming) = self.common.handle_control(incoming) else { return self.check_window() };
         match incoming.kind {
             Kind::Request => self.handle_request(incoming, now)?,
             Kind::Cancel => {
@@ -382,7 +382,7 @@ impl ServerEndpoint {
                 {
                     let Some(message) = self.large_replies.pop_front() else { break };
                     self.reply_window -= cost(message.size);
-                    self.link.output.message(message.id, message);
+                    self.common.output.message(message.id, message);
                 }
             }
             Kind::Close => {
@@ -403,11 +403,11 @@ impl ServerEndpoint {
 
     /// Returns the memory in bytes of the requests and replies that are queued here.
     fn queued_bytes(&self) -> u64 {
-        self.unanswered + self.backlog + self.link.held()
+        self.unanswered + self.backlog + self.common.held()
     }
 
     fn note_sent(&mut self) {
-        let sent = &mut self.link.output.sent;
+        let sent = &mut self.common.output.sent;
         self.unsent -= sent.len().min(self.unsent);
         if self.unsent_costs.is_empty() {
             sent.clear();
@@ -418,13 +418,13 @@ impl ServerEndpoint {
                 self.backlog -= reply;
             }
         }
-        self.queued.settle(self.unanswered + self.backlog + self.link.held());
+        self.queued.settle(self.unanswered + self.backlog + self.common.held());
     }
 
     fn check_window(&mut self) -> Result<()> {
         self.note_sent();
-        let used = self.used + self.link.partial_cost();
-        let requests = self.in_flight.len() + self.unsent + self.link.partial_count();
+        let used = self.used + self.common.partial_cost();
+        let requests = self.in_flight.len() + self.unsent + self.common.partial_count();
         if used > self.window.saturating_add(MAX_BODY_PART as u64) {
             return Err(RpcError::new(
                 ErrorKind::Protocol,

@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 use crate::pair::{Arrived, Cut, Pair, Rng, Setup, call, call_with, frame, object};
 use bytes::{Bytes, BytesMut};
 use rpc_core::proto::{
-    Admission, Anonymous, ClientEndpoint, FrameHeader, HEADER_LEN, Handshake, HandshakeConfig, Hello, Kind, LinkConfig,
-    Role, ServerEndpoint, ServerEvent, decode_reply, decode_request, decode_value, encode_reply, encode_request,
+    Admission, Anonymous, ClientEndpoint, EndpointConfig, FrameHeader, HEADER_LEN, Handshake, HandshakeConfig, Hello,
+    Kind, Role, ServerEndpoint, ServerEvent, decode_reply, decode_request, decode_value, encode_reply, encode_request,
     encode_value,
 };
 use rpc_core::session::{Operation, ReadBuffer, Request};
@@ -291,8 +291,8 @@ fn a_handshake_accepts_or_refuses_any_bytes() {
             match side.handle_input(&mut input) {
                 Ok(None) => {}
                 Ok(Some(negotiated)) => {
-                    ServerEndpoint::new(&negotiated, LinkConfig::default(), now);
-                    ClientEndpoint::<()>::new(&negotiated, LinkConfig::default(), now);
+                    ServerEndpoint::new(&negotiated, EndpointConfig::default(), now);
+                    ClientEndpoint::<()>::new(&negotiated, EndpointConfig::default(), now);
                     return;
                 }
                 Err(error) => {
@@ -373,7 +373,7 @@ fn answer(pair: &mut Pair, model: &mut Model, rng: &mut Rng, id: u64) {
 }
 
 /// Frees the released objects, and examines the replies as a caller would.
-fn look(pair: &mut Pair, model: &mut Model) {
+fn act_on_replies(pair: &mut Pair, model: &mut Model) {
     for arrived in &pair.arrived[model.acted..] {
         match arrived {
             Arrived::Release(handles) => {
@@ -467,7 +467,7 @@ fn history(seed: u64) {
         if rng.one_in(3) {
             pair.run();
         }
-        look(&mut pair, &mut model);
+        act_on_replies(&mut pair, &mut model);
         if pair.ended.is_some() {
             break;
         }
@@ -482,13 +482,13 @@ fn history(seed: u64) {
         }
         loop {
             pair.run();
-            look(&mut pair, &mut model);
+            act_on_replies(&mut pair, &mut model);
             let Some(id) = pair.requests.keys().next().copied() else { break };
             answer(&mut pair, &mut model, &mut rng, id);
         }
     }
     pair.run();
-    look(&mut pair, &mut model);
+    act_on_replies(&mut pair, &mut model);
     if let Some(error) = &pair.server_error {
         assert_ne!(error.kind(), ErrorKind::Protocol, "{error}");
     }
@@ -501,7 +501,7 @@ fn history(seed: u64) {
         assert_eq!(held, model.live, "objects were lost");
         pair.client.release(model.held.drain(..).map(Handle::from_bits));
         pair.run();
-        look(&mut pair, &mut model);
+        act_on_replies(&mut pair, &mut model);
         assert!(model.live.is_empty());
         // An idle session only sends pings.
         let turns = pair.turns;

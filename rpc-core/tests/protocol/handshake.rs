@@ -28,7 +28,7 @@ fn server() -> Hello {
 type Outcome = Result<Negotiated, RpcError>;
 
 /// Lets both sides exchange `cut` bytes at a time, until they are done or have nothing to send.
-fn talk(dialler: &mut Handshake, acceptor: &mut Handshake, cut: usize) -> (Option<Outcome>, Option<Outcome>) {
+fn exchange_bytes(dialler: &mut Handshake, acceptor: &mut Handshake, cut: usize) -> (Option<Outcome>, Option<Outcome>) {
     let (mut up, mut down) = (BytesMut::new(), BytesMut::new());
     let (mut at_acceptor, mut at_dialler) = (BytesMut::new(), BytesMut::new());
     let (mut ours, mut theirs) = (None, None);
@@ -53,9 +53,9 @@ fn talk(dialler: &mut Handshake, acceptor: &mut Handshake, cut: usize) -> (Optio
     }
 }
 
-fn meet(dialler: HandshakeConfig, acceptor: HandshakeConfig) -> (Option<Outcome>, Option<Outcome>) {
+fn perform_handshake(dialler: HandshakeConfig, acceptor: HandshakeConfig) -> (Option<Outcome>, Option<Outcome>) {
     let now = Instant::now();
-    talk(&mut Handshake::dial(dialler, now), &mut Handshake::accept(acceptor, now), usize::MAX)
+    exchange_bytes(&mut Handshake::dial(dialler, now), &mut Handshake::accept(acceptor, now), usize::MAX)
 }
 
 fn agreed((ours, theirs): (Option<Outcome>, Option<Outcome>)) -> (Negotiated, Negotiated) {
@@ -75,7 +75,7 @@ fn both_sides_agree_on_versions_features_and_limits() {
     let mut answer = server();
     answer.features = vec!["b".into(), "c".into()];
     answer.max_requests = 7;
-    let (ours, theirs) = agreed(meet(config(offer), config(answer)));
+    let (ours, theirs) = agreed(perform_handshake(config(offer), config(answer)));
     assert_eq!((ours.version, theirs.version), (1, 1));
     assert_eq!((ours.role, theirs.role), (Role::Client, Role::Server));
     assert!(ours.has_feature("b") && theirs.has_feature("b"));
@@ -90,18 +90,18 @@ fn every_cut_of_the_bytes_gives_the_same_outcome() {
         let now = Instant::now();
         let (mut dialler, mut acceptor) =
             (Handshake::dial(config(client()), now), Handshake::accept(config(server()), now));
-        agreed(talk(&mut dialler, &mut acceptor, cut));
+        agreed(exchange_bytes(&mut dialler, &mut acceptor, cut));
     }
 }
 
 #[test]
 fn the_highest_common_version_is_spoken() {
     let range = |hello: Hello, min, max| Hello { version_min: min, version_max: max, ..hello };
-    let (ours, theirs) = agreed(meet(config(range(client(), 1, 9)), config(range(server(), 3, 5))));
+    let (ours, theirs) = agreed(perform_handshake(config(range(client(), 1, 9)), config(range(server(), 3, 5))));
     assert_eq!((ours.version, theirs.version), (5, 5));
     for (old, new) in [((1, 1), (2, 3)), ((2, 3), (1, 1)), ((7, 9), (1, 6))] {
         let (ours, theirs) =
-            refused(meet(config(range(client(), old.0, old.1)), config(range(server(), new.0, new.1))));
+            refused(perform_handshake(config(range(client(), old.0, old.1)), config(range(server(), new.0, new.1))));
         for error in [ours, theirs] {
             assert_eq!(error.kind(), ErrorKind::VersionMismatch, "{error}");
             assert!(error.message().contains("no common protocol version"), "{error}");
@@ -111,10 +111,10 @@ fn the_highest_common_version_is_spoken() {
 
 #[test]
 fn the_roles_do_not_depend_on_the_side_that_dialled() {
-    let (ours, theirs) = agreed(meet(config(server()), config(client())));
+    let (ours, theirs) = agreed(perform_handshake(config(server()), config(client())));
     assert_eq!((ours.role, theirs.role), (Role::Server, Role::Client));
     for role in [Role::Client, Role::Server] {
-        let (ours, theirs) = refused(meet(config(Hello::new(role)), config(Hello::new(role))));
+        let (ours, theirs) = refused(perform_handshake(config(Hello::new(role)), config(Hello::new(role))));
         assert_eq!((ours.kind(), theirs.kind()), (ErrorKind::Refused, ErrorKind::Refused));
         assert!(ours.message().contains("both sides want to be"), "{ours}");
         assert_eq!((ours.hop(), theirs.hop()), (1, 0));
@@ -124,18 +124,18 @@ fn the_roles_do_not_depend_on_the_side_that_dialled() {
 #[test]
 fn a_key_must_match_unless_the_client_asks_for_none_or_for_a_hop() {
     let keyed = |hello: Hello, key: &str| Hello { key: key.into(), ..hello };
-    agreed(meet(config(client()), config(keyed(server(), "gpu"))));
-    agreed(meet(config(keyed(client(), "gpu")), config(keyed(server(), "gpu"))));
+    agreed(perform_handshake(config(client()), config(keyed(server(), "gpu"))));
+    agreed(perform_handshake(config(keyed(client(), "gpu")), config(keyed(server(), "gpu"))));
     let mut through = keyed(client(), "gpu");
     through.forward.push("tcp://b:1".into());
-    agreed(meet(config(through), config(server())));
+    agreed(perform_handshake(config(through), config(server())));
     for key in ["", "cpu"] {
-        let (ours, theirs) = refused(meet(config(keyed(client(), "gpu")), config(keyed(server(), key))));
+        let (ours, theirs) = refused(perform_handshake(config(keyed(client(), "gpu")), config(keyed(server(), key))));
         assert_eq!((ours.kind(), theirs.kind()), (ErrorKind::Refused, ErrorKind::Refused));
         assert!(ours.message().contains("'gpu'"), "{ours}");
     }
     // The same when the server dialled.
-    refused(meet(config(keyed(server(), "cpu")), config(keyed(client(), "gpu"))));
+    refused(perform_handshake(config(keyed(server(), "cpu")), config(keyed(client(), "gpu"))));
 }
 
 #[test]
@@ -145,7 +145,7 @@ fn limits_that_allow_no_request_are_refused() {
     for change in break_limits {
         let mut offer = client();
         change(&mut offer);
-        let (ours, theirs) = refused(meet(config(offer), config(server())));
+        let (ours, theirs) = refused(perform_handshake(config(offer), config(server())));
         assert_eq!((ours.kind(), theirs.kind()), (ErrorKind::Protocol, ErrorKind::Protocol), "{ours}");
     }
     // Our own window is widened to the size of the largest message; the one on the wire is not.
@@ -228,14 +228,15 @@ fn identity_is_proven_in_several_rounds() {
         let now = Instant::now();
         let mut dialler = Handshake::dial(with_identity(client(), Toy::new(9, true)), now);
         let mut acceptor = Handshake::accept(with_identity(server(), Toy::new(9, false)), now);
-        let (ours, theirs) = agreed(talk(&mut dialler, &mut acceptor, cut));
+        let (ours, theirs) = agreed(exchange_bytes(&mut dialler, &mut acceptor, cut));
         assert_eq!((&*ours.identity, &*theirs.identity), ("acceptor", "dialler"));
     }
 }
 
 #[test]
 fn a_wrong_secret_is_refused_and_both_sides_get_the_error() {
-    let outcome = meet(with_identity(client(), Toy::new(9, true)), with_identity(server(), Toy::new(8, false)));
+    let outcome =
+        perform_handshake(with_identity(client(), Toy::new(9, true)), with_identity(server(), Toy::new(8, false)));
     let (ours, theirs) = refused(outcome);
     assert_eq!((ours.kind(), theirs.kind()), (ErrorKind::Refused, ErrorKind::Refused));
     assert!(theirs.message().contains("secret"), "{theirs}");
@@ -245,8 +246,8 @@ fn a_wrong_secret_is_refused_and_both_sides_get_the_error() {
 #[test]
 fn methods_of_identity_must_be_the_same() {
     for outcome in [
-        meet(with_identity(client(), Toy::new(9, true)), config(server())),
-        meet(config(client()), with_identity(server(), Toy::new(9, false))),
+        perform_handshake(with_identity(client(), Toy::new(9, true)), config(server())),
+        perform_handshake(config(client()), with_identity(server(), Toy::new(9, false))),
     ] {
         let (ours, theirs) = refused(outcome);
         assert!(ours.message().contains("'toy'") && ours.message().contains("'none'"), "{ours}");
@@ -266,7 +267,7 @@ fn the_first_method_of_the_dialler_that_the_acceptor_has_is_used() {
         let (first, second) = if toy_first { (toy, none) } else { (none, toy) };
         let mut dialler = Handshake::dial(both(first, second, client()), now);
         let mut acceptor = Handshake::accept(both(Box::new(Anonymous), Toy::new(9, false), server()), now);
-        let (ours, theirs) = agreed(talk(&mut dialler, &mut acceptor, usize::MAX));
+        let (ours, theirs) = agreed(exchange_bytes(&mut dialler, &mut acceptor, usize::MAX));
         assert_eq!(
             (&*ours.identity, &*theirs.identity),
             if toy_first { ("acceptor", "dialler") } else { ("anonymous", "anonymous") }
@@ -302,7 +303,7 @@ impl Identity for Witness {
 #[test]
 fn both_sides_bind_their_proofs_to_the_same_transcript() {
     let (near, far) = <(std::sync::Arc<_>, std::sync::Arc<_>)>::default();
-    agreed(meet(
+    agreed(perform_handshake(
         with_identity(Hello { agent: "near".into(), ..client() }, Box::new(Witness(std::sync::Arc::clone(&near)))),
         with_identity(Hello { agent: "far".into(), ..server() }, Box::new(Witness(std::sync::Arc::clone(&far)))),
     ));
@@ -332,7 +333,8 @@ fn accepting_without_proof_proves_nothing() {
 #[test]
 fn the_number_of_proofs_is_limited() {
     let chatty = |dialler| Box::new(Toy { secret: 0, dialler, round: u32::from(!dialler), chatty: true });
-    let (ours, theirs) = refused(meet(with_identity(client(), chatty(true)), with_identity(server(), chatty(false))));
+    let (ours, theirs) =
+        refused(perform_handshake(with_identity(client(), chatty(true)), with_identity(server(), chatty(false))));
     assert_eq!((ours.kind(), theirs.kind()), (ErrorKind::Protocol, ErrorKind::Protocol));
     // One more than the method has, behind the last.
     let mut dialler = Handshake::dial(config(client()), Instant::now());
@@ -347,7 +349,7 @@ fn a_server_that_holds_its_accept_approves_or_refuses() {
     let now = Instant::now();
     let (mut dialler, mut acceptor) = (Handshake::dial(config(client()), now), Handshake::accept(hold(), now));
     assert!(acceptor.awaits_approval().is_none());
-    let (ours, theirs) = talk(&mut dialler, &mut acceptor, usize::MAX);
+    let (ours, theirs) = exchange_bytes(&mut dialler, &mut acceptor, usize::MAX);
     assert!(ours.is_none() && theirs.is_none());
     let (hello, peer) = acceptor.awaits_approval().unwrap();
     assert_eq!((hello.role, peer), (Role::Client, "anonymous"));
@@ -357,7 +359,7 @@ fn a_server_that_holds_its_accept_approves_or_refuses() {
     assert!(dialler.handle_input(&mut input).unwrap().is_some());
 
     let (mut dialler, mut acceptor) = (Handshake::dial(config(client()), now), Handshake::accept(hold(), now));
-    talk(&mut dialler, &mut acceptor, usize::MAX);
+    exchange_bytes(&mut dialler, &mut acceptor, usize::MAX);
     acceptor.refuse(&RpcError::limit("max_sessions", 1, 2));
     assert!(acceptor.approve().is_none() && acceptor.awaits_approval().is_none());
     let mut input = BytesMut::from(&acceptor.take_output()[..]);

@@ -51,7 +51,7 @@ unsafe impl GlobalAlloc for Counting {
 static COUNTING: Counting = Counting;
 
 /// Returns the peak memory in bytes that this thread used during `action`, beyond its use before.
-fn peak_of(action: impl FnOnce()) -> usize {
+fn peak_memory_of(action: impl FnOnce()) -> usize {
     let before = HELD.get();
     PEAK.set(before);
     action();
@@ -63,7 +63,7 @@ fn setup() -> Setup {
 }
 
 /// Returns a pair whose client has made one request, with id 1.
-fn asked() -> Pair {
+fn pair_with_a_request() -> Pair {
     let mut pair = setup().build();
     pair.submit(1, call(0, 10));
     pair.run();
@@ -117,7 +117,7 @@ fn request(id: u64, body: &[u8], payload: &[u8]) -> Vec<u8> {
 
 fn check_server(name: &str, bytes: &[u8]) {
     let mut pair = setup().build();
-    let peak = peak_of(|| {
+    let peak = peak_memory_of(|| {
         pair.inject_to_server(bytes);
         pair.run();
     });
@@ -132,8 +132,8 @@ fn check_server(name: &str, bytes: &[u8]) {
 }
 
 fn check_client(name: &str, bytes: &[u8]) {
-    let mut pair = asked();
-    let peak = peak_of(|| {
+    let mut pair = pair_with_a_request();
+    let peak = peak_memory_of(|| {
         pair.inject_to_client(bytes);
         pair.run();
     });
@@ -213,11 +213,11 @@ fn frames_that_a_server_may_not_send_end_the_session() {
         ("a request", frame(Kind::Request, 1, 0, false, &[0x93, 7, 0xc0, 0x91, 1], &[])),
         ("a cancellation", frame(Kind::Cancel, 1, 0, false, &[], &[])),
         ("a free", frame(Kind::Free, 0, 0, false, &[0; 8], &[])),
-        ("a reply that nobody asked for", reply(2, &[0xc0])),
-        ("an error that nobody asked for", frame(Kind::Error, 0, 0, false, &[0x80], &[])),
+        ("a reply to no request", reply(2, &[0xc0])),
+        ("an error for no request", frame(Kind::Error, 0, 0, false, &[0x80], &[])),
         ("the beginning of such a reply", frame(Kind::Reply, 2, 0, true, &[0xc0], &[])),
         (
-            "a large reply that nobody asked for",
+            "a large reply to no request",
             frame(Kind::Reply, 2, 0, false, &[0xd7, 1, 0, 0, 1, 0, 0, 0, 0, 0], &[0; 65_536]),
         ),
         ("an empty reply", reply(1, &[])),
@@ -234,7 +234,7 @@ fn frames_that_a_server_may_not_send_end_the_session() {
         check_client(name, &bytes);
     }
     // The second of two replies to one request.
-    let mut pair = asked();
+    let mut pair = pair_with_a_request();
     pair.inject_to_client(&[reply(1, &[5]), reply(1, &[6])].concat());
     pair.run();
     assert_eq!(pair.outcomes[&1], Ok(Value::Int(5)));
@@ -244,7 +244,7 @@ fn frames_that_a_server_may_not_send_end_the_session() {
 #[test]
 fn malformed_close_and_go_away_frames_still_count() {
     for body in [&[0xc1][..], &[0x80], &[&[0x81, 0xa1, b'x'][..], &[0x91; 60_000]].concat()] {
-        let mut pair = asked();
+        let mut pair = pair_with_a_request();
         pair.inject_to_client(&frame(Kind::GoAway, 0, 0, false, body, &[]));
         pair.run();
         assert_eq!(pair.going_away.as_ref().unwrap().kind(), ErrorKind::Draining);
@@ -252,7 +252,7 @@ fn malformed_close_and_go_away_frames_still_count() {
         pair.inject_to_client(&frame(Kind::Close, 0, 0, false, body, &[]));
         pair.run();
         assert_eq!(pair.ended.as_ref().unwrap().kind(), ErrorKind::Closed);
-        let mut pair = asked();
+        let mut pair = pair_with_a_request();
         pair.inject_to_server(&frame(Kind::Close, 0, 0, false, body, &[]));
         pair.run();
         assert_eq!(pair.arrived.last(), Some(&Arrived::Close));
@@ -261,7 +261,7 @@ fn malformed_close_and_go_away_frames_still_count() {
 
 #[test]
 fn an_unknown_operation_fails_only_its_request() {
-    let mut pair = asked();
+    let mut pair = pair_with_a_request();
     pair.inject_to_server(&request(5, &[0x93, 99, 0xc0, 0x90], &[]));
     pair.inject_to_server(&request(6, &[0x93, 8, 0xc0, 0x92, 0xd7, 4, 1, 0, 0, 0, 0, 0, 0, 0, 0xcd, 255, 255], &[]));
     pair.inject_to_server(&request(7, &[0x93, 99, 0xc0, 0x91, 0xd4, 99, 0], &[1, 2, 3]));
@@ -272,7 +272,7 @@ fn an_unknown_operation_fails_only_its_request() {
     assert_eq!(errors, [(Kind::Error, 5), (Kind::Error, 6), (Kind::Error, 7)]);
     assert_eq!(pair.server.in_flight(), 1);
     // Unknown extras are skipped.
-    let mut pair = asked();
+    let mut pair = pair_with_a_request();
     pair.inject_to_server(&request(5, &[0x93, 7, 0x82, 0xa1, b'x', 0x92, 1, 2, 0xa1, b'd', 9, 0x91, 1], &[]));
     pair.run();
     assert!(pair.requests[&5].deadline.is_some());
@@ -294,7 +294,7 @@ fn no_memory_is_reserved_for_claimed_lengths() {
     // Lengths within the limits, whose bytes never arrive.
     for (body, payload) in [(65_536, 65_536), (65_536, 10), (10, 65_536), (0, 16 << 10)] {
         let mut pair = setup().build();
-        let peak = peak_of(|| {
+        let peak = peak_memory_of(|| {
             for _ in 0..100 {
                 pair.inject_to_server(&header(16, 0, 0, body, payload)[..]);
                 pair.run();
@@ -303,7 +303,7 @@ fn no_memory_is_reserved_for_claimed_lengths() {
         assert!(peak < 1 << 20, "{body} {payload}: {peak}");
     }
     for body in [&[0xdd, 255, 255, 255, 255][..], &[0xdb, 255, 255, 255, 255], &[0xc9, 255, 255, 255, 255, 1]] {
-        assert!(peak_of(|| assert!(decode_value(body, Bytes::new()).is_err())) < 1024);
+        assert!(peak_memory_of(|| assert!(decode_value(body, Bytes::new()).is_err())) < 1024);
     }
 }
 
@@ -313,7 +313,7 @@ fn the_length_of_a_message_is_limited() {
     for len in [60_000, 1_000] {
         let mut pair = setup().build();
         let chunk = part(Kind::Request, 1, len);
-        let peak = peak_of(|| {
+        let peak = peak_memory_of(|| {
             while pair.server_error.is_none() {
                 pair.inject_to_server(&chunk);
                 pair.run();
@@ -321,7 +321,7 @@ fn the_length_of_a_message_is_limited() {
         });
         assert!(pair.server_error.as_ref().unwrap().message().contains("max_message"));
         assert!(peak < 3 << 20, "{peak}");
-        let mut pair = asked();
+        let mut pair = pair_with_a_request();
         let chunk = part(Kind::Reply, 1, len);
         while pair.ended.is_none() {
             pair.inject_to_client(&chunk);
@@ -354,7 +354,7 @@ fn messages_that_never_become_complete_are_counted() {
     let mut pair = setup().build();
     let input: Vec<u8> = (1..=100_000).flat_map(|id| frame(Kind::Request, id, 0, true, &[], &[])).collect();
     let mut input = BytesMut::from(&input[..]);
-    let peak = peak_of(|| {
+    let peak = peak_memory_of(|| {
         let error = pair.server.handle_input(&mut input, pair.now, &mut |_, _, _, _| None).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Protocol);
     });
@@ -400,7 +400,7 @@ fn a_client_that_does_not_read_its_replies_is_limited() {
     pair.client_reads = false;
     let text = "x".repeat(3_000);
     let mut asked = 0;
-    let peak = peak_of(|| {
+    let peak = peak_memory_of(|| {
         for id in 1..=100_000 {
             pair.setup.capacity = usize::MAX;
             pair.inject_to_server(&request(id, &[0x93, 7, 0xc0, 0x91, 1], &[]));
@@ -430,7 +430,7 @@ fn unread_large_replies_hold_back_further_requests() {
             pair.reply(id, Ok(Value::Bytes(vec![0; 200 << 10].into())));
         }
     };
-    let peak = peak_of(|| {
+    let peak = peak_memory_of(|| {
         for id in 1..=900 {
             pair.setup.capacity = usize::MAX;
             pair.inject_to_server(&request(id, &[0x93, 7, 0xc0, 0x91, 1], &[]));
@@ -460,7 +460,7 @@ fn a_backlog_of_replies_is_bounded() {
     pair.run();
     assert_eq!(pair.requests.len(), 900);
     pair.setup.capacity = 4 << 10;
-    let peak = peak_of(|| {
+    let peak = peak_memory_of(|| {
         for id in 1..=900 {
             pair.reply(id, Ok(Value::Bytes(vec![0; 200 << 10].into())));
             pair.rejected.clear();
@@ -561,7 +561,7 @@ fn not_all_pings_of_a_peer_that_does_not_read_are_answered() {
     let mut client = setup().build().client;
     let now = Instant::now();
     let mut input = BytesMut::new();
-    let peak = peak_of(|| {
+    let peak = peak_memory_of(|| {
         for _ in 0..8 {
             input.extend_from_slice(&flood);
             while server.handle_input(&mut input, now, &mut |_, _, _, _| None).unwrap() {}
@@ -584,7 +584,7 @@ fn not_all_pings_of_a_peer_that_does_not_read_are_answered() {
 
 #[test]
 fn endless_credit_does_not_overflow() {
-    let mut pair = asked();
+    let mut pair = pair_with_a_request();
     let credit = frame(Kind::Credit, 0, 0, false, &[255; 12], &[]);
     for _ in 0..3 {
         pair.inject_to_client(&credit);
@@ -602,7 +602,7 @@ fn endless_credit_does_not_overflow() {
 
 #[test]
 fn unexpected_pongs_and_cancels_are_ignored() {
-    let mut pair = asked();
+    let mut pair = pair_with_a_request();
     for id in [0, 1, u64::MAX] {
         pair.inject_to_client(&frame(Kind::Pong, id, 0, false, &[], &[]));
         pair.inject_to_server(&frame(Kind::Pong, id, 0, false, &[], &[]));
@@ -631,7 +631,7 @@ fn a_reply_to_a_request_that_is_still_being_sent_does_no_harm() {
 
 #[test]
 fn errors_of_a_peer_keep_their_facts_and_unknown_kinds() {
-    let mut pair = asked();
+    let mut pair = pair_with_a_request();
     pair.inject_to_client(&frame(
         Kind::Error,
         1,
@@ -692,7 +692,7 @@ fn the_number_of_small_values_is_limited() {
     let body = |len: u32| [&[0xdd][..], &len.to_be_bytes(), &vec![0xc0; len as usize]].concat();
     assert!(decode_value(&body((1 << 20) - 1), Bytes::new()).is_ok());
     let body = body(20 << 20);
-    assert!(peak_of(|| assert!(decode_value(&body, Bytes::new()).is_err())) < 256 << 20);
+    assert!(peak_memory_of(|| assert!(decode_value(&body, Bytes::new()).is_err())) < 256 << 20);
     // The sender gets an error; the rest of the session is not affected.
     let mut pair = Setup::default().build();
     let many = Value::List(vec![Value::Null; 1 << 20]);

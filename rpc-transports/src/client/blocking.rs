@@ -14,7 +14,7 @@ use std::sync::{Condvar, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use bytes::BytesMut;
-use rpc_core::proto::{ClientEndpoint, LinkConfig, Negotiated};
+use rpc_core::proto::{ClientEndpoint, EndpointConfig, Negotiated};
 use rpc_core::{Request, RpcSession, SharedSession, Submission};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
@@ -91,7 +91,7 @@ impl BlockingClientSession {
         channel: BlockingChannel,
         negotiated: &Negotiated,
         mut input: BytesMut,
-        config: LinkConfig,
+        config: EndpointConfig,
     ) -> io::Result<Self> {
         let (io, peer, guard) = channel.into_parts();
         let read_limit = config.keep_alive.max(Duration::from_millis(1));

@@ -7,7 +7,7 @@ use std::task::{Context, Poll, Waker, ready};
 use std::time::Instant;
 
 use bytes::BytesMut;
-use rpc_core::proto::{ClientEndpoint, ClientEvent, LinkConfig, Negotiated};
+use rpc_core::proto::{ClientEndpoint, ClientEvent, EndpointConfig, Negotiated};
 use rpc_core::{ErrorKind, Request, Responder, RpcError, RpcSession, SharedSession, Submission};
 use tokio::io::AsyncWrite;
 
@@ -33,7 +33,7 @@ struct TaskPump {
 impl ClientSession {
     /// Starts the session after a handshake, and its task. `input` holds the bytes that were read
     /// beyond the handshake.
-    pub(crate) fn spawn(channel: Channel, negotiated: &Negotiated, input: BytesMut, config: LinkConfig) -> Self {
+    pub(crate) fn spawn(channel: Channel, negotiated: &Negotiated, input: BytesMut, config: EndpointConfig) -> Self {
         let connection = channel.security().connection.clone();
         let is_encrypted = channel.security().is_encrypted() || channel.security().encrypted_way;
         let (io, peer, guard) = channel.into_parts();

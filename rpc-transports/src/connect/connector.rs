@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::BytesMut;
-use rpc_core::proto::{HandshakeConfig, Hello, LinkConfig, Negotiated, Role};
+use rpc_core::proto::{EndpointConfig, HandshakeConfig, Hello, Negotiated, Role};
 use rpc_core::{ErrorKind, Registry, RpcError, Session, SharedSession};
 
 use super::error::ConnectError;
@@ -562,8 +562,8 @@ impl Connector {
         self.wanted.as_deref()
     }
 
-    pub(crate) fn link(&self) -> LinkConfig {
-        LinkConfig { keep_alive: self.dial.keep_alive }
+    pub(crate) fn link(&self) -> EndpointConfig {
+        EndpointConfig { keep_alive: self.dial.keep_alive }
     }
 }
 

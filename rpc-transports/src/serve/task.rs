@@ -9,7 +9,7 @@ use std::task::{Context, Poll};
 use std::time::Instant;
 
 use bytes::BytesMut;
-use rpc_core::proto::{LinkConfig, Negotiated, ServerEndpoint, ServerEvent};
+use rpc_core::proto::{EndpointConfig, Negotiated, ServerEndpoint, ServerEvent};
 use rpc_core::reply::{Canceller, Outcome, ReplySink};
 use rpc_core::{ErrorKind, MemoryQuota, Operation, Request, RpcError, RpcSession, SharedSession, Value};
 
@@ -72,7 +72,7 @@ impl SessionTask {
         let SessionParts { session, mailbox, queued, entry } = parts;
         let now = Instant::now();
         let (io, _, guard) = channel.into_parts();
-        let config = LinkConfig { keep_alive: options.keep_alive };
+        let config = EndpointConfig { keep_alive: options.keep_alive };
         let end_watch = session.ended().reply().deliver_to(Arc::new(EndOfSession(mailbox.clone())), 0);
         Self {
             endpoint: ServerEndpoint::new(negotiated, config, now).with_quota(queued),

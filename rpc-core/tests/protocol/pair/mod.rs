@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 use bytes::{Bytes, BytesMut};
 use rpc_core::proto::{
-    Admission, Anonymous, ClientEndpoint, ClientEvent, FrameHeader, HEADER_LEN, Handshake, HandshakeConfig, Hello,
-    Kind, LinkConfig, Negotiated, Role, ServerEndpoint, ServerEvent,
+    Admission, Anonymous, ClientEndpoint, ClientEvent, EndpointConfig, FrameHeader, HEADER_LEN, Handshake,
+    HandshakeConfig, Hello, Kind, Negotiated, Role, ServerEndpoint, ServerEvent,
 };
 use rpc_core::reply::{Outcome, ReplySink};
 use rpc_core::session::{Operation, Request};
@@ -230,7 +230,7 @@ impl Pair {
     pub(crate) fn new(setup: Setup) -> Self {
         let (ours, theirs) = negotiate(setup.client.clone(), setup.server.clone());
         let now = Instant::now();
-        let config = LinkConfig { keep_alive: setup.keep_alive };
+        let config = EndpointConfig { keep_alive: setup.keep_alive };
         Self {
             start: now,
             now,

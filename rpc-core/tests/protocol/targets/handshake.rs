@@ -16,7 +16,7 @@ pub(crate) fn run(bytes: &[u8]) {
     };
     let now = Instant::now();
     let mut side = if choice & 4 == 0 { Handshake::accept(config, now) } else { Handshake::dial(config, now) };
-    // Nobody finds the magic by chance.
+    // Random bytes never are the magic number.
     let bytes = if choice & 8 == 0 { [&MAGIC[..], bytes].concat() } else { bytes.to_vec() };
     let mut input = BytesMut::new();
     for piece in bytes.chunks(1 + usize::from(choice >> 4)) {

@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use bytes::{Bytes, BytesMut};
 
+use super::credit::cost;
 use super::frame::{FrameHeader, HEADER_LEN, Kind, MAX_BODY_PART};
 use super::handshake::Negotiated;
 use super::ids::IdMap;
@@ -14,16 +15,7 @@ use crate::error::{ErrorKind, Result, RpcError};
 use crate::session::InPlaceWrite;
 
 /// Smallest payload, in bytes, that is received directly into its destination.
-const BULK: usize = 16 << 10;
-
-/// Largest message, body and payload in bytes, that needs no credit in bytes: the number of
-/// messages is limited already.
-const SMALL: usize = 4 << 10;
-
-/// Returns the bytes of the window that a message of this size takes.
-pub(super) fn cost(size: usize) -> u64 {
-    if size > SMALL { size as u64 } else { 0 }
-}
+const MIN_BULK_BYTES: usize = 16 << 10;
 
 /// Silent keep-alive intervals after which the peer is considered gone.
 const SILENT_INTERVALS: u32 = 3;
@@ -31,15 +23,15 @@ const SILENT_INTERVALS: u32 = 3;
 /// Longest keep-alive interval: longer than any session, and short enough to be added to a time.
 const MAX_KEEP_ALIVE: Duration = Duration::from_secs(1 << 30);
 
-/// Keep-alive settings of a channel.
+/// Settings of an endpoint.
 #[derive(Clone, Copy, Debug)]
-pub struct LinkConfig {
+pub struct EndpointConfig {
     /// Time without received bytes after which a ping is sent. The channel fails after three such
     /// intervals. 5 seconds by default.
     pub keep_alive: Duration,
 }
 
-impl Default for LinkConfig {
+impl Default for EndpointConfig {
     fn default() -> Self {
         Self { keep_alive: Duration::from_secs(5) }
     }
@@ -95,7 +87,7 @@ enum BulkTarget {
     Write(InPlaceWrite),
     Read(BytesMut),
     /// One small buffer, overwritten until the whole payload has been read and dropped.
-    Scrap(Box<[u8; BULK]>, RpcError),
+    Discarded(Box<[u8; MIN_BULK_BYTES]>, RpcError),
 }
 
 impl BulkRead {
@@ -105,9 +97,9 @@ impl BulkRead {
             BulkTarget::Pool(buffer) => &mut buffer.as_mut()[self.filled..],
             BulkTarget::Read(buffer) => &mut buffer[self.filled..],
             BulkTarget::Write(write) => write.unfilled(),
-            BulkTarget::Scrap(scrap, _) => {
+            BulkTarget::Discarded(scratch, _) => {
                 let left = self.header.payload_len as usize - self.filled;
-                &mut scrap[..left.min(BULK)]
+                &mut scratch[..left.min(MIN_BULK_BYTES)]
             }
         }
     }
@@ -163,7 +155,7 @@ impl PartialMessage {
 
 /// State that the client's and the server's endpoint share.
 #[derive(Debug)]
-pub(super) struct Link {
+pub(super) struct EndpointCommon {
     pub(super) output: Output,
     max_message: u64,
     chunk: usize,
@@ -177,7 +169,7 @@ pub(super) struct Link {
     pool: BufferPool,
     keep_alive: Duration,
     /// Last time when bytes were received, or when data of this side moved out.
-    last_life: Instant,
+    last_sign_of_life: Instant,
     /// Time of the next ping, if nothing is received before.
     next_ping: Instant,
     /// Number of pings sent since bytes were last received.
@@ -186,8 +178,8 @@ pub(super) struct Link {
     pub(super) last_pong: u64,
 }
 
-impl Link {
-    pub(super) fn new(negotiated: &Negotiated, config: LinkConfig, now: Instant) -> Self {
+impl EndpointCommon {
+    pub(super) fn new(negotiated: &Negotiated, config: EndpointConfig, now: Instant) -> Self {
         let keep_alive = config.keep_alive.clamp(Duration::from_millis(1), MAX_KEEP_ALIVE);
         Self {
             output: Output::new(negotiated.theirs.chunk as usize),
@@ -200,7 +192,7 @@ impl Link {
             max_partial_cost: negotiated.ours.window.saturating_add(MAX_BODY_PART as u64),
             pool: BufferPool::default(),
             keep_alive,
-            last_life: now,
+            last_sign_of_life: now,
             next_ping: now + keep_alive,
             pings: 0,
             last_pong: 0,
@@ -241,14 +233,14 @@ impl Link {
             BulkTarget::Pool(buffer) => Payload::Bytes(buffer.into_bytes()),
             BulkTarget::Write(write) => Payload::Written(write),
             BulkTarget::Read(buffer) => Payload::Read(buffer),
-            BulkTarget::Scrap(_, error) => Payload::Refused(error),
+            BulkTarget::Discarded(_, error) => Payload::Refused(error),
         };
         self.part(bulk.header, Cow::Owned(bulk.body), payload).transpose()
     }
 
     /// Records that bytes were received.
     pub(super) fn alive(&mut self, now: Instant) {
-        self.last_life = now;
+        self.last_sign_of_life = now;
         self.next_ping = now + self.keep_alive;
         self.pings = 0;
     }
@@ -284,7 +276,7 @@ impl Link {
             let Some(header) = input.first_chunk::<HEADER_LEN>() else { return Ok(None) };
             let header = FrameHeader::decode(header, MAX_BODY_PART, self.chunk)?;
             let (body_len, payload_len) = (header.body_len as usize, header.payload_len as usize);
-            let is_bulk = payload_len >= BULK;
+            let is_bulk = payload_len >= MIN_BULK_BYTES;
             if input.len() < HEADER_LEN + body_len + if is_bulk { 0 } else { payload_len } {
                 return Ok(None);
             }
@@ -298,7 +290,7 @@ impl Link {
                 let target = match if whole { target(&header, body) } else { PayloadTarget::Pool } {
                     PayloadTarget::Pool => match self.refusal(&header, room) {
                         None => BulkTarget::Pool(self.pool.take(payload_len)),
-                        Some(error) => BulkTarget::Scrap(Box::new([0; BULK]), error),
+                        Some(error) => BulkTarget::Discarded(Box::new([0; MIN_BULK_BYTES]), error),
                     },
                     PayloadTarget::Write(write) => BulkTarget::Write(write),
                     PayloadTarget::Read(buffer) => BulkTarget::Read(buffer),
@@ -450,7 +442,7 @@ impl Link {
         // While data of this side moves out, the peer is at least reading. Control frames do not
         // count, nor does the last of the data, because those only fill buffers on this side.
         if data && self.output.data_pending {
-            self.last_life = now;
+            self.last_sign_of_life = now;
         }
     }
 
@@ -459,7 +451,7 @@ impl Link {
     }
 
     fn silent_at(&self) -> Instant {
-        self.last_life + self.keep_alive * SILENT_INTERVALS
+        self.last_sign_of_life + self.keep_alive * SILENT_INTERVALS
     }
 
     pub(super) fn handle_timeout(&mut self, now: Instant) -> Result<()> {
