@@ -188,7 +188,7 @@ mod tests {
         assert_eq!(block_on(future).unwrap(), 5);
     }
 
-    /// A session that counts what is asked of it, and whose reply comes then.
+    /// A session that counts its requests, and replies after them.
     #[derive(Default)]
     struct Counted {
         driven: AtomicUsize,

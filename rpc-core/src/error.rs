@@ -382,8 +382,8 @@ impl fmt::Display for RpcError {
     }
 }
 
-/// As `Display`, and the backtrace of the place where the error arose, if there is one: what a
-/// `main` prints that returns the error.
+/// As `Display`, followed by the backtrace of the error, if there is one. A `main` that returns the
+/// error prints this.
 impl fmt::Debug for RpcError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Display::fmt(self, f)?;

@@ -25,6 +25,7 @@ pub mod function;
 pub mod handle;
 pub mod limits;
 pub mod local;
+mod memory_quota;
 mod msgpack;
 mod panics;
 pub mod placement;
@@ -54,7 +55,7 @@ pub use function::{FromReply, IntoArg, IntoArgs, Pack, Shape};
 pub use device::{DeviceApi, DeviceAttribute, DeviceDescription, Devices, Target, VirtualDevice, VirtualDeviceBuilder};
 pub use function::{
     Context, Function, FunctionKind, FunctionModule, LoadRequest, LocalValue, Module, ModuleLoader, Object, Registry,
-    Shared, Signature, ThreadPlace, Usage, WorkspaceFiles,
+    Shared, Signature, ThreadPermit, Usage, WorkspaceFiles,
 };
 pub use limits::{MemoryQuota, SessionLimits};
 pub use local::{Backlog, LocalSession, LocalSessionBuilder, Spawner, ThreadQuota};

@@ -14,16 +14,16 @@ static INSTALL: Once = Once::new();
 /// Installs a panic hook in front of the program's own, which remembers the location and backtrace
 /// of a thread's last panic.
 ///
-/// The backtrace is as long as `RUST_BACKTRACE` asks for; the place is always there.
+/// The backtrace is as long as `RUST_BACKTRACE` asks for; the location is always there.
 pub(crate) fn install_hook() {
     INSTALL.call_once(|| {
         let next = std::panic::take_hook();
         std::panic::set_hook(Box::new(move |info| {
-            let place = info.location().map_or_else(String::new, |location| format!("at {location}"));
+            let location = info.location().map_or_else(String::new, |location| format!("at {location}"));
             let backtrace = Backtrace::capture();
             let text = match backtrace.status() {
-                BacktraceStatus::Captured => format!("{place}\n{backtrace}"),
-                _ => place,
+                BacktraceStatus::Captured => format!("{location}\n{backtrace}"),
+                _ => location,
             };
             LAST.with_borrow_mut(|last| *last = Some(text));
             next(info);

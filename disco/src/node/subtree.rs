@@ -8,7 +8,7 @@ use std::task::{Context, Poll};
 
 use bytes::Bytes;
 use parking_lot::Mutex;
-use rpc_core::{Pack, Result, RpcError, ThreadPlace, blocking};
+use rpc_core::{Pack, Result, RpcError, ThreadPermit, blocking};
 use rpc_transports::{Connector, Onward};
 
 use crate::error::WorkerId;
@@ -44,7 +44,7 @@ struct ParentLink {
     sink: Arc<dyn EventSink>,
     relays: Arc<Relays>,
     /// Each process and each node counts as a thread of the node's session.
-    _permits: Vec<ThreadPlace>,
+    _permits: Vec<ThreadPermit>,
 }
 
 impl Drop for ParentLink {
@@ -220,7 +220,7 @@ fn processes(
     context: &rpc_core::Context,
     set_up: &SetUp,
     sink: &Arc<dyn EventSink>,
-) -> Result<(Children, Vec<ThreadPlace>)> {
+) -> Result<(Children, Vec<ThreadPermit>)> {
     let address = this_program_as_worker(Some(&WorkerSettings::of(context)))?;
     let permits = (0..set_up.count).map(|_| context.reserve_thread()).collect::<Result<_>>()?;
     let child = |first| {

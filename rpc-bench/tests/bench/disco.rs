@@ -71,7 +71,7 @@ fn bus_bandwidth_follows_from_the_algorithm_and_the_number_of_workers() {
     ]);
     let found: Vec<_> =
         lines.iter().map(|line| (line["workers"].as_u64().unwrap(), line["case"].as_str().unwrap())).collect();
-    // One worker has nobody to send to.
+    // One worker has no other to send to.
     let expected = [
         (1, "allreduce"),
         (1, "allgather"),

@@ -60,7 +60,7 @@ enum Task<'a, T> {
     Many(StartSteps<'a, T>),
     /// Several requests that yield a reference, and its conversion: `T` may have a shorter lifetime
     /// than the future.
-    Reference(StartSteps<'a, Kept>, fn(Kept) -> Result<T>),
+    Reference(StartSteps<'a, PinnedReference>, fn(PinnedReference) -> Result<T>),
 }
 
 type StartSteps<'a, T> = Box<dyn FnOnce(Options<'a>) -> Steps<'a, T> + Send + 'a>;
@@ -81,12 +81,12 @@ pub(crate) struct OneRequest<T> {
 #[allow(dead_code, reason = "held for their drops")]
 pub(crate) struct Pins {
     /// Reference of a call's function. Nearly every call has this one, and no other.
-    pub(crate) function: Option<Kept>,
-    pub(crate) others: Vec<Kept>,
+    pub(crate) function: Option<PinnedReference>,
+    pub(crate) others: Vec<PinnedReference>,
 }
 
-/// One reference that is kept.
-pub(crate) type Kept = Arc<dyn Any + Send + Sync>;
+/// A reference that is kept until the reply.
+pub(crate) type PinnedReference = Arc<dyn Any + Send + Sync>;
 
 /// Reference whose object an operation frees.
 pub(crate) trait Freed: Send + Sync {
@@ -175,10 +175,10 @@ impl<'a, T> ScopedAction<'a, T> {
     /// `convert` turns into the result.
     pub(crate) fn steps_to_reference<F>(
         steps: impl FnOnce(Options<'a>) -> F + Send + 'a,
-        convert: fn(Kept) -> Result<T>,
+        convert: fn(PinnedReference) -> Result<T>,
     ) -> Self
     where
-        F: Future<Output = Result<Kept>> + Send + 'a,
+        F: Future<Output = Result<PinnedReference>> + Send + 'a,
     {
         let task = Task::Reference(Box::new(move |options| Box::pin(steps(options))), convert);
         Self { options: Options::new(Lane::DEFAULT), task }
@@ -306,7 +306,7 @@ enum Stage<'a, T> {
     Submitted(Submission, Reply<T>),
     Admitted(PendingReply, Reply<T>),
     Steps(Steps<'a, T>),
-    Reference(Steps<'a, Kept>, fn(Kept) -> Result<T>),
+    Reference(Steps<'a, PinnedReference>, fn(PinnedReference) -> Result<T>),
     Done(Result<T>),
     /// The outcome has been taken.
     Taken,

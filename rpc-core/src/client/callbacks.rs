@@ -20,7 +20,7 @@
 //!
 //! The protocol knows nothing of callbacks. Every [`Registry`](crate::Registry) has three functions
 //! (`function/callback.rs`), and the client has threads that ask, by an ordinary call, for the next
-//! call of the closure, run it, and answer by another call (`client/callbacks/service.rs`). So
+//! call of the closure, run it, and answer by another call (`client/callbacks/runner.rs`). So
 //! every session that forwards calls forwards callbacks.
 //!
 //! # Rules for closures
@@ -42,11 +42,11 @@
 //! that it blocks. A future must not either, unless its runtime has other threads.
 
 mod handler;
-mod service;
+mod runner;
 #[cfg(test)]
 mod tests;
 
 pub use handler::{CallbackHandler, CallbackReturn};
-pub use service::{MAX_RUNNING, RemoteCallback};
+pub use runner::{MAX_RUNNING, RemoteCallback};
 
-pub(crate) use service::stop_all;
+pub(crate) use runner::stop_all;

@@ -9,7 +9,7 @@ use std::ops::Range;
 
 use bytes::{Bytes, BytesMut};
 
-use crate::client::action::{Action, Kept, Options, ScopedAction};
+use crate::client::action::{Action, Options, PinnedReference, ScopedAction};
 use crate::client::lane_deadlock;
 use crate::client::references::RemoteTensor;
 use crate::client::session::Session;
@@ -149,7 +149,7 @@ impl Session {
 struct CopyTo {
     session: SharedSession,
     tensor: Result<TensorRef>,
-    pin: Kept,
+    pin: PinnedReference,
     offset: u64,
     data: Bytes,
 }
@@ -212,7 +212,7 @@ async fn finish_write(
 struct CopyFrom {
     session: SharedSession,
     tensor: Result<TensorRef>,
-    pin: Kept,
+    pin: PinnedReference,
     range: Option<Range<u64>>,
     buffer: BytesMut,
 }

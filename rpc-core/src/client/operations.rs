@@ -54,9 +54,9 @@ impl Session {
                 Err(error) if signature::is_untold(&error) => {}
                 Err(error) => return Err(error),
             }
-            Ok(function.into_kept())
+            Ok(function.into_pin())
         };
-        ScopedAction::steps_to_reference(fetch, TypedFunction::from_kept)
+        ScopedAction::steps_to_reference(fetch, TypedFunction::from_pin)
     }
 
     /// Calls `function`, like [`RemoteFunction::call`].

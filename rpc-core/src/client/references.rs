@@ -5,7 +5,7 @@ use std::marker::PhantomData;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use crate::client::action::{Action, Freed, Kept, OneRequest, Pins};
+use crate::client::action::{Action, Freed, OneRequest, PinnedReference, Pins};
 use crate::client::session::Session;
 use crate::dlpack::{DataType, Device};
 use crate::error::{ErrorKind, Result, RpcError};
@@ -43,7 +43,7 @@ impl Owned {
         OneRequest::new(session, operation).frees(self.clone()).into()
     }
 
-    pub(crate) fn pin(self: &Arc<Self>) -> Kept {
+    pub(crate) fn pin(self: &Arc<Self>) -> PinnedReference {
         self.clone()
     }
 }
@@ -151,7 +151,7 @@ fn unexpected(expected: &str, value: &Value, session: &SharedSession) -> RpcErro
 
 impl RemoteFunction {
     /// Returns the reference without its type.
-    pub(crate) fn into_kept(self) -> Kept {
+    pub(crate) fn into_pin(self) -> PinnedReference {
         self.0
     }
 
@@ -187,9 +187,9 @@ pub struct TypedFunction<A, R> {
 }
 
 impl<A, R> TypedFunction<A, R> {
-    /// Reverses [`RemoteFunction::into_kept`].
-    pub(crate) fn from_kept(kept: Kept) -> Result<Self> {
-        let owned = kept.downcast::<Owned>().map_err(|_| RpcError::internal("a reference of another type"))?;
+    /// Reverses [`RemoteFunction::into_pin`].
+    pub(crate) fn from_pin(pin: PinnedReference) -> Result<Self> {
+        let owned = pin.downcast::<Owned>().map_err(|_| RpcError::internal("a reference of another type"))?;
         Ok(Self { function: RemoteFunction(owned), types: PhantomData })
     }
 }

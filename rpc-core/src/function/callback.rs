@@ -53,7 +53,7 @@ fn next(context: Context, Shared(source): Shared<Source>) -> Next {
     Next { exchange: source.0.clone(), context, ticket: None }
 }
 
-fn done(Shared(call): Shared<Taken>, value: LocalValue, error: Option<Pack<RpcError>>) {
+fn done(Shared(call): Shared<TakenCall>, value: LocalValue, error: Option<Pack<RpcError>>) {
     let outcome = match error {
         Some(Pack(error)) => Err(error),
         None => Ok(value),
@@ -80,12 +80,12 @@ impl Drop for Callee {
 }
 
 /// A call that the client has taken.
-struct Taken {
+struct TakenCall {
     exchange: Arc<Exchange>,
     id: u64,
 }
 
-impl Drop for Taken {
+impl Drop for TakenCall {
     fn drop(&mut self) {
         self.exchange.answer(self.id, Err(let_go().may_have_run(true)));
     }
@@ -99,10 +99,10 @@ fn let_go() -> RpcError {
 ///
 /// Its queue needs no limit of its own: each call in it blocks a thread of its caller.
 #[derive(Default)]
-struct Exchange(Mutex<State>);
+struct Exchange(Mutex<ExchangeState>);
 
 #[derive(Default)]
-struct State {
+struct ExchangeState {
     /// True once the source is gone: no call will be taken or answered.
     closed: bool,
     /// True once the function is gone: no further call can arrive.
@@ -110,21 +110,21 @@ struct State {
     /// Last number given to a call or to a taker.
     last: u64,
     /// Calls that have not been taken. Each is also in `calls`.
-    queue: VecDeque<Queued>,
+    queue: VecDeque<QueuedCall>,
     /// All calls whose callers wait.
-    calls: HashMap<u64, Call>,
+    calls: HashMap<u64, PendingCall>,
     /// Requests that wait for a call, the longest-waiting first.
     takers: BTreeMap<u64, Waker>,
 }
 
-struct Queued {
+struct QueuedCall {
     id: u64,
     args: Vec<LocalValue>,
     context: Context,
 }
 
 #[derive(Default)]
-struct Call {
+struct PendingCall {
     taken: bool,
     outcome: Option<Result<LocalValue>>,
     answered: Arc<Condvar>,
@@ -139,8 +139,8 @@ impl Exchange {
             return Err(let_go());
         }
         let id = state.number();
-        state.calls.insert(id, Call { answered: answered.clone(), ..Call::default() });
-        state.queue.push_back(Queued { id, args, context: context.clone() });
+        state.calls.insert(id, PendingCall { answered: answered.clone(), ..PendingCall::default() });
+        state.queue.push_back(QueuedCall { id, args, context: context.clone() });
         let taker = state.takers.pop_first();
         drop(state);
         if let Some((_, taker)) = taker {
@@ -207,13 +207,13 @@ impl Exchange {
         takers.into_values().for_each(Waker::wake);
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, ExchangeState> {
         // No foreign code runs inside of the lock.
         self.0.lock()
     }
 }
 
-impl State {
+impl ExchangeState {
     fn number(&mut self) -> u64 {
         self.last += 1;
         self.last
@@ -221,8 +221,8 @@ impl State {
 
     /// Takes the first call that has not been taken. Calls whose deadline has passed stay: their
     /// callers have been told and are about to remove them.
-    fn take(&mut self) -> Option<Queued> {
-        let in_time = |queued: &Queued| queued.context.deadline().is_none_or(|deadline| Instant::now() < deadline);
+    fn take(&mut self) -> Option<QueuedCall> {
+        let in_time = |queued: &QueuedCall| queued.context.deadline().is_none_or(|deadline| Instant::now() < deadline);
         let at = self.queue.iter().position(in_time)?;
         let queued = self.queue.remove(at)?;
         if let Some(call) = self.calls.get_mut(&queued.id) {
@@ -241,7 +241,7 @@ struct Next {
 }
 
 /// A call, its arguments, and the lane that waits for it, if that belongs to the taker's session.
-type Delivery = (Shared<Taken>, Vec<LocalValue>, Option<u32>);
+type Delivery = (Shared<TakenCall>, Vec<LocalValue>, Option<u32>);
 
 impl Future for Next {
     type Output = Option<Delivery>;
@@ -253,11 +253,11 @@ impl Future for Next {
         }
         let exchange = self.exchange.clone();
         let mut state = exchange.lock();
-        if let Some(Queued { id, args, context }) = state.take() {
+        if let Some(QueuedCall { id, args, context }) = state.take() {
             drop(state);
             let lane = (context.lane() != Lane::CONCURRENT && context.is_of_the_session_of(&self.context))
                 .then_some(context.lane().0);
-            return Poll::Ready(Some((Shared(Arc::new(Taken { exchange, id })), args, lane)));
+            return Poll::Ready(Some((Shared(Arc::new(TakenCall { exchange, id })), args, lane)));
         }
         if state.closed || state.orphaned {
             return Poll::Ready(None);
@@ -289,8 +289,8 @@ impl fmt::Debug for Source {
     }
 }
 
-impl fmt::Debug for Taken {
+impl fmt::Debug for TakenCall {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Taken({})", self.id)
+        write!(f, "TakenCall({})", self.id)
     }
 }

@@ -86,25 +86,25 @@ pub trait Host: Send + Sync {
     /// # Errors
     ///
     /// [`ErrorKind::LimitExceeded`].
-    fn reserve_thread(&self) -> Result<ThreadPlace>;
+    fn reserve_thread(&self) -> Result<ThreadPermit>;
 
     /// Returns the session's current use of handles and memory.
     fn usage(&self) -> Usage;
 }
 
 /// A thread that counts against the limits of its session until this value is dropped.
-pub struct ThreadPlace(#[allow(dead_code, reason = "held for its drop")] Box<dyn Any + Send + Sync>);
+pub struct ThreadPermit(#[allow(dead_code, reason = "held for its drop")] Box<dyn Any + Send + Sync>);
 
-impl ThreadPlace {
+impl ThreadPermit {
     /// Wraps `held`, whose drop ends the count.
     pub fn new(held: impl Any + Send + Sync) -> Self {
         Self(Box::new(held))
     }
 }
 
-impl std::fmt::Debug for ThreadPlace {
+impl std::fmt::Debug for ThreadPermit {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("ThreadPlace")
+        f.write_str("ThreadPermit")
     }
 }
 
@@ -155,7 +155,7 @@ impl Context {
     /// # Errors
     ///
     /// [`ErrorKind::LimitExceeded`].
-    pub fn reserve_thread(&self) -> Result<ThreadPlace> {
+    pub fn reserve_thread(&self) -> Result<ThreadPermit> {
         self.host.reserve_thread()
     }
 
@@ -336,11 +336,11 @@ impl Context {
         for (index, storage, access) in function.borrowed_args(&args) {
             let at_hand = held.iter().position(|borrow| Arc::ptr_eq(borrow.storage(), storage));
             let borrow = match (at_hand, access) {
-                (Some(place), Access::Read) => {
-                    held[place].downgrade();
-                    held[place].share()
+                (Some(at), Access::Read) => {
+                    held[at].downgrade();
+                    held[at].share()
                 }
-                (Some(place), Access::Write) => Some(held.swap_remove(place)).filter(|held| held.access() == access),
+                (Some(at), Access::Write) => Some(held.swap_remove(at)).filter(|held| held.access() == access),
                 // A reader does not queue behind waiting writers, which may wait for this very
                 // call.
                 (None, Access::Read) => storage.try_read(),

@@ -14,7 +14,7 @@ pub(crate) mod object;
 pub(crate) mod registry;
 pub(crate) mod signature;
 
-pub use context::{Context, Host, ThreadPlace, Usage, WorkspaceFiles};
+pub use context::{Context, Host, ThreadPermit, Usage, WorkspaceFiles};
 pub use convert::{ArgScope, FromArg, FromReply, IntoArg, IntoArgs, IntoReturn, Pack, Shape, Shared};
 pub use handler::{AsyncHandler, FromCall, Handler, Rest};
 pub use loader::{FunctionModule, LoadRequest, ModuleLoader, NamedModules};

@@ -8,9 +8,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::task::{Poll, ready};
 
+use super::LocalInner;
 use super::job::LaneKey;
 use super::lane_runner::{Duty, FirstOutcome};
-use super::{LocalInner, Spawner};
+use super::spawner::Spawner;
 use crate::device::Stream;
 use crate::error::{Result, RpcError};
 use crate::function::object::{CatchPanic, LocalValue};
@@ -77,7 +78,7 @@ impl LocalInner {
             }
         };
         let stage = Arc::new(AtomicU8::new(BEGINNING));
-        begin(Completion { shared: self.clone(), key, bytes, responder: Some(responder), stage: stage.clone() });
+        begin(Completion { session: self.clone(), key, bytes, responder: Some(responder), stage: stage.clone() });
         // Work that has ended already leaves the lane to this thread: if it continued the lane
         // itself, a spawner that runs or drops its futures at once would recurse as deep as the
         // lane is long.
@@ -114,7 +115,7 @@ impl Drop for AsyncTask {
 /// Completes a request and continues its lane when the work ends in any way: a runtime that shuts
 /// down drops futures halfway.
 struct Completion {
-    shared: Arc<LocalInner>,
+    session: Arc<LocalInner>,
     key: LaneKey,
     bytes: usize,
     /// `None` once the request has been completed.
@@ -125,9 +126,9 @@ struct Completion {
 impl Completion {
     fn complete(&mut self, outcome: Result<LocalValue>) {
         let Some(responder) = self.responder.take() else { return };
-        responder.complete(outcome.and_then(|value| self.shared.name_objects(value)));
+        responder.complete(outcome.and_then(|value| self.session.name_objects(value)));
         if self.stage.swap(ENDED, Ordering::AcqRel) == BEGUN {
-            self.shared.go_on(self.key, self.bytes, None);
+            self.session.continue_lane(self.key, self.bytes, None);
         }
     }
 }

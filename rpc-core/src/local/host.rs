@@ -3,12 +3,12 @@
 use std::any::{Any, TypeId};
 use std::sync::{Arc, Weak};
 
+use super::LocalInner;
 use super::job::LaneKey;
-use super::{LocalInner, lock};
 use crate::device::{AllocRequest, Devices, Memory, Stream};
 use crate::dlpack::{self, DataType, Device};
 use crate::error::{ErrorKind, Result, RpcError};
-use crate::function::context::{Context, Host, ThreadPlace, Usage, WorkspaceFiles};
+use crate::function::context::{Context, Host, ThreadPermit, Usage, WorkspaceFiles};
 use crate::function::loader::LoadRequest;
 use crate::function::object::{Function, Module, Signature};
 use crate::limits::SessionLimits;
@@ -50,7 +50,7 @@ impl Host for LocalInner {
     }
 
     fn stream(&self, lane: Lane, device: Device) -> Result<Arc<dyn Stream>> {
-        let set = LaneKey::shared(lane).and_then(|lane| lock(&self.streams).get(&(lane, device)).cloned());
+        let set = LaneKey::shared(lane).and_then(|lane| self.streams.lock().get(&(lane, device)).cloned());
         match set {
             Some(stream) => Ok(stream.0.clone()),
             None => self.devices.get(device)?.default_stream(device.index),
@@ -68,30 +68,30 @@ impl Host for LocalInner {
         &self.limits
     }
 
-    fn reserve_thread(&self) -> Result<ThreadPlace> {
-        if !lock(&self.lanes).threads.reserve_for_function() {
+    fn reserve_thread(&self) -> Result<ThreadPermit> {
+        if !self.lanes.lock().threads.reserve_for_function() {
             return Err(RpcError::new(
                 ErrorKind::LimitExceeded,
                 "the session, or all sessions together, may have no more threads (max_threads, max_total_threads)",
             ));
         }
-        Ok(ThreadPlace::new(TakenThread(self.this.clone())))
+        Ok(ThreadPermit::new(ReservedThread(self.this.clone())))
     }
 
     fn usage(&self) -> Usage {
-        Usage { handles: lock(&self.table).len() as u64, memory_bytes: self.memory.used() }
+        Usage { handles: self.table.lock().len() as u64, memory_bytes: self.memory.used() }
     }
 }
 
 /// A thread that a function runs for itself, counted until this is dropped.
-struct TakenThread(Weak<LocalInner>);
+struct ReservedThread(Weak<LocalInner>);
 
-impl Drop for TakenThread {
+impl Drop for ReservedThread {
     fn drop(&mut self) {
-        let Some(shared) = self.0.upgrade() else { return };
-        let lease = lock(&shared.lanes).threads.left();
+        let Some(session) = self.0.upgrade() else { return };
+        let lease = session.lanes.lock().threads.left();
         drop(lease);
         // Jobs of this session may have waited for its own limit, for which no quota calls back.
-        shared.start_parked();
+        session.start_parked();
     }
 }

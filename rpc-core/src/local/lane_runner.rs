@@ -11,10 +11,10 @@ use parking_lot::Mutex;
 
 use super::job::{Job, LaneKey, Parked};
 use super::lanes::{Removed, Turn};
-use super::resolve::{self, RunsOn, Work};
+use super::resolve::{self, PinnedOperation, RunsOn};
 use super::thread_quota::WantsThreads;
 use super::threads::{Claim, LaneThread, WorkerPool};
-use super::{LocalInner, deadline_exceeded, lock};
+use super::{LocalInner, deadline_exceeded};
 use crate::blocking;
 use crate::error::{ErrorKind, Result, RpcError};
 use crate::function::context::{Context, Host};
@@ -48,7 +48,7 @@ impl LocalInner {
     pub(super) fn run_lane(
         self: &Arc<Self>,
         key: LaneKey,
-        first: Job<Work>,
+        first: Job<PinnedOperation>,
         mut thread: Option<&CurrentThread>,
     ) -> Option<FirstOutcome> {
         let mut ran = None;
@@ -57,7 +57,7 @@ impl LocalInner {
             let (outcome, duty) = self.run_job(key, job, thread);
             ran = ran.or(outcome);
             let Duty::Stays(bytes) = duty else { return ran };
-            match self.proceed(key, bytes, thread) {
+            match self.complete_and_take_next(key, bytes, thread) {
                 Some((next, crowded)) => {
                     job = next;
                     if crowded {
@@ -72,13 +72,13 @@ impl LocalInner {
 
     /// Counts a job as complete, and takes the lane's next one. The flag is true if others wait for
     /// a thread.
-    fn proceed(
+    fn complete_and_take_next(
         self: &Arc<Self>,
         key: LaneKey,
         bytes: usize,
         thread: Option<&CurrentThread>,
-    ) -> Option<(Job<Work>, bool)> {
-        let mut lanes = lock(&self.lanes);
+    ) -> Option<(Job<PinnedOperation>, bool)> {
+        let mut lanes = self.lanes.lock();
         lanes.complete(bytes);
         let next = lanes.next(key);
         let more = lanes.has_waiting() || lanes.ended.is_some();
@@ -101,7 +101,7 @@ impl LocalInner {
     fn run_job(
         self: &Arc<Self>,
         key: LaneKey,
-        mut job: Job<Work>,
+        mut job: Job<PinnedOperation>,
         thread: Option<&CurrentThread>,
     ) -> (Option<FirstOutcome>, Duty) {
         if job.responder.as_ref().is_some_and(Responder::is_over) {
@@ -125,7 +125,7 @@ impl LocalInner {
         let rendezvous = Arc::new(Mutex::new(Rendezvous::Empty));
         let (this, resumed) = (self.clone(), rendezvous.clone());
         let resume = Box::new(move |borrows| {
-            let mut rendezvous = lock(&resumed);
+            let mut rendezvous = resumed.lock();
             match std::mem::replace(&mut *rendezvous, Rendezvous::Empty) {
                 Rendezvous::Job(job) => {
                     drop(rendezvous);
@@ -145,7 +145,7 @@ impl LocalInner {
                     job.responder = Some(responder);
                     FirstOutcome::Later(submission)
                 });
-                let mut rendezvous = lock(&rendezvous);
+                let mut rendezvous = rendezvous.lock();
                 match std::mem::replace(&mut *rendezvous, Rendezvous::Empty) {
                     Rendezvous::Borrows(borrows) => {
                         drop(rendezvous);
@@ -162,15 +162,15 @@ impl LocalInner {
     }
 
     /// Continues a lane whose job waited for tensors.
-    fn resume_lane(self: &Arc<Self>, key: LaneKey, job: Job<Work>, borrows: Vec<Borrow>) {
+    fn resume_lane(self: &Arc<Self>, key: LaneKey, job: Job<PinnedOperation>, borrows: Vec<Borrow>) {
         if let (_, Duty::Stays(bytes)) = self.run_borrowed(key, job, borrows, None) {
-            self.go_on(key, bytes, None);
+            self.continue_lane(key, bytes, None);
         }
     }
 
     /// Runs the rest of a lane, after a job of `bytes`.
-    pub(super) fn go_on(self: &Arc<Self>, key: LaneKey, bytes: usize, thread: Option<&CurrentThread>) {
-        if let Some((next, crowded)) = self.proceed(key, bytes, thread) {
+    pub(super) fn continue_lane(self: &Arc<Self>, key: LaneKey, bytes: usize, thread: Option<&CurrentThread>) {
+        if let Some((next, crowded)) = self.complete_and_take_next(key, bytes, thread) {
             self.run_lane(key, next, thread.filter(|_| !crowded));
         }
     }
@@ -178,7 +178,7 @@ impl LocalInner {
     fn run_borrowed(
         self: &Arc<Self>,
         key: LaneKey,
-        job: Job<Work>,
+        job: Job<PinnedOperation>,
         borrows: Vec<Borrow>,
         thread: Option<&CurrentThread>,
     ) -> (Option<FirstOutcome>, Duty) {
@@ -193,13 +193,13 @@ impl LocalInner {
         let Job { work, responder, deadline, trace, bytes } = job;
         let context = || Context::new(self.clone(), key.lane(), deadline, trace, responder.clone());
         let outcome = match work {
-            Work::Call { function, args } => {
+            PinnedOperation::Call { function, args } => {
                 let borrows = if borrows.is_empty() {
                     Vec::new()
                 } else {
                     let borrowed = function.borrowed_args(&args).into_iter();
-                    let places: Vec<_> = borrowed.map(|(place, ..)| place).collect();
-                    places.into_iter().zip(borrows).collect()
+                    let indices: Vec<_> = borrowed.map(|(index, ..)| index).collect();
+                    indices.into_iter().zip(borrows).collect()
                 };
                 match function.start(Invocation::new(args, borrows, context())) {
                     Started::Done(outcome) => outcome,
@@ -209,30 +209,30 @@ impl LocalInner {
                     },
                 }
             }
-            Work::StreamWait { device, stream } => {
+            PinnedOperation::StreamWait { device, stream } => {
                 let named = stream.map(|stream| Ok(stream.0.clone()));
                 match named.unwrap_or_else(|| self.stream(key.lane(), device)) {
                     Ok(stream) => return self.wait_for_stream(&*stream, key, responder, bytes),
                     Err(error) => Err(error),
                 }
             }
-            work => self.perform(work, borrows, key, &context()),
+            work => self.execute_operation(work, borrows, key, &context()),
         };
         let outcome = outcome.and_then(|value| self.name_objects(value));
         self.finish(responder, bytes, outcome)
     }
 
-    fn needs_thread(&self, work: &Work) -> bool {
+    fn needs_thread(&self, work: &PinnedOperation) -> bool {
         work.runs_on() == RunsOn::LaneThread || (work.is_async() && self.spawner.is_none())
     }
 
     /// Gives a job to a thread, at once or when one becomes available.
-    fn hand_over(self: &Arc<Self>, parked: Parked<Work>) -> (Option<FirstOutcome>, Duty) {
-        let mut lanes = lock(&self.lanes);
+    fn hand_over(self: &Arc<Self>, parked: Parked<PinnedOperation>) -> (Option<FirstOutcome>, Duty) {
+        let mut lanes = self.lanes.lock();
         match lanes.threads.claim(parked.key, || self.this.clone()) {
             Claim::Idle(thread) => {
                 drop(lanes);
-                self.give(thread, parked);
+                self.give_to_thread(thread, parked);
             }
             Claim::New => {
                 drop(lanes);
@@ -257,22 +257,22 @@ impl LocalInner {
         (None, Duty::Passed)
     }
 
-    fn give(self: &Arc<Self>, thread: LaneThread, parked: Parked<Work>) {
+    fn give_to_thread(self: &Arc<Self>, thread: LaneThread, parked: Parked<PinnedOperation>) {
         let (this, own) = (self.clone(), CurrentThread { thread: thread.clone(), next: Cell::default() });
-        thread.give(Box::new(move || this.work(&own, parked)));
+        thread.give(Box::new(move || this.run_on_thread(&own, parked)));
     }
 
     /// Runs a job on a thread of the session, then its lane, and then other jobs that wait for a
     /// thread.
-    fn work(self: &Arc<Self>, own: &CurrentThread, first: Parked<Work>) {
+    fn run_on_thread(self: &Arc<Self>, own: &CurrentThread, first: Parked<PinnedOperation>) {
         let mut parked = first;
         loop {
             let Parked { key, job, borrows } = parked;
             if let (_, Duty::Stays(bytes)) = self.run_borrowed(key, job, borrows, Some(own)) {
-                self.go_on(key, bytes, Some(own));
+                self.continue_lane(key, bytes, Some(own));
             }
             let next = match own.next.take() {
-                NextJob::Undecided => lock(&self.lanes).threads.free(key, &own.thread),
+                NextJob::Undecided => self.lanes.lock().threads.free(key, &own.thread),
                 NextJob::Job(next) => Some(*next),
                 NextJob::Idle => None,
             };
@@ -285,14 +285,17 @@ impl LocalInner {
 
     /// Starts a thread, for which there is room, with a job for it. Returns the jobs that will
     /// never have one.
-    fn start_thread(self: &Arc<Self>, parked: Parked<Work>) -> Result<(), (RpcError, VecDeque<Parked<Work>>)> {
+    fn start_thread(
+        self: &Arc<Self>,
+        parked: Parked<PinnedOperation>,
+    ) -> Result<(), (RpcError, VecDeque<Parked<PinnedOperation>>)> {
         match LaneThread::spawn(self.this.clone()) {
             Ok(thread) => {
-                self.give(thread, parked);
+                self.give_to_thread(thread, parked);
                 Ok(())
             }
             Err(error) => {
-                let stranded = lock(&self.lanes).threads.start_failed(parked);
+                let stranded = self.lanes.lock().threads.start_failed(parked);
                 if stranded.is_empty() {
                     return Ok(());
                 }
@@ -303,7 +306,7 @@ impl LocalInner {
     }
 
     /// Fails jobs that will never have a thread.
-    fn strand(self: &Arc<Self>, jobs: VecDeque<Parked<Work>>, error: &RpcError) {
+    fn strand(self: &Arc<Self>, jobs: VecDeque<Parked<PinnedOperation>>, error: &RpcError) {
         for parked in jobs {
             self.drop_removed(Removed::Parked(parked), error.clone());
         }
@@ -312,7 +315,7 @@ impl LocalInner {
     /// Starts a thread for the first job that waits for one, if there is such a job and room for a
     /// thread.
     pub(super) fn start_parked(self: &Arc<Self>) -> bool {
-        let next = lock(&self.lanes).threads.next_parked(|| self.this.clone());
+        let next = self.lanes.lock().threads.next_parked(|| self.this.clone());
         let Some(parked) = next else { return false };
         if let Err((error, stranded)) = self.start_thread(parked) {
             self.strand(stranded, &error);
@@ -322,7 +325,7 @@ impl LocalInner {
 
     /// Returns the error of a request that ended before it began.
     fn not_begun(&self) -> RpcError {
-        let ended = self.gone.load(Ordering::Acquire).then(|| lock(&self.lanes).ended.clone()).flatten();
+        let ended = self.gone.load(Ordering::Acquire).then(|| self.lanes.lock().ended.clone()).flatten();
         ended.unwrap_or_else(|| RpcError::new(ErrorKind::Cancelled, "the request was cancelled before it began"))
     }
 
@@ -352,7 +355,7 @@ impl LocalInner {
         }
         let mut count = 0;
         value.for_each_object(&mut |_| count += 1);
-        let mut table = lock(&self.table);
+        let mut table = self.table.lock();
         // Checked under the lock: an object stored after the end would never be freed.
         let refused = if self.gone.load(Ordering::Acquire) {
             Some(RpcError::new(ErrorKind::Closed, "the session ended while the function ran"))
@@ -374,23 +377,23 @@ impl LocalInner {
         offset: u64,
         len: u64,
     ) -> Option<InPlaceWrite> {
-        let mut lanes = lock(&self.lanes);
+        let mut lanes = self.lanes.lock();
         let bytes = usize::try_from(len).ok()?;
         if lanes.ended.is_some() || !lanes.has_room(bytes) || !lanes.is_idle(lane) {
             return None;
         }
-        let tensor = resolve::tensor(&lock(&self.table), to).ok()?;
+        let tensor = resolve::tensor(&self.table.lock(), to).ok()?;
         let start = usize::try_from(tensor.byte_range(offset, len).ok()?.start).ok()?;
         let mut borrow = tensor.storage().try_borrow(Access::Write)?;
         borrow.bytes_mut()?;
-        let job = Job { work: Work::Freed, responder: None, deadline: None, trace: None, bytes };
+        let job = Job { work: PinnedOperation::Freed, responder: None, deadline: None, trace: None, bytes };
         let Turn::Run(key, job) = lanes.admit(lane, job) else {
             return None;
         };
         drop(lanes);
         let this = self.clone();
         let resume = move || {
-            this.go_on(key, job.bytes, None);
+            this.continue_lane(key, job.bytes, None);
         };
         InPlaceWrite::new(borrow, start, bytes, Box::new(resume))
     }
@@ -409,7 +412,7 @@ enum NextJob {
     #[default]
     Undecided,
     /// The thread takes this job.
-    Job(Box<Parked<Work>>),
+    Job(Box<Parked<PinnedOperation>>),
     /// The thread is idle, and may be given work as soon as it waits.
     Idle,
 }
@@ -417,17 +420,17 @@ enum NextJob {
 /// Rendezvous of a job with the borrows that it waits for; either may arrive first.
 enum Rendezvous {
     Empty,
-    Job(Box<Job<Work>>),
+    Job(Box<Job<PinnedOperation>>),
     Borrows(Vec<Borrow>),
 }
 
 impl WorkerPool for LocalInner {
     fn may_leave(&self, thread: &LaneThread) -> bool {
-        lock(&self.lanes).threads.dismiss(thread)
+        self.lanes.lock().threads.dismiss(thread)
     }
 
     fn left(self: Arc<Self>) {
-        let lease = lock(&self.lanes).threads.left();
+        let lease = self.lanes.lock().threads.left();
         self.start_parked();
         drop(lease);
     }
@@ -435,7 +438,7 @@ impl WorkerPool for LocalInner {
 
 impl WantsThreads for LocalInner {
     fn room_for_thread(self: Arc<Self>) -> bool {
-        lock(&self.lanes).threads.quota_has_room();
+        self.lanes.lock().threads.quota_has_room();
         self.start_parked()
     }
 }

@@ -5,13 +5,25 @@
 
 use std::collections::{HashMap, HashSet, VecDeque};
 
-use super::Backlog;
 use super::job::{Job, LaneKey, Parked};
 use super::threads::Threads;
 use crate::error::RpcError;
 use crate::handle::Handle;
 use crate::reply::Responder;
 use crate::session::Lane;
+
+/// Requests of a session that are not complete.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub struct Backlog {
+    /// Requests that are admitted and not complete.
+    pub admitted_requests: usize,
+    /// Bytes of arguments in the admitted requests.
+    pub admitted_bytes: usize,
+    /// Requests that wait for admission.
+    pub waiting_requests: usize,
+    /// Bytes of arguments in the waiting requests.
+    pub waiting_bytes: usize,
+}
 
 /// Limits above which requests wait for admission.
 #[derive(Clone, Copy, Debug)]

@@ -6,8 +6,10 @@ mod host;
 mod job;
 mod lane_runner;
 mod lanes;
+mod local_session;
 mod operations;
 mod resolve;
+mod spawner;
 #[cfg(test)]
 mod tests;
 mod thread_quota;
@@ -17,294 +19,35 @@ mod timer;
 use std::any::{Any, TypeId};
 use std::cell::RefCell;
 use std::collections::HashMap;
-use std::fmt;
-use std::future::Future;
-use std::hash::{BuildHasher, RandomState};
-use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Instant;
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 
 use self::job::{Job, LaneKey, Parked};
 use self::lane_runner::FirstOutcome;
-use self::lanes::{Capacity, Lanes, QueueEntry, Removed, Turn, WaitingRequest};
-use self::resolve::{RunsOn, Work};
-use self::threads::Threads;
+use self::lanes::{Lanes, QueueEntry, Removed, Turn, WaitingRequest};
+use self::resolve::{PinnedOperation, RunsOn};
 use self::timer::{Deadlines, Expire};
 use crate::device::Devices;
 use crate::dlpack::Device;
 use crate::error::{ErrorKind, RpcError};
-use crate::function::context::{Host, Usage, WorkspaceFiles};
+use crate::function::context::WorkspaceFiles;
 use crate::function::object::Object;
 use crate::function::registry::Registry;
-use crate::handle::{Handle, HandleQuota, HandleTable};
-use crate::limits::{MemoryQuota, SessionLimits};
+use crate::handle::{Handle, HandleTable};
+use crate::limits::SessionLimits;
+use crate::memory_quota::MemoryQuota;
 use crate::panics::drop_each;
 use crate::reply::{Outcome, ReplyControl, Responder, Submission};
-use crate::session::{InPlaceWrite, Lane, Operation, Request, RpcSession, SharedSession};
-use crate::value::{TensorRef, Value};
+use crate::session::{Operation, Request};
+use crate::value::Value;
 
+pub use self::lanes::Backlog;
+pub use self::local_session::{LocalSession, LocalSessionBuilder};
+pub use self::spawner::Spawner;
 pub use self::thread_quota::ThreadQuota;
-
-/// Executor for the futures of asynchronous functions, implemented by crates that use a runtime.
-pub trait Spawner: Send + Sync {
-    /// Runs `future` to completion. Must not block.
-    fn spawn(&self, future: Pin<Box<dyn Future<Output = ()> + Send>>);
-}
-
-/// Requests of a session that are not complete.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
-pub struct Backlog {
-    /// Requests that are admitted and not complete.
-    pub admitted_requests: usize,
-    /// Bytes of arguments in the admitted requests.
-    pub admitted_bytes: usize,
-    /// Requests that wait for admission.
-    pub waiting_requests: usize,
-    /// Bytes of arguments in the waiting requests.
-    pub waiting_bytes: usize,
-}
-
-/// Builder of a [`LocalSession`].
-pub struct LocalSessionBuilder {
-    registry: Registry,
-    devices: Devices,
-    limits: SessionLimits,
-    total_memory: Option<Arc<MemoryQuota>>,
-    total_threads: Option<Arc<ThreadQuota>>,
-    total_handles: Option<Arc<HandleQuota>>,
-    workspace: Option<Arc<dyn WorkspaceFiles>>,
-    extensions: HashMap<TypeId, Arc<dyn Any + Send + Sync>>,
-    spawner: Option<Arc<dyn Spawner>>,
-    seed: Option<u64>,
-}
-
-impl LocalSessionBuilder {
-    /// Sets the devices of the session; only `cpu` by default.
-    #[must_use]
-    pub fn devices(mut self, devices: Devices) -> Self {
-        self.devices = devices;
-        self
-    }
-
-    /// Sets the session's limits.
-    #[must_use]
-    pub fn limits(mut self, limits: SessionLimits) -> Self {
-        self.limits = limits;
-        self
-    }
-
-    /// Sets a limit on memory that several sessions share, besides the session's own.
-    #[must_use]
-    pub fn total_memory(mut self, quota: Arc<MemoryQuota>) -> Self {
-        self.total_memory = Some(quota);
-        self
-    }
-
-    /// Sets a limit on threads that several sessions share, besides the session's own.
-    #[must_use]
-    pub fn total_threads(mut self, quota: Arc<ThreadQuota>) -> Self {
-        self.total_threads = Some(quota);
-        self
-    }
-
-    /// Sets a limit on objects that several sessions share, besides the session's own.
-    #[must_use]
-    pub fn total_handles(mut self, quota: Arc<HandleQuota>) -> Self {
-        self.total_handles = Some(quota);
-        self
-    }
-
-    /// Sets the session's folder; none by default.
-    #[must_use]
-    pub fn workspace(mut self, workspace: Arc<dyn WorkspaceFiles>) -> Self {
-        self.workspace = Some(workspace);
-        self
-    }
-
-    /// Adds a value that functions find by its type
-    /// ([`Context::extension`](crate::Context::extension)).
-    #[must_use]
-    pub fn extension<T: Any + Send + Sync>(mut self, extension: Arc<T>) -> Self {
-        self.extensions.insert(TypeId::of::<T>(), extension);
-        self
-    }
-
-    /// Sets the executor for the futures of asynchronous functions. By default each occupies a
-    /// thread while it runs, as blocking functions do.
-    #[must_use]
-    pub fn spawner(mut self, spawner: Arc<dyn Spawner>) -> Self {
-        self.spawner = Some(spawner);
-        self
-    }
-
-    /// Sets the seed of the tag that distinguishes this session's handles from others'; random by
-    /// default. For reproducible tests.
-    #[must_use]
-    pub fn seed(mut self, seed: u64) -> Self {
-        self.seed = Some(seed);
-        self
-    }
-
-    /// Builds the session.
-    pub fn build(self) -> LocalSession {
-        crate::panics::install_hook();
-        let limits = self.limits;
-        // `RandomState` draws its keys from the operating system.
-        let seed = self.seed.unwrap_or_else(|| RandomState::new().hash_one(0));
-        let capacity = Capacity { requests: limits.max_requests.max(1), bytes: limits.max_queued_bytes };
-        let threads = Threads::new(limits.max_threads, self.total_threads);
-        let mut table = HandleTable::new(seed, limits.max_handles);
-        if let Some(quota) = self.total_handles {
-            table = table.within(quota);
-        }
-        let memory = MemoryQuota::new("max_memory", limits.max_memory, self.total_memory);
-        let shared = Arc::new_cyclic(|this| LocalInner {
-            this: this.clone(),
-            limits,
-            registry: self.registry,
-            devices: self.devices,
-            memory,
-            workspace: self.workspace,
-            extensions: self.extensions,
-            spawner: self.spawner,
-            table: Mutex::new(table),
-            lanes: Mutex::new(Lanes::new(capacity, threads)),
-            deadlines: Mutex::new(Deadlines::new()),
-            streams: Mutex::default(),
-            closing: Mutex::default(),
-            gone: AtomicBool::new(false),
-            next_id: AtomicU64::new(1),
-        });
-        LocalSession(Arc::new(EndOnDrop(shared)))
-    }
-}
-
-impl fmt::Debug for LocalSessionBuilder {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("LocalSessionBuilder").field("limits", &self.limits).finish_non_exhaustive()
-    }
-}
-
-/// This process's functions and devices as a session. Cheap to clone; clones are the same session.
-///
-/// Dropping the last clone ends the session and frees all that it held. Objects that a running
-/// function uses stay until it returns.
-#[derive(Clone)]
-pub struct LocalSession(Arc<EndOnDrop>);
-
-/// Ends the session when the last [`LocalSession`] is dropped. Running jobs hold only the inner
-/// part.
-struct EndOnDrop(Arc<LocalInner>);
-
-impl Drop for EndOnDrop {
-    fn drop(&mut self) {
-        self.0.end(RpcError::new(ErrorKind::Closed, "the session was dropped"));
-    }
-}
-
-impl LocalSession {
-    /// Creates a session with the functions of `registry`, the device `cpu`, and default limits.
-    pub fn new(registry: Registry) -> Self {
-        Self::builder(registry).build()
-    }
-
-    /// Returns a builder for a session with the functions of `registry`.
-    pub fn builder(registry: Registry) -> LocalSessionBuilder {
-        LocalSessionBuilder {
-            registry,
-            devices: Devices::new(),
-            limits: SessionLimits::default(),
-            total_memory: None,
-            total_threads: None,
-            total_handles: None,
-            workspace: None,
-            extensions: HashMap::new(),
-            spawner: None,
-            seed: None,
-        }
-    }
-
-    /// Ends the session now: requests that have not begun fail with `error`, and all objects are
-    /// freed. Callers of a running function continue to wait for it.
-    pub fn close(&self, error: RpcError) {
-        self.0.0.end(error);
-    }
-
-    /// Returns the session's current use of handles and memory.
-    pub fn usage(&self) -> Usage {
-        self.0.0.usage()
-    }
-
-    /// Returns the numbers and sizes of the requests that are not complete.
-    pub fn backlog(&self) -> Backlog {
-        lock(&self.0.0.lanes).backlog()
-    }
-}
-
-impl fmt::Debug for LocalSession {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("LocalSession").field(&self.usage()).finish()
-    }
-}
-
-impl RpcSession for LocalSession {
-    fn submit(&self, request: Request) -> Submission {
-        self.0.submit(request)
-    }
-
-    fn inner(&self) -> Option<&dyn RpcSession> {
-        Some(&*self.0)
-    }
-
-    fn write_in_place(&self, lane: Lane, to: &TensorRef, offset: u64, len: u64) -> Option<InPlaceWrite> {
-        self.0.write_in_place(lane, to, offset, len)
-    }
-
-    fn into_shared(self) -> SharedSession {
-        self.0
-    }
-}
-
-impl RpcSession for EndOnDrop {
-    fn submit(&self, request: Request) -> Submission {
-        match request.operation {
-            Operation::Release { handles } => {
-                self.0.release(handles);
-                Submission::ready(Ok(Value::Null))
-            }
-            Operation::Shutdown => self.0.shut_down(),
-            _ => self.0.submit(request),
-        }
-    }
-
-    fn is_local(&self) -> bool {
-        true
-    }
-
-    fn write_in_place(&self, lane: Lane, to: &TensorRef, offset: u64, len: u64) -> Option<InPlaceWrite> {
-        self.0.write_in_place(lane, to, offset, len)
-    }
-
-    fn ended(&self) -> Submission {
-        let (submission, responder) = self.0.pending();
-        responder.admit();
-        lock(&self.0.closing).watchers.push(responder);
-        // `end` sets the flag first and takes the watchers then, so that one of the two sees the
-        // other.
-        if self.0.gone.load(Ordering::SeqCst)
-            && let Some(error) = lock(&self.0.lanes).ended.clone()
-        {
-            let watchers = std::mem::take(&mut lock(&self.0.closing).watchers);
-            for watcher in watchers {
-                watcher.complete(Err(error.clone()));
-            }
-        }
-        submission
-    }
-}
 
 /// Requests that wait for the end of the session.
 #[derive(Default)]
@@ -327,7 +70,7 @@ struct LocalInner {
     spawner: Option<Arc<dyn Spawner>>,
     /// Locked alone, or inside of `lanes`.
     table: Mutex<HandleTable<Object>>,
-    lanes: Mutex<Lanes<Request, Work>>,
+    lanes: Mutex<Lanes<Request, PinnedOperation>>,
     /// Locked alone, or inside of `lanes`.
     deadlines: Mutex<Deadlines>,
     /// Current streams that lanes have set, by lane and device. A lane for one request has none.
@@ -336,12 +79,6 @@ struct LocalInner {
     /// Set at the end, before the table is emptied: nothing is stored in the table from then on.
     gone: AtomicBool,
     next_id: AtomicU64,
-}
-
-/// Locks a mutex, ignoring poison: functions run outside of these locks, so a panic cannot leave
-/// their data half changed.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock()
 }
 
 impl LocalInner {
@@ -353,7 +90,7 @@ impl LocalInner {
 
     fn submit(self: &Arc<Self>, request: Request) -> Submission {
         let bytes = request_bytes(&request.operation);
-        let mut lanes = lock(&self.lanes);
+        let mut lanes = self.lanes.lock();
         if let Some(error) = &lanes.ended {
             let error = error.clone();
             drop(lanes);
@@ -370,7 +107,7 @@ impl LocalInner {
             return submission;
         }
         let Request { lane, deadline, trace, operation } = request;
-        let (work, garbage) = resolve::resolve(&mut lock(&self.table), operation);
+        let (work, garbage) = resolve::resolve(&mut self.table.lock(), operation);
         let work = match work {
             Ok(work) => work,
             Err(error) => {
@@ -429,7 +166,7 @@ impl LocalInner {
             }
         }
 
-        if !lock(&self.lanes).has_waiting() {
+        if !self.lanes.lock().has_waiting() {
             return;
         }
         let this = Arc::as_ptr(self);
@@ -445,7 +182,7 @@ impl LocalInner {
         }
         let _leave = Leave;
         loop {
-            let mut lanes = lock(&self.lanes);
+            let mut lanes = self.lanes.lock();
             let WaitingRequest { request, responder, bytes } = match lanes.next_waiting() {
                 Some(QueueEntry::Request(waiting)) => waiting,
                 Some(QueueEntry::Release(handles)) => {
@@ -456,7 +193,7 @@ impl LocalInner {
                 None => return,
             };
             let Request { lane, deadline, trace, operation } = request;
-            let (work, garbage) = resolve::resolve(&mut lock(&self.table), operation);
+            let (work, garbage) = resolve::resolve(&mut self.table.lock(), operation);
             let turn = match work {
                 Ok(work) => {
                     let job = Job { work, responder: Some(responder.clone()), deadline, trace, bytes };
@@ -477,15 +214,15 @@ impl LocalInner {
 
     fn watch_deadline(&self, deadline: Option<Instant>, responder: &Responder) {
         if let Some(deadline) = deadline {
-            lock(&self.deadlines).watch(deadline, responder, || self.this.clone());
+            self.deadlines.lock().watch(deadline, responder, || self.this.clone());
         }
     }
 
     /// Releases objects, behind the requests that wait for admission and may use them.
     fn release(&self, handles: Vec<Handle>) {
-        let mut lanes = lock(&self.lanes);
+        let mut lanes = self.lanes.lock();
         if lanes.has_waiting() {
-            let table = lock(&self.table);
+            let table = self.table.lock();
             // Only live handles, so that a client cannot fill the queue with handles that name
             // nothing.
             lanes.release_later(handles.into_iter().filter(|handle| table.get(*handle).is_ok()));
@@ -496,7 +233,7 @@ impl LocalInner {
     }
 
     fn free(&self, handles: Vec<Handle>) {
-        let mut table = lock(&self.table);
+        let mut table = self.table.lock();
         let freed: Vec<_> = handles.into_iter().map(|handle| table.remove(handle)).collect();
         drop(table);
         // An object's own `drop` runs here, outside of the lock.
@@ -506,7 +243,7 @@ impl LocalInner {
     /// Removes a request from the queues and completes it with `error`. Returns true if it was
     /// queued.
     fn remove(self: &Arc<Self>, id: u64, error: RpcError) -> bool {
-        let removed = lock(&self.lanes).remove(id);
+        let removed = self.lanes.lock().remove(id);
         let found = removed.is_some();
         if let Some(removed) = removed {
             self.drop_removed(removed, error);
@@ -515,7 +252,7 @@ impl LocalInner {
         found
     }
 
-    fn drop_removed(self: &Arc<Self>, removed: Removed<Request, Work>, error: RpcError) {
+    fn drop_removed(self: &Arc<Self>, removed: Removed<Request, PinnedOperation>, error: RpcError) {
         let (responder, admitted) = match removed {
             Removed::Waiting(waiting) => (Some(waiting.responder), None),
             Removed::Queued(job) => (job.responder, Some((job.bytes, None))),
@@ -530,24 +267,24 @@ impl LocalInner {
         // After the reply, as in `finish`.
         match admitted {
             None => {}
-            Some((bytes, None)) => lock(&self.lanes).complete(bytes),
-            Some((bytes, Some(key))) => self.go_on(key, bytes, None),
+            Some((bytes, None)) => self.lanes.lock().complete(bytes),
+            Some((bytes, Some(key))) => self.continue_lane(key, bytes, None),
         }
     }
 
     fn end(self: &Arc<Self>, error: RpcError) {
-        let removed = lock(&self.lanes).end(error.clone());
+        let removed = self.lanes.lock().end(error.clone());
         for removed in removed {
             self.drop_removed(removed, error.clone());
         }
         self.gone.store(true, Ordering::Release);
-        let objects = lock(&self.table).drain();
-        let streams = std::mem::take(&mut *lock(&self.streams));
+        let objects = self.table.lock().drain();
+        let streams = std::mem::take(&mut *self.streams.lock());
         drop_each(objects);
         drop_each(streams);
         // Running requests keep their deadlines.
-        lock(&self.deadlines).compact();
-        let closing = std::mem::take(&mut *lock(&self.closing));
+        self.deadlines.lock().compact();
+        let closing = std::mem::take(&mut *self.closing.lock());
         for watcher in closing.watchers {
             watcher.complete(Err(error.clone()));
         }
@@ -559,13 +296,13 @@ impl LocalInner {
     fn shut_down(self: &Arc<Self>) -> Submission {
         let (submission, responder) = self.pending();
         responder.admit();
-        let mut closing = lock(&self.closing);
+        let mut closing = self.closing.lock();
         closing.requested = true;
         closing.shutdowns.push(responder);
         drop(closing);
         let closed = RpcError::new(ErrorKind::Closed, "the session was shut down");
         // New requests are refused from now on; admitted and waiting ones continue.
-        lock(&self.lanes).ended.get_or_insert(closed);
+        self.lanes.lock().ended.get_or_insert(closed);
         self.after_completion();
         submission
     }
@@ -574,8 +311,8 @@ impl LocalInner {
     /// completion.
     fn after_completion(self: &Arc<Self>) {
         self.admit_waiting();
-        let closing = lock(&self.closing).requested;
-        if closing && lock(&self.lanes).is_quiet() {
+        let closing = self.closing.lock().requested;
+        if closing && self.lanes.lock().is_quiet() {
             self.end(RpcError::new(ErrorKind::Closed, "the session was shut down"));
         }
     }
@@ -608,7 +345,7 @@ fn request_bytes(operation: &Operation) -> usize {
 
 impl Expire for LocalInner {
     fn expire(self: Arc<Self>) {
-        let due = lock(&self.deadlines).take_due(Instant::now(), || self.this.clone());
+        let due = self.deadlines.lock().take_due(Instant::now(), || self.this.clone());
         for responder in due {
             if !self.remove(responder.id(), deadline_exceeded()) {
                 responder.complete(Err(deadline_exceeded().may_have_run(true)));
@@ -622,18 +359,18 @@ struct LocalReplyControl(Weak<LocalInner>);
 
 impl ReplyControl for LocalReplyControl {
     fn cancel(&self, id: u64) {
-        if let Some(shared) = self.0.upgrade() {
-            shared.remove(id, RpcError::new(ErrorKind::Cancelled, "the request was cancelled before it began"));
+        if let Some(session) = self.0.upgrade() {
+            session.remove(id, RpcError::new(ErrorKind::Cancelled, "the request was cancelled before it began"));
         }
     }
 
     fn has_ended(&self) -> bool {
-        self.0.upgrade().is_none_or(|shared| shared.gone.load(Ordering::Acquire))
+        self.0.upgrade().is_none_or(|session| session.gone.load(Ordering::Acquire))
     }
 
     fn discard(&self, reply: Value) {
-        if let Some(shared) = self.0.upgrade() {
-            shared.free(reply.handles());
+        if let Some(session) = self.0.upgrade() {
+            session.free(reply.handles());
         }
     }
 }

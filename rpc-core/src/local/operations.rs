@@ -2,9 +2,9 @@
 
 use bytes::Bytes;
 
+use super::LocalInner;
 use super::job::LaneKey;
-use super::resolve::{self, Work};
-use super::{LocalInner, lock};
+use super::resolve::{self, PinnedOperation};
 use crate::dlpack::DeviceType;
 use crate::error::{Result, RpcError};
 use crate::function::context::{Context, Host};
@@ -18,23 +18,25 @@ const MAX_SET_STREAMS: usize = 4096;
 
 impl LocalInner {
     /// Performs the work, and returns the value for the reply.
-    pub(super) fn perform(
+    pub(super) fn execute_operation(
         &self,
-        work: Work,
+        work: PinnedOperation,
         mut borrows: Vec<Borrow>,
         lane: LaneKey,
         context: &Context,
     ) -> Result<LocalValue> {
         match work {
-            Work::Get { name } => self.registry.get(&name).map(|function| Value::Object(Object::Function(function))),
-            Work::Alloc { device, dtype, shape, scope } => self
+            PinnedOperation::Get { name } => {
+                self.registry.get(&name).map(|function| Value::Object(Object::Function(function)))
+            }
+            PinnedOperation::Alloc { device, dtype, shape, scope } => self
                 .allocate(device, dtype, &shape, scope.as_deref())
                 .map(|tensor| Value::Object(Object::Tensor(tensor))),
-            Work::Write { range, data, .. } => {
+            PinnedOperation::Write { range, data, .. } => {
                 first(&mut borrows)?.copy_in(range.start, &data)?;
                 Ok(Value::Null)
             }
-            Work::Read { range, into, .. } => {
+            PinnedOperation::Read { range, into, .. } => {
                 let mut borrow = first(&mut borrows)?;
                 let len = range.end - range.start;
                 if let Some(into) = into
@@ -62,22 +64,22 @@ impl LocalInner {
                 borrow.copy_out(range.start, &mut bytes)?;
                 Ok(Value::Bytes(Bytes::from(bytes)))
             }
-            Work::Copy { from, to } => self.copy(&from, &to, borrows).map(|()| Value::Null),
-            Work::Freed => Ok(Value::Null),
-            Work::Attribute { device, attribute } => self
+            PinnedOperation::Copy { from, to } => self.copy(&from, &to, borrows).map(|()| Value::Null),
+            PinnedOperation::Freed => Ok(Value::Null),
+            PinnedOperation::Attribute { device, attribute } => self
                 .devices
                 .attribute(device, attribute)?
                 .try_map(&mut |_| Err(RpcError::internal("the value of an attribute contains an object"))),
-            Work::CreateStream { device } => {
+            PinnedOperation::CreateStream { device } => {
                 self.devices.get(device)?.create_stream(device.index).map(resolve::stream_object)
             }
-            Work::SetStream { device, stream } => {
+            PinnedOperation::SetStream { device, stream } => {
                 self.devices.get(device)?;
                 if lane.is_single_use() {
                     // No later request runs on this lane.
                     return Ok(Value::Null);
                 }
-                let mut streams = lock(&self.streams);
+                let mut streams = self.streams.lock();
                 let key = (lane, device);
                 let full = streams.len() >= MAX_SET_STREAMS && !streams.contains_key(&key);
                 let old = match stream {
@@ -92,16 +94,16 @@ impl LocalInner {
                 drop(old);
                 Ok(Value::Null)
             }
-            Work::LoadModule { path, loader } => {
+            PinnedOperation::LoadModule { path, loader } => {
                 let request = LoadRequest { path: &path, context };
                 self.registry
                     .load_module(loader.as_deref(), &request)
                     .map(|module| Value::Object(Object::Module(module)))
             }
-            Work::ModuleFunction { module, name } => {
+            PinnedOperation::ModuleFunction { module, name } => {
                 module.function(&name).map(|function| Value::Object(Object::Function(function)))
             }
-            Work::Call { .. } | Work::StreamWait { .. } => {
+            PinnedOperation::Call { .. } | PinnedOperation::StreamWait { .. } => {
                 Err(RpcError::internal("calls and stream waits are not performed here"))
             }
         }

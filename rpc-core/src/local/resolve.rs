@@ -18,7 +18,7 @@ use crate::value::{Reference, TensorRef, Value};
 pub(super) struct StreamObject(pub(super) Arc<dyn Stream>);
 
 /// An operation whose objects are pinned.
-pub(super) enum Work {
+pub(super) enum PinnedOperation {
     Get {
         name: String,
     },
@@ -86,7 +86,7 @@ pub(super) enum RunsOn {
     LaneThread,
 }
 
-impl Work {
+impl PinnedOperation {
     pub(super) fn runs_on(&self) -> RunsOn {
         match self {
             // Only host memory never blocks.
@@ -140,15 +140,22 @@ impl Work {
 /// Resolves and pins the objects that `operation` names, and removes those that it frees.
 ///
 /// The second value holds released values, to be dropped by the caller outside of its locks.
-pub(super) fn resolve(table: &mut HandleTable<Object>, operation: Operation) -> (Result<Work>, Vec<LocalValue>) {
+pub(super) fn resolve(
+    table: &mut HandleTable<Object>,
+    operation: Operation,
+) -> (Result<PinnedOperation>, Vec<LocalValue>) {
     let mut garbage = Vec::new();
     let work = try_resolve(table, operation, &mut garbage);
     (work, garbage)
 }
 
-fn try_resolve(table: &mut HandleTable<Object>, operation: Operation, garbage: &mut Vec<LocalValue>) -> Result<Work> {
+fn try_resolve(
+    table: &mut HandleTable<Object>,
+    operation: Operation,
+    garbage: &mut Vec<LocalValue>,
+) -> Result<PinnedOperation> {
     Ok(match operation {
-        Operation::GetFunction { name } => Work::Get { name },
+        Operation::GetFunction { name } => PinnedOperation::Get { name },
         Operation::Call { function, args } => {
             let Object::Function(function) = table.get(function)?.clone() else { return Err(invalid(function)) };
             let mut resolved = Vec::with_capacity(args.len());
@@ -161,40 +168,40 @@ fn try_resolve(table: &mut HandleTable<Object>, operation: Operation, garbage: &
                     }
                 }
             }
-            Work::Call { function, args: resolved }
+            PinnedOperation::Call { function, args: resolved }
         }
-        Operation::Alloc { device, dtype, shape, scope } => Work::Alloc { device, dtype, shape, scope },
+        Operation::Alloc { device, dtype, shape, scope } => PinnedOperation::Alloc { device, dtype, shape, scope },
         Operation::Write { to, offset, data } => {
             let tensor = tensor(table, &to)?;
             let range = tensor.byte_range(offset, data.len() as u64)?;
-            Work::Write { storage: tensor.storage().clone(), range, data }
+            PinnedOperation::Write { storage: tensor.storage().clone(), range, data }
         }
         Operation::Read { from, offset, len, into } => {
             let tensor = tensor(table, &from)?;
             let range = tensor.byte_range(offset, len)?;
-            Work::Read { storage: tensor.storage().clone(), range, into }
+            PinnedOperation::Read { storage: tensor.storage().clone(), range, into }
         }
         Operation::Copy { from, to } => {
             let (from, to) = (tensor(table, &from)?, tensor(table, &to)?);
             check_copy(&from, &to)?;
-            Work::Copy { from, to }
+            PinnedOperation::Copy { from, to }
         }
         Operation::Free { handle } => {
             garbage.push(Value::Object(table.remove(handle)?));
-            Work::Freed
+            PinnedOperation::Freed
         }
-        Operation::Attribute { device, attribute } => Work::Attribute { device, attribute },
-        Operation::CreateStream { device } => Work::CreateStream { device },
+        Operation::Attribute { device, attribute } => PinnedOperation::Attribute { device, attribute },
+        Operation::CreateStream { device } => PinnedOperation::CreateStream { device },
         Operation::SetStream { device, stream: handle } => {
-            Work::SetStream { device, stream: stream(table, device, handle)? }
+            PinnedOperation::SetStream { device, stream: stream(table, device, handle)? }
         }
         Operation::StreamWait { device, stream: handle } => {
-            Work::StreamWait { device, stream: stream(table, device, handle)? }
+            PinnedOperation::StreamWait { device, stream: stream(table, device, handle)? }
         }
-        Operation::LoadModule { path, loader } => Work::LoadModule { path, loader },
+        Operation::LoadModule { path, loader } => PinnedOperation::LoadModule { path, loader },
         Operation::ModuleFunction { module, name } => {
             let Object::Module(module) = table.get(module)?.clone() else { return Err(invalid(module)) };
-            Work::ModuleFunction { module, name }
+            PinnedOperation::ModuleFunction { module, name }
         }
         other => return Err(RpcError::internal(format!("{} is not resolved here", other.name()))),
     })

@@ -14,7 +14,7 @@ use super::thread_quota::{ThreadLease, ThreadQuota, WantsThreads};
 const IDLE: Duration = Duration::from_secs(10);
 
 /// A piece of work for a thread.
-pub(super) type Work = Box<dyn FnOnce() + Send>;
+pub(super) type ThreadTask = Box<dyn FnOnce() + Send>;
 
 /// Pool that a thread works for.
 pub(super) trait WorkerPool: Send + Sync {
@@ -28,7 +28,7 @@ pub(super) trait WorkerPool: Send + Sync {
 
 #[derive(Default)]
 struct ThreadSlot {
-    work: Option<Work>,
+    work: Option<ThreadTask>,
     retired: bool,
 }
 
@@ -78,7 +78,7 @@ impl LaneThread {
     }
 
     /// Gives an idle thread its next work.
-    pub(super) fn give(&self, work: Work) {
+    pub(super) fn give(&self, work: ThreadTask) {
         self.0.slot().work = Some(work);
         self.0.changed.notify_one();
     }

@@ -1,4 +1,4 @@
-//! The two sides of a callback on their own, over a local session. What both do together over any
+//! The two sides of a callback on their own, over a local session. Their work together over any
 //! session is in the conformance suite.
 
 use std::sync::mpsc::{self, Receiver, Sender};
@@ -12,7 +12,7 @@ use crate::function::handler::Rest;
 use crate::function::object::Function;
 use crate::{Lane, LocalSession, Pack, Pending, Registry, RemoteFunction, RemoteObject, Session, Value};
 
-/// A client that does by hand what the threads of a callback do.
+/// A client that makes the requests of a callback without its threads.
 struct Client {
     local: LocalSession,
     session: Session,
@@ -147,7 +147,7 @@ fn a_deadline_ends_a_call_whether_it_is_taken_or_not() {
     let call = || client.function.call::<i64>((1,)).concurrent().timeout(Duration::from_millis(20)).start();
     let error = call().wait().unwrap_err();
     assert_eq!(error.kind(), ErrorKind::DeadlineExceeded, "{error}");
-    // Nobody gets what was in the queue.
+    // The call that timed out has left the queue.
     let waiting = client.next();
     let last = client.call(1, 7);
     let (taken, args, _) = waiting.wait().unwrap().unwrap();
@@ -161,7 +161,7 @@ fn a_deadline_ends_a_call_whether_it_is_taken_or_not() {
     let last = client.call(1, 8);
     let (mut taken, args, _) = waiting.wait().unwrap().unwrap();
     if args == [Value::Int(1)] {
-        // It was taken in time, and nobody hears of the answer.
+        // It was taken before its deadline, and its answer is discarded.
         client.done(&taken, 1).unwrap();
         (taken, ..) = client.take();
     }
@@ -220,12 +220,12 @@ fn a_callback_that_is_given_to_itself_leaks_nothing() {
     assert_eq!(client.handles(), before - 1);
 }
 
-/// Resolves when whatever has the sender has dropped it.
+/// Waits until the holder of the sender has dropped it.
 fn gone(receiver: &Receiver<()>) {
     assert!(matches!(receiver.recv_timeout(Duration::from_secs(10)), Err(mpsc::RecvTimeoutError::Disconnected)));
 }
 
-/// A callback, and what tells that its closure is no more.
+/// Creates a callback. The receiver ends when its closure is dropped.
 fn watched(session: &Session) -> (RemoteCallback, Receiver<()>) {
     let (alive, dropped) = mpsc::channel::<()>();
     let callback = session.callback(move |x: i64| {
@@ -250,7 +250,7 @@ fn the_closure_goes_with_the_last_clone_and_with_the_session() {
 
     let (callback, dropped) = watched(&session);
     local.close(RpcError::new(ErrorKind::SessionTimeout, "the session has lasted long enough"));
-    // The callback alone is left, and nobody serves it.
+    // Only the function is left, and no client runs its calls.
     drop(callback);
     gone(&dropped);
 

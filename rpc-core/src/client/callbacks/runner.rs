@@ -11,7 +11,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Weak};
 use std::thread;
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 
 use super::handler::CallbackHandler;
 use crate::client::action::{Action, Options, ScopedAction};
@@ -57,20 +57,20 @@ impl Session {
     pub fn callback<A, R>(&self, handler: impl CallbackHandler<A, R>) -> Action<RemoteCallback> {
         let handler: Handler = Box::new(move |args, scope| handler.invoke(args, scope));
         let session = self.clone();
-        ScopedAction::steps(async move |options| make(session, handler, options).await).concurrent()
+        ScopedAction::steps(async move |options| create_callback(session, handler, options).await).concurrent()
     }
 }
 
 type Handler = Box<dyn Fn(Vec<Value>, &mut ArgScope<'_>) -> Result<Value> + Send + Sync>;
 
 /// Creates a callback: its functions at the origin, and the first thread that waits for a call.
-async fn make(session: Session, handler: Handler, options: Options<'_>) -> Result<RemoteCallback> {
+async fn create_callback(session: Session, handler: Handler, options: Options<'_>) -> Result<RemoteCallback> {
     crate::panics::install_hook();
     let get = |name| options.apply(session.get_function(name)).start();
     let (create, next, done) = (get(callback::CREATE), get(callback::NEXT), get(callback::DONE));
     let (create, next, done) = (create.await?, next.await?, done.await?);
     let (function, source) = options.apply(create.call::<(RemoteFunction, RemoteObject)>(())).await?;
-    let service = Arc::new(Service {
+    let runner = Arc::new(CallbackRunner {
         session,
         next,
         done,
@@ -80,13 +80,13 @@ async fn make(session: Session, handler: Handler, options: Options<'_>) -> Resul
         threads: Mutex::new(Threads { waiting: 1, running: 0 }),
     });
     // From here on, dropping it stops everything that has been started.
-    let callback = RemoteCallback(Arc::new(Owner { function, service }));
-    let service = &callback.0.service;
-    let mut services = lock(&SERVICES);
-    services.retain(|service| service.strong_count() > 0);
-    services.push(Arc::downgrade(service));
-    drop(services);
-    service.spawn().map_err(no_thread)?;
+    let callback = RemoteCallback(Arc::new(Owner { function, runner }));
+    let runner = &callback.0.runner;
+    let mut runners = RUNNERS.lock();
+    runners.retain(|runner| runner.strong_count() > 0);
+    runners.push(Arc::downgrade(runner));
+    drop(runners);
+    runner.spawn().map_err(no_thread)?;
     Ok(callback)
 }
 
@@ -112,7 +112,7 @@ impl RemoteCallback {
 
     /// Returns the session of the function.
     pub fn session(&self) -> Session {
-        self.0.service.session.clone()
+        self.0.runner.session.clone()
     }
 }
 
@@ -134,35 +134,35 @@ impl fmt::Debug for RemoteCallback {
     }
 }
 
-/// Owners of the callback, as opposed to the threads that serve it.
+/// Owners of the callback, as opposed to the threads that run the closure.
 struct Owner {
     function: RemoteFunction,
-    service: Arc<Service>,
+    runner: Arc<CallbackRunner>,
 }
 
 impl Drop for Owner {
     fn drop(&mut self) {
-        self.service.stop();
+        self.runner.stop();
     }
 }
 
-/// All services that may be running, so that a shutdown finds those of its session.
-static SERVICES: Mutex<Vec<Weak<Service>>> = Mutex::new(Vec::new());
+/// All runners that may have threads, so that a shutdown finds those of its session.
+static RUNNERS: Mutex<Vec<Weak<CallbackRunner>>> = Mutex::new(Vec::new());
 
 /// Releases all closures of `session`, which is about to be shut down. A shutdown waits for all
 /// requests, and a callback always has one that waits for a call.
 pub(crate) fn stop_all(session: &SharedSession) {
     // Stopped outside of the lock, because stopping frees objects, which calls the session.
-    let services: Vec<_> = lock(&SERVICES).iter().filter_map(Weak::upgrade).collect();
-    for service in services {
-        if is_same(service.session.shared(), session) {
-            service.stop();
+    let runners: Vec<_> = RUNNERS.lock().iter().filter_map(Weak::upgrade).collect();
+    for runner in runners {
+        if is_same(runner.session.shared(), session) {
+            runner.stop();
         }
     }
 }
 
 /// State that the threads of one callback share.
-struct Service {
+struct CallbackRunner {
     session: Session,
     next: RemoteFunction,
     done: RemoteFunction,
@@ -182,13 +182,13 @@ struct Threads {
 }
 
 /// A call, its arguments, and the lane that waits for it.
-type Taken = (RemoteObject, Vec<Value>, Option<u32>);
+type IncomingCall = (RemoteObject, Vec<Value>, Option<u32>);
 
-impl Service {
+impl CallbackRunner {
     /// Starts a thread, counted as waiting.
     fn spawn(self: &Arc<Self>) -> io::Result<()> {
-        let service = self.clone();
-        thread::Builder::new().name("rpc-callback".into()).spawn(move || service.serve()).map(drop)
+        let runner = self.clone();
+        thread::Builder::new().name("rpc-callback".into()).spawn(move || runner.serve()).map(drop)
     }
 
     fn serve(self: Arc<Self>) {
@@ -211,10 +211,10 @@ impl Service {
     }
 
     /// Takes the next call; `None` if there will be none.
-    fn take(&self) -> Option<Taken> {
+    fn take(&self) -> Option<IncomingCall> {
         for _ in 0..MAX_FAILURES {
             let args = vec![Value::Object(self.source.clone())];
-            match self.next.call::<Option<Taken>>(args).concurrent().wait() {
+            match self.next.call::<Option<IncomingCall>>(args).concurrent().wait() {
                 Ok(taken) => return taken,
                 // One call was too large, or had one object too many. Its caller has been told;
                 // others may fit.
@@ -227,7 +227,7 @@ impl Service {
 
     /// Turns a waiting thread into one that runs the closure, and makes another one wait.
     fn begin(self: &Arc<Self>) -> Result<()> {
-        let mut threads = lock(&self.threads);
+        let mut threads = self.threads.lock();
         if threads.running == MAX_RUNNING {
             return Err(RpcError::new(
                 ErrorKind::LimitExceeded,
@@ -245,7 +245,7 @@ impl Service {
 
     /// Turns a thread that ran the closure into a waiting one. Returns true if it is needed.
     fn finish(&self) -> bool {
-        let mut threads = lock(&self.threads);
+        let mut threads = self.threads.lock();
         threads.running -= 1;
         let stays = threads.waiting < KEPT_WAITING;
         threads.waiting += usize::from(stays);
@@ -283,17 +283,11 @@ impl Service {
     /// Releases the closure: the end of the source is reported to all waiting calls, here and at
     /// the origin.
     fn stop(&self) {
-        let held = lock(&self.held).take();
+        let held = self.held.lock().take();
         drop(held);
     }
 }
 
 fn no_thread(error: io::Error) -> RpcError {
     RpcError::new(ErrorKind::LimitExceeded, format!("cannot start a thread for the closure: {error}"))
-}
-
-/// Locks a mutex, ignoring poison: closures run outside of these locks, so a panic cannot leave
-/// their data half changed.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock()
 }

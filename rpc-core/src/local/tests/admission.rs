@@ -1,0 +1,83 @@
+//! Tests of deadlines, and of the capacity that admission keeps to.
+
+use super::*;
+
+#[test]
+fn deadlines_of_completed_requests_are_dropped() {
+    let registry = Registry::new();
+    registry.add("nothing", || ());
+    let session = LocalSession::new(registry);
+    let nothing = handle(&session, "nothing");
+    for _ in 0..3000 {
+        let request = Request { deadline: Some(Instant::now() + YEAR), ..call(nothing, Vec::new()) };
+        session.submit(request).reply().wait().unwrap();
+    }
+    let (kept, id) = {
+        let deadlines = session.local_inner().deadlines.lock();
+        (deadlines.len(), deadlines.session())
+    };
+    assert!(kept <= 70, "{kept} deadlines are kept");
+    assert_eq!(timer::calls(id), 1);
+    drop(session);
+    eventually("the timer forgets the session", || timer::calls(id) == 0);
+}
+
+#[test]
+fn a_deadline_fires_independently_of_other_deadlines() {
+    let gate = Arc::new(Gate::default());
+    let registry = Registry::new();
+    let waits = gate.clone();
+    registry.add("wait", move || waits.pass()).add("nothing", || ());
+    let session = LocalSession::new(registry);
+    let (wait, nothing) = (handle(&session, "wait"), handle(&session, "nothing"));
+    let within = |time| Some(Instant::now() + time);
+    let later = session.submit(Request { deadline: within(YEAR), ..concurrent(wait) }).reply();
+    // The timer sleeps for a year, or for less.
+    for _ in 0..300 {
+        session.submit(Request { deadline: within(YEAR), ..concurrent(nothing) }).reply().wait().unwrap();
+    }
+    for millis in [30, 10, 20] {
+        let request = Request { deadline: within(Duration::from_millis(millis)), ..concurrent(wait) };
+        let error = session.submit(request).reply().wait().unwrap_err();
+        assert_eq!((error.kind(), error.request_may_have_run()), (ErrorKind::DeadlineExceeded, true));
+    }
+    // Requests that run when the session ends keep their deadlines.
+    let last = session.submit(Request { deadline: within(Duration::from_millis(50)), ..concurrent(wait) }).reply();
+    eventually("all run", || gate.waiting() == 5);
+    session.close(RpcError::new(ErrorKind::Closed, "over"));
+    assert_eq!(last.wait().unwrap_err().kind(), ErrorKind::DeadlineExceeded);
+    gate.open(5);
+    drop(later);
+}
+
+#[test]
+fn capacity_is_counted_in_bytes_of_memory() {
+    let gate = Arc::new(Gate::default());
+    let waits = gate.clone();
+    let registry = Registry::new();
+    registry.add("wait", move |_: Rest| waits.pass());
+    let limits = SessionLimits { max_queued_bytes: 1 << 20, ..SessionLimits::default() };
+    let session = LocalSession::builder(registry).limits(limits).build();
+    let wait = handle(&session, "wait");
+    // 4 KiB on the wire.
+    let nulls = || Value::List(vec![Value::Null; 4096]);
+    let replies: Vec<_> = (0..6).map(|_| session.submit(call(wait, vec![nulls()]).on(Lane::CONCURRENT))).collect();
+    let each = nulls().size_hint();
+    assert!(each > 4096 * size_of::<Value>());
+    let fit = (1 << 20) / each;
+    let backlog = Backlog {
+        admitted_requests: fit,
+        admitted_bytes: fit * each,
+        waiting_requests: 6 - fit,
+        waiting_bytes: (6 - fit) * each,
+    };
+    assert_eq!(session.backlog(), backlog);
+    assert_eq!(replies.iter().filter(|reply| reply.is_admitted()).count(), fit);
+    // A request that is given up leaves the queue.
+    let mut replies = replies;
+    drop(replies.pop());
+    assert_eq!(session.backlog().waiting_bytes, (5 - fit) * each);
+    gate.open(5);
+    wait_all(replies.into_iter().map(Submission::reply));
+    eventually("nothing is left", || session.backlog() == Backlog::default());
+}
