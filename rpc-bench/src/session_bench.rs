@@ -5,7 +5,7 @@
 //! servers are separate processes; the servers that a bench starts are this program again
 //! ([`run_child`]).
 
-mod bare;
+mod bare_sockets;
 mod bare_tls;
 mod cases;
 mod child_server;

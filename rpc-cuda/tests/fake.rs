@@ -7,12 +7,15 @@
 
 #[path = "cuda/fake.rs"]
 mod fake;
+#[path = "cuda/memory_access.rs"]
+mod memory_access;
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, mpsc};
 use std::time::Duration;
 
 use fake::with_driver;
+use memory_access::{copy, read, write};
 use rpc_core::device::{AllocRequest, CpuDevice, DeviceApi, Memory, Stream};
 use rpc_core::tensor::Layout;
 use rpc_core::{
@@ -45,23 +48,6 @@ fn of(memory: &dyn Memory) -> &CudaMemory {
 
 fn stream(stream: &Arc<dyn Stream>) -> &CudaStream {
     stream.as_any().downcast_ref().unwrap()
-}
-
-fn write(memory: &dyn Memory, offset: u64, data: &[u8]) {
-    // SAFETY: the tests use ranges within the memory, and a memory from one thread.
-    unsafe { memory.copy_from_host(offset, data).unwrap() }
-}
-
-fn read(memory: &dyn Memory, offset: u64, len: usize) -> Vec<u8> {
-    let mut out = vec![0x77; len];
-    // SAFETY: as above.
-    unsafe { memory.copy_to_host(offset, &mut out).unwrap() };
-    out
-}
-
-fn copy(cuda: &CudaDevice, from: (&dyn Memory, u64), to: (&dyn Memory, u64), len: u64) {
-    // SAFETY: as above.
-    unsafe { cuda.copy(from.0, from.1, to.0, to.1, len).unwrap() }
 }
 
 #[test]

@@ -5,13 +5,16 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on should stop")]
 
+#[path = "cuda/memory_access.rs"]
+mod memory_access;
 #[path = "cuda/workspace.rs"]
 mod workspace;
 
 use std::process::Command;
 use std::sync::Arc;
 
-use rpc_core::device::{AllocRequest, DeviceApi, Memory};
+use memory_access::{copy, read, write};
+use rpc_core::device::{AllocRequest, DeviceApi};
 use rpc_core::{
     DataType, Device, DeviceAttribute, Devices, ErrorKind, LocalSession, Registry, RemoteFunction, RemoteTensor,
     Session, Target, Value,
@@ -70,23 +73,6 @@ fn read_floats(session: &Session, tensor: &RemoteTensor) -> Vec<f32> {
 
 fn pattern(len: usize) -> Vec<u8> {
     (0..len).map(|at| ((at * 31 + at / 251) % 251) as u8).collect()
-}
-
-fn write(memory: &dyn Memory, offset: u64, data: &[u8]) {
-    // SAFETY: the tests use ranges within the memory, and a memory from one thread.
-    unsafe { memory.copy_from_host(offset, data).unwrap() }
-}
-
-fn read(memory: &dyn Memory, offset: u64, len: usize) -> Vec<u8> {
-    let mut out = vec![0x77; len];
-    // SAFETY: as above.
-    unsafe { memory.copy_to_host(offset, &mut out).unwrap() };
-    out
-}
-
-fn copy(cuda: &CudaDevice, from: (&dyn Memory, u64), to: (&dyn Memory, u64), len: u64) {
-    // SAFETY: as above.
-    unsafe { cuda.copy(from.0, from.1, to.0, to.1, len).unwrap() }
 }
 
 #[test]

@@ -10,7 +10,7 @@ use rpc_server::cli::{CommonOptions, Failure};
 use rpc_transports::{Address, Connector};
 use tokio::runtime::Runtime;
 
-use super::bare::{Client, Connector as BareConnector, StdClient, Task};
+use super::bare_sockets::{Client, Connector as BareConnector, StdClient, Task};
 use super::child_server::{ChildServers, Role};
 use super::core_affinity::CoreAssignment;
 use super::probe::{Probe, rate, timed};

@@ -9,7 +9,7 @@ use rpc_server::config::ServeConfig;
 use rpc_server::{RpcServer, ServerProcess};
 use rpc_transports::Address;
 
-use super::{bare, core_affinity};
+use super::{bare_sockets, core_affinity};
 use crate::certificates::Certificates;
 use crate::child_process::{announce, exit_with_stdin};
 
@@ -106,22 +106,22 @@ pub(crate) fn run_child(args: ChildArgs) -> Result<(), Failure> {
     match args.role {
         Role::Server => serve(args),
         Role::Std => {
-            let listener = bare::std_listener(&args.listen)?;
+            let listener = bare_sockets::std_listener(&args.listen)?;
             announce(&listener.address()?);
             exit_with_stdin()?;
-            bare::serve_std(&listener)
+            bare_sockets::serve_std(&listener)
         }
         Role::Tokio | Role::Relay => rpc_server::cli::runtime()?.block_on(async {
             let certificates = args.certificates.map(Certificates::existing);
-            let listener = bare::listener(&args.listen, certificates.as_ref()).await?;
+            let listener = bare_sockets::listener(&args.listen, certificates.as_ref()).await?;
             announce(&listener.address()?);
             exit_with_stdin()?;
             match &args.forward {
                 Some(target) if args.role == Role::Relay => {
-                    let connector = bare::Connector::new(args.listen.scheme(), certificates.as_ref())?;
-                    bare::relay(&listener, target, connector).await
+                    let connector = bare_sockets::Connector::new(args.listen.scheme(), certificates.as_ref())?;
+                    bare_sockets::relay(&listener, target, connector).await
                 }
-                _ => bare::serve(&listener).await,
+                _ => bare_sockets::serve(&listener).await,
             }
         }),
     }

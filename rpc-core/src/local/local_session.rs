@@ -10,11 +10,11 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use parking_lot::Mutex;
 
 use super::LocalInner;
+use super::deadlines::Deadlines;
 use super::lanes::{Backlog, Capacity, Lanes};
 use super::spawner::Spawner;
 use super::thread_quota::ThreadQuota;
 use super::threads::Threads;
-use super::timer::Deadlines;
 use crate::device::Devices;
 use crate::error::{ErrorKind, RpcError};
 use crate::function::context::{Host, Usage, WorkspaceFiles};

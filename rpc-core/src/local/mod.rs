@@ -2,6 +2,7 @@
 //! at one.
 
 mod async_jobs;
+mod deadlines;
 mod host;
 mod job;
 mod lane_runner;
@@ -14,7 +15,6 @@ mod spawner;
 mod tests;
 mod thread_quota;
 mod threads;
-mod timer;
 
 use std::any::{Any, TypeId};
 use std::cell::RefCell;
@@ -25,11 +25,11 @@ use std::time::Instant;
 
 use parking_lot::Mutex;
 
+use self::deadlines::{Deadlines, Expire};
 use self::job::{Job, LaneKey, Parked};
 use self::lane_runner::FirstOutcome;
 use self::lanes::{Lanes, QueueEntry, Removed, Turn, WaitingRequest};
 use self::resolve::{PinnedOperation, RunsOn};
-use self::timer::{Deadlines, Expire};
 use crate::device::Devices;
 use crate::dlpack::Device;
 use crate::error::{ErrorKind, RpcError};

@@ -11,7 +11,7 @@ use super::credit::{cost, encode_credit, parse_credit};
 use super::endpoint::{BulkRead, EndpointCommon, EndpointConfig, Incoming, Payload, PayloadTarget};
 use super::frame::{FrameHeader, Kind};
 use super::handshake::Negotiated;
-use super::ids::IdMap;
+use super::id_map::IdMap;
 use super::message::{is_bytes_reply, read_reply, write_request};
 use super::output::{Message, VALUE_SIZE};
 use crate::error::{ErrorKind, Result, RpcError};

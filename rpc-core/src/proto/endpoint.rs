@@ -5,12 +5,12 @@ use std::time::{Duration, Instant};
 
 use bytes::{Bytes, BytesMut};
 
+use super::buffer_pool::{BufferPool, PooledBuffer};
 use super::credit::cost;
 use super::frame::{FrameHeader, HEADER_LEN, Kind, MAX_BODY_PART};
 use super::handshake::Negotiated;
-use super::ids::IdMap;
+use super::id_map::IdMap;
 use super::output::Output;
-use super::pool::{BufferPool, PooledBuffer};
 use crate::error::{ErrorKind, Result, RpcError};
 use crate::session::InPlaceWrite;
 

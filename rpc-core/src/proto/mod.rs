@@ -15,16 +15,16 @@
 //!
 //! `PROTOCOL.md` at the root of the repository specifies the bytes.
 
+mod buffer_pool;
 mod client;
 mod codec;
 mod credit;
 mod endpoint;
 mod frame;
 mod handshake;
-mod ids;
+mod id_map;
 mod message;
 mod output;
-mod pool;
 mod server;
 
 pub use client::{Admission, ClientEndpoint, ClientEvent};

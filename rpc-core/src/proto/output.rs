@@ -7,7 +7,7 @@ use std::io::IoSlice;
 use bytes::{Buf, Bytes};
 
 use super::frame::{FrameHeader, HEADER_LEN, Kind, MAX_BODY_PART};
-use super::ids::IdMap;
+use super::id_map::IdMap;
 
 /// Bytes that each value of a message counts at least. Roughly its decoded size, which may be a
 /// hundred times its size on the wire.

@@ -13,7 +13,7 @@ use super::credit::{cost, parse_credit};
 use super::endpoint::{EndpointCommon, EndpointConfig, Incoming, Payload, PayloadTarget};
 use super::frame::{FrameHeader, Kind, MAX_BODY_PART};
 use super::handshake::Negotiated;
-use super::ids::IdMap;
+use super::id_map::IdMap;
 use super::message::{peek_write, read_request, write_reply};
 use super::output::{Message, VALUE_SIZE};
 use crate::error::{ErrorKind, Result, RpcError};

@@ -132,7 +132,7 @@ impl ByteArray {
     }
 
     /// Converts the bytes to text. Invalid UTF-8 is replaced.
-    pub(super) fn to_text(&self) -> String {
+    pub(super) fn text(&self) -> String {
         // SAFETY: the owner of a byte array keeps its data alive.
         String::from_utf8_lossy(unsafe { slice_of(self.data, self.size) }).into_owned()
     }

@@ -51,7 +51,7 @@ impl Ref {
         let index = self.type_index();
         // SAFETY: the type exists, since there is an object of it (for any other index the library
         // would end the process); types are never removed, and their names live as long as they.
-        let key = unsafe { (self.bindings.functions.type_info)(index).as_ref().map(|info| info.type_key.to_text()) };
+        let key = unsafe { (self.bindings.functions.type_info)(index).as_ref().map(|info| info.type_key.text()) };
         key.unwrap_or_else(|| format!("type {index}"))
     }
 
@@ -270,5 +270,5 @@ const _: () = assert!(size_of::<Any>() == 16 && size_of::<ObjectHeader>() == 24 
 /// Returns kind, message and backtrace of an error.
 pub(super) fn error_texts(error: &Ref) -> [String; 3] {
     let ErrorCell { kind, message, backtrace } = error.error();
-    [kind, message, backtrace].map(ByteArray::to_text)
+    [kind, message, backtrace].map(ByteArray::text)
 }

@@ -17,9 +17,9 @@ fn deadlines_of_completed_requests_are_dropped() {
         (deadlines.len(), deadlines.session())
     };
     assert!(kept <= 70, "{kept} deadlines are kept");
-    assert_eq!(timer::calls(id), 1);
+    assert_eq!(deadlines::calls(id), 1);
     drop(session);
-    eventually("the timer forgets the session", || timer::calls(id) == 0);
+    eventually("the timer forgets the session", || deadlines::calls(id) == 0);
 }
 
 #[test]

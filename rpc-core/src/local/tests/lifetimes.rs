@@ -1,6 +1,11 @@
 //! Tests of the ends of requests and objects: futures that are dropped, releases behind requests.
 
+use std::future::Future;
+use std::pin::Pin;
+
 use super::*;
+
+type Task = Pin<Box<dyn Future<Output = ()> + Send>>;
 
 /// Runtime that is shutting down, at once or a little later.
 #[derive(Default)]

@@ -21,6 +21,7 @@ use crate::function::context::{Context, ThreadPermit};
 use crate::function::convert::Shared as SharedObject;
 use crate::function::handler::Rest;
 use crate::reply::{PendingReply, ReplySink};
+use crate::session::{Lane, RpcSession};
 use crate::value::Reference;
 
 const YEAR: Duration = Duration::from_secs(365 * 86400);

@@ -235,7 +235,7 @@ fn when_the_system_refuses_threads_jobs_wait_for_existing_ones_or_fail() {
     registry.add("wait", move || waits.pass()).add_async("async", || async { 1 }).add_inline("one", || 1);
     let session = LocalSession::new(registry);
     let [wait, future, one] = ["wait", "async", "one"].map(|name| handle(&session, name));
-    threads::REFUSE.set(true);
+    crate::local::threads::REFUSE.set(true);
     // More than the stack would hold if each continued the next one.
     let hold = session.submit(call(one, vec![])).reply();
     let calls: Vec<_> = (0..500).map(|n| session.submit(call([wait, future][n % 2], vec![])).reply()).collect();
@@ -245,17 +245,17 @@ fn when_the_system_refuses_threads_jobs_wait_for_existing_ones_or_fail() {
     }
     drop(hold);
     assert_eq!((live_threads(&session), session.backlog()), (0, Backlog::default()));
-    threads::REFUSE.set(false);
+    crate::local::threads::REFUSE.set(false);
     let first = session.submit(concurrent(wait)).reply();
     eventually("it runs", || gate.waiting() == 1);
-    threads::REFUSE.set(true);
+    crate::local::threads::REFUSE.set(true);
     let second = session.submit(concurrent(future)).reply();
     let third = session.submit(concurrent(future)).reply();
     assert!(!second.is_done() && !third.is_done());
     gate.open(1);
     wait_all([first, second, third]);
     assert_eq!(live_threads(&session), 1);
-    threads::REFUSE.set(false);
+    crate::local::threads::REFUSE.set(false);
 }
 
 #[test]
@@ -269,5 +269,3 @@ fn threads_of_one_session_can_meet_as_many_as_its_limit() {
     let calls = (0..SessionLimits::default().max_threads).map(|_| session.submit(concurrent(meet)).reply());
     wait_all(calls.collect::<Vec<_>>());
 }
-
-type Task = Pin<Box<dyn Future<Output = ()> + Send>>;

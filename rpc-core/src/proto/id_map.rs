@@ -1,4 +1,4 @@
-//! Hash maps keyed by request id.
+//! Maps keyed by request id.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
