@@ -163,7 +163,7 @@ impl Cublas {
             8 | 15 => ErrorKind::Unsupported,
             // An error of the device itself, if there is one, is more specific.
             _ => {
-                gpu.settle()?;
+                gpu.synchronize()?;
                 ErrorKind::Application
             }
         };

@@ -186,8 +186,8 @@ impl DeviceApi for CudaDevice {
             && !CudaMemory::is_pinned(source)
             && !CudaMemory::is_pinned(target)
         {
-            source.join()?;
-            target.join()?;
+            source.let_default_stream_follow()?;
+            target.let_default_stream_follow()?;
             let from = DeviceRange { gpu: source.gpu(), start: source.address(from_offset) };
             let to = DeviceRange { gpu: target.gpu(), start: target.address(to_offset) };
             // SAFETY: the caller's promises are the same.
@@ -198,11 +198,11 @@ impl DeviceApi for CudaDevice {
         // Pinned memory is read and written by the processor here, and a stream does not wait for
         // that.
         if [source, target].into_iter().flatten().any(CudaMemory::is_pinned) {
-            gpus.iter().try_for_each(|gpu| gpu.settle())?;
+            gpus.iter().try_for_each(|gpu| gpu.synchronize())?;
         }
         // SAFETY: the caller's promises are the same.
         unsafe { copy_by_host(from, from_offset, to, to_offset, len)? };
-        gpus.iter().try_for_each(|gpu| gpu.settle())
+        gpus.iter().try_for_each(|gpu| gpu.synchronize())
     }
 }
 

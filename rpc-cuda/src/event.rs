@@ -99,7 +99,7 @@ impl Drop for Event {
             return free.push(self.raw);
         }
         drop(free);
-        let _visit = gpu.visit();
+        let _entry = gpu.enter_temporarily();
         // SAFETY: the event is alive and no longer in use. The driver keeps what it still needs of
         // it.
         let outcome = unsafe { gpu.driver.event_destroy(self.raw.0) };

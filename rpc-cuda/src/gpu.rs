@@ -73,13 +73,13 @@ impl Gpu {
     /// Enters like [`enter`](Self::enter), for the lifetime of the returned value; the thread's
     /// former context is restored afterwards. For drops, which may happen on any thread and must
     /// not change its current context.
-    pub(super) fn visit(&'static self) -> Result<Visit> {
+    pub(super) fn enter_temporarily(&'static self) -> Result<TemporaryEntry> {
         let mut before = ptr::null_mut();
         // SAFETY: there is room for the handle.
         self.check(unsafe { self.driver.ctx_get_current(&raw mut before) })?;
-        let visit = Visit { driver: self.driver, before: Handle(before) };
+        let entry = TemporaryEntry { driver: self.driver, before: Handle(before) };
         self.enter()?;
-        Ok(visit)
+        Ok(entry)
     }
 
     fn open(&'static self) -> Result<&'static PrimaryContext> {
@@ -178,14 +178,14 @@ impl Gpu {
     }
 }
 
-/// A temporary change of the current context; see [`Gpu::visit`].
-pub(super) struct Visit {
+/// A temporary change of the current context; see [`Gpu::enter_temporarily`].
+pub(super) struct TemporaryEntry {
     driver: &'static Driver,
     /// Null if the thread had none.
     before: Handle<CUctx_st>,
 }
 
-impl Drop for Visit {
+impl Drop for TemporaryEntry {
     fn drop(&mut self) {
         // SAFETY: it was current before, and a context is not destroyed while it is current.
         let outcome = unsafe { self.driver.ctx_set_current(self.before.0) };

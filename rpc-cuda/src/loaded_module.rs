@@ -97,7 +97,7 @@ impl LoadedModule {
 impl Drop for LoadedModule {
     fn drop(&mut self) {
         let context = self.gpu.context;
-        let Ok(_visit) = context.gpu.visit() else { return };
+        let Ok(_entry) = context.gpu.enter_temporarily() else { return };
         // Kernels run on any of the streams.
         let fences = fence_other_streams(context).and_then(|mut fences| {
             fences.push(Event::record(context, context.default_stream)?);

@@ -110,7 +110,7 @@ impl CudaMemory {
     /// From this call on, the default stream is behind the pending work of kernels on other streams
     /// that use the memory.
     pub fn device_pointer(&self) -> *mut c_void {
-        if let Err(error) = self.join() {
+        if let Err(error) = self.let_default_stream_follow() {
             // Every use of the address reports that the device is lost.
             tracing::debug!(%error, "the default stream does not wait for other work on a memory");
         }
@@ -133,7 +133,7 @@ impl CudaMemory {
     }
 
     /// Lets later work of the default stream begin behind all work on this memory.
-    pub(super) fn join(&self) -> Result<()> {
+    pub(super) fn let_default_stream_follow(&self) -> Result<()> {
         if self.other_streams.is_none() {
             return Ok(());
         }
@@ -177,7 +177,7 @@ unsafe impl Memory for CudaMemory {
                 Ok(())
             }
             None => {
-                self.join()?;
+                self.let_default_stream_follow()?;
                 // SAFETY: as above.
                 unsafe { transfer::upload(self.gpu, self.address(offset), data) }
             }
@@ -192,7 +192,7 @@ unsafe impl Memory for CudaMemory {
                 Ok(())
             }
             None => {
-                self.join()?;
+                self.let_default_stream_follow()?;
                 // SAFETY: as above.
                 unsafe { transfer::download(self.gpu, self.address(offset), out) }
             }
@@ -210,7 +210,7 @@ impl Drop for CudaMemory {
         let gpu = self.gpu;
         // The device's work on the bytes may not be done.
         release_thread::release_later(move || {
-            if let Err(error) = gpu.settle_all() {
+            if let Err(error) = gpu.synchronize_all() {
                 tracing::warn!(%error, "a library's memory is released, but it is unknown if the device still uses it");
             }
             drop(owner);

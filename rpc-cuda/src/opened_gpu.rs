@@ -69,14 +69,14 @@ impl OpenedGpu {
     }
 
     /// Waits until all work submitted to any stream of this crate so far is done.
-    pub(super) fn settle_all(&self) -> Result<()> {
+    pub(super) fn synchronize_all(&self) -> Result<()> {
         self.enter()?;
         fence_other_streams(self.context)?.into_iter().try_for_each(|event| event.wait())?;
-        self.settle()
+        self.synchronize()
     }
 
     /// Waits until all work submitted to the default stream so far is done.
-    pub(super) fn settle(&self) -> Result<()> {
+    pub(super) fn synchronize(&self) -> Result<()> {
         self.default_stream.synchronize()
     }
 }
@@ -129,7 +129,7 @@ impl Drop for PoolBlock {
     fn drop(&mut self) {
         let Some(block) = self.block.take() else { return };
         // If the device is lost, only the statistics change.
-        let _visit = self.gpu.context.gpu.visit();
+        let _entry = self.gpu.context.gpu.enter_temporarily();
         self.gpu.pool(self.space).give_back(self.gpu.context, block);
     }
 }

@@ -73,7 +73,7 @@ pub(super) struct Pool {
     space: Space,
     state: Mutex<PoolState>,
     /// Notified when a block comes back, for the waits of P-5.
-    came_back: Condvar,
+    block_returned: Condvar,
 }
 
 struct PoolState {
@@ -113,7 +113,7 @@ impl PoolStatistics {
 impl Pool {
     pub(super) fn new(space: Space, limit: u64) -> Self {
         let state = PoolState { idle: BTreeMap::new(), statistics: PoolStatistics::default(), limit, leaving: 0 };
-        Self { space, state: Mutex::new(state), came_back: Condvar::new() }
+        Self { space, state: Mutex::new(state), block_returned: Condvar::new() }
     }
 
     /// Takes a block of at least `size` bytes, with unspecified contents. The caller has entered
@@ -126,7 +126,7 @@ impl Pool {
         if let Some(block) = found {
             return Ok(block);
         }
-        let block = context.with_room(|| self.ask_driver(gpu, size)).map_err(|error| match error.kind() {
+        let block = context.with_room(|| self.allocate_from_driver(gpu, size)).map_err(|error| match error.kind() {
             ErrorKind::OutOfMemory => error.context(format_args!("cannot allocate {size} bytes")),
             _ => error,
         })?;
@@ -144,7 +144,7 @@ impl Pool {
             }
             let is_stuck = |state: &mut PoolState| state.idle.is_empty() && !state.has_room(size);
             let mut state = self.state.lock();
-            self.came_back.wait_while(&mut state, is_stuck);
+            self.block_returned.wait_while(&mut state, is_stuck);
             if state.has_room(size) {
                 continue;
             }
@@ -157,7 +157,7 @@ impl Pool {
                 state.idle.entry(oldest.block.size).or_default().push_front(oldest);
                 drop(state);
                 // Other waiters have to see the error, too.
-                self.came_back.notify_all();
+                self.block_returned.notify_all();
                 return Err(error);
             }
             let block = oldest.block;
@@ -169,9 +169,9 @@ impl Pool {
             }
             drop(state);
             let freed = block.size;
-            let given = self.give_to_driver(context.gpu, block);
+            let given = self.return_to_driver(context.gpu, block);
             self.state.lock().statistics.cached_bytes -= freed;
-            self.came_back.notify_all();
+            self.block_returned.notify_all();
             given?;
         }
     }
@@ -190,10 +190,10 @@ impl Pool {
         state.statistics.misses += 1;
         state.took(size);
         drop(state);
-        let asked = context.with_room(|| self.ask_driver(context.gpu, size));
+        let asked = context.with_room(|| self.allocate_from_driver(context.gpu, size));
         if asked.is_err() {
             self.state.lock().statistics.allocated_bytes -= size;
-            self.came_back.notify_all();
+            self.block_returned.notify_all();
         }
         asked.map(Some)
     }
@@ -232,7 +232,7 @@ impl Pool {
         self.state.lock().statistics.allocated_bytes -= size;
         // With a lost device the memory is gone, too.
         if context.enter().is_err() {
-            self.came_back.notify_all();
+            self.block_returned.notify_all();
             return;
         }
         let fences = stream::fence_other_streams(context)
@@ -244,7 +244,7 @@ impl Pool {
             // The block must not be reused, since the end of its use is unknown.
             Err(error) => tracing::warn!(%error, bytes = size, "memory is leaked"),
         }
-        self.came_back.notify_all();
+        self.block_returned.notify_all();
     }
 
     /// Returns a block whose use by the device ends with `last`, an event of the default stream;
@@ -252,7 +252,7 @@ impl Pool {
     pub(super) fn give_back_behind(&self, context: &PrimaryContext, block: Block, last: Option<Event>) {
         self.state.lock().statistics.allocated_bytes -= block.size;
         self.keep(context, block, last, Vec::new());
-        self.came_back.notify_all();
+        self.block_returned.notify_all();
     }
 
     fn keep(&self, context: &PrimaryContext, block: Block, default_stream: Option<Event>, other_streams: Vec<Event>) {
@@ -268,7 +268,7 @@ impl Pool {
 
     /// Returns idle memory above the limit to the driver (P-4), large blocks first.
     fn evict(&self, gpu: &Gpu) {
-        self.give_while(gpu, |state| {
+        self.return_blocks_while(gpu, |state| {
             if state.statistics.cached_bytes - state.leaving <= state.limit {
                 return None;
             }
@@ -280,17 +280,17 @@ impl Pool {
     /// keeps. Returns the time at which the oldest of the rest became idle. It may wait for the
     /// device. The caller has entered the GPU.
     pub(super) fn release_idle(&self, gpu: &Gpu, time: Duration) -> Option<Instant> {
-        self.give_while(gpu, |state| {
+        self.return_blocks_while(gpu, |state| {
             let is_due = |idle: &Idle| idle.since.elapsed() >= time && idle.is_done_now();
             state.idle.iter().find(|(_, blocks)| blocks.front().is_some_and(is_due))
         });
-        self.came_back.notify_all();
+        self.block_returned.notify_all();
         self.state.lock().idle.values().filter_map(VecDeque::front).map(|idle| idle.since).min()
     }
 
     /// Returns blocks to the driver one by one, the first of the queue that `choose` finds; they
     /// are done (P-3).
-    fn give_while(&self, gpu: &Gpu, choose: impl Fn(&PoolState) -> Option<(&u64, &VecDeque<Idle>)>) {
+    fn return_blocks_while(&self, gpu: &Gpu, choose: impl Fn(&PoolState) -> Option<(&u64, &VecDeque<Idle>)>) {
         loop {
             let mut state = self.state.lock();
             let Some(size) = choose(&state).map(|(size, _)| *size) else { return };
@@ -298,7 +298,7 @@ impl Pool {
             state.forget_empty(size);
             state.statistics.cached_bytes -= size;
             drop(state);
-            if let Err(error) = self.give_to_driver(gpu, idle.block) {
+            if let Err(error) = self.return_to_driver(gpu, idle.block) {
                 tracing::warn!(%error, bytes = size, "memory is leaked");
             }
         }
@@ -316,7 +316,7 @@ impl Pool {
         for idle in idle {
             let size = idle.block.size;
             // The error of one block is no reason to keep the others.
-            let given = idle.wait().and_then(|()| self.give_to_driver(gpu, idle.block));
+            let given = idle.wait().and_then(|()| self.return_to_driver(gpu, idle.block));
             outcome = outcome.and_then(|bytes| given.map(|()| bytes + size));
             // The block counts until it has been freed, so that no thread asks the driver for more
             // in its place (P-5).
@@ -324,7 +324,7 @@ impl Pool {
             state.statistics.cached_bytes -= size;
             state.leaving -= size;
             drop(state);
-            self.came_back.notify_all();
+            self.block_returned.notify_all();
         }
         outcome
     }
@@ -338,7 +338,7 @@ impl Pool {
         self.state.lock().statistics
     }
 
-    fn ask_driver(&self, gpu: &Gpu, size: u64) -> Result<Block> {
+    fn allocate_from_driver(&self, gpu: &Gpu, size: u64) -> Result<Block> {
         let bytes = usize::try_from(size).map_err(|_| too_large(gpu, self.space, size))?;
         let address = match self.space {
             Space::Device => {
@@ -363,7 +363,7 @@ impl Pool {
         Ok(Block { address, size })
     }
 
-    fn give_to_driver(&self, gpu: &Gpu, block: Block) -> Result<()> {
+    fn return_to_driver(&self, gpu: &Gpu, block: Block) -> Result<()> {
         let outcome = match self.space {
             // SAFETY: it came from `mem_alloc`, and is no longer in use.
             Space::Device => unsafe { gpu.driver.mem_free(block.address) },

@@ -174,7 +174,7 @@ impl Drop for CudaStream {
             return;
         }
         let (context, gpu) = (self.context, self.gpu());
-        let Ok(_visit) = gpu.visit() else { return };
+        let Ok(_entry) = gpu.enter_temporarily() else { return };
         // The stream stays in the list that memory is fenced by until the default stream waits for
         // it.
         let ordered = self.record().and_then(|event| event.precede(context, context.default_stream));

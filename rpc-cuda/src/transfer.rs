@@ -35,7 +35,7 @@ pub(super) unsafe fn upload(opened: &'static OpenedGpu, to: u64, data: &[u8]) ->
         // for.
         let outcome = unsafe { gpu.driver.memcpy_to_device_async(to, data.as_ptr().cast(), data.len(), stream) };
         gpu.check(outcome)?;
-        return opened.settle();
+        return opened.synchronize();
     }
     let mut buffers = Buffers::new(opened, data.len())?;
     for (index, part) in data.chunks(BUFFER_BYTES).enumerate() {
@@ -64,7 +64,7 @@ pub(super) unsafe fn download(opened: &'static OpenedGpu, from: u64, out: &mut [
         // SAFETY: the caller's promise; and `out` lives until the copy is done, which is waited
         // for.
         gpu.check(unsafe { gpu.driver.memcpy_to_host_async(out.as_mut_ptr().cast(), from, out.len(), stream) })?;
-        return opened.settle();
+        return opened.synchronize();
     }
     let total = out.len();
     let mut buffers = Buffers::new(opened, total)?;
@@ -130,7 +130,7 @@ pub(super) unsafe fn between(from: DeviceRange, to: DeviceRange, len: u64) -> Re
         // SAFETY: the caller's promise.
         unsafe { shift(opened, from.start, to.start, len)? };
     }
-    opened.settle()
+    opened.synchronize()
 }
 
 /// Copies on one device, in the order of the default stream.
@@ -195,7 +195,7 @@ unsafe fn to_peer(from: DeviceRange, to: DeviceRange, len: u64) -> Result<()> {
         source.gpu.driver.memcpy_peer_async(to.start, target.raw.0, from.start, source.raw.0, bytes, stream)
     };
     source.gpu.check(outcome)?;
-    from.gpu.settle()?;
+    from.gpu.synchronize()?;
     // The copy is done, so nothing is left to wait for.
     target.gpu.check_not_lost()
 }

@@ -6,7 +6,7 @@ use bytes::Bytes;
 
 use super::abi::{Any, ByteArray, type_index};
 use super::api::Api;
-use super::object::{Held, OwnedAny, Ref};
+use super::object::{OpaqueValue, OwnedAny, Ref};
 use super::signature::ArgForm;
 use super::tensor::{self, BorrowedTensor};
 use rpc_core::error::{Result, RpcError};
@@ -16,11 +16,11 @@ use rpc_core::value::Value;
 /// Arguments of one call, with the data that they borrow.
 pub(super) struct Arguments {
     values: Vec<Any>,
-    _lent: Vec<Keep>,
+    _lent: Vec<LentData>,
 }
 
 /// Data behind an argument, until the call has returned.
-enum Keep {
+enum LentData {
     Value(#[expect(dead_code, reason = "its count is given back on drop")] OwnedAny),
     Tensor(#[expect(dead_code, reason = "foreign code points to it")] Box<BorrowedTensor>),
     Text(#[expect(dead_code, reason = "foreign code points to it")] CString),
@@ -60,26 +60,26 @@ impl Arguments {
 }
 
 /// Converts an argument in the cheapest form: tensors and bytes are borrowed without a copy.
-fn lend(api: &'static Api, context: &Context, value: LocalValue, form: ArgForm) -> Result<(Any, Option<Keep>)> {
+fn lend(api: &'static Api, context: &Context, value: LocalValue, form: ArgForm) -> Result<(Any, Option<LentData>)> {
     Ok(match value {
         Value::Object(Object::Tensor(tensor)) if form != ArgForm::TensorObject => {
             let lent = BorrowedTensor::new(&tensor)?;
-            (Any::pointer(type_index::DL_TENSOR, lent.pointer()), Some(Keep::Tensor(lent)))
+            (Any::pointer(type_index::DL_TENSOR, lent.pointer()), Some(LentData::Tensor(lent)))
         }
         Value::Str(text) if form == ArgForm::CString => {
             let text = CString::new(text)
                 .map_err(|_| RpcError::invalid_argument("the function takes a C string, which cannot contain NUL"))?;
-            (Any::pointer(type_index::RAW_STR, text.as_ptr().cast_mut().cast()), Some(Keep::Text(text)))
+            (Any::pointer(type_index::RAW_STR, text.as_ptr().cast_mut().cast()), Some(LentData::Text(text)))
         }
         Value::Bytes(bytes) => {
             let array = Box::new(ByteArray::new(&bytes));
             let pointer = (&raw const *array).cast_mut().cast();
-            (Any::pointer(type_index::BYTE_ARRAY, pointer), Some(Keep::Bytes(array, bytes)))
+            (Any::pointer(type_index::BYTE_ARRAY, pointer), Some(LentData::Bytes(array, bytes)))
         }
         value => {
             let value = to_owned(api, context, value)?;
             let view = value.view();
-            (view, view.is_object().then_some(Keep::Value(value)))
+            (view, view.is_object().then_some(LentData::Value(value)))
         }
     })
 }
@@ -124,7 +124,7 @@ pub(super) fn to_owned(api: &'static Api, context: &Context, value: LocalValue) 
             Ok(object.clone().into_any())
         }
         Value::Object(Object::Opaque(opaque)) => {
-            let held = opaque.downcast::<Held>().ok_or_else(|| {
+            let held = opaque.downcast::<OpaqueValue>().ok_or_else(|| {
                 let name = opaque.type_name();
                 RpcError::invalid_argument(format!("an object of type {name} cannot be passed to TVM-FFI"))
             })?;

@@ -234,7 +234,7 @@ pub(super) fn small_bytes(value: &Any) -> Option<&[u8]> {
 }
 
 /// A module's value without a counterpart in sessions, held for the owner of its handle.
-pub(super) enum Held {
+pub(super) enum OpaqueValue {
     Object(Ref),
     /// An address, which never leaves the process.
     Pointer(Pointer),
@@ -248,7 +248,7 @@ unsafe impl Send for Pointer {}
 // SAFETY: as above.
 unsafe impl Sync for Pointer {}
 
-impl Held {
+impl OpaqueValue {
     pub(super) fn view(&self) -> Any {
         match self {
             Self::Object(object) => object.as_any(),

@@ -11,7 +11,7 @@ use bytes::Bytes;
 
 use super::abi::{self, Any, ByteArray, DlTensor, slice_of, type_index};
 use super::api::Api;
-use super::object::{self, Held, Pointer, Ref};
+use super::object::{self, OpaqueValue, Pointer, Ref};
 use super::{function, module, tensor};
 use rpc_core::error::{Result, RpcError};
 use rpc_core::function::{Context, LocalValue, Object, Opaque};
@@ -56,7 +56,7 @@ impl Reader<'_> {
             // SAFETY: as above.
             type_index::DEVICE => Value::Device(abi::device(unsafe { payload.bytes })),
             // SAFETY: as above.
-            type_index::OPAQUE_POINTER => held(Held::Pointer(Pointer(unsafe { payload.pointer }))),
+            type_index::OPAQUE_POINTER => opaque(OpaqueValue::Pointer(Pointer(unsafe { payload.pointer }))),
             type_index::DL_TENSOR => {
                 // SAFETY: as above.
                 let lent = unsafe { payload.pointer.cast::<DlTensor>().as_ref() };
@@ -103,7 +103,7 @@ impl Reader<'_> {
             type_index::LIST => self.read_sequence(&object, "ffi.ListSize", "ffi.ListGetItem", depth)?,
             type_index::MAP => self.read_map(&object, "ffi.MapSize", "ffi.MapForwardIterFunctor", depth)?,
             type_index::DICT => self.read_map(&object, "ffi.DictSize", "ffi.DictForwardIterFunctor", depth)?,
-            _ => held(Held::Object(object)),
+            _ => opaque(OpaqueValue::Object(object)),
         })
     }
 
@@ -150,8 +150,8 @@ fn text(bytes: &[u8]) -> LocalValue {
     }
 }
 
-fn held(held: Held) -> LocalValue {
-    Value::Object(Object::Opaque(Opaque::new(Arc::new(held))))
+fn opaque(value: OpaqueValue) -> LocalValue {
+    Value::Object(Object::Opaque(Opaque::new(Arc::new(value))))
 }
 
 fn too_large(why: &str) -> RpcError {
