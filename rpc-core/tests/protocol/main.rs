@@ -8,6 +8,8 @@ mod corpus;
 mod fuzz;
 mod handshake;
 mod hostile;
+mod keep_alive;
 mod pair;
+mod received_in_place;
 mod targets;
 mod trace;
