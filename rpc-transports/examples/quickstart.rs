@@ -1,9 +1,7 @@
 //! A server with a function of its own, and a client that calls it.
 
-use std::sync::Arc;
-
-use rpc_core::{DataType, Device, LocalSession, Registry, SharedSession, TensorViewMut};
-use rpc_transports::{Bind, Connector, OpenRequest, ServeOptions, Server};
+use rpc_core::{DataType, Device, Registry, TensorViewMut};
+use rpc_transports::{Bind, Connector, Server};
 
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -14,8 +12,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
         tensor.as_mut_slice::<f32>()?.fill(value);
         Ok(())
     });
-    let open = move |_: &OpenRequest| Ok(Arc::new(LocalSession::new(registry.clone())) as SharedSession);
-    let server = Server::new(Arc::new(open), ServeOptions::default());
+    let server = Server::serving(registry);
     let address = server.listen(&"tcp://127.0.0.1:0".parse()?, &Bind::default()).await?;
 
     // The client: usually another program on another machine.

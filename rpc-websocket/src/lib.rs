@@ -7,8 +7,8 @@
 //! ```
 //! use std::sync::Arc;
 //!
-//! use rpc_core::{LocalSession, Registry, RpcError, SharedSession};
-//! use rpc_transports::{Connector, OpenRequest, ServeOptions, Server, Transports};
+//! use rpc_core::Registry;
+//! use rpc_transports::{Connector, ServeOptions, Server, Transports};
 //! use rpc_websocket::WebSocket;
 //!
 //! # #[tokio::main(flavor = "current_thread")]
@@ -16,11 +16,8 @@
 //! let transports = Transports::default().with(WebSocket::new());
 //! let registry = Registry::new();
 //! registry.add("add", |a: i64, b: i64| a + b);
-//! let open = move |_: &OpenRequest| -> Result<SharedSession, RpcError> {
-//!     Ok(Arc::new(LocalSession::new(registry.clone())))
-//! };
 //! let options = ServeOptions { transports: transports.clone(), ..ServeOptions::default() };
-//! let server = Server::new(Arc::new(open), options);
+//! let server = Server::new(Arc::new(registry), options);
 //! let address = server.listen(&"ws://127.0.0.1:0".parse()?, &Default::default()).await?;
 //!
 //! let session = Connector::new().transports(transports).connect(&address.to_string()).await?;

@@ -11,11 +11,10 @@ use std::future::Future;
 use std::io::{BufRead, BufReader};
 use std::net::SocketAddr;
 use std::process::{Child, Command, Stdio};
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use rpc_core::{LocalSession, LocalValue, Registry, RpcError, SharedSession};
-use rpc_transports::{Bind, Connector, OpenRequest, ServeOptions, Server};
+use rpc_core::{LocalValue, Registry};
+use rpc_transports::{Bind, Connector, Server};
 
 const IN_FLIGHT: usize = 64;
 const ROUNDS: usize = 11;
@@ -75,9 +74,7 @@ impl Drop for Peer {
 async fn serve_ours() {
     let registry = Registry::new();
     registry.add_inline("echo", |value: LocalValue| value);
-    let open =
-        move |_: &OpenRequest| -> Result<SharedSession, RpcError> { Ok(Arc::new(LocalSession::new(registry.clone()))) };
-    let server = Server::new(Arc::new(open), ServeOptions::default());
+    let server = Server::serving(registry);
     let address = "tcp://127.0.0.1:0".parse().expect("a good address");
     let address = server.listen(&address, &Bind::default()).await.expect("a free port");
     println!("{address}");

@@ -36,7 +36,9 @@ pub struct OpenRequest {
     pub onward: Onward,
 }
 
-/// Factory of clients' sessions. Implemented by closures that need not wait.
+/// Factory of clients' sessions. Implemented by closures that need not wait, and by a
+/// [`Registry`](rpc_core::Registry), which gives each client a session of its own with these
+/// functions.
 #[async_trait]
 pub trait SessionFactory: Send + Sync + 'static {
     /// Opens a session, which ends when the server drops it. This is part of the handshake: the

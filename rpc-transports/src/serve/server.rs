@@ -7,12 +7,13 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
-use rpc_core::{ErrorKind, RpcError, Session, Spawner};
+use async_trait::async_trait;
+use rpc_core::{ErrorKind, LocalSession, Registry, RpcError, Session, SharedSession, Spawner};
 use tokio::task::JoinHandle;
 
 use super::connection::{Accepted, Connection, LINGER};
 use super::mailbox::{GO_AWAY, Mailbox, STOP};
-use super::options::{ServeOptions, SessionFactory};
+use super::options::{OpenRequest, ServeOptions, SessionFactory};
 use super::relay::pool::ParkedServer;
 use super::state::{ConnectionEntry, FAR_OFF, ServerState};
 use crate::address::Address;
@@ -33,6 +34,29 @@ impl Server {
     pub fn new(factory: Arc<dyn SessionFactory>, options: ServeOptions) -> Self {
         crate::runtime::install_probe();
         Self(ServerState::new(factory, options))
+    }
+
+    /// Creates a server of the functions in `registry`, with the default options. Other options,
+    /// and sessions with devices or limits, are for [`new`](Self::new).
+    ///
+    /// ```
+    /// use rpc_core::Registry;
+    /// use rpc_transports::{Bind, Connector, Server};
+    ///
+    /// # #[tokio::main(flavor = "current_thread")]
+    /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let registry = Registry::new();
+    /// registry.add("add", |a: i64, b: i64| a + b);
+    /// let server = Server::serving(registry);
+    /// let address = server.listen(&"memory:calculator".parse()?, &Bind::default()).await?;
+    ///
+    /// let session = Connector::new().connect(&address).await?;
+    /// assert_eq!(session.function::<(i64, i64), i64>("add").await?.call((1, 2)).await?, 3);
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn serving(registry: Registry) -> Self {
+        Self::new(Arc::new(registry), ServeOptions::default())
     }
 
     /// Accepts clients at `address` from now on. Returns the actual address, with the chosen port.
@@ -225,6 +249,14 @@ impl Server {
 impl fmt::Debug for Server {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Server").field("sessions", &self.sessions()).finish_non_exhaustive()
+    }
+}
+
+#[async_trait]
+impl SessionFactory for Registry {
+    async fn open(&self, _: &OpenRequest) -> Result<SharedSession, RpcError> {
+        let session = LocalSession::builder(self.clone()).spawner(Arc::new(TokioSpawner::current()));
+        Ok(Arc::new(session.build()))
     }
 }
 

@@ -5,10 +5,10 @@ use std::io;
 use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll};
 
-use rpc_core::{LocalSession, Registry, SharedSession};
+use rpc_core::Registry;
 use rpc_transports::{
-    Accept, Address, AddressError, Bind, BoxFuture, Channel, ConnectError, Connector, Dial, Listener, OpenRequest,
-    Properties, Reach, ServeOptions, Server, Transport, TransportError, Transports,
+    Accept, Address, AddressError, Bind, BoxFuture, Channel, ConnectError, Connector, Dial, Listener, Properties,
+    Reach, ServeOptions, Server, Transport, TransportError, Transports,
 };
 use tokio::sync::mpsc;
 
@@ -73,9 +73,11 @@ impl Accept for Perch {
 fn server(transports: &Transports, allow_forward: &[&str]) -> Server {
     let registry = Registry::new();
     registry.add("add", |a: i64, b: i64| a + b);
-    let open = move |_: &OpenRequest| Ok(Arc::new(LocalSession::new(registry.clone())) as SharedSession);
     let allow_forward = allow_forward.iter().map(|&pattern| pattern.to_owned()).collect();
-    Server::new(Arc::new(open), ServeOptions { transports: transports.clone(), allow_forward, ..Default::default() })
+    Server::new(
+        Arc::new(registry),
+        ServeOptions { transports: transports.clone(), allow_forward, ..Default::default() },
+    )
 }
 
 async fn listen(server: &Server, address: &str) {

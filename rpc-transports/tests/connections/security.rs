@@ -198,9 +198,7 @@ async fn clients_that_tls_refuses_are_reported_to_the_observer() {
         let refusals = Arc::new(Refusals::default());
         let access = Access { anonymous: false, tokens: Tokens::default(), certificates: true };
         let options = ServeOptions { access, observer: Some(refusals.clone()), ..ServeOptions::default() };
-        let open =
-            |_: &OpenRequest| -> Result<SharedSession, RpcError> { Ok(Arc::new(LocalSession::new(Registry::new()))) };
-        let server = Server::new(Arc::new(open), options);
+        let server = Server::new(Arc::new(Registry::new()), options);
         let address = listen(&server, scheme, Some(&tls)).await;
         for certificate in [None, Some(stranger.client("mallory").certificate())] {
             let trust = ClientTls::new(authority.pem.as_bytes(), certificate).unwrap();

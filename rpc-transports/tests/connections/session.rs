@@ -3,8 +3,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use rpc_core::{DataType, Device, ErrorKind, LocalSession, Registry, RpcError, SharedSession};
-use rpc_transports::{Address, Bind, ConnectError, Connector, OpenRequest, ServeOptions, Server};
+use rpc_core::{DataType, Device, ErrorKind, Registry};
+use rpc_transports::{Address, Bind, ConnectError, Connector, ServeOptions, Server};
 
 fn registry() -> Registry {
     let registry = Registry::new();
@@ -14,13 +14,7 @@ fn registry() -> Registry {
 }
 
 fn server(options: ServeOptions) -> Server {
-    let registry = registry();
-    Server::new(
-        Arc::new(move |_: &OpenRequest| -> Result<SharedSession, RpcError> {
-            Ok(Arc::new(LocalSession::new(registry.clone())))
-        }),
-        options,
-    )
+    Server::new(Arc::new(registry()), options)
 }
 
 async fn listen(server: &Server, address: &str) -> String {

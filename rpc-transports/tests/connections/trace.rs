@@ -2,16 +2,12 @@
 
 use std::sync::Arc;
 
-use rpc_core::{Context, LocalSession, Registry, RpcError, Session, SharedSession, TraceContext};
-use rpc_transports::{Address, Bind, Connector, OpenRequest, ServeOptions, Server, TokioSpawner};
+use rpc_core::{Context, Registry, Session, TraceContext};
+use rpc_transports::{Address, Bind, Connector, ServeOptions, Server};
 
 async fn serve(registry: Registry) -> (Server, String) {
-    let factory = move |_: &OpenRequest| -> Result<SharedSession, RpcError> {
-        let session = LocalSession::builder(registry.clone()).spawner(Arc::new(TokioSpawner::current()));
-        Ok(Arc::new(session.build()))
-    };
     let options = ServeOptions { allow_forward: vec!["tcp://127.0.0.1:*".into()], ..Default::default() };
-    let server = Server::new(Arc::new(factory), options);
+    let server = Server::new(Arc::new(registry), options);
     let address = "tcp://127.0.0.1:0".parse::<Address>().unwrap();
     let address = server.listen(&address, &Bind::default()).await.unwrap().to_string();
     (server, address)

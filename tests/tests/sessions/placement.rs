@@ -1,12 +1,11 @@
 //! A placed graph over servers: with async sessions, and with blocking ones on a plain thread.
 
 use std::future::IntoFuture;
-use std::sync::Arc;
 
 use rpc_core::placement::{CallGraph, Constraint, Plan, Site, ValueId};
 use rpc_core::tensor::{TensorView, TensorViewMut};
-use rpc_core::{DataType, LocalSession, Registry, Result, Session, SharedSession, Value, blocking, dlpack};
-use rpc_transports::{Bind, Connector, OpenRequest, ServeOptions, Server};
+use rpc_core::{DataType, Registry, Result, Session, Value, blocking, dlpack};
+use rpc_transports::{Bind, Connector, Server};
 
 /// Number of elements that takes more than one piece of a copy between sessions.
 const LEN: i64 = (5 << 20) / 4 + 1;
@@ -22,9 +21,7 @@ fn registry() -> Registry {
 }
 
 async fn server() -> (Server, String) {
-    let registry = registry();
-    let open = move |_: &OpenRequest| Ok(Arc::new(LocalSession::new(registry.clone())) as SharedSession);
-    let server = Server::new(Arc::new(open), ServeOptions::default());
+    let server = Server::serving(registry());
     let address = server.listen(&"tcp://127.0.0.1:0".parse().unwrap(), &Bind::default()).await.unwrap();
     (server, address.to_string())
 }
