@@ -227,6 +227,11 @@ impl Channel {
         Self { unread, ..self }
     }
 
+    /// Sets the bytes that have been read already, to be read again.
+    pub(crate) fn put_back(&mut self, unread: BytesMut) {
+        self.unread = unread;
+    }
+
     /// Takes the bytes that have been read already. A second call returns none.
     pub(crate) fn take_unread(&mut self) -> BytesMut {
         std::mem::take(&mut self.unread)

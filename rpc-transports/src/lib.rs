@@ -47,6 +47,9 @@ pub use limits::WireLimits;
 pub use listener::{Accept, Listener};
 pub use message_family::MessageFamily;
 pub use serve::filter::{FilteredSession, FunctionPatterns, RequestPolicy};
+pub use serve::{
+    Dialect, DialectConnection, DialectRequest, Dialects, MAX_FIRST_BYTES, Recognition, ServerNotices, Working,
+};
 pub use serve::{Onward, OpenRequest, ParkOptions, ServeObserver, ServeOptions, Server, SessionFactory, TokioSpawner};
 pub use transport::{Bind, BoxFuture, ConnectionLimits, Dial, Properties, Reach, Transport, Transports};
 #[cfg(feature = "exec")]

@@ -72,6 +72,15 @@ pub(crate) fn run_in_background<T: Send + 'static>(
     answer.recv().unwrap_or_else(|_| Err(failed(io::Error::other("it has ended")).into()))
 }
 
+/// Frees the remains of a session on a thread that may block: it unmaps memory and removes
+/// folders.
+pub(crate) fn free(remains: impl Send + 'static) {
+    match tokio::runtime::Handle::try_current() {
+        Ok(runtime) => drop(runtime.spawn_blocking(move || drop(remains))),
+        Err(_) => drop(remains),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

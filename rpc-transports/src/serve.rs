@@ -2,6 +2,7 @@
 
 mod admission;
 mod connection;
+mod dialect;
 pub(crate) mod filter;
 mod forward;
 mod mailbox;
@@ -10,10 +11,13 @@ mod options;
 mod relay;
 mod server;
 mod splice;
+mod stages;
 mod stall_timeouts;
 mod state;
 mod task;
 
+pub use self::dialect::connection::{DialectConnection, DialectRequest, ServerNotices, Working};
+pub use self::dialect::{Dialect, Dialects, MAX_FIRST_BYTES, Recognition};
 pub use self::onward::Onward;
 pub use self::options::{OpenRequest, ServeObserver, ServeOptions, SessionFactory};
 pub use self::relay::ParkOptions;

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use rpc_core::SessionLimits;
 use rpc_transports::{
-    Access, Dial, FunctionPatterns, RequestPolicy, ServeObserver, ServeOptions, Transports, WireLimits,
+    Access, Dial, Dialects, FunctionPatterns, RequestPolicy, ServeObserver, ServeOptions, Transports, WireLimits,
 };
 
 use crate::config::ServeConfig;
@@ -35,6 +35,7 @@ pub(super) fn serve_options(
     access: Access,
     onward: Dial,
     transports: Transports,
+    dialects: Dialects,
     relay: bool,
     observer: Option<Arc<dyn ServeObserver>>,
 ) -> ServeOptions {
@@ -57,6 +58,7 @@ pub(super) fn serve_options(
         trust_proxy: config.trust_proxy.clone(),
         onward,
         transports,
+        dialects,
         relay,
         observer,
     }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use rpc_core::{Devices, Registry};
-use rpc_transports::{Dial, Transports};
+use rpc_transports::{Dial, Dialects, Transports};
 
 use super::disco_node::Join;
 use super::running::{Running, StopReason};
@@ -33,6 +33,7 @@ impl RpcServer {
             devices: Devices::new(),
             config: ServeConfig::default(),
             transports: crate::transports(),
+            dialects: Dialects::default(),
             is_relay: false,
             on_reload: None,
             gauges: None,
@@ -68,6 +69,14 @@ impl RpcServer {
     #[must_use]
     pub fn transports(mut self, transports: Transports) -> Self {
         self.parts.transports = transports;
+        self
+    }
+
+    /// Sets other protocols in which clients may speak to the server, on all its addresses.
+    /// Default: none.
+    #[must_use]
+    pub fn dialects(mut self, dialects: Dialects) -> Self {
+        self.parts.dialects = dialects;
         self
     }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use rpc_core::{DeviceType, Devices, Registry};
-use rpc_transports::{Bind, Channel, Connector, Dial, ParkOptions, Server, SessionFactory, Transports, exec};
+use rpc_transports::{Bind, Channel, Connector, Dial, Dialects, ParkOptions, Server, SessionFactory, Transports, exec};
 
 use super::advertisement::{Advertisement, named_relays, offered_devices};
 use super::local_sessions::LocalSessions;
@@ -34,6 +34,7 @@ pub(super) struct ServerParts {
     pub(super) devices: Devices,
     pub(super) config: ServeConfig,
     pub(super) transports: Transports,
+    pub(super) dialects: Dialects,
     pub(super) is_relay: bool,
     pub(super) on_reload: Option<OnReload>,
     pub(super) gauges: Option<Arc<dyn Gauges>>,
@@ -77,7 +78,7 @@ impl Checked {
     /// Opens the workspaces and modules, and makes the factory of sessions.
     async fn prepare(self) -> Result<Prepared, ServeError> {
         let Self { parts, ready_file, stdio, credentials, dial } = self;
-        let ServerParts { registry, devices, config, transports, is_relay, on_reload, gauges } = parts;
+        let ServerParts { registry, devices, config, transports, dialects, is_relay, on_reload, gauges } = parts;
         let workspaces = open_workspaces(&config).await?;
         let isolated = config.isolate == Isolate::Process;
         let (digests, modules) = prepare_modules(&config, &registry).await?;
@@ -109,7 +110,8 @@ impl Checked {
             factory = gate.guard(factory);
         }
         let observer = monitoring.as_ref().map(Monitoring::observer);
-        let options = serve_options(&config, credentials.access, dial.clone(), transports.clone(), is_relay, observer);
+        let options =
+            serve_options(&config, credentials.access, dial.clone(), transports.clone(), dialects, is_relay, observer);
         let running = Running {
             server: Server::new(factory, options),
             trust: config.trust(),

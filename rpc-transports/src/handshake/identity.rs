@@ -382,6 +382,16 @@ pub(crate) fn of_acceptor(access: &Access, rules: u64, security: &Security) -> V
     methods
 }
 
+/// Returns the identity of a client that proves nothing in a handshake: the one that it has proven
+/// on the same connection or by its certificate, or `anonymous` where no proof is needed. Returns
+/// `None` if a proof is missing.
+pub(crate) fn known_by_channel(access: &Access, rules: u64, security: &Security) -> Option<String> {
+    let proven = security.connection.as_ref().and_then(|connection| connection.proven(rules));
+    let certificate = || security.certificate.clone().filter(|_| access.certificates);
+    let anonymous = || (access.anonymous || security.is_parent).then(|| ANONYMOUS.to_owned());
+    proven.or_else(certificate).or_else(anonymous)
+}
+
 const SAME_CONNECTION: &str = "connection";
 const CERTIFICATE: &str = "certificate";
 const TOKEN: &str = "token";

@@ -8,7 +8,7 @@ use bytes::BytesMut;
 use rpc_core::proto::{ANONYMOUS, Hello};
 use rpc_core::{ErrorKind, RpcError, Session, SharedSession};
 
-use super::mailbox::{Mailbox, STOP};
+use super::mailbox::{Command, Mailbox};
 use super::onward::OnwardServer;
 use super::splice::splice;
 use super::state::{FAR_OFF, ServerState};
@@ -87,7 +87,7 @@ impl ServerState {
             ended = splice(client, &mut to, input, silence.min(FAR_OFF)) => {
                 tracing::debug!(to = peer, ?ended, "tunnel ended");
             }
-            () = mailbox.told(STOP) => tracing::debug!(to = peer, "tunnel cut: the server stops"),
+            () = mailbox.told(Command::Stop) => tracing::debug!(to = peer, "tunnel cut: the server stops"),
             () = tokio::time::sleep(limit) => tracing::debug!(to = peer, "tunnel cut: session_duration is over"),
         }
     }

@@ -7,10 +7,14 @@ use std::task::{Poll, Waker};
 use rpc_core::RpcError;
 use rpc_core::reply::{Outcome, ReplySink};
 
-/// Command to accept no more requests, and to end when all are answered.
-pub(super) const GO_AWAY: u8 = 1;
-/// Command to end now.
-pub(super) const STOP: u8 = 2;
+/// Command of the server to a connection's task. The order is that of strength.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Command {
+    /// Command to accept no more requests, and to end when all are answered.
+    GoAway = 1,
+    /// Command to end now.
+    Stop = 2,
+}
 
 /// Mailbox of a connection's task. Any thread may leave an item; the task takes it when it is
 /// polled.
@@ -19,14 +23,15 @@ pub(super) struct Mailbox {
     replies: Mutex<Vec<(u64, Outcome)>>,
     /// Reason why the session has ended on its own.
     ended: Mutex<Option<RpcError>>,
+    /// The strongest [`Command`] so far, as a number; 0 for none.
     command: AtomicU8,
     task: Mutex<Option<Waker>>,
 }
 
 impl Mailbox {
     /// Leaves a command. A weaker one that follows does not replace it.
-    pub(super) fn command(&self, command: u8) {
-        self.command.fetch_max(command, Ordering::AcqRel);
+    pub(super) fn command(&self, command: Command) {
+        self.command.fetch_max(command as u8, Ordering::AcqRel);
         self.wake();
     }
 
@@ -37,17 +42,18 @@ impl Mailbox {
         }
     }
 
-    /// Returns the command that was left, or 0.
-    pub(super) fn commanded(&self) -> u8 {
-        self.command.load(Ordering::Acquire)
+    /// Returns the strongest command that was left.
+    pub(super) fn commanded(&self) -> Option<Command> {
+        let left = self.command.load(Ordering::Acquire);
+        [Command::Stop, Command::GoAway].into_iter().find(|command| *command as u8 == left)
     }
 
     /// Resolves when this command or a stronger one has been left. Only for tasks that take nothing
     /// else from the mailbox.
-    pub(super) async fn told(&self, command: u8) {
+    pub(super) async fn told(&self, command: Command) {
         std::future::poll_fn(|cx| {
             self.register(cx.waker());
-            if self.commanded() >= command { Poll::Ready(()) } else { Poll::Pending }
+            if self.commanded() >= Some(command) { Poll::Ready(()) } else { Poll::Pending }
         })
         .await;
     }

@@ -7,7 +7,9 @@ use std::time::Duration;
 use async_trait::async_trait;
 use rpc_core::{ErrorKind, RpcError, SharedSession};
 
+use super::dialect::Dialects;
 use super::onward::Onward;
+use super::stall_timeouts::StallLimits;
 use crate::address::Address;
 use crate::channel::Machine;
 use crate::handshake::identity::Access;
@@ -119,6 +121,8 @@ pub struct ServeOptions {
     /// Transports by which the server listens, forwards and reaches relays. Default: those that
     /// this crate was compiled with.
     pub transports: Transports,
+    /// Other protocols in which clients may speak to the server. Default: none.
+    pub dialects: Dialects,
     /// Observer of events that the factory of sessions does not see. Default: none.
     pub observer: Option<Arc<dyn ServeObserver>>,
 }
@@ -136,6 +140,16 @@ pub trait ServeObserver: Send + Sync + fmt::Debug {
 }
 
 impl ServeOptions {
+    /// Returns the limits on the time that a session may take.
+    pub(super) fn stall_limits(&self) -> StallLimits {
+        StallLimits {
+            session_duration: self.session_duration,
+            idle_timeout: self.idle_timeout,
+            write_timeout: self.write_timeout,
+            min_rate: self.min_rate,
+        }
+    }
+
     /// Returns the same limits for connections that carry several sessions.
     pub(super) fn connection_limits(&self) -> ConnectionLimits {
         ConnectionLimits {
@@ -171,6 +185,7 @@ impl Default for ServeOptions {
             relay: false,
             onward: Dial::default(),
             transports: Transports::default(),
+            dialects: Dialects::default(),
             observer: None,
         }
     }

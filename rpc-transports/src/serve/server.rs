@@ -11,10 +11,11 @@ use async_trait::async_trait;
 use rpc_core::{ErrorKind, LocalSession, Registry, RpcError, Session, SharedSession, Spawner};
 use tokio::task::JoinHandle;
 
-use super::connection::{Accepted, Connection, LINGER};
-use super::mailbox::{GO_AWAY, Mailbox, STOP};
+use super::connection::{Connection, LINGER};
+use super::mailbox::{Command, Mailbox};
 use super::options::{OpenRequest, ServeOptions, SessionFactory};
 use super::relay::pool::ParkedServer;
+use super::stages::Accepted;
 use super::state::{ConnectionEntry, FAR_OFF, ServerState};
 use crate::address::Address;
 use crate::channel::Channel;
@@ -110,7 +111,8 @@ impl Server {
         drop(self.start(channel, None));
     }
 
-    /// As [`serve_channel`](Self::serve_channel), under another key if one is given. The task ends
+    /// As [`serve_channel`](Self::serve_channel), or under another key for the client behind a
+    /// relay that this server has dialled. The task ends
     /// with the session, and returns true if there was one.
     pub(crate) fn start(&self, channel: Channel, key: Option<String>) -> JoinHandle<bool> {
         let permit = self.0.handshakes.begin(channel.machine().to_string(), channel.parent_connection());
@@ -120,10 +122,11 @@ impl Server {
         let server = self.0.clone();
         tokio::spawn(async move {
             let entry = Arc::new(ConnectionEntry::new(server.clone(), id));
+            let is_dialled = key.is_some();
             let key = key.unwrap_or_else(|| server.options.key.clone());
             let (peer, machine) = (channel.peer().to_owned(), channel.machine());
             let connection = Connection { server, peer, machine, key, mailbox, entry: entry.clone() };
-            Accepted { connection, channel, permit }.run().await;
+            Accepted { connection, channel, is_dialled, permit }.run().await;
             entry.served.load(Ordering::Relaxed)
         })
     }
@@ -194,7 +197,7 @@ impl Server {
         self.0.draining.store(true, Ordering::Release);
         self.0.closing.notify_waiters();
         for mailbox in self.0.connections().values() {
-            mailbox.command(GO_AWAY);
+            mailbox.command(Command::GoAway);
         }
         let deadline = tokio::time::Instant::now() + limit.min(FAR_OFF);
         // Clients in the middle of a handshake may still get the reason why they get no session.
@@ -211,7 +214,7 @@ impl Server {
         self.0.draining.store(true, Ordering::Release);
         self.0.closing.notify_waiters();
         for mailbox in self.0.connections().values() {
-            mailbox.command(STOP);
+            mailbox.command(Command::Stop);
         }
         self.0.handshakes.evict_all();
     }

@@ -4,7 +4,13 @@ use std::time::{Duration, Instant};
 
 use rpc_core::{ErrorKind, RpcError};
 
-use super::options::ServeOptions;
+/// Limits of a server on the time that a session may take.
+pub(super) struct StallLimits {
+    pub(super) session_duration: Option<Duration>,
+    pub(super) idle_timeout: Option<Duration>,
+    pub(super) write_timeout: Duration,
+    pub(super) min_rate: u64,
+}
 
 /// Timeouts of one session: its duration, its idle time, and stalls of the client.
 pub(super) struct StallTimeouts {
@@ -36,13 +42,13 @@ struct Throughput {
 
 impl StallTimeouts {
     /// Creates the timeouts of a session that begins at `now`.
-    pub(super) fn new(options: &ServeOptions, now: Instant) -> Self {
+    pub(super) fn new(limits: &StallLimits, now: Instant) -> Self {
         Self {
             // A time that the clock cannot express is treated as never.
-            expires: options.session_duration.and_then(|duration| now.checked_add(duration)),
-            idle_timeout: options.idle_timeout,
-            write_timeout: options.write_timeout,
-            min_rate: options.min_rate,
+            expires: limits.session_duration.and_then(|duration| now.checked_add(duration)),
+            idle_timeout: limits.idle_timeout,
+            write_timeout: limits.write_timeout,
+            min_rate: limits.min_rate,
             idle_since: Some(now),
             stalled_since: None,
             held_back: None,
@@ -148,8 +154,9 @@ mod tests {
     use super::*;
 
     fn timeouts(now: Instant) -> StallTimeouts {
-        let options = ServeOptions { write_timeout: Duration::from_secs(60), min_rate: 10, ..ServeOptions::default() };
-        StallTimeouts::new(&options, now)
+        let write_timeout = Duration::from_secs(60);
+        let limits = StallLimits { session_duration: None, idle_timeout: None, write_timeout, min_rate: 10 };
+        StallTimeouts::new(&limits, now)
     }
 
     #[test]

@@ -13,7 +13,7 @@ use rpc_core::proto::{EndpointConfig, Negotiated, ServerEndpoint, ServerEvent};
 use rpc_core::reply::{Canceller, Outcome, ReplySink};
 use rpc_core::{ErrorKind, MemoryQuota, Operation, Request, RpcError, RpcSession, SharedSession, Value};
 
-use super::mailbox::{EndOfSession, GO_AWAY, Mailbox, STOP};
+use super::mailbox::{Command, EndOfSession, Mailbox};
 use super::options::ServeOptions;
 use super::stall_timeouts::StallTimeouts;
 use super::state::ConnectionEntry;
@@ -84,7 +84,7 @@ impl SessionTask {
             read: ReadAhead::new(input),
             alarm: Alarm::new(),
             flush: Flush::default(),
-            timeouts: StallTimeouts::new(options, now),
+            timeouts: StallTimeouts::new(&options.stall_limits(), now),
             timeouts_alarm: Alarm::new(),
             in_progress: HashMap::new(),
             is_going_away: false,
@@ -129,8 +129,10 @@ impl SessionTask {
             self.close(error);
         }
         match self.mailbox.commanded() {
-            STOP => self.close(RpcError::new(ErrorKind::Closed, "the server was stopped").may_have_run(true)),
-            GO_AWAY if !self.is_going_away => {
+            Some(Command::Stop) => {
+                self.close(RpcError::new(ErrorKind::Closed, "the server was stopped").may_have_run(true))
+            }
+            Some(Command::GoAway) if !self.is_going_away => {
                 self.is_going_away = true;
                 let reason = RpcError::new(ErrorKind::Draining, "the server is going away and takes no new requests");
                 self.endpoint.go_away(&reason);
@@ -298,12 +300,7 @@ impl SessionTask {
             watch.abandon();
         }
         if let Some(session) = self.session.take() {
-            // Freeing may take long: it unmaps memory and removes folders.
-            let remains = (session, self.entry.take());
-            match tokio::runtime::Handle::try_current() {
-                Ok(runtime) => drop(runtime.spawn_blocking(move || drop(remains))),
-                Err(_) => drop(remains),
-            }
+            crate::runtime::free((session, self.entry.take()));
         }
     }
 }

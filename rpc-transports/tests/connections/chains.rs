@@ -60,7 +60,7 @@ async fn idle(server: &Server) {
     tokio::time::timeout(LIMIT, server.idle()).await.expect("the server has no sessions in the end");
 }
 
-fn certificate() -> (ServerTls, ClientTls) {
+pub(crate) fn certificate() -> (ServerTls, ClientTls) {
     let made = rcgen::generate_simple_self_signed(vec!["127.0.0.1".to_owned()]).unwrap();
     let (pem, key) = (made.cert.pem(), made.signing_key.serialize_pem());
     let certificate = Certificate::from_pem(pem.as_bytes(), key.as_bytes()).unwrap();

@@ -6,6 +6,8 @@
 mod chains;
 mod custom_opener;
 mod custom_transport;
+#[cfg(feature = "quic")]
+mod dialect;
 mod limits;
 #[cfg(feature = "quic")]
 mod relay;

@@ -1,0 +1,366 @@
+//! An accepted connection in its stages: `Accepted`, `Secured`, `Admitted`, `Serving`. One that
+//! speaks a dialect leaves them after `Secured`.
+//!
+//! Each stage is a type that the stage before returns, so that facts cannot be used before they are
+//! known: the handshake needs a secured channel, and a session needs a client that has been
+//! admitted.
+
+use std::io;
+use std::sync::PoisonError;
+use std::sync::atomic::Ordering;
+use std::time::Instant;
+
+use bytes::BytesMut;
+use rpc_core::proto::{ANONYMOUS, Handshake, HandshakeConfig, Hello, Negotiated, Role};
+use rpc_core::{ErrorKind, RpcError, SharedSession};
+use tokio::io::AsyncWriteExt;
+
+use super::admission::SessionSlot;
+use super::connection::{Connection, SessionRequest, drain_and_close, log_refusal};
+use super::dialect::RegisteredDialect;
+use super::dialect::task::{DialectClient, DialectTask};
+use super::mailbox::Command;
+use super::relay::pool::{Handover, ParkedServer};
+use super::state::FAR_OFF;
+use super::task::{SessionParts, SessionTask};
+use crate::channel::Channel;
+use crate::handshake::driver::{KeepAliveSwitch, accept_handshake};
+use crate::handshake::handshake_limit::HandshakePermit;
+use crate::handshake::identity::{Access, known_by_channel, of_acceptor};
+use crate::tracker::PROBE_ANSWERED;
+
+/// Connection whose channel may still have to be secured.
+pub(super) struct Accepted {
+    pub(super) connection: Connection,
+    pub(super) channel: Channel,
+    /// True if this server has dialled, and the peer speaks the native protocol.
+    pub(super) is_dialled: bool,
+    /// Permit among the handshakes in progress.
+    pub(super) permit: HandshakePermit,
+}
+
+/// Connection whose channel is secured as far as its transport can.
+struct Secured {
+    connection: Connection,
+    channel: Channel,
+    is_dialled: bool,
+    permit: HandshakePermit,
+    /// End of the time for the handshake.
+    deadline: Instant,
+}
+
+/// Connection whose client has proven its identity, and been granted its request.
+struct Admitted {
+    connection: Connection,
+    channel: Channel,
+    negotiated: Negotiated,
+    /// Input that was read beyond the handshake.
+    input: BytesMut,
+    grant: Grant,
+    slot: SessionSlot,
+}
+
+/// Connection whose first bytes have told its protocol.
+enum Recognized {
+    Native(Box<Secured>),
+    Dialect(Box<DialectTask>),
+}
+
+/// Stage of a connection whose client may be served.
+enum Entered {
+    Native(Box<Admitted>),
+    Dialect(Box<DialectTask>),
+}
+
+/// Connection with a session.
+struct Serving {
+    peer: String,
+    task: SessionTask,
+    _slot: SessionSlot,
+}
+
+/// Result of a client's request for a connection.
+enum Grant {
+    Session(SharedSession),
+    /// Channel to the target of the client's tunnel.
+    Tunnel(Channel),
+    /// Server that was parked at this relay. The client's bytes pass to it.
+    ParkedServer(ParkedServer),
+    /// Sender for the channel of a server that has parked, because a client has come.
+    Handover(Handover),
+}
+
+/// Reason why a connection ended without a session. It has been logged.
+struct Refusal {
+    /// Kind of the error that the observer is told. `None` for the probe of a tracker, which asks
+    /// for no session.
+    reason: Option<ErrorKind>,
+    /// Channel of a client that was sent the reason, and may not have received it yet.
+    told: Option<Channel>,
+}
+
+impl Accepted {
+    /// Takes the connection through its stages. Returns when it has ended.
+    pub(super) async fn run(self) {
+        // The stages before the session stay on the heap until they are over, because the task of
+        // an idle session should be small.
+        if let Some(mut serving) = Box::pin(self.run_to_session()).await {
+            serving.run().await;
+        }
+    }
+
+    /// Takes the connection to the stage in which there is a session, if it gets that far.
+    async fn run_to_session(self) -> Option<Serving> {
+        let (server, peer) = (self.connection.server.clone(), self.connection.peer.clone());
+        let eviction = self.permit.eviction();
+        let entered = async {
+            match self.secure().await?.recognize().await? {
+                Recognized::Native(secured) => {
+                    secured.admit().await.map(|admitted| Entered::Native(Box::new(admitted)))
+                }
+                Recognized::Dialect(task) => Ok(Entered::Dialect(task)),
+            }
+        };
+        let entered = tokio::select! {
+            biased;
+            () = eviction.notified() => {
+                let limit = server.options.max_handshakes;
+                tracing::debug!(peer, limit, "a handshake gave way: too many are in progress, or the server stops");
+                Err(Refusal { reason: Some(ErrorKind::LimitExceeded), told: None })
+            }
+            entered = entered => entered,
+        };
+        match entered {
+            Ok(Entered::Native(admitted)) => admitted.serve().await,
+            Ok(Entered::Dialect(task)) => {
+                if let Err(reason) = task.run().await {
+                    server.refused(reason);
+                }
+                None
+            }
+            Err(Refusal { reason, told }) => {
+                if let Some(reason) = reason {
+                    server.refused(reason);
+                }
+                if let Some(mut channel) = told {
+                    drain_and_close(channel.io_mut()).await;
+                }
+                None
+            }
+        }
+    }
+
+    /// Secures the channel, if its transport does that, as TLS does.
+    async fn secure(self) -> Result<Secured, Refusal> {
+        let Self { connection, mut channel, is_dialled, permit } = self;
+        let deadline = Instant::now() + connection.server.options.handshake_timeout.min(FAR_OFF);
+        let peer = &connection.peer;
+        let reason = match tokio::time::timeout_at(deadline.into(), channel.secure()).await {
+            Ok(Ok(())) => return Ok(Secured { connection, channel, is_dialled, permit, deadline }),
+            Ok(Err(error)) => {
+                if error.kind() == io::ErrorKind::InvalidData {
+                    tracing::warn!(peer, %error, "refused a client: no secure channel");
+                } else {
+                    tracing::debug!(peer, %error, "no secure channel");
+                }
+                match error.kind() {
+                    // The error is an objection of TLS.
+                    io::ErrorKind::InvalidData => ErrorKind::Unauthenticated,
+                    io::ErrorKind::QuotaExceeded => ErrorKind::LimitExceeded,
+                    io::ErrorKind::TimedOut => ErrorKind::DeadlineExceeded,
+                    _ => ErrorKind::PeerLost,
+                }
+            }
+            Err(_) => {
+                tracing::debug!(peer, "agreeing on a secure channel took too long");
+                ErrorKind::DeadlineExceeded
+            }
+        };
+        Err(Refusal { reason: Some(reason), told: None })
+    }
+}
+
+impl Secured {
+    /// Determines the protocol by the first bytes, if the server speaks dialects.
+    async fn recognize(mut self) -> Result<Recognized, Refusal> {
+        let server = &self.connection.server;
+        let dialects = &server.options.dialects;
+        if self.is_dialled || server.options.relay || dialects.is_empty() {
+            return Ok(Recognized::Native(Box::new(self)));
+        }
+        let recognized = dialects.recognize(&mut self.channel);
+        let (peer, reason) = match tokio::time::timeout_at(self.deadline.into(), recognized).await {
+            Ok(Ok(None)) => return Ok(Recognized::Native(Box::new(self))),
+            Ok(Ok(Some(registered))) => return self.enter_dialect(registered).await,
+            Ok(Err(error)) => {
+                tracing::debug!(peer = self.connection.peer, %error, "the connection broke before its first bytes");
+                (&self.connection.peer, ErrorKind::PeerLost)
+            }
+            Err(_) => (&self.connection.peer, ErrorKind::DeadlineExceeded),
+        };
+        tracing::debug!(peer, %reason, "the protocol of a client is not known");
+        Err(Refusal { reason: Some(reason), told: None })
+    }
+
+    /// Checks that the client of a dialect may be served.
+    async fn enter_dialect(mut self, registered: RegisteredDialect) -> Result<Recognized, Refusal> {
+        let RegisteredDialect { dialect, unproven } = registered;
+        let (rules, access) = self.connection.server.access.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let (identity, rules) = match known_by_channel(&access, rules, self.channel.security()) {
+            Some(identity) => (identity, Some(rules)),
+            None if unproven => (ANONYMOUS.to_owned(), None),
+            None => {
+                let name = dialect.name();
+                let text = format!("the server wants a proof of identity, which a client of the dialect {name} lacks");
+                let error = RpcError::new(ErrorKind::Unauthenticated, text);
+                log_refusal(&self.connection.peer, &error);
+                let refusal = dialect.refusal(&error);
+                // A client that takes no bytes is closed without the message.
+                let _ = tokio::time::timeout_at(self.deadline.into(), self.channel.io_mut().write_all(&refusal)).await;
+                return Err(Refusal { reason: Some(error.kind()), told: Some(self.channel) });
+            }
+        };
+        let Self { connection, channel, permit, deadline, .. } = self;
+        let security = channel.security().clone();
+        let client = DialectClient { connection, security, identity, rules };
+        Ok(Recognized::Dialect(Box::new(DialectTask::new(dialect, client, channel, permit, deadline))))
+    }
+
+    /// Performs the handshake, and opens the requested session or channel before the client is
+    /// accepted.
+    async fn admit(self) -> Result<Admitted, Refusal> {
+        let server = self.connection.server.clone();
+        let (generation, access) = server.access.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let handshake = self.handshake(generation, &access);
+        let Self { connection, mut channel, permit, .. } = self;
+        let (keep_alive, mut permit) = (KeepAliveSwitch::default(), Some(permit));
+        let security = channel.security().clone();
+        let open = async |hello: &Hello, identity: &str| {
+            security.may_use(identity, connection.key_to_check(hello))?;
+            let identity_served = server.effective_identity(hello, identity);
+            let slot = server.slots.take(connection.machine, &identity_served)?;
+            if hello.role == Role::Client {
+                let grant = Grant::open(&connection, hello, &identity_served).await?;
+                return Ok((grant, slot));
+            }
+            // Only the end of the handshake is left, for which the server waits without limit until
+            // a client comes.
+            permit = None;
+            if let Some(connection) = &security.connection {
+                connection.prove(generation, identity);
+            }
+            keep_alive.start(server.options.keep_alive);
+            tokio::select! {
+                handover = server.parked.park(&hello.key) => Ok((Grant::Handover(handover?), slot)),
+                () = connection.mailbox.told(Command::GoAway) => {
+                    Err(RpcError::new(ErrorKind::Draining, "the relay is going away"))
+                }
+            }
+        };
+        let agreed = accept_handshake(&mut channel, handshake, &keep_alive, open).await;
+        drop(permit);
+        let peer = &connection.peer;
+        match agreed {
+            Ok((negotiated, input, (grant, slot))) => {
+                if let Some(connection) = &channel.security().connection {
+                    connection.prove(generation, &negotiated.identity);
+                }
+                let (identity, agent) = (&negotiated.identity, &negotiated.theirs.agent);
+                tracing::debug!(peer, identity, agent, "session opened");
+                Ok(Admitted { connection, channel, negotiated, input, grant, slot })
+            }
+            Err(error) if error.application_kind() == Some(PROBE_ANSWERED) => {
+                tracing::debug!(peer, "a tracker has looked for this server, and found it");
+                Err(Refusal { reason: None, told: Some(channel) })
+            }
+            Err(error) => {
+                log_refusal(peer, &error);
+                Err(Refusal { reason: Some(error.kind()), told: Some(channel) })
+            }
+        }
+    }
+
+    /// Returns the server's side of the handshake. `generation` counts the changes of `access`.
+    fn handshake(&self, generation: u64, access: &Access) -> Handshake {
+        let options = &self.connection.server.options;
+        let mut hello = Hello::new(Role::Server);
+        hello.key.clone_from(&self.connection.key);
+        hello.relay = options.relay;
+        hello.keep_alive_ms = options.keep_alive.as_millis() as u64;
+        options.limits.apply(&mut hello);
+        let identities = of_acceptor(access, generation, self.channel.security());
+        let now = Instant::now();
+        let timeout = self.deadline.saturating_duration_since(now);
+        let handshake = Handshake::accept(HandshakeConfig { hello, identities, hold: true, timeout }, now);
+        if options.relay { handshake.take_servers() } else { handshake }
+    }
+}
+
+impl Grant {
+    /// Opens the session or the channel that a client asks for.
+    async fn open(connection: &Connection, hello: &Hello, identity: &str) -> Result<Self, RpcError> {
+        let server = &connection.server;
+        connection.takes_sessions()?;
+        if hello.tunnel {
+            return server.open_tunnel(hello).await.map(Self::Tunnel);
+        }
+        if !hello.forward.is_empty() {
+            return server.open_next(hello, identity).await.map(Self::Session);
+        }
+        if server.options.relay {
+            return server.parked.claim(&hello.key).await.map(Self::ParkedServer);
+        }
+        let Hello { key, workspace, ticket, path, .. } = hello;
+        let request = SessionRequest { key, workspace, ticket, path };
+        connection.open_session(request, identity).await.map(Self::Session)
+    }
+}
+
+impl Admitted {
+    /// Gives the client its grant. Returns `None` after the end of a grant that is not a session.
+    async fn serve(self) -> Option<Serving> {
+        let Self { connection, mut channel, negotiated, input, grant, slot } = self;
+        let Connection { server, peer, mailbox, entry, .. } = connection;
+        let session = match grant {
+            Grant::Session(session) => session,
+            Grant::Tunnel(to) => {
+                server.run_tunnel(&mut channel, to, input, &mailbox).await;
+                return None;
+            }
+            Grant::ParkedServer(parked) => {
+                let ParkedServer { channel: to, input: early, held: _held } = parked;
+                // A parked server that sends before its client does breaks the protocol.
+                if early.is_empty() {
+                    server.run_tunnel(&mut channel, to, input, &mailbox).await;
+                }
+                return None;
+            }
+            Grant::Handover(handover) => {
+                // If the client has gone, the server finds out by the end of its channel.
+                let parked = ParkedServer { channel, input, held: Box::new((slot, entry)) };
+                let _ = handover.send(parked);
+                return None;
+            }
+        };
+        entry.served.store(true, Ordering::Relaxed);
+        let parts = SessionParts { session, mailbox, queued: server.queued.clone(), entry };
+        let task = SessionTask::new(channel, &negotiated, input, parts, &server.options);
+        Some(Serving { peer, task, _slot: slot })
+    }
+}
+
+impl Serving {
+    /// Serves the session to its end.
+    async fn run(&mut self) {
+        let peer = &self.peer;
+        let reason = (&mut self.task).await;
+        match reason.kind() {
+            ErrorKind::Protocol => tracing::warn!(peer, %reason, "a client broke the protocol"),
+            ErrorKind::LimitExceeded => tracing::warn!(peer, %reason, "a client went over a limit"),
+            _ => tracing::debug!(peer, %reason, "session ended"),
+        }
+        if self.task.last_message_sent {
+            drain_and_close(&mut *self.task.io).await;
+        }
+    }
+}

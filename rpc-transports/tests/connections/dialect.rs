@@ -1,0 +1,384 @@
+//! A dialect of a test's own, next to native clients on the same address.
+
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use bytes::BytesMut;
+use rpc_core::proto::{Anonymous, Handshake, HandshakeConfig, Hello, Role};
+use rpc_core::{ErrorKind, Registry, RpcError, Session};
+use rpc_transports::{
+    Access, Address, Bind, BoxFuture, Channel, ClientTls, Connector, Dial, Dialect, DialectConnection, DialectRequest,
+    Dialects, Recognition, ServeObserver, ServeOptions, Server, Tokens, Transports,
+};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
+use crate::chains::certificate;
+
+/// Time limit of events that are expected.
+const LIMIT: Duration = Duration::from_secs(20);
+
+/// A protocol of lines: `LINES`, the key, and then calls such as `add 1 2`.
+#[derive(Debug)]
+struct Lines;
+
+const GREETING: &str = "LINES\n";
+
+impl Dialect for Lines {
+    fn name(&self) -> &str {
+        "lines"
+    }
+
+    fn recognize(&self, first: &[u8]) -> Recognition {
+        match GREETING.as_bytes() {
+            greeting if first.starts_with(greeting) => Recognition::Accept,
+            greeting if greeting.starts_with(first) => Recognition::NeedMore,
+            _ => Recognition::Decline,
+        }
+    }
+
+    fn serve<'a>(&'a self, connection: &'a mut DialectConnection) -> BoxFuture<'a, Result<(), RpcError>> {
+        Box::pin(serve(connection))
+    }
+
+    fn refusal(&self, reason: &RpcError) -> Vec<u8> {
+        format!("! {}\n", reason.kind()).into_bytes()
+    }
+}
+
+async fn serve(connection: &mut DialectConnection) -> Result<(), RpcError> {
+    assert_eq!(read_line(connection).await?, "LINES", "the stream begins with the first byte");
+    let key = read_line(connection).await?;
+    let session = match connection.open(DialectRequest { key, ..DialectRequest::default() }).await {
+        Ok(session) => session,
+        Err(error) => {
+            say(connection, format!("! {}", error.kind())).await?;
+            return Err(error);
+        }
+    };
+    let identity = connection.identity().to_owned();
+    say(connection, format!("ready {identity}")).await?;
+    let mut notices = connection.notices();
+    loop {
+        let line = tokio::select! {
+            () = notices.going_away() => return say(connection, "bye".to_owned()).await,
+            line = read_line(connection) => line?,
+        };
+        if line == "deaf" {
+            say(connection, "deaf".to_owned()).await?;
+            std::future::pending::<()>().await;
+        }
+        let working = connection.working();
+        let answer = match call(&session, &line).await {
+            Ok(sum) => format!("= {sum}"),
+            Err(error) => format!("! {}", error.kind()),
+        };
+        drop(working);
+        say(connection, answer).await?;
+    }
+}
+
+async fn call(session: &Session, line: &str) -> Result<i64, RpcError> {
+    let mut words = line.split(' ');
+    let function = session.get_function(words.next().unwrap_or_default()).await?;
+    let mut number = || words.next().and_then(|word| word.parse().ok()).unwrap_or(0_i64);
+    function.call((number(), number())).await
+}
+
+async fn read_line(connection: &mut DialectConnection) -> Result<String, RpcError> {
+    line(connection.io()).await.ok_or_else(|| RpcError::new(ErrorKind::Closed, "the client has gone"))
+}
+
+async fn say(connection: &mut DialectConnection, line: String) -> Result<(), RpcError> {
+    let written = connection.io().write_all(format!("{line}\n").as_bytes()).await;
+    written.map_err(|error| RpcError::new(ErrorKind::PeerLost, error.to_string()))
+}
+
+/// Returns the next line, or `None` at the end of the stream.
+async fn line(io: &mut dyn rpc_transports::ChannelIo) -> Option<String> {
+    let mut line = Vec::new();
+    loop {
+        match io.read_u8().await {
+            Ok(b'\n') => return Some(String::from_utf8(line).unwrap()),
+            Ok(byte) => line.push(byte),
+            Err(_) => return None,
+        }
+    }
+}
+
+/// Observer that records the refusals.
+#[derive(Debug, Default)]
+struct Refusals(Mutex<Vec<ErrorKind>>);
+
+impl ServeObserver for Refusals {
+    fn refused(&self, reason: ErrorKind) {
+        self.0.lock().unwrap().push(reason);
+    }
+}
+
+fn server(change: impl FnOnce(&mut ServeOptions)) -> Server {
+    let registry = Registry::new();
+    registry.add("add", |a: i64, b: i64| a + b);
+    registry.add_async("never", |_: i64, _: i64| std::future::pending::<i64>());
+    let dialects = Dialects::default().with(Lines);
+    let mut options = ServeOptions { dialects, key: "board".to_owned(), ..ServeOptions::default() };
+    change(&mut options);
+    Server::new(Arc::new(registry), options)
+}
+
+async fn listen(server: &Server, address: &str) -> Address {
+    server.listen(&address.parse().unwrap(), &Bind::default()).await.unwrap()
+}
+
+/// A client of the dialect.
+struct Client(Channel);
+
+impl Client {
+    /// Connects, and asks for a session.
+    async fn connect(address: &Address) -> (Self, String) {
+        let channel = Transports::default().dial(address, &Dial::default()).await.unwrap();
+        Self::over(channel).await
+    }
+
+    async fn over(channel: Channel) -> (Self, String) {
+        let mut this = Self(channel);
+        this.send("LINES\nboard\n").await;
+        let answer = this.line().await.unwrap_or_default();
+        (this, answer)
+    }
+
+    async fn send(&mut self, text: &str) {
+        self.0.io_mut().write_all(text.as_bytes()).await.unwrap();
+    }
+
+    async fn line(&mut self) -> Option<String> {
+        tokio::time::timeout(LIMIT, line(self.0.io_mut())).await.expect("the server answers or ends")
+    }
+
+    async fn ask(&mut self, text: &str) -> String {
+        self.send(&format!("{text}\n")).await;
+        self.line().await.unwrap_or_default()
+    }
+}
+
+async fn calls_natively(connector: Connector, address: &Address) {
+    let session = connector.connect(address).await.unwrap();
+    assert_eq!(session.function::<(i64, i64), i64>("add").await.unwrap().call((1, 2)).await.unwrap(), 3);
+}
+
+async fn idle(server: &Server) {
+    tokio::time::timeout(LIMIT, server.idle()).await.expect("the server has no sessions in the end");
+    assert_eq!(server.sessions(), 0);
+}
+
+#[tokio::test]
+async fn clients_of_a_dialect_and_native_ones_share_an_address() {
+    let server = server(|_| {});
+    let folder = tempfile::tempdir().unwrap();
+    let unix = format!("unix:{}/s", folder.path().display());
+    for address in ["tcp://127.0.0.1:0", "memory:dialect", &unix] {
+        let address = listen(&server, address).await;
+        calls_natively(Connector::new(), &address).await;
+        let (mut client, answer) = Client::connect(&address).await;
+        assert_eq!(answer, "ready anonymous");
+        assert_eq!(client.ask("add 1 2").await, "= 3");
+        assert_eq!(client.ask("nothing").await, format!("! {}", ErrorKind::NotFound));
+        calls_natively(Connector::new(), &address).await;
+        assert_eq!(client.ask("add 40 2").await, "= 42");
+    }
+    idle(&server).await;
+}
+
+#[tokio::test]
+async fn first_bytes_may_come_slowly_but_not_for_ever() {
+    let refusals = Arc::new(Refusals::default());
+    let server = server(|options| {
+        options.handshake_timeout = Duration::from_millis(500);
+        options.observer = Some(refusals.clone());
+    });
+    let address = listen(&server, "tcp://127.0.0.1:0").await;
+    let mut client = Client(Transports::default().dial(&address, &Dial::default()).await.unwrap());
+    for byte in "LINES\nboard\n".chars() {
+        client.send(&byte.to_string()).await;
+        client.0.io_mut().flush().await.unwrap();
+        tokio::task::yield_now().await;
+    }
+    assert_eq!(client.line().await.unwrap(), "ready anonymous");
+    for beginning in ["", "LIN", "LINES\nboa"] {
+        let mut slow = Client(Transports::default().dial(&address, &Dial::default()).await.unwrap());
+        slow.send(beginning).await;
+        assert_eq!(slow.line().await, None, "{beginning:?} is cut off");
+    }
+    assert_eq!(*refusals.0.lock().unwrap(), [ErrorKind::DeadlineExceeded; 3]);
+    assert_eq!(client.ask("add 1 2").await, "= 3", "the limit is for the handshake alone");
+}
+
+#[tokio::test]
+async fn unknown_first_bytes_get_no_session() {
+    let refusals = Arc::new(Refusals::default());
+    let server = server(|options| options.observer = Some(refusals.clone()));
+    let address = listen(&server, "tcp://127.0.0.1:0").await;
+    for unknown in ["GET / HTTP/1.1\r\n\r\n", "LINED\n"] {
+        let mut client = Client(Transports::default().dial(&address, &Dial::default()).await.unwrap());
+        client.send(unknown).await;
+        assert_eq!(client.line().await, None, "{unknown:?}");
+    }
+    idle(&server).await;
+    assert_eq!(refusals.0.lock().unwrap().len(), 2);
+    let (mut client, _) = Client::connect(&address).await;
+    assert_eq!(client.ask("add 1 2").await, "= 3");
+}
+
+#[tokio::test]
+async fn sessions_in_a_dialect_count_with_the_others() {
+    let refusals = Arc::new(Refusals::default());
+    let server = server(|options| {
+        options.max_sessions = 2;
+        options.observer = Some(refusals.clone());
+    });
+    let address = listen(&server, "tcp://127.0.0.1:0").await;
+    let native = Connector::new().connect(&address).await.unwrap();
+    let (client, answer) = Client::connect(&address).await;
+    assert_eq!((answer.as_str(), server.sessions()), ("ready anonymous", 2));
+    let (_, answer) = Client::connect(&address).await;
+    assert_eq!(answer, format!("! {}", ErrorKind::LimitExceeded));
+    assert!(Connector::new().connect(&address).await.is_err());
+    assert_eq!(*refusals.0.lock().unwrap(), [ErrorKind::LimitExceeded; 2]);
+    drop((client, native));
+    idle(&server).await;
+    let (_client, answer) = Client::connect(&address).await;
+    assert_eq!(answer, "ready anonymous");
+}
+
+#[tokio::test]
+async fn a_client_that_asks_for_another_key_is_refused() {
+    let server = server(|options| options.key = "other".to_owned());
+    let (_, answer) = Client::connect(&listen(&server, "memory:dialect-key").await).await;
+    assert_eq!(answer, format!("! {}", ErrorKind::Refused));
+}
+
+#[tokio::test]
+async fn a_session_without_requests_ends_and_one_that_works_does_not() {
+    let server = server(|options| options.idle_timeout = Some(Duration::from_millis(200)));
+    let address = listen(&server, "tcp://127.0.0.1:0").await;
+    let ((mut busy, _), (mut quiet, _)) = (Client::connect(&address).await, Client::connect(&address).await);
+    busy.send("never\n").await;
+    assert_eq!(quiet.line().await.unwrap(), "bye", "it is told");
+    assert_eq!(quiet.line().await, None);
+    let freed = async {
+        while server.sessions() > 1 {
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+    };
+    tokio::time::timeout(LIMIT, freed).await.expect("the quiet session is freed");
+    assert_eq!(server.sessions(), 1, "the busy one goes on");
+    server.stop();
+    idle(&server).await;
+    drop(busy);
+}
+
+#[tokio::test]
+async fn a_client_that_takes_no_output_is_cut_off() {
+    let server = server(|options| options.write_timeout = Duration::from_millis(300));
+    let address = listen(&server, "memory:dialect-stall").await;
+    let (mut client, _) = Client::connect(&address).await;
+    // The answers fill the channel, because the client reads none.
+    let asking = async {
+        loop {
+            if client.0.io_mut().write_all(b"add 1 2\n").await.is_err() {
+                return;
+            }
+        }
+    };
+    tokio::time::timeout(LIMIT, asking).await.expect("the server cuts the connection");
+    idle(&server).await;
+}
+
+#[tokio::test]
+async fn a_session_ends_after_its_longest_duration() {
+    let server = server(|options| options.session_duration = Some(Duration::from_millis(100)));
+    let address = listen(&server, "memory:dialect-duration").await;
+    let (mut client, _) = Client::connect(&address).await;
+    assert_eq!(client.ask("deaf").await, "deaf");
+    assert_eq!(client.line().await, None);
+    idle(&server).await;
+}
+
+#[tokio::test]
+async fn draining_and_stopping_end_sessions_in_a_dialect() {
+    let server = server(|_| {});
+    let address = listen(&server, "tcp://127.0.0.1:0").await;
+    let ((mut client, _), (mut deaf, _)) = (Client::connect(&address).await, Client::connect(&address).await);
+    assert_eq!(deaf.ask("deaf").await, "deaf", "it takes no notice from here on");
+    let drained = server.clone();
+    let draining = tokio::spawn(async move { drained.drain(LIMIT).await });
+    assert_eq!((client.line().await, client.line().await), (Some("bye".to_owned()), None));
+    assert!(!draining.is_finished(), "the other one does not listen");
+    server.stop();
+    tokio::time::timeout(LIMIT, server.stopped(2 * LIMIT)).await.expect("a dialect cannot hold up the end");
+    assert_eq!((deaf.line().await, server.sessions()), (None, 0));
+    draining.await.unwrap();
+}
+
+#[tokio::test]
+async fn where_an_identity_is_demanded_a_dialect_needs_a_certificate_or_the_operators_word() {
+    let tokens = Tokens::parse("alice 0123456789abcdef0123456789abcdef").unwrap();
+    let refusals = Arc::new(Refusals::default());
+    let access = Access { anonymous: false, tokens: tokens.clone(), certificates: false };
+    let closed = server(|options| {
+        options.access = access.clone();
+        options.observer = Some(refusals.clone());
+    });
+    let address = listen(&closed, "memory:dialect-closed").await;
+    let (mut client, answer) = Client::connect(&address).await;
+    assert_eq!(answer, format!("! {}", ErrorKind::Unauthenticated));
+    assert_eq!((client.line().await, closed.sessions()), (None, 0));
+    assert_eq!(*refusals.0.lock().unwrap(), [ErrorKind::Unauthenticated]);
+    calls_natively(Connector::new().tokens(tokens), &address).await;
+
+    let open = server(|options| {
+        options.access = access;
+        options.dialects = Dialects::default().with_unproven(Lines);
+    });
+    let address = listen(&open, "memory:dialect-open").await;
+    assert_eq!(Client::connect(&address).await.1, "ready anonymous");
+    // The exception is for the dialect alone.
+    assert!(Connector::new().connect(&address).await.is_err());
+}
+
+#[tokio::test]
+async fn a_dialect_works_behind_tls_and_quic() {
+    let (tls, trust) = certificate();
+    let server = server(|_| {});
+    for scheme in ["tls", "quic"] {
+        let bind = Bind { tls: Some(tls.clone()), ..Bind::default() };
+        let address = server.listen(&format!("{scheme}://127.0.0.1:0").parse().unwrap(), &bind).await.unwrap();
+        let dial = Dial { tls: Some(ClientTls::clone(&trust)), ..Dial::default() };
+        let channel = Transports::default().dial(&address, &dial).await.unwrap();
+        let (mut client, answer) = Client::over(channel).await;
+        assert_eq!((answer.as_str(), client.ask("add 1 2").await.as_str()), ("ready anonymous", "= 3"));
+        calls_natively(Connector::new().tls(trust.clone()), &address).await;
+    }
+}
+
+#[tokio::test]
+async fn a_dialect_works_at_the_end_of_a_tunnel() {
+    let target = server(|_| {});
+    let target = listen(&target, "tcp://127.0.0.1:0").await;
+    let hop = server(|options| options.allow_forward.push("tcp://*".to_owned()));
+    let hop = listen(&hop, "memory:dialect-hop").await;
+    let mut channel = Transports::default().dial(&hop, &Dial::default()).await.unwrap();
+    let mut hello = Hello::new(Role::Client);
+    (hello.forward, hello.tunnel) = (vec![target.to_string()], true);
+    let config = HandshakeConfig { hello, identities: vec![Box::new(Anonymous)], hold: false, timeout: LIMIT };
+    let (mut handshake, mut input) = (Handshake::dial(config, Instant::now()), BytesMut::new());
+    loop {
+        channel.io_mut().write_all(&handshake.take_output()).await.unwrap();
+        if handshake.handle_input(&mut input).unwrap().is_some() {
+            break;
+        }
+        assert!(channel.io_mut().read_buf(&mut input).await.unwrap() > 0);
+    }
+    channel.io_mut().write_all(&handshake.take_output()).await.unwrap();
+    let (mut client, answer) = Client::over(channel).await;
+    assert_eq!((answer.as_str(), client.ask("add 1 2").await.as_str()), ("ready anonymous", "= 3"));
+}
