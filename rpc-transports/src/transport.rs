@@ -87,13 +87,19 @@ pub trait Transport: fmt::Debug + Send + Sync + 'static {
 
     /// Opens a channel to `to` over a stream of bytes that leads there already. Called only for
     /// addresses that have a [`tunnel_target`](Self::tunnel_target).
+    ///
+    /// By default the stream is the channel where the target is the address itself, so that this
+    /// side has nothing to add. Others are unsupported.
     fn dial_over<'a>(
         &'a self,
         to: &'a Address,
-        over: Channel,
+        stream: Channel,
         with: &'a Dial,
     ) -> BoxFuture<'a, Result<Channel, TransportError>> {
-        let _ = (over, with);
+        let _ = with;
+        if self.tunnel_target(to).as_ref() == Some(to) {
+            return Box::pin(async { Ok(stream) });
+        }
         unsupported(to, "cannot be reached through a tunnel, which passes a stream of bytes")
     }
 

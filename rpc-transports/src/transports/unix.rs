@@ -78,15 +78,6 @@ impl Transport for Unix {
         Some(to.clone())
     }
 
-    fn dial_over<'a>(
-        &'a self,
-        _to: &'a Address,
-        over: Channel,
-        _with: &'a Dial,
-    ) -> BoxFuture<'a, Result<Channel, TransportError>> {
-        Box::pin(async { Ok(over) })
-    }
-
     fn bind<'a>(&'a self, at: &'a Address, with: &'a Bind) -> BoxFuture<'a, Result<Listener, TransportError>> {
         Box::pin(bind(at, with, self.mode))
     }
