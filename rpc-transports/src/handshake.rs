@@ -3,6 +3,7 @@
 #[cfg(feature = "tls")]
 pub mod certificates;
 pub(crate) mod driver;
+pub(crate) mod files;
 pub(crate) mod handshake_limit;
 pub mod identity;
 mod steps;

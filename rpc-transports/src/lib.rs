@@ -41,6 +41,7 @@ pub use error::TransportError;
 pub use handshake::certificates;
 #[cfg(feature = "tls")]
 pub use handshake::certificates::{Certificate, CertificateError, ClientCertificates, ClientTls, KEY_URI, ServerTls};
+pub use handshake::files::CredentialFileError;
 pub use handshake::identity;
 pub use handshake::identity::{Access, Security, Token, TokenError, Tokens};
 pub use limits::WireLimits;

@@ -1,14 +1,12 @@
-//! Trust from files: the certificates and tokens by which servers and clients authenticate each
-//! other.
+//! Trust as settings: the files of certificates and tokens by which servers and clients
+//! authenticate each other.
 
 use std::fs;
-use std::io;
-use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use clap::Args;
 use rpc_transports::{
-    Access, Certificate, CertificateError, ClientCertificates, ClientTls, Dial, ServerTls, TokenError, Tokens,
+    Access, Certificate, CertificateError, ClientCertificates, ClientTls, CredentialFileError, Dial, ServerTls, Tokens,
 };
 
 /// Files by which a client authenticates servers, and itself to them.
@@ -38,13 +36,11 @@ impl ClientTrust {
     pub fn dial_options(&self) -> Result<Dial, TrustError> {
         let mut options = Dial::default();
         if let Some(file) = &self.token_file {
-            options.tokens = tokens(file)?;
+            options.tokens = Tokens::from_file(file)?;
         }
         let certificate = certificate(self.cert.as_deref(), self.cert_key.as_deref())?;
         options.tls = match &self.ca {
-            Some(ca) => {
-                Some(ClientTls::new(&read(ca)?, certificate).map_err(|error| TrustError::certificate(ca, error))?)
-            }
+            Some(ca) => Some(ClientTls::from_file(ca, certificate)?),
             None if !options.tokens.is_empty() => {
                 let tls = ClientTls::unverified(certificate);
                 Some(
@@ -120,7 +116,7 @@ impl ServerTrust {
     }
 
     fn access(&self) -> Result<Access, TrustError> {
-        let tokens = self.token_file.as_deref().map(tokens).transpose()?.unwrap_or_default();
+        let tokens = self.token_file.as_ref().map(Tokens::from_file).transpose()?.unwrap_or_default();
         Ok(Access { anonymous: !self.demands(), tokens, certificates: self.client_ca.is_some() })
     }
 
@@ -158,61 +154,20 @@ fn certificate(cert: Option<&Path>, key: Option<&Path>) -> Result<Option<Certifi
         (None, None) => return Ok(None),
         (cert, _) => return Err(TrustError::Half { missing: if cert.is_none() { "--cert" } else { "--cert-key" } }),
     };
-    warn_if_readable(key);
-    Certificate::from_pem(&read(cert)?, &read(key)?).map(Some).map_err(|error| {
-        let file = if matches!(error, CertificateError::Key { .. }) { key } else { cert };
-        TrustError::certificate(file, error)
-    })
-}
-
-fn tokens(file: &Path) -> Result<Tokens, TrustError> {
-    warn_if_readable(file);
-    let malformed = |source| TrustError::Tokens { file: file.to_owned(), source };
-    let text = fs::read_to_string(file).map_err(|source| TrustError::Read { file: file.to_owned(), source })?;
-    Tokens::parse(&text).map_err(malformed)
+    Ok(Some(Certificate::from_files(cert, key)?))
 }
 
 fn read(file: &Path) -> Result<Vec<u8>, TrustError> {
-    fs::read(file).map_err(|source| TrustError::Read { file: file.to_owned(), source })
-}
-
-/// Warns of secrets that other users of the machine can read.
-fn warn_if_readable(file: &Path) {
-    if let Ok(facts) = fs::metadata(file)
-        && facts.mode() & 0o077 != 0
-    {
-        tracing::warn!(file = %file.display(), "other users can read or change this secret; run: chmod 600 on it");
-    }
+    fs::read(file).map_err(|source| CredentialFileError::Read { file: file.to_owned(), source }.into())
 }
 
 /// Error of certificates or tokens.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum TrustError {
-    /// A file cannot be read.
-    #[error("cannot read {}", file.display())]
-    Read {
-        /// The file.
-        file: PathBuf,
-        /// Error of the system.
-        source: io::Error,
-    },
-    /// A file has no certificate or key, or one that does not fit.
-    #[error("cannot use {}", file.display())]
-    Certificate {
-        /// The file.
-        file: PathBuf,
-        /// The problem.
-        source: CertificateError,
-    },
-    /// A file of tokens cannot be used.
-    #[error("cannot use the tokens in {}", file.display())]
-    Tokens {
-        /// The file.
-        file: PathBuf,
-        /// The problem.
-        source: TokenError,
-    },
+    /// A file cannot be read or used.
+    #[error(transparent)]
+    File(#[from] CredentialFileError),
     /// A certificate is given without its key, or the other way round.
     #[error("a certificate and its key go together: {missing} is missing")]
     Half {
@@ -229,6 +184,6 @@ pub enum TrustError {
 
 impl TrustError {
     fn certificate(file: &Path, source: CertificateError) -> Self {
-        Self::Certificate { file: file.to_owned(), source }
+        CredentialFileError::Certificate { file: file.to_owned(), source }.into()
     }
 }
