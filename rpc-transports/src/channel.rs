@@ -255,10 +255,18 @@ impl Channel {
 
     /// Sets the security of a channel whose bytes pass through an encrypted stream. `security` is
     /// the value that came with the stream from [`ClientTls::connect`](crate::ClientTls::connect)
-    /// or [`ServerTls::accept`](crate::ServerTls::accept).
+    /// or [`ServerTls::accept`](crate::ServerTls::accept), or that was
+    /// [taken](Self::take_security) from the channel whose bytes these are.
     #[must_use]
     pub fn with_security(self, security: Security) -> Self {
         Self { security, ..self }
+    }
+
+    /// Takes the security out of a channel, for a channel that wraps its bytes. This channel counts
+    /// as not encrypted from now on.
+    #[must_use]
+    pub fn take_security(&mut self) -> Security {
+        std::mem::take(&mut self.security)
     }
 
     /// Sets the source that explains the channel's end.

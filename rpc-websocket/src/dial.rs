@@ -45,13 +45,13 @@ pub(crate) async fn dial(proxies: &Proxies, to: &Address, with: &Dial) -> Result
 /// Makes a stream of bytes that leads to `to` a channel: TLS for `wss://`, then the HTTP upgrade.
 pub(crate) async fn upgrade(
     to: &Address,
-    over: Channel,
+    mut over: Channel,
     with: &Dial,
     limit: Duration,
 ) -> Result<Channel, TransportError> {
     let begun = Instant::now();
     let peer = Peer::new(to.to_string()).on(over.machine());
-    let below = over.security().clone();
+    let below = over.take_security();
     let (io, _, guard) = over.into_parts();
     let (io, security) = if is_encrypted(to) {
         with.client_tls(to)?.connect(to, ALPN, io, limit).await?

@@ -307,8 +307,14 @@ impl Connector {
     ///
     /// # Errors
     ///
-    /// As [`connect`](Self::connect).
+    /// As [`connect`](Self::connect). A channel to a server whose certificate was not checked is
+    /// refused without a token, as its address would be.
     pub async fn connect_channel(&self, channel: Channel) -> Result<Session, ConnectError> {
+        let security = channel.security();
+        if security.is_encrypted() && !security.server_verified && self.dial.tokens.is_empty() {
+            let text = format!("channels {NOBODY_KNOWN}; check the certificate, or set tokens");
+            return Err(RpcError::new(ErrorKind::Unauthenticated, text).with_peer(channel.peer()).into());
+        }
         Ok(Session::new(self.client(channel, self.key.clone(), Vec::new()).await?))
     }
 
@@ -586,7 +592,6 @@ fn explained(error: RpcError, end: Option<String>) -> RpcError {
 const NOT_ENCRYPTED: &str = "are encrypted, their transport says, and this channel is not: it came without the \
      security of ClientTls::connect";
 
-#[cfg(feature = "tls")]
 const NOBODY_KNOWN: &str = "whose certificate is not checked need a token, by which the server is known";
 
 /// Checks that the peer has sent nothing, since this side has to speak first.

@@ -175,7 +175,10 @@ pub enum TokenError {
 }
 
 /// Facts about the far end of a channel that are known before the protocol begins.
-#[derive(Clone, Default)]
+///
+/// A value comes with an encrypted stream, and cannot be copied: what secures one stream cannot be
+/// claimed for another.
+#[derive(Default)]
 pub struct Security {
     /// Value that only the two ends of this TLS connection have.
     pub(crate) binding: Option<[u8; 32]>,
@@ -196,6 +199,21 @@ pub struct Security {
 }
 
 impl Security {
+    /// Returns a copy, for the stages of one connection and the channels that it carries. Not
+    /// public, so that transports of other crates cannot put one stream's security on another.
+    pub(crate) fn duplicate(&self) -> Self {
+        Self {
+            binding: self.binding,
+            encrypted_way: self.encrypted_way,
+            server_verified: self.server_verified,
+            certificate: self.certificate.clone(),
+            keys: self.keys.clone(),
+            showed_certificate: self.showed_certificate,
+            is_parent: self.is_parent,
+            connection: self.connection.clone(),
+        }
+    }
+
     /// Checks whether a client with this proven identity may use a server with the key `key`, or be
     /// forwarded to one.
     ///

@@ -67,6 +67,7 @@ impl Server {
     /// The address cannot be bound.
     pub async fn listen(&self, address: &Address, options: &Bind) -> Result<Address, TransportError> {
         let options = &Bind { connections: self.0.options.connection_limits(), ..options.clone() };
+        let must_be_encrypted = self.0.options.transports.check(address)?.encrypted;
         let mut listener = self.0.options.transports.bind(address, options).await?;
         let actual = listener.local_address().clone();
         let (server, name) = (self.clone(), actual.clone());
@@ -79,7 +80,7 @@ impl Server {
                 tokio::select! {
                     () = &mut closing => break,
                     accepted = listener.accept() => match accepted {
-                        Ok(channel) => server.serve_channel(channel),
+                        Ok(channel) => drop(server.start_checked(channel, None, must_be_encrypted)),
                         Err(error) => {
                             tracing::error!(address = %name, %error, "no longer accepting clients");
                             if let Some(observer) = &server.0.options.observer {
@@ -115,6 +116,11 @@ impl Server {
     /// relay that this server has dialled. The task ends
     /// with the session, and returns true if there was one.
     pub(crate) fn start(&self, channel: Channel, key: Option<String>) -> JoinHandle<bool> {
+        self.start_checked(channel, key, false)
+    }
+
+    /// As [`start`](Self::start). `must_be_encrypted` refuses a channel that is not.
+    fn start_checked(&self, channel: Channel, key: Option<String>, must_be_encrypted: bool) -> JoinHandle<bool> {
         let permit = self.0.handshakes.begin(channel.machine().to_string(), channel.parent_connection());
         let id = self.0.next_connection.fetch_add(1, Ordering::Relaxed);
         let mailbox = Arc::new(Mailbox::default());
@@ -126,7 +132,7 @@ impl Server {
             let key = key.unwrap_or_else(|| server.options.key.clone());
             let (peer, machine) = (channel.peer().to_owned(), channel.machine());
             let connection = Connection { server, peer, machine, key, mailbox, entry: entry.clone() };
-            Accepted { connection, channel, is_dialled, permit }.run().await;
+            Accepted { connection, channel, is_dialled, must_be_encrypted, permit }.run().await;
             entry.served.load(Ordering::Relaxed)
         })
     }

@@ -35,6 +35,8 @@ pub(super) struct Accepted {
     pub(super) channel: Channel,
     /// True if this server has dialled, and the peer speaks the native protocol.
     pub(super) is_dialled: bool,
+    /// True if the transport declares that the address is encrypted.
+    pub(super) must_be_encrypted: bool,
     /// Permit among the handshakes in progress.
     pub(super) permit: HandshakePermit,
 }
@@ -152,10 +154,18 @@ impl Accepted {
 
     /// Secures the channel, if its transport does that, as TLS does.
     async fn secure(self) -> Result<Secured, Refusal> {
-        let Self { connection, mut channel, is_dialled, permit } = self;
+        let Self { connection, mut channel, is_dialled, must_be_encrypted, permit } = self;
         let deadline = Instant::now() + connection.server.options.handshake_timeout.min(FAR_OFF);
         let peer = &connection.peer;
         let reason = match tokio::time::timeout_at(deadline.into(), channel.secure()).await {
+            Ok(Ok(())) if must_be_encrypted && !channel.security().is_encrypted() => {
+                tracing::error!(
+                    peer,
+                    "refused a client: its channel came without the security of ServerTls::accept, and the transport \
+                     declares that the address is encrypted"
+                );
+                ErrorKind::Unauthenticated
+            }
             Ok(Ok(())) => return Ok(Secured { connection, channel, is_dialled, permit, deadline }),
             Ok(Err(error)) => {
                 if error.kind() == io::ErrorKind::InvalidData {
@@ -221,7 +231,7 @@ impl Secured {
             }
         };
         let Self { connection, channel, permit, deadline, .. } = self;
-        let security = channel.security().clone();
+        let security = channel.security().duplicate();
         let client = DialectClient { connection, security, identity, rules };
         Ok(Recognized::Dialect(Box::new(DialectTask::new(dialect, client, channel, permit, deadline))))
     }
@@ -234,7 +244,7 @@ impl Secured {
         let handshake = self.handshake(generation, &access);
         let Self { connection, mut channel, permit, .. } = self;
         let (keep_alive, mut permit) = (KeepAliveSwitch::default(), Some(permit));
-        let security = channel.security().clone();
+        let security = channel.security().duplicate();
         let open = async |hello: &Hello, identity: &str| {
             security.may_use(identity, connection.key_to_check(hello))?;
             let identity_served = server.effective_identity(hello, identity);

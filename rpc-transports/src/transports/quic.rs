@@ -214,7 +214,7 @@ async fn open(address: &Address, pooled: &Arc<Pooled>) -> Result<Channel, quinn:
     let guard = Guard { pooled: Some(pooled.clone()), released: pooled.released.clone() };
     let machine = Machine::At(pooled.connection.remote_address().ip().to_canonical());
     let channel = Channel::new(QuicIo { send, recv }, Peer::new(address.to_string()).on(machine));
-    Ok(channel.with_security(pooled.security.clone()).with_guard(Box::new(guard)))
+    Ok(channel.with_security(pooled.security.duplicate()).with_guard(Box::new(guard)))
 }
 
 async fn connect(
@@ -520,7 +520,7 @@ async fn accept_channels(
             Err(_) if Arc::strong_count(&used) > 1 => continue,
             Err(_) => return connection.close(IDLE, b"no session uses this connection"),
         };
-        let mut security = security.clone();
+        let mut security = security.duplicate();
         if !chain.is_empty() && !tls.accepts(chain) {
             // The certificate is no longer accepted, and the proofs on this connection no longer
             // count.

@@ -144,3 +144,18 @@ async fn without_it_the_error_lists_the_schemes_that_are_known() {
     let error = adds(&Connector::new().transports(Transports::empty().with(flock())), "pigeon:roof").await.unwrap_err();
     assert!(error.into_rpc_error().to_string().contains("no loft is named"));
 }
+
+#[tokio::test]
+async fn a_server_refuses_channels_that_are_not_as_encrypted_as_declared() {
+    let transports = Transports::default().with(Pigeons::declared(Properties::encrypted(Reach::Network)));
+    let origin = server(&transports, &[]);
+    listen(&origin, "pigeon://origin").await;
+    // A client that checks nothing, as a connector of this crate would.
+    let mut channel =
+        transports.dial(&"pigeon://origin".parse().unwrap(), &rpc_transports::Dial::default()).await.unwrap();
+    let mut answer = Vec::new();
+    tokio::io::AsyncReadExt::read_to_end(channel.io_mut(), &mut answer).await.unwrap();
+    assert!(answer.is_empty(), "the server closes the channel, and says nothing over it");
+    let error = adds(&Connector::new().transports(transports), "pigeon://origin").await.unwrap_err();
+    assert!(error.into_rpc_error().to_string().contains("encrypted"));
+}
