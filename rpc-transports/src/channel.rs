@@ -217,7 +217,7 @@ impl Channel {
     }
 
     /// Keeps `other` alive for as long as the channel, in addition to the guard.
-    pub(crate) fn holding(mut self, other: impl Send + Sync + 'static) -> Self {
+    pub(crate) fn with_additional_guard(mut self, other: impl Send + Sync + 'static) -> Self {
         let guard = self.guard.take();
         self.with_guard(Box::new((guard, other)))
     }
@@ -239,9 +239,9 @@ impl Channel {
 
     /// Turns the channel into one that leads on to a further peer, named `text`, of which nothing
     /// is known yet.
-    pub(crate) fn leading_to(self, text: impl Into<String>) -> Self {
-        let encrypted_way = self.security.is_encrypted() || self.security.encrypted_way;
-        let security = Security { encrypted_way, ..Security::default() };
+    pub(crate) fn with_further_peer(self, text: impl Into<String>) -> Self {
+        let first_link_encrypted = self.security.is_encrypted() || self.security.first_link_encrypted;
+        let security = Security { first_link_encrypted, ..Security::default() };
         // For limits, the channel comes from the machine that it leads through.
         let peer = Peer { text: text.into(), user: None, ..self.peer };
         Self { peer, security, upgrade: None, ..self }

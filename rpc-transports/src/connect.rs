@@ -7,7 +7,7 @@ pub(crate) mod local;
 mod opener;
 
 pub use self::connector::Connector;
-pub(crate) use self::connector::spoken_to;
+pub(crate) use self::connector::expect_no_input;
 pub use self::error::ConnectError;
 pub(crate) use self::hops::Hop;
 pub use self::opener::{OpenedBy, SessionOpener};

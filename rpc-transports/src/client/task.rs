@@ -35,7 +35,7 @@ impl ClientSession {
     /// beyond the handshake.
     pub(crate) fn spawn(channel: Channel, negotiated: &Negotiated, input: BytesMut, config: EndpointConfig) -> Self {
         let connection = channel.security().connection.clone();
-        let is_encrypted = channel.security().is_encrypted() || channel.security().encrypted_way;
+        let is_encrypted = channel.security().is_encrypted() || channel.security().first_link_encrypted;
         let (io, peer, guard) = channel.into_parts();
         let endpoint = ClientEndpoint::new(negotiated, config, Instant::now());
         let session = ClientState::new(endpoint, (TaskPump { connection }, None), peer, is_encrypted);

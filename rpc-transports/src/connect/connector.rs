@@ -51,10 +51,17 @@ pub struct Connector {
     limits: WireLimits,
     local: Option<Registry>,
     /// Requirements for a server that a tracker gives out.
-    wanted: Option<Arc<ServerRequest>>,
-    /// Servers that the chain has passed, and the identity of the client. Set only where a server
-    /// connects for its client.
-    behind: (Vec<String>, String),
+    server_request: Option<Arc<ServerRequest>>,
+    /// Client for which a server connects. Empty where a client connects for itself.
+    forwarded_for: ForwardedFor,
+}
+
+/// Client for which a server connects.
+#[derive(Clone, Debug, Default)]
+struct ForwardedFor {
+    /// Names of the servers that the chain has passed.
+    path: Vec<String>,
+    identity: String,
 }
 
 impl Connector {
@@ -72,8 +79,8 @@ impl Connector {
             queue_timeout: None,
             limits: WireLimits::default(),
             local: None,
-            wanted: None,
-            behind: Default::default(),
+            server_request: None,
+            forwarded_for: ForwardedFor::default(),
         }
     }
 
@@ -107,8 +114,10 @@ impl Connector {
         self
     }
 
-    pub(crate) fn on_the_way(mut self, path: Vec<String>, on_behalf: &str) -> Self {
-        self.behind = (path, on_behalf.to_owned());
+    /// Connects for a client of a server: `path` has the names of the servers that the chain has
+    /// passed.
+    pub(crate) fn with_path(mut self, path: Vec<String>, on_behalf: &str) -> Self {
+        self.forwarded_for = ForwardedFor { path, identity: on_behalf.to_owned() };
         self
     }
 
@@ -124,8 +133,8 @@ impl Connector {
     /// The tracker is asked for one server, with the key of the [address](Self::connect) or of
     /// [`key`](Self::key) if one of them names any. Addresses of servers are not affected.
     #[must_use]
-    pub fn server_request(mut self, wanted: ServerRequest) -> Self {
-        self.wanted = Some(Arc::new(wanted));
+    pub fn server_request(mut self, request: ServerRequest) -> Self {
+        self.server_request = Some(Arc::new(request));
         self
     }
 
@@ -292,7 +301,7 @@ impl Connector {
         });
         let (mut negotiated, mut input) = agreed?;
         if negotiated.theirs.relay && negotiated.ours.forward.is_empty() {
-            spoken_to(&input, channel.peer())?;
+            expect_no_input(&input, channel.peer())?;
             let handshake = self.handshake(negotiated.ours.key, Vec::new(), &Security::default());
             (negotiated, input) = dial_handshake_blocking(&channel, handshake)?;
             is_no_relay(&negotiated, channel.peer())?;
@@ -312,7 +321,7 @@ impl Connector {
     pub async fn connect_channel(&self, channel: Channel) -> Result<Session, ConnectError> {
         let security = channel.security();
         if security.is_encrypted() && !security.server_verified && self.dial.tokens.is_empty() {
-            let text = format!("channels {NOBODY_KNOWN}; check the certificate, or set tokens");
+            let text = format!("channels {UNVERIFIED_SERVER}; check the certificate, or set tokens");
             return Err(RpcError::new(ErrorKind::Unauthenticated, text).with_peer(channel.peer()).into());
         }
         Ok(Session::new(self.client(channel, self.key.clone(), Vec::new()).await?))
@@ -359,7 +368,7 @@ impl Connector {
         }
         let hop = Hop { address: target.to_address()?, tunnel: false };
         // The prefix `tunnel:` is no scheme.
-        if Hop::is_tunnel(&hop.address) { Err(leads_nowhere(&hop).into()) } else { Ok(hop) }
+        if Hop::is_tunnel(&hop.address) { Err(tunnel_without_target(&hop).into()) } else { Ok(hop) }
     }
 
     /// Returns the first stop, and the stops behind it.
@@ -373,23 +382,23 @@ impl Connector {
     /// Opens a session with `first`, which is to forward to `further`.
     pub(crate) async fn forward(&self, first: &Hop, further: &[Hop]) -> Result<SharedSession, ConnectError> {
         let (mut first, mut further) = (first, further);
-        let mut over = None;
+        let mut existing = None;
         loop {
             let plan = self.plan(first, further)?;
             if !plan.tunnel {
-                return self.open(plan, over).await;
+                return self.open(plan, existing).await;
             }
-            let Some((next, rest)) = further.split_first() else { return Err(leads_nowhere(first).into()) };
-            over = Some(self.tunnel(plan.address, over, next).await?);
+            let Some((next, rest)) = further.split_first() else { return Err(tunnel_without_target(first).into()) };
+            existing = Some(self.tunnel(plan.address, existing, next).await?);
             (first, further) = (next, rest);
         }
     }
 
-    /// Opens a session with a server, through `over` if a channel leads there already.
-    async fn open(&self, plan: Plan, over: Option<Channel>) -> Result<SharedSession, ConnectError> {
+    /// Opens a session with a server, through `existing` if a channel leads there already.
+    async fn open(&self, plan: Plan, existing: Option<Channel>) -> Result<SharedSession, ConnectError> {
         let Plan { address, key, forward, .. } = plan;
         if let Some(opener) = self.transports.opener(address.scheme())
-            && over.is_none()
+            && existing.is_none()
             && forward.is_empty()
         {
             if opener.opened_by() != OpenedBy::LastHop {
@@ -400,49 +409,50 @@ impl Connector {
             return Ok(opener.open(&address, &connector).await?.shared().clone());
         }
         crate::runtime::install_probe();
-        let client =
-            |channel| -> Going<'_, ClientSession> { Box::pin(self.client(channel, key.clone(), forward.clone())) };
-        Ok(Arc::new(self.meet(&address, over, &client).await?))
+        let client = |channel| -> Continuation<'_, ClientSession> {
+            Box::pin(self.client(channel, key.clone(), forward.clone()))
+        };
+        Ok(Arc::new(self.run_over_channel(&address, existing, &client).await?))
     }
 
     /// Opens a channel to `next` through the hop at `address`.
-    async fn tunnel(&self, address: Address, over: Option<Channel>, next: &Hop) -> Result<Channel, ConnectError> {
+    async fn tunnel(&self, address: Address, existing: Option<Channel>, next: &Hop) -> Result<Channel, ConnectError> {
         crate::runtime::install_probe();
         let next = next.address.clone().without_key().to_string();
-        let lead = |mut channel: Channel| -> Going<'_, Channel> {
+        let open_tunnel = |mut channel: Channel| -> Continuation<'_, Channel> {
             let mut config = self.handshake(String::new(), vec![next.clone()], channel.security());
             config.hello.tunnel = true;
             config.hello.workspace.clear();
             config.hello.ticket.clear();
             Box::pin(async move {
                 let (_, input) = self.perform_handshake(&mut channel, config).await?;
-                spoken_to(&input, channel.peer())?;
+                expect_no_input(&input, channel.peer())?;
                 Ok(channel)
             })
         };
-        let channel = self.meet(&address, over, &lead).await?;
-        Ok(channel.leading_to(format!("{next} through {address}")))
+        let channel = self.run_over_channel(&address, existing, &open_tunnel).await?;
+        Ok(channel.with_further_peer(format!("{next} through {address}")))
     }
 
-    /// Opens a channel to `address` and runs `go_on` with it. If the channel is on an existing
-    /// connection and nothing is heard over that connection any more, the server has restarted or
-    /// the route to it is cut. A second attempt is then made over a new connection, and the first
-    /// attempt to succeed counts.
-    async fn meet<'a, T>(
+    /// Opens a channel to `address` and runs `continuation` over it. If the channel is on an
+    /// existing connection and nothing is heard over that connection any more, the server has
+    /// restarted or the route to it is cut. A second attempt is then made over a new connection,
+    /// and the first attempt to succeed counts.
+    async fn run_over_channel<'a, T>(
         &'a self,
         address: &'a Address,
-        over: Option<Channel>,
-        go_on: &(dyn Fn(Channel) -> Going<'a, T> + Sync),
+        existing: Option<Channel>,
+        continuation: &(dyn Fn(Channel) -> Continuation<'a, T> + Sync),
     ) -> Result<T, ConnectError> {
-        let channel = self.channel(address, over).await?;
-        let Some(connection) = channel.security().connection.clone() else { return go_on(channel).await };
-        let mut first = go_on(channel);
+        let channel = self.channel(address, existing).await?;
+        let Some(connection) = channel.security().connection.clone() else { return continuation(channel).await };
+        let mut first = continuation(channel);
         tokio::select! {
             biased;
             outcome = &mut first => return outcome,
             () = connection.silence() => connection.suspect(),
         }
-        let mut second = Box::pin(async { go_on(self.channel(address, None).await?).await });
+        let mut second = Box::pin(async { continuation(self.channel(address, None).await?).await });
         tokio::select! {
             biased;
             outcome = &mut first => match outcome {
@@ -456,18 +466,18 @@ impl Connector {
         }
     }
 
-    /// Opens a channel to `address`, through `over` if a channel leads there already.
-    async fn channel(&self, address: &Address, over: Option<Channel>) -> Result<Channel, ConnectError> {
+    /// Opens a channel to `address`, through `existing` if a channel leads there already.
+    async fn channel(&self, address: &Address, existing: Option<Channel>) -> Result<Channel, ConnectError> {
         #[cfg(feature = "tls")]
         if self.properties(address)?.encrypted
             && self.dial.tokens.is_empty()
             && self.dial.tls.as_ref().is_some_and(|tls| !tls.verifies())
         {
-            return Err(TransportError::unsupported(address, NOBODY_KNOWN).into());
+            return Err(TransportError::unsupported(address, UNVERIFIED_SERVER).into());
         }
-        let channel = match over {
+        let channel = match existing {
             None => self.transports.dial(address, &self.dial).await?,
-            Some(over) => self.transports.dial_over(address, over, &self.dial).await?,
+            Some(stream) => self.transports.dial_over(address, stream, &self.dial).await?,
         };
         if self.properties(address)?.encrypted && !channel.security().is_encrypted() {
             return Err(TransportError::unsupported(address, NOT_ENCRYPTED).into());
@@ -498,9 +508,9 @@ impl Connector {
         let forwards = !handshake.hello.forward.is_empty();
         let (mut negotiated, mut input) = self.perform_handshake(&mut channel, handshake).await?;
         if negotiated.theirs.relay && !forwards {
-            spoken_to(&input, channel.peer())?;
+            expect_no_input(&input, channel.peer())?;
             let relay = channel.peer().to_owned();
-            channel = channel.leading_to(relay);
+            channel = channel.with_further_peer(relay);
             let handshake = self.handshake(negotiated.ours.key, Vec::new(), channel.security());
             (negotiated, input) = self.perform_handshake(&mut channel, handshake).await?;
             is_no_relay(&negotiated, channel.peer())?;
@@ -539,7 +549,7 @@ impl Connector {
     fn plan(&self, first: &Hop, further: &[Hop]) -> Result<Plan, ConnectError> {
         let target = further.last().unwrap_or(first);
         if target.tunnel {
-            return Err(leads_nowhere(target).into());
+            return Err(tunnel_without_target(target).into());
         }
         let key = target.address.key().map_or_else(|| self.key.clone(), str::to_owned);
         let forward = further.iter().map(|hop| hop.clone().without_key().to_string()).collect();
@@ -552,7 +562,7 @@ impl Connector {
         hello.workspace.clone_from(&self.workspace);
         hello.ticket.clone_from(&self.ticket);
         hello.forward = forward;
-        (hello.path, hello.on_behalf) = self.behind.clone();
+        (hello.path, hello.on_behalf) = (self.forwarded_for.path.clone(), self.forwarded_for.identity.clone());
         hello.keep_alive_ms = self.dial.keep_alive.as_millis() as u64;
         self.limits.apply(&mut hello);
         let identities = of_dialler(&self.dial.tokens, security);
@@ -564,8 +574,8 @@ impl Connector {
         self.queue_timeout
     }
 
-    pub(crate) fn wanted(&self) -> Option<&ServerRequest> {
-        self.wanted.as_deref()
+    pub(crate) fn requested_server(&self) -> Option<&ServerRequest> {
+        self.server_request.as_deref()
     }
 
     pub(crate) fn link(&self) -> EndpointConfig {
@@ -592,10 +602,10 @@ fn explained(error: RpcError, end: Option<String>) -> RpcError {
 const NOT_ENCRYPTED: &str = "are encrypted, their transport says, and this channel is not: it came without the \
      security of ClientTls::connect";
 
-const NOBODY_KNOWN: &str = "whose certificate is not checked need a token, by which the server is known";
+const UNVERIFIED_SERVER: &str = "whose certificate is not checked need a token, by which the server is known";
 
 /// Checks that the peer has sent nothing, since this side has to speak first.
-pub(crate) fn spoken_to(input: &[u8], peer: &str) -> Result<(), RpcError> {
+pub(crate) fn expect_no_input(input: &[u8], peer: &str) -> Result<(), RpcError> {
     if input.is_empty() {
         return Ok(());
     }
@@ -611,13 +621,13 @@ fn is_no_relay(negotiated: &Negotiated, peer: &str) -> Result<(), RpcError> {
     Err(error.with_peer(peer.to_owned()))
 }
 
-fn leads_nowhere(tunnel: &Hop) -> RpcError {
+fn tunnel_without_target(tunnel: &Hop) -> RpcError {
     let text = format!("'{tunnel}' is a tunnel, and leads nowhere: name the server behind it");
     RpcError::new(ErrorKind::InvalidArgument, text)
 }
 
 /// Future of the work on a channel that has been opened.
-type Going<'a, T> = Pin<Box<dyn Future<Output = Result<T, ConnectError>> + Send + 'a>>;
+type Continuation<'a, T> = Pin<Box<dyn Future<Output = Result<T, ConnectError>> + Send + 'a>>;
 
 /// Result of [`Connector::plan`].
 struct Plan {

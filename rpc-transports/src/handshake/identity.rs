@@ -183,7 +183,7 @@ pub struct Security {
     /// Value that only the two ends of this TLS connection have.
     pub(crate) binding: Option<[u8; 32]>,
     /// True if the channel runs over another channel, whose first part is encrypted.
-    pub(crate) encrypted_way: bool,
+    pub(crate) first_link_encrypted: bool,
     /// True if the dialling side has checked the other side's certificate.
     pub(crate) server_verified: bool,
     /// Name by which the dialling side is known from its certificate. Set on the dialled side.
@@ -204,7 +204,7 @@ impl Security {
     pub(crate) fn duplicate(&self) -> Self {
         Self {
             binding: self.binding,
-            encrypted_way: self.encrypted_way,
+            first_link_encrypted: self.first_link_encrypted,
             server_verified: self.server_verified,
             certificate: self.certificate.clone(),
             keys: self.keys.clone(),

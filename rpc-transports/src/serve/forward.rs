@@ -11,7 +11,7 @@ use rpc_core::{ErrorKind, RpcError, Session, SharedSession};
 use super::mailbox::{Command, Mailbox};
 use super::onward::OnwardServer;
 use super::splice::splice;
-use super::state::{FAR_OFF, ServerState};
+use super::state::{ServerState, UNLIMITED};
 use crate::channel::Channel;
 use crate::connect::{ConnectError, Connector, Hop};
 use crate::serve::filter::FilteredSession;
@@ -21,7 +21,7 @@ const MAX_HOPS: usize = 16;
 
 /// Number of keep-alive intervals of silence after which a tunnel is closed, because both its ends
 /// must be gone.
-const SILENT_INTERVALS: u32 = 120;
+const SILENT_TUNNEL_INTERVALS: u32 = 120;
 
 impl ServerState {
     /// Opens the session to which a client's requests are forwarded.
@@ -50,7 +50,7 @@ impl ServerState {
             .dial(self.onward())
             .keep_alive(self.options.keep_alive)
             .limits(self.options.limits.clone())
-            .on_the_way(path, identity)
+            .with_path(path, identity)
     }
 
     /// Opens the channel to the target of a client's tunnel.
@@ -81,13 +81,13 @@ impl ServerState {
 
     /// Copies bytes between a client and the target of its tunnel, until either is gone.
     pub(super) async fn run_tunnel(&self, client: &mut Channel, mut to: Channel, input: BytesMut, mailbox: &Mailbox) {
-        let (peer, silence) = (to.peer().to_owned(), self.options.keep_alive.saturating_mul(SILENT_INTERVALS));
-        let limit = self.options.session_duration.unwrap_or(FAR_OFF).min(FAR_OFF);
+        let (peer, silence) = (to.peer().to_owned(), self.options.keep_alive.saturating_mul(SILENT_TUNNEL_INTERVALS));
+        let limit = self.options.session_duration.unwrap_or(UNLIMITED).min(UNLIMITED);
         tokio::select! {
-            ended = splice(client, &mut to, input, silence.min(FAR_OFF)) => {
+            ended = splice(client, &mut to, input, silence.min(UNLIMITED)) => {
                 tracing::debug!(to = peer, ?ended, "tunnel ended");
             }
-            () = mailbox.told(Command::Stop) => tracing::debug!(to = peer, "tunnel cut: the server stops"),
+            () = mailbox.wait_for(Command::Stop) => tracing::debug!(to = peer, "tunnel cut: the server stops"),
             () = tokio::time::sleep(limit) => tracing::debug!(to = peer, "tunnel cut: session_duration is over"),
         }
     }

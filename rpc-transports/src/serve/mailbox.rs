@@ -50,7 +50,7 @@ impl Mailbox {
 
     /// Resolves when this command or a stronger one has been left. Only for tasks that take nothing
     /// else from the mailbox.
-    pub(super) async fn told(&self, command: Command) {
+    pub(super) async fn wait_for(&self, command: Command) {
         std::future::poll_fn(|cx| {
             self.register(cx.waker());
             if self.commanded() >= Some(command) { Poll::Ready(()) } else { Poll::Pending }

@@ -16,7 +16,7 @@ use super::mailbox::{Command, Mailbox};
 use super::options::{OpenRequest, ServeOptions, SessionFactory};
 use super::relay::pool::ParkedServer;
 use super::stages::Accepted;
-use super::state::{ConnectionEntry, FAR_OFF, ServerState};
+use super::state::{ConnectionEntry, ServerState, UNLIMITED};
 use crate::address::Address;
 use crate::channel::Channel;
 use crate::connect::{ConnectError, Connector};
@@ -184,9 +184,9 @@ impl Server {
             () = closed => return Err(RpcError::new(ErrorKind::Draining, "the server is going away").into()),
         };
         let ParkedServer { channel, input, held } = parked;
-        crate::connect::spoken_to(&input, channel.peer())?;
+        crate::connect::expect_no_input(&input, channel.peer())?;
         let peer = channel.peer().to_owned();
-        let channel = channel.leading_to(peer).holding(held);
+        let channel = channel.with_further_peer(peer).with_additional_guard(held);
         let session = connector.clone().key(&key).connect_channel(channel).await?;
         Ok((key, session))
     }
@@ -205,7 +205,7 @@ impl Server {
         for mailbox in self.0.connections().values() {
             mailbox.command(Command::GoAway);
         }
-        let deadline = tokio::time::Instant::now() + limit.min(FAR_OFF);
+        let deadline = tokio::time::Instant::now() + limit.min(UNLIMITED);
         // Clients in the middle of a handshake may still get the reason why they get no session.
         // Then they are evicted.
         if tokio::time::timeout(limit.min(LINGER), self.idle()).await.is_err() {

@@ -21,7 +21,7 @@ use super::dialect::RegisteredDialect;
 use super::dialect::task::{DialectClient, DialectTask};
 use super::mailbox::Command;
 use super::relay::pool::{Handover, ParkedServer};
-use super::state::FAR_OFF;
+use super::state::UNLIMITED;
 use super::task::{SessionParts, SessionTask};
 use crate::channel::Channel;
 use crate::handshake::driver::{KeepAliveSwitch, accept_handshake};
@@ -155,7 +155,7 @@ impl Accepted {
     /// Secures the channel, if its transport does that, as TLS does.
     async fn secure(self) -> Result<Secured, Refusal> {
         let Self { connection, mut channel, is_dialled, must_be_encrypted, permit } = self;
-        let deadline = Instant::now() + connection.server.options.handshake_timeout.min(FAR_OFF);
+        let deadline = Instant::now() + connection.server.options.handshake_timeout.min(UNLIMITED);
         let peer = &connection.peer;
         let reason = match tokio::time::timeout_at(deadline.into(), channel.secure()).await {
             Ok(Ok(())) if must_be_encrypted && !channel.security().is_encrypted() => {
@@ -262,7 +262,7 @@ impl Secured {
             keep_alive.start(server.options.keep_alive);
             tokio::select! {
                 handover = server.parked.park(&hello.key) => Ok((Grant::Handover(handover?), slot)),
-                () = connection.mailbox.told(Command::GoAway) => {
+                () = connection.mailbox.wait_for(Command::GoAway) => {
                     Err(RpcError::new(ErrorKind::Draining, "the relay is going away"))
                 }
             }

@@ -108,7 +108,7 @@ impl Drop for ConnectionEntry {
 }
 
 /// Duration that is practically infinite, and that all clocks can still add.
-pub(super) const FAR_OFF: Duration = Duration::from_secs(365 * 24 * 3600);
+pub(super) const UNLIMITED: Duration = Duration::from_secs(365 * 24 * 3600);
 
 /// Returns a name that no other server has.
 fn unique_name() -> String {

@@ -325,7 +325,7 @@ impl TrackerClient {
 /// Opens a session with a server that the tracker at `address` grants, with the key and the
 /// requirements of `connector`.
 pub(super) async fn connect(connector: &Connector, address: &Address) -> Result<Session, ConnectError> {
-    let mut request = connector.wanted().cloned().unwrap_or_else(ServerRequest::any).count(1);
+    let mut request = connector.requested_server().cloned().unwrap_or_else(ServerRequest::any).count(1);
     if let Some(key) = connector.requested_key() {
         key.clone_into(&mut request.key);
     }

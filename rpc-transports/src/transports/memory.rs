@@ -180,7 +180,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn dialling_a_name_that_nobody_holds_is_refused() {
+    async fn dialling_a_name_without_a_listener_is_refused() {
         let error = connect("nobody").await.unwrap_err();
         assert!(matches!(error, TransportError::Refused { .. }), "{error:?}");
     }

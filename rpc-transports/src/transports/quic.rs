@@ -505,7 +505,7 @@ async fn establish(
 async fn accept_channels(
     established: &Established,
     tls: &ServerTls,
-    patience: Duration,
+    first_channel_timeout: Duration,
     channels: &mpsc::Sender<Channel>,
 ) {
     let Established { connection, chain, security, over } = established;
@@ -513,8 +513,8 @@ async fn accept_channels(
     let used = Arc::new(());
     loop {
         let known = security.connection.as_ref().is_some_and(|connection| !connection.is_on_probation());
-        let patience = if known { UNUSED } else { patience };
-        let (send, recv) = match tokio::time::timeout(patience, connection.accept_bi()).await {
+        let timeout = if known { UNUSED } else { first_channel_timeout };
+        let (send, recv) = match tokio::time::timeout(timeout, connection.accept_bi()).await {
             Ok(Ok(stream)) => stream,
             Ok(Err(_)) => return,
             Err(_) if Arc::strong_count(&used) > 1 => continue,

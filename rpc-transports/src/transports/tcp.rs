@@ -333,7 +333,7 @@ mod tests {
         bind(&address, &Bind::default()).await.unwrap()
     }
 
-    fn patient() -> Dial {
+    fn with_long_timeout() -> Dial {
         Dial::default()
     }
 
@@ -365,7 +365,7 @@ mod tests {
         let address = listener.local_address().clone();
         assert_ne!(address.port(), Some(0));
         let server = tokio::spawn(echo_once(listener));
-        let mut channel = dial(&address, &patient()).await.unwrap();
+        let mut channel = dial(&address, &with_long_timeout()).await.unwrap();
         assert_eq!(channel.peer(), address.to_string());
         channel.io_mut().write_all(b"ping").await.unwrap();
         let mut buffer = [0; 4];
@@ -379,7 +379,7 @@ mod tests {
         let listener = listener("127.0.0.1").await;
         let address = listener.local_address().clone();
         let client = thread::spawn(move || {
-            let mut channel = dial_blocking(&address, &patient()).unwrap();
+            let mut channel = dial_blocking(&address, &with_long_timeout()).unwrap();
             assert!(SockRef::from(&channel).tcp_nodelay().unwrap());
             assert!(SockRef::from(&channel).keepalive().unwrap());
             let slices = [IoSlice::new(b"pi"), IoSlice::new(b"ng")];
@@ -399,16 +399,19 @@ mod tests {
     #[tokio::test]
     async fn a_port_without_listener_refuses() {
         let (_socket, address) = deaf();
-        let error = dial(&address, &patient()).await.unwrap_err();
+        let error = dial(&address, &with_long_timeout()).await.unwrap_err();
         assert!(matches!(error, TransportError::Refused { .. }), "{error:?}");
-        let error = dial_blocking(&address, &patient()).unwrap_err();
+        let error = dial_blocking(&address, &with_long_timeout()).unwrap_err();
         assert!(matches!(error, TransportError::Refused { .. }), "{error:?}");
     }
 
     #[tokio::test]
     async fn a_name_that_does_not_exist_is_not_resolved() {
         let address = Address::tcp("does-not-exist.invalid", 1).unwrap();
-        for error in [dial(&address, &patient()).await.unwrap_err(), dial_blocking(&address, &patient()).unwrap_err()] {
+        for error in [
+            dial(&address, &with_long_timeout()).await.unwrap_err(),
+            dial_blocking(&address, &with_long_timeout()).unwrap_err(),
+        ] {
             // Without any network the resolver may take longer than the limit.
             assert!(matches!(error, TransportError::Resolve { .. } | TransportError::TimedOut { .. }), "{error:?}");
         }
@@ -448,7 +451,7 @@ mod tests {
         assert_eq!(listener.local_address().to_string(), format!("tcp://[::]:{port}"));
         for host in ["127.0.0.1", "::1"] {
             let address = Address::tcp(host, port).unwrap();
-            let _near = dial(&address, &patient()).await.unwrap();
+            let _near = dial(&address, &with_long_timeout()).await.unwrap();
             let far = listener.accept().await.unwrap();
             let host = address.with_port(0).to_string();
             let host = host.strip_suffix('0').unwrap();
@@ -484,7 +487,7 @@ mod tests {
                 let polled = std::future::poll_fn(|cx| Poll::Ready(accepting.as_mut().poll(cx)));
                 assert!(polled.await.is_pending());
             }
-            let _near = dial(&address, &patient()).await.unwrap();
+            let _near = dial(&address, &with_long_timeout()).await.unwrap();
             listener.accept().await.unwrap();
         }
     }

@@ -13,7 +13,7 @@ use rpc_transports::{
 };
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
-/// Time limit for what is expected to happen.
+/// Time limit of events that are expected.
 const LIMIT: Duration = Duration::from_secs(20);
 
 const SECRETS: [&str; 4] = [

@@ -14,7 +14,7 @@ use rpc_transports::{
 use tokio::io::{AsyncRead, AsyncWrite, DuplexStream, ReadBuf};
 use tokio::sync::Notify;
 
-/// Time limit for what is expected to happen.
+/// Time limit of events that are expected.
 const LIMIT: Duration = Duration::from_secs(20);
 
 fn server(change: impl FnOnce(&mut ServeOptions)) -> Server {

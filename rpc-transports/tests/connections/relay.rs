@@ -12,7 +12,7 @@ use rpc_transports::{
 };
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWriteExt};
 
-/// Time limit for what is expected to happen.
+/// Time limit of events that are expected.
 const LIMIT: Duration = Duration::from_secs(20);
 
 const SECRET: &str = "client 0123456789abcdef0123456789abcdef";

@@ -171,16 +171,16 @@ impl ServerNotices {
     /// Resolves when the server takes no new requests: the dialect answers those in progress, and
     /// returns. Never resolves before there is a session. Cancel-safe.
     pub async fn going_away(&mut self) {
-        self.told(Command::GoAway).await;
+        self.wait_for(Command::GoAway).await;
     }
 
     /// Resolves when the server is stopped: the connection is cut a second later. Never resolves
     /// before there is a session. Cancel-safe.
     pub async fn stopped(&mut self) {
-        self.told(Command::Stop).await;
+        self.wait_for(Command::Stop).await;
     }
 
-    async fn told(&mut self, command: Command) {
+    async fn wait_for(&mut self, command: Command) {
         if self.0.wait_for(|told| *told >= Some(command)).await.is_err() {
             // The server's task for the connection is over, and drops this future.
             std::future::pending().await

@@ -120,5 +120,5 @@ async fn wait_at(
     let (_, input) = dial_handshake_with_keep_alive(&mut channel, config).await?;
     let peer = channel.peer().to_owned();
     // The client may have sent input already.
-    Ok(channel.leading_to(peer).after_reading(input))
+    Ok(channel.with_further_peer(peer).after_reading(input))
 }
