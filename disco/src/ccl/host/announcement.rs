@@ -223,6 +223,28 @@ mod tests {
         assert_eq!(Announcement::from_bytes(&[0xff; LEN]), None);
     }
 
+    /// Bytes that Python's `struct.pack("<BBBBHHIIQQQQQ", …)` has made of the same fields.
+    #[test]
+    fn announcements_keep_their_bytes() {
+        let hex = |one: Announcement| one.to_bytes().iter().map(|byte| format!("{byte:02x}")).collect::<String>();
+        let sum = announcement(Operation::Allreduce(ReduceOp::Sum), 1 << 33, 5);
+        assert_eq!(
+            hex(sum),
+            concat!(
+                "010104100100010000000000050000000000000002000000ffffffff",
+                "ffffffff070000000000000000000000000100000000000000000400"
+            )
+        );
+        let broadcast = announcement(Operation::Broadcast { root: Rank(70_000) }, 3, 0);
+        assert_eq!(
+            hex(broadcast),
+            concat!(
+                "040004100100010070110100000000000300000000000000ffffffff",
+                "ffffffff070000000000000000000000000100000000000000000400"
+            )
+        );
+    }
+
     #[test]
     fn the_rank_that_went_on_is_ahead() {
         let at = |step| Announcement { step, ..announcement(Operation::Barrier, 0, 0) };
