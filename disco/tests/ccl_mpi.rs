@@ -16,7 +16,7 @@ use disco::ccl::host::{Options, SessionKey};
 use disco::ccl::{BreakCause, Breakdown, Buffers, Ccl, CclError, CollectiveInput, Rank, ReduceOp};
 use rpc_core::{DataType, ErrorKind, RpcError};
 
-use launch::{Launch, on_threads, options, patient};
+use launch::{Launch, long_limits, on_threads, options};
 use model::{assert_mismatch, conformance, random_program};
 
 /// The variable that tells this test binary that it is a rank, and which program to run.
@@ -64,7 +64,7 @@ fn every_collective_matches_the_model_when_encrypted() {
 #[test]
 fn results_are_those_of_threads() {
     let printed = succeeds(4, "digest");
-    for digest in on_threads(Launch::Threads, 4, &patient(), |ccl| random_program(ccl, 7, 40)) {
+    for digest in on_threads(Launch::Threads, 4, &long_limits(), |ccl| random_program(ccl, 7, 40)) {
         assert!(printed.contains(&format!("digest {digest}\n")), "{printed}");
     }
 }
@@ -113,21 +113,21 @@ fn rank() {
     let Ok(program) = std::env::var(PROGRAM) else { return };
     let process = Process::start().expect("MPI");
     match program.as_str() {
-        "conformance" => conformance(&mut *world(process, &patient())),
+        "conformance" => conformance(&mut *world(process, &long_limits())),
         "encrypted" => {
-            let mut options = patient();
+            let mut options = long_limits();
             options.encrypt = true;
             conformance(&mut *world(process, &options));
         }
-        "digest" => println!("digest {}", random_program(&mut *world(process, &patient()), 7, 40)),
+        "digest" => println!("digest {}", random_program(&mut *world(process, &long_limits()), 7, 40)),
         "groups" => groups(process),
-        "errors" => errors(&mut *world(process, &patient())),
+        "errors" => errors(&mut *world(process, &long_limits())),
         "missing" => missing(process),
         "anew" => anew(process),
         "strangers" => strangers(process),
         "slow" => slow(process),
         "dies" => {
-            let mut world = world(process, &patient());
+            let mut world = world(process, &long_limits());
             world.barrier().expect("all are there");
             if process.rank() == 1 {
                 std::process::abort();
@@ -193,12 +193,12 @@ fn slow(process: &'static Process) {
 fn groups(process: &'static Process) {
     // In another order than the job's, without process 0.
     if process.rank() > 0 {
-        let mut three = process.join(Circle::World, &[3, 1, 2], &key(), &patient()).expect("to join");
+        let mut three = process.join(Circle::World, &[3, 1, 2], &key(), &long_limits()).expect("to join");
         let expected = [Rank(1), Rank(2), Rank(0)][process.rank() as usize - 1];
         assert_eq!((three.rank(), three.size()), (expected, 3));
         random_program(&mut *three, 3, 5);
     }
-    let mut options = patient();
+    let mut options = long_limits();
     options.epoch = 1;
     let mut world = world(process, &options);
     let first = process.rank() / 2 * 2;
@@ -232,7 +232,7 @@ fn missing(process: &'static Process) {
     // world had the same one, a rank could give up there first, and leave the group instead of
     // missing it.
     let short = options(Duration::from_secs(2), Duration::from_secs(120));
-    let mut limits = patient();
+    let mut limits = long_limits();
     let mut ccl = world(process, &limits);
     if ccl.rank() == Rank(1) {
         // Until rank 0 ends the world.
@@ -248,7 +248,7 @@ fn missing(process: &'static Process) {
             while ccl.barrier().is_ok() {}
         }
     }
-    limits = patient();
+    limits = long_limits();
     limits.epoch = 1;
     let mut ccl = world(process, &limits);
     ccl.set_step(8);
@@ -268,7 +268,7 @@ fn missing(process: &'static Process) {
 }
 
 fn anew(process: &'static Process) {
-    let mut limits = patient();
+    let mut limits = long_limits();
     for epoch in 0..4 {
         limits.epoch = epoch;
         let mut ccl = world(process, &limits);
@@ -294,10 +294,10 @@ fn anew(process: &'static Process) {
 }
 
 fn strangers(process: &'static Process) {
-    let error = process.join(Circle::World, &[0, 2], &key(), &patient()).err().expect("there is no process 2");
+    let error = process.join(Circle::World, &[0, 2], &key(), &long_limits()).err().expect("there is no process 2");
     assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
     // Rank 1 is in another epoch.
-    let mut limits = patient();
+    let mut limits = long_limits();
     limits.join_timeout = Duration::from_millis(500);
     limits.epoch = process.rank().into();
     let error = process.join(Circle::World, &[0, 1], &key(), &limits).err().expect("nobody is there");
@@ -305,13 +305,13 @@ fn strangers(process: &'static Process) {
     assert_eq!(error.kind(), ErrorKind::DeadlineExceeded);
     assert!(error.message().contains(&format!("not heard of ranks [{other}]")), "{error}");
     // Another key: they do not even hear of each other.
-    limits = patient();
+    limits = long_limits();
     limits.join_timeout = Duration::from_millis(500);
     limits.epoch = 8;
     let own = SessionKey::generate().expect("a key");
     process.join(Circle::World, &[0, 1], &own, &limits).err().expect("nobody has that key");
     // One that encrypts and one that does not.
-    limits = patient();
+    limits = long_limits();
     limits.epoch = 7;
     limits.encrypt = process.rank() == 1;
     let error = process.join(Circle::World, &[0, 1], &key(), &limits).err().expect("they differ");

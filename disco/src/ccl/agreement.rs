@@ -30,7 +30,7 @@ pub trait Agreement: Ccl {
     /// # Errors
     ///
     /// [`CclError::Broken`] alone.
-    fn look(&mut self) -> Result<(), CclError>;
+    fn check(&mut self) -> Result<(), CclError>;
 
     /// Breaks the group, unless it is broken, because of what happened to this rank after all had
     /// agreed. Returns the error that all ranks get. Does not block.

@@ -14,7 +14,7 @@ use super::tensor_part::{Cut, ReadAt};
 use crate::worker::context::WorkerContext;
 
 /// Progress is told when so many bytes more have come.
-const TELL: u64 = 4 << 20;
+const REPORT_EVERY: u64 = 4 << 20;
 
 /// A tensor of a file, from which a function that is called with it reads what its worker needs:
 /// see [`Part::With`](super::Part::With).
@@ -240,13 +240,13 @@ pub(super) struct Meter {
     worker: WorkerContext,
     loader: u64,
     left: AtomicU64,
-    untold: AtomicU64,
+    unreported: AtomicU64,
 }
 
 impl Meter {
     /// Starts the count of a load that brings so many bytes to this worker.
     pub(super) fn new(worker: &WorkerContext, loader: u64, bytes: u64) -> Self {
-        Self { worker: worker.clone(), loader, left: AtomicU64::new(bytes), untold: AtomicU64::new(0) }
+        Self { worker: worker.clone(), loader, left: AtomicU64::new(bytes), unreported: AtomicU64::new(0) }
     }
 
     /// Adds bytes that have been read. A function may read any part, and as often as it likes; more
@@ -254,20 +254,20 @@ impl Meter {
     fn add(&self, bytes: u64) {
         let take = |left: u64| Some(left - left.min(bytes));
         let before = self.left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, take).unwrap_or_default();
-        let untold = self.untold.fetch_add(before.min(bytes), Ordering::Relaxed) + before.min(bytes);
-        if untold >= TELL {
-            self.tell(self.untold.swap(0, Ordering::Relaxed));
+        let unreported = self.unreported.fetch_add(before.min(bytes), Ordering::Relaxed) + before.min(bytes);
+        if unreported >= REPORT_EVERY {
+            self.report(self.unreported.swap(0, Ordering::Relaxed));
         }
     }
 
     /// Notes that all that was expected is there.
     pub(super) fn finish(&self) {
-        self.tell(self.untold.swap(0, Ordering::Relaxed) + self.left.swap(0, Ordering::Relaxed));
+        self.report(self.unreported.swap(0, Ordering::Relaxed) + self.left.swap(0, Ordering::Relaxed));
     }
 
-    fn tell(&self, bytes: u64) {
+    fn report(&self, bytes: u64) {
         if self.loader != 0 && bytes > 0 {
-            self.worker.tell_loaded(self.loader, bytes);
+            self.worker.report_loaded(self.loader, bytes);
         }
     }
 }

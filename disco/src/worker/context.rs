@@ -462,7 +462,7 @@ impl WorkerContext {
 
     /// Tells the controller, once, that the communicators of an epoch are broken, or cannot be
     /// made.
-    pub(crate) fn tell_broken(&self, report: Report) {
+    pub(crate) fn report_broken(&self, report: Report) {
         let mut controls = lock(&self.0.controls);
         if controls.epoch == report.epoch && std::mem::replace(&mut controls.told, true) {
             return;
@@ -473,7 +473,7 @@ impl WorkerContext {
 
     /// Tells the controller that so many more bytes of weights have come, which this loader waits
     /// for.
-    pub(crate) fn tell_loaded(&self, loader: u64, bytes: u64) {
+    pub(crate) fn report_loaded(&self, loader: u64, bytes: u64) {
         self.0.sink.send(Event::Loaded { worker: self.0.id, loader, bytes });
     }
 
@@ -490,7 +490,7 @@ impl WorkerContext {
             BreakCause::Aborted(_) => None,
             _ => Some(self.worker_of(scope, breakdown.rank)),
         };
-        self.tell_broken(Report { epoch, culprit, cause: cause.clone() });
+        self.report_broken(Report { epoch, culprit, cause: cause.clone() });
         cause
     }
 

@@ -113,7 +113,7 @@ impl Worker {
         if matches!(command, Command::SyncWorker { .. })
             && let Err(cause) = self.this.synchronize()
         {
-            self.tell(command, cause.into());
+            self.report_failure(command, cause.into());
         }
         self.report();
         self.sink.send(Event::Reached { ticket });
@@ -178,14 +178,14 @@ impl Worker {
             }
             return;
         };
-        let failure = self.tell(command, fault);
+        let failure = self.report_failure(command, fault);
         if let Some(register) = command.outputs() {
             self.set(register, Slot::Poisoned(failure));
         }
     }
 
     /// Reports the failure of a command here to the controller, and returns it.
-    pub(super) fn tell(&self, command: &Command, fault: Fault) -> Arc<Failure> {
+    pub(super) fn report_failure(&self, command: &Command, fault: Fault) -> Arc<Failure> {
         match fault {
             Fault::Inherited(failure) => failure,
             Fault::Own(cause) => {

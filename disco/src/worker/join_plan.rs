@@ -32,7 +32,7 @@ impl Worker {
         self.this.set_membership(joined);
         if let Some(error) = failed {
             let cause = error.clone().context(format_args!("worker {} has no collectives", self.id));
-            self.this.tell_broken(Report { epoch: plan.epoch, culprit: None, cause });
+            self.this.report_broken(Report { epoch: plan.epoch, culprit: None, cause });
             // Without a way to each other only collectives fail.
             if !matches!(plan.join, JoinPlan::Unconnected { .. }) {
                 return Err(error.into());

@@ -64,7 +64,7 @@ impl Worker {
             running.own[at] = match (found, arg) {
                 (Err(found), _) => {
                     let cause = unfit(position, wanted, &format!("{found} on worker {}", self.id));
-                    Slot::Poisoned(self.tell(command, cause.into()))
+                    Slot::Poisoned(self.report_failure(command, cause.into()))
                 }
                 (Ok(()), Value::Object(Operand::Register(register))) => {
                     running.session_registers[at] = Some(*register);
@@ -72,7 +72,7 @@ impl Worker {
                 }
                 (Ok(()), value) => match self.resolve(value) {
                     Ok(value) => Slot::Value(value),
-                    Err(fault) => Slot::Poisoned(self.tell(command, fault)),
+                    Err(fault) => Slot::Poisoned(self.report_failure(command, fault)),
                 },
             };
         }

@@ -4,43 +4,47 @@ use std::time::Duration;
 
 use disco::ccl::host;
 
-use crate::launch::{ALL, Launch, Way, as_child, on_threads, patient, start_child};
+use crate::launch::{ALL, JoinArguments, Launch, as_child, long_limits, on_threads, start_child};
 use crate::model::{conformance, random_program};
 
 #[test]
 fn every_collective_matches_the_model_between_threads() {
-    (1..=5).for_each(|size| drop(on_threads(Launch::Threads, size, &patient(), |ccl| conformance(ccl))));
+    (1..=5).for_each(|size| drop(on_threads(Launch::Threads, size, &long_limits(), |ccl| conformance(ccl))));
 }
 
 #[test]
 fn every_collective_matches_the_model_through_a_segment() {
-    [1, 2, 5].into_iter().for_each(|size| drop(on_threads(Launch::Segment, size, &patient(), |ccl| conformance(ccl))));
+    [1, 2, 5]
+        .into_iter()
+        .for_each(|size| drop(on_threads(Launch::Segment, size, &long_limits(), |ccl| conformance(ccl))));
 }
 
 #[test]
 fn every_collective_matches_the_model_from_each_others_buffers() {
-    (1..=5).for_each(|size| drop(on_threads(Launch::Processes, size, &patient(), |ccl| conformance(ccl))));
+    (1..=5).for_each(|size| drop(on_threads(Launch::Processes, size, &long_limits(), |ccl| conformance(ccl))));
 }
 
 #[test]
 fn every_collective_matches_the_model_over_tcp() {
-    (1..=5).for_each(|size| drop(on_threads(Launch::Tcp, size, &patient(), |ccl| conformance(ccl))));
+    (1..=5).for_each(|size| drop(on_threads(Launch::Tcp, size, &long_limits(), |ccl| conformance(ccl))));
 }
 
 #[test]
 fn every_collective_matches_the_model_over_encrypted_connections() {
-    [2, 4].into_iter().for_each(|size| drop(on_threads(Launch::Encrypted, size, &patient(), |ccl| conformance(ccl))));
+    [2, 4]
+        .into_iter()
+        .for_each(|size| drop(on_threads(Launch::Encrypted, size, &long_limits(), |ccl| conformance(ccl))));
 }
 
 #[test]
 fn every_collective_matches_the_model_over_unix_sockets() {
-    [2, 5].into_iter().for_each(|size| drop(on_threads(Launch::Unix, size, &patient(), |ccl| conformance(ccl))));
+    [2, 5].into_iter().for_each(|size| drop(on_threads(Launch::Unix, size, &long_limits(), |ccl| conformance(ccl))));
 }
 
 /// The rank in a process of its own that the test below starts.
 #[test]
 fn child() {
-    if let Some((program, mut ccl)) = as_child(&patient()) {
+    if let Some((program, mut ccl)) = as_child(&long_limits()) {
         match program.as_str() {
             "conformance" => conformance(&mut *ccl),
             other => panic!("no program {other}"),
@@ -51,9 +55,9 @@ fn child() {
 #[test]
 fn ranks_in_processes_of_their_own_match_the_model() {
     for size in [3] {
-        let offer = host::Offer::new(size, &patient()).unwrap();
+        let offer = host::Offer::new(size, &long_limits()).unwrap();
         let ranks: Vec<_> = (0..size)
-            .map(|rank| start_child("conformance::child", "conformance", &Way::Segment(offer.ticket()), rank))
+            .map(|rank| start_child("conformance::child", "conformance", &JoinArguments::Segment(offer.ticket()), rank))
             .collect();
         for rank in ranks {
             assert!(rank.finish(Duration::from_secs(240)));
@@ -66,7 +70,7 @@ fn ranks_in_processes_of_their_own_match_the_model() {
 #[test]
 fn results_depend_neither_on_the_run_nor_on_the_launch() {
     for size in [2, 4] {
-        let run = |launch| on_threads(launch, size, &patient(), |ccl| random_program(ccl, 7, 40));
+        let run = |launch| on_threads(launch, size, &long_limits(), |ccl| random_program(ccl, 7, 40));
         let first = run(ALL[0]);
         for launch in ALL.into_iter().chain([ALL[0]]) {
             assert_eq!(run(launch), first, "{launch:?}");
@@ -77,8 +81,8 @@ fn results_depend_neither_on_the_run_nor_on_the_launch() {
 /// Two groups at once, and a group within a group, do not disturb each other.
 #[test]
 fn groups_are_apart() {
-    let worlds = host::threads(4, &patient()).unwrap();
-    let groups = [host::threads(2, &patient()).unwrap(), host::threads(2, &patient()).unwrap()];
+    let worlds = host::threads(4, &long_limits()).unwrap();
+    let groups = [host::threads(2, &long_limits()).unwrap(), host::threads(2, &long_limits()).unwrap()];
     let groups = groups.into_iter().flatten();
     std::thread::scope(|scope| {
         for (mut world, mut group) in worlds.into_iter().zip(groups) {

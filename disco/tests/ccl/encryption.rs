@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use disco::ccl::{BreakCause, Buffers, CclError, Rank, host};
 use rpc_core::{DataType, ErrorKind};
 
-use crate::launch::patient;
+use crate::launch::long_limits;
 
 const TEXT: &[u8] = b"what nobody in between is to read";
 
@@ -57,7 +57,7 @@ fn send_through(
     encrypt: bool,
     change: impl Fn(usize, &mut [u8]) + Send + 'static,
 ) -> ([Result<Vec<u8>, CclError>; 2], Vec<u8>) {
-    let mut options = patient();
+    let mut options = long_limits();
     options.encrypt = encrypt;
     let any = host::Address::Tcp(([127, 0, 0, 1], 0).into());
     let listeners = [host::Listener::bind(&any).unwrap(), host::Listener::bind(&any).unwrap()];
@@ -130,7 +130,7 @@ fn a_rank_that_does_not_encrypt_is_refused() {
     let listeners = [host::Listener::bind(&any).unwrap(), host::Listener::bind(&any).unwrap()];
     let addresses: Vec<_> = listeners.iter().map(|listener| listener.address().clone()).collect();
     let key = host::SessionKey::generate().unwrap();
-    let (mut plain, mut encrypting) = (patient(), patient());
+    let (mut plain, mut encrypting) = (long_limits(), long_limits());
     (plain.encrypt, encrypting.encrypt) = (false, true);
     std::thread::scope(|scope| {
         let first = scope.spawn(|| listeners[0].join(Rank(0), &addresses, &key, &encrypting).unwrap());
@@ -148,9 +148,9 @@ fn a_rank_that_does_not_encrypt_is_refused() {
 /// A man in the middle who clears the flag, so that one side would go on in the clear, is detected.
 #[test]
 fn encryption_cannot_be_negotiated_away() {
-    let mut options = patient();
+    let mut options = long_limits();
     options.encrypt = true;
-    let mut other = patient();
+    let mut other = long_limits();
     other.encrypt = false;
     let any = host::Address::Tcp(([127, 0, 0, 1], 0).into());
     let listeners = [host::Listener::bind(&any).unwrap(), host::Listener::bind(&any).unwrap()];

@@ -12,7 +12,9 @@ use disco::ccl::{
 use rpc_core::{DataType, ErrorKind, RpcError};
 use rustix::process::Signal;
 
-use crate::launch::{ALL, ChildRank, Launch, Way, as_child, group, on_threads, options, patient, start_child};
+use crate::launch::{
+    ALL, ChildRank, JoinArguments, Launch, as_child, group, long_limits, on_threads, options, start_child,
+};
 use crate::model::{self, assert_mismatch, random_program};
 
 /// Time of limits that are to run out.
@@ -36,7 +38,7 @@ fn breakdown(result: Result<(), CclError>) -> Breakdown {
 fn poison_reaches_all_ranks_and_the_group_lives() {
     let cause = RpcError::new(ErrorKind::Application, "no data today").with_application_kind("my::Error");
     for launch in ALL {
-        on_threads(launch, 3, &patient(), |ccl| {
+        on_threads(launch, 3, &long_limits(), |ccl| {
             for count in [4, 100_000] {
                 let mut data = vec![7_u8; count * 4];
                 let input = match ccl.rank() {
@@ -57,7 +59,7 @@ fn poison_reaches_all_ranks_and_the_group_lives() {
 #[test]
 fn a_wrong_argument_is_an_error_of_all_that_names_the_rank() {
     for launch in ALL {
-        on_threads(launch, 2, &patient(), |ccl| {
+        on_threads(launch, 2, &long_limits(), |ccl| {
             let mut data = vec![0_u8; if ccl.rank() == Rank(0) { 16 } else { 15 }];
             let error =
                 ccl.allreduce(ReduceOp::Sum, DataType::F32, 4, Buffers::in_place(&mut data).into()).unwrap_err();
@@ -78,7 +80,7 @@ fn a_wrong_argument_is_an_error_of_all_that_names_the_rank() {
 #[test]
 fn calls_that_differ_are_an_error_of_all_that_names_both() {
     for launch in ALL {
-        on_threads(launch, 3, &patient(), |ccl| {
+        on_threads(launch, 3, &long_limits(), |ccl| {
             let odd = ccl.rank() == Rank(2);
             let error = allreduce(ccl, if odd { 100_000 } else { 8 }).unwrap_err();
             assert_mismatch(
@@ -106,7 +108,7 @@ fn calls_that_differ_are_an_error_of_all_that_names_both() {
 #[test]
 fn both_ends_of_a_transfer_hear_that_they_differ_or_that_there_is_nothing() {
     for launch in ALL {
-        on_threads(launch, 2, &patient(), |ccl| {
+        on_threads(launch, 2, &long_limits(), |ccl| {
             let mut data = [0; 40];
             let result = match ccl.rank() {
                 Rank(0) => ccl.send(Rank(1), DataType::U8, 10, Buffers::input(&data[..10]).into()),
@@ -178,7 +180,7 @@ fn a_rank_that_went_on_is_named_at_once() {
     for launch in ALL {
         for (goes_on_to_another, size) in [(false, 10), (true, 10), (true, 100_000)] {
             let given_up = AtomicUsize::new(0);
-            on_threads(launch, 3, &patient(), |ccl| {
+            on_threads(launch, 3, &long_limits(), |ccl| {
                 ccl.set_step(7);
                 allreduce(ccl, 10).unwrap();
                 let rank = ccl.rank();
@@ -197,7 +199,7 @@ fn a_rank_that_went_on_is_named_at_once() {
             });
         }
         // A step that all leave alike, as when a function fails everywhere, harms nobody.
-        on_threads(launch, 2, &patient(), |ccl| {
+        on_threads(launch, 2, &long_limits(), |ccl| {
             for step in 1..20 {
                 ccl.set_step(step);
                 if step % 3 == 0 {
@@ -215,7 +217,7 @@ fn a_rank_that_went_on_is_named_at_once() {
 fn an_abort_wakes_every_waiting_rank() {
     for launch in ALL {
         std::thread::scope(|scope| {
-            let mut ranks = group(launch, 3, &patient());
+            let mut ranks = group(launch, 3, &long_limits());
             // The third never comes, so that the others wait.
             let aborting = ranks.pop().unwrap();
             let controls: Vec<_> = ranks.iter().map(|ccl| ccl.control()).collect();
@@ -244,7 +246,7 @@ fn an_abort_in_the_middle_of_data_leaves_no_rank_waiting() {
     for launch in ALL {
         for count in [10, 3_000_000] {
             std::thread::scope(|scope| {
-                let ranks = group(launch, 3, &patient());
+                let ranks = group(launch, 3, &long_limits());
                 let control = ranks[1].control();
                 let running: Vec<_> = ranks
                     .into_iter()
@@ -279,7 +281,7 @@ fn an_abort_in_the_middle_of_data_leaves_no_rank_waiting() {
 #[test]
 fn a_rank_that_leaves_is_named() {
     for launch in ALL {
-        let results = on_threads(launch, 3, &patient(), |ccl| {
+        let results = on_threads(launch, 3, &long_limits(), |ccl| {
             allreduce(ccl, 3).unwrap();
             (ccl.rank() != Rank(1)).then(|| allreduce(ccl, 3))
         });
@@ -299,7 +301,7 @@ fn child() {
             // And never finishes, until somebody ends this process.
             let mut ccl = ccl.into_agreement().unwrap();
             ccl.agree(Collective::barrier(), Ok(())).unwrap();
-            while ccl.look().is_ok() {
+            while ccl.check().is_ok() {
                 std::thread::yield_now();
             }
             return;
@@ -318,14 +320,14 @@ fn child() {
 }
 
 /// A way for a group of `size`, and what has to live as long as its ranks join.
-fn way(launch: Launch, size: usize, folder: &tempfile::TempDir) -> (Way, Option<host::Offer>) {
+fn way(launch: Launch, size: usize, folder: &tempfile::TempDir) -> (JoinArguments, Option<host::Offer>) {
     if launch == Launch::Processes {
-        let offer = host::Offer::new(size, &patient()).expect("a segment");
-        return (Way::Segment(offer.ticket()), Some(offer));
+        let offer = host::Offer::new(size, &long_limits()).expect("a segment");
+        return (JoinArguments::Segment(offer.ticket()), Some(offer));
     }
     let folder = folder.path().join(format!("{size}"));
     std::fs::create_dir_all(&folder).expect("a folder");
-    (Way::Unix(host::SessionKey::generate().expect("a key"), folder, size), None)
+    (JoinArguments::Unix(host::SessionKey::generate().expect("a key"), folder, size), None)
 }
 
 /// Runs ranks 0 and 1 here and rank 2 as a process; when the group has come some way, does `harm`
@@ -377,11 +379,11 @@ fn a_process_that_dies_after_an_agreement_is_named() {
         let folder = tempfile::tempdir().unwrap();
         let (way, _offer) = way(launch, 2, &folder);
         let mut victim = start_child("faults::child", "agrees", &way, 1);
-        let mut ccl = way.join(0, &patient()).unwrap().into_agreement().unwrap();
+        let mut ccl = way.join(0, &long_limits()).unwrap().into_agreement().unwrap();
         ccl.agree(Collective::barrier(), Ok(())).unwrap();
         victim.0.kill().unwrap();
         let error = loop {
-            if let Err(error) = ccl.look() {
+            if let Err(error) = ccl.check() {
                 break error;
             }
             std::thread::yield_now();
@@ -399,7 +401,7 @@ fn a_process_that_dies_after_an_agreement_is_named() {
 #[test]
 fn a_failure_after_an_agreement_is_an_error_of_all_ranks() {
     for launch in ALL {
-        let ranks = group(launch, 3, &patient()).into_iter();
+        let ranks = group(launch, 3, &long_limits()).into_iter();
         std::thread::scope(|scope| {
             for (rank, ccl) in ranks.enumerate() {
                 scope.spawn(move || {
@@ -421,7 +423,7 @@ fn a_failure_after_an_agreement_is_an_error_of_all_ranks() {
                         ccl.fail(BreakCause::Backend("no memory".to_owned()));
                     }
                     let error = loop {
-                        if let Err(error) = ccl.look() {
+                        if let Err(error) = ccl.check() {
                             break error;
                         }
                         std::thread::yield_now();
@@ -445,7 +447,7 @@ fn signal(child: &ChildRank, signal: Signal) {
 fn a_killed_process_is_named() {
     for launch in [Launch::Processes, Launch::Unix] {
         for program in ["small", "large"] {
-            let (breakdowns, _) = with_a_child(launch, program, &patient(), |victim, _| victim.0.kill().unwrap());
+            let (breakdowns, _) = with_a_child(launch, program, &long_limits(), |victim, _| victim.0.kill().unwrap());
             for breakdown in breakdowns {
                 assert_eq!(breakdown.rank, Rank(2), "{launch:?}: {breakdown}");
                 assert!(matches!(breakdown.cause, BreakCause::Died | BreakCause::Link(_)), "{breakdown}");
@@ -476,7 +478,7 @@ fn a_stopped_process_is_named_when_its_time_is_up() {
 #[test]
 fn a_rank_that_does_not_read_hears_later_who_broke_the_group() {
     for launch in [Launch::Processes, Launch::Unix] {
-        let (breakdowns, victim) = with_a_child(launch, "told", &patient(), |victim, control| {
+        let (breakdowns, victim) = with_a_child(launch, "told", &long_limits(), |victim, control| {
             signal(victim, Signal::STOP);
             control.abort("enough");
         });
@@ -513,7 +515,7 @@ fn a_segment_takes_each_rank_once_and_no_stranger() {
 /// there still gets in. And a stranger who says nothing holds up nobody.
 #[test]
 fn data_connections_prove_key_and_epoch() {
-    let mut limits = patient();
+    let mut limits = long_limits();
     limits.epoch = 7;
     let any = host::Address::Tcp(([127, 0, 0, 1], 0).into());
     let listeners = [host::Listener::bind(&any).unwrap(), host::Listener::bind(&any).unwrap()];
@@ -550,7 +552,7 @@ fn a_broken_group_is_made_anew_with_the_next_epoch() {
         for (rank, listener) in listeners.iter().enumerate() {
             let (addresses, key) = (&addresses, &key);
             scope.spawn(move || {
-                let mut limits = patient();
+                let mut limits = long_limits();
                 for epoch in 0..4 {
                     limits.epoch = epoch;
                     let mut ccl = listener.join(Rank(rank as u32), addresses, key, &limits).unwrap();

@@ -36,19 +36,19 @@ pub(crate) fn options(entry: Duration, stall: Duration) -> host::Options {
     options
 }
 
-pub(crate) fn patient() -> host::Options {
+pub(crate) fn long_limits() -> host::Options {
     options(Duration::from_secs(120), Duration::from_secs(120))
 }
 
 /// Arguments by which a process becomes a rank.
 #[derive(serde::Serialize, serde::Deserialize)]
-pub(crate) enum Way {
+pub(crate) enum JoinArguments {
     Segment(host::Ticket),
     /// The key, and the folder or the addresses where all listen.
     Unix(host::SessionKey, std::path::PathBuf, usize),
 }
 
-impl Way {
+impl JoinArguments {
     pub(crate) fn join(&self, rank: usize, options: &host::Options) -> rpc_core::Result<Box<dyn Ccl>> {
         match self {
             Self::Segment(ticket) => ticket.join(Rank(rank as u32), options),
@@ -143,7 +143,7 @@ const CHILD: &str = "DISCO_CCL_TEST_CHILD";
 
 /// Starts this test binary again to run `program` as `rank`; its test `test` calls [`as_child`]
 /// first.
-pub(crate) fn start_child(test: &str, program: &str, way: &Way, rank: usize) -> ChildRank {
+pub(crate) fn start_child(test: &str, program: &str, way: &JoinArguments, rank: usize) -> ChildRank {
     let way = serde_json::to_string(way).expect("a way is serialisable");
     let child = Command::new(std::env::current_exe().expect("this binary"))
         .args([test, "--exact", "--nocapture", "--test-threads=1"])
@@ -162,6 +162,6 @@ pub(crate) fn as_child(options: &host::Options) -> Option<(String, Box<dyn Ccl>)
     let mut words = text.splitn(3, ' ');
     let rank = words.next()?.parse().ok()?;
     let program = words.next()?.to_owned();
-    let way: Way = serde_json::from_str(words.next()?).expect("a way");
+    let way: JoinArguments = serde_json::from_str(words.next()?).expect("a way");
     Some((program, way.join(rank, options).expect("to join")))
 }

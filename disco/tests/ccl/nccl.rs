@@ -14,7 +14,7 @@ use rpc_core::{DataType, DataTypeCode, Device, ErrorKind, RpcError};
 
 use crate::launch::{self, Launch};
 use crate::model::{Aliasing, assert_mismatch, check, conformance_of};
-use crate::nccl_library::{Fake, compile, controls_of_groups, on_devices, on_ranks, on_ranks_of, patient};
+use crate::nccl_library::{Fake, compile, controls_of_groups, long_limits, on_devices, on_ranks, on_ranks_of};
 
 /// Types of the model that NCCL reduces.
 const NUMERIC: [DataType; 10] = [
@@ -129,7 +129,7 @@ fn every_collective_matches_the_model() {
         for size in 1..=4 {
             let Some(fake) = Fake::version(version) else { return };
             let launch = CONTROLS[size % CONTROLS.len()];
-            on_ranks(&fake, launch, size, &patient(), |mut member| conformance_of(&mut member.ccl, &NUMERIC));
+            on_ranks(&fake, launch, size, &long_limits(), |mut member| conformance_of(&mut member.ccl, &NUMERIC));
             fake.assert_tidy();
         }
     }
@@ -138,12 +138,12 @@ fn every_collective_matches_the_model() {
 #[test]
 fn a_group_of_a_group_is_in_the_order_of_keys() {
     let Some(fake) = Fake::new() else { return };
-    let groups = controls_of_groups(&[2, 2], &launch::patient());
+    let groups = controls_of_groups(&[2, 2], &launch::long_limits());
     // World rank 0 is the last of the even ones, and 1 of the odd ones.
     let [even, odd]: [Vec<_>; 2] = groups.try_into().ok().unwrap();
     let places = even.into_iter().rev().zip(odd.into_iter().rev()).flat_map(|(even, odd)| [even, odd]);
     let places: Vec<_> = places.map(|control| std::sync::Mutex::new(Some(control))).collect();
-    on_ranks(&fake, Launch::Threads, 4, &patient(), |mut member| {
+    on_ranks(&fake, Launch::Threads, 4, &long_limits(), |mut member| {
         let world = member.ccl.rank().0;
         let control = places[world as usize].lock().unwrap().take().unwrap();
         let mut group = member.ccl.split(world % 2, 10 - world, control).unwrap();
@@ -163,9 +163,9 @@ fn a_group_of_a_group_is_in_the_order_of_keys() {
 #[test]
 fn a_group_of_a_group_needs_a_newer_library() {
     let Some(fake) = Fake::version(21_701) else { return };
-    let controls = controls_of_groups(&[1, 1], &launch::patient()).into_iter().flatten();
+    let controls = controls_of_groups(&[1, 1], &launch::long_limits()).into_iter().flatten();
     let controls: Vec<_> = controls.map(|control| std::sync::Mutex::new(Some(control))).collect();
-    on_ranks(&fake, Launch::Threads, 2, &patient(), |mut member| {
+    on_ranks(&fake, Launch::Threads, 2, &long_limits(), |mut member| {
         let rank = member.ccl.rank().0;
         let control = controls[rank as usize].lock().unwrap().take().unwrap();
         let error = member.ccl.split(rank, 0, control).unwrap_err();
@@ -181,7 +181,7 @@ fn poison_and_wrong_arguments_reach_all_ranks_and_the_group_lives() {
     let cause = RpcError::new(ErrorKind::Application, "no data today").with_application_kind("my::Error");
     for launch in CONTROLS {
         let Some(fake) = Fake::new() else { return };
-        on_ranks(&fake, launch, 3, &patient(), |mut member| {
+        on_ranks(&fake, launch, 3, &long_limits(), |mut member| {
             let ccl = &mut member.ccl;
             let mut data = vec![7_u8; 400];
             let is_odd = ccl.rank() == Rank(1);
@@ -210,7 +210,7 @@ fn poison_and_wrong_arguments_reach_all_ranks_and_the_group_lives() {
 fn calls_that_differ_never_reach_the_library() {
     for launch in CONTROLS {
         let Some(fake) = Fake::new() else { return };
-        on_ranks(&fake, launch, 3, &patient(), |mut member| {
+        on_ranks(&fake, launch, 3, &long_limits(), |mut member| {
             let ccl = &mut member.ccl;
             let odd = ccl.rank() == Rank(2);
             let error = allreduce(ccl, if odd { 100_000 } else { 8 }).unwrap_err();
@@ -239,7 +239,7 @@ fn a_rank_that_went_on_is_named_at_once() {
     for launch in CONTROLS {
         let Some(fake) = Fake::new() else { return };
         let given_up = AtomicUsize::new(0);
-        on_ranks(&fake, launch, 3, &patient(), |mut member| {
+        on_ranks(&fake, launch, 3, &long_limits(), |mut member| {
             let ccl = &mut member.ccl;
             ccl.set_step(7);
             allreduce(ccl, 10).unwrap();
@@ -263,7 +263,7 @@ fn a_rank_that_went_on_is_named_at_once() {
 fn an_error_of_the_library_on_one_rank_breaks_the_group_for_all() {
     for launch in CONTROLS {
         let Some(fake) = Fake::new() else { return };
-        on_ranks(&fake, launch, 3, &patient(), |mut member| {
+        on_ranks(&fake, launch, 3, &long_limits(), |mut member| {
             let ccl = &mut member.ccl;
             allreduce(ccl, 10).unwrap();
             if ccl.rank() == Rank(1) {
@@ -286,7 +286,7 @@ fn an_error_of_the_library_on_one_rank_breaks_the_group_for_all() {
 #[test]
 fn a_collective_that_comes_to_no_end_breaks_the_group_when_its_time_is_up() {
     let Some(fake) = Fake::new() else { return };
-    let mut options = patient();
+    let mut options = long_limits();
     (options.drain_timeout, options.stall_timeout) = (Some(Duration::ZERO), RUNS_OUT);
     on_ranks(&fake, Launch::Unix, 3, &options, |mut member| {
         assert_lives(&mut member.ccl);
@@ -322,7 +322,7 @@ fn an_abort_wakes_ranks_that_wait_for_the_library() {
             });
             let tell = std::sync::Mutex::new(Some(tell));
             let ready = Barrier::new(3);
-            on_ranks(&fake, launch, 3, &patient(), |mut member| {
+            on_ranks(&fake, launch, 3, &long_limits(), |mut member| {
                 fake.steer("fake_hang", 0, 0);
                 tell.lock().unwrap().as_ref().unwrap().send(member.ccl.control()).unwrap();
                 if ready.wait().is_leader() {
@@ -342,7 +342,7 @@ fn an_abort_wakes_ranks_that_wait_for_the_library() {
 fn an_abort_that_hangs_is_told_to_the_owner() {
     let Some(fake) = Fake::new() else { return };
     let stuck = Arc::new(AtomicUsize::new(0));
-    let mut options = patient();
+    let mut options = long_limits();
     options.abort_timeout = SHORT;
     let count = Arc::clone(&stuck);
     options.on_stuck = Arc::new(move |breakdown| {
@@ -367,7 +367,7 @@ fn an_abort_that_hangs_is_told_to_the_owner() {
 #[test]
 fn a_call_that_panics_aborts_before_its_buffers_go() {
     let Some(fake) = Fake::new() else { return };
-    let mut options = patient();
+    let mut options = long_limits();
     options.stall_timeout = Duration::from_secs(120);
     on_ranks(&fake, Launch::Threads, 2, &options, |mut member| {
         assert_lives(&mut member.ccl);
@@ -389,7 +389,7 @@ fn eight_bit_floats_need_a_newer_library() {
     let eight = [DataTypeCode::FLOAT8_E4M3FN, DataTypeCode::FLOAT8_E5M2].map(|code| DataType::new(code, 8));
     for version in [22_304, 22_401] {
         let Some(fake) = Fake::version(version) else { return };
-        on_ranks(&fake, Launch::Threads, 2, &patient(), |mut member| {
+        on_ranks(&fake, Launch::Threads, 2, &long_limits(), |mut member| {
             for dtype in eight {
                 let mut data = [0; 4];
                 let result = member.ccl.allreduce(ReduceOp::Max, dtype, 4, Buffers::in_place(&mut data).into());
@@ -418,7 +418,7 @@ fn eight_bit_floats_need_a_newer_library() {
 #[test]
 fn types_that_the_library_lacks_are_named() {
     let Some(fake) = Fake::new() else { return };
-    on_ranks(&fake, Launch::Threads, 2, &patient(), |mut member| {
+    on_ranks(&fake, Launch::Threads, 2, &long_limits(), |mut member| {
         for dtype in [DataType::I16, DataType::U16, DataType::BOOL, DataType::new(DataTypeCode::COMPLEX, 64)] {
             let mut data = [0; 32];
             let data = &mut data[..dtype.size_bytes(4).unwrap() as usize];
@@ -437,10 +437,10 @@ fn types_that_the_library_lacks_are_named() {
 #[test]
 fn buffers_on_another_device_are_refused() {
     let Some(fake) = Fake::new() else { return };
-    let control = host::threads(1, &launch::patient()).unwrap().remove(0);
+    let control = host::threads(1, &launch::long_limits()).unwrap().remove(0);
     let id = fake.library.unique_id().unwrap();
     let stream = fake.stream(Device::cuda(1));
-    let mut ccl = NcclCcl::new(Arc::clone(&fake.library), id, Rank(0), 1, control, stream, patient()).unwrap();
+    let mut ccl = NcclCcl::new(Arc::clone(&fake.library), id, Rank(0), 1, control, stream, long_limits()).unwrap();
     let mut data = [1_u8; 4];
     let error = ccl.allreduce(ReduceOp::Sum, DataType::F32, 1, Buffers::in_place(&mut data).into()).unwrap_err();
     assert!(error.to_string().contains("NCCL works on memory of cuda:1 here, and the buffers are on cpu:0"), "{error}");
@@ -459,7 +459,7 @@ fn a_rank_that_cannot_join_is_named_to_all() {
     for launch in CONTROLS {
         let Some(fake) = Fake::new() else { return };
         fake.steer("fake_fail_init", 1, 5);
-        on_ranks_of(&fake, launch::group(launch, 3, &launch::patient()), &patient(), |member| {
+        on_ranks_of(&fake, launch::group(launch, 3, &launch::long_limits()), &long_limits(), |member| {
             let error = member.err().unwrap();
             assert!(error.message().starts_with("rank 1 failed in barrier #1"), "{error}");
             assert!(error.message().contains("ncclCommInitRankConfig: invalid usage (5)"), "{error}");
@@ -471,9 +471,9 @@ fn a_rank_that_cannot_join_is_named_to_all() {
 #[test]
 fn a_control_communicator_of_another_place_is_refused() {
     let Some(fake) = Fake::new() else { return };
-    let control = host::threads(2, &launch::patient()).unwrap().remove(1);
+    let control = host::threads(2, &launch::long_limits()).unwrap().remove(1);
     let (id, stream) = (fake.library.unique_id().unwrap(), fake.stream(Device::cpu()));
-    let error = NcclCcl::new(Arc::clone(&fake.library), id, Rank(0), 2, control, stream, patient()).err().unwrap();
+    let error = NcclCcl::new(Arc::clone(&fake.library), id, Rank(0), 2, control, stream, long_limits()).err().unwrap();
     assert_eq!(error.kind(), ErrorKind::ApiMisuse);
     assert!(error.message().contains("rank 1 of 2, and this is rank 0 of 2"), "{error}");
 }
@@ -481,7 +481,7 @@ fn a_control_communicator_of_another_place_is_refused() {
 #[test]
 fn work_in_front_of_a_collective_may_take_its_time_and_no_longer() {
     let Some(fake) = Fake::new() else { return };
-    on_ranks(&fake, Launch::Segment, 2, &patient(), |mut member| {
+    on_ranks(&fake, Launch::Segment, 2, &long_limits(), |mut member| {
         let is_busy = member.ccl.rank() == Rank(0);
         member.stream.hold(is_busy);
         std::thread::scope(|scope| {
@@ -499,7 +499,7 @@ fn work_in_front_of_a_collective_may_take_its_time_and_no_longer() {
     });
     fake.assert_tidy();
     // Nobody can tell the work of another rank from a hang.
-    let mut options = patient();
+    let mut options = long_limits();
     (options.drain_timeout, options.stall_timeout) = (Some(RUNS_OUT / 2), RUNS_OUT / 2);
     let (tell, told) = mpsc::channel();
     let told = std::sync::Mutex::new(told);
@@ -546,7 +546,7 @@ fn eventually(what: &str, mut is: impl FnMut() -> bool) {
 fn collectives_are_left_to_the_device() {
     let Some(fake) = Fake::new() else { return };
     let issued = AtomicUsize::new(0);
-    on_devices(&fake, 2, &patient(), |mut member| {
+    on_devices(&fake, 2, &long_limits(), |mut member| {
         let mut data = vec![1.0; 8];
         member.stream.hold(true);
         for _ in 0..10 {
@@ -588,7 +588,7 @@ fn collectives_are_left_to_the_device() {
 #[test]
 fn a_loss_on_the_device_is_reported_once_to_each_rank() {
     let Some(fake) = Fake::new() else { return };
-    let mut options = patient();
+    let mut options = long_limits();
     (options.drain_timeout, options.stall_timeout) = (Some(Duration::ZERO), RUNS_OUT);
     let ready = Barrier::new(3);
     on_devices(&fake, 3, &options, |mut member| {
@@ -620,7 +620,7 @@ fn a_loss_on_the_device_is_reported_once_to_each_rank() {
 fn finished_work_and_calls_without_a_result_are_not_lost() {
     let Some(fake) = Fake::new() else { return };
     let ready = Barrier::new(2);
-    on_devices(&fake, 2, &patient(), |mut member| {
+    on_devices(&fake, 2, &long_limits(), |mut member| {
         let mut data = vec![1.0; 8];
         double(&mut member.ccl, &mut data).unwrap();
         member.ccl.barrier().unwrap();
@@ -644,7 +644,7 @@ fn finished_work_and_calls_without_a_result_are_not_lost() {
 fn an_abort_reaches_ranks_that_have_left_all_to_the_device() {
     let Some(fake) = Fake::new() else { return };
     let ready = Barrier::new(3);
-    on_devices(&fake, 3, &patient(), |mut member| {
+    on_devices(&fake, 3, &long_limits(), |mut member| {
         let mut data = vec![1.0; 8];
         fake.steer("fake_hang", 2, 0);
         ready.wait();
@@ -662,7 +662,7 @@ fn an_abort_reaches_ranks_that_have_left_all_to_the_device() {
 #[test]
 fn a_rank_that_goes_waits_for_what_is_under_way() {
     let Some(fake) = Fake::new() else { return };
-    let mut sums = on_devices(&fake, 2, &patient(), |mut member| {
+    let mut sums = on_devices(&fake, 2, &long_limits(), |mut member| {
         let mut data = vec![3.0; 8];
         member.stream.hold(true);
         double(&mut member.ccl, &mut data).unwrap();
@@ -681,7 +681,7 @@ fn a_rank_that_goes_waits_for_what_is_under_way() {
 fn a_rank_that_leaves_alone_is_named_and_does_not_wait_for_ever() {
     for launch in CONTROLS {
         let Some(fake) = Fake::new() else { return };
-        let mut options: Options = patient();
+        let mut options: Options = long_limits();
         options.close_timeout = SHORT;
         on_ranks(&fake, launch, 3, &options, |mut member| {
             allreduce(&mut member.ccl, 3).unwrap();
@@ -700,7 +700,7 @@ fn a_rank_that_leaves_alone_is_named_and_does_not_wait_for_ever() {
 #[test]
 fn a_group_that_breaks_leaves_the_work_of_others_on_the_stream_alone() {
     let Some(fake) = Fake::new() else { return };
-    let mut options = patient();
+    let mut options = long_limits();
     options.abort_timeout = SHORT;
     options.close_timeout = SHORT;
     for poisoned in [false, true] {

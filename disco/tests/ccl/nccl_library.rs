@@ -231,7 +231,7 @@ pub(crate) fn on_ranks<T: Send>(
     options: &Options,
     program: impl Fn(Member) -> T + Sync,
 ) -> Vec<T> {
-    on_ranks_of(fake, launch::group(launch, size, &launch::patient()), options, |member| {
+    on_ranks_of(fake, launch::group(launch, size, &launch::long_limits()), options, |member| {
         program(member.expect("to join"))
     })
 }
@@ -244,7 +244,7 @@ pub(crate) fn on_devices<T: Send>(
     options: &Options,
     program: impl Fn(Member) -> T + Sync,
 ) -> Vec<T> {
-    let controls = launch::group(Launch::Segment, size, &launch::patient());
+    let controls = launch::group(Launch::Segment, size, &launch::long_limits());
     run_ranks(fake, controls, options, Device::cuda, |member| program(member.expect("to join")))
 }
 
@@ -283,7 +283,7 @@ fn run_ranks<T: Send>(
 }
 
 /// Options whose limits do not run out, and which take a hanging abort for a failure of the test.
-pub(crate) fn patient() -> Options {
+pub(crate) fn long_limits() -> Options {
     let mut options = Options::default();
     let long = std::time::Duration::from_secs(120);
     options.join_timeout = long;

@@ -397,7 +397,7 @@ impl Agreement for SharedCcl {
         result
     }
 
-    fn look(&mut self) -> Result<(), CclError> {
+    fn check(&mut self) -> Result<(), CclError> {
         if self.segment.is_broken() {
             return Err(self.broken());
         }

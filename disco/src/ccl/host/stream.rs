@@ -91,9 +91,9 @@ impl StreamCcl {
         mut step: impl FnMut(&mut Links) -> Result<Step, Fault>,
     ) -> Result<(), CclError> {
         let mut looks = 0;
-        // When the call last got on, and how far; when the others were last told that this rank
-        // waits.
-        let (mut since, mut progress, mut told) = (Instant::now(), links.progress(), None::<Instant>);
+        // Time and extent of the last progress of the call, and the time of the last frame that
+        // says that this rank waits.
+        let (mut since, mut progress, mut reported) = (Instant::now(), links.progress(), None::<Instant>);
         let shortest = self
             .options
             .entry_timeout
@@ -134,17 +134,17 @@ impl StreamCcl {
             }
             links.sleep();
             let waited = since.elapsed();
-            if waited >= pulse && told.is_none_or(|at| at.elapsed() >= pulse) {
-                told = Some(Instant::now());
-                links.each().for_each(|(_, link)| link.say_waits());
+            if waited >= pulse && reported.is_none_or(|at| at.elapsed() >= pulse) {
+                reported = Some(Instant::now());
+                links.each().for_each(|(_, link)| link.queue_waits());
             }
             let (limit, late) = if has_entered {
                 (Some(self.options.stall_timeout), BreakCause::Silent)
             } else {
                 (self.options.entry_timeout, BreakCause::NeverEntered)
             };
-            // One that waits in turn knows better who is to blame, and has some more time to say
-            // so.
+            // A rank that waits in turn knows better which rank causes the wait, and has more time
+            // to report it.
             let in_turn = links.peers[waits_for].as_ref().is_some_and(|link| link.waits(3 * pulse));
             if limit.is_some_and(|limit| waited >= if in_turn { 2 * limit } else { limit }) {
                 return Err(self.shared.break_up(links, late, waits_for));
@@ -156,8 +156,8 @@ impl StreamCcl {
     /// or with the reason why it has no input.
     fn begin(&mut self, collective: Collective, lent: Result<Option<Lent>, RpcError>) -> Result<(), CclError> {
         if self.shared.broken.get().is_some() {
-            // The cause may be an abort during a call that had all that it needed, and has not been
-            // told yet.
+            // The cause may be an abort during a call that had all that it needed, of which the
+            // others have not been notified yet.
             return Err(self.shared.end(&mut self.shared.lock()));
         }
         let peer = check::transfer(&collective, self.rank(), self.size);
@@ -201,7 +201,7 @@ impl StreamCcl {
             own.extend_from_slice(unsafe { std::slice::from_raw_parts(lent.input, input_len) });
         }
         for (_, link) in links.each() {
-            link.say(FrameKind::Announcement, &own);
+            link.queue_frame(FrameKind::Announcement, &own);
         }
         let mut notes: Vec<Option<Vec<u8>>> = vec![None; self.size];
         notes[self.rank] = Some(own);
@@ -304,7 +304,7 @@ impl StreamCcl {
         let (ours, theirs) =
             if is_send { (FrameKind::Offer, FrameKind::Answer) } else { (FrameKind::Answer, FrameKind::Offer) };
         if let Some(link) = &mut links.peers[peer] {
-            link.say(ours, &own);
+            link.queue_frame(ours, &own);
         }
         let mut note = None;
         self.drive(links, |links| {
@@ -415,7 +415,7 @@ impl Ccl for StreamCcl {
     fn leave_step(&mut self) {
         let mut links = self.shared.lock();
         for (_, link) in links.each() {
-            link.say(FrameKind::LeftStep, &self.step.to_le_bytes());
+            link.queue_frame(FrameKind::LeftStep, &self.step.to_le_bytes());
             // The rest goes with the next call.
             link.write();
         }
@@ -439,7 +439,7 @@ impl Agreement for StreamCcl {
         result
     }
 
-    fn look(&mut self) -> Result<(), CclError> {
+    fn check(&mut self) -> Result<(), CclError> {
         let links = &mut *self.shared.lock();
         self.shared.move_bytes(links);
         if self.shared.broken.get().is_some() {
@@ -473,7 +473,7 @@ impl Drop for StreamCcl {
             self.shared.end(&mut links);
         }
         for (_, link) in links.each() {
-            link.say(FrameKind::Leave, &[]);
+            link.queue_frame(FrameKind::Leave, &[]);
             link.write();
         }
         links.peers.clear();

@@ -26,7 +26,7 @@ pub struct NcclCcl {
     facts: GroupFacts,
 }
 
-/// Facts that do not change.
+/// Facts of a group that do not change.
 #[derive(Clone, Copy)]
 struct GroupFacts {
     rank: Rank,

@@ -41,7 +41,7 @@ pub(super) struct Communicator {
     /// on the stream.
     broken: Option<Breakdown>,
     /// Communicator that a failed `ncclCommSplit` may have written.
-    halfway: Option<Halfway>,
+    pending_split: Option<PendingSplit>,
 }
 
 /// A collective on the stream.
@@ -67,8 +67,9 @@ impl UnderWay {
     }
 }
 
-/// A place that NCCL may write to for as long as the communicator exists that was split.
-struct Halfway(*mut Comm);
+/// Communicator that a failed `ncclCommSplit` may have written. NCCL may write to it for as long as
+/// the communicator exists that was split.
+struct PendingSplit(*mut Comm);
 
 // SAFETY: NCCL takes calls with a communicator from any thread, one at a time, and `&mut` or
 // ownership sees to that: `&self` methods are called by the owner alone, as there is no `Sync`.
@@ -78,7 +79,7 @@ impl Communicator {
     /// Makes a communicator that is yet to be [joined](Self::join).
     pub(super) fn new(library: Arc<Library>, stream: Arc<dyn DeviceStream>, options: Options, rank: Rank) -> Self {
         let (raw, under_way) = (ptr::null_mut(), VecDeque::new());
-        Self { library, stream, options, raw, rank, under_way, broken: None, halfway: None }
+        Self { library, stream, options, raw, rank, under_way, broken: None, pending_split: None }
     }
 
     /// Makes it a communicator of `size` ranks, together with the others.
@@ -87,8 +88,7 @@ impl Communicator {
         let mut config = self.config();
         let [size, rank] = [size, self.rank.index()].map(|number| c_int::try_from(number).unwrap_or(-1));
         let init = self.library.functions().comm_init_rank_config;
-        // SAFETY: the communicator and the configuration are places of that type for the time of
-        // the call, which does not keep them.
+        // SAFETY: both pointers are valid for the time of the call, which does not keep them.
         let result = unsafe { init(&raw mut self.raw, size, id, rank, &raw mut config) };
         self.check(CALL, result)?;
         self.settle(control, CALL, self.options.join_timeout)
@@ -100,16 +100,16 @@ impl Communicator {
         let split = self.library.functions().comm_split.get(&self.library)?;
         let mut config = self.config();
         // NCCL may write there until it has settled, and so possibly after this function.
-        let place: *mut Comm = Box::into_raw(Box::new(ptr::null_mut()));
-        // SAFETY: this communicator exists, and no call with it is in progress; `place` stays.
-        let result = unsafe { split(self.raw, color, key, place, &raw mut config) };
+        let child: *mut Comm = Box::into_raw(Box::new(ptr::null_mut()));
+        // SAFETY: this communicator exists, and no call with it is in progress; `child` stays.
+        let result = unsafe { split(self.raw, color, key, child, &raw mut config) };
         let begun = self.check(SPLIT, result).map_err(Fault::from);
         if let Err(fault) = begun.and_then(|()| self.settle(control, SPLIT, self.options.join_timeout)) {
-            self.halfway = Some(Halfway(place));
+            self.pending_split = Some(PendingSplit(child));
             return Err(fault);
         }
         // SAFETY: from `Box::into_raw`, and NCCL is through with it.
-        let raw = *unsafe { Box::from_raw(place) };
+        let raw = *unsafe { Box::from_raw(child) };
         if raw.is_null() {
             return Err(RpcError::internal(format!("{SPLIT} gave no communicator")).into());
         }
@@ -240,10 +240,10 @@ impl Communicator {
         let abort = self.library.functions().comm_abort;
         let mut timeouts = EndTimeouts::new(&self.options, !self.under_way.is_empty());
         let mut is_over = self.wait_for_end(self.end(abort, raw), &mut timeouts);
-        if let Some(Halfway(place)) = self.halfway.take().filter(|_| is_over) {
+        if let Some(PendingSplit(child)) = self.pending_split.take().filter(|_| is_over) {
             // SAFETY: from `Box::into_raw`, and with the communicator that it was split from NCCL
             // has let go of it.
-            let child = *unsafe { Box::from_raw(place) };
+            let child = *unsafe { Box::from_raw(child) };
             is_over = child.is_null() || self.wait_for_end(self.end(abort, child), &mut timeouts);
         }
         if !is_over {

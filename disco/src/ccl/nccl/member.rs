@@ -144,7 +144,7 @@ impl Member {
             return Ok(true);
         }
         // Finished work is finished, even if the group has broken.
-        let others = if at_others { self.control.look() } else { Ok(()) };
+        let others = if at_others { self.control.check() } else { Ok(()) };
         let looked = match (others, self.communicator.progress()) {
             (Err(broken), Ok(false) | Err(_)) => Err(broken.into()),
             (_, looked) => looked,

@@ -61,7 +61,7 @@ pub(super) fn wait(
             return Err(Fault::Own(RpcError::new(ErrorKind::DeadlineExceeded, text)));
         }
         if waited >= EAGER {
-            control.look()?;
+            control.check()?;
         }
         pause(waited);
     }

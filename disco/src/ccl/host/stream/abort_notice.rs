@@ -1,37 +1,37 @@
 //! End of the connections of a broken group.
 //!
-//! A socket that is full of data has no room for a word at once, and one that is closed while
-//! something in it is unread loses the data that is still on its way out. So each connection is
-//! kept until the other side has read all and has gone too. That happens on a thread of its own: a
-//! rank that breaks the group, or hears of it, does not wait for it.
+//! A socket that is full of data has no room for the notice at once, and one that is closed while
+//! it holds unread bytes loses the data that is still on its way out. So each connection is kept
+//! until the other side has read all and has gone too. That happens on a thread of its own: a rank
+//! that breaks the group, or learns that it is broken, does not wait for it.
 
 use std::io::{ErrorKind, Read, Write};
 use std::time::{Duration, Instant};
 
 use super::socket::Socket;
 
-/// Time that the others may take to read the last word.
+/// Time that the others may take to read the notice.
 const LINGER: Duration = Duration::from_secs(10);
-/// Time to sleep where nothing says when there is more to do.
+/// Time to sleep where no file descriptor reports readiness.
 const NAP: Duration = Duration::from_millis(1);
 /// Reads of one connection in a row.
 const READS: u32 = 16;
 
 /// A connection that only sends the rest of what it has begun, and ignores all that comes in.
-pub(super) struct Parting {
+pub(super) struct AbortNotice {
     socket: Box<dyn Socket>,
     rest: Vec<u8>,
     sent: usize,
-    /// All has been sent, and the other side knows that nothing follows.
+    /// True once all has been sent, and the other side knows that nothing follows.
     finished: bool,
 }
 
-impl Parting {
+impl AbortNotice {
     pub(super) fn new(socket: Box<dyn Socket>, rest: Vec<u8>) -> Self {
         Self { socket, rest, sent: 0, finished: false }
     }
 
-    /// Gets on as far as that is possible now. Whether there is anything left to do.
+    /// Sends and reads as far as that is possible now. Returns true if there is more to do.
     fn advance(&mut self, waste: &mut [u8]) -> bool {
         while !self.finished {
             let result = if self.socket.holds_back() {
@@ -65,7 +65,7 @@ impl Parting {
 
 /// Sends the rest of the data, and closes each connection when the other side has closed it, or
 /// after [`LINGER`]. Returns at once.
-pub(super) fn drain_and_close(mut connections: Vec<Parting>) {
+pub(super) fn drain_and_close(mut connections: Vec<AbortNotice>) {
     // The bytes that fit go before the caller goes on, and perhaps ends.
     let mut waste = vec![0; 64 * 1024];
     connections.retain_mut(|connection| connection.advance(&mut waste));
@@ -78,7 +78,7 @@ pub(super) fn drain_and_close(mut connections: Vec<Parting>) {
     }
 }
 
-fn linger(mut connections: Vec<Parting>, waste: &mut [u8]) {
+fn linger(mut connections: Vec<AbortNotice>, waste: &mut [u8]) {
     use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
     let until = Instant::now() + LINGER;
@@ -96,7 +96,7 @@ fn linger(mut connections: Vec<Parting>, waste: &mut [u8]) {
             .collect();
         let left = if files.len() < connections.len() { left.min(NAP) } else { left };
         let at_most = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
-        // Interrupted or not, all are looked at.
+        // Interrupted or not, all connections are tried.
         _ = poll(&mut files, Some(&at_most));
         drop(files);
         connections.retain_mut(|connection| connection.advance(waste));

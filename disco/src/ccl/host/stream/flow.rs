@@ -158,7 +158,7 @@ fn to_ring(start: *const u8, range: Range<usize>) -> Option<Outgoing> {
 /// Returns the room for bytes to receive, if there are any.
 fn place(start: *mut u8, range: Range<usize>) -> Option<Incoming> {
     let (start, len) = (start.wrapping_add(range.start), range.len());
-    (len > 0).then_some(Incoming { start, len, room: len, received: 0, released: 0, told: len, stays: false })
+    (len > 0).then_some(Incoming { start, len, room: len, received: 0, released: 0, granted: len, stays: false })
 }
 
 /// Returns the state of the call: all has moved, or the rank that is furthest behind.
@@ -211,8 +211,8 @@ impl Reduction {
         for (peer, link) in links.each() {
             if len > 0 {
                 let start = rings[peer].as_mut_ptr();
-                let told = room;
-                link.incoming.push_back(Incoming { start, len, room, received: 0, released: 0, told, stays: true });
+                let granted = room;
+                link.incoming.push_back(Incoming { start, len, room, received: 0, released: 0, granted, stays: true });
             }
         }
         let (input, output) = (input.wrapping_add(own.start), output.wrapping_add(result.start));

@@ -84,7 +84,7 @@ impl Links {
     pub(super) fn notify_abort(&mut self, breakdown: &Breakdown) {
         let word = breakdown.to_bytes(BREAKDOWN_ROOM);
         let links = self.peers.iter_mut().filter_map(Option::take);
-        abort_notice::drain_and_close(links.filter_map(|link| link.part(&word)).collect());
+        abort_notice::drain_and_close(links.filter_map(|link| link.into_abort_notice(&word)).collect());
     }
 }
 
@@ -110,19 +110,19 @@ impl GroupState {
     pub(super) fn move_bytes(&self, links: &mut Links) -> bool {
         let mut moved = false;
         for (rank, link) in links.each() {
-            // A peer's last word before anything that would fail because it has gone.
+            // The last frame of a peer is read before a write that would fail because it has gone.
             moved |= link.read();
             moved |= link.write();
             if let Some(bytes) = link.abort() {
-                let told = Breakdown::from_bytes(bytes);
-                let told = told.unwrap_or_else(|| self.breakdown(BreakCause::Left, rank));
-                _ = self.broken.set(Arc::new(told));
+                let breakdown = Breakdown::from_bytes(bytes);
+                let breakdown = breakdown.unwrap_or_else(|| self.breakdown(BreakCause::Left, rank));
+                _ = self.broken.set(Arc::new(breakdown));
             }
         }
         moved
     }
 
-    /// Breaks the group, unless it is broken, and says how it is.
+    /// Breaks the group, unless it is broken, and returns the error.
     pub(super) fn break_up(&self, links: &mut Links, cause: BreakCause, rank: usize) -> CclError {
         let breakdown = Arc::new(self.breakdown(cause, rank));
         if self.broken.set(Arc::clone(&breakdown)).is_ok() {
@@ -131,7 +131,7 @@ impl GroupState {
         self.end(links)
     }
 
-    /// Tells the others, if they have not been told, and gives the error. The group is broken.
+    /// Notifies the others, unless that has been done, and returns the error. The group is broken.
     pub(super) fn end(&self, links: &mut Links) -> CclError {
         let breakdown = self.broken.get_or_init(|| Arc::new(self.breakdown(BreakCause::Left, self.rank)));
         links.notify_abort(breakdown);

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use super::super::announcement::{LEN, MAX_POISON};
 use super::super::segment::INLINE;
-use super::abort_notice::Parting;
+use super::abort_notice::AbortNotice;
 use super::socket::Socket;
 
 const HEAD: usize = 8;
@@ -92,7 +92,7 @@ pub(super) struct Incoming {
     /// Number of bytes that are no longer needed.
     pub(super) released: usize,
     /// Number of bytes of it that the peer knows it may send.
-    pub(super) told: usize,
+    pub(super) granted: usize,
     /// True if the data stays when all has come, until the rank that reduces it takes it away.
     pub(super) stays: bool,
 }
@@ -114,17 +114,18 @@ unsafe impl Send for Incoming {}
 
 pub(super) struct Link {
     socket: Box<dyn Socket>,
-    /// Whole frames that are to be sent before any data, and how much of the first one is.
-    said: VecDeque<Vec<u8>>,
-    said_bytes: usize,
+    /// Whole frames that are to be sent before any data, and the bytes of the first one that have
+    /// been sent.
+    queued: VecDeque<Vec<u8>>,
+    queued_written: usize,
     /// Data to send, one stretch after the other, and the frame of it that is being sent: its head,
     /// and how much is left of head and data.
     pub(super) outgoing: VecDeque<Outgoing>,
     head: [u8; HEAD],
     head_left: usize,
     data_left: usize,
-    /// The peer takes nothing more.
-    mute: bool,
+    /// True once the peer takes nothing more.
+    is_write_closed: bool,
     /// Bytes that were read and not yet looked at.
     buffer: Box<[u8]>,
     filled: std::ops::Range<usize>,
@@ -150,13 +151,13 @@ impl Link {
     pub(super) fn new(socket: Box<dyn Socket>) -> Self {
         Self {
             socket,
-            said: VecDeque::new(),
-            said_bytes: 0,
+            queued: VecDeque::new(),
+            queued_written: 0,
             outgoing: VecDeque::new(),
             head: [0; HEAD],
             head_left: 0,
             data_left: 0,
-            mute: false,
+            is_write_closed: false,
             buffer: vec![0; 32 * 1024].into(),
             filled: 0..0,
             frame: None,
@@ -177,11 +178,11 @@ impl Link {
     }
 
     /// Queues a frame.
-    pub(super) fn say(&mut self, kind: FrameKind, bytes: &[u8]) {
+    pub(super) fn queue_frame(&mut self, kind: FrameKind, bytes: &[u8]) {
         let mut frame = Vec::with_capacity(HEAD + bytes.len());
         frame.extend_from_slice(&head(kind, bytes.len()));
         frame.extend_from_slice(bytes);
-        self.said.push_back(frame);
+        self.queued.push_back(frame);
     }
 
     /// Returns the next frame that is about a call and is not data, if it has come.
@@ -200,9 +201,9 @@ impl Link {
         let Some(ring) = self.incoming.front_mut() else { return };
         ring.released = released;
         let room = (released + ring.room).min(ring.len);
-        if ring.told < ring.len && (room - ring.told >= GRANT || room == ring.len) {
-            ring.told = room;
-            self.say(FrameKind::Room, &(room as u64).to_le_bytes());
+        if ring.granted < ring.len && (room - ring.granted >= GRANT || room == ring.len) {
+            ring.granted = room;
+            self.queue_frame(FrameKind::Room, &(room as u64).to_le_bytes());
         }
     }
 
@@ -218,9 +219,9 @@ impl Link {
     }
 
     /// Queues the frame that this rank waits for another, unless frames are queued already.
-    pub(super) fn say_waits(&mut self) {
-        if self.said.is_empty() {
-            self.say(FrameKind::Waits, &[]);
+    pub(super) fn queue_waits(&mut self) {
+        if self.queued.is_empty() {
+            self.queue_frame(FrameKind::Waits, &[]);
         }
     }
 
@@ -242,12 +243,12 @@ impl Link {
 
     /// Returns true if there is anything to write now.
     pub(super) fn wants_output(&self) -> bool {
-        if self.gone.is_some() || self.mute {
+        if self.gone.is_some() || self.is_write_closed {
             return false;
         }
         let ready = self.outgoing.front().is_some_and(|one| one.sent < one.sendable());
         let begun = self.head_left + self.data_left > 0 || self.socket.holds_back();
-        !self.said.is_empty() || begun || ready
+        !self.queued.is_empty() || begun || ready
     }
 
     /// Returns true if there is room for anything that the peer may send now.
@@ -263,21 +264,21 @@ impl Link {
 
     /// Ends the connection when the group is broken: it finishes the frame that has begun and says
     /// `word`. `None` if the peer does not listen. No buffer of the call is used from here on.
-    pub(super) fn part(mut self, word: &[u8]) -> Option<Parting> {
-        if self.gone.is_some() || self.mute {
+    pub(super) fn into_abort_notice(mut self, word: &[u8]) -> Option<AbortNotice> {
+        if self.gone.is_some() || self.is_write_closed {
             return None;
         }
-        self.say(FrameKind::Abort, word);
+        self.queue_frame(FrameKind::Abort, word);
         let mut rest = self.head[HEAD - self.head_left..].to_vec();
         if let Some(next) = self.outgoing.front().filter(|_| self.data_left > 0) {
             // SAFETY: the stretch is of a buffer that the call was lent, and what is ready of it
             // does not change.
             rest.extend_from_slice(unsafe { std::slice::from_raw_parts(next.start.add(next.sent), self.data_left) });
         }
-        for (at, frame) in self.said.iter().enumerate() {
-            rest.extend_from_slice(&frame[if at == 0 { self.said_bytes } else { 0 }..]);
+        for (at, frame) in self.queued.iter().enumerate() {
+            rest.extend_from_slice(&frame[if at == 0 { self.queued_written } else { 0 }..]);
         }
-        Some(Parting::new(self.socket, rest))
+        Some(AbortNotice::new(self.socket, rest))
     }
 
     /// Writes as much as the socket takes; says whether that was anything.
@@ -285,7 +286,7 @@ impl Link {
         let mut moved = false;
         while self.wants_output() {
             let in_frame = self.head_left + self.data_left > 0;
-            if !in_frame && self.said.is_empty() {
+            if !in_frame && self.queued.is_empty() {
                 let ready = self.outgoing.front().map_or(0, |next| next.sendable() - next.sent);
                 if ready > 0 {
                     self.data_left = ready.min(MAX_DATA);
@@ -302,14 +303,14 @@ impl Link {
                 };
                 let head = &self.head[HEAD - self.head_left..];
                 self.socket.write_vectored(&[IoSlice::new(head), IoSlice::new(data)]).map(Some)
-            } else if let Some(frame) = self.said.front() {
-                self.socket.write(&frame[self.said_bytes..]).map(Some)
+            } else if let Some(frame) = self.queued.front() {
+                self.socket.write(&frame[self.queued_written..]).map(Some)
             } else {
                 self.socket.flush().map(|()| None)
             };
             match result {
                 Ok(None) => moved = true,
-                Ok(Some(0)) => self.mute = true,
+                Ok(Some(0)) => self.is_write_closed = true,
                 Ok(Some(written)) => {
                     moved = true;
                     self.has_written(written);
@@ -317,7 +318,7 @@ impl Link {
                 Err(error) if error.kind() == ErrorKind::WouldBlock => break,
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 // The peer's last words may still be there to read; after them comes the end.
-                Err(_) => self.mute = true,
+                Err(_) => self.is_write_closed = true,
             }
         }
         moved
@@ -325,11 +326,11 @@ impl Link {
 
     fn has_written(&mut self, written: usize) {
         if self.head_left + self.data_left == 0 {
-            self.said_bytes += written;
-            if self.said.front().is_some_and(|frame| frame.len() == self.said_bytes) {
-                let about_calls = self.said.pop_front().is_some_and(|frame| frame[0] != FrameKind::Waits as u8);
+            self.queued_written += written;
+            if self.queued.front().is_some_and(|frame| frame.len() == self.queued_written) {
+                let about_calls = self.queued.pop_front().is_some_and(|frame| frame[0] != FrameKind::Waits as u8);
                 self.progress += u64::from(about_calls);
-                self.said_bytes = 0;
+                self.queued_written = 0;
             }
             return;
         }
