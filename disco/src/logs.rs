@@ -1,8 +1,8 @@
 //! Logs of workers, on their way to the controller.
 //!
-//! A worker runs in a span that names it, so that a program which has its workers as threads sees
-//! who logs. Elsewhere a layer of the process's subscriber passes on what is logged on workers'
-//! threads, and the controller logs it again.
+//! A worker runs in a span that names it, so that the log of a program with its workers as threads
+//! shows the worker of each line. In other processes a layer of the subscriber forwards the lines
+//! of workers' threads, and the controller logs them again.
 
 use std::cell::Cell;
 use std::fmt::{self, Write};
@@ -27,16 +27,17 @@ use crate::worker::context::WorkerContext;
 /// The most bytes of one line.
 const MAX_LINE: usize = 16 << 10;
 
-/// Passes what workers of this process log on to their controllers, as far as these want it: see
-/// [`Options::worker_logs`](crate::Options::worker_logs). A layer for the subscriber of a program
-/// whose servers are nodes; [`serve_if_worker`](crate::serve_if_worker) sees to it by itself.
+/// Layer that forwards the log lines of this process's workers to their controllers, up to the
+/// level that these ask for: see [`Options::worker_logs`](crate::Options::worker_logs). It is for
+/// the subscriber of a program whose servers are nodes;
+/// [`serve_if_worker`](crate::serve_if_worker) installs it by itself.
 ///
 /// Lines of other threads than the worker's are not passed on.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct WorkerLogLayer;
 
 thread_local! {
-    /// The thread is passing a line on, which may be logged in turn.
+    /// True while the thread forwards a line, which may log in turn.
     static PASSING_ON: Cell<bool> = const { Cell::new(false) };
 }
 
@@ -94,8 +95,8 @@ impl Visit for Text {
     }
 }
 
-/// Sees to it that what workers of this process log is passed on, if the program has no subscriber
-/// of its own. What other threads log goes to standard error, from warnings on.
+/// Installs a subscriber that forwards the log lines of this process's workers, if the program has
+/// no subscriber of its own. Lines of other threads go to standard error, from warnings on.
 pub(crate) fn install() {
     let elsewhere = tracing_subscriber::fmt::layer()
         .with_writer(io::stderr)
@@ -133,7 +134,7 @@ async fn read_lines(pipe: OwnedFd, mut each: impl FnMut(String)) -> io::Result<(
         let room = (MAX_LINE - line.len()) as u64;
         let read = (&mut input).take(room).read_until(b'\n', &mut line).await?;
         if read > 0 && !line.ends_with(b"\n") && line.len() < MAX_LINE {
-            // The end, of which the next round hears.
+            // The end of the stream, which the next read reports.
             continue;
         }
         let text = String::from_utf8_lossy(&line).trim_end().to_owned();
@@ -172,7 +173,7 @@ pub(crate) fn show(worker: WorkerId, line: &LogLine) {
     }
     if !tracing::dispatcher::has_been_set() {
         let level = ["ERROR", "WARN", "INFO", "DEBUG"].get(usize::from(*level)).unwrap_or(&"TRACE");
-        // If standard error is closed, nothing can be said.
+        // If standard error is closed, the line is lost.
         let _ = io::Write::write_fmt(
             &mut io::stderr().lock(),
             format_args!("[{worker}] {level} {target}: {text}{missing}\n"),

@@ -89,7 +89,7 @@ impl DPackedFunc {
 }
 
 impl From<DRef> for DPackedFunc {
-    /// Takes a value for a function. If it is none, calls say so.
+    /// Takes a value for a function. If it is none, calls fail.
     fn from(reference: DRef) -> Self {
         Self(reference)
     }

@@ -30,7 +30,7 @@ const COPIED: u64 = 64 << 10;
 /// Operations give their results without waiting for the workers, which execute all commands in the
 /// order in which they were issued. Issuing blocks only while the workers are behind by a whole
 /// window ([`Options::window`](crate::Options::window)); async code awaits [`room`](Self::room) now
-/// and then. What fails on a worker poisons its results and is told by
+/// and then. What fails on a worker poisons its results and is reported by
 /// [`sync_worker`](Self::sync_worker) and [`sync_all`](Self::sync_all).
 ///
 /// When the last clone and all references are gone, the session ends as it is: what has not been
@@ -363,9 +363,9 @@ impl DiscoSession {
         }
     }
 
-    /// Makes the collectives anew, after they have broken or to no purpose. It waits until the
-    /// workers have executed all that was issued before, then they meet under a new number, and
-    /// what is left of the old collectives is refused. Issue other collectives when this has
+    /// Makes the collectives anew, whether they have broken or not. It waits until the workers have
+    /// executed all that was issued before; then they meet under a new number, and traffic of the
+    /// old collectives is refused. Issue other collectives when this has
     /// resolved: until then they may still meet the old ones.
     ///
     /// In broken collectives no worker waits, so that a worker holds this up only by being busy
@@ -456,8 +456,8 @@ impl DiscoSession {
     /// [`shutdown_timeout`](crate::Options::shutdown_timeout) allows. In any case the session has
     /// ended then, and what was started for it is gone or going.
     ///
-    /// Its error says that workers were left behind, or what had ended the session meanwhile; that
-    /// it had ended before is none.
+    /// Its error names workers that were left behind, or is the one that has ended the session
+    /// meanwhile. A session that had ended before is no error.
     pub fn shutdown(&self) -> Completion<()> {
         self.0.shut_down()
     }

@@ -63,9 +63,9 @@ impl Recorder {
         self.parameter_of(ParameterType::Any)
     }
 
-    /// As [`parameter`](Self::parameter), of this type. A run with a value of another type is
-    /// refused at once. Of a reference only the workers know what it is: on each for which it is of
-    /// another type that is a failure, which says so, and poisons what depends on the parameter.
+    /// Adds a parameter of this type. A run with a value of another type is refused at once. The
+    /// type of a reference is known to the workers only: on each that holds a value of another type
+    /// the run fails, and poisons what depends on the parameter.
     pub fn parameter_of(&self, wanted: ParameterType) -> Recorded {
         let made = self.own();
         self.0.lock().parameters.push((made.register & !OWN, wanted));
