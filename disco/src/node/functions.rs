@@ -24,6 +24,15 @@
 //! 4. Ends the collectives of that epoch, also those that workers are in.
 //! 5. Once a worker there or below asks for it; `Closed` when none will any more.
 //! 6. Its worker may begin, or if there is a reason gives up.
+//!
+//! The functions of loaders are called on workers, by commands (`weights/worker.rs`):
+//!
+//! | name | parameters | result |
+//! | --- | --- | --- |
+//! | `disco.weights.open` | list of `RequestedFile` | the files |
+//! | `disco.weights.unreadable` | files | for each file null, or why the worker cannot read it |
+//! | `disco.weights.load` | files, `LoadRequest` | the worker's part of a tensor |
+//! | `disco.weights.take` | tensor of bytes, `LoadRequest` | the same, made of these bytes |
 
 use std::net::IpAddr;
 use std::sync::Arc;

@@ -105,8 +105,7 @@ pub(crate) enum Command {
         shape: Vec<i64>,
         on: On,
     },
-    /// One piece of a copy. The first one makes the tensor, unless it is to go into one that is
-    /// there.
+    /// Copies one piece of a tensor. The first piece makes the tensor, unless there is one already.
     CopyToWorker0 {
         to: Register,
         fresh: bool,
@@ -142,19 +141,19 @@ pub(crate) enum Command {
         to: Register,
         pairs: Vec<(u32, u32)>,
     },
-    /// Without a worker it is for all.
+    /// Waits for one worker, or without one for all.
     SyncWorker {
         ticket: u64,
         worker: Option<u32>,
     },
-    /// The content is a [`crate::worker::rendezvous::Plan`].
+    /// Joins the workers for collectives. The content is a [`Plan`](super::plan::Plan).
     InitCcl {
         plan: Packed,
     },
     Shutdown {
         ticket: u64,
     },
-    /// Keeps steps, which use so many registers of their own ([`OWN`]); some of them are
+    /// Stores a program: steps that use so many registers of their own ([`OWN`]), some of which are
     /// parameters, others outputs.
     Define {
         program: u32,
@@ -163,7 +162,7 @@ pub(crate) enum Command {
         outputs: Vec<u32>,
         steps: Vec<Self>,
     },
-    /// Executes the steps.
+    /// Executes the steps of a stored program.
     Run {
         program: u32,
         args: Vec<Value<Operand>>,
