@@ -1,8 +1,6 @@
 //! The transports of this crate, one file each. Each owns its own settings.
 
 #[cfg(feature = "exec")]
-// Unsafe code tells the kernel, between fork and exec, that a child must die with its parent.
-#[allow(unsafe_code)]
 pub mod exec;
 pub mod memory;
 #[cfg(feature = "quic")]
