@@ -23,15 +23,11 @@ mod tests;
 mod words;
 
 use std::io;
-use std::sync::{Arc, mpsc};
-
-use tokio::net::UnixStream;
-use tokio::sync::oneshot;
 
 use self::child::ChildEnd;
-pub use self::child::{ChildGuard, ChildStderr};
-pub use self::launcher::GRACE;
-use self::launcher::{keeper_gone, start};
+pub use self::child::ChildGuard;
+pub(super) use self::child::Started;
+pub use self::launcher::{ChildStderr, GRACE};
 pub use self::stdio::{StdioEnds, stdio_channel, take_stdio};
 use self::words::{quoted, split_words};
 use crate::address::{Address, AddressError};
@@ -120,31 +116,22 @@ pub fn argv_of(address: &Address) -> Result<Vec<String>, AddressError> {
 }
 
 async fn dial(address: &Address, stderr: Option<&ChildStderr>) -> Result<Channel, TransportError> {
-    let (reply, answer) = oneshot::channel();
-    start(address, stderr, move |outcome| {
-        // If the dialler has given up, dropping the started child ends it.
-        let _ = reply.send(outcome);
-    })?;
-    let answer = answer.await.unwrap_or_else(|_| Err(keeper_gone()));
-    let started = answer.map_err(|error| spawn_error(address, error))?;
-    let (peer, guard) = (started.peer(address), Arc::new(started.guard));
-    let stream = (started.stream.set_nonblocking(true))
-        .and_then(|()| UnixStream::from_std(started.stream))
-        .map_err(|error| TransportError::from_io(address.to_string(), error))?;
-    let end = Arc::new(ChildEnd(Arc::downgrade(&guard)));
-    Ok(Channel::new(stream, Peer::new(peer).on(Machine::This)).with_guard(Box::new(guard)).explained_by(end))
+    let argv = argv_of(address)?;
+    let started = Started::start(argv, stderr.cloned()).await.map_err(|error| spawn_error(address, error))?;
+    let peer = Peer::new(peer_text(address, &started)).on(Machine::This);
+    let channel = started.into_channel(peer, ChildEnd);
+    channel.map_err(|error| TransportError::from_io(address.to_string(), error))
 }
 
 fn dial_blocking(address: &Address, stderr: Option<&ChildStderr>) -> Result<BlockingChannel, TransportError> {
-    let (reply, answer) = mpsc::sync_channel(1);
-    start(address, stderr, move |outcome| {
-        let _ = reply.send(outcome);
-    })?;
-    let answer = answer.recv().unwrap_or_else(|_| Err(keeper_gone()));
-    let started = answer.map_err(|error| spawn_error(address, error))?;
-    let (peer, guard) = (started.peer(address), Arc::new(started.guard));
-    let end = Arc::new(ChildEnd(Arc::downgrade(&guard)));
-    Ok(BlockingChannel::new(started.stream, peer).with_guard(Box::new(guard)).explained_by(end))
+    let argv = argv_of(address)?;
+    let started = Started::start_blocking(argv, stderr.cloned()).map_err(|error| spawn_error(address, error))?;
+    let peer = peer_text(address, &started);
+    Ok(started.into_blocking_channel(peer, ChildEnd))
+}
+
+fn peer_text(address: &Address, started: &Started) -> String {
+    format!("{address} (process {})", started.pid())
 }
 
 fn spawn_error(address: &Address, error: io::Error) -> TransportError {

@@ -1,36 +1,81 @@
-//! Guard of a child process behind a channel: its exit status, its end, its standard error.
+//! Child processes behind channels: starting them, their exit status, their end.
 
-use std::fmt;
 use std::io;
 use std::net::Shutdown;
-use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream as StdStream;
 use std::process::{Child, ExitStatus};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
+use tokio::net::UnixStream;
+use tokio::sync::oneshot;
 
-use super::launcher::{Job, submit};
-use crate::channel::ExplainEnd;
+use super::launcher::{ChildStderr, Launched, POLL_MAX, POLL_MIN, launch, launcher_gone, retire};
+use crate::channel::{BlockingChannel, Channel, ExplainEnd, Peer};
 
-/// Receiver of the standard error of child processes: see [`Exec::stderr`].
-#[derive(Clone)]
-pub struct ChildStderr(Arc<dyn Fn(OwnedFd) + Send + Sync>);
+/// Running child, and this process's end of the socket pair.
+pub(in crate::transports) struct Started {
+    stream: StdStream,
+    guard: ChildGuard,
+}
 
-impl ChildStderr {
-    /// Creates a receiver from a function that gets the reading end of a pipe for each child that
-    /// has started. The function must not block. It must see to it that the pipe is read until its
-    /// end: a child that fills the pipe waits.
-    pub fn new(take: impl Fn(OwnedFd) + Send + Sync + 'static) -> Self {
-        Self(Arc::new(take))
+impl Started {
+    /// Starts a child. Dropping the future ends a child that was being started.
+    pub(in crate::transports) async fn start(argv: Vec<String>, stderr: Option<ChildStderr>) -> io::Result<Self> {
+        let (reply, answer) = oneshot::channel();
+        launch(argv, stderr, move |outcome| {
+            // If the dialler has given up, dropping the started child ends it.
+            let _ = reply.send(outcome.map(Self::from));
+        })?;
+        answer.await.unwrap_or_else(|_| Err(launcher_gone()))
+    }
+
+    /// Starts a child, and blocks until it runs.
+    pub(in crate::transports) fn start_blocking(argv: Vec<String>, stderr: Option<ChildStderr>) -> io::Result<Self> {
+        let (reply, answer) = mpsc::sync_channel(1);
+        launch(argv, stderr, move |outcome| {
+            let _ = reply.send(outcome.map(Self::from));
+        })?;
+        answer.recv().unwrap_or_else(|_| Err(launcher_gone()))
+    }
+
+    /// Returns the process id of the child.
+    pub(in crate::transports) fn pid(&self) -> u32 {
+        self.guard.pid
+    }
+
+    /// Returns the channel to the child, which owns the child. `end` makes the explanation of the
+    /// channel's end from the child.
+    pub(in crate::transports) fn into_channel<E: ExplainEnd + 'static>(
+        self,
+        peer: Peer,
+        end: impl FnOnce(Weak<ChildGuard>) -> E,
+    ) -> io::Result<Channel> {
+        let guard = Arc::new(self.guard);
+        self.stream.set_nonblocking(true)?;
+        let stream = UnixStream::from_std(self.stream)?;
+        let end = Arc::new(end(Arc::downgrade(&guard)));
+        Ok(Channel::new(stream, peer).with_guard(Box::new(guard)).explained_by(end))
+    }
+
+    /// Does the same as [`into_channel`](Self::into_channel), for a plain thread.
+    pub(in crate::transports) fn into_blocking_channel<E: ExplainEnd + 'static>(
+        self,
+        peer: String,
+        end: impl FnOnce(Weak<ChildGuard>) -> E,
+    ) -> BlockingChannel {
+        let guard = Arc::new(self.guard);
+        let end = Arc::new(end(Arc::downgrade(&guard)));
+        BlockingChannel::new(self.stream, peer).with_guard(Box::new(guard)).explained_by(end)
     }
 }
 
-impl fmt::Debug for ChildStderr {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("ChildStderr")
+impl From<Launched> for Started {
+    fn from(Launched { child, stream, socket }: Launched) -> Self {
+        let pid = child.id();
+        Self { stream, guard: ChildGuard { process: Mutex::new(Some(child)), pid, socket } }
     }
 }
 
@@ -42,11 +87,11 @@ impl fmt::Debug for ChildStderr {
 #[derive(Debug)]
 pub struct ChildGuard {
     /// The child, or `None` once dropping has begun.
-    pub(super) process: Mutex<Option<Child>>,
-    pub(super) pid: u32,
+    process: Mutex<Option<Child>>,
+    pid: u32,
     /// Second owner of this process's end of the socket pair. If another task or thread still holds
     /// the stream when the guard is dropped, the child sees the end of the stream all the same.
-    pub(super) socket: StdStream,
+    socket: StdStream,
 }
 
 /// Time that a child may take to exit after it has closed its connection.
@@ -150,16 +195,6 @@ impl Drop for ChildGuard {
         if matches!(child.try_wait(), Ok(Some(_))) {
             return;
         }
-        if let Err(Job::Retire(mut child)) = submit(Job::Retire(child)) {
-            // Unreachable: the thread that started this child runs as long as the process. The
-            // child is ended here all the same, so that none is left behind.
-            let _ = child.kill();
-            let _ = child.wait();
-        }
+        retire(child);
     }
 }
-/// Shortest interval at which a child's status is polled, because not every system can wait for an
-/// exit with a time limit. Most children exit at once. For the others the interval doubles up to
-/// `POLL_MAX`.
-pub(super) const POLL_MIN: Duration = Duration::from_millis(1);
-pub(super) const POLL_MAX: Duration = Duration::from_millis(20);

@@ -1,71 +1,112 @@
 //! Launcher of child processes: the thread that starts, ends and reaps them.
 
+use std::fmt;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream as StdStream;
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{self, RecvTimeoutError};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::child::{ChildGuard, ChildStderr, POLL_MAX, POLL_MIN};
-use super::{argv_of, spawn_error};
-use crate::address::Address;
-use crate::error::TransportError;
 use crate::transports::unix_buffer::widen_unix_socket;
 
 /// Time that a child may take to exit after its channel was closed. It is enough to write a log
 /// line and remove a folder, and no more than the second within which a dead worker is to be
 /// noticed.
 pub const GRACE: Duration = Duration::from_secs(1);
-pub(super) fn keeper_gone() -> io::Error {
-    io::Error::other("the thread that starts children is gone")
-}
 
-/// Running child, and this process's end of the socket pair.
-pub(super) struct Started {
-    pub(super) stream: StdStream,
-    pub(super) guard: ChildGuard,
-}
+/// Shortest interval at which a child's status is polled, because not every system can wait for an
+/// exit with a time limit. Most children exit at once. For the others the interval doubles up to
+/// `POLL_MAX`.
+pub(super) const POLL_MIN: Duration = Duration::from_millis(1);
+pub(super) const POLL_MAX: Duration = Duration::from_millis(20);
 
-impl Started {
-    pub(super) fn peer(&self, address: &Address) -> String {
-        format!("{address} (process {})", self.guard.pid)
+/// Receiver of the standard error of child processes: see
+/// [`Exec::stderr`](super::Exec::stderr).
+#[derive(Clone)]
+pub struct ChildStderr(Arc<dyn Fn(OwnedFd) + Send + Sync>);
+
+impl ChildStderr {
+    /// Creates a receiver from a function that gets the reading end of a pipe for each child that
+    /// has started. The function must not block. It must see to it that the pipe is read until its
+    /// end: a child that fills the pipe waits.
+    pub fn new(take: impl Fn(OwnedFd) + Send + Sync + 'static) -> Self {
+        Self(Arc::new(take))
+    }
+
+    /// Hands over the reading end of a child's pipe.
+    pub(in crate::transports) fn take(&self, pipe: OwnedFd) {
+        (self.0)(pipe);
     }
 }
 
-pub(super) type Reply = Box<dyn FnOnce(io::Result<Started>) + Send>;
+impl fmt::Debug for ChildStderr {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("ChildStderr")
+    }
+}
+
+/// Child that has been started, and this process's end of the socket pair.
+pub(super) struct Launched {
+    pub(super) child: Child,
+    pub(super) stream: StdStream,
+    /// Second owner of the same end.
+    pub(super) socket: StdStream,
+}
+
+type Reply = Box<dyn FnOnce(io::Result<Launched>) + Send>;
 
 /// Job of the `rpc-children` thread. The queue is unbounded. It holds at most one job for each
 /// caller that waits for a start, and one for each child that exists.
-pub(super) enum Job {
+enum Job {
     Start { argv: Vec<String>, stderr: Option<ChildStderr>, reply: Reply },
     Retire(Child),
 }
 
-pub(super) fn start(
-    address: &Address,
-    stderr: Option<&ChildStderr>,
-    reply: impl FnOnce(io::Result<Started>) + Send + 'static,
-) -> Result<(), TransportError> {
-    let job = Job::Start { argv: argv_of(address)?, stderr: stderr.cloned(), reply: Box::new(reply) };
-    submit(job).map_err(|_| spawn_error(address, keeper_gone()))
+/// Has the `rpc-children` thread start a child. The thread calls `reply` with the outcome, and
+/// waits until `reply` returns.
+///
+/// # Errors
+///
+/// The thread cannot be started. `reply` is not called then.
+pub(super) fn launch(
+    argv: Vec<String>,
+    stderr: Option<ChildStderr>,
+    reply: impl FnOnce(io::Result<Launched>) + Send + 'static,
+) -> io::Result<()> {
+    submit(Job::Start { argv, stderr, reply: Box::new(reply) }).map_err(|_| launcher_gone())
+}
+
+/// Leaves a child whose channel is closed to the `rpc-children` thread, which ends and reaps it.
+pub(super) fn retire(child: Child) {
+    if let Err(Job::Retire(mut child)) = submit(Job::Retire(child)) {
+        // Unreachable: the thread that started this child runs as long as the process. The child is
+        // ended here all the same, so that none is left behind.
+        let _ = child.kill();
+        let _ = child.wait();
+    }
+}
+
+/// Makes the error of a start while there is no thread that starts children.
+pub(super) fn launcher_gone() -> io::Error {
+    io::Error::other("the thread that starts children is gone")
 }
 
 /// Hands a job to the `rpc-children` thread, which the first job starts. Returns the job if the
 /// thread is not running.
-pub(super) fn submit(job: Job) -> Result<(), Job> {
-    static KEEPER: Mutex<Option<mpsc::Sender<Job>>> = Mutex::new(None);
-    let mut keeper = KEEPER.lock().unwrap_or_else(PoisonError::into_inner);
-    if keeper.is_none() {
+fn submit(job: Job) -> Result<(), Job> {
+    static LAUNCHER: Mutex<Option<mpsc::Sender<Job>>> = Mutex::new(None);
+    let mut launcher = LAUNCHER.lock().unwrap_or_else(PoisonError::into_inner);
+    if launcher.is_none() {
         let (sender, jobs) = mpsc::channel();
         let thread = thread::Builder::new().name("rpc-children".into());
-        if thread.spawn(move || keep(&jobs)).is_ok() {
-            *keeper = Some(sender);
+        if thread.spawn(move || run(&jobs)).is_ok() {
+            *launcher = Some(sender);
         }
     }
-    match &*keeper {
+    match &*launcher {
         Some(sender) => sender.send(job).map_err(|mpsc::SendError(job)| job),
         None => Err(job),
     }
@@ -73,7 +114,7 @@ pub(super) fn submit(job: Job) -> Result<(), Job> {
 
 /// Starts children, and ends those whose channel is closed. Runs on the `rpc-children` thread for
 /// as long as the process.
-fn keep(jobs: &mpsc::Receiver<Job>) {
+fn run(jobs: &mpsc::Receiver<Job>) {
     let mut retired: Vec<Retired> = Vec::new();
     let mut pause = POLL_MIN;
     loop {
@@ -125,7 +166,7 @@ impl Retired {
     }
 }
 
-fn spawn(argv: &[String], stderr: Option<&ChildStderr>) -> io::Result<Started> {
+fn spawn(argv: &[String], stderr: Option<&ChildStderr>) -> io::Result<Launched> {
     let Some((program, arguments)) = argv.split_first() else {
         return Err(io::ErrorKind::InvalidInput.into());
     };
@@ -140,14 +181,13 @@ fn spawn(argv: &[String], stderr: Option<&ChildStderr>) -> io::Result<Started> {
     crate::self_start::guard(&mut command)?;
     die_with_us(&mut command);
     let mut child = command.spawn()?;
-    if let (Some(ChildStderr(take)), Some(pipe)) = (stderr, child.stderr.take()) {
-        take(pipe.into());
+    if let (Some(stderr), Some(pipe)) = (stderr, child.stderr.take()) {
+        stderr.take(pipe.into());
     }
     // Dropping `command` closes this process's copies of the child's end. While one of them is
     // open, the stream does not end.
     drop(command);
-    let pid = child.id();
-    Ok(Started { stream: ours, guard: ChildGuard { process: Mutex::new(Some(child)), pid, socket } })
+    Ok(Launched { child, stream: ours, socket })
 }
 
 /// Tells the kernel to kill the child as soon as the calling thread is gone. The setting survives

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use rustix::process::Pid;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
-use super::child::POLL_MIN;
+use super::launcher::POLL_MIN;
 use super::*;
 
 /// Time limit against hanging, far longer than any step of these tests takes.
