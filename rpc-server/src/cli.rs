@@ -51,8 +51,8 @@ Every flag has an environment variable: --no-such-flag would be RPC_CLI_NO_SUCH_
 const ABOUT: &str = "\
 Calls functions, moves files and tensors, and measures round trips, on servers that speak this protocol.
 
-An ADDRESS is tcp://HOST:PORT[/KEY], tls://…, quic://…, unix:PATH[?key=KEY], 'exec:COMMAND LINE', or \
-tracker://HOST:PORT/KEY for a server of a tracker. Data goes to standard output, everything else to standard error.";
+An ADDRESS is tcp://HOST:PORT[/KEY], tls://…, quic://…, unix:PATH[?key=KEY], 'exec:COMMAND LINE', \
+ssh://[USER@]HOST for a server that ssh starts there, or tracker://HOST:PORT/KEY for a server of a tracker. Data goes to standard output, everything else to standard error.";
 
 #[derive(Parser)]
 #[command(name = "rpc-cli", version, about = "Servers from the shell", long_about = ABOUT, after_help = EXIT_CODES)]

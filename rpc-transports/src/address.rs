@@ -18,6 +18,7 @@
 //! | `quic://host:port[/KEY]` | a UDP port, spoken to in QUIC |
 //! | `unix:/path[?key=KEY]` | a Unix domain socket; in the path `%XX` stands for one byte |
 //! | `exec:command line` | a child process, spoken to over its standard input and output |
+//! | `ssh://[user@]host[:port][/KEY][?program=PATH]` | a server started on another machine through `ssh` |
 //! | `memory:NAME` | a listener inside this process |
 //! | `local:` | this process itself, without any channel |
 //! | `tracker://host:port/KEY` | a server with that key that the tracker gives out |

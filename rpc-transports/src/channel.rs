@@ -491,7 +491,7 @@ impl AsFd for BlockingChannel {
 pub enum BlockingIo {
     /// TCP socket, from a `tcp://` address.
     Tcp(TcpStream),
-    /// Unix socket, from a `unix:` or an `exec:` address.
+    /// Unix socket, from a `unix:`, `exec:` or `ssh://` address.
     Unix(UnixStream),
 }
 

@@ -104,10 +104,12 @@ pub enum TransportError {
         source: Arc<io::Error>,
     },
     /// Child process that did not start.
-    #[error("cannot start {address}; is the program installed, executable and on PATH?")]
+    #[error("cannot start {program} for {address}; is it installed, executable and on PATH?")]
     Spawn {
-        /// Address with the command.
+        /// Address that was dialled.
         address: String,
+        /// Program that was to be started on this machine.
+        program: String,
         /// Error of the system.
         source: Arc<io::Error>,
     },

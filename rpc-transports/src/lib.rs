@@ -56,5 +56,7 @@ pub use transport::{Bind, BoxFuture, ConnectionLimits, Dial, Properties, Reach, 
 #[cfg(feature = "exec")]
 pub use transports::exec;
 pub use transports::memory;
+#[cfg(feature = "exec")]
+pub use transports::ssh;
 #[cfg(feature = "unix")]
 pub use transports::unix;

@@ -5,6 +5,8 @@ pub mod exec;
 pub mod memory;
 #[cfg(feature = "quic")]
 pub mod quic;
+#[cfg(feature = "exec")]
+pub mod ssh;
 #[cfg(feature = "tcp")]
 pub mod tcp;
 #[cfg(feature = "tls")]

@@ -161,6 +161,7 @@ fn describe(address: &Address) -> String {
             Ok(path) => format!("Unix socket {}", path.display()),
             Err(_) => address.to_string(),
         },
+        ("ssh", _) => format!("a server started on {} through ssh", address.host().unwrap_or_default()),
         ("exec", _) => {
             let program = exec::argv_of(address).ok().and_then(|argv| argv.into_iter().next());
             format!("the program {}", program.unwrap_or_default())
@@ -170,7 +171,8 @@ fn describe(address: &Address) -> String {
 }
 
 async fn resolve(examination: &mut Examination<'_>, address: &Address, limit: Duration) -> Result<(), u8> {
-    let Some((host, port)) = address.host_and_port() else { return Ok(()) };
+    // The host of an `ssh://` address may be an alias of the user's configuration.
+    let Some((host, port)) = address.host_and_port().filter(|_| address.scheme() != "ssh") else { return Ok(()) };
     let lookup = tokio::net::lookup_host((host, port));
     match tokio::time::timeout(limit, lookup).await {
         Ok(Ok(found)) => {

@@ -98,8 +98,8 @@ settings! {
         insecure: bool = false, "RPC_SERVER_INSECURE";
         /// Servers to which clients may be forwarded, such as tcp://10.0.0.5:9090 or
         /// tls://*.lab:9090, where * is any text within the host, the port or the scheme; programs
-        /// (exec:) and paths (unix:) must be named without *; may be repeated, or given as a list
-        /// with commas. Default: none
+        /// (exec:, ssh:) and paths (unix:) must be named without *; may be repeated, or given as a
+        /// list with commas. Default: none
         #[arg(value_name = "PATTERN", value_delimiter = ',')]
         allow_forward: Vec<String> = Vec::new(), "RPC_SERVER_ALLOW_FORWARD";
         /// Functions that forwarded clients may use, with * for any text, such as rpc.* or

@@ -18,6 +18,7 @@ mod native_modules;
 mod node;
 mod page;
 mod relay_cli;
+mod ssh;
 mod tracker;
 mod tracker_cli;
 mod trust;

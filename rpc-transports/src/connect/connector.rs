@@ -264,8 +264,9 @@ impl Connector {
 
     /// Opens a session as [`connect`](Self::connect) does, on the calling thread and without a
     /// runtime. The thread that waits for the session does its input and output, so that a call
-    /// costs no switch to another thread. That holds for `tcp://`, `unix:` and `exec:` addresses.
-    /// Sessions at other addresses run on one thread that all such sessions of the process share.
+    /// costs no switch to another thread. That holds for `tcp://`, `unix:`, `exec:` and `ssh://`
+    /// addresses. Sessions at other addresses run on one thread that all such sessions of the
+    /// process share.
     ///
     /// # Errors
     ///

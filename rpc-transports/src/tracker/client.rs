@@ -365,7 +365,7 @@ pub(super) const SCHEME: &str = "tracker";
 
 /// Schemes that cannot lead to a tracker: the client would start it as a program, or reach no
 /// server.
-const NOT_ASKED: [&str; 2] = ["exec", "local"];
+const NOT_ASKED: [&str; 3] = ["exec", "local", "ssh"];
 
 /// Returns the address of the tracker itself, without a key, if `address` stands for the servers of
 /// a tracker.
@@ -525,7 +525,7 @@ mod tests {
         let unix = parsed("tracker+unix:/run/pool.sock?key=h100");
         assert_eq!(address_of(&unix), Some(parsed("unix:/run/pool.sock")));
         assert_eq!(address_of(&parsed("tcp://127.0.0.1:1")), None);
-        for text in ["exec:cat", "tracker://h:1", "local:"] {
+        for text in ["exec:cat", "ssh://board", "tracker://h:1", "local:"] {
             assert!(Address::tracker(parsed(text), None).is_err(), "{text}");
         }
     }
@@ -547,6 +547,7 @@ mod tests {
     async fn a_tracker_does_not_make_its_clients_start_programs() {
         for address in [
             &["exec:touch /tmp/started"][..],
+            &["ssh://board"],
             &["local:"],
             &["exec:touch /tmp/started", "tcp://127.0.0.1:1"],
             &["tunnel:exec:touch /tmp/started", "tcp://127.0.0.1:1"],

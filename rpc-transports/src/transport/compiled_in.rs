@@ -12,7 +12,7 @@ impl Default for Transports {
         static COMPILED_IN: LazyLock<Transports> = LazyLock::new(|| {
             let transports = Transports::empty().with_opener(Local).with_opener(TrackerOpener);
             #[cfg(feature = "exec")]
-            let transports = transports.with(transports::exec::Exec::new());
+            let transports = transports.with(transports::exec::Exec::new()).with(transports::ssh::Ssh::new());
             let transports = transports.with(transports::memory::Memory);
             #[cfg(feature = "unix")]
             let transports = transports.with(transports::unix::Unix::new());

@@ -58,6 +58,8 @@ const SWITCHED_OFF: &[(&str, &str)] = &[
     ("unix", "unix"),
     #[cfg(not(feature = "exec"))]
     ("exec", "exec"),
+    #[cfg(not(feature = "exec"))]
+    ("ssh", "exec"),
 ];
 
 impl Transports {

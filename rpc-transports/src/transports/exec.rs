@@ -117,7 +117,9 @@ pub fn argv_of(address: &Address) -> Result<Vec<String>, AddressError> {
 
 async fn dial(address: &Address, stderr: Option<&ChildStderr>) -> Result<Channel, TransportError> {
     let argv = argv_of(address)?;
-    let started = Started::start(argv, stderr.cloned()).await.map_err(|error| spawn_error(address, error))?;
+    let program = argv.first().cloned();
+    let started = Started::start(argv, stderr.cloned()).await;
+    let started = started.map_err(|error| spawn_error(address, program, error))?;
     let peer = Peer::new(peer_text(address, &started)).on(Machine::This);
     let channel = started.into_channel(peer, ChildEnd);
     channel.map_err(|error| TransportError::from_io(address.to_string(), error))
@@ -125,7 +127,9 @@ async fn dial(address: &Address, stderr: Option<&ChildStderr>) -> Result<Channel
 
 fn dial_blocking(address: &Address, stderr: Option<&ChildStderr>) -> Result<BlockingChannel, TransportError> {
     let argv = argv_of(address)?;
-    let started = Started::start_blocking(argv, stderr.cloned()).map_err(|error| spawn_error(address, error))?;
+    let program = argv.first().cloned();
+    let started = Started::start_blocking(argv, stderr.cloned());
+    let started = started.map_err(|error| spawn_error(address, program, error))?;
     let peer = peer_text(address, &started);
     Ok(started.into_blocking_channel(peer, ChildEnd))
 }
@@ -134,10 +138,11 @@ fn peer_text(address: &Address, started: &Started) -> String {
     format!("{address} (process {})", started.pid())
 }
 
-fn spawn_error(address: &Address, error: io::Error) -> TransportError {
+/// Makes the error of a child that did not start. `program` is the first word of its command.
+pub(super) fn spawn_error(address: &Address, program: Option<String>, error: io::Error) -> TransportError {
     let address = address.to_string();
     match error.get_ref().and_then(|error| error.downcast_ref()) {
         Some(cause) => TransportError::EndlessStart { address, source: *cause },
-        None => TransportError::Spawn { address, source: error.into() },
+        None => TransportError::Spawn { address, program: program.unwrap_or_default(), source: error.into() },
     }
 }

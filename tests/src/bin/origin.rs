@@ -1,5 +1,5 @@
-//! An origin in a process of its own, for `exec:` addresses: serves one session over standard input
-//! and output, and ends with it. Its arguments are the limits of the session.
+//! An origin in a process of its own, for `exec:` and `ssh://` addresses: serves one session over
+//! standard input and output, and ends with it. Its arguments are the limits of the session.
 
 #[tokio::main]
 async fn main() {

@@ -1,8 +1,9 @@
-//! Tests of sessions: the conformance suite over every kind of session, placed graphs, and modules
-//! of TVM-FFI.
+//! Tests of sessions: the conformance suite over every kind of session, placed graphs, `ssh`, and
+//! modules of TVM-FFI.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on should stop")]
 
 mod conformance;
 mod placement;
+mod ssh;
 mod tvm_ffi;

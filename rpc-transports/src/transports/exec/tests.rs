@@ -14,7 +14,7 @@ use super::launcher::POLL_MIN;
 use super::*;
 
 /// Time limit against hanging, far longer than any step of these tests takes.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIME_LIMIT: Duration = Duration::from_secs(60);
 
 fn exec(argv: &[&str]) -> Address {
     Address::exec(argv.iter().copied()).unwrap()
@@ -40,7 +40,7 @@ fn pid(guard: &ChildGuard) -> Pid {
 fn reaped(pid: Pid) -> Duration {
     let start = Instant::now();
     while rustix::process::test_kill_process(pid).is_ok() {
-        assert!(start.elapsed() < PATIENCE, "{pid:?} is still there");
+        assert!(start.elapsed() < TIME_LIMIT, "{pid:?} is still there");
         thread::sleep(POLL_MIN);
     }
     start.elapsed()
@@ -70,7 +70,7 @@ fn bytes_cross_blocking() {
     channel.io().shutdown(Shutdown::Write).unwrap();
     assert_eq!(channel.read(&mut buffer).unwrap(), 0);
     let guard: &Arc<ChildGuard> = channel.guard().unwrap().downcast_ref().unwrap();
-    assert!(guard.exited_within(PATIENCE).unwrap().unwrap().success());
+    assert!(guard.exited_within(TIME_LIMIT).unwrap().unwrap().success());
 }
 
 #[test]
@@ -243,7 +243,7 @@ fn a_child_over_one_socket_serves_and_may_print() {
     output.read_to_end(&mut echoed).unwrap();
     assert_eq!(echoed, b"ping");
     let guard: &Arc<ChildGuard> = channel.guard().unwrap().downcast_ref().unwrap();
-    assert!(guard.exited_within(PATIENCE).unwrap().unwrap().success());
+    assert!(guard.exited_within(TIME_LIMIT).unwrap().unwrap().success());
 }
 
 #[test]
@@ -281,6 +281,6 @@ fn children_die_with_a_parent_that_is_killed() {
     parent.wait().unwrap();
     // The descriptor is readable once the process has ended, even if another process reaps it.
     let mut watched = [PollFd::new(&grandchild, PollFlags::IN)];
-    let patience = Timespec::try_from(PATIENCE).unwrap();
-    assert_eq!(poll(&mut watched, Some(&patience)).unwrap(), 1);
+    let limit = Timespec::try_from(TIME_LIMIT).unwrap();
+    assert_eq!(poll(&mut watched, Some(&limit)).unwrap(), 1);
 }
