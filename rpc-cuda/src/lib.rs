@@ -33,6 +33,10 @@
 //! All of this has been tested only against a simulated driver, which keeps CUDA's rules of order
 //! and addresses on the processor, because no GPU was available. `tests/gpu.rs` holds the tests
 //! that need one.
+//!
+//! [`Stream::synchronize`]: rpc_core::device::Stream::synchronize
+//! [`Stream::wait_for`]: rpc_core::device::Stream::wait_for
+//! [`Stream::when_done`]: rpc_core::device::Stream::when_done
 
 mod arguments;
 mod attributes;
