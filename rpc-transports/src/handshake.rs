@@ -6,4 +6,6 @@ pub(crate) mod driver;
 pub(crate) mod files;
 pub(crate) mod handshake_limit;
 pub mod identity;
+mod security;
 mod steps;
+mod tokens;
