@@ -137,6 +137,29 @@ async fn calls_cross_encrypted_channels_in_both_forms() {
 }
 
 #[tokio::test]
+async fn a_channel_to_a_server_that_was_not_verified_needs_a_token() {
+    let authority = Authority::new();
+    let tls = ServerTls::new(authority.server().certificate(), None).unwrap();
+    let server = server(by_token(SECRET));
+    for scheme in SECURE {
+        let address: Address = listen(&server, scheme, Some(&tls)).await.parse().unwrap();
+        let dial =
+            rpc_transports::Dial { tls: Some(ClientTls::unverified(None).unwrap()), ..rpc_transports::Dial::default() };
+        let transports = rpc_transports::Transports::default();
+        let channel = transports.dial(&address, &dial).await.unwrap();
+        unauthenticated(Connector::new().connect_channel(channel).await);
+        let channel = transports.dial(&address, &dial).await.unwrap();
+        let session = Connector::new().tokens(tokens(SECRET)).connect_channel(channel).await.unwrap();
+        assert!(session.is_encrypted());
+        assert_eq!(whoami(&session).await, "token");
+        // The security is the channel's own: once taken, the channel claims none.
+        let mut channel = transports.dial(&address, &dial).await.unwrap();
+        assert!(channel.take_security().is_encrypted());
+        assert!(!channel.security().is_encrypted());
+    }
+}
+
+#[tokio::test]
 async fn no_server_is_trusted_by_default() {
     let authority = Authority::new();
     let tls = ServerTls::new(authority.server().certificate(), None).unwrap();
