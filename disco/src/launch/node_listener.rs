@@ -81,7 +81,7 @@ impl NodeListener {
             if ranked.len() + others.len() >= count {
                 break;
             }
-            let meeting = self.0.server.meet(connector, |key| NodeRank::of_key(key).is_some());
+            let meeting = self.0.server.connect_parked(connector, |key| NodeRank::of_key(key).is_some());
             let (key, session) = match tokio::time::timeout_at(deadline, meeting).await {
                 Ok(Ok(met)) => met,
                 Ok(Err(error)) => {

@@ -308,7 +308,7 @@ impl Connector {
             is_no_relay(&negotiated, channel.peer())?;
         }
         let peer = channel.peer().to_owned();
-        let session = BlockingClientSession::start(channel, &negotiated, input, self.link());
+        let session = BlockingClientSession::start(channel, &negotiated, input, self.endpoint_config());
         let session = session.map_err(|error| TransportError::from_io(peer, error))?;
         Ok(Session::new(session))
     }
@@ -516,7 +516,7 @@ impl Connector {
             (negotiated, input) = self.perform_handshake(&mut channel, handshake).await?;
             is_no_relay(&negotiated, channel.peer())?;
         }
-        Ok(ClientSession::spawn(channel, &negotiated, input, self.link()))
+        Ok(ClientSession::spawn(channel, &negotiated, input, self.endpoint_config()))
     }
 
     /// Performs a handshake, and records its outcome for the connection under the channel.
@@ -579,7 +579,7 @@ impl Connector {
         self.server_request.as_deref()
     }
 
-    pub(crate) fn link(&self) -> EndpointConfig {
+    pub(crate) fn endpoint_config(&self) -> EndpointConfig {
         EndpointConfig { keep_alive: self.dial.keep_alive }
     }
 }

@@ -173,14 +173,14 @@ impl Server {
     /// [`Draining`](ErrorKind::Draining) once this server is told to stop; and the errors of a
     /// handshake with the other server, which is gone then. Cancel-safe: a server that has been
     /// taken already comes back by itself if it [parks](Self::park).
-    pub async fn meet(
+    pub async fn connect_parked(
         &self,
         connector: &Connector,
         wanted: impl Fn(&str) -> bool + Send + Sync,
     ) -> Result<(String, Session), ConnectError> {
         let closed = self.closed();
         let (key, parked) = tokio::select! {
-            met = self.0.parked.meet(wanted) => met,
+            found = self.0.parked.wait_for(wanted) => found,
             () = closed => return Err(RpcError::new(ErrorKind::Draining, "the server is going away").into()),
         };
         let ParkedServer { channel, input, held } = parked;

@@ -213,12 +213,12 @@ async fn a_relay_can_be_the_client_of_servers_parked_at_it() {
         });
         // The relay proves itself like any client, and is refused like any.
         let connector = Connector::new().tokens(tokens.clone());
-        let (key, session) = relay.meet(&connector, |key| key == "board").await.unwrap();
+        let (key, session) = relay.connect_parked(&connector, |key| key == "board").await.unwrap();
         assert_eq!((key.as_str(), whoami(&session).await.as_str()), ("board", "client"));
         // Servers that are connected stay, although no more can come.
         relay.stop();
         assert_eq!(whoami(&session).await, "client");
-        let error = relay.meet(&connector, |_| true).await.unwrap_err().into_rpc_error();
+        let error = relay.connect_parked(&connector, |_| true).await.unwrap_err().into_rpc_error();
         assert_eq!(error.kind(), ErrorKind::Draining);
         drop(session);
         assert!(waits.await.unwrap().unwrap());
@@ -249,7 +249,7 @@ async fn a_relay_without_proof_gets_no_session_with_a_parked_server() {
     let tokens = Tokens::parse(SECRET).unwrap();
     let server = server(|options| options.access = Access { anonymous: false, tokens, certificates: false });
     let waits = tokio::spawn(async move { server.park_once(&address, &board(1)).await });
-    let error = relay.meet(&Connector::new(), |_| true).await.unwrap_err().into_rpc_error();
+    let error = relay.connect_parked(&Connector::new(), |_| true).await.unwrap_err().into_rpc_error();
     assert_eq!(error.kind(), ErrorKind::Unauthenticated);
     assert!(!waits.await.unwrap().unwrap());
 }

@@ -77,7 +77,7 @@ impl ServerPool {
 
     /// Returns the channel and the key of the first server whose key is `wanted`, or waits for one.
     /// Cancel-safe.
-    pub(in crate::serve) async fn meet(&self, wanted: impl Fn(&str) -> bool) -> (String, ParkedServer) {
+    pub(in crate::serve) async fn wait_for(&self, wanted: impl Fn(&str) -> bool) -> (String, ParkedServer) {
         loop {
             let arrived = self.arrived.notified();
             let mut arrived = std::pin::pin!(arrived);
