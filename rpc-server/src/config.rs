@@ -3,7 +3,8 @@
 //! Each setting is declared once, in a `settings!` of `serve`, `tracker`, `relay` or `disco_node`.
 //! The declaration gives the flag of the command line, the environment variable (`--max-message` is
 //! `RPC_SERVER_MAX_MESSAGE`), the key in the configuration file (`max-message`), and the default. A
-//! flag overrides the environment, the environment the file, and the file the default.
+//! flag overrides the environment, the environment the file, and the file the default. Settings
+//! that servers, trackers and relays share are declared by `listener_settings!`.
 
 #[macro_use]
 mod settings;
@@ -23,7 +24,7 @@ pub use listen_address::ListenAddress;
 pub use relay::{RelayConfig, RelaySettings};
 pub use serve::{Isolate, ServeConfig, ServeSettings};
 pub use tracker::{Label, LabelError, TrackerAddress, TrackerConfig, TrackerSettings};
-pub use units::{ByteSize, HttpAddress, OtlpEndpoint, PortRange, Span, UnitError};
+pub use units::{ByteSize, HttpAddress, Origin, OtlpEndpoint, PortRange, Span, UnitError};
 
 #[cfg(test)]
 mod tests;

@@ -125,21 +125,24 @@ pub fn main_with(transports: Transports) -> ExitCode {
 }
 
 fn serve(settings: ServeSettings, transports: Transports) -> Result<StopReason, ServeError> {
-    let config = settings.resolve_with(&transports)?;
+    let config = settings.clone().resolve_with(&transports)?;
     logging::init(&config.log_level, config.log_format);
-    RpcServer::default().devices(gpu::for_server(&config)).config(config).transports(transports).run_blocking()
+    let server = RpcServer::default().devices(gpu::for_server(&config)).config(config).transports(transports.clone());
+    server.read_origins(move || Ok(settings.clone().resolve_with(&transports)?.allow_origin)).run_blocking()
 }
 
 fn relay(settings: RelaySettings, transports: Transports) -> Result<StopReason, ServeError> {
-    let config = settings.resolve_with(&transports)?;
+    let config = settings.clone().resolve_with(&transports)?;
     logging::init(&config.log_level, config.log_format);
-    Relay::with_transports(&config, transports)?.run_blocking()
+    let relay = Relay::with_transports(&config, transports.clone())?;
+    relay.read_origins(move || Ok(settings.clone().resolve_with(&transports)?.allow_origin)).run_blocking()
 }
 
 fn track(settings: TrackerSettings, transports: Transports) -> Result<StopReason, ServeError> {
-    let config = settings.resolve_with(&transports)?;
+    let config = settings.clone().resolve_with(&transports)?;
     logging::init(&config.log_level, config.log_format);
-    Tracker::run_blocking_with(&config, transports)
+    let known = transports.clone();
+    Tracker::run_blocking_reading(&config, transports, move || Ok(settings.clone().resolve_with(&known)?.allow_origin))
 }
 
 fn work(settings: WorkerSettings, transports: Transports) -> Result<StopReason, ServeError> {

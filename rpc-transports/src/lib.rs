@@ -52,7 +52,9 @@ pub use serve::{
     Dialect, DialectConnection, DialectRequest, Dialects, MAX_FIRST_BYTES, Recognition, ServerNotices, Working,
 };
 pub use serve::{Onward, OpenRequest, ParkOptions, ServeObserver, ServeOptions, Server, SessionFactory, TokioSpawner};
-pub use transport::{Bind, BoxFuture, ConnectionLimits, Dial, Properties, Reach, Transport, Transports};
+pub use transport::{
+    AllowedOrigins, Bind, BoxFuture, ConnectionLimits, Dial, Properties, Reach, Transport, Transports,
+};
 #[cfg(feature = "exec")]
 pub use transports::exec;
 pub use transports::memory;

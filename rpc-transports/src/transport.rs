@@ -1,5 +1,6 @@
 //! Transports: the trait for dialling peers and listening for them, and the terms of each call.
 
+mod allowed_origins;
 mod compiled_in;
 mod registry;
 
@@ -9,6 +10,7 @@ use std::ops::RangeInclusive;
 use std::pin::Pin;
 use std::time::Duration;
 
+pub use self::allowed_origins::AllowedOrigins;
 pub use self::registry::Transports;
 use crate::address::{Address, AddressError};
 use crate::channel::{BlockingChannel, Channel};
@@ -218,7 +220,7 @@ impl Default for Dial {
 /// The silence after which sessions test their channel, unless another one is set.
 pub(crate) const KEEP_ALIVE: Duration = Duration::from_secs(5);
 
-/// Terms of one listener: ports, credentials and limits.
+/// Terms of one listener: ports, credentials, limits, and web pages.
 #[derive(Clone, Debug)]
 pub struct Bind {
     /// The certificates of the server, for transports that encrypt. Default: none, and those
@@ -236,6 +238,8 @@ pub struct Bind {
     /// The ports to try in turn when the address says port 0 or its port is in use. Default: none,
     /// so that port 0 is any free port, and a port in use is an error.
     pub port_range: Option<RangeInclusive<u16>>,
+    /// The web pages that transports over HTTP serve. Default: none.
+    pub origins: AllowedOrigins,
 }
 
 impl Default for Bind {
@@ -246,6 +250,7 @@ impl Default for Bind {
             connections: ConnectionLimits::default(),
             backlog: 1024,
             port_range: None,
+            origins: AllowedOrigins::default(),
         }
     }
 }

@@ -39,7 +39,8 @@
 //! a token is bound to the TLS connection. Behind a proxy that ends TLS there are two connections,
 //! so the proof could not hold, and dialling fails with an error that says so; it is never made
 //! without the binding. Web pages can open WebSockets to the loopback interface of whoever views
-//! them: a request with an `Origin` that [`WebSocket::allow_origins`] does not list is refused.
+//! them: a request with an `Origin` is refused unless [`WebSocket::allow_origins`], or
+//! [`Bind::origins`] of the listener, lists it.
 
 #![forbid(unsafe_code)]
 // A test that panics has failed, as it should.
@@ -50,11 +51,9 @@ mod listen;
 mod proxy;
 mod stream;
 
-use std::collections::BTreeSet;
-use std::sync::Arc;
-
 use rpc_transports::{
-    Address, AddressError, Bind, BoxFuture, Channel, Dial, Listener, Properties, Reach, Transport, TransportError,
+    Address, AddressError, AllowedOrigins, Bind, BoxFuture, Channel, Dial, Listener, Properties, Reach, Transport,
+    TransportError,
 };
 
 pub use self::proxy::Proxies;
@@ -65,8 +64,8 @@ const ALPN: &[u8] = b"http/1.1";
 /// The transport of `ws://` and `wss://` addresses.
 #[derive(Clone, Debug, Default)]
 pub struct WebSocket {
-    /// Origins of the web pages that listeners serve.
-    origins: Arc<BTreeSet<String>>,
+    /// Origins of the web pages that all listeners serve.
+    origins: AllowedOrigins,
     proxies: Proxies,
 }
 
@@ -78,17 +77,16 @@ impl WebSocket {
         Self::default()
     }
 
-    /// Serves the web pages of these origins, such as `https://console.example`, besides clients
-    /// that are no browsers and send no origin. Default: none. Origins are compared without regard
-    /// to case.
+    /// Serves the web pages of these origins, such as `https://console.example`, besides those of
+    /// [`Bind::origins`] and clients that are no browsers and send no origin. Default: none.
+    /// Origins are compared without regard to case.
     #[must_use]
     pub fn allow_origins<I>(self, origins: I) -> Self
     where
         I: IntoIterator,
         I::Item: Into<String>,
     {
-        let origins = origins.into_iter().map(|origin| origin.into().to_ascii_lowercase()).collect();
-        Self { origins: Arc::new(origins), ..self }
+        Self { origins: AllowedOrigins::new(origins), ..self }
     }
 
     /// Dials through these proxies. Default: [`Proxies::from_environment`].
@@ -138,7 +136,7 @@ impl Transport for WebSocket {
     }
 
     fn bind<'a>(&'a self, at: &'a Address, with: &'a Bind) -> BoxFuture<'a, Result<Listener, TransportError>> {
-        Box::pin(listen::bind(Arc::clone(&self.origins), at, with))
+        Box::pin(listen::bind(self.origins.clone(), at, with))
     }
 }
 

@@ -1,14 +1,14 @@
 //! Listening: TCP connections, each with TLS for `wss://` and the HTTP upgrade as its own handshake.
 
-use std::collections::BTreeSet;
 use std::future::Future;
 use std::io;
 use std::pin::Pin;
-use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
 use rpc_transports::transports::tcp::Tcp;
-use rpc_transports::{Accept, Address, Bind, Channel, Listener, Peer, Security, ServerTls, Transport, TransportError};
+use rpc_transports::{
+    Accept, Address, AllowedOrigins, Bind, Channel, Listener, Peer, Security, ServerTls, Transport, TransportError,
+};
 use tokio_tungstenite::accept_hdr_async_with_config;
 use tokio_tungstenite::tungstenite::Error;
 use tokio_tungstenite::tungstenite::handshake::server::{ErrorResponse, Request, Response};
@@ -19,12 +19,9 @@ use crate::dial::{CHANNEL_HEADER, ENCRYPTED, PLAIN};
 use crate::stream::{MessageStream, limits};
 use crate::{ALPN, is_encrypted, over_tcp};
 
-/// Listens on `at`, for clients that are no web pages, and for the pages of `origins`.
-pub(crate) async fn bind(
-    origins: Arc<BTreeSet<String>>,
-    at: &Address,
-    with: &Bind,
-) -> Result<Listener, TransportError> {
+/// Listens on `at`, for clients that are no web pages, and for the pages of `origins` and those of
+/// the listener.
+pub(crate) async fn bind(origins: AllowedOrigins, at: &Address, with: &Bind) -> Result<Listener, TransportError> {
     let tls = match (is_encrypted(at), &with.tls) {
         (false, _) => None,
         (true, Some(tls)) => Some(tls.clone()),
@@ -36,6 +33,7 @@ pub(crate) async fn bind(
         Some(port) => at.clone().with_port(port),
         None => at.clone(),
     };
+    let origins = [origins, with.origins.clone()];
     Ok(Listener::new(local, Upgrades { next: accept(listener), origins, tls }))
 }
 
@@ -46,7 +44,8 @@ struct Upgrades {
     /// The connection that is waited for. It owns the listener meanwhile, so that a pause for lack
     /// of files is kept when the task that polls is woken for another reason.
     next: Accepting,
-    origins: Arc<BTreeSet<String>>,
+    /// Origins that the transport serves, and those that this listener serves.
+    origins: [AllowedOrigins; 2],
     tls: Option<ServerTls>,
 }
 
@@ -66,7 +65,7 @@ impl Accept for Upgrades {
         // The listener below has passed over what concerns one connection alone.
         let channel = accepted.map_err(io::Error::other)?;
         let peer = Peer::new(channel.peer()).on(channel.machine());
-        let upgrade = upgrade(channel, peer.clone(), Arc::clone(&self.origins), self.tls.clone());
+        let upgrade = upgrade(channel, peer.clone(), self.origins.clone(), self.tls.clone());
         Poll::Ready(Ok(Channel::upgrading(upgrade, peer)))
     }
 }
@@ -75,7 +74,7 @@ impl Accept for Upgrades {
 async fn upgrade(
     over: Channel,
     peer: Peer,
-    origins: Arc<BTreeSet<String>>,
+    origins: [AllowedOrigins; 2],
     tls: Option<ServerTls>,
 ) -> io::Result<Channel> {
     let (io, name, guard) = over.into_parts();
@@ -87,7 +86,7 @@ async fn upgrade(
     #[allow(clippy::result_large_err, reason = "the library's type")]
     let answer = |request: &Request, mut response: Response| {
         if let Err(origin) = check_origin(request, &origins) {
-            tracing::warn!(peer = %name, origin, "a web page was refused: its origin is not allowed");
+            tracing::warn!(peer = %name, origin, "a web page was refused: its origin is not allowed (--allow-origin)");
             return Err(forbidden());
         }
         let arrives = if encrypted { ENCRYPTED } else { PLAIN };
@@ -113,10 +112,10 @@ fn no_upgrade(error: Error) -> io::Error {
 
 /// Checks that a request is not one of a web page, or of a page that is allowed. Fails with the
 /// origin, cut for the log.
-fn check_origin(request: &Request, origins: &BTreeSet<String>) -> Result<(), String> {
+fn check_origin(request: &Request, allowed: &[AllowedOrigins]) -> Result<(), String> {
     for origin in request.headers().get_all(ORIGIN) {
-        let origin = String::from_utf8_lossy(origin.as_bytes()).to_ascii_lowercase();
-        if !origins.contains(&origin) {
+        let origin = String::from_utf8_lossy(origin.as_bytes());
+        if !allowed.iter().any(|origins| origins.contains(&origin)) {
             return Err(origin.chars().take(200).collect());
         }
     }
@@ -135,7 +134,7 @@ mod tests {
 
     #[test]
     fn only_pages_of_listed_origins_pass() {
-        let origins = BTreeSet::from(["https://console.example".to_owned()]);
+        let origins = [AllowedOrigins::new(["https://console.example"]), AllowedOrigins::new(["http://127.0.0.1:80"])];
         let of = |origins_sent: &[&str]| {
             let mut request = Request::builder();
             for origin in origins_sent {
@@ -146,6 +145,7 @@ mod tests {
         assert_eq!(of(&[]), Ok(()), "programs send no origin");
         assert_eq!(of(&["https://console.example"]), Ok(()));
         assert_eq!(of(&["https://Console.Example"]), Ok(()));
+        assert_eq!(of(&["http://127.0.0.1:80"]), Ok(()));
         for refused in ["null", "http://console.example", "https://console.example:8443", "https://evil.example", ""] {
             assert!(of(&[refused]).is_err(), "{refused}");
             assert!(of(&["https://console.example", refused]).is_err(), "one of two, {refused}");

@@ -3,11 +3,12 @@
 
 use std::error::Error;
 use std::sync::Arc;
+use std::time::Duration;
 
 use rpc_core::Registry;
 use rpc_transports::{
-    Access, Address, Bind, Certificate, ClientTls, ConnectError, Connector, ServeOptions, Server, ServerTls, Tokens,
-    Transports,
+    Access, Address, AllowedOrigins, Bind, Certificate, ClientTls, ConnectError, Connector, ServeOptions, Server,
+    ServerTls, Tokens, Transports,
 };
 use rpc_websocket::{Proxies, WebSocket};
 use tokio::io::{AsyncReadExt, AsyncWriteExt, copy_bidirectional};
@@ -122,6 +123,51 @@ async fn a_proxy_that_ends_tls_is_an_error_that_says_so() {
     let error = connector.connect(&format!("wss://{front}")).await.unwrap_err();
     let text = chain(&error);
     assert!(text.contains("ends TLS"), "{text}");
+}
+
+#[tokio::test]
+async fn a_proxy_that_ends_tls_and_encrypts_again_is_named_as_a_possible_cause() {
+    let tokens = Tokens::parse(TOKEN).unwrap();
+    let server = server(Access { tokens: tokens.clone(), ..Access::default() });
+    let (tls, trust) = certificates();
+    let behind = listen(&server, Some(tls.clone())).await;
+
+    // A reverse proxy: a TLS connection to the client, and another one to the server.
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let front = listener.local_addr().unwrap();
+    let trust_of_proxy = trust.clone();
+    tokio::spawn(async move {
+        while let Ok((stream, _)) = listener.accept().await {
+            let (tls, trust, behind) = (tls.clone(), trust_of_proxy.clone(), behind.clone());
+            tokio::spawn(async move {
+                let (mut near, _) = tls.accept(b"http/1.1", stream).await.unwrap();
+                let far = TcpStream::connect(behind.host_and_port().unwrap()).await.unwrap();
+                let limit = Duration::from_secs(10);
+                let (mut far, _) = trust.connect(&behind, b"http/1.1", far, limit).await.unwrap();
+                _ = copy_bidirectional(&mut near, &mut far).await;
+            });
+        }
+    });
+
+    let connector = Connector::new().transports(transports()).tokens(tokens).tls(trust);
+    let error = connector.connect(&format!("wss://{front}")).await.unwrap_err();
+    let text = chain(&error);
+    assert!(text.contains("a proxy that ends TLS and encrypts again"), "{text}");
+}
+
+#[tokio::test]
+async fn web_pages_of_one_listener_can_be_changed_while_it_listens() {
+    let server = server(Access { anonymous: true, ..Access::default() });
+    let origins = AllowedOrigins::new(["https://old.example"]);
+    let bind = Bind { origins: origins.clone(), ..Bind::default() };
+    let address = server.listen(&"ws://127.0.0.1:0".parse().unwrap(), &bind).await.unwrap();
+    assert!(ask_as_a_page(&address, "https://Old.example").await.contains("101"));
+    assert!(ask_as_a_page(&address, "https://new.example").await.contains("403"));
+    origins.set(["https://NEW.example"]);
+    assert!(ask_as_a_page(&address, "https://old.example").await.contains("403"));
+    assert!(ask_as_a_page(&address, "https://new.example").await.contains("101"));
+    // The transport's own list holds for all listeners.
+    assert!(ask_as_a_page(&address, "https://console.example").await.contains("101"));
 }
 
 #[tokio::test]

@@ -11,14 +11,12 @@ use serde::{Deserialize, Serialize};
 use super::listen_address::{DEFAULT_PORT, check_addresses, check_metrics, loopback};
 use super::units::seconds;
 use super::{
-    ByteSize, ConfigError, HttpAddress, Label, ListenAddress, OtlpEndpoint, PortRange, Span, TrackerAddress,
-    machine_memory,
+    ByteSize, ConfigError, Label, ListenAddress, OtlpEndpoint, PortRange, Span, TrackerAddress, machine_memory,
 };
-use crate::logging::{LogFilter, LogFormat};
 use crate::pki::trust::{ClientTrust, ServerTrust};
 
-settings! {
-    ServeSettings => ServeConfig, "RPC_SERVER_CONFIG", "a server";
+listener_settings! {
+    ServeSettings => ServeConfig, "RPC_SERVER", "a server";
     settings {
         /// Address to listen on, such as tcp://127.0.0.1:9090, quic://board.lan:9090,
         /// tls://0.0.0.0:0 or unix:/run/rpc.sock; may be repeated, or given as a list with commas.
@@ -33,9 +31,6 @@ settings! {
         /// Maximum number of sessions of one client, known by its proven identity or else by the
         /// address of its machine; more are refused
         max_sessions_per_peer: usize = 1024, "RPC_SERVER_MAX_SESSIONS_PER_PEER";
-        /// Maximum number of connections in the handshake; for one more, the oldest of the machine
-        /// that has most of them is closed
-        max_handshakes: usize = 1024, "RPC_SERVER_MAX_HANDSHAKES";
         /// Maximum device memory of one session
         #[arg(value_name = "SIZE")]
         max_memory: ByteSize = ByteSize::UNLIMITED, "RPC_SERVER_MAX_MEMORY";
@@ -65,9 +60,6 @@ settings! {
         /// larger
         #[arg(value_name = "SIZE")]
         max_message: ByteSize = ByteSize(64 << 20), "RPC_SERVER_MAX_MESSAGE";
-        /// Time limit of a handshake
-        #[arg(value_name = "TIME")]
-        handshake_timeout: Span = seconds(10), "RPC_SERVER_HANDSHAKE_TIMEOUT";
         /// Silence after which a connection is tested; after three times as long it is dead
         #[arg(value_name = "TIME")]
         keep_alive: Span = seconds(5), "RPC_SERVER_KEEP_ALIVE";
@@ -87,15 +79,6 @@ settings! {
         /// Time that sessions have to end after the first signal
         #[arg(value_name = "TIME")]
         drain_timeout: Span = seconds(30), "RPC_SERVER_DRAIN_TIMEOUT";
-        /// Filter of logged events: error, warn, info, debug, trace, off, or directives such as
-        /// info,rpc_server=debug
-        #[arg(value_name = "FILTER")]
-        log_level: LogFilter = LogFilter::default(), "RPC_SERVER_LOG_LEVEL";
-        /// Format of log events on standard error
-        log_format: LogFormat = LogFormat::Text, "RPC_SERVER_LOG_FORMAT";
-        /// Listen where other machines can connect without proof of identity
-        #[arg(value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
-        insecure: bool = false, "RPC_SERVER_INSECURE";
         /// Servers to which clients may be forwarded, such as tcp://10.0.0.5:9090 or
         /// tls://*.lab:9090, where * is any text within the host, the port or the scheme; programs
         /// (exec:, ssh:) and paths (unix:) must be named without *; may be repeated, or given as a
@@ -184,10 +167,6 @@ settings! {
         /// Serve one session on standard input and output, and stop when it ends
         #[arg(value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
         stdio: bool = false, "RPC_SERVER_STDIO";
-        /// Stop when standard input ends: for a server that must end with the program that started
-        /// it
-        #[arg(value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
-        exit_with_stdin: bool = false, "RPC_SERVER_EXIT_WITH_STDIN";
     }
     optional {
         /// Name that clients may ask for, so that they do not reach another server by mistake
@@ -227,21 +206,6 @@ settings! {
         /// seconds, rounded up. Default: no limit
         #[arg(value_name = "TIME")]
         isolate_cpu_time: Span, "RPC_SERVER_ISOLATE_CPU_TIME";
-        /// Certificate of the server for tls:// and quic:// addresses, followed by those up to its
-        /// authority, as a PEM file, for example made by rpc-cli cert. With --token-file alone the
-        /// server makes one for itself
-        #[arg(value_name = "FILE")]
-        cert: PathBuf, "RPC_SERVER_CERT";
-        /// Private key of --cert, as a PEM file
-        #[arg(value_name = "FILE")]
-        cert_key: PathBuf, "RPC_SERVER_CERT_KEY";
-        /// Serve clients with a certificate by one of the authorities in this PEM file
-        #[arg(value_name = "FILE")]
-        client_ca: PathBuf, "RPC_SERVER_CLIENT_CA";
-        /// Serve clients that know one of the tokens in this file, one a line, each after the name
-        /// of its holder; for example made by rpc-cli token
-        #[arg(value_name = "FILE")]
-        token_file: PathBuf, "RPC_SERVER_TOKEN_FILE";
         /// Certificates of the authorities of servers to which clients are forwarded, as a PEM file
         #[arg(value_name = "FILE")]
         forward_ca: PathBuf, "RPC_SERVER_FORWARD_CA";
@@ -254,14 +218,6 @@ settings! {
         /// File of tokens that prove this server to those to which clients are forwarded
         #[arg(value_name = "FILE")]
         forward_token_file: PathBuf, "RPC_SERVER_FORWARD_TOKEN_FILE";
-        /// File that is written when the server is ready, with one address a line, and removed when
-        /// it stops
-        #[arg(value_name = "FILE")]
-        ready_file: PathBuf, "RPC_SERVER_READY_FILE";
-        /// Serve /metrics for Prometheus, /healthz and /readyz over HTTP at this address, such as
-        /// 127.0.0.1:9464. Default: off
-        #[arg(value_name = "ADDRESS")]
-        metrics: HttpAddress, "RPC_SERVER_METRICS";
         /// Export a span of each call to the OpenTelemetry collector at this URL, such as
         /// http://127.0.0.1:4318, to which /v1/traces is added. Default: off. Needs a server built
         /// with the feature otel

@@ -1,14 +1,14 @@
 //! The macro `settings!`: one declaration gives the flags, the environment variables, the keys of
-//! the file and the defaults.
+//! the file and the defaults. And `listener_settings!`, with the settings of all that listens.
 
 macro_rules! settings {
     (
-        $settings:ident => $config:ident, $config_env:literal, $what:literal;
+        $settings:ident => $config:ident, $config_env:expr, $what:literal;
         settings {
-            $($(#[doc = $doc:literal])+ $(#[arg($($arg:tt)*)])? $name:ident: $type:ty = $default:expr, $env:literal;)+
+            $($(#[doc = $doc:literal])+ $(#[arg($($arg:tt)*)])? $name:ident: $type:ty = $default:expr, $env:expr;)+
         }
         optional {
-            $($(#[doc = $odoc:literal])+ $(#[arg($($oarg:tt)*)])? $oname:ident: $otype:ty, $oenv:literal;)+
+            $($(#[doc = $odoc:literal])+ $(#[arg($($oarg:tt)*)])? $oname:ident: $otype:ty, $oenv:expr;)+
         }
     ) => {
         #[doc = concat!("Settings of ", $what, " from one source: the command line with the environment, or a file.")]
@@ -139,4 +139,106 @@ macro_rules! settings {
             }
         }
     };
+}
+
+/// Declares settings as `settings!` does, and adds those of every program that listens. Their
+/// environment variables begin with `$prefix`.
+macro_rules! listener_settings {
+    (
+        $settings:ident => $config:ident, $prefix:literal, $what:literal;
+        settings { $($settings_declared:tt)* }
+        optional { $($optional_declared:tt)* }
+    ) => {
+        settings! {
+            $settings => $config, concat!($prefix, "_CONFIG"), $what;
+            settings {
+                $($settings_declared)*
+                /// Maximum number of connections in the handshake; for one more, the oldest of the
+                /// machine that has most of them is closed
+                max_handshakes: usize = 1024, concat!($prefix, "_MAX_HANDSHAKES");
+                /// Time limit of a handshake
+                #[arg(value_name = "TIME")]
+                handshake_timeout: $crate::config::Span = $crate::config::units::seconds(10),
+                    concat!($prefix, "_HANDSHAKE_TIMEOUT");
+                /// Web pages that ws:// and wss:// addresses serve, by their origin, such as
+                /// https://console.example; may be repeated, or given as a list with commas. A
+                /// configuration file is read again for them at SIGHUP. Default: none, and only
+                /// programs that are no browsers are served there
+                #[arg(value_name = "ORIGIN", value_delimiter = ',')]
+                allow_origin: Vec<$crate::config::Origin> = Vec::new(), concat!($prefix, "_ALLOW_ORIGIN");
+                /// Filter of logged events: error, warn, info, debug, trace, off, or directives
+                /// such as info,rpc_server=debug
+                #[arg(value_name = "FILTER")]
+                log_level: $crate::logging::LogFilter = $crate::logging::LogFilter::default(),
+                    concat!($prefix, "_LOG_LEVEL");
+                /// Format of log events on standard error
+                log_format: $crate::logging::LogFormat = $crate::logging::LogFormat::Text,
+                    concat!($prefix, "_LOG_FORMAT");
+                /// Listen where other machines can connect without proof of identity
+                #[arg(value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+                insecure: bool = false, concat!($prefix, "_INSECURE");
+                /// Stop when standard input ends, for a process that must end with the program that
+                /// started it
+                #[arg(value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+                exit_with_stdin: bool = false, concat!($prefix, "_EXIT_WITH_STDIN");
+            }
+            optional {
+                $($optional_declared)*
+                /// Certificate to show at tls://, quic:// and wss:// addresses, followed by those up
+                /// to its authority, as a PEM file, for example made by rpc-cli cert. Without it,
+                /// --token-file is enough: one is made at the start
+                #[arg(value_name = "FILE")]
+                cert: PathBuf, concat!($prefix, "_CERT");
+                /// Private key of --cert, as a PEM file
+                #[arg(value_name = "FILE")]
+                cert_key: PathBuf, concat!($prefix, "_CERT_KEY");
+                /// Serve peers with a certificate by one of the authorities in this PEM file
+                #[arg(value_name = "FILE")]
+                client_ca: PathBuf, concat!($prefix, "_CLIENT_CA");
+                /// Serve peers that know one of the tokens in this file, one a line, each after the
+                /// name of its holder; for example made by rpc-cli token
+                #[arg(value_name = "FILE")]
+                token_file: PathBuf, concat!($prefix, "_TOKEN_FILE");
+                /// File that is written when all addresses are listened on, with one address a
+                /// line, and removed at the stop
+                #[arg(value_name = "FILE")]
+                ready_file: PathBuf, concat!($prefix, "_READY_FILE");
+                /// Serve /metrics for Prometheus, /healthz and /readyz over HTTP at this address,
+                /// such as 127.0.0.1:9464. Default: off
+                #[arg(value_name = "ADDRESS")]
+                metrics: $crate::config::HttpAddress, concat!($prefix, "_METRICS");
+            }
+        }
+    };
+}
+
+/// Gives the configurations of trackers and relays the method `listener_config`, which returns the
+/// settings that they share with servers.
+macro_rules! listener_config {
+    ($($config:ident)*) => {$(
+        impl $config {
+            fn listener_config(&self) -> $crate::config::ServeConfig {
+                $crate::config::ServeConfig {
+                    listen: self.listen.clone(),
+                    max_sessions: self.max_sessions,
+                    max_sessions_per_peer: self.max_sessions_per_peer,
+                    max_handshakes: self.max_handshakes,
+                    handshake_timeout: self.handshake_timeout,
+                    keep_alive: self.keep_alive,
+                    allow_origin: self.allow_origin.clone(),
+                    log_level: self.log_level.clone(),
+                    log_format: self.log_format,
+                    insecure: self.insecure,
+                    exit_with_stdin: self.exit_with_stdin,
+                    cert: self.cert.clone(),
+                    cert_key: self.cert_key.clone(),
+                    client_ca: self.client_ca.clone(),
+                    token_file: self.token_file.clone(),
+                    ready_file: self.ready_file.clone(),
+                    metrics: self.metrics,
+                    ..$crate::config::ServeConfig::default()
+                }
+            }
+        }
+    )*};
 }

@@ -13,12 +13,11 @@ use serde::{Deserialize, Serialize};
 use super::listen_address::{check_addresses, check_metrics, loopback};
 use super::units::seconds;
 use super::{ByteSize, ConfigError, HttpAddress, ListenAddress, ServeConfig, Span};
-use crate::logging::{LogFilter, LogFormat};
 use crate::pki::trust::{ServerTrust, TrustError};
 use crate::tracker::TrackerOptions;
 
-settings! {
-    TrackerSettings => TrackerConfig, "RPC_TRACKER_CONFIG", "a tracker";
+listener_settings! {
+    TrackerSettings => TrackerConfig, "RPC_TRACKER", "a tracker";
     settings {
         /// Address to listen on, such as tcp://127.0.0.1:9190, quic://pool.lan:9190,
         /// tls://0.0.0.0:0 or unix:/run/pool.sock; may be repeated, or given as a list with commas.
@@ -49,41 +48,12 @@ settings! {
         max_sessions: usize = 16384, "RPC_TRACKER_MAX_SESSIONS";
         /// Maximum number of sessions of one peer; more are refused
         max_sessions_per_peer: usize = 8192, "RPC_TRACKER_MAX_SESSIONS_PER_PEER";
-        /// Time limit of a handshake
-        #[arg(value_name = "TIME")]
-        handshake_timeout: Span = seconds(10), "RPC_TRACKER_HANDSHAKE_TIMEOUT";
         /// Silence after which a connection is tested; after three times as long it is dead, and
         /// its server is dropped
         #[arg(value_name = "TIME")]
         keep_alive: Span = seconds(5), "RPC_TRACKER_KEEP_ALIVE";
-        /// Filter of logged events: error, warn, info, debug, trace, off, or directives such as
-        /// info,rpc_server=debug
-        #[arg(value_name = "FILTER")]
-        log_level: LogFilter = LogFilter::default(), "RPC_TRACKER_LOG_LEVEL";
-        /// Format of log events on standard error
-        log_format: LogFormat = LogFormat::Text, "RPC_TRACKER_LOG_FORMAT";
-        /// Listen where other machines can connect without proof of identity
-        #[arg(value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
-        insecure: bool = false, "RPC_TRACKER_INSECURE";
-        /// Stop when standard input ends: for a tracker that must end with the program that started
-        /// it
-        #[arg(value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
-        exit_with_stdin: bool = false, "RPC_TRACKER_EXIT_WITH_STDIN";
     }
     optional {
-        /// Certificate of the tracker for tls:// and quic:// addresses, followed by those up to its
-        /// authority, as a PEM file. With --token-file alone the tracker makes one for itself
-        #[arg(value_name = "FILE")]
-        cert: PathBuf, "RPC_TRACKER_CERT";
-        /// Private key of --cert, as a PEM file
-        #[arg(value_name = "FILE")]
-        cert_key: PathBuf, "RPC_TRACKER_CERT_KEY";
-        /// Serve peers with a certificate by one of the authorities in this PEM file
-        #[arg(value_name = "FILE")]
-        client_ca: PathBuf, "RPC_TRACKER_CLIENT_CA";
-        /// Serve peers that know one of the tokens in this file, one a line
-        #[arg(value_name = "FILE")]
-        token_file: PathBuf, "RPC_TRACKER_TOKEN_FILE";
         /// Certificates of the authorities of servers, as a PEM file, for checking that they can be
         /// reached at their advertised addresses
         #[arg(value_name = "FILE")]
@@ -91,21 +61,15 @@ settings! {
         /// File of tokens that prove this tracker to the servers that it checks
         #[arg(value_name = "FILE")]
         forward_token_file: PathBuf, "RPC_TRACKER_FORWARD_TOKEN_FILE";
-        /// File that is written when the tracker is ready, with one address a line, and removed
-        /// when it stops
-        #[arg(value_name = "FILE")]
-        ready_file: PathBuf, "RPC_TRACKER_READY_FILE";
         /// Serve a status page for browsers at this address, such as 127.0.0.1:9191, with servers,
         /// queue and the last hour. Default: off. It shows everything to everyone who connects, so
         /// the address must be local to this machine, unless --insecure is given
         #[arg(value_name = "ADDRESS")]
         http: HttpAddress, "RPC_TRACKER_HTTP";
-        /// Serve /metrics for Prometheus, /healthz and /readyz over HTTP at this address, such as
-        /// 127.0.0.1:9192. Default: off
-        #[arg(value_name = "ADDRESS")]
-        metrics: HttpAddress, "RPC_TRACKER_METRICS";
     }
 }
+
+listener_config!(TrackerConfig);
 
 impl TrackerConfig {
     /// Checks that the settings go together.
@@ -174,25 +138,10 @@ impl TrackerConfig {
     /// Returns the settings of the server that serves the functions of the tracker.
     pub fn serve_config(&self) -> ServeConfig {
         ServeConfig {
-            listen: self.listen.clone(),
-            insecure: self.insecure,
-            max_sessions: self.max_sessions,
-            max_sessions_per_peer: self.max_sessions_per_peer,
-            handshake_timeout: self.handshake_timeout,
-            keep_alive: self.keep_alive,
-            log_level: self.log_level.clone(),
-            log_format: self.log_format,
-            exit_with_stdin: self.exit_with_stdin,
-            cert: self.cert.clone(),
-            cert_key: self.cert_key.clone(),
-            client_ca: self.client_ca.clone(),
-            token_file: self.token_file.clone(),
             // The tracker forwards nothing. These credentials are for checking servers, and are
             // reloaded with the others.
             forward_ca: self.forward_ca.clone(),
             forward_token_file: self.forward_token_file.clone(),
-            metrics: self.metrics,
-            ready_file: self.ready_file.clone(),
             // Limits for clients: registrations and requests need few objects, no devices and no
             // files. A waiting request holds its claim and the functions that were fetched for it.
             max_handles: self.max_waiting_per_client.saturating_mul(4).saturating_add(64),
@@ -205,7 +154,7 @@ impl TrackerConfig {
             workspace_quota: ByteSize(0),
             // No session of a tracker has work that must be finished.
             drain_timeout: seconds(0),
-            ..ServeConfig::default()
+            ..self.listener_config()
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Sizes, durations, port ranges and HTTP addresses as people write them.
+//! Sizes, durations, port ranges, HTTP addresses and origins of web pages as people write them.
 //!
 //! A value is one whole number with one unit, in any case, and is printed so that it reads back as
 //! the same value: the configuration file depends on that. The crate `bytesize` prints rounded
@@ -46,6 +46,11 @@ pub struct HttpAddress(pub SocketAddr);
 #[serde(try_from = "String", into = "String")]
 pub struct OtlpEndpoint(String);
 
+/// Origin of web pages, written as browsers send it: `https://console.example`.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct Origin(String);
+
 /// Error of a text in the wrong form. Each message shows the right form.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
@@ -68,6 +73,12 @@ pub enum UnitError {
          collector on this machine can forward them"
     )]
     Otlp(String),
+    /// Not the origin of web pages.
+    #[error(
+        "'{0}' is not the origin of web pages; write for example https://console.example or http://localhost:8080, \
+         with a port if it is not the usual one, and without a path or *"
+    )]
+    Origin(String),
 }
 
 impl ByteSize {
@@ -224,7 +235,31 @@ impl fmt::Display for OtlpEndpoint {
     }
 }
 
-as_text!(ByteSize Span PortRange HttpAddress OtlpEndpoint);
+impl FromStr for Origin {
+    type Err = UnitError;
+
+    fn from_str(text: &str) -> Result<Self, UnitError> {
+        let is_origin = |uri: &Uri| {
+            let has_name = |name: &str| !name.is_empty() && !name.contains(['@', '*']);
+            let authority = uri.authority().is_some_and(|authority| has_name(authority.as_str()));
+            // `Uri` gives a path of `/` where there is none.
+            authority && uri.scheme().is_some() && uri.query().is_none() && uri.path() == "/"
+        };
+        let uri = text.parse::<Uri>().ok();
+        match uri.filter(|uri| is_origin(uri) && !text.ends_with('/') && !text.contains('#')) {
+            Some(_) => Ok(Self(text.to_ascii_lowercase())),
+            None => Err(UnitError::Origin(text.to_owned())),
+        }
+    }
+}
+
+impl fmt::Display for Origin {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+as_text!(ByteSize Span PortRange HttpAddress OtlpEndpoint Origin);
 
 #[cfg(test)]
 mod tests {
@@ -306,6 +341,36 @@ mod tests {
             "http://a/#b",
         ] {
             assert!(bad.parse::<OtlpEndpoint>().is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn origins_have_a_scheme_and_a_host_and_no_path() {
+        for (text, shown) in [
+            ("https://console.example", "https://console.example"),
+            ("HTTPS://Console.Example:8443", "https://console.example:8443"),
+            ("http://[::1]:8080", "http://[::1]:8080"),
+            ("chrome-extension://abcdef", "chrome-extension://abcdef"),
+        ] {
+            let origin: Origin = text.parse().unwrap();
+            assert_eq!(origin.to_string(), shown);
+            assert_eq!(shown.parse::<Origin>().unwrap(), origin);
+        }
+        for bad in [
+            "",
+            "*",
+            "null",
+            "console.example",
+            "https://",
+            "https://console.example/",
+            "https://console.example/path",
+            "https://console.example?q",
+            "https://*.example",
+            "https://me@console.example",
+            "https://console.example#x",
+        ] {
+            let error = bad.parse::<Origin>().unwrap_err();
+            assert!(error.to_string().contains("https://console.example or"), "{error}");
         }
     }
 

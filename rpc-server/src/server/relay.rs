@@ -2,7 +2,7 @@
 
 use rpc_transports::Transports;
 
-use crate::config::{RelayConfig, ServeError};
+use crate::config::{ConfigError, Origin, RelayConfig, ServeError};
 use crate::server::{RpcServer, Running, StopReason};
 
 /// A relay that has not been started.
@@ -29,6 +29,15 @@ impl Relay {
     pub fn with_transports(config: &RelayConfig, transports: Transports) -> Result<Self, ServeError> {
         config.check_with(&transports)?;
         Ok(Self { server: RpcServer::default().config(config.serve_config()).transports(transports).relay() })
+    }
+
+    /// Sets the reader of the origins that the configuration allows, for each reload.
+    #[must_use]
+    pub(crate) fn read_origins(
+        self,
+        read: impl Fn() -> Result<Vec<Origin>, ConfigError> + Send + Sync + 'static,
+    ) -> Self {
+        Self { server: self.server.read_origins(read) }
     }
 
     /// Starts the relay. Needs a tokio runtime with I/O and time.

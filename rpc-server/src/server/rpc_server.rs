@@ -10,7 +10,7 @@ use super::running::{Running, StopReason};
 use super::signals::Signals;
 use super::standard_streams;
 use super::start::{ServerParts, start};
-use crate::config::{ConfigError, ListenAddress, ServeConfig, ServeError};
+use crate::config::{ConfigError, ListenAddress, Origin, ServeConfig, ServeError};
 use crate::monitor::Gauges;
 
 /// A server that has not been started.
@@ -36,6 +36,7 @@ impl RpcServer {
             dialects: Dialects::default(),
             is_relay: false,
             on_reload: None,
+            read_origins: None,
             gauges: None,
         };
         Self { parts, listen: Vec::new(), extra_announcements: Vec::new(), join: None }
@@ -93,6 +94,17 @@ impl RpcServer {
     #[must_use]
     pub(crate) fn on_reload(mut self, callback: impl Fn(Dial) + Send + Sync + 'static) -> Self {
         self.parts.on_reload = Some(Box::new(callback));
+        self
+    }
+
+    /// Sets the reader of the origins that the configuration allows, for each
+    /// [`reload`](Running::reload).
+    #[must_use]
+    pub(crate) fn read_origins(
+        mut self,
+        read: impl Fn() -> Result<Vec<Origin>, ConfigError> + Send + Sync + 'static,
+    ) -> Self {
+        self.parts.read_origins = Some(Box::new(read));
         self
     }
 

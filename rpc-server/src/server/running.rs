@@ -1,20 +1,22 @@
 //! A server that runs: its addresses and sessions, the reload of credentials, and its end.
 
+use std::error::Error as _;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use rpc_transports::{Address, Dial, Server, ServerTls};
+use rpc_transports::{Address, AllowedOrigins, Dial, Server, ServerTls};
 use tokio::task::JoinHandle;
 
 use super::ready_file::ReadyFile;
 use super::registrar::Registrar;
 use super::server_state::ServerState;
 use super::session_workspace::Cleaner;
+use crate::config::{ConfigError, Origin, ServeError};
 use crate::isolate::{self, Isolation};
 use crate::monitor::{Monitoring, Phase};
 use crate::otel::Spans;
-use crate::pki::trust::{ClientTrust, ServerTrust, TrustError};
+use crate::pki::trust::{ClientTrust, ServerTrust};
 
 /// Longest time for sending clients the reason why their sessions end.
 const NOTIFY_TIMEOUT: Duration = Duration::from_secs(2);
@@ -25,6 +27,9 @@ const CLEANUP_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Callback that gets the new options for dialling others.
 pub(super) type OnReload = Box<dyn Fn(Dial) + Send + Sync>;
+
+/// Reader of the origins that the configuration allows at present.
+pub(super) type ReadOrigins = Box<dyn Fn() -> Result<Vec<Origin>, ConfigError> + Send + Sync>;
 
 /// Reason for which a server has stopped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -57,6 +62,9 @@ pub struct Running {
     pub(super) trust: ServerTrust,
     pub(super) onward: ClientTrust,
     pub(super) tls: Option<ServerTls>,
+    /// Web pages that the listeners serve.
+    pub(super) origins: AllowedOrigins,
+    pub(super) read_origins: Option<ReadOrigins>,
     pub(super) isolation: Option<Arc<Isolation>>,
     pub(super) cleaner: Arc<Cleaner>,
     pub(super) addresses: Vec<Address>,
@@ -85,12 +93,13 @@ impl Running {
     }
 
     /// Reads certificates and tokens again, and uses them for all later connections. If one cannot
-    /// be used, nothing changes. Blocks shortly.
+    /// be used, nothing changes. The programs then read the origins of web pages in their
+    /// configuration file again (`allow-origin`). Blocks shortly.
     ///
     /// # Errors
     ///
-    /// A file cannot be read or used.
-    pub fn reload(&self) -> Result<(), TrustError> {
+    /// [`ServeError::Trust`] and [`ServeError::Config`]: a file cannot be read or used.
+    pub fn reload(&self) -> Result<(), ServeError> {
         let onward = self.onward.dial_options()?;
         self.server.set_access(self.trust.reload(self.tls.as_ref())?);
         if let Some(registrar) = &self.registrar {
@@ -100,6 +109,10 @@ impl Running {
             on_reload(onward.clone());
         }
         self.server.set_onward(onward);
+        // Last, so that a file that is gone keeps no certificate from being renewed.
+        if let Some(read_origins) = &self.read_origins {
+            self.origins.set(read_origins()?.iter().map(ToString::to_string));
+        }
         Ok(())
     }
 
@@ -174,10 +187,15 @@ impl Running {
 
     pub(super) fn reload_and_log(&self) {
         match self.reload() {
-            Ok(()) => tracing::info!("certificates and tokens have been read again"),
+            Ok(()) => tracing::info!("certificates, tokens and origins have been read again"),
             Err(error) => {
-                let cause = std::error::Error::source(&error).map(ToString::to_string).unwrap_or_default();
-                tracing::error!(%error, cause, "cannot reload certificates and tokens; the old ones stay in use");
+                let (mut causes, mut next) = (Vec::new(), error.source());
+                while let Some(cause) = next {
+                    causes.push(cause.to_string());
+                    next = cause.source();
+                }
+                let cause = causes.join(": ");
+                tracing::error!(%error, cause, "cannot reload credentials and origins; the old ones stay in use");
             }
         }
     }

@@ -5,14 +5,16 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use rpc_core::{DeviceType, Devices, Registry};
-use rpc_transports::{Bind, Channel, Connector, Dial, Dialects, ParkOptions, Server, SessionFactory, Transports, exec};
+use rpc_transports::{
+    AllowedOrigins, Bind, Channel, Connector, Dial, Dialects, ParkOptions, Server, SessionFactory, Transports, exec,
+};
 
 use super::advertisement::{Advertisement, named_relays, offered_devices};
 use super::local_sessions::LocalSessions;
 use super::options::serve_options;
 use super::ready_file::ReadyFile;
 use super::registrar::Registrar;
-use super::running::{OnReload, Running};
+use super::running::{OnReload, ReadOrigins, Running};
 use super::server_state::ServerState;
 use super::session_workspace::Cleaner;
 use super::ticket_gate::TicketGate;
@@ -37,6 +39,7 @@ pub(super) struct ServerParts {
     pub(super) dialects: Dialects,
     pub(super) is_relay: bool,
     pub(super) on_reload: Option<OnReload>,
+    pub(super) read_origins: Option<ReadOrigins>,
     pub(super) gauges: Option<Arc<dyn Gauges>>,
 }
 
@@ -78,7 +81,8 @@ impl Checked {
     /// Opens the workspaces and modules, and makes the factory of sessions.
     async fn prepare(self) -> Result<Prepared, ServeError> {
         let Self { parts, ready_file, stdio, credentials, dial } = self;
-        let ServerParts { registry, devices, config, transports, dialects, is_relay, on_reload, gauges } = parts;
+        let ServerParts { registry, devices, config, transports, dialects, is_relay, on_reload, read_origins, gauges } =
+            parts;
         let workspaces = open_workspaces(&config).await?;
         let isolated = config.isolate == Isolate::Process;
         let (digests, modules) = prepare_modules(&config, &registry).await?;
@@ -117,6 +121,8 @@ impl Checked {
             trust: config.trust(),
             onward: config.onward(),
             tls: credentials.tls,
+            origins: AllowedOrigins::new(config.allow_origin.iter().map(ToString::to_string)),
+            read_origins,
             isolation,
             cleaner,
             addresses: Vec::with_capacity(config.listen.len()),
@@ -158,7 +164,8 @@ impl Prepared {
     async fn serve(self) -> Result<Running, ServeError> {
         let Self { config, transports, stdio, mut running, registration } = self;
         let port_range = config.port_range.as_ref().map(|range| range.0.clone());
-        let options = Bind { port_range, tls: running.tls.clone(), ..Bind::default() };
+        let options =
+            Bind { port_range, tls: running.tls.clone(), origins: running.origins.clone(), ..Bind::default() };
         for ListenAddress(address) in &config.listen {
             let properties = transports.check(address)?;
             if !(properties.is_local() || properties.encrypted && running.trust.demands()) {

@@ -9,7 +9,7 @@ use rpc_transports::Transports;
 use super::page;
 use super::scheduler::SlotTotals;
 use super::service::{Tracker, TrackerOptions};
-use crate::config::{HttpAddress, ServeError, TrackerConfig};
+use crate::config::{ConfigError, HttpAddress, Origin, ServeError, TrackerConfig};
 use crate::http::HttpServer;
 use crate::monitor::Gauges;
 use crate::server::{RpcServer, Running, StopReason};
@@ -59,10 +59,22 @@ impl Tracker {
     ///
     /// As [`run_blocking`](Self::run_blocking).
     pub fn run_blocking_with(config: &TrackerConfig, transports: Transports) -> Result<StopReason, ServeError> {
+        let origins = config.allow_origin.clone();
+        Self::run_blocking_reading(config, transports, move || Ok(origins.clone()))
+    }
+
+    /// As [`run_blocking_with`](Self::run_blocking_with), with a reader of the origins that the
+    /// configuration allows, for each reload.
+    pub(crate) fn run_blocking_reading(
+        config: &TrackerConfig,
+        transports: Transports,
+        read_origins: impl Fn() -> Result<Vec<Origin>, ConfigError> + Send + Sync + 'static,
+    ) -> Result<StopReason, ServeError> {
         let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().thread_name("rpc-tracker").build();
         let runtime = runtime.map_err(ServeError::Runtime)?;
         let reason = runtime.block_on(async {
-            let (tracker, mut server) = build(config, transports)?;
+            let (tracker, server) = build(config, transports)?;
+            let mut server = server.read_origins(read_origins);
             let page = serve_page(config, &tracker).await?;
             if let Some(page) = &page {
                 server.announce_also(format!("status page on http://{}", page.address()));

@@ -1,5 +1,7 @@
 //! Authentication by certificates and tokens, tested through both programs.
 
+#[cfg(feature = "websocket")]
+use std::io::Write as _;
 use std::io::{BufRead, BufReader, Lines};
 use std::path::PathBuf;
 use std::process::{Child, ChildStderr, ChildStdout, Command, Output, Stdio};
@@ -46,8 +48,13 @@ impl TrustFiles {
     }
 
     fn serve(&self, addresses: &[&str], args: &[&str]) -> Daemon {
+        self.start("serve", addresses, args)
+    }
+
+    /// Starts `rpc-server` with this subcommand.
+    fn start(&self, subcommand: &str, addresses: &[&str], args: &[&str]) -> Daemon {
         let mut command = Command::new(env!("CARGO_BIN_EXE_rpc-server"));
-        command.arg("serve").env_clear().args(["--workdir", &self.path("work")]).args(args);
+        command.arg(subcommand).env_clear().env("XDG_STATE_HOME", self.path("state")).args(args);
         for address in addresses {
             command.args(["--listen", address]);
         }
@@ -252,6 +259,57 @@ fn renewed_certificates_are_shown_after_a_hangup() {
     };
     assert!(client(&files.pki("ca.pem")));
     assert!(!client(old.to_str().unwrap()));
+}
+
+/// Sends the request of a browser on a page of `origin`, and returns the first line of the answer.
+#[cfg(feature = "websocket")]
+fn ask_as_a_page(address: &str, origin: &str) -> String {
+    let socket = address.strip_prefix("ws://").unwrap();
+    let mut stream = std::net::TcpStream::connect(socket).unwrap();
+    let request = format!(
+        "GET / HTTP/1.1\r\nHost: {socket}\r\nConnection: Upgrade\r\nUpgrade: websocket\r\nOrigin: {origin}\r\n\
+         Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+    );
+    stream.write_all(request.as_bytes()).unwrap();
+    BufReader::new(stream).lines().next().unwrap().unwrap()
+}
+
+#[cfg(feature = "websocket")]
+#[test]
+fn web_pages_are_served_by_the_origins_that_the_operator_lists_at_present() {
+    const CONSOLE: &str = "https://console.example";
+    const BOARD: &str = "http://board.lan:8080";
+    for subcommand in ["serve", "tracker", "relay"] {
+        let files = TrustFiles::new();
+        // By default no page is served.
+        let server = files.start(subcommand, &["ws://127.0.0.1:0"], &[]);
+        assert!(ask_as_a_page(&server.addresses[0], CONSOLE).contains("403"), "{subcommand}");
+
+        let file = files.path("settings.toml");
+        std::fs::write(&file, format!("allow-origin = [\"{CONSOLE}\"]\n")).unwrap();
+        let mut server = files.start(subcommand, &["ws://127.0.0.1:0"], &["--config", &file]);
+        let answers = |server: &Daemon| [CONSOLE, BOARD].map(|origin| ask_as_a_page(&server.addresses[0], origin));
+        let [console, board] = answers(&server);
+        assert!(console.contains("101") && board.contains("403"), "{subcommand}: {console}, {board}");
+        std::fs::write(&file, format!("allow-origin = [\"{BOARD}\"]\n")).unwrap();
+        server.hang_up();
+        server.await_log("have been read again");
+        let [console, board] = answers(&server);
+        assert!(console.contains("403") && board.contains("101"), "{subcommand}: {console}, {board}");
+        // A file that cannot be used changes nothing.
+        std::fs::write(&file, "allow-origin = [\"*\"]\n").unwrap();
+        server.hang_up();
+        server.await_log("is not the origin of web pages");
+        let [console, board] = answers(&server);
+        assert!(console.contains("403") && board.contains("101"), "{subcommand}: {console}, {board}");
+
+        // A flag overrides the file.
+        let flags = ["--config", &file, "--allow-origin", "https://one.example,https://console.example"];
+        std::fs::write(&file, format!("allow-origin = [\"{BOARD}\"]\n")).unwrap();
+        let server = files.start(subcommand, &["ws://127.0.0.1:0"], &flags);
+        let [console, board] = answers(&server);
+        assert!(console.contains("101") && board.contains("403"), "{subcommand}: {console}, {board}");
+    }
 }
 
 #[test]

@@ -151,6 +151,16 @@ impl TokenProof {
         Self { tokens, binding, dialler: false, context, state: ProofState::Begin }
     }
 
+    /// Describes a proof that does not hold: `what`, or a party in between. Over TLS that may be a
+    /// proxy of the operator's own, which has two connections with bindings of their own.
+    fn mismatch(&self, what: &str) -> String {
+        let proxy = match self.binding {
+            Some(_) => ", for example by a proxy that ends TLS and encrypts again: have it pass TLS through",
+            None => "",
+        };
+        format!("{what}, or the connection is intercepted{proxy}")
+    }
+
     /// Returns the subject of the proofs, given both challenges.
     fn subject(&self, of_acceptor: &[u8], of_dialler: &[u8]) -> [u8; LEN] {
         let mut context = self.context.clone();
@@ -229,7 +239,7 @@ impl Identity for TokenProof {
                 let Some(token) = self.tokens.0.iter().find(proven) else {
                     return Err(RpcError::new(
                         ErrorKind::Unauthenticated,
-                        "the client's token is not one of the server's, or the connection is intercepted",
+                        self.mismatch("the client's token is not one of the server's"),
                     ));
                 };
                 let last = prove(token, BY_ACCEPTOR, &subject).as_ref().to_vec();
@@ -241,7 +251,7 @@ impl Identity for TokenProof {
                     Some(_) => Ok(IdentityStep::Proven { peer: "server".to_owned(), last: None }),
                     None => Err(RpcError::new(
                         ErrorKind::Unauthenticated,
-                        "the server does not know the token, or the connection is intercepted",
+                        self.mismatch("the server does not know the token"),
                     )),
                 }
             }
