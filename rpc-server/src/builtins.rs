@@ -90,5 +90,5 @@ async fn sleep(context: Context, seconds: f64) -> rpc_core::Result<()> {
 
 /// Returns the error of a cancelled function.
 fn cancelled() -> RpcError {
-    RpcError::new(ErrorKind::Cancelled, "nobody waits for the result any more")
+    RpcError::new(ErrorKind::Cancelled, "no caller waits for the result any more")
 }

@@ -430,7 +430,7 @@ mod tests {
     }
 
     #[test]
-    fn a_call_that_nobody_answers_any_more_is_in_progress_no_longer() {
+    fn a_call_that_will_not_be_answered_is_no_longer_in_progress() {
         struct Deaf;
         impl RpcSession for Deaf {
             fn submit(&self, _: Request) -> Submission {

@@ -319,7 +319,7 @@ impl Workspace {
     }
 
     /// Moves a staged file to `target`, and what was `reserved` for it from pending to committed.
-    fn place(&self, path: &str, target: &str, staged: &str, reserved: Usage) -> Result<(), WorkspaceError> {
+    fn commit(&self, path: &str, target: &str, staged: &str, reserved: Usage) -> Result<(), WorkspaceError> {
         // Held over the move, so that no measurement counts the file twice or not at all.
         let mut account = self.account();
         for (end, _) in target.match_indices('/') {

@@ -68,7 +68,7 @@ pub struct DeviceInfo {
     pub name: Option<String>,
     /// The size of its memory in bytes.
     pub total_memory: Option<u64>,
-    /// Why there is no device of this kind.
+    /// Reason for which there is no device of this kind.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub absent: Option<String>,
 }
@@ -79,8 +79,8 @@ pub(super) fn register(registry: &Registry) {
     registry.add("rpc.info", |context: Context| Pack(collect(&context)));
 }
 
-/// When this program began to offer functions: the start of a server that embeds no
-/// [`ServerState`].
+/// Returns the time at which this program began to offer functions: the start of a server that has
+/// no [`ServerState`].
 fn started() -> Instant {
     static STARTED: OnceLock<Instant> = OnceLock::new();
     *STARTED.get_or_init(Instant::now)

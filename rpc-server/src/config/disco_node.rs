@@ -42,7 +42,7 @@ pub struct WorkerConfig {
     /// Address of the controller.
     pub controller: Address,
     /// Number of the node; `None` for any that is free.
-    pub place: Option<NodeRank>,
+    pub rank: Option<NodeRank>,
     /// Time limit for reaching the controller.
     pub join_timeout: Span,
     /// True to start MPI. Without another source the rank in the job is the number of the node.
@@ -57,7 +57,7 @@ impl WorkerSettings {
     ///
     /// # Errors
     ///
-    /// The file or the settings are wrong; [`ConfigError::NodePlace`] for the environment of the
+    /// The file or the settings are wrong; [`ConfigError::NodeRank`] for the environment of the
     /// launcher; [`ConfigError::InsecureController`]; [`ConfigError::MpiIsolated`].
     pub fn resolve(self) -> Result<WorkerConfig, ConfigError> {
         self.resolve_with(&crate::transports())
@@ -69,13 +69,13 @@ impl WorkerSettings {
     ///
     /// As [`resolve`](Self::resolve).
     pub fn resolve_with(self, transports: &Transports) -> Result<WorkerConfig, ConfigError> {
-        let place = match (self.rank, self.nodes) {
+        let rank = match (self.rank, self.nodes) {
             (Some(rank), Some(nodes)) if rank < nodes => Some(NodeRank { rank, nodes }),
             (Some(rank), Some(nodes)) => {
                 let problem = format!("--rank {rank} is none of --nodes {nodes}: ranks begin at 0");
-                return Err(ConfigError::NodePlace { problem });
+                return Err(ConfigError::NodeRank { problem });
             }
-            _ => NodeRank::from_environment().map_err(|error| ConfigError::NodePlace { problem: error.to_string() })?,
+            _ => NodeRank::from_environment().map_err(|error| ConfigError::NodeRank { problem: error.to_string() })?,
         };
         let mut serve = self.serve.with_file()?.complete();
         // The session process would not be part of the job.
@@ -93,6 +93,6 @@ impl WorkerSettings {
             return Err(ConfigError::InsecureController { address: self.controller });
         }
         let join_timeout = self.join_timeout.unwrap_or_else(|| seconds(60));
-        Ok(WorkerConfig { controller: self.controller, place, join_timeout, mpi: self.mpi, serve })
+        Ok(WorkerConfig { controller: self.controller, rank, join_timeout, mpi: self.mpi, serve })
     }
 }

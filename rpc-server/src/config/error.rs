@@ -43,7 +43,7 @@ pub enum ConfigError {
     },
     /// The number of the node in its session cannot be determined.
     #[error("{problem}")]
-    NodePlace {
+    NodeRank {
         /// The problem.
         problem: String,
     },

@@ -262,7 +262,7 @@ impl ModuleStore {
 
     /// Renames the file of a complete upload. If the module has arrived in the meantime, the
     /// earlier file stays, because it may be loaded already.
-    pub(super) fn place(&self, upload: &str, file: &File, digest: &Digest) -> Result<(), ModuleError> {
+    pub(super) fn commit(&self, upload: &str, file: &File, digest: &Digest) -> Result<(), ModuleError> {
         file.set_permissions(fs::Permissions::from_mode(0o400))?;
         self.locked(|store| {
             if store.touch(digest)?.is_some() {

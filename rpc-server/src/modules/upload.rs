@@ -63,7 +63,7 @@ impl ModuleUpload {
         if got != self.digest {
             return Err(ModuleError::Mismatch { announced: self.digest, got });
         }
-        self.store.place(&self.name, &self.file, &self.digest)?;
+        self.store.commit(&self.name, &self.file, &self.digest)?;
         self.name.clear();
         Ok(())
     }

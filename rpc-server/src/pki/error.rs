@@ -82,7 +82,7 @@ pub enum PkiError {
     },
     /// One of the two files of an authority is missing.
     #[error(
-        "{} is there and {} is not; put that back, or say --force for a new authority, which nobody trusts yet",
+        "{} is there and {} is not; put that back, or say --force for a new authority, which no client trusts yet",
         there.display(), missing.display()
     )]
     HalfAuthority {

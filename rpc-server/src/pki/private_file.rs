@@ -37,9 +37,10 @@ pub(super) fn write(path: &Path, contents: &str, mode: Mode) -> Result<(), PkiEr
             fs::File::open(folder)?.sync_all()
         });
     result.map_err(|error| match error.kind() {
-        io::ErrorKind::AlreadyExists => {
-            PkiError::Exists { file: path.to_owned(), hint: "somebody has made it in the meantime; run this again" }
-        }
+        io::ErrorKind::AlreadyExists => PkiError::Exists {
+            file: path.to_owned(),
+            hint: "another program has made it in the meantime; run this again",
+        },
         _ => PkiError::file("write", path, error),
     })
 }

@@ -13,14 +13,14 @@ use crate::server::{RpcServer, StopReason};
 #[derive(Debug)]
 pub(crate) struct Join {
     controller: Address,
-    place: Option<NodeRank>,
+    rank: Option<NodeRank>,
     timeout: std::time::Duration,
 }
 
 impl Join {
     /// Joins the controller with sessions of `server`, until its session ends.
     pub(crate) async fn run(&self, server: &Server) -> Result<(), ServeError> {
-        let joined = disco::join_with(server, &self.controller, self.place, self.timeout).await;
+        let joined = disco::join_with(server, &self.controller, self.rank, self.timeout).await;
         joined.map_err(|source| ServeError::Controller { address: self.controller.clone(), source })
     }
 }
@@ -41,11 +41,11 @@ pub fn run_blocking(config: WorkerConfig) -> Result<StopReason, ServeError> {
 ///
 /// As [`run_blocking`].
 pub fn run_blocking_with(config: WorkerConfig, transports: Transports) -> Result<StopReason, ServeError> {
-    let WorkerConfig { controller, place, join_timeout, mpi, serve } = config;
+    let WorkerConfig { controller, rank, join_timeout, mpi, serve } = config;
     let job = if mpi { Some(mpi::Job::start().map_err(|source| ServeError::Mpi { source })?) } else { None };
-    let place = place.or(job.as_ref().map(mpi::Job::place));
+    let rank = rank.or(job.as_ref().map(mpi::Job::rank));
     let mut server = RpcServer::default().devices(gpu::for_server(&serve)).config(serve).transports(transports);
-    server.join(Join { controller, place, timeout: join_timeout.0 });
+    server.join(Join { controller, rank, timeout: join_timeout.0 });
     let reason = server.run_blocking();
     // After a signal this process does not wait for the others: the launcher ends them.
     if let Some(job) = job.filter(|_| matches!(reason, Ok(StopReason::SessionEnded) | Err(_))) {
@@ -76,7 +76,7 @@ mod mpi {
             Process::start().map(Self)
         }
 
-        pub(super) fn place(&self) -> NodeRank {
+        pub(super) fn rank(&self) -> NodeRank {
             NodeRank { rank: self.0.rank(), nodes: self.0.size() }
         }
 
@@ -103,7 +103,7 @@ mod mpi {
             Err(RpcError::unsupported(text))
         }
 
-        pub(super) fn place(&self) -> NodeRank {
+        pub(super) fn rank(&self) -> NodeRank {
             match *self {}
         }
 

@@ -41,7 +41,7 @@ pub(super) fn check_registration(registration: &Registration) -> Result<()> {
     check_labels(labels)?;
     check_devices(devices)?;
     if *capacity == 0 {
-        return Err(RpcError::invalid_argument("a server with a capacity of 0 serves nobody"));
+        return Err(RpcError::invalid_argument("a server with a capacity of 0 serves no client"));
     }
     at_most("capacity", MAX_CAPACITY as usize, *capacity as usize)?;
     if address.is_empty() {

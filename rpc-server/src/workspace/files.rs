@@ -94,7 +94,7 @@ impl FileWriter {
                 got_bytes: self.len_bytes,
             });
         }
-        self.workspace.place(&self.path, &self.target, &self.staged, self.reserved)?;
+        self.workspace.commit(&self.path, &self.target, &self.staged, self.reserved)?;
         self.staged.clear();
         Ok(())
     }

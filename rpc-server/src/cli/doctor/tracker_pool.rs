@@ -152,9 +152,9 @@ mod tests {
             let text = missing(&Summary { losses: vec![loss(reason)], ..summary() });
             assert!(text.starts_with(words) && text.contains("5s ago"), "{text}");
         }
-        let unreachable = Reach::Unreachable { why: "nobody listens".to_owned() };
+        let unreachable = Reach::Unreachable { why: "no server listens".to_owned() };
         let text = missing(&Summary { servers: vec![server("board", unreachable.clone())], ..summary() });
-        assert!(text.starts_with("unreachable address") && text.contains("nobody listens"), "{text}");
+        assert!(text.starts_with("unreachable address") && text.contains("no server listens"), "{text}");
         let one_of_two = vec![server("board", unreachable), server("board", Reach::Reached)];
         let there = look_for(&Summary { servers: one_of_two, ..summary() }, Some("board"));
         assert_eq!(

@@ -16,10 +16,10 @@ use serde::{Deserialize, Serialize};
 const ARGUMENT: &str = "--describe-devices";
 
 /// Longest time for the driver. Some machines with many GPUs need several seconds.
-const PATIENCE: Duration = Duration::from_secs(20);
+const PROBE_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Maximum length of an answer, in bytes.
-const LONGEST: u64 = 1 << 20;
+const MAX_ANSWER_BYTES: u64 = 1 << 20;
 
 /// Answer of the process, printed as JSON.
 #[derive(Serialize, Deserialize)]
@@ -114,12 +114,12 @@ fn ask() -> io::Result<Answer> {
     let (sender, receiver) = mpsc::channel();
     let read = move || {
         let mut text = Vec::new();
-        let outcome = output.take(LONGEST).read_to_end(&mut text).map(|_| text);
+        let outcome = output.take(MAX_ANSWER_BYTES).read_to_end(&mut text).map(|_| text);
         // A late answer has no receiver any more.
         _ = sender.send(outcome);
     };
     thread::Builder::new().name("rpc-probe".into()).spawn(read)?;
-    let answer = receiver.recv_timeout(PATIENCE);
+    let answer = receiver.recv_timeout(PROBE_TIMEOUT);
     // The process has answered, or never will. A driver that hangs in the kernel blocks only that
     // process.
     let status = match answer {
@@ -128,7 +128,7 @@ fn ask() -> io::Result<Answer> {
             child.kill()?;
             // Its end may take long.
             thread::Builder::new().name("rpc-probe".into()).spawn(move || child.wait())?;
-            return Err(io::Error::new(io::ErrorKind::TimedOut, format!("no answer within {PATIENCE:?}")));
+            return Err(io::Error::new(io::ErrorKind::TimedOut, format!("no answer within {PROBE_TIMEOUT:?}")));
         }
     };
     let text = answer.unwrap_or_else(|error| Err(io::Error::other(error)))?;

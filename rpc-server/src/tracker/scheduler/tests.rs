@@ -276,7 +276,7 @@ impl Model {
             Step::GiveBack(at) => {
                 if let Some((id, serial, claim)) = self.ticket_at(at) {
                     let slot = &[(id, serial)];
-                    assert_eq!(self.scheduler.give_back(now, ClaimId(u64::MAX), slot), 0, "somebody else's slot");
+                    assert_eq!(self.scheduler.give_back(now, ClaimId(u64::MAX), slot), 0, "the slot of another client");
                     assert_eq!(self.scheduler.give_back(now, claim, slot), 1);
                     let server = self.servers.get_mut(&id).unwrap();
                     server.tickets.remove(&serial);
@@ -290,7 +290,7 @@ impl Model {
 
     fn new_use(&mut self, serial: Option<u64>) -> Use {
         self.next_use += 1;
-        Use { id: self.next_use, serial, direct: serial.is_none(), client: "somebody".to_owned(), for_ms: 5 }
+        Use { id: self.next_use, serial, direct: serial.is_none(), client: "a client".to_owned(), for_ms: 5 }
     }
 
     /// Sends a report of a server, and delivers it and all earlier ones.
@@ -469,7 +469,7 @@ impl Model {
 
     /// Ends all sessions and requests, and checks that all slots are free. Then removes all
     /// servers, and checks that the scheduler keeps no state of them.
-    fn everybody_leaves(&mut self) {
+    fn remove_all(&mut self) {
         for id in self.servers.keys().copied().collect::<Vec<_>>() {
             let server = self.servers.get_mut(&id).unwrap();
             let ended = std::mem::take(&mut server.uses);
@@ -516,7 +516,7 @@ proptest! {
         for step in &steps {
             model.apply(step);
         }
-        model.everybody_leaves();
+        model.remove_all();
     }
 }
 
@@ -525,7 +525,7 @@ fn offer(key: &str, capacity: u32) -> Arc<Offer> {
 }
 
 /// Returns the report of a server without sessions.
-fn nobody() -> ServerStatus {
+fn no_uses() -> ServerStatus {
     ServerStatus::default()
 }
 
@@ -574,14 +574,14 @@ fn a_virtual_device_is_satisfied_by_one_of_the_devices() {
     ] {
         let (mut scheduler, now) = scheduler();
         let offer = Offer { key: "k".to_owned(), labels: BTreeMap::new(), devices: devices.clone(), capacity: 1 };
-        scheduler.register(now, "p", Arc::new(offer), &nobody()).unwrap();
+        scheduler.register(now, "p", Arc::new(offer), &no_uses()).unwrap();
         let wanted: rpc_core::VirtualDevice = wanted.parse().unwrap();
         scheduler.request(now, "c", ServerRequest::any().virtual_device(wanted.clone())).unwrap();
         assert_eq!(granted(&mut scheduler).len(), usize::from(is_there), "{wanted}");
         // All of several constraints have to be satisfied.
         let (mut scheduler, now) = self::scheduler();
         let offer = Offer { key: "k".to_owned(), labels: BTreeMap::new(), devices: devices.clone(), capacity: 1 };
-        scheduler.register(now, "p", Arc::new(offer), &nobody()).unwrap();
+        scheduler.register(now, "p", Arc::new(offer), &no_uses()).unwrap();
         let both = ServerRequest::any().virtual_device(rpc_core::DeviceType::CPU).virtual_device(wanted.clone());
         scheduler.request(now, "c", both).unwrap();
         assert_eq!(granted(&mut scheduler).len(), usize::from(is_there), "{wanted}");
@@ -591,8 +591,8 @@ fn a_virtual_device_is_satisfied_by_one_of_the_devices() {
 #[test]
 fn a_request_for_many_is_not_starved_by_single_ones_behind_it() {
     let (mut scheduler, now) = scheduler();
-    let one = scheduler.register(now, "p", offer("k", 1), &nobody()).unwrap();
-    let two = scheduler.register(now, "p", offer("k", 1), &nobody()).unwrap();
+    let one = scheduler.register(now, "p", offer("k", 1), &no_uses()).unwrap();
+    let two = scheduler.register(now, "p", offer("k", 1), &no_uses()).unwrap();
     let first = scheduler.request(now, "c", ServerRequest::new("k")).unwrap();
     let [(claim, slots)] = &granted(&mut scheduler)[..] else { panic!() };
     assert_eq!(*claim, first);
@@ -617,14 +617,14 @@ fn a_request_for_many_is_not_starved_by_single_ones_behind_it() {
 #[test]
 fn impossible_request_reserves_nothing() {
     let (mut scheduler, now) = scheduler();
-    scheduler.register(now, "p", offer("k", 1), &nobody()).unwrap();
+    scheduler.register(now, "p", offer("k", 1), &no_uses()).unwrap();
     let many = scheduler.request(now, "c", ServerRequest::new("k").count(3)).unwrap();
     let single = scheduler.request(now, "c", ServerRequest::new("k")).unwrap();
     let served = granted(&mut scheduler);
     assert_eq!(served[0].0, single);
 
-    scheduler.register(now, "p", offer("k", 1), &nobody()).unwrap();
-    scheduler.register(now, "p", offer("k", 1), &nobody()).unwrap();
+    scheduler.register(now, "p", offer("k", 1), &no_uses()).unwrap();
+    scheduler.register(now, "p", offer("k", 1), &no_uses()).unwrap();
     let late = scheduler.request(now, "c", ServerRequest::new("k")).unwrap();
     assert_eq!(granted(&mut scheduler), [], "now it can be, and two are kept for it");
     let GrantedSlot { server: id, serial, .. } = served[0].1[0];
@@ -638,19 +638,19 @@ fn a_higher_priority_comes_first_whenever_it_came() {
     let (mut scheduler, now) = scheduler();
     let low = scheduler.request(now, "c", ServerRequest::new("k")).unwrap();
     let high = scheduler.request(now, "c", ServerRequest::new("k").priority(1)).unwrap();
-    scheduler.register(now, "p", offer("k", 1), &nobody()).unwrap();
+    scheduler.register(now, "p", offer("k", 1), &no_uses()).unwrap();
     assert_eq!(granted(&mut scheduler)[0].0, high);
-    scheduler.register(now, "p", offer("k", 1), &nobody()).unwrap();
+    scheduler.register(now, "p", offer("k", 1), &no_uses()).unwrap();
     assert_eq!(granted(&mut scheduler)[0].0, low);
 }
 
 #[test]
 fn places_are_spread_and_servers_that_cannot_be_reached_come_last() {
     let (mut scheduler, now) = scheduler();
-    let lost = scheduler.register(now, "p", offer("k", 4), &nobody()).unwrap();
+    let lost = scheduler.register(now, "p", offer("k", 4), &no_uses()).unwrap();
     let (one, two) = (
-        scheduler.register(now, "p", offer("k", 2), &nobody()).unwrap(),
-        scheduler.register(now, "p", offer("k", 2), &nobody()).unwrap(),
+        scheduler.register(now, "p", offer("k", 2), &no_uses()).unwrap(),
+        scheduler.register(now, "p", offer("k", 2), &no_uses()).unwrap(),
     );
     scheduler.set_reachable(lost, false);
     scheduler.request(now, "c", ServerRequest::new("k").count(2)).unwrap();
@@ -666,11 +666,11 @@ fn places_are_spread_and_servers_that_cannot_be_reached_come_last() {
 fn a_server_that_registers_in_use_is_not_granted_again() {
     let (mut scheduler, now) = scheduler();
     let used = Use { id: 9, serial: Some(1), direct: false, client: "c".to_owned(), for_ms: 1000 };
-    let status = ServerStatus { uses: vec![used], ..nobody() };
+    let status = ServerStatus { uses: vec![used], ..no_uses() };
     let id = scheduler.register(now, "p", offer("k", 1), &status).unwrap();
     let claim = scheduler.request(now, "c", ServerRequest::new("k")).unwrap();
     assert_eq!(granted(&mut scheduler), []);
-    assert!(scheduler.report(now, id, &nobody()));
+    assert!(scheduler.report(now, id, &no_uses()));
     assert_eq!(granted(&mut scheduler)[0].0, claim);
 }
 
@@ -688,9 +688,9 @@ fn request_without_time_is_served_at_once_or_fails() {
 /// client that came at the last moment, to a server whose report was slower than that, shared its
 /// slot with the next client.
 #[test]
-fn a_place_is_not_granted_again_before_the_server_has_said_that_nobody_took_it() {
+fn a_slot_is_not_granted_again_before_the_server_reports_that_it_is_unused() {
     let (mut scheduler, now) = scheduler();
-    let id = scheduler.register(now, "p", offer("k", 1), &nobody()).unwrap();
+    let id = scheduler.register(now, "p", offer("k", 1), &no_uses()).unwrap();
     scheduler.request(now, "c", ServerRequest::new("k")).unwrap();
     let [(_, slots)] = &granted(&mut scheduler)[..] else { panic!() };
     let GrantedSlot { serial, expires_ms, .. } = slots[0];
@@ -701,14 +701,14 @@ fn a_place_is_not_granted_again_before_the_server_has_said_that_nobody_took_it()
     for said_ms in [5_000, 10_000, expires_ms - 1] {
         heard += LEASE * 3 / 4;
         scheduler.handle_timeout(heard);
-        assert!(scheduler.report(heard, id, &ServerStatus { now_ms: said_ms, ..nobody() }));
-        assert_eq!(granted(&mut scheduler), [], "somebody may have come in the last millisecond");
+        assert!(scheduler.report(heard, id, &ServerStatus { now_ms: said_ms, ..no_uses() }));
+        assert_eq!(granted(&mut scheduler), [], "a client may have come in the last millisecond");
     }
     let used = Use { id: 1, serial: Some(serial), direct: false, client: "c".to_owned(), for_ms: 1 };
-    let with_client = ServerStatus { now_ms: expires_ms + 5_000, uses: vec![used], ..nobody() };
+    let with_client = ServerStatus { now_ms: expires_ms + 5_000, uses: vec![used], ..no_uses() };
     assert!(scheduler.report(heard, id, &with_client));
     assert_eq!(granted(&mut scheduler), []);
-    let after = ServerStatus { now_ms: expires_ms + 6_000, spent: vec![serial], ..nobody() };
+    let after = ServerStatus { now_ms: expires_ms + 6_000, spent: vec![serial], ..no_uses() };
     assert!(scheduler.report(heard, id, &after));
     let [(claim, slots)] = &granted(&mut scheduler)[..] else { panic!() };
     assert_eq!(*claim, next);
@@ -716,8 +716,8 @@ fn a_place_is_not_granted_again_before_the_server_has_said_that_nobody_took_it()
     // The next ticket is never used.
     let expires_ms = slots[0].expires_ms;
     let last = scheduler.request(heard, "c", ServerRequest::new("k")).unwrap();
-    assert!(scheduler.report(heard, id, &ServerStatus { now_ms: expires_ms - 1, ..nobody() }));
+    assert!(scheduler.report(heard, id, &ServerStatus { now_ms: expires_ms - 1, ..no_uses() }));
     assert_eq!(granted(&mut scheduler), []);
-    assert!(scheduler.report(heard, id, &ServerStatus { now_ms: expires_ms, ..nobody() }));
+    assert!(scheduler.report(heard, id, &ServerStatus { now_ms: expires_ms, ..no_uses() }));
     assert_eq!(granted(&mut scheduler)[0].0, last);
 }
