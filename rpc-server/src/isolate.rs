@@ -76,7 +76,6 @@ use crate::config::{ConfigError, Isolate, ServeConfig};
 use crate::modules;
 
 pub(crate) use isolated_session::Isolation;
-pub(crate) use supervisor::this_program;
 
 /// Time that a session process has to end after its session: enough to free its objects, and short
 /// enough that an endless loop is over within a second.

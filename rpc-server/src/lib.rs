@@ -26,6 +26,7 @@ mod otel;
 mod otel;
 pub mod pki;
 pub mod server;
+mod this_program;
 pub mod tracker;
 mod transports;
 pub mod workspace;

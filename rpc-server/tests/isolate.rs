@@ -1,5 +1,4 @@
-//! Sessions in processes of their own: what a crash does, and what is left behind by it, namely
-//! nothing.
+//! Sessions in processes of their own: crashes end one session alone, and leave nothing behind.
 //!
 //! This program plays three parts: the tests, the server that they talk to (`serve`, and flags),
 //! and the processes of its sessions. So it has a `main` of its own. Like the usual one, it takes
@@ -7,7 +6,7 @@
 //!
 //! It looks for processes in `/proc`, so it is for Linux.
 
-// A test that panics has failed, which is what is wanted of it.
+// Tests may unwrap, because a panic is how a test fails.
 #![allow(clippy::unwrap_used)]
 
 use std::future::{Future, IntoFuture};
@@ -43,7 +42,7 @@ fn main() -> ExitCode {
         return ExitCode::from(rpc_server::server::exit_code::of_server(&server.run_blocking()));
     }
     let tests = tests![
-        everything_works_as_without_isolation
+        isolated_sessions_work_as_sessions_in_the_server_do
         a_crash_is_an_error_to_one_client_alone
         resources_of_a_crashed_session_are_removed
         an_endless_loop_ends_with_its_session
@@ -55,14 +54,14 @@ fn main() -> ExitCode {
         a_session_gets_no_more_memory_than_it_may
         a_session_gets_no_more_processor_time_than_it_may
         a_session_gets_no_more_files_than_it_may
-        the_limits_of_every_session_hold
-        the_memory_of_all_sessions_is_set_aside_in_shares
+        the_limits_of_all_sessions_hold_in_processes_too
+        each_session_reserves_its_share_of_the_total_memory
         named_workspaces_are_kept_and_shared
         info_is_about_the_server
-        a_dead_spare_process_is_no_loss
+        a_dead_spare_process_is_replaced
         sessions_over_unix_sockets_and_standard_input_are_isolated_too
-        signals_to_the_whole_group_are_left_to_the_server
-        tickets_let_clients_in_and_a_crash_frees_the_place
+        signals_to_the_process_group_end_no_session_process
+        isolated_sessions_need_tickets_and_a_crash_frees_the_slot
     ];
     let listing = args.iter().any(|arg| arg == "--list");
     let filters: Vec<_> = args.iter().filter(|arg| !arg.starts_with('-')).collect();
@@ -114,16 +113,16 @@ fn segv() {
 }
 
 fn spin() {
-    // A condition that holds, and that the compiler does not see through.
+    // The condition is always true, which the compiler does not know.
     while std::hint::black_box(true) {
         std::hint::spin_loop();
     }
 }
 
-/// Holds on to memory until there is none, and says how much there was if that is survived.
+/// Allocates pieces of 1 MiB, and returns their number. A limit on memory ends the process before.
 fn eat_memory() -> u64 {
     let mut eaten: Vec<Vec<u8>> = Vec::new();
-    // A bound, should the limit not hold.
+    // Stops at 4 GiB, in case the limit does not work.
     while eaten.len() < 4096 {
         eaten.push(vec![1; 1 << 20]);
     }
@@ -137,8 +136,8 @@ fn start_sleeper() -> u64 {
     child.id().into()
 }
 
-/// Far longer than anything here takes; a guard against hanging, not a measure.
-const PATIENCE: Duration = Duration::from_secs(30);
+/// Time limit against hanging, far longer than any step takes.
+const TIME_LIMIT: Duration = Duration::from_secs(30);
 
 /// A server that isolates sessions, with a folder of its own.
 struct Fixture {
@@ -159,7 +158,7 @@ impl Fixture {
         Connector::new().connect(self.server.address()).await.unwrap()
     }
 
-    /// A session of a client that can be made to go away without a word, as if it was killed.
+    /// Opens a session whose client can end without closing it, as if the client was killed.
     async fn connect_from_elsewhere(&self) -> (Elsewhere, Session) {
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
         let address = self.server.address().to_owned();
@@ -206,7 +205,7 @@ fn pid(id: u64) -> Pid {
 fn until(what: &str, done: impl Fn() -> bool) -> Duration {
     let start = Instant::now();
     while !done() {
-        assert!(start.elapsed() < PATIENCE, "waiting in vain: {what}");
+        assert!(start.elapsed() < TIME_LIMIT, "waiting in vain: {what}");
         thread::sleep(Duration::from_millis(2));
     }
     start.elapsed()
@@ -221,14 +220,14 @@ fn ended(process: Pid) -> Duration {
     until("a process ends", || matches!(state(), None | Some('Z' | 'X')))
 }
 
-/// Waits until not even a zombie is left.
+/// Waits until the process has been reaped.
 fn reaped(process: Pid) -> Duration {
     until("a process is reaped", || test_kill_process(process).is_err())
 }
 
 fn run(test: impl Future<Output = ()>) {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
-    runtime.block_on(async { tokio::time::timeout(2 * PATIENCE, test).await.expect("the test hangs") });
+    runtime.block_on(async { tokio::time::timeout(2 * TIME_LIMIT, test).await.expect("the test hangs") });
 }
 
 async fn info(session: &Session) -> ServerInfo {
@@ -277,7 +276,7 @@ fn ticks(process: Pid) -> u64 {
     fields[11].parse::<u64>().unwrap() + fields[12].parse::<u64>().unwrap()
 }
 
-fn everything_works_as_without_isolation() {
+fn isolated_sessions_work_as_sessions_in_the_server_do() {
     run(async {
         let fixture = Fixture::start(&[]);
         let session = fixture.connect().await;
@@ -353,7 +352,7 @@ fn resources_of_a_crashed_session_are_removed() {
         assert!(workspace.join("files/file").exists());
         crash(&session, "crash.abort").await;
         until("the workspace is removed", || fixture.private_workspaces().is_empty());
-        // One waits for the next client.
+        // A spare process waits for the next client.
         until("one process is left", || fixture.children().len() == 1);
     });
 }
@@ -381,7 +380,7 @@ fn an_endless_loop_that_blocks_the_connection_ends_too() {
             let process = process_of(&session).await;
             let call = begin(&session, name).await;
             if name == "crash.spin_inline" {
-                // The process does not answer any more, and is given up.
+                // The process does not answer, and is killed.
                 let error = call.await.unwrap_err();
                 assert!(error.kind() == ErrorKind::PeerSilent, "{error}");
             } else {
@@ -442,7 +441,7 @@ fn a_server_that_is_told_to_stop_lets_calls_finish_and_leaves_nothing() {
         kill_process(fixture.pid(), Signal::TERM).unwrap();
         call.await.unwrap();
         assert_eq!(fixture.server.wait().unwrap().code(), Some(0));
-        // At this very moment, not soon.
+        // The workspaces are gone as soon as the server has ended.
         assert!(fixture.private_workspaces().is_empty());
         for process in children.into_iter().chain([grandchild]) {
             ended(process);
@@ -503,7 +502,7 @@ fn a_session_gets_no_more_files_than_it_may() {
     });
 }
 
-fn the_limits_of_every_session_hold() {
+fn the_limits_of_all_sessions_hold_in_processes_too() {
     run(async {
         let fixture = Fixture::start(&["--max-memory", "1MiB", "--max-handles", "4", "--max-sessions", "2"]);
         let session = fixture.connect().await;
@@ -524,7 +523,7 @@ fn the_limits_of_every_session_hold() {
     });
 }
 
-fn the_memory_of_all_sessions_is_set_aside_in_shares() {
+fn each_session_reserves_its_share_of_the_total_memory() {
     run(async {
         let fixture = Fixture::start(&["--max-memory", "1MiB", "--max-total-memory", "2MiB"]);
         let (first, _second) = (fixture.connect().await, fixture.connect().await);
@@ -573,7 +572,7 @@ fn info_is_about_the_server() {
     });
 }
 
-fn a_dead_spare_process_is_no_loss() {
+fn a_dead_spare_process_is_replaced() {
     run(async {
         let fixture = Fixture::start(&[]);
         until("the spare process is there", || fixture.children().len() == 1);
@@ -605,7 +604,7 @@ fn sessions_over_unix_sockets_and_standard_input_are_isolated_too() {
     });
 }
 
-fn signals_to_the_whole_group_are_left_to_the_server() {
+fn signals_to_the_process_group_end_no_session_process() {
     run(async {
         let fixture = Fixture::start(&[]);
         let session = fixture.connect().await;
@@ -621,7 +620,7 @@ fn signals_to_the_whole_group_are_left_to_the_server() {
 }
 
 /// The ticket is for the server, which has the session in another process.
-fn tickets_let_clients_in_and_a_crash_frees_the_place() {
+fn isolated_sessions_need_tickets_and_a_crash_frees_the_slot() {
     run(async {
         let at = vec!["tcp://127.0.0.1:0".parse().unwrap()];
         let tracker = Tracker::start(&TrackerConfig { listen: at, ..TrackerConfig::default() }).await.unwrap();
@@ -629,8 +628,8 @@ fn tickets_let_clients_in_and_a_crash_frees_the_place() {
         let fixture = Fixture::start(&["--tracker", &address, "--tracker-key", "board"]);
         let client = TrackerClient::connect(&address).await.unwrap();
         for _ in 0..3 {
-            // There is one place, and each of these waits for it.
-            let loan = client.request(&ServerRequest::new("board").timeout(PATIENCE)).await.unwrap();
+            // The server has one slot, for which each request waits.
+            let loan = client.request(&ServerRequest::new("board").timeout(TIME_LIMIT)).await.unwrap();
             let add = loan.session().function::<(i64, i64), i64>("add").await.unwrap();
             assert_eq!(add.call((1, 2)).await.unwrap(), 3);
             let holders = tracker.tracker.summary().servers.remove(0).holders;

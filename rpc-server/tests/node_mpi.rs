@@ -1,7 +1,7 @@
 //! Workers of a Disco session that `mpirun` has started: `rpc-server worker --mpi`, with
 //! collectives over MPI.
 
-// A test that panics has failed, which is what is wanted of it.
+// Tests may unwrap, because a panic is how a test fails.
 #![allow(clippy::unwrap_used)]
 
 use std::process::{Child, Command, Output, Stdio};
@@ -11,7 +11,7 @@ use rpc_core::{ErrorKind, Tensor};
 use rpc_transports::{Access, Bind, Certificate, ClientTls, Connector, ServeOptions, ServerTls, Tokens};
 use tempfile::TempDir;
 
-/// A job of so many nodes.
+/// Starts a job with this number of nodes.
 fn job(folder: &TempDir, nodes: u32, controller: &str, more: &[&str]) -> Child {
     let mut command = Command::new("mpirun");
     command
@@ -23,13 +23,13 @@ fn job(folder: &TempDir, nodes: u32, controller: &str, more: &[&str]) -> Child {
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
 }
 
-/// The exit code, and what was written to standard error.
+/// Returns the exit code and the text on standard error.
 fn outcome(child: Child) -> (Option<i32>, String) {
     let Output { status, stderr, .. } = child.wait_with_output().unwrap();
     (status.code(), String::from_utf8(stderr).unwrap())
 }
 
-/// That the workers reach each other, all of them and those of each group.
+/// Checks that all workers, and those of each group, reach each other.
 fn works(session: &DiscoSession) {
     for (scope, n) in [(Scope::World, 4.0), (Scope::Group, 2.0)] {
         for len in [2, 500_000] {
@@ -85,13 +85,13 @@ fn a_job_with_several_workers_in_a_process_has_the_other_collectives() {
 
 /// A job whose controller goes away ends, as a session whose job goes away does.
 #[test]
-fn neither_side_outlives_the_other() {
+fn a_job_ends_with_its_controller_and_a_session_with_its_job() {
     let folder = tempfile::tempdir().unwrap();
     let listener = NodeListener::bind("tcp://127.0.0.1:0").wait().unwrap();
     let mut killed = job(&folder, 2, &listener.address(), &[]);
     let session = SocketSession::dialled_by(2, &listener, 1, 1).start().wait().unwrap();
     session.init_ccl("mpi", &[]).wait().unwrap();
-    // With mpirun go its processes.
+    // The end of mpirun ends its processes.
     killed.kill().unwrap();
     killed.wait().unwrap();
     while session.sync_all().wait().is_ok() {}
@@ -109,13 +109,13 @@ fn settings_that_contradict_mpi_are_refused() {
     let (code, text) = outcome(job(&folder, 1, "tcp://127.0.0.1:9", &["--isolate", "process"]));
     assert_eq!(code, Some(78), "{text}");
     assert!(text.contains("leave out --isolate"), "{text}");
-    // Nobody is there: all leave MPI in order, and say what was wrong.
+    // There is no controller: all nodes leave MPI in good order and report the error.
     let (code, text) = outcome(job(&folder, 2, "tcp://127.0.0.1:9", &["--join-timeout", "0s"]));
     assert_eq!(code, Some(69), "{text}");
     assert!(text.contains("error: cannot join the controller"), "{text}");
 }
 
-/// A controller that wants a token, and shows one; the file that it is in.
+/// Starts a controller that demands a token and proves one. Returns the token file, too.
 fn guarded(folder: &TempDir) -> (NodeListener, Connector, String) {
     let secret = "disco 0123456789abcdef0123456789abcdef";
     let file = folder.path().join("token");
@@ -142,7 +142,7 @@ fn drive(listener: &NodeListener, connector: Connector) {
     session.shutdown().wait().unwrap();
 }
 
-/// The script that the deployment folder has for Slurm, with mpirun in place of srun.
+/// Runs the script for Slurm of the deployment folder, with mpirun in place of srun.
 #[test]
 fn the_script_for_slurm_starts_a_session() {
     use std::os::unix::fs::PermissionsExt;
@@ -168,7 +168,7 @@ fn the_script_for_slurm_starts_a_session() {
     assert_eq!(outcome(job), (Some(0), String::new()));
 }
 
-/// The command that the deployment folder has for Kubernetes, with places of this machine.
+/// Runs the command for Kubernetes of the deployment folder, with paths of this machine.
 #[test]
 fn the_manifest_for_kubernetes_starts_a_session() {
     let folder = tempfile::tempdir().unwrap();

@@ -1,6 +1,6 @@
 //! Spans of calls, as a collector receives them.
 
-// A test that panics has failed, which is what is wanted of it.
+// Tests may unwrap, because a panic is how a test fails.
 #![allow(clippy::unwrap_used)]
 
 use std::collections::HashMap;
@@ -14,7 +14,7 @@ use rpc_server::config::ServeConfig;
 use rpc_server::{RpcServer, Running};
 use rpc_transports::Connector;
 
-/// Long enough for anything that is going to happen.
+/// Time limit of events that are expected.
 const LIMIT: Duration = Duration::from_secs(30);
 
 #[derive(Debug)]
@@ -179,7 +179,7 @@ fn caller() -> TraceContext {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_call_is_a_span_below_its_callers_and_above_what_it_calls() {
+async fn the_span_of_a_call_is_a_child_of_its_callers_and_the_parent_of_nested_calls() {
     let (endpoint, received) = collector("200 OK");
     let registry = Registry::new();
     let itself: Arc<Mutex<Option<Session>>> = Arc::default();
@@ -230,7 +230,7 @@ async fn a_call_is_a_span_below_its_callers_and_above_what_it_calls() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_collector_that_fails_or_hangs_does_not_matter_to_callers() {
+async fn callers_are_not_affected_by_a_collector_that_fails_or_hangs() {
     let registry = Registry::new();
     registry.add_inline("one", || 1_i64);
     let (refusing, received) = collector("500 Internal Server Error");

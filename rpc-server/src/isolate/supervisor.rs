@@ -4,19 +4,17 @@
 //! reports the death of a parent follows the *thread* that started the child. It holds no lock
 //! while it works, and never waits for one process.
 
-use std::ffi::OsString;
 use std::io::{self, Read, Write};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixDatagram, UnixStream};
 use std::os::unix::process::CommandExt as _;
-use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
-use std::{env, process, thread};
+use std::{process, thread};
 
 use parking_lot::{Mutex, MutexGuard};
 use rpc_core::Usage;
@@ -28,6 +26,7 @@ use super::exit_cause::ExitCause;
 use super::messages::Report;
 use super::{CHILD_ARGUMENT, GRACE};
 use crate::server::server_state::ServerState;
+use crate::this_program::this_program;
 
 /// A session process, as the server sees it.
 pub(super) struct Process {
@@ -397,15 +396,6 @@ impl ChildEntry {
         }
         true
     }
-}
-
-/// Returns the path of the running program, valid even if its file has been replaced, and the name
-/// that it was called by.
-pub(crate) fn this_program() -> io::Result<(PathBuf, OsString)> {
-    const RUNNING: &str = "/proc/self/exe";
-    let path = if Path::new(RUNNING).exists() { RUNNING.into() } else { env::current_exe()? };
-    let name = env::args_os().next().unwrap_or_else(|| path.clone().into_os_string());
-    Ok((path, name))
 }
 
 #[cfg(target_os = "linux")]

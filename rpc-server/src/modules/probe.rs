@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use rpc_core::{ErrorKind, Registry, Result, RpcError};
 
 use super::tvm_ffi::{Native, NativeSettings};
-use crate::isolate::this_program;
+use crate::this_program::this_program;
 
 /// First argument of the process that checks libraries. It reads their names from standard input, a
 /// socket, and answers there.

@@ -42,7 +42,7 @@ impl Fixture {
         self.files().ls("").wait().unwrap().into_iter().map(|entry| entry.name).collect()
     }
 
-    /// Waits until all that was submitted before on the default lane is over.
+    /// Waits until all earlier requests of the default lane have ended.
     fn settle(&self) {
         self.session.get_function("rpc.echo").wait().unwrap();
     }
@@ -80,7 +80,7 @@ fn functions_lists_every_name_with_its_signature() {
 }
 
 #[test]
-fn info_counts_what_the_session_holds_and_names_its_devices() {
+fn info_counts_the_handles_of_the_session_and_names_its_devices() {
     let session = Session::new(LocalSession::new(registry()));
     let info = session.function::<(), Pack<ServerInfo>>("rpc.info").wait().unwrap();
     let Pack(before) = info.call(()).wait().unwrap();
@@ -95,7 +95,7 @@ fn info_counts_what_the_session_holds_and_names_its_devices() {
 }
 
 #[test]
-fn sleep_lasts_as_long_as_it_was_told_and_refuses_nonsense() {
+fn sleep_lasts_for_the_given_time_and_refuses_other_arguments() {
     let session = Session::new(LocalSession::new(registry()));
     let sleep = session.function::<(f64,), ()>("rpc.sleep").wait().unwrap();
     let start = Instant::now();
@@ -107,7 +107,7 @@ fn sleep_lasts_as_long_as_it_was_told_and_refuses_nonsense() {
 }
 
 #[test]
-fn a_sleep_that_nobody_waits_for_leaves_its_lane() {
+fn a_cancelled_sleep_frees_its_lane() {
     let session = Session::new(LocalSession::new(registry()));
     let sleep = session.function::<(f64,), ()>("rpc.sleep").wait().unwrap();
     let error = sleep.call((3600.0,)).timeout(Duration::from_millis(20)).wait().unwrap_err();
@@ -118,7 +118,7 @@ fn a_sleep_that_nobody_waits_for_leaves_its_lane() {
 }
 
 #[test]
-fn a_file_comes_back_as_it_was_put_whatever_its_length() {
+fn a_file_of_any_length_is_read_as_it_was_written() {
     let fixture = Fixture::new();
     let files = fixture.files();
     for len in [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 11 * CHUNK + 7] {
@@ -176,7 +176,7 @@ fn no_path_leads_out_of_the_workspace() {
     assert_eq!(std::fs::read(outside.path().join("secret")).unwrap(), b"secret");
 }
 
-/// Yields so many bytes, and then an error.
+/// A reader that yields this number of bytes, and then an error.
 struct Breaking(usize);
 
 impl Read for Breaking {
@@ -210,7 +210,7 @@ fn an_interrupted_upload_leaves_the_old_file_and_nothing_else() {
 }
 
 #[test]
-fn a_dropped_upload_and_an_ended_session_give_their_room_back() {
+fn a_dropped_upload_and_an_ended_session_release_their_quota() {
     let fixture = Fixture::new();
     // Polled until it has begun, and then dropped.
     block_on(async {
@@ -259,7 +259,7 @@ fn a_quota_is_an_error_that_names_it() {
     assert!(error.message().contains("67108864"), "{error}");
 }
 
-/// Does something when the first bytes arrive.
+/// A writer that runs a callback when the first bytes arrive.
 struct AtFirst<F>(Option<F>, Vec<u8>);
 
 impl<F: FnOnce()> Write for AtFirst<F> {
@@ -277,7 +277,7 @@ impl<F: FnOnce()> Write for AtFirst<F> {
 }
 
 #[test]
-fn a_download_sees_one_file_though_another_takes_its_place() {
+fn a_download_reads_one_file_although_another_replaces_it() {
     let fixture = Fixture::new();
     let files = fixture.files();
     let old = pattern(20 * CHUNK);
@@ -342,7 +342,7 @@ fn options(number: u64, repeat: u64, min_repeat: Duration, warmup: u64) -> TimeO
 }
 
 #[test]
-fn timing_makes_the_calls_that_it_was_told_to() {
+fn timing_makes_the_requested_number_of_calls() {
     let (session, calls) = counting();
     let count = session.get_function("count").wait().unwrap();
     let samples = block_on(time_function(&session, &count, &options(3, 4, Duration::ZERO, 2), (10,))).unwrap().unwrap();
@@ -383,7 +383,7 @@ fn timing_ends_with_the_functions_first_error_and_refuses_nonsense() {
 }
 
 #[test]
-fn timing_that_nobody_waits_for_leaves_its_lane() {
+fn a_cancelled_timing_frees_its_lane() {
     let (session, _) = counting();
     let count = session.get_function("count").wait().unwrap();
     let timer = session.get_function("rpc.time_function").wait().unwrap();

@@ -26,7 +26,7 @@ impl Run {
         serde_json::from_str(&self.stdout).unwrap_or_else(|error| panic!("{error}: {self:?}"))
     }
 
-    /// The standard output of a run that went well.
+    /// Returns the standard output of a run that succeeded.
     fn ok(self) -> String {
         assert_eq!(self.code, 0, "{self:?}");
         self.stdout
@@ -88,7 +88,7 @@ impl Fixture {
     }
 }
 
-/// Something that is no server of ours: whoever connects is told `greeting`.
+/// Listens with a foreign protocol: sends `greeting` to each client.
 fn stranger(greeting: &'static [u8]) -> String {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = format!("tcp://{}", listener.local_addr().unwrap());
@@ -96,14 +96,15 @@ fn stranger(greeting: &'static [u8]) -> String {
         for stream in listener.incoming() {
             thread::spawn(move || {
                 let mut stream = stream.unwrap();
-                // One that speaks without having been asked could be cut off before it is heard.
+                // Reads first: a connection that is closed with unread input is reset, and the
+                // greeting may be lost.
                 let mut buffer = [0; 1024];
                 let _ = stream.read(&mut buffer);
                 let _ = stream.write_all(greeting);
                 if !greeting.is_empty() {
                     let _ = stream.shutdown(std::net::Shutdown::Write);
                 }
-                // Until the client goes away.
+                // Reads until the client has closed the connection.
                 while stream.read(&mut buffer).is_ok_and(|count| count > 0) {}
             });
         }
@@ -111,7 +112,7 @@ fn stranger(greeting: &'static [u8]) -> String {
     address
 }
 
-/// A port that was free a moment ago.
+/// Returns a port that was free a moment ago.
 fn unused() -> String {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     format!("tcp://{}", listener.local_addr().unwrap())
@@ -125,7 +126,7 @@ fn write_npy(path: &str, shape: &[i64], elements: &[f32]) {
 }
 
 #[test]
-fn arguments_are_what_they_look_like() {
+fn types_of_arguments_follow_from_their_text() {
     let fixture = Fixture::new(&[]);
     let echo = |arg: &str| fixture.cli("call", &["--json", "rpc.echo", arg]).json();
     for (written, meant) in [
@@ -155,7 +156,7 @@ fn arguments_are_what_they_look_like() {
 }
 
 #[test]
-fn tensors_go_up_from_files_and_come_down_to_files() {
+fn tensors_are_sent_from_files_and_returned_to_files() {
     let fixture = Fixture::new(&[]);
     let (small, large, back) = (fixture.path("small.npy"), fixture.path("large.npy"), fixture.path("back.npy"));
     write_npy(&small, &[2, 2], &[1.0, 2.5, -3.0, 0.1]);
@@ -164,7 +165,7 @@ fn tensors_go_up_from_files_and_come_down_to_files() {
     let shown = fixture.cli("call", &["--json", "rpc.echo", &format!("@{small}")]).json();
     assert_eq!(shown["tensor"]["elements"], json!([[1.0, 2.5], [-3.0, 0.1]]));
 
-    // More than two pieces, and no whole number of them.
+    // Several pieces, the last one not full.
     let elements: Vec<f32> = (0..5_000_001).map(|at| at as f32).collect();
     write_npy(&large, &[elements.len() as i64], &elements);
     let run = fixture.cli("call", &["rpc.echo", &format!("@{large}"), "-o", &back]);
@@ -184,7 +185,7 @@ fn tensors_go_up_from_files_and_come_down_to_files() {
 }
 
 #[test]
-fn files_make_the_round_trip_in_the_named_workspace() {
+fn a_file_that_is_put_can_be_got_from_the_named_workspace() {
     let fixture = Fixture::new(&[]);
     let (local, copy) = (fixture.path("local.bin"), fixture.path("copy.bin"));
     let data: Vec<u8> = (0..3_000_000_u32).map(|at| (at % 251) as u8).collect();
@@ -213,7 +214,7 @@ fn files_make_the_round_trip_in_the_named_workspace() {
 }
 
 #[test]
-fn files_come_from_standard_input_and_go_to_standard_output() {
+fn files_are_read_from_standard_input_and_written_to_standard_output() {
     let fixture = Fixture::new(&[]);
     let mut put = command(&["put", fixture.address(), "-", "text"]);
     let mut child = put.stdin(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
@@ -243,7 +244,7 @@ fn exit_codes_say_what_went_wrong() {
 }
 
 #[test]
-fn a_remote_error_is_told_with_its_facts() {
+fn a_remote_error_is_printed_with_kind_origin_and_backtrace() {
     let fixture = Fixture::new(&[]);
     let run = fixture.cli("call", &["no.such.function"]);
     assert!(run.stdout.is_empty(), "{run:?}");
@@ -257,7 +258,7 @@ fn a_remote_error_is_told_with_its_facts() {
 }
 
 #[test]
-fn reports_are_for_people_and_for_programs() {
+fn reports_are_printed_as_text_and_as_json() {
     let fixture = Fixture::new(&["--key", "board"]);
     let functions = fixture.cli("functions", &["--json"]).json();
     let names: Vec<_> = functions.as_array().unwrap().iter().map(|entry| entry["name"].as_str().unwrap()).collect();
@@ -364,9 +365,9 @@ fn a_workspace_needs_a_name() {
     assert!(run.code == 2 && run.stderr.contains("--workspace"), "{run:?}");
 }
 
-/// The doctor advised an address without encryption.
+/// A regression: the doctor advised an address without encryption.
 #[test]
-fn the_doctor_asks_for_what_a_certificate_is_checked_by() {
+fn the_doctor_asks_for_the_authority_that_checks_a_certificate() {
     for address in ["tls://127.0.0.1:1", "quic://127.0.0.1:1"] {
         let run = cli(&["doctor", address]);
         assert!(run.stdout.contains("--ca") && run.stdout.contains("--token-file"), "{run:?}");
@@ -414,8 +415,8 @@ fn help_completions_and_manual() {
 
 #[cfg(feature = "tvm-ffi")]
 #[test]
-fn a_module_is_sent_unless_the_server_has_it_and_what_goes_wrong_is_told() {
-    // Without the library, so that loading ends where it would begin.
+fn a_module_is_sent_unless_the_server_has_it_and_failures_are_reported() {
+    // The library is missing, so that loading fails at once.
     let fixture = Fixture::new(&["--allow-modules", "--isolate", "none", "--tvm-ffi", "/nowhere/libtvm_ffi.so"]);
     let file = fixture.path("kernels.so");
     std::fs::write(&file, "kernels").unwrap();
@@ -438,14 +439,14 @@ fn a_module_is_sent_unless_the_server_has_it_and_what_goes_wrong_is_told() {
     assert!(folder.code == 1 && folder.stderr.contains("no regular file"), "{folder:?}");
     let info = fixture.cli("info", &[]).ok();
     assert!(info.contains("modules    any, up to 512.00 MiB; none can be loaded: "), "{info}");
-    // The doctor said that such a server works.
+    // A regression: the doctor reported such a server as working.
     let doctor = fixture.cli("doctor", &[]);
     assert!(doctor.code == 1 && doctor.stdout.contains("libtvm_ffi.so"), "{doctor:?}");
     assert!(doctor.stdout.contains("--tvm-ffi") && !doctor.stdout.contains("works\n"), "{doctor:?}");
 }
 
 #[test]
-fn a_server_takes_no_modules_unless_it_is_told_to() {
+fn a_server_takes_no_modules_by_default() {
     let fixture = Fixture::new(&[]);
     let file = fixture.path("kernels.so");
     std::fs::write(&file, "kernels").unwrap();

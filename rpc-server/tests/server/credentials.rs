@@ -9,7 +9,7 @@ use rpc_transports::Token;
 use serde_json::Value as Json;
 
 fn cli(args: &[&str]) -> Output {
-    // A umask that forbids nothing, so that the modes seen here are the program's own choice.
+    // With an empty umask the modes are the program's own choice.
     let mut command = Command::new("sh");
     command.args(["-c", "umask 0; exec \"$@\"", "sh", env!("CARGO_BIN_EXE_rpc-cli")]).args(args);
     command.env_clear().stdin(Stdio::null()).output().unwrap()
@@ -21,7 +21,7 @@ fn ok(args: &[&str]) -> String {
     String::from_utf8(output.stdout).unwrap()
 }
 
-/// The exit code and the errors of a run that must not go well.
+/// Returns the exit code and the errors of a run that must fail.
 fn refused(args: &[&str]) -> (Option<i32>, String) {
     let output = cli(args);
     assert!(output.stdout.is_empty() && !output.status.success(), "{output:?}");

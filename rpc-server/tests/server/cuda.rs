@@ -111,7 +111,7 @@ fn add_on_the_device(session: &Session) {
 }
 
 #[test]
-fn sessions_use_gpus_in_processes_of_their_own_and_a_trap_is_the_loss_of_one() {
+fn sessions_use_gpus_in_processes_of_their_own_and_a_trap_ends_only_one() {
     let Some(folder) = driver() else { return };
     let server = server(&folder, &[]);
     let (first, second) = (connect(&server), connect(&server));
@@ -326,8 +326,8 @@ fn nodes_on_gpus(readers: [bool; 2]) -> DiscoSession {
 /// Workers that read for others, workers that get what others read, and those that get all from the
 /// controller.
 #[test]
-fn weights_come_to_gpus_whoever_reads_them() {
-    let Some(()) = with_libraries("cuda::weights_come_to_gpus_whoever_reads_them") else { return };
+fn weights_reach_all_gpus_from_any_reader() {
+    let Some(()) = with_libraries("cuda::weights_reach_all_gpus_from_any_reader") else { return };
     // More than goes in one piece to a device.
     let (rows, columns) = (4, 600_000_usize);
     let data: Vec<f32> = (0..rows * columns).map(|at| (at % 1013) as f32).collect();
@@ -401,7 +401,7 @@ fn loss_on_a_gpu_is_reported_by_a_sync_and_poisons_its_results() {
 }
 
 #[test]
-fn groups_are_split_and_what_is_missing_is_told() {
+fn groups_are_split_and_unsupported_operations_are_errors() {
     let Some(folder) = driver() else { return };
     let with_groups = server(&folder, &[]);
     let session = on_gpus(&with_groups, 2);
@@ -435,7 +435,7 @@ fn groups_are_split_and_what_is_missing_is_told() {
 }
 
 #[test]
-fn the_example_multiplies_and_says_where_it_cannot() {
+fn the_matmul_example_works_or_names_the_missing_device() {
     let Some(folder) = driver() else { return };
     let example = std::env::current_exe().unwrap().ancestors().nth(2).unwrap().join("examples/matmul");
     if !example.exists() {
@@ -616,7 +616,7 @@ fn settings_that_do_not_go_with_processes_do_without_gpus() {
 }
 
 #[test]
-fn devices_without_room_are_an_error_and_the_session_lives_on() {
+fn an_allocation_beyond_the_memory_of_a_device_is_an_error_and_the_session_goes_on() {
     let Some(folder) = driver() else { return };
     let server = server(&folder, &[]);
     let session = on_gpus(&server, 1);

@@ -64,7 +64,7 @@ impl Daemon {
         line
     }
 
-    /// The exit code, within ten seconds.
+    /// Returns the exit code. Waits for ten seconds at most.
     fn exit_code(mut self) -> Option<i32> {
         wait(&mut self.child).code()
     }
@@ -92,7 +92,7 @@ fn connect(runtime: &tokio::runtime::Runtime, address: &str) -> Session {
     runtime.block_on(Connector::new().connect(address)).unwrap()
 }
 
-/// A call that has arrived at the server.
+/// Begins a call and waits until it has arrived at the server.
 fn start_sleep(runtime: &tokio::runtime::Runtime, session: &Session, seconds: f64) -> Pending<()> {
     let sleep = runtime.block_on(session.function::<(f64,), ()>("rpc.sleep").into_future()).unwrap();
     let mut call = sleep.call((seconds,)).start();
@@ -137,7 +137,7 @@ fn a_running_call_is_waited_for_after_one_signal_and_not_after_two() {
 }
 
 #[test]
-fn the_ready_file_holds_the_printed_address_and_goes_in_the_end() {
+fn the_ready_file_holds_the_printed_address_and_is_removed_at_the_stop() {
     let folder = tempfile::tempdir().unwrap();
     let ready = folder.path().join("ready");
     let daemon = Daemon::start(&["--ready-file", ready.to_str().unwrap()]);
@@ -222,7 +222,7 @@ fn exit_codes_say_what_is_wrong() {
 }
 
 #[test]
-fn a_flag_counts_before_the_environment_and_that_before_the_file() {
+fn a_flag_overrides_the_environment_and_the_environment_the_file() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("server.toml");
     std::fs::write(&file, "max-message = \"1MiB\"\nmax-memory = \"1MiB\"\nmax-total-memory = \"1MiB\"").unwrap();
@@ -241,7 +241,7 @@ fn a_flag_counts_before_the_environment_and_that_before_the_file() {
 }
 
 #[test]
-fn help_completions_and_manual_pages_are_there() {
+fn help_completions_and_manual_pages_are_printed() {
     let help = output(&["serve", "--help"]);
     for word in ["RPC_SERVER_KEEP_ALIVE", "Exit codes", "--port-range", "78"] {
         assert!(text(&help.stdout).contains(word), "{word}");
@@ -256,7 +256,7 @@ fn help_completions_and_manual_pages_are_there() {
 }
 
 #[test]
-fn a_client_of_a_server_that_was_killed_hears_of_it() {
+fn a_client_of_a_killed_server_gets_an_error() {
     let mut daemon = Daemon::start(&[]);
     let runtime = runtime();
     let session = connect(&runtime, &daemon.address);
@@ -270,7 +270,7 @@ fn a_client_of_a_server_that_was_killed_hears_of_it() {
     assert!(!rest.contains("panicked"), "{rest}");
 }
 
-/// The log at `info` was empty when the disk of the workspaces was full.
+/// A regression: the log at `info` was empty when the disk of the workspaces was full.
 #[test]
 fn a_file_system_that_fails_is_logged() {
     let folder = tempfile::tempdir().unwrap();

@@ -83,7 +83,7 @@ async fn info_counts_over_all_sessions_and_forgets_those_that_ended() {
     assert!(held.handles >= 3);
     second.shutdown().await.unwrap();
     drop((tensor, new_object, object, second));
-    // The server lets go when it has seen the end: no one tells this client when.
+    // The server frees the objects when it has seen the end, which this client is not told.
     let gone = async {
         loop {
             let left = info(&first).await;
@@ -97,7 +97,7 @@ async fn info_counts_over_all_sessions_and_forgets_those_that_ended() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn limits_are_the_sessions_own_and_those_of_all() {
+async fn a_session_has_its_own_limits_and_those_of_all_sessions() {
     let fixture = Fixture::start(Registry::new(), |config| {
         config.max_memory = ByteSize(1 << 20);
         config.max_total_memory = Some(ByteSize(3 << 19));
@@ -127,7 +127,7 @@ async fn a_client_that_asks_for_another_key_is_refused() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_private_workspace_goes_with_its_session_and_a_named_one_stays() {
+async fn a_private_workspace_is_removed_with_its_session_and_a_named_one_is_kept() {
     let fixture = Fixture::start(Registry::new(), |_| {}).await;
     let named = Connector::new().workspace("shared");
     let private_files = || {
@@ -164,7 +164,7 @@ async fn a_private_workspace_goes_with_its_session_and_a_named_one_stays() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_ready_file_names_the_bound_addresses_and_goes_with_the_server() {
+async fn the_ready_file_names_the_bound_addresses_and_is_removed_with_the_server() {
     let folder = tempfile::tempdir().unwrap();
     let ready = folder.path().join("ready");
     std::fs::write(&ready, "left by an earlier server").unwrap();

@@ -66,7 +66,7 @@ impl Fixture {
         tokio::task::spawn_blocking(move || get(address, path)).await.unwrap()
     }
 
-    /// All samples by what stands before their value.
+    /// Samples by name and labels.
     async fn metrics(&self) -> HashMap<String, f64> {
         let answer = self.get("/metrics").await;
         assert_eq!(answer.status, 200);
@@ -79,7 +79,7 @@ impl Fixture {
         samples.map(sample).collect()
     }
 
-    /// Reads metrics until `done`: what a client has been told may be counted a moment later.
+    /// Reads metrics until `done`: an event may be counted shortly after the client has its answer.
     async fn until(&self, done: impl Fn(&HashMap<String, f64>) -> bool) -> HashMap<String, f64> {
         let mut last = HashMap::new();
         let read = async {
@@ -143,7 +143,7 @@ async fn calls_count_by_function_and_outcome_and_their_durations_are_sorted() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn cancelled_and_running_calls_count_as_what_they_are() {
+async fn cancelled_and_running_calls_are_counted_apart() {
     let (go, begun) = (Arc::new(Notify::new()), Arc::new(Notify::new()));
     let registry = Registry::new();
     let (wait, begin) = (go.clone(), begun.clone());
@@ -163,7 +163,7 @@ async fn cancelled_and_running_calls_count_as_what_they_are() {
     second.admitted().await.unwrap();
     begun.notified().await;
     fixture.until(|metrics| metrics["rpc_calls_in_progress"] == 2.0).await;
-    // It has not begun: the first one is before it.
+    // The second call has not begun: it waits for the first one in its lane.
     drop(second);
     // One answer may hold one metric from before the cancellation and another from after it.
     let cancelled = |metrics: &HashMap<String, f64>| calls(metrics, "wait", "cancelled") == 1.0;
@@ -175,7 +175,7 @@ async fn cancelled_and_running_calls_count_as_what_they_are() {
     let metrics = fixture.until(|metrics| calls(metrics, "wait", "ok") == 1.0 && ended(metrics)).await;
     assert_eq!(calls(&metrics, "wait", "cancelled"), 1.0);
 
-    // One whose client goes away.
+    // A call whose client goes away.
     let third = wait.call::<()>(()).start();
     begun.notified().await;
     drop((third, wait, session));
@@ -184,7 +184,7 @@ async fn cancelled_and_running_calls_count_as_what_they_are() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn copies_objects_and_memory_are_seen() {
+async fn copies_objects_and_memory_are_counted() {
     let fixture = Fixture::start(Registry::new(), |_| {}).await;
     let session = fixture.connect().await;
     // Several pieces, most of which are received in place.
@@ -209,7 +209,7 @@ async fn a_client_that_gets_no_session_is_counted_with_the_reason() {
     let fixture = Fixture::start(Registry::new(), |_| {}).await;
     let address = fixture.running.addresses()[0].to_string();
     Connector::new().workspace("../outside").connect(&address).await.unwrap_err();
-    // The client may know before the server has counted it.
+    // The client may have the reply before the server has counted the refusal.
     let metrics = loop {
         let metrics = fixture.metrics().await;
         let refusals = metrics.iter().filter(|(name, _)| name.starts_with("rpc_refusals_total{reason="));
@@ -223,7 +223,7 @@ async fn a_client_that_gets_no_session_is_counted_with_the_reason() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_server_is_ready_until_it_drains_and_lives_on() {
+async fn a_draining_server_is_healthy_and_not_ready() {
     let fixture = Fixture::start(Registry::new(), |_| {}).await;
     let session = fixture.connect().await;
     let echo = session.get_function("rpc.sleep").await.unwrap();
@@ -263,14 +263,14 @@ async fn a_server_is_ready_until_it_drains_and_lives_on() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn there_is_nothing_to_see_unless_it_is_asked_for() {
+async fn metrics_are_off_by_default() {
     let fixture = Fixture::start(Registry::new(), |config| config.metrics = None).await;
     assert_eq!(fixture.running.metrics_address(), None);
     fixture.connect().await.get_function("rpc.echo").await.unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn two_servers_of_one_process_count_apart() {
+async fn two_servers_of_one_process_have_counters_of_their_own() {
     let (first, second) =
         (Fixture::start(Registry::new(), |_| {}).await, Fixture::start(Registry::new(), |_| {}).await);
     let _session = first.connect().await;
@@ -291,14 +291,14 @@ async fn other_paths_and_methods_and_plain_noise_are_answered_briefly() {
     assert_eq!((head.status, head.body.as_str()), (200, ""));
     assert_eq!(ask("\x16\x03\x01 no http at all\r\n\r\n".to_owned()).await.status, 400);
     assert!(ask(format!("GET /{} HTTP/1.1\r\n\r\n", "a".repeat(1 << 17))).await.status >= 400);
-    // Those who connect and say nothing take only so many places, and not for ever.
+    // Silent connections are limited in number and in time.
     let mute: Vec<_> = (0..15).map(|_| TcpStream::connect(address).unwrap()).collect();
     assert_eq!(fixture.get("/healthz").await.status, 200);
     drop(mute);
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_address_that_is_taken_is_named() {
+async fn an_address_in_use_is_named() {
     let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let address = taken.local_addr().unwrap();
     let folder = tempfile::tempdir().unwrap();
@@ -314,7 +314,7 @@ async fn an_address_that_is_taken_is_named() {
 }
 
 #[test]
-fn the_daemon_prints_where_metrics_are_and_is_not_ready_once_it_was_told_to_stop() {
+fn the_daemon_prints_the_address_of_metrics_and_is_not_ready_while_it_drains() {
     for isolate in ["none", "process"] {
         daemon(isolate);
     }

@@ -1,5 +1,5 @@
-//! Native modules of clients, as far as a server gets without the library that loads them: what it
-//! takes, what it refuses, and what it says.
+//! Native modules of clients at a server without the library that loads them: accepted uploads,
+//! refusals, and error messages.
 
 use std::fs;
 use std::path::Path;
@@ -64,7 +64,7 @@ fn digest_of(content: &[u8]) -> Digest {
     hash(content).unwrap().0
 }
 
-/// Looks that `error` is of that kind and has those words.
+/// Checks the kind of an error and words of its message.
 #[track_caller]
 fn check(error: &RpcError, kind: ErrorKind, words: &[&str]) {
     assert_eq!(error.kind(), kind, "{error}");
@@ -74,7 +74,7 @@ fn check(error: &RpcError, kind: ErrorKind, words: &[&str]) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn off_by_default_and_the_refusal_says_how_to_have_them() {
+async fn modules_are_off_by_default_and_the_refusal_names_the_flag() {
     let fixture = Fixture::start(|config| config.allow_modules = ServeConfig::default().allow_modules).await;
     let digest = digest_of(b"module");
     let modules = fixture.modules();
@@ -103,7 +103,7 @@ async fn accepted_module_is_kept_across_sessions_and_loaded() {
     assert!(fs::read(&entry).unwrap() == content);
     let again = Connector::new().connect(&fixture.running.addresses()[0].to_string()).await.unwrap();
     assert!(Modules::new(&again).has(digest).await.unwrap());
-    // As far as it goes without the library.
+    // The upload succeeds; loading needs the library.
     let error = fixture.modules().load(digest).await.unwrap_err();
     assert!(error.message().contains("libtvm_ffi.so"), "{error}");
     let info = fixture.info().await.unwrap();
@@ -128,7 +128,7 @@ async fn limits_are_errors_that_name_them() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn with_a_list_only_what_is_on_it_is_taken() {
+async fn with_a_list_of_digests_only_listed_modules_are_taken() {
     let folder = tempfile::tempdir().unwrap();
     let list = folder.path().join("digests");
     fs::write(&list, format!("# admitted\n{}  kernels.so\n", digest_of(b"listed"))).unwrap();
@@ -179,7 +179,7 @@ async fn wrong_module_settings_are_errors_at_the_start() {
     let ServeError::Library(error) = error else { panic!("{error:?}") };
     assert!(error.message().contains("/nowhere/lib.so"), "{error}");
 
-    // This program has no hook for processes, and has not said that it can do without.
+    // This program calls no hook for session processes, and the settings do not choose `none`.
     let error = try_start(&folder, |config| config.isolate = Isolate::Auto).await.unwrap_err();
     assert!(matches!(error, ServeError::Config(ConfigError::NoIsolationHook)), "{error:?}");
 }
@@ -235,7 +235,7 @@ fn a_library_that_cannot_be_loaded_keeps_the_server_from_starting() {
 }
 
 #[test]
-fn workers_take_what_their_node_takes_as_threads_and_as_processes() {
+fn workers_as_threads_and_as_processes_take_the_modules_of_their_node() {
     let folder = tempfile::tempdir().unwrap();
     let list = folder.path().join("digests");
     fs::write(&list, digest_of(b"listed").to_string()).unwrap();

@@ -81,7 +81,7 @@ fn functions_are_called_timed_and_listed_from_the_shell() {
     let file = module.to_str().unwrap();
     let (code, stdout, stderr) = said(&fixture.cli("call", &["--module", file, "add", "20", "22"]));
     assert_eq!((code, stdout.trim()), (0, "42"), "{stderr}");
-    // It is there by now.
+    // The server has the module by now.
     let digest = format!("sha256:{}", digest_of(&module));
     let (code, stdout, stderr) = said(&fixture.cli("call", &["--module", &digest, "identity", "7"]));
     assert_eq!((code, stdout.trim()), (0, "7"), "{stderr}");
@@ -107,7 +107,7 @@ fn a_module_is_sent_once_and_loaded_by_others() {
     let modules = Modules::new(&second);
     assert!(modules.has(digest_of(&file)).wait().unwrap());
     let module = modules.load(digest_of(&file)).wait().unwrap();
-    // Twice is the same, and by its path it is, too.
+    // A second load, and one by the path, give the same module.
     let again = second.load_module(file.to_str().unwrap()).wait().unwrap();
     for module in [module, again] {
         let x = second.alloc(Device::cpu(), DataType::F32, &[2]).wait().unwrap();
@@ -147,7 +147,7 @@ fn libraries_of_the_operator_bring_functions_by_name() {
             stdout.contains("tests.greet") && stdout.contains("rpc.echo") && !stdout.contains("ffi.Array"),
             "{stdout}"
         );
-        // Whoever offers libraries has not allowed modules.
+        // --library does not allow the modules of clients.
         let error = fixture.connect().load_module(library.to_str().unwrap()).wait().unwrap_err();
         assert!(error.message().contains("--allow-modules"), "{error}");
     }
@@ -260,7 +260,7 @@ fn another_abi_is_refused_and_an_absent_library_says_how_to_get_it() {
         let session = fixture.connect();
         let error = load(&session, &module).unwrap_err();
         assert!(error.message().contains(words) && error.message().contains(library), "{error}");
-        // The session is none the worse for it.
+        // The session goes on.
         session.get_function("rpc.noop").wait().unwrap().call::<()>(()).wait().unwrap();
     }
     let error = load(&Fixture::with(&["--allow-modules", "--tvm-ffi", other.to_str().unwrap()]).connect(), &module);
@@ -287,7 +287,7 @@ fn a_module_goes_to_all_workers_of_a_server_whose_store_has_room_for_one() {
             let content = session.debug_get_from_remote(&sum, disco::WorkerId(worker)).wait().unwrap();
             assert!(matches!(content, disco::Content::Value(rpc_core::Value::Int(42))), "{content:?}");
         }
-        // A second time nothing is sent.
+        // The second time no bytes are sent.
         assert_eq!(session.upload_module(&file).wait().unwrap(), path);
         session.shutdown().wait().unwrap();
     }

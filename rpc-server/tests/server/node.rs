@@ -13,7 +13,7 @@ use rpc_transports::tracker::ServerRequest;
 use rpc_transports::{Access, Bind, ClientTls, Connector, ServeOptions, ServerTls, Tokens};
 use tempfile::TempDir;
 
-/// `rpc-server` with these arguments, without what the environment of this test says to it.
+/// Returns the command `rpc-server` with these arguments, without variables of this environment.
 fn program(folder: &TempDir, args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_rpc-server"));
     for (name, _) in std::env::vars_os() {
@@ -36,13 +36,13 @@ fn worker(folder: &TempDir, controller: &str, more: &[&str]) -> Child {
     program(folder, &args).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
 }
 
-/// The exit code, and what was written to standard error.
+/// Returns the exit code and the text on standard error.
 fn outcome(child: Child) -> (Option<i32>, String) {
     let Output { status, stderr, .. } = child.wait_with_output().unwrap();
     (status.code(), String::from_utf8(stderr).unwrap())
 }
 
-/// That the workers compute, and reach each other.
+/// Checks that the workers compute and reach each other.
 fn works(session: &DiscoSession) {
     let n = session.num_workers();
     let echo = session.get_global_func("rpc.echo").unwrap();
@@ -68,11 +68,11 @@ fn pids(session: &DiscoSession) -> Vec<Value> {
 }
 
 #[test]
-fn nodes_dial_in_as_their_launcher_numbers_them_and_go_with_the_session() {
+fn nodes_join_with_the_ranks_of_their_launcher_and_end_with_the_session() {
     let folder = tempfile::tempdir().unwrap();
     let listener = NodeListener::bind("tcp://127.0.0.1:0").wait().unwrap();
     let address = listener.address();
-    // By a flag, by the environment of mpirun, and by nothing.
+    // The rank comes from a flag, from the environment of mpirun, or from the controller.
     let flagged = worker(&folder, &address, &["--rank", "2", "--nodes", "3"]);
     let mut command = program(&folder, &["worker", "--controller", &address]);
     command.envs([("OMPI_COMM_WORLD_RANK", "0"), ("OMPI_COMM_WORLD_SIZE", "3")]).stderr(Stdio::piped());
@@ -106,7 +106,7 @@ fn nodes_and_controller_prove_themselves_to_each_other() {
     let serve = ServeOptions { access, ..ServeOptions::default() };
     let listener = NodeListener::bind_with("quic://127.0.0.1:0", listen, serve).wait().unwrap();
     let node = |flags: &[&str]| worker(&folder, &listener.address(), flags);
-    // One that proves nothing is refused, and says so.
+    // A node without proof of identity is refused.
     let (code, text) = outcome(node(&["--forward-ca", file]));
     assert_ne!(code, Some(0), "{text}");
     let nodes: Vec<_> = (0..2).map(|_| node(&["--forward-token-file", file, "--token-file", file])).collect();
@@ -160,7 +160,7 @@ fn a_node_that_cannot_join_says_why() {
 }
 
 #[test]
-fn a_tracker_hands_out_nodes_and_has_them_back_after_the_session() {
+fn a_tracker_grants_nodes_which_are_free_again_after_the_session() {
     let folder = tempfile::tempdir().unwrap();
     let tracker = server(&folder, &["tracker"]);
     let at = tracker.address();
@@ -181,7 +181,7 @@ fn works_in_groups(session: &DiscoSession) {
 }
 
 #[test]
-fn a_server_has_its_workers_as_processes_if_it_is_told_to() {
+fn workers_are_processes_if_the_options_ask_for_it() {
     let folder = tempfile::tempdir().unwrap();
     let servers = [0, 1].map(|_| server(&folder, &["serve"]));
     let mut options = Options::default();
@@ -196,7 +196,7 @@ fn a_server_has_its_workers_as_processes_if_it_is_told_to() {
     session.shutdown().wait().unwrap();
 }
 
-/// A file with the tensor `x`, which has an element for each of two workers.
+/// Writes a file with the tensor `x`, which has an element for each of two workers.
 fn write_weights(folder: &TempDir) {
     let header = r#"{"x":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}"#;
     let data = [0.5_f32, 1.5].map(f32::to_le_bytes).concat();
@@ -236,9 +236,10 @@ fn workers_of_isolated_sessions_read_the_folders_of_the_server_alone() {
     }
 }
 
-/// Each opens the next, in the name of the controller, if its operator allows that.
+/// Each server opens a session with the next one on behalf of the controller, if its operator
+/// allows it.
 #[test]
-fn servers_open_each_other_where_they_may() {
+fn servers_open_sessions_with_each_other_where_forwarding_is_allowed() {
     let folder = tempfile::tempdir().unwrap();
     let forwarding = ["serve", "--allow-forward", "tcp://127.0.0.1:*"];
     let servers = [&forwarding[..], &forwarding, &["serve"]].map(|args| server(&folder, args));
@@ -250,7 +251,7 @@ fn servers_open_each_other_where_they_may() {
         works(&session);
         session.shutdown().wait().unwrap();
     }
-    // The last one may not open anybody.
+    // The last server may open no sessions.
     let [first, second, last] = addresses;
     let error = SocketSession::new([last, first, second], 1, 1).fan_out(1).start().wait().unwrap_err();
     assert_eq!(error.cause().kind(), ErrorKind::Refused, "{error}");

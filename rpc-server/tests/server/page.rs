@@ -51,7 +51,7 @@ async fn start() -> (RunningTracker, SocketAddr) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_page_shows_what_peers_wrote_as_text_and_forbids_the_rest() {
+async fn the_page_shows_names_of_peers_as_text_and_allows_no_scripts() {
     let (running, page) = start().await;
     let client = TrackerClient::connect(&running.server.addresses()[0].to_string()).await.unwrap();
     let request = ServerRequest::new("board").client(EVIL).label(EVIL, EVIL);
@@ -82,7 +82,7 @@ async fn the_page_shows_what_peers_wrote_as_text_and_forbids_the_rest() {
     ] {
         assert!(answer.head.contains(header), "{header}: {}", answer.head);
     }
-    // Nothing of the page's own is inline, or from elsewhere, either.
+    // Styles and scripts of the page are neither inline nor from other hosts.
     for part in ["style=", " onload", "http://", "https://", "//cdn"] {
         assert!(!answer.body.contains(part), "{part}: {}", answer.body);
     }
@@ -120,19 +120,19 @@ async fn other_methods_and_foreign_hosts_are_refused() {
     }
     let head = ask(page, "HEAD / HTTP/1.1\r\nHost: localhost\r\n\r\n").await;
     assert_eq!((head.status, head.body.as_str()), (200, ""));
-    // A name that somebody lets point at this machine, so that a page of theirs may read ours.
+    // A host name of an attacker that resolves to this machine: their page could read ours by it.
     for host in ["rebound.example", "127.0.0.1.rebound.example:80", ""] {
         let answer = ask(page, &format!("GET /status.json HTTP/1.1\r\nHost: {host}\r\n\r\n")).await;
         assert!(answer.status >= 400 && !answer.body.contains("servers"), "{host}: {}", answer.body);
     }
-    // Noise is no reason to fail.
+    // Bytes that are not HTTP do not stop the server.
     let noise = ask(page, "\u{1}\u{2}\r\n\r\n").await;
     assert_eq!(noise.status, 400);
     assert_eq!(get(page, "/").await.status, 200);
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_page_is_for_this_machine_unless_the_operator_says_otherwise() {
+async fn the_page_is_served_on_loopback_alone_unless_insecure_is_given() {
     let mut config = config();
     config.http = Some("0.0.0.0:0".parse().unwrap());
     let error = Tracker::start(&config).await.unwrap_err();

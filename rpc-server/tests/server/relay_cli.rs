@@ -1,11 +1,11 @@
-//! `rpc-server relay` and `rpc-server serve --relay`, as the programs that they are.
+//! `rpc-server relay` and `rpc-server serve --relay`, as processes.
 
 use std::process::{Command, Stdio};
 
 use rpc_server::ServerProcess;
 use tempfile::TempDir;
 
-/// A process that says where it listens, and ends with this one.
+/// Starts a server process, which ends with this one.
 fn start(command: &str, folder: &TempDir, flags: &[&str]) -> ServerProcess {
     let mut program = Command::new(env!("CARGO_BIN_EXE_rpc-server"));
     program.args([command, "--exit-with-stdin", "--log-level", "error"]).args(flags);
@@ -13,7 +13,7 @@ fn start(command: &str, folder: &TempDir, flags: &[&str]) -> ServerProcess {
     ServerProcess::spawn(program).unwrap()
 }
 
-/// The exit code, and what was printed.
+/// Returns the exit code and the output.
 fn run(program: &str, args: &[&str]) -> (i32, String) {
     let mut command = Command::new(program);
     for (name, _) in std::env::vars_os() {
@@ -44,14 +44,15 @@ fn until(args: &[&str], is_so: impl Fn(i32, &str) -> bool) -> String {
 const LOOPBACK: [&str; 2] = ["--listen", "tcp://127.0.0.1:0"];
 
 #[test]
-fn a_server_that_listens_nowhere_is_reached_by_way_of_a_relay() {
+fn a_server_without_a_listener_is_reached_through_a_relay() {
     let folder = tempfile::tempdir().unwrap();
     let relay = start("relay", &folder, &LOOPBACK);
     let board = format!("{}/board7", relay.address());
     let (code, text) = cli(&["call", &board, "rpc.echo", "42"]);
     assert_eq!(code, 1, "{text}");
     assert!(text.contains("no server with key 'board7' waits at this relay"), "{text}");
-    // It does say where it listens, for this test to go on: at a place that nobody uses.
+    // The server listens on an unused socket file as well, whose line tells this test that it is
+    // ready.
     let unused = format!("unix:{}", folder.path().join("unused").display());
     let _server = start("serve", &folder, &["--relay", &board, "--capacity", "2", "--listen", &unused]);
     assert_eq!(until(&["call", &board, "rpc.echo", "42"], |code, _| code == 0).trim(), "42");
@@ -94,9 +95,9 @@ fn websockets_carry_sessions_hops_relays_and_trackers() {
     assert!(code != 0 && text.contains("--insecure"), "{text}");
 }
 
-/// The doctor asked relays for a session without a name, and called them broken.
+/// A regression: the doctor asked relays for a session without a name, and reported them as broken.
 #[test]
-fn the_doctor_knows_a_relay_from_a_server() {
+fn the_doctor_tells_a_relay_from_a_server() {
     let folder = tempfile::tempdir().unwrap();
     let relay = start("relay", &folder, &LOOPBACK);
     let (code, text) = cli(&["doctor", relay.address()]);

@@ -21,7 +21,7 @@ use rpc_transports::tracker::{
 use rpc_transports::{Address, Connector, Machine};
 use tempfile::TempDir;
 
-/// A tracker, and what its servers need.
+/// A tracker, its configuration, and the folder for its servers.
 struct Pool {
     folder: TempDir,
     config: TrackerConfig,
@@ -48,7 +48,7 @@ impl Pool {
         self.running().server.addresses()[0].clone()
     }
 
-    /// `tracker://…/KEY`.
+    /// Returns the address `tracker://…/KEY`.
     fn key(&self, key: &str) -> String {
         Address::tracker(self.address(), Some(key)).unwrap().to_string()
     }
@@ -57,7 +57,7 @@ impl Pool {
         TrackerClient::connect(&self.address().to_string()).await.unwrap()
     }
 
-    /// A server that is registered as `key` when this returns.
+    /// Starts a server, and waits until it has registered as `key`.
     async fn server(&self, key: &str, change: impl FnOnce(&mut ServeConfig)) -> Running {
         let before = self.servers(key).len();
         let running = self.server_somewhere(key, change).await;
@@ -85,7 +85,7 @@ impl Pool {
         of_key(&self.summary(), key).cloned().collect()
     }
 
-    /// Waits until it is so.
+    /// Waits until the summary satisfies the predicate.
     async fn until(&self, is_so: impl Fn(&Summary) -> bool) -> Summary {
         let wait = async {
             loop {
@@ -107,7 +107,7 @@ impl Pool {
     }
 
     /// Stops the tracker, and starts another one at the same address, which has to be one that
-    /// nobody else takes meanwhile.
+    /// no other program takes meanwhile.
     async fn restart(&mut self) {
         self.tracker.take().unwrap().server.drain().await;
         self.tracker = Some(Tracker::start(&self.config).await.unwrap());
@@ -170,7 +170,7 @@ async fn a_server_is_given_out_used_and_given_back() {
     let holder = summary.await.servers[0].holders[0].clone();
     assert!(holder.client.starts_with("me (tcp://127.0.0.1:"), "{holder:?}");
 
-    // Nobody else gets it meanwhile; and then the next one does.
+    // No other client gets the server meanwhile; afterwards the next one does.
     let other = pool.client().await;
     let next = tokio::spawn(async move { other.request(&soon(ServerRequest::new("board"))).await });
     pool.until(|summary| summary.queue.len() == 1).await;
@@ -200,7 +200,7 @@ async fn an_address_of_a_tracker_is_enough() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn several_servers_come_together_or_not_at_all() {
+async fn several_servers_are_granted_together_or_not_at_all() {
     let pool = Pool::new().await;
     let _servers = [pool.server("h100", |_| {}).await, pool.server("h100", |_| {}).await];
     let client = pool.client().await;
@@ -266,8 +266,7 @@ async fn clients_without_a_valid_ticket_are_refused() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn an_unused_ticket_expires_and_frees_its_slot() {
-    // In whole milliseconds, which clocks count, that is none: by the time that the client is there
-    // it is too late, each time.
+    // The ticket is valid for 0 ms, since clocks count whole milliseconds: each client is too late.
     let pool = Pool::with(|config| config.ticket_lifetime = Span(Duration::from_nanos(1))).await;
     let server = pool.server("board", |_| {}).await;
     let client = pool.client().await;
@@ -291,7 +290,7 @@ async fn direct_clients_are_admitted_if_the_operator_allows_it_and_take_a_slot()
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn after_a_restart_of_the_tracker_all_is_as_before() {
+async fn a_restarted_tracker_learns_its_servers_and_requests_again() {
     let folder = tempfile::tempdir().unwrap();
     let socket = format!("unix:{}", folder.path().join("tracker").display());
     let mut pool = Pool::with(|config| config.listen = vec![listen(&socket)]).await;
@@ -309,7 +308,8 @@ async fn after_a_restart_of_the_tracker_all_is_as_before() {
     pool.until(|summary| summary.queue.len() == 1).await;
 
     pool.restart().await;
-    // The servers come back by themselves, the one in use as such, and whoever waited waits again.
+    // The servers register again by themselves, the one in use as in use, and the waiting client
+    // waits again.
     pool.until(|summary| summary.servers.len() == 2 && summary.queue.len() == 1).await;
     let board = &pool.servers("board")[0];
     assert_eq!((board.free, board.holders.len()), (0, 1));
@@ -321,7 +321,7 @@ async fn after_a_restart_of_the_tracker_all_is_as_before() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_server_that_leaves_takes_its_slots_out_of_the_pool() {
+async fn the_slots_of_a_server_that_leaves_are_removed() {
     let pool = Pool::new().await;
     let server = pool.server("board", |_| {}).await;
     drop(server);
@@ -366,7 +366,7 @@ async fn work_of_a_dead_server_runs_again_at_another() {
     assert_eq!(work.await.unwrap().unwrap(), 42);
     assert_eq!(runs.load(Ordering::Relaxed), 2);
 
-    // An error of a function is the answer.
+    // An error of a function is not repeated at another server.
     let runs = AtomicU32::new(0);
     let error = client
         .request_and_run(&soon(ServerRequest::new("board")), |session| {
@@ -379,7 +379,7 @@ async fn work_of_a_dead_server_runs_again_at_another() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_address_that_leads_nowhere_is_told_to_both() {
+async fn an_unreachable_address_is_reported_to_the_server_and_in_the_summary() {
     let pool = Pool::new().await;
     let nowhere = {
         let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
@@ -389,7 +389,7 @@ async fn an_address_that_leads_nowhere_is_told_to_both() {
     let summary = pool.until(|summary| matches!(summary.servers[0].reach, Reach::Unreachable { .. })).await;
     let Reach::Unreachable { why } = &summary.servers[0].reach else { unreachable!() };
     assert!(why.contains("refused"), "{why}");
-    // Another one, which is where it says, is preferred.
+    // A server that is reached at its address is preferred.
     let good = pool.server("board", |_| {}).await;
     let loan = pool.client().await.request(&soon(ServerRequest::new("board"))).await.unwrap();
     assert_eq!(loan.grant().address, [good.addresses()[0].to_string()]);
@@ -426,7 +426,7 @@ async fn an_address_elsewhere_is_refused_unless_the_operator_allows_it() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn too_much_of_anything_is_refused_by_name() {
+async fn each_exceeded_limit_is_refused_by_name() {
     let pool = Pool::with(|config| (config.max_servers_per_peer, config.max_waiting_per_client) = (2, 2)).await;
     let _servers = [pool.server("board", |_| {}).await, pool.server("board", |_| {}).await];
     let _third = pool.server_somewhere("board", |_| {}).await;
@@ -497,7 +497,7 @@ async fn a_tracker_judges_a_server_by_its_machine_and_not_by_the_text_of_its_add
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_server_that_is_no_tracker_says_so() {
+async fn an_error_names_a_server_that_is_no_tracker() {
     let pool = Pool::new().await;
     let server = pool.server("board", |config| config.allow_direct = true).await;
     let client = TrackerClient::connect(&server.addresses()[0].to_string()).await.unwrap();
@@ -511,7 +511,7 @@ async fn a_server_that_is_no_tracker_says_so() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn under_a_hop_tracker_and_server_are_reached_from_there() {
+async fn behind_a_hop_tracker_and_server_are_reached_from_the_hop() {
     let pool = Pool::new().await;
     let _server = pool.server("board", |_| {}).await;
     let folder = tempfile::tempdir().unwrap();
@@ -575,7 +575,7 @@ async fn a_client_refuses_a_tracker_of_another_version() {
     }
 }
 
-/// A peer that speaks to the tracker without any of our code for it.
+/// A peer that calls the functions of the tracker directly.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_peer_that_registers_without_end_is_stopped_and_leaves_nothing() {
     let pool = Pool::with(|config| config.max_servers_per_peer = 50).await;
@@ -594,7 +594,7 @@ async fn a_peer_that_registers_without_end_is_stopped_and_leaves_nothing() {
     let summary = pool.summary();
     assert_eq!((summary.servers.len(), summary.losses.len()), (50, 256), "what is remembered of refusals is bounded");
 
-    // Nor does anything else that is not as it should be do harm.
+    // Other malformed messages are errors.
     let refused = async |registration: Registration| {
         let call = register.call::<(RemoteObject, Pack<Registered>)>((Pack(registration),));
         call.await.map(drop).unwrap_err().message().to_owned()
@@ -644,7 +644,7 @@ async fn two_thousand_servers_serve_thousands_of_requests() {
     const SERVERS: usize = 2000;
     const CLIENTS: usize = 8;
     const REQUESTS: usize = 200;
-    // Nobody renews these, which is not what is looked at; and all clients are on this machine.
+    // The registrations are not renewed, so the lease is long; all clients are on this machine.
     let pool = Pool::with(|config| {
         config.lease = Span(Duration::from_secs(3600));
         config.ticket_lifetime = Span(Duration::from_secs(3600));
@@ -656,7 +656,7 @@ async fn two_thousand_servers_serve_thousands_of_requests() {
     let mut sessions = Vec::new();
     for at in 0..SERVERS {
         if at % 500 == 0 {
-            // One session may hold so many objects.
+            // A session may hold a limited number of objects.
             sessions.push(Connector::new().connect(&address).await.unwrap());
         }
         let register = sessions.last().unwrap().get_function(functions::REGISTER).await.unwrap();
@@ -666,7 +666,7 @@ async fn two_thousand_servers_serve_thousands_of_requests() {
         let (object, _): (RemoteObject, Pack<Registered>) = register.call((Pack(registration),)).await.unwrap();
         kept.push(object);
     }
-    // More is asked for than there is, all at once; some of it for many together.
+    // The requests together exceed the slots, and some ask for several at once.
     let mut clients = tokio::task::JoinSet::new();
     for client in 0..CLIENTS {
         let session = Connector::new().connect(&address).await.unwrap();
@@ -687,7 +687,7 @@ async fn two_thousand_servers_serve_thousands_of_requests() {
 
 /// Over an encrypted channel both sides prove that they know the token.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_tracker_and_its_servers_know_each_other_by_a_token() {
+async fn a_tracker_and_its_servers_prove_a_token_to_each_other() {
     let folder = tempfile::tempdir().unwrap();
     let token_file = folder.path().join("token");
     std::fs::write(&token_file, "lab 0123456789abcdef0123456789abcdef\n").unwrap();
@@ -739,7 +739,7 @@ async fn a_tracker_behind_a_socket_file_is_asked_for_a_key() {
     assert!(error.message().contains("?key=KEY"), "{error}");
 }
 
-/// Certificates for this machine by an authority of their own, in a folder.
+/// Makes certificates for this machine, with an authority of their own, in a folder.
 fn certificates(folder: &std::path::Path) {
     let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_rpc-cli"));
     command.env_clear().args(["cert", "--host", "127.0.0.1", "--out"]).arg(folder);
@@ -764,7 +764,7 @@ async fn trust_for_probing_servers_is_reloaded() {
         config.metrics = Some("127.0.0.1:0".parse().unwrap());
     };
     let stranger = pool.server("stranger", stranger).await;
-    // The tracker has tried it by then, with those whom it trusted.
+    // The tracker has probed the server by then, with the authorities that it trusted.
     let refused = "rpc_refusals_total{reason=\"unauthenticated\"} 1";
     let metrics = stranger.metrics_address().unwrap();
     let tried = async {
@@ -799,7 +799,7 @@ async fn scrape(metrics: SocketAddr) -> String {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_scraper_sees_slots_and_requests() {
+async fn metrics_count_slots_and_requests() {
     let pool = Pool::with(|config| config.metrics = Some("127.0.0.1:0".parse().unwrap())).await;
     let _server = pool.server("board", |config| config.capacity = 2).await;
     let loan = pool.client().await.request(&soon(ServerRequest::new("board"))).await.unwrap();
@@ -823,10 +823,9 @@ async fn a_scraper_sees_slots_and_requests() {
     drop(loan);
 }
 
-/// Once, each answer was made of a copy of all that the servers tell of themselves, however much
-/// that was.
+/// A regression: each answer copied the labels of all granted servers, without a limit.
 #[tokio::test(flavor = "multi_thread")]
-async fn servers_that_tell_much_of_themselves_are_not_granted_in_any_number() {
+async fn the_answer_to_a_request_is_bounded_however_long_the_labels_of_servers_are() {
     let pool = Pool::new().await;
     let session = Connector::new().connect(&pool.address().to_string()).await.unwrap();
     let register = session.get_function(functions::REGISTER).await.unwrap();

@@ -1,4 +1,4 @@
-//! `rpc-server tracker`, `rpc-server serve --tracker` and `rpc-cli`, as the programs that they are.
+//! `rpc-server tracker`, `rpc-server serve --tracker` and `rpc-cli`, as processes.
 
 use std::process::{Command, Stdio};
 
@@ -6,16 +6,16 @@ use rpc_server::ServerProcess;
 use serde_json::Value as Json;
 use tempfile::TempDir;
 
-/// A process that says where it listens, and ends with this one.
+/// Starts a server process, which ends with this one.
 fn start(command: &str, folder: &TempDir, flags: &[&str]) -> ServerProcess {
     let mut program = Command::new(env!("CARGO_BIN_EXE_rpc-server"));
     program.args([command, "--listen", "tcp://127.0.0.1:0", "--exit-with-stdin", "--log-level", "error"]).args(flags);
-    // The files of sessions go there, of a tracker too.
+    // Folder for the files of sessions.
     program.env("XDG_STATE_HOME", folder.path());
     ServerProcess::spawn(program).unwrap()
 }
 
-/// The exit code, and what was printed.
+/// Returns the exit code and the output.
 fn cli(args: &[&str]) -> (i32, String) {
     let mut command = Command::new(env!("CARGO_BIN_EXE_rpc-cli"));
     for (name, _) in std::env::vars_os() {
@@ -28,7 +28,7 @@ fn cli(args: &[&str]) -> (i32, String) {
     (output.status.code().unwrap(), text)
 }
 
-/// Runs the tool until its output is as it should be.
+/// Runs the tool until its output satisfies the predicate. Returns the output.
 fn until(args: &[&str], is_so: impl Fn(&str) -> bool) -> String {
     let mut last = (0, String::new());
     for _ in 0..500 {
@@ -41,7 +41,7 @@ fn until(args: &[&str], is_so: impl Fn(&str) -> bool) -> String {
 }
 
 #[test]
-fn a_pool_from_the_shell() {
+fn a_tracker_and_its_servers_are_used_from_the_shell() {
     let folder = tempfile::tempdir().unwrap();
     let tracker = start("tracker", &folder, &[]);
     let at = tracker.address().to_owned();

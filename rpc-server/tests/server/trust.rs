@@ -106,7 +106,7 @@ fn echo(address: &str, trust: &[&str]) -> Output {
 }
 
 #[test]
-fn certificates_let_in_over_tls_and_quic() {
+fn clients_with_a_certificate_are_served_over_tls_and_quic() {
     let (files, stranger) = (TrustFiles::with_certificates(), TrustFiles::with_certificates());
     let server = files.serve(
         &["tls://127.0.0.1:0", "quic://127.0.0.1:0"],
@@ -122,8 +122,7 @@ fn certificates_let_in_over_tls_and_quic() {
     for address in &server.addresses {
         let (ca, cert, key) = (files.pki("ca.pem"), files.pki("client.pem"), files.pki("client.key"));
         assert_eq!(ok(echo(address, &["--ca", &ca, "--cert", &cert, "--cert-key", &key])), "42\n");
-        // No certificate; one by somebody else; a server that somebody else vouches for; nothing at
-        // all.
+        // No certificate; one of another authority; a server of another authority; no trust at all.
         let refused = echo(address, &["--ca", &ca]);
         assert!(refused.status.code() == Some(77) && said(&refused).contains("--cert"), "{}", said(&refused));
         let (cert, key) = (stranger.pki("client.pem"), stranger.pki("client.key"));
@@ -152,7 +151,7 @@ fn a_token_is_enough_and_can_be_changed_while_the_server_runs() {
         let refused = echo(address, &["--token-file", &other]);
         assert_eq!(refused.status.code(), Some(77), "{}", said(&refused));
     }
-    // Both, while they are changed.
+    // Both tokens are valid while clients are changed over.
     files.token("tokens", &["--append"]);
     let text = std::fs::read_to_string(files.path("tokens")).unwrap();
     let second = text.lines().last().unwrap();
@@ -164,7 +163,7 @@ fn a_token_is_enough_and_can_be_changed_while_the_server_runs() {
         assert_eq!(ok(echo(address, &["--token-file", &first])), "42\n");
         assert_eq!(ok(echo(address, &["--token-file", &second])), "42\n");
     }
-    // The old one goes. A file that cannot be used changes nothing.
+    // The old token is removed. A file that cannot be used changes nothing.
     std::fs::copy(&second, files.path("tokens")).unwrap();
     server.hang_up();
     server.await_log("have been read again");
@@ -185,7 +184,7 @@ fn a_certificate_may_be_for_some_servers_alone() {
         ok(cli(&[&["cert", "--out", &out], keys].concat()))
     };
     assert!(limit(&["--client-key", "board-7,board-8"]).contains("servers with the key board-7"));
-    // It stays so when it is renewed.
+    // A renewed certificate keeps the limit.
     limit(&[]);
     let (cert, key, ca) = (files.pki("server.pem"), files.pki("server.key"), files.pki("ca.pem"));
     let args = ["--cert", &cert, "--cert-key", &key, "--client-ca", &ca];
@@ -201,7 +200,7 @@ fn a_certificate_may_be_for_some_servers_alone() {
             assert!(said(&refused).contains("board-7, board-8"), "{}", said(&refused));
         }
     }
-    // Without limits again.
+    // A certificate without the limit serves all servers again.
     ok(cli(&["cert", "--out", &files.path("pki"), "--client-name", "bob"]));
     let any = files.serve(&["tls://127.0.0.1:0"], &args);
     assert_eq!(ok(echo(&any.addresses[0], &trust)), "42\n");
@@ -216,7 +215,7 @@ fn a_hop_proves_itself_by_a_certificate_or_a_token_of_its_own() {
     let shows = ["--cert", &cert, "--cert-key", &key, "--client-ca", &ca];
     let by_certificate = ["--forward-cert", &hop_cert, "--forward-cert-key", &hop_key];
     for address in ["tls://127.0.0.1:0", "quic://127.0.0.1:0"] {
-        // One that takes certificates, and one that takes tokens, too.
+        // A target that takes certificates alone, and one that takes tokens as well.
         for (more, proof) in
             [(&[][..], &by_certificate[..]), (&["--token-file", &tokens], &["--forward-token-file", &tokens])]
         {
@@ -248,7 +247,7 @@ fn renewed_certificates_are_shown_after_a_hangup() {
     let old: PathBuf = files.path("old.pem").into();
     std::fs::copy(files.pki("ca.pem"), &old).unwrap();
     assert!(client(&files.pki("ca.pem")));
-    // Another authority altogether.
+    // New certificates, with another authority.
     ok(cli(&["cert", "--out", &files.path("pki"), "--host", "localhost,127.0.0.1", "--force"]));
     assert!(!client(&files.pki("ca.pem")));
     server.hang_up();
@@ -313,22 +312,22 @@ fn web_pages_are_served_by_the_origins_that_the_operator_lists_at_present() {
 }
 
 #[test]
-fn a_server_that_others_could_reach_says_what_is_missing() {
+fn a_server_on_the_network_without_authentication_is_refused_with_advice() {
     let files = TrustFiles::with_certificates();
     files.token("tokens", &[]);
     let (cert, key, tokens) = (files.pki("server.pem"), files.pki("server.key"), files.path("tokens"));
-    // In the clear, also with a token: it proves who begins to speak, and not who goes on.
+    // Without encryption a token is not enough: it proves the identity at the beginning alone.
     for args in [&["--listen", "tcp://0.0.0.0:0"][..], &["--listen", "tcp://0.0.0.0:0", "--token-file", &tokens]] {
         let text = files.refused(args);
         assert!(text.contains("--insecure") && text.contains("--token-file"), "{text}");
     }
-    // Encrypted, and open to everybody.
+    // Encrypted, and without authentication of clients.
     let text = files.refused(&["--listen", "quic://0.0.0.0:0", "--cert", &cert, "--cert-key", &key]);
     assert!(text.contains("--client-ca"), "{text}");
-    // With nothing to show.
+    // Without a certificate of the server.
     assert!(files.refused(&["--listen", "tls://127.0.0.1:0"]).contains("--cert"));
     assert!(files.refused(&["--listen", "tls://127.0.0.1:0", "--cert", &cert]).contains("--cert-key"));
-    // A file that anybody can read is no secret.
+    // It starts with --insecure, or with encryption and tokens.
     let mut server = files.serve(&["tcp://0.0.0.0:0"], &["--insecure"]);
     server.await_log("without proof of identity");
     files.serve(&["quic://0.0.0.0:0"], &["--token-file", &tokens]);
@@ -347,7 +346,7 @@ fn the_doctor_says_what_is_wrong_with_credentials() {
     assert!(!report.status.success() && text.contains("token"), "{text}");
 }
 
-/// The log at `info` was empty for wrong tokens and refused forwards.
+/// A regression: the log at `info` was empty for wrong tokens and refused forwards.
 #[test]
 fn the_log_names_clients_that_are_refused() {
     let files = TrustFiles::new();

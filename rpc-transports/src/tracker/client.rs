@@ -33,7 +33,7 @@ const PAUSES: (Duration, Duration) = (Duration::from_millis(50), Duration::from_
 
 /// Time to wait for the tracker after the end of a time limit: its own error says more about the
 /// cause.
-const LAST_WORDS: Duration = Duration::from_secs(2);
+const ANSWER_GRACE: Duration = Duration::from_secs(2);
 
 /// A client of one tracker. Cheap to clone; clones share a session with it.
 ///
@@ -248,9 +248,9 @@ impl TrackerClient {
             let ask = session.get_function(functions::REQUEST).start();
             let wait = session.get_function(functions::WAIT).start();
             let (ask, wait) = (ask.await?, wait.await?);
-            let place: RemoteObject = ask.call((Pack(request),)).concurrent().await?;
-            let Pack(grants) = wait.call((&place,)).concurrent().await?;
-            Ok(Claim { place, grants })
+            let queue_entry: RemoteObject = ask.call((Pack(request),)).concurrent().await?;
+            let Pack(grants) = wait.call((&queue_entry,)).concurrent().await?;
+            Ok(Claim { queue_entry, grants })
         };
         match limit.within("the tracker's answer", asked).await {
             Ok(claim) => Ok(claim),
@@ -430,25 +430,25 @@ impl Loan {
     async fn has_died(&self, error: &RpcError) -> bool {
         // A function that has lost a peer of its own fails in the same way, but its session lives.
         let lost = error.fault() == Fault::Link || error.kind() == ErrorKind::Closed;
-        lost && tokio::time::timeout(LAST_WORDS, self.session.ended()).await.is_ok()
+        lost && tokio::time::timeout(ANSWER_GRACE, self.session.ended()).await.is_ok()
     }
 }
 
 /// Servers that the tracker has granted. Dropping the claim releases those that have not been used.
 struct Claim {
-    place: RemoteObject,
+    queue_entry: RemoteObject,
     grants: Vec<Grant>,
 }
 
 impl Claim {
     /// Gives back servers that were not used. If this fails, they return when their tickets expire.
     async fn give_back(&self, returned: Vec<Returned>) {
-        let session = self.place.session();
+        let session = self.queue_entry.session();
         let give_back = async {
             let give_back = session.get_function(functions::GIVE_BACK).await?;
-            give_back.call((&self.place, Pack(returned))).concurrent().await
+            give_back.call((&self.queue_entry, Pack(returned))).concurrent().await
         };
-        match tokio::time::timeout(LAST_WORDS, give_back).await {
+        match tokio::time::timeout(ANSWER_GRACE, give_back).await {
             Ok(Ok(())) => {}
             Ok(Err(error)) => tracing::debug!(%error, "servers could not be given back, and expire"),
             Err(_) => tracing::debug!("the tracker does not answer; servers that were not used expire"),
@@ -474,13 +474,13 @@ impl Limit {
         self.0.is_some_and(|end| Instant::now() + pause >= end)
     }
 
-    async fn within<T>(self, whom: &str, work: impl Future<Output = Result<T>>) -> Result<T> {
+    async fn within<T>(self, peer: &str, work: impl Future<Output = Result<T>>) -> Result<T> {
         let Some(end) = self.0 else { return work.await };
-        match tokio::time::timeout_at(end + LAST_WORDS, work).await {
+        match tokio::time::timeout_at(end + ANSWER_GRACE, work).await {
             Ok(outcome) => outcome,
             Err(_) => Err(RpcError::new(
                 ErrorKind::DeadlineExceeded,
-                format!("the time for the request is over, and it has been waiting for {whom}"),
+                format!("the time for the request is over, and it has been waiting for {peer}"),
             )),
         }
     }
