@@ -13,11 +13,11 @@ mod doctor;
 mod failure;
 mod failure_report;
 mod files;
+mod info;
 mod module;
 pub mod npy;
 mod output;
 mod ping;
-mod report;
 mod show;
 mod status;
 mod tensor;
@@ -69,9 +69,9 @@ enum Command {
     /// Call a function and print what it returns
     Call(call::CallArgs),
     /// List the functions of a server, or of a module, with their signatures
-    Functions(report::FunctionsArgs),
+    Functions(info::FunctionsArgs),
     /// Show version, devices and usage of a server
-    Info(report::AddressArgs),
+    Info(info::AddressArgs),
     /// Copy a file into the workspace at a server
     Put(files::PutArgs),
     /// Copy a file from the workspace at a server
@@ -130,8 +130,8 @@ pub fn main_with(transports: Transports) -> ExitCode {
 fn run(options: &CommonOptions, output: &Output, command: Command) -> Result<(), Failure> {
     match command {
         Command::Call(args) => limited(options, call::call(options, output, args)),
-        Command::Functions(args) => limited(options, report::functions(options, output, args)),
-        Command::Info(args) => limited(options, report::info(options, output, args)),
+        Command::Functions(args) => limited(options, info::functions(options, output, args)),
+        Command::Info(args) => limited(options, info::info(options, output, args)),
         Command::Put(args) => limited(options, files::put(options, output, args)),
         Command::Get(args) => limited(options, files::get(options, output, args)),
         Command::Ls(args) => limited(options, files::ls(options, output, args)),

@@ -14,7 +14,7 @@ pub mod config;
 pub mod daemon;
 mod file_lock;
 mod function_table;
-mod http;
+mod http_listener;
 pub mod isolate;
 pub mod logging;
 pub mod modules;

@@ -9,7 +9,7 @@
 //! | `rpc_start_time_seconds` | | when the server started, since the epoch |
 //! | `rpc_sessions` | | sessions that are open |
 //! | `rpc_sessions_opened_total` | | sessions that were opened |
-//! | `rpc_refusals_total` | `reason` | clients that got no session |
+//! | `rpc_refusals_total` | `reason` | clients without a session, but for probes of trackers |
 //! | `rpc_calls_total` | `function`, `outcome` | calls that ended |
 //! | `rpc_calls_in_progress` | | calls that have not ended |
 //! | `rpc_call_duration_seconds` | `function` | from the arrival of a call to its end |
@@ -25,7 +25,7 @@
 //! function has its name as label if it is registered at this server and is among the first 1,024
 //! that were called. All others, those of modules too, have the label `other`.
 
-mod http;
+mod endpoints;
 mod metered;
 
 use std::collections::HashMap;
@@ -44,7 +44,7 @@ use tokio::task::JoinSet;
 
 use self::metered::MeteredFactory;
 use crate::config::ServeError;
-use crate::http::HttpServer;
+use crate::http_listener::HttpServer;
 use crate::server::server_state::ServerState;
 
 /// Maximum number of functions with metrics of their own. Each costs about twenty lines of output.

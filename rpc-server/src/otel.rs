@@ -24,7 +24,7 @@
 //!
 //! [`Request::trace`]: rpc_core::Request::trace
 
-mod http;
+mod collector_client;
 mod session;
 
 use std::io;
@@ -38,7 +38,7 @@ use opentelemetry_sdk::Resource;
 use opentelemetry_sdk::trace::SdkTracerProvider;
 use rpc_transports::SessionFactory;
 
-use self::http::Collector;
+use self::collector_client::Collector;
 use self::session::TracedFactory;
 use crate::config::{OtlpEndpoint, ServeError};
 

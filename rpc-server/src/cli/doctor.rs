@@ -11,8 +11,8 @@ use rpc_transports::{
 };
 use serde_json::json;
 
+use self::examination::{Examination, Finding};
 use self::recorder::{Received, Recorder};
-use self::report::{Examination, Finding};
 use self::tracker_pool::{PoolVerdict, look_for};
 use super::connect::{CommonOptions, close};
 use super::failure::{Failure, connect_code};
@@ -20,8 +20,8 @@ use super::failure_report::origin;
 use super::output::Output;
 use crate::builtins::ServerInfo;
 
+mod examination;
 mod recorder;
-mod report;
 mod tracker_pool;
 
 #[derive(Args, Debug)]

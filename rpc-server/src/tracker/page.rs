@@ -29,7 +29,7 @@ use hyper::{Request, Response, StatusCode};
 use parking_lot::Mutex;
 
 use super::service::Tracker;
-use crate::http::{HttpServer, Site, plain, response};
+use crate::http_listener::{HttpServer, Site, plain, response};
 
 /// Time for which an answer is reused, so that any number of browsers costs little.
 const FRESH: Duration = Duration::from_millis(250);

@@ -10,7 +10,7 @@ use super::page;
 use super::scheduler::SlotTotals;
 use super::service::{Tracker, TrackerOptions};
 use crate::config::{ConfigError, HttpAddress, Origin, ServeError, TrackerConfig};
-use crate::http::HttpServer;
+use crate::http_listener::HttpServer;
 use crate::monitor::Gauges;
 use crate::server::{RpcServer, Running, StopReason};
 

@@ -6,7 +6,7 @@ use hyper::body::Incoming;
 use hyper::{Request, Response, StatusCode};
 
 use super::{Monitor, Phase};
-use crate::http::{Site, plain, response};
+use crate::http_listener::{Site, plain, response};
 
 /// Media type of the format of Prometheus.
 const METRICS_TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";
