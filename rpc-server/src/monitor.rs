@@ -384,7 +384,7 @@ mod tests {
     }
 
     #[test]
-    fn functions_have_names_up_to_a_number_and_unknown_ones_never() {
+    fn only_the_first_called_functions_have_metrics_of_their_own() {
         let registry = Registry::new();
         for at in 0..=MAX_FUNCTIONS {
             registry.add_inline(format!("f{at}"), || ());
@@ -399,7 +399,7 @@ mod tests {
     }
 
     #[test]
-    fn a_handle_stands_for_its_function_until_it_is_freed() {
+    fn calls_by_a_handle_count_for_its_function_until_the_handle_is_freed() {
         let registry = Registry::new();
         registry.add_inline("one", || 1_i64);
         let monitor = monitor(&registry);
@@ -419,7 +419,7 @@ mod tests {
     }
 
     #[test]
-    fn one_session_cannot_have_any_number_of_handles_remembered() {
+    fn the_handles_remembered_for_a_session_are_bounded() {
         let registry = Registry::new();
         registry.add_inline("one", || 1_i64);
         let session = metered(&registry, &monitor(&registry));

@@ -165,7 +165,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn it_says_why_there_is_no_device_of_a_common_kind() {
+    fn info_gives_the_reason_for_an_absent_device_of_a_common_kind() {
         let registry = Registry::new();
         register(&registry);
         let devices = Devices::new().absent(DeviceType::VULKAN, "no loader was found");
@@ -186,7 +186,7 @@ mod tests {
 
     /// Drivers may take long to answer, and an inline function blocks its connection.
     #[test]
-    fn it_runs_where_it_may_block() {
+    fn info_is_a_blocking_function() {
         let registry = Registry::new();
         register(&registry);
         assert_eq!(registry.get("rpc.info").unwrap().kind(), FunctionKind::Blocking);

@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn things_are_what_they_look_like() {
+    fn the_type_of_an_argument_follows_from_its_text() {
         assert_eq!(parse("null"), Argument::Null);
         assert_eq!(parse("true"), Argument::Bool(true));
         assert_eq!(parse("false"), Argument::Bool(false));
@@ -147,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn anything_else_is_text_and_str_forces_it() {
+    fn other_arguments_are_text_and_a_prefix_forces_text() {
         for text in ["", "-", "inf", "nan", "1.2.3", "0x10", "Null", "a=1", "1 2", "-x", "str"] {
             assert_eq!(parse(text), Argument::Text(text.to_owned()), "{text:?}");
         }

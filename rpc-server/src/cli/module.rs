@@ -93,7 +93,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_module_is_a_file_here_unless_it_says_otherwise() {
+    fn a_module_is_a_local_file_without_a_prefix() {
         let parse = |text: &str| text.parse::<ModuleSource>().unwrap();
         for text in ["./kernels.so", "kernels.so", "/a/sha256:b.so", "sha256", "remote"] {
             assert_eq!(parse(text), ModuleSource::Local(text.into()));

@@ -227,7 +227,7 @@ mod tests {
     }
 
     #[test]
-    fn a_string_alone_is_itself_and_quoted_within_a_list() {
+    fn a_single_string_is_printed_as_it_is_and_quoted_within_a_list() {
         assert_eq!(shown("a b".into()).to_text(), "a b");
         assert_eq!(shown(vec![Value::from("a\n"), 1.into(), 2.0.into()].into()).to_text(), r#"["a\n", 1, 2.0]"#);
     }
@@ -242,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn maps_are_objects_of_json_where_those_can_say_it() {
+    fn maps_with_unique_text_keys_are_json_objects() {
         let map = |pairs: &[(Value, Value)]| shown(Value::Map(pairs.to_vec()));
         let named = map(&[("a".into(), 1.into()), ("b c".into(), vec![Value::from(2.0)].into())]);
         assert_eq!(named.to_text(), r#"{"a": 1, "b c": [2.0]}"#);

@@ -58,7 +58,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_kernel_says_how_much_memory_there_is() {
+    fn the_memory_of_the_machine_is_read_from_the_kernel() {
         assert_eq!(machine_memory("MemTotal:        2048 kB\nMemFree: 1 kB\n"), Some(2 << 20));
         assert_eq!(machine_memory("nothing"), None);
         let files = group_folders("12:cpu,memory:/a\n0::/user/b\n3:cpu:/c\nnonsense\n");

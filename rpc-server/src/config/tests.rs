@@ -39,7 +39,7 @@ fn data_addresses_are_those_of_one_machine() {
 }
 
 #[test]
-fn a_flag_counts_before_the_file_and_that_before_the_default() {
+fn a_flag_overrides_the_file_and_the_file_the_default() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("server.toml");
     fs::write(
@@ -119,7 +119,7 @@ fn every_setting_is_a_flag_a_variable_and_a_key_of_the_same_name() {
 }
 
 #[test]
-fn every_setting_of_a_tracker_too() {
+fn every_setting_of_a_tracker_is_a_flag_a_variable_and_a_key_of_the_same_name() {
     let command = TrackerSettings::augment_args(clap::Command::new("test"));
     let mut flags = BTreeSet::new();
     for arg in command.get_arguments() {
@@ -177,7 +177,7 @@ fn the_effective_configuration_reads_back_as_itself() {
 }
 
 #[test]
-fn an_unknown_key_and_a_malformed_value_are_errors_that_show_the_place() {
+fn an_unknown_key_and_a_malformed_value_are_errors_with_their_line() {
     for (text, hint) in [
         ("max-mesage = \"1MiB\"", "max-mesage"),
         ("keep-alive = \"soon\"", "30s"),
@@ -195,7 +195,7 @@ fn an_unknown_key_and_a_malformed_value_are_errors_that_show_the_place() {
 }
 
 #[test]
-fn an_address_that_others_can_reach_is_refused_unless_insecure_says_so() {
+fn an_address_on_the_network_is_refused_without_insecure() {
     for address in ["tcp://0.0.0.0:9090", "tcp://[::]:0", "tcp://board.lan:1"] {
         let error = flags(&["--listen", address]).resolve().unwrap_err();
         assert!(matches!(error, ConfigError::Insecure { .. }), "{error:?}");
@@ -206,7 +206,7 @@ fn an_address_that_others_can_reach_is_refused_unless_insecure_says_so() {
 }
 
 #[test]
-fn metrics_that_others_can_read_are_refused_unless_insecure_says_so() {
+fn metrics_on_the_network_are_refused_without_insecure() {
     for address in ["0.0.0.0:9464", "[::]:9464", "10.0.0.5:0"] {
         let error = flags(&["--metrics", address]).resolve().unwrap_err();
         assert!(matches!(error, ConfigError::InsecureMetrics { .. }), "{error:?}");
@@ -218,7 +218,7 @@ fn metrics_that_others_can_read_are_refused_unless_insecure_says_so() {
 }
 
 #[test]
-fn a_page_that_others_can_see_is_refused_unless_insecure_says_so() {
+fn a_status_page_on_the_network_is_refused_without_insecure() {
     let tracker = |address: &str, insecure| TrackerConfig {
         http: Some(address.parse().unwrap()),
         insecure,
@@ -235,7 +235,7 @@ fn a_page_that_others_can_see_is_refused_unless_insecure_says_so() {
 }
 
 #[test]
-fn spans_are_exported_by_those_that_can() {
+fn an_endpoint_for_spans_needs_the_feature_otel() {
     let resolved = flags(&["--otlp-endpoint", "http://127.0.0.1:4318"]).resolve();
     if cfg!(feature = "otel") {
         assert_eq!(resolved.unwrap().otlp_endpoint.unwrap().traces(), "http://127.0.0.1:4318/v1/traces");
@@ -257,7 +257,7 @@ fn address_that_cannot_be_listened_on_is_refused() {
 }
 
 #[test]
-fn isolation_wants_limits_that_can_be_kept() {
+fn isolation_refuses_limits_that_cannot_hold() {
     let resolve = |args: &[&str]| flags(&[&["--isolate", "process"], args].concat()).resolve();
     let error = resolve(&["--max-total-memory", "1GiB"]).unwrap_err();
     assert!(matches!(error, ConfigError::NoShare { .. }) && error.to_string().contains("1GiB"), "{error}");
@@ -286,7 +286,7 @@ fn modules_are_off_and_bounded_by_default() {
 
 #[cfg(feature = "tvm-ffi")]
 #[test]
-fn native_code_has_the_limits_of_sessions_with_processes_unless_told_otherwise() {
+fn with_native_code_the_limits_are_those_of_sessions_with_processes_by_default() {
     for native in [&["--allow-modules"][..], &["--library", "/lib/a.so,/lib/b.so"]] {
         let with = |more: &[&str]| flags(&[native, &["--max-total-memory", "1GiB"], more].concat()).resolve();
         let error = with(&[]).unwrap_err();
@@ -304,7 +304,7 @@ fn native_code_has_the_limits_of_sessions_with_processes_unless_told_otherwise()
 
 #[cfg(not(feature = "tvm-ffi"))]
 #[test]
-fn native_code_is_for_those_that_can_load_it() {
+fn settings_for_native_code_need_a_build_with_the_loader() {
     for native in [["--allow-modules=true", "--stdio"], ["--library", "/lib/a.so"], ["--tvm-ffi", "/lib/b.so"]] {
         let error = flags(&native).resolve().unwrap_err();
         assert!(matches!(error, ConfigError::NoTvmFfi) && error.to_string().contains("--features tvm-ffi"), "{error}");
@@ -325,7 +325,7 @@ fn a_missing_file_is_an_error() {
 }
 
 #[test]
-fn a_configuration_that_no_text_can_show_is_an_error_and_not_the_defaults() {
+fn a_configuration_with_a_path_that_is_not_text_is_an_error() {
     use std::os::unix::ffi::OsStringExt as _;
     let file = std::ffi::OsString::from_vec(vec![b'a', 0xff]);
     let config = ServeConfig { ready_file: Some(file.into()), ..ServeConfig::default() };

@@ -90,7 +90,7 @@ mod tests {
     use crate::config::{ByteSize, Span};
 
     #[test]
-    fn signals_codes_and_the_limits_behind_them_are_named() {
+    fn exit_causes_name_signals_codes_and_exceeded_limits() {
         let none = ProcessLimits::default();
         let tight =
             ProcessLimits { memory: Some(ByteSize(64 << 20)), cpu_time: Some(Span(std::time::Duration::from_secs(2))) };

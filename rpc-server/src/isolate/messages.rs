@@ -143,7 +143,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn reports_and_totals_read_back_as_themselves_and_all_else_is_none() {
+    fn reports_and_totals_round_trip_and_other_bytes_are_none() {
         let report = Report { usage: Usage { handles: 7, memory_bytes: 1 << 40 }, asks: true };
         assert_eq!(Report::from_bytes(&report.to_bytes()), Some(report));
         let totals = ServerTotals { sessions: 3, handles: u64::MAX, memory_bytes: 0 };

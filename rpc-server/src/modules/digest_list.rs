@@ -84,7 +84,7 @@ mod tests {
     }
 
     #[test]
-    fn a_line_that_is_none_is_told_by_its_number() {
+    fn a_malformed_line_is_reported_by_its_number() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("digests");
         std::fs::write(&file, format!("{}\n\n{}\n", "a".repeat(64), "a".repeat(63))).unwrap();

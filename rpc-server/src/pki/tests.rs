@@ -108,7 +108,7 @@ fn a_client_is_accepted_and_named_by_its_subject() {
 }
 
 #[test]
-fn certificates_do_for_one_purpose_alone() {
+fn certificates_are_valid_for_one_purpose_alone() {
     let fixture = Fixture::new();
     let now = SystemTime::now();
     fixture.check_client(&fixture.certificate("server.pem"), now).unwrap_err();
@@ -129,7 +129,7 @@ fn certificates_do_for_one_purpose_alone() {
 }
 
 #[test]
-fn certificates_are_refused_before_their_time_and_after_it() {
+fn certificates_are_refused_before_and_after_their_validity() {
     let fixture = Fixture::new();
     let now = SystemTime::now();
     let check = |when| {
@@ -215,7 +215,7 @@ fn a_renewal_may_change_names_and_a_new_client_gets_a_new_key() {
 }
 
 #[test]
-fn force_begins_anew() {
+fn force_makes_a_new_authority_and_new_keys() {
     let fixture = Fixture::new();
     let (old_client, old_key) = (fixture.certificate("client.pem"), fixture.read("client.key"));
     let issued = plan(&fixture.folder).force(true).write(SystemTime::now()).unwrap();
@@ -227,7 +227,7 @@ fn force_begins_anew() {
 }
 
 #[test]
-fn leaves_end_with_their_authority_at_the_latest_and_an_expired_one_signs_nothing() {
+fn leaves_expire_with_their_authority_at_the_latest_and_an_expired_authority_signs_none() {
     let fixture = Fixture::new();
     let plan = CertificatePlan::new(fixture.folder.path());
     let issued = plan.write(SystemTime::now() + days(3600)).unwrap();
@@ -288,7 +288,7 @@ fn existing_files_are_not_overwritten_by_accident() {
 }
 
 #[test]
-fn a_run_that_was_cut_off_is_made_whole_by_the_next() {
+fn an_interrupted_run_is_completed_by_the_next() {
     let fixture = Fixture::new();
     fs::remove_file(fixture.folder.path().join("client.pem")).unwrap();
     fs::write(fixture.folder.path().join("server.key"), KeyPair::generate().unwrap().serialize_pem()).unwrap();
@@ -310,7 +310,7 @@ fn a_server_without_a_name_cannot_be_certified() {
 }
 
 #[test]
-fn hosts_and_client_names_have_their_form() {
+fn malformed_hosts_and_client_names_are_refused() {
     let long = "a".repeat(64);
     for bad in
         ["", "two words", "tcp://a", "a:9090", "-a", "a..b", "*", "a.*.b", "münchen.de", "10.0.0.300", "[::1]:1", &long]
@@ -325,7 +325,7 @@ fn hosts_and_client_names_have_their_form() {
 }
 
 #[test]
-fn a_long_name_of_a_server_is_no_obstacle() {
+fn a_server_may_have_a_long_name() {
     let fixture = Fixture::new();
     let host = format!("{0}.{0}.{0}", "a".repeat(60));
     let plan = CertificatePlan::new(fixture.folder.path()).host(host.parse().unwrap());

@@ -123,7 +123,7 @@ mod tests {
     use super::means_this_machine;
 
     #[test]
-    fn the_page_is_at_this_machine() {
+    fn the_page_accepts_host_names_of_this_machine_alone() {
         for host in ["localhost", "LOCALHOST:9191", "127.0.0.1", "127.0.0.1:9191", "[::1]:9191"] {
             assert!(means_this_machine(host), "{host}");
         }

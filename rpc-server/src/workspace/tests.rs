@@ -113,7 +113,7 @@ fn malformed_paths_are_refused() {
 }
 
 #[test]
-fn folders_where_files_are_meant_and_the_other_way_round_are_refused() {
+fn a_folder_in_place_of_a_file_and_the_reverse_are_refused() {
     let (_dir, workspace) = private();
     put(&workspace, "folder/file", b"1").unwrap();
     for path in ["folder", "folder/", ".", "folder/file/"] {
@@ -127,7 +127,7 @@ fn folders_where_files_are_meant_and_the_other_way_round_are_refused() {
 }
 
 #[test]
-fn links_that_lead_outside_are_refused_wherever_they_stand() {
+fn links_that_lead_outside_are_refused_anywhere_in_a_path() {
     let (dir, workspace) = private();
     fs::write(dir.path().join("secret"), b"secret").unwrap();
     let files = workspace.path();
@@ -168,7 +168,7 @@ fn links_that_lead_outside_are_refused_wherever_they_stand() {
 }
 
 #[test]
-fn a_link_put_in_the_way_of_a_write_leads_nowhere() {
+fn a_link_put_in_the_way_of_a_write_is_not_followed() {
     let (dir, workspace) = private();
     let mut writer = workspace.begin_write("sub/file", None).unwrap();
     writer.write_at(0, b"1").unwrap();
@@ -240,7 +240,7 @@ fn an_interrupted_write_leaves_the_old_file() {
 }
 
 #[test]
-fn pieces_come_in_any_order_and_readers_keep_their_version() {
+fn pieces_may_be_written_in_any_order_and_readers_keep_their_version() {
     let (_dir, workspace) = private();
     put(&workspace, "file", b"old").unwrap();
     let before = workspace.open_read("file").unwrap();
@@ -279,7 +279,7 @@ fn readers_never_see_a_part_of_a_file() {
 }
 
 #[test]
-fn an_announced_length_is_kept_to() {
+fn a_file_of_another_length_than_announced_is_refused() {
     let (_dir, workspace) = private();
     put(&workspace, "file", b"old").unwrap();
     let mut writer = workspace.begin_write("file", Some(4)).unwrap();
@@ -378,7 +378,7 @@ fn writes_in_progress_have_no_name_in_the_workspace() {
 }
 
 #[test]
-fn a_private_workspace_goes_with_its_last_reference() {
+fn a_private_workspace_is_removed_with_its_last_reference() {
     let dir = TempDir::new().unwrap();
     let root = root(&dir, 1 << 20);
     let workspace = root.private().unwrap();
@@ -465,7 +465,7 @@ fn a_named_workspace_is_kept_and_belongs_to_its_identity() {
 }
 
 #[test]
-fn names_that_are_no_names_are_refused() {
+fn malformed_names_of_workspaces_are_refused() {
     let dir = TempDir::new().unwrap();
     let root = root(&dir, 100);
     let long = "x".repeat(65);
@@ -480,7 +480,7 @@ fn names_that_are_no_names_are_refused() {
 }
 
 #[test]
-fn an_identity_has_only_so_many_workspaces() {
+fn the_workspaces_of_an_identity_are_limited_in_number() {
     let dir = TempDir::new().unwrap();
     let limits = WorkspaceLimits { max_named: 2, ..WorkspaceLimits::default() };
     let root = WorkspaceRoot::open(dir.path(), limits).unwrap();
@@ -581,7 +581,7 @@ fn staged_files_of_a_dead_server_are_swept_and_those_of_a_living_one_are_not() {
 }
 
 #[test]
-fn sessions_that_come_and_go_beside_an_expiry_keep_what_they_use() {
+fn workspaces_in_use_survive_a_concurrent_expiry() {
     let dir = TempDir::new().unwrap();
     let limits = WorkspaceLimits { named_expiry: Duration::ZERO, ..WorkspaceLimits::default() };
     let open = || WorkspaceRoot::open(dir.path(), limits.clone()).unwrap();

@@ -516,7 +516,7 @@ mod tests {
     use crate::transport::{BoxFuture, Properties, Reach, Transports};
 
     #[test]
-    fn a_tracker_is_asked_where_its_address_says() {
+    fn the_address_of_a_tracker_gives_its_transport() {
         let parsed = |text: &str| text.parse::<Address>().unwrap();
         let address = parsed("tracker+tls://pool.lan:9190/h100");
         assert_eq!(address_of(&address), Some(parsed("tls://pool.lan:9190")));

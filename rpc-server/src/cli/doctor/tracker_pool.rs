@@ -139,7 +139,7 @@ mod tests {
     }
 
     #[test]
-    fn each_reason_has_its_own_words() {
+    fn each_reason_has_a_text_and_advice_of_its_own() {
         assert!(missing(&summary()).starts_with("never registered"));
         let other = Summary { servers: vec![server("bord", Reach::Reached)], ..summary() };
         let text = missing(&other);

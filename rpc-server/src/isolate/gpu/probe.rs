@@ -197,7 +197,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_program_that_does_not_answer_is_not_asked() {
+    fn a_program_without_the_hook_is_not_started_for_a_probe() {
         let error = probe().get(Device::cuda(0)).err().unwrap();
         assert!(error.message().contains("does not call rpc_server::isolate::gpu::answer_if_asked"), "{error}");
     }

@@ -111,7 +111,7 @@ fn a_module_is_sent_once_and_loaded_once() {
 }
 
 #[test]
-fn a_file_that_has_changed_is_another_module_and_the_first_one_stays() {
+fn a_changed_file_is_another_module_and_the_first_one_is_kept() {
     let fixture = Fixture::new(None);
     fixture.put("lib/a.so", "one");
     assert_eq!(fixture.content("lib/a.so").unwrap(), "one");
@@ -124,7 +124,7 @@ fn a_file_that_has_changed_is_another_module_and_the_first_one_stays() {
 }
 
 #[test]
-fn a_file_that_is_as_it_was_is_not_read_again() {
+fn an_unchanged_file_is_not_read_again() {
     let fixture = Fixture::new(None);
     let path = fixture.file("a.so", "one");
     let text = path.to_str().unwrap();
@@ -154,7 +154,7 @@ fn failed_load_is_reported_each_time_and_can_be_repaired() {
 }
 
 #[test]
-fn paths_lead_to_files_of_the_workspace_or_say_that_they_are_the_servers() {
+fn relative_paths_are_files_of_the_workspace_and_absolute_ones_of_the_server() {
     let fixture = Fixture::new(None);
     let secret = fixture.file("secret.so", "secret");
     std::os::unix::fs::symlink(&secret, fixture.folder.path().join("link.so")).unwrap();
@@ -173,7 +173,7 @@ fn paths_lead_to_files_of_the_workspace_or_say_that_they_are_the_servers() {
 }
 
 #[test]
-fn with_a_list_nothing_is_told_of_files_of_the_server_that_are_not_on_it() {
+fn with_a_list_errors_do_not_describe_unlisted_files_of_the_server() {
     let fixture = Fixture::new(Some([digest_of("listed")].into_iter().collect()));
     let import = |path: &Path| Modules::new(&fixture.session).import(path.to_str().unwrap()).wait();
     assert_eq!(import(&fixture.file("a.so", "listed")).unwrap(), digest_of("listed"));
@@ -191,7 +191,7 @@ fn with_a_list_nothing_is_told_of_files_of_the_server_that_are_not_on_it() {
 }
 
 #[test]
-fn an_upload_ends_with_its_commit_and_leaves_nothing_without() {
+fn an_upload_without_a_commit_leaves_no_file() {
     let fixture = Fixture::new(None);
     let function = |name: &str| fixture.session.get_function(name).wait().unwrap();
     let (begin, write, commit) =

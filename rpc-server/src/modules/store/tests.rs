@@ -75,7 +75,7 @@ fn uploaded_module_is_stored_by_its_digest_and_read_only() {
 }
 
 #[test]
-fn nothing_shows_and_nothing_stays_of_what_is_not_what_was_announced() {
+fn an_upload_that_differs_from_its_announcement_is_removed() {
     let fixture = Fixture::new();
     let digest = digest_of(b"module");
     let begin = || fixture.store.begin_upload(digest, 6).unwrap();
@@ -110,7 +110,7 @@ fn nothing_shows_and_nothing_stays_of_what_is_not_what_was_announced() {
 }
 
 #[test]
-fn one_module_is_no_larger_than_it_may_be_and_not_empty() {
+fn empty_and_too_large_modules_are_refused() {
     let fixture = Fixture::new();
     put(&fixture.store, &module(1, LIMITS.max_module_bytes)).unwrap();
     for len in [LIMITS.max_module_bytes + 1, u64::MAX] {
@@ -122,7 +122,7 @@ fn one_module_is_no_larger_than_it_may_be_and_not_empty() {
 }
 
 #[test]
-fn a_full_store_says_what_it_holds_and_lets_go_of_what_was_long_unused() {
+fn a_full_store_names_its_limit_and_removes_modules_that_are_long_unused() {
     let fixture = Fixture::new();
     // The smallest module counts as much as a block.
     let first = put(&fixture.store, b"small").unwrap();
@@ -146,7 +146,7 @@ fn a_full_store_says_what_it_holds_and_lets_go_of_what_was_long_unused() {
 }
 
 #[test]
-fn uploads_in_progress_count_and_are_no_more_than_there_may_be() {
+fn uploads_in_progress_count_against_the_store_and_are_limited_in_number() {
     let fixture = Fixture::new();
     let begin = |store: &ModuleStore, number| store.begin_upload(digest_of(&module(number, 1)), 2 * LEAST);
     let uploads = [begin(&fixture.store, 1).unwrap(), begin(&fixture.again(), 2).unwrap()];
@@ -163,7 +163,7 @@ fn uploads_in_progress_count_and_are_no_more_than_there_may_be() {
 }
 
 #[test]
-fn abandoned_uploads_are_removed_and_live_ones_stay() {
+fn abandoned_uploads_are_removed_and_running_ones_are_kept() {
     let fixture = Fixture::new();
     let living = fixture.store.begin_upload(digest_of(b"module"), 6).unwrap();
     fs::write(fixture.folder.path().join("upload-dead"), "mod").unwrap();
@@ -177,7 +177,7 @@ fn abandoned_uploads_are_removed_and_live_ones_stay() {
 }
 
 #[test]
-fn all_who_upload_the_same_at_once_succeed_and_the_first_file_stays() {
+fn concurrent_uploads_of_one_module_succeed_and_the_first_file_is_kept() {
     let fixture = Fixture::new();
     let bytes = module(7, LEAST);
     let digest = digest_of(&bytes);
@@ -228,7 +228,7 @@ fn foreign_entries_do_not_count_as_modules() {
 }
 
 #[test]
-fn a_module_that_has_not_its_digest_is_removed_instead_of_loaded() {
+fn a_stored_module_with_another_digest_is_removed_and_not_loaded() {
     let fixture = Fixture::new();
     let digest = put(&fixture.store, &module(1, 100)).unwrap();
     let entry = fixture.folder.path().join(entry_name(&digest));
@@ -239,7 +239,7 @@ fn a_module_that_has_not_its_digest_is_removed_instead_of_loaded() {
 }
 
 #[test]
-fn with_a_list_nothing_else_is_taken_or_given() {
+fn with_a_list_other_modules_are_neither_stored_nor_loaded() {
     let fixture = Fixture::new();
     let (listed, other) = (module(1, 10), module(2, 10));
     let other_digest = put(&fixture.store, &other).unwrap();
@@ -258,7 +258,7 @@ fn with_a_list_nothing_else_is_taken_or_given() {
 }
 
 #[test]
-fn a_folder_is_made_for_its_user_alone_and_one_that_others_may_write_to_is_refused() {
+fn the_folder_is_private_and_one_that_other_users_may_write_to_is_refused() {
     let folder = tempfile::tempdir().unwrap();
     let made = folder.path().join("new/modules");
     ModuleStore::open(&made, LIMITS, None).unwrap();

@@ -92,7 +92,7 @@ mod tests {
     }
 
     #[test]
-    fn of_nothing_there_is_a_chart_too() {
+    fn an_empty_history_has_a_chart_too() {
         let mut chart = String::new();
         write(&mut chart, &[Sample::default()]).unwrap();
         assert!(!chart.contains("NaN") && !chart.contains("inf"), "{chart}");

@@ -195,7 +195,7 @@ mod tests {
         "</td><script>alert(1)</script><img src=x onerror='alert(2)'>\" onmouseover=\"alert(3)&\u{202e}\u{0}";
 
     #[test]
-    fn text_of_peers_is_text() {
+    fn texts_of_peers_are_escaped() {
         let evil = || EVIL.to_owned();
         let labels = BTreeMap::from([(evil(), evil())]);
         let devices = vec![DeviceOffer::new(evil(), 1)];

@@ -511,7 +511,7 @@ proptest! {
     })]
 
     #[test]
-    fn it_keeps_its_rules_whatever_happens(steps in proptest::collection::vec(step(), 1..120)) {
+    fn the_scheduler_keeps_its_rules_for_any_sequence_of_events(steps in proptest::collection::vec(step(), 1..120)) {
         let mut model = Model::new();
         for step in &steps {
             model.apply(step);
@@ -634,7 +634,7 @@ fn impossible_request_reserves_nothing() {
 }
 
 #[test]
-fn a_higher_priority_comes_first_whenever_it_came() {
+fn a_higher_priority_comes_first_although_it_arrived_later() {
     let (mut scheduler, now) = scheduler();
     let low = scheduler.request(now, "c", ServerRequest::new("k")).unwrap();
     let high = scheduler.request(now, "c", ServerRequest::new("k").priority(1)).unwrap();
@@ -645,7 +645,7 @@ fn a_higher_priority_comes_first_whenever_it_came() {
 }
 
 #[test]
-fn places_are_spread_and_servers_that_cannot_be_reached_come_last() {
+fn slots_are_spread_over_servers_and_unreachable_ones_come_last() {
     let (mut scheduler, now) = scheduler();
     let lost = scheduler.register(now, "p", offer("k", 4), &no_uses()).unwrap();
     let (one, two) = (
