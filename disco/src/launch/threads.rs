@@ -60,3 +60,25 @@ impl ThreadedSession {
         launch((1, self.num_workers, self.num_groups), options, async { Ok(vec![node.into()]) })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::link::node_link::Link;
+
+    /// A session of this process that the caller has made is driven like one over a network.
+    #[test]
+    fn only_a_launch_of_threads_hands_over_commands_without_encoding_them() {
+        let threads = ThreadedSession::new(1, 1).start().wait().unwrap();
+        assert!(!threads.controller().links.iter().any(Link::is_remote));
+        let registry = Registry::new();
+        register(&registry);
+        let local = Session::new(LocalSession::new(registry));
+        let over = DiscoSession::over([local], 1, 1, Options::default()).wait().unwrap();
+        assert!(over.controller().links.iter().all(Link::is_remote));
+        for session in [threads, over] {
+            session.sync_all().wait().unwrap();
+            session.shutdown().wait().unwrap();
+        }
+    }
+}
