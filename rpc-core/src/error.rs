@@ -333,7 +333,7 @@ impl RpcError {
 
     /// Decodes the output of [`to_wire`](Self::to_wire).
     pub(crate) fn from_wire(bytes: &[u8]) -> Result<Self, rmp_serde::decode::Error> {
-        crate::msgpack::unpack(bytes).map(|facts| Self(Box::new(facts)))
+        crate::msgpack::unpack_map(bytes).map(|facts| Self(Box::new(facts)))
     }
 }
 

@@ -128,8 +128,8 @@ impl BulkRead {
 /// A message with frames still to come.
 #[derive(Debug, Default)]
 struct PartialMessage {
-    kind: Option<Kind>,
-    lane: u32,
+    /// Kind and lane of the first frame, which all further ones repeat.
+    first: Option<(Kind, u32)>,
     body: Vec<u8>,
     payload: BytesMut,
     /// Length received so far in bytes, including dropped bytes.
@@ -362,10 +362,13 @@ impl EndpointCommon {
             return Ok(Some(Incoming { kind, id, lane, body, payload }));
         }
         let partial = self.partials.entry(id).or_default();
-        if *partial.kind.get_or_insert(kind) != kind {
+        let (first_kind, first_lane) = *partial.first.get_or_insert((kind, lane));
+        if first_kind != kind {
             return Err(RpcError::new(ErrorKind::Protocol, "the frames of a message are of different kinds"));
         }
-        partial.lane = lane;
+        if first_lane != lane {
+            return Err(RpcError::new(ErrorKind::Protocol, "the frames of a message name different lanes"));
+        }
         self.partial_cost -= cost(partial.len);
         partial.len += header.body_len as usize + header.payload_len as usize;
         match payload {

@@ -487,7 +487,7 @@ impl Handshake {
 
     fn handle_hello(&mut self, body: &[u8]) -> Result<()> {
         let malformed = |error| RpcError::new(ErrorKind::Protocol, format!("malformed hello: {error}"));
-        let theirs: Hello = crate::msgpack::unpack(body).map_err(malformed)?;
+        let theirs: Hello = crate::msgpack::unpack_map(body).map_err(malformed)?;
         let lists = [&theirs.features, &theirs.identities, &theirs.forward, &theirs.path];
         if lists.iter().any(|list| list.len() > MAX_LIST) {
             let text = format!("a list of the hello has more than {MAX_LIST} elements");

@@ -412,6 +412,9 @@ fn a_malformed_hello_is_an_error_that_is_sent_to_the_peer() {
         vec![0xc1],
         vec![0x80],
         good[..good.len() - 1].to_vec(),
+        // Something behind the map, and an array in place of it.
+        [&good[..], &[0xc0]].concat(),
+        rmp_serde::to_vec(&client()).unwrap(),
         with_role("spectator"),
         b"\x81\xa4role\xa2\xff\xfe".to_vec(),
         vec![0xdf, 0xff, 0xff, 0xff, 0xff],

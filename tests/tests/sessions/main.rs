@@ -1,9 +1,10 @@
-//! Tests of sessions: the conformance suite over every kind of session, placed graphs, `ssh`, and
-//! modules of TVM-FFI.
+//! Tests of sessions: the conformance suite over every kind of session, placed graphs, a client in
+//! Python, `ssh`, and modules of TVM-FFI.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on should stop")]
 
 mod conformance;
 mod placement;
+mod python_client;
 mod ssh;
 mod tvm_ffi;
