@@ -101,6 +101,12 @@ pub struct ServerEndpoint {
     max_backlog: u64,
     large_replies: VecDeque<Message>,
     events: VecDeque<ServerEvent>,
+    /// Memory in bytes of the releases in `events`.
+    held_releases: u64,
+    /// Most memory in bytes that releases may take while they wait behind held-back requests.
+    max_held_releases: u64,
+    /// True once the client has sent its last frame. What follows is dropped.
+    closed_by_peer: bool,
     closed: bool,
     /// Body of the final `Close` frame, while it waits for replies to be sent.
     close_body: Option<Vec<u8>>,
@@ -125,6 +131,9 @@ impl ServerEndpoint {
             max_backlog: negotiated.theirs.window.min(negotiated.ours.window),
             large_replies: VecDeque::new(),
             events: VecDeque::new(),
+            held_releases: 0,
+            max_held_releases: negotiated.ours.window,
+            closed_by_peer: false,
             closed: false,
             close_body: None,
         }
@@ -146,10 +155,15 @@ impl ServerEndpoint {
     ///
     /// # Errors
     ///
-    /// The peer broke the protocol: call [`close`](Self::close) with the error.
+    /// The peer broke the protocol, or made this side hold more than a limit that ends the session
+    /// ([`LimitExceeded`](ErrorKind::LimitExceeded)): call [`close`](Self::close) with the error.
     pub fn handle_input(&mut self, input: &mut BytesMut, now: Instant, in_place: InPlaceWriter<'_>) -> Result<bool> {
         self.common.alive(now);
         self.note_sent();
+        if self.closed_by_peer {
+            input.clear();
+            return Ok(false);
+        }
         let in_flight = &self.in_flight;
         let holds_events_back = !self.events.is_empty();
         let mut target = |header: &FrameHeader, body: &[u8]| {
@@ -168,7 +182,7 @@ impl ServerEndpoint {
             if begun + partial < max_requests { Ok(()) } else { Err(too_many(max_requests)) }
         };
         let mut used = 0;
-        let (queued, here) = (&mut self.queued, self.unanswered + self.backlog);
+        let (queued, here) = (&mut self.queued, self.unanswered + self.backlog + self.held_releases);
         let mut room = |arriving: u64| queued.cover(here + arriving);
         let handled = match self.common.next(input, &mut used, &mut target, &may_begin, &mut room)? {
             Some(incoming) => self.handle(incoming, now).map(|()| true),
@@ -308,7 +322,11 @@ impl ServerEndpoint {
         {
             return None;
         }
-        self.events.pop_front()
+        let event = self.events.pop_front();
+        if let Some(ServerEvent::Release { handles }) = &event {
+            self.held_releases -= release_cost(handles.len());
+        }
+        event
     }
 
     /// Moves queued frames to where [`slices`](Self::slices) shows them.
@@ -372,7 +390,7 @@ impl ServerEndpoint {
                     return Err(RpcError::new(ErrorKind::Protocol, "malformed list of handles to free"));
                 }
                 let bits = body.chunks_exact(8).map(|bytes| u64::from_le_bytes(bytes.try_into().unwrap_or_default()));
-                self.events.push_back(ServerEvent::Release { handles: bits.map(Handle::from_bits).collect() });
+                self.hold_release(bits.map(Handle::from_bits).collect())?;
             }
             Kind::Credit => {
                 let (_, bytes) = parse_credit(&incoming.body)?;
@@ -391,6 +409,7 @@ impl ServerEndpoint {
                 {
                     tracing::debug!(%error, "the client closed the session");
                 }
+                self.closed_by_peer = true;
                 self.events.push_back(ServerEvent::Close);
             }
             kind => {
@@ -401,9 +420,34 @@ impl ServerEndpoint {
         self.check_window()
     }
 
-    /// Returns the memory in bytes of the requests and replies that are queued here.
+    /// Queues a release behind the events that wait already, with those of the last release if no
+    /// request is in between.
+    fn hold_release(&mut self, mut handles: Vec<Handle>) -> Result<()> {
+        let merged = match self.events.back_mut() {
+            Some(ServerEvent::Release { handles: before }) => {
+                let len = before.len();
+                before.append(&mut handles);
+                release_cost(before.len()) - release_cost(len)
+            }
+            _ => {
+                let cost = release_cost(handles.len());
+                self.events.push_back(ServerEvent::Release { handles });
+                cost
+            }
+        };
+        self.held_releases += merged;
+        // A client that keeps its handles within the session's limit stays far below this.
+        let refused = if self.held_releases > self.max_held_releases {
+            Err(RpcError::limit("window", self.max_held_releases, self.held_releases))
+        } else {
+            self.queued.cover(self.queued_bytes())
+        };
+        refused.map_err(|error| error.context("the client frees more objects while it does not read its replies"))
+    }
+
+    /// Returns the memory in bytes of the requests, releases and replies that are queued here.
     fn queued_bytes(&self) -> u64 {
-        self.unanswered + self.backlog + self.common.held()
+        self.unanswered + self.backlog + self.held_releases + self.common.held()
     }
 
     fn note_sent(&mut self) {
@@ -418,7 +462,7 @@ impl ServerEndpoint {
                 self.backlog -= reply;
             }
         }
-        self.queued.settle(self.unanswered + self.backlog + self.common.held());
+        self.queued.settle(self.queued_bytes());
     }
 
     fn check_window(&mut self) -> Result<()> {
@@ -516,6 +560,12 @@ impl QueuedMemory {
             _ => self.lease = None,
         }
     }
+}
+
+/// Returns the memory in bytes that a release of this many handles takes while it waits: a growing
+/// list has up to twice the room that it needs.
+fn release_cost(handles: usize) -> u64 {
+    (size_of::<ServerEvent>() + 2 * handles * size_of::<Handle>()) as u64
 }
 
 fn too_many(limit: usize) -> RpcError {

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use crate::pair::{Arrived, Pair, Setup, call, call_with, frame, object};
 use bytes::{Bytes, BytesMut};
-use rpc_core::proto::{Admission, FrameHeader, Kind, decode_request, decode_value};
+use rpc_core::proto::{Admission, FrameHeader, Kind, ServerEvent, decode_request, decode_value};
 use rpc_core::{ErrorKind, Lane, MemoryQuota, RpcError, Value};
 
 /// Allocator that counts the memory of each thread, and its peak.
@@ -471,6 +471,88 @@ fn a_backlog_of_replies_is_bounded() {
     assert!(pair.server_error.is_none());
 }
 
+/// Returns a server that begins no further requests, because its client does not read, and holds
+/// back one request.
+fn server_that_holds_requests_back() -> Pair {
+    let mut pair = Setup::default().limits(256 << 10, 512 << 10, 64 << 10, 1000).build();
+    pair.client_reads = false;
+    pair.setup.capacity = 4 << 10;
+    for id in 1..=8 {
+        pair.inject_to_server(&request(id, &[0x93, 7, 0xc0, 0x91, 1], &[]));
+    }
+    pair.run();
+    for id in 1..=8 {
+        pair.reply(id, Ok(Value::Bytes(vec![0; 200 << 10].into())));
+    }
+    pair.inject_to_server(&request(9, &[0x93, 7, 0xc0, 0x91, 1], &[]));
+    pair.run();
+    assert_eq!((pair.server.in_flight(), pair.requests.len()), (1, 0), "request 9 waits");
+    pair
+}
+
+/// Passes bytes to the server as its driver does: it acts on each event before the next message.
+fn feed(pair: &mut Pair, bytes: &[u8]) -> Result<Vec<ServerEvent>, RpcError> {
+    let (mut input, mut events) = (BytesMut::from(bytes), Vec::new());
+    while pair.server.handle_input(&mut input, pair.now, &mut |_, _, _, _| None)? {
+        events.extend(std::iter::from_fn(|| pair.server.poll_event()));
+    }
+    assert!(input.is_empty());
+    Ok(events)
+}
+
+/// Regression: frees behind requests that were held back were kept without limit.
+#[test]
+fn frees_that_wait_behind_requests_are_bounded() {
+    let mut pair = server_that_holds_requests_back();
+    let many = frame(Kind::Free, 0, 0, false, &[7; 8 * 1000], &[]);
+    let one = frame(Kind::Free, 0, 0, false, &[7; 8], &[]);
+    let mut ended = None;
+    let peak = peak_memory_of(|| {
+        ended = (0..2_000).find_map(|_| feed(&mut pair, &many).and_then(|_| feed(&mut pair, &one)).err());
+    });
+    assert!(peak < 2 << 20, "{peak}");
+    let error = ended.expect("the session has ended");
+    assert_eq!(error.kind(), ErrorKind::LimitExceeded);
+    assert!(error.to_string().contains("window"), "{error}");
+}
+
+/// The memory of frees that wait is counted against the limit of all sessions.
+#[test]
+fn frees_that_wait_count_against_the_limit_of_all_sessions() {
+    let mut pair = server_that_holds_requests_back();
+    let quota = MemoryQuota::new("max_total_queued", 256 << 10, None);
+    pair.server = pair.server.with_quota(quota.clone());
+    let many = frame(Kind::Free, 0, 0, false, &[7; 8 * 1000], &[]);
+    let error = (0..100).find_map(|_| feed(&mut pair, &many).err()).expect("the session has ended");
+    assert!(error.to_string().contains("max_total_queued"), "{error}");
+    drop(pair);
+    assert_eq!(quota.used(), 0);
+}
+
+/// Regression: each `Close` of a client was queued, and so was what followed.
+#[test]
+fn what_follows_a_close_is_dropped() {
+    let mut pair = server_that_holds_requests_back();
+    let close = frame(Kind::Close, 0, 0, false, &[], &[]);
+    let free = frame(Kind::Free, 0, 0, false, &[7; 8], &[]);
+    let unknown = frame(Kind::Hello, 0, 0, false, &[], &[]);
+    let flood = [close.as_slice(), &free, &unknown].concat().repeat(1_000);
+    let peak = peak_memory_of(|| {
+        for _ in 0..20 {
+            assert!(feed(&mut pair, &flood).unwrap().is_empty());
+        }
+    });
+    assert!(peak < 256 << 10, "{peak}");
+}
+
+#[test]
+fn an_orderly_close_is_one_event() {
+    let mut pair = setup().build();
+    let close = frame(Kind::Close, 0, 0, false, &[], &[]);
+    let events = feed(&mut pair, &[close.as_slice(), &close].concat()).unwrap();
+    assert!(matches!(events[..], [ServerEvent::Close]), "{events:?}");
+}
+
 /// A client that reads, and returns no credit.
 #[test]
 fn the_server_knows_the_reply_that_waits_only_for_credit() {
@@ -550,6 +632,18 @@ fn control_frames_may_have_the_number_of_a_partial_message() {
     pair.run();
     assert!(pair.server_error.is_none(), "{:?}", pair.server_error);
     assert_eq!(pair.arrived, [Arrived::Cancel(7), Arrived::Request(7)]);
+}
+
+/// Regression: a message took the lane of its last frame.
+#[test]
+fn the_frames_of_a_message_name_one_lane() {
+    let mut pair = setup().build();
+    let (body, payload) = rpc_core::proto::encode_request(&call(0, 100), pair.now);
+    let first = frame(Kind::Request, 7, 1, true, &body, &[]);
+    let second = frame(Kind::Request, 7, 2, false, &[], &payload.concat());
+    let error = feed(&mut pair, &[first, second].concat()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Protocol);
+    assert!(error.message().contains("lanes"), "{error}");
 }
 
 /// Regression: each ping was answered, even if the answers were never read.

@@ -355,9 +355,9 @@ impl Future for SessionTask {
             match this.poll_input(cx) {
                 Poll::Pending => return Poll::Pending,
                 Poll::Ready(Ok(())) => {}
-                Poll::Ready(Err(error)) if error.kind() == ErrorKind::Protocol => {
-                    // Further input of this peer cannot be understood, but the peer is sent the
-                    // reason.
+                Poll::Ready(Err(error)) if matches!(error.kind(), ErrorKind::Protocol | ErrorKind::LimitExceeded) => {
+                    // Further input of this peer cannot be understood, or would take more memory
+                    // than it may have, but the peer is sent the reason.
                     this.close(error.clone());
                     let _ = this.poll_output(cx);
                     this.end();
