@@ -21,6 +21,7 @@ documents! {
     Security: "docs/security.md";
     Transports: "docs/transports.md";
     Weights: "docs/weights.md";
+    Conformance: "tests/conformance/README.md";
     DiscoCrate: "disco/README.md";
     RpcServer: "rpc-server/README.md";
     RpcTransports: "rpc-transports/README.md";
