@@ -11,7 +11,8 @@ fn program() -> Link {
 
 /// Makes tests of the suite's clauses and of those about native modules.
 macro_rules! every_clause {
-    ($($name:ident = $fixture:expr;)*) => {$(
+    ($($(#[$attribute:meta])* $name:ident = $fixture:expr;)*) => {$(
+        $(#[$attribute])*
         mod $name {
             use super::*;
 
@@ -20,11 +21,24 @@ macro_rules! every_clause {
                 native {
                     functions_of_native_modules_are_functions
                     native_code_calls_closures_of_the_client
-                    a_compiled_model_gives_the_numbers_that_it_gives_at_home
                 }
             }
         }
     )*};
+}
+
+/// Makes tests with a model that TVM has compiled. Loading TVM takes a second each time, so that
+/// there are few of them.
+macro_rules! compiled_model {
+    ($($name:ident = $fixture:expr;)*) => {
+        mod compiled_model {
+            use super::*;
+
+            $(clauses! { $name = $fixture.registry(rpc_tests::native::registry), in rpc_tests;
+                native { a_compiled_model_gives_the_numbers_that_it_gives_at_home }
+            })*
+        }
+    };
 }
 
 every_clause! {
@@ -52,9 +66,21 @@ every_clause! {
     quic_quic_unix = Remote::along([Link::quic(), Link::quic(), Link::unix()]);
     unix_unix_tcp = Remote::along([Link::unix(), Link::unix(), Link::tcp()]);
 
-    // The same with four hops.
+    // Four hops. Each chain has other neighbours; the four together take a minute and a half.
+    #[cfg(feature = "long")]
     tcp_tcp_tls_tcp_quic = Remote::along([Link::tcp(), Link::tcp(), Link::tls(), Link::tcp(), Link::quic()]);
+    #[cfg(feature = "long")]
     quic_tcp_unix_tls_tls = Remote::along([Link::quic(), Link::tcp(), Link::unix(), Link::tls(), Link::tls()]);
     tls_quic_tls_unix_quic = Remote::along([Link::tls(), Link::quic(), Link::tls(), Link::unix(), Link::quic()]);
+    #[cfg(feature = "long")]
     quic_quic_unix_unix_tcp = Remote::along([Link::quic(), Link::quic(), Link::unix(), Link::unix(), Link::tcp()]);
+}
+
+compiled_model! {
+    local = Local::new();
+    tcp = Remote::direct(Link::tcp());
+    quic_through_a_hop = Remote::through(1, Link::quic());
+    exec = Remote::direct(program());
+    tls_quic_tls_unix_quic =
+        Remote::along([Link::tls(), Link::quic(), Link::tls(), Link::unix(), Link::quic()]);
 }
