@@ -6,6 +6,8 @@
 //! flag overrides the environment, the environment the file, and the file the default. Settings
 //! that servers, trackers and relays share are declared by `listener_settings!`.
 
+#![allow(rustdoc::bare_urls, reason = "the documentation of a setting is its help text")]
+
 #[macro_use]
 mod settings;
 
