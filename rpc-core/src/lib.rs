@@ -29,6 +29,7 @@ mod memory_quota;
 mod msgpack;
 mod panics;
 pub mod placement;
+mod printable;
 pub mod proto;
 pub mod reply;
 pub mod session;
@@ -41,6 +42,7 @@ pub mod value;
 pub use dlpack::{DataType, DataTypeCode, Device, DeviceType, Element};
 pub use error::{ErrorKind, Fault, Result, RpcError};
 pub use handle::{Handle, HandleQuota, HandleTable};
+pub use printable::printable;
 pub use trace::TraceContext;
 pub use value::{Packed, Reference, TensorRef, Value};
 

@@ -1,9 +1,13 @@
-//! Output: data on standard output, everything else on standard error.
+//! Output: data on standard output, everything else on standard error. What a peer said never
+//! steers a terminal.
 
+use std::borrow::Cow;
+use std::fmt::Write as _;
 use std::io::{self, IsTerminal, Write};
 
 use clap::ValueEnum;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use rpc_core::printable;
 use serde::Serialize;
 
 use super::failure::Failure;
@@ -24,6 +28,8 @@ pub enum ColorChoice {
 pub struct Output {
     json: bool,
     quiet: bool,
+    /// Standard output is a terminal, where data is escaped; a pipe gets it as it is.
+    on_terminal: bool,
     color_out: bool,
     color_err: bool,
 }
@@ -39,6 +45,7 @@ impl Output {
         Self {
             json,
             quiet,
+            on_terminal: io::stdout().is_terminal(),
             color_out: colored(io::stdout().is_terminal()),
             color_err: colored(io::stderr().is_terminal()),
         }
@@ -55,6 +62,21 @@ impl Output {
     ///
     /// Standard output cannot be written.
     pub fn line(&self, text: &str) -> Result<(), Failure> {
+        self.raw_line(&self.data(text))
+    }
+
+    /// Prints one line of data behind a word, which is green if `well` and red if not.
+    pub(super) fn verdict(&self, well: bool, word: &str, text: &str) -> Result<(), Failure> {
+        let word = paint(self.color_out, if well { GREEN } else { RED }, word);
+        self.raw_line(&format!("{word} {}", self.data(text)))
+    }
+
+    /// Returns `text` as standard output gets it.
+    fn data<'a>(&self, text: &'a str) -> Cow<'a, str> {
+        if self.on_terminal { printable(text) } else { text.into() }
+    }
+
+    fn raw_line(&self, text: &str) -> Result<(), Failure> {
         let mut stdout = io::stdout().lock();
         writeln!(stdout, "{text}").and_then(|()| stdout.flush()).map_err(Failure::Output)
     }
@@ -72,29 +94,30 @@ impl Output {
     /// Standard output cannot be written.
     pub fn json(&self, document: &impl Serialize) -> Result<(), Failure> {
         let text = serde_json::to_string(document).map_err(|error| Failure::Output(error.into()))?;
-        self.line(&text)
+        self.raw_line(&ascii_controls(&text))
     }
 
     /// Prints a note, unless quiet or JSON is printed.
     pub(super) fn note(&self, text: &str) {
         if !self.quiet && !self.json {
-            let _ = writeln!(io::stderr(), "{text}");
+            let _ = writeln!(io::stderr(), "{}", printable(text));
         }
     }
 
     /// Prints a warning, also beside JSON.
     pub fn warn(&self, text: &str) {
         if !self.quiet {
-            let _ = writeln!(io::stderr(), "{} {text}", paint(self.color_err, YELLOW, "warning:"));
+            let _ = writeln!(io::stderr(), "{} {}", paint(self.color_err, YELLOW, "warning:"), printable(text));
         }
     }
 
     pub(super) fn error(&self, text: &str) {
-        let _ = writeln!(io::stderr(), "{} {text}", paint(self.color_err, RED, "error:"));
+        let _ = writeln!(io::stderr(), "{} {}", paint(self.color_err, RED, "error:"), printable(text));
     }
 
     /// Prints a line below an error; without a label it continues the last one.
     pub(super) fn detail(&self, label: &str, text: &str) {
+        let text = printable(text);
         let _ = match label {
             "" => writeln!(io::stderr(), "    {text}"),
             label => writeln!(io::stderr(), "  {label}: {text}"),
@@ -102,12 +125,7 @@ impl Output {
     }
 
     pub(super) fn error_json(&self, document: &serde_json::Value) {
-        let _ = writeln!(io::stderr(), "{document}");
-    }
-
-    /// Colours `text` for standard output: green if `well`, red if not.
-    pub(super) fn verdict(&self, well: bool, text: &str) -> String {
-        paint(self.color_out, if well { GREEN } else { RED }, text)
+        let _ = writeln!(io::stderr(), "{}", ascii_controls(&document.to_string()));
     }
 
     /// Returns a progress bar over bytes, shown on a terminal only. Without a length it is a
@@ -121,7 +139,7 @@ impl Output {
         if let Ok(style) = ProgressStyle::with_template(template) {
             bar.set_style(style.progress_chars("=> "));
         }
-        bar.set_message(what.to_owned());
+        bar.set_message(printable(what).into_owned());
         bar
     }
 
@@ -143,6 +161,23 @@ const YELLOW: &str = "33";
 
 fn paint(colored: bool, color: &str, text: &str) -> String {
     if colored { format!("\x1b[1;{color}m{text}\x1b[0m") } else { text.to_owned() }
+}
+
+/// Returns a JSON document in which every control character is escaped: JSON itself demands it of
+/// those below 32 alone. Outside of strings there is none.
+fn ascii_controls(json: &str) -> Cow<'_, str> {
+    if !json.contains(char::is_control) {
+        return json.into();
+    }
+    let escape = |mut text: String, c: char| {
+        if c.is_control() {
+            let _ = write!(text, "\\u{:04x}", u32::from(c));
+        } else {
+            text.push(c);
+        }
+        text
+    };
+    json.chars().fold(String::with_capacity(json.len()), escape).into()
 }
 
 /// Returns `bytes` with three digits and a binary unit.
@@ -175,6 +210,14 @@ pub fn digits(value: f64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn json_has_no_control_characters() {
+        let document = serde_json::json!(["\u{7f}\u{9b}2J\x1b", "é"]).to_string();
+        let printed = ascii_controls(&document);
+        assert!(!printed.contains(char::is_control), "{printed}");
+        assert_eq!(serde_json::from_str::<[String; 2]>(&printed).unwrap(), ["\u{7f}\u{9b}2J\x1b", "é"]);
+    }
 
     #[test]
     fn numbers_have_four_digits_and_a_unit() {

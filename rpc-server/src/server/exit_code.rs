@@ -49,5 +49,5 @@ pub fn report(error: &dyn Error) {
         text += &format!("  because: {error}\n");
         cause = error.source();
     }
-    let _ = io::stderr().lock().write_all(text.as_bytes());
+    let _ = io::stderr().lock().write_all(rpc_core::printable(&text).as_bytes());
 }

@@ -258,6 +258,26 @@ fn a_remote_error_is_printed_with_kind_origin_and_backtrace() {
 }
 
 #[test]
+fn what_a_peer_says_does_not_steer_the_terminal() {
+    let fixture = Fixture::new(&[]);
+    let (local, name) = (fixture.path("local"), "a\u{1b}[2J\u{9b}1mb");
+    std::fs::write(&local, "data").unwrap();
+    let put = fixture.cli("put", &[&local, name]);
+    assert_eq!(put.code, 0, "{put:?}");
+    assert!(put.stderr.starts_with("a\\u{1b}[2J\\u{9b}1mb: "), "{put:?}");
+    // A pipe gets names as they are, and JSON escapes them as JSON does.
+    assert_eq!(fixture.cli("ls", &[]).ok(), format!("{name}\n"));
+    let listed = fixture.cli("ls", &["--json"]);
+    assert!(!listed.stdout.trim_end().contains(char::is_control), "{listed:?}");
+    assert_eq!(listed.json()[0]["name"], name);
+    for arguments in [&[name][..], &["--json", name]] {
+        let failed = fixture.cli("call", arguments);
+        assert_eq!(failed.code, 1, "{failed:?}");
+        assert!(failed.stderr.lines().all(|line| !line.contains(char::is_control)), "{failed:?}");
+    }
+}
+
+#[test]
 fn reports_are_printed_as_text_and_as_json() {
     let fixture = Fixture::new(&["--key", "board"]);
     let functions = fixture.cli("functions", &["--json"]).json();

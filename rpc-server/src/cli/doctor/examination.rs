@@ -51,9 +51,9 @@ impl Examination<'_> {
 
     fn record(&mut self, step: Step) {
         if !self.output.is_json() {
-            let verdict = self.output.verdict(step.ok, if step.ok { "ok    " } else { "failed" });
             // Standard output may be closed, which is no reason to fail.
-            let _ = self.output.line(&format!("{verdict} {:10} {}", step.step, step.detail));
+            let word = if step.ok { "ok    " } else { "failed" };
+            let _ = self.output.verdict(step.ok, word, &format!("{:10} {}", step.step, step.detail));
             if let Some(advice) = &step.advice {
                 let _ = self.output.line(&format!("       {:10} {advice}", "advice"));
             }

@@ -1,0 +1,50 @@
+//! Text of peers made safe to print: nothing in it steers the terminal.
+
+use std::borrow::Cow;
+use std::fmt::Write;
+
+/// Returns `text` with each character that could steer a terminal written as `\u{…}`: control
+/// characters except newline and tab, and those that change the direction of text.
+///
+/// For whatever a peer said (names of files, texts of errors, log lines) on its way to a terminal:
+/// an escape sequence could otherwise clear the screen, rename the window, or hide what follows.
+///
+/// ```
+/// assert_eq!(rpc_core::printable("no file \x1b[2Jdata"), r"no file \u{1b}[2Jdata");
+/// ```
+#[must_use]
+pub fn printable(text: &str) -> Cow<'_, str> {
+    let Some(first) = text.find(steers_a_terminal) else { return text.into() };
+    let mut safe = text[..first].to_owned();
+    for c in text[first..].chars() {
+        if steers_a_terminal(c) {
+            let _ = write!(safe, "{}", c.escape_unicode());
+        } else {
+            safe.push(c);
+        }
+    }
+    safe.into()
+}
+
+fn steers_a_terminal(c: char) -> bool {
+    match c {
+        '\n' | '\t' => false,
+        // Marks, embeddings, overrides and isolates of bidirectional text.
+        '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}' => true,
+        _ => c.is_control(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn characters_that_steer_a_terminal_are_escaped_and_others_kept() {
+        let kept = "naïve\n\t日本 🦀 {\\u}";
+        assert!(matches!(printable(kept), Cow::Borrowed(text) if text == kept));
+        for c in ('\0'..='\u{9f}').filter(|c| c.is_control() && !"\n\t".contains(*c)).chain(['\u{202e}', '\u{2069}']) {
+            assert_eq!(printable(&format!("é{c}é{c}")), format!("é\\u{{{0:x}}}é\\u{{{0:x}}}", u32::from(c)));
+        }
+    }
+}
