@@ -6,7 +6,7 @@
 //! itself, and a call costs no switch to another thread. And waiting inside an async runtime is an
 //! error, because it would stop the very thread that has to make progress.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::future::Future;
 use std::pin::pin;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -37,6 +37,53 @@ static RUNTIME_PROBE: OnceLock<fn() -> bool> = OnceLock::new();
 /// session.
 pub fn set_runtime_probe(probe: fn() -> bool) {
     let _ = RUNTIME_PROBE.set(probe);
+}
+
+thread_local! {
+    /// True inside of [`allow_blocking`].
+    static ALLOWED: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Runs `work`, in which this thread may block although the probe of the runtime takes it for one
+/// that runs async code.
+///
+/// tokio does not tell the thread that is inside of `Runtime::block_on` from a thread that has only
+/// entered a runtime (`Handle::enter`), nor from `block_in_place` inside of `block_on`. Both may
+/// block, and say so by this function.
+///
+/// ```
+/// use rpc_core::blocking::{allow_blocking, block_on};
+///
+/// assert_eq!(allow_blocking(|| block_on(async { 3 })).unwrap(), 3);
+/// ```
+pub fn allow_blocking<T>(work: impl FnOnce() -> T) -> T {
+    /// Restores the thread's previous state, also when `work` panics.
+    struct Restore(bool);
+
+    impl Drop for Restore {
+        fn drop(&mut self) {
+            ALLOWED.set(self.0);
+        }
+    }
+
+    let _restore = Restore(ALLOWED.replace(true));
+    work()
+}
+
+/// Checks that the calling thread may block.
+///
+/// # Errors
+///
+/// [`ErrorKind::ApiMisuse`] if it is running async code.
+pub fn check_may_block() -> Result<()> {
+    if ALLOWED.get() || !RUNTIME_PROBE.get().is_some_and(|probe| probe()) {
+        return Ok(());
+    }
+    Err(RpcError::new(
+        ErrorKind::ApiMisuse,
+        "a blocking form was called from inside an async runtime: use the async form and await it, or move the call \
+         to `spawn_blocking` or a thread of its own",
+    ))
 }
 
 /// Sessions that the future polled by [`block_on`] on this thread waits for.
@@ -131,15 +178,9 @@ impl Drop for RestoreOnDrop {
 ///
 /// # Errors
 ///
-/// [`ErrorKind::ApiMisuse`] if the calling thread is running async code.
+/// Those of [`check_may_block`].
 pub fn block_on<F: Future>(future: F) -> Result<F::Output> {
-    if RUNTIME_PROBE.get().is_some_and(|probe| probe()) {
-        return Err(RpcError::new(
-            ErrorKind::ApiMisuse,
-            "a blocking form was called from inside an async runtime: use the async form and await it, or move \
-             the call to a thread of its own",
-        ));
-    }
+    check_may_block()?;
     let signal = SIGNAL
         .with_borrow_mut(Option::take)
         .unwrap_or_else(|| Arc::new(Signal { woken: AtomicBool::new(false), thread: thread::current() }));

@@ -4,7 +4,6 @@
 use std::future::Future;
 use std::io;
 use std::sync::OnceLock;
-use std::task::{Context, Poll, Waker};
 
 use tokio::runtime::{Builder, Runtime};
 
@@ -18,27 +17,20 @@ pub(crate) fn install_probe() {
 
 /// Returns true if the calling thread is inside of a task's `poll`, or of `block_on`.
 ///
-/// A thread of the runtime's blocking pool has a current runtime as well, and may block. Only
-/// polled code has a cooperative budget, so there alone it can be used up. Afterwards the budget is
-/// what it was before.
+/// Three questions to tokio answer this. A thread without a current runtime runs none of its code.
+/// A thread that is a worker polls tasks; so does the thread of a runtime with one thread. The
+/// other threads with a current runtime belong to the blocking pool, are in `block_in_place`, or
+/// are in `block_on` of a runtime with several threads: only the last of these has no task.
+///
+/// Two kinds of thread without a task may block all the same, and are taken for `block_on`: one
+/// that has only entered a runtime, and one in `block_in_place` inside of `block_on`. They call
+/// [`allow_blocking`](rpc_core::blocking::allow_blocking). Not found is async code below `block_on`
+/// that has a task after all: of a `LocalSet` of a runtime with several threads, or on a thread of
+/// the blocking pool.
 fn inside_async_code() -> bool {
-    if tokio::runtime::Handle::try_current().is_err() {
-        return false;
-    }
-    let mut context = Context::from_waker(Waker::noop());
-    // `_restore` puts the whole budget back when dropped, because no progress is reported for it.
-    let Poll::Ready(_restore) = tokio::task::coop::poll_proceed(&mut context) else { return true };
-    (1..=MAX_BUDGET).any(|_| match tokio::task::coop::poll_proceed(&mut context) {
-        Poll::Ready(taken) => {
-            taken.made_progress();
-            false
-        }
-        Poll::Pending => true,
-    })
+    tokio::runtime::Handle::try_current().is_ok()
+        && (tokio::runtime::worker_index().is_some() || tokio::task::try_id().is_none())
 }
-
-/// Upper bound of a task's budget, which is 128 units in tokio.
-const MAX_BUDGET: usize = 256;
 
 /// Runs `open` on the background runtime of the process, which has one thread, and waits for it on
 /// the calling thread. Tasks that `open` spawns continue on that runtime.
@@ -47,13 +39,7 @@ pub(crate) fn run_in_background<T: Send + 'static>(
 ) -> Result<T, ConnectError> {
     static RUNTIME: OnceLock<Runtime> = OnceLock::new();
     let failed = |error: io::Error| TransportError::from_io("the background thread of this process", error);
-    if inside_async_code() {
-        return Err(rpc_core::RpcError::new(
-            rpc_core::ErrorKind::ApiMisuse,
-            "a blocking form was called from async code; use the async form",
-        )
-        .into());
-    }
+    rpc_core::blocking::check_may_block()?;
     let runtime = match RUNTIME.get() {
         Some(runtime) => runtime,
         None => {
@@ -83,6 +69,9 @@ pub(crate) fn free(remains: impl Send + 'static) {
 
 #[cfg(test)]
 mod tests {
+    use rpc_core::ErrorKind;
+    use rpc_core::blocking::{allow_blocking, check_may_block};
+
     use super::*;
 
     #[test]
@@ -93,27 +82,28 @@ mod tests {
             let runtime = builder.enable_all().build().unwrap();
             assert!(runtime.block_on(async { inside_async_code() }));
             assert!(runtime.block_on(async { tokio::spawn(async { inside_async_code() }).await.unwrap() }));
+            assert!(runtime.block_on(tokio::task::unconstrained(async { inside_async_code() })));
             assert!(!runtime.block_on(async { tokio::task::spawn_blocking(inside_async_code).await.unwrap() }));
-            let _guard = runtime.enter();
             assert!(!inside_async_code());
         }
     }
 
     #[test]
-    fn the_probe_leaves_the_budget_as_it_was() {
-        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
-        let units = runtime.block_on(async {
-            assert!(inside_async_code());
-            let mut context = Context::from_waker(Waker::noop());
-            std::iter::from_fn(|| match tokio::task::coop::poll_proceed(&mut context) {
-                Poll::Ready(taken) => {
-                    taken.made_progress();
-                    Some(())
-                }
-                Poll::Pending => None,
-            })
-            .count()
-        });
-        assert!((100..MAX_BUDGET).contains(&units), "{units} units were left");
+    fn a_task_may_block_in_place() {
+        let runtime = tokio::runtime::Builder::new_multi_thread().build().unwrap();
+        let probed = async { tokio::spawn(async { tokio::task::block_in_place(inside_async_code) }).await.unwrap() };
+        assert!(!runtime.block_on(probed));
+    }
+
+    #[test]
+    fn a_thread_that_has_only_entered_a_runtime_may_say_that_it_blocks() {
+        install_probe();
+        let runtime = tokio::runtime::Builder::new_multi_thread().build().unwrap();
+        let _guard = runtime.enter();
+        assert_eq!(check_may_block().unwrap_err().kind(), ErrorKind::ApiMisuse);
+        allow_blocking(check_may_block).unwrap();
+        let refused = run_in_background(async { Ok(1) }).unwrap_err().into_rpc_error();
+        assert_eq!(refused.kind(), ErrorKind::ApiMisuse);
+        assert_eq!(allow_blocking(|| run_in_background(async { Ok(1) })).unwrap(), 1);
     }
 }
