@@ -17,7 +17,7 @@ use crate::link::source::{Source, open_links};
 use crate::logs;
 use crate::options::Options;
 use crate::wire::plan::Layout;
-use crate::wire::set_up::{ChildNode, SetUp, VERSION};
+use crate::wire::set_up::{ChildNode, MESSAGES, SetUp};
 
 pub use self::node_listener::NodeListener;
 pub use self::nodes::SocketSession;
@@ -93,7 +93,7 @@ fn launch(
 
 async fn start(layout: Layout, count: u32, nodes: Vec<Node>, options: Options) -> Result<DiscoSession> {
     let set_up = SetUp {
-        version: VERSION,
+        version: MESSAGES.version(),
         layout,
         first: 0,
         count,

@@ -28,7 +28,7 @@ use crate::wire::command::Queued;
 use crate::wire::event::decode_events;
 use crate::wire::plan::ListenAddresses;
 use crate::wire::relayed_pair::RelayedPair;
-use crate::wire::set_up::{NodeInfo, SetUp, VERSION, check_version};
+use crate::wire::set_up::{MESSAGES, NodeInfo, SetUp};
 
 /// Lanes at each host: one for commands, one for events.
 const COMMANDS: Lane = Lane(1);
@@ -125,13 +125,12 @@ impl Link {
             ErrorKind::NotFound => error.context("it is no node: its program does not register disco's functions"),
             _ => error,
         })?;
-        let version = version.map_err(|error| match error.kind() {
-            ErrorKind::NotFound => RpcError::unsupported(format!(
-                "the node speaks version 1 of Disco's messages, and this program version {VERSION}: update its program"
-            )),
-            _ => error,
-        })?;
-        check_version(version, "the node")?;
+        let version = match version {
+            // Version 1 had no such function.
+            Err(error) if error.kind() == ErrorKind::NotFound => 1,
+            version => version?,
+        };
+        MESSAGES.check(version, "the node", "the program that opens it")?;
         let (host, info): (RemoteObject, Pack<NodeInfo>) = open.call((Pack(set_up.clone()),)).await?;
         Ok((host, info.0))
     }

@@ -44,7 +44,7 @@ use crate::link::local::LocalHost;
 use crate::link::relayed_data::{EndObject, RelayRequest, WorkerDirectory};
 use crate::node::host::WorkerHost;
 use crate::weights;
-use crate::wire::set_up::{SetUp, VERSION};
+use crate::wire::set_up::{MESSAGES, SetUp};
 
 /// Adds the functions by which workers are created and driven to `registry`, whose functions they
 /// call.
@@ -57,7 +57,7 @@ pub fn register(registry: &Registry) {
             let (host, info) = WorkerHost::open(&context, &SetUp::decode(&set_up)?)?;
             Ok((SharedObject(host), Pack(info)))
         })
-        .add_inline("disco.version", || VERSION)
+        .add_inline("disco.version", || MESSAGES.version())
         .add_inline("disco.submit", |host: SharedObject<WorkerHost>, first: u64, heads: Bytes, bulk: Vec<Bytes>| {
             host.0.submit_batch(first, heads, bulk)
         })

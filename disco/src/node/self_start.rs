@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::node::settings::NodeSettings;
 use crate::weights::folders::WeightFolders;
-use crate::wire::set_up::{VERSION, check_version};
+use crate::wire::set_up::MESSAGES;
 
 /// The first argument of a program that is started as its own worker.
 pub(crate) const WORKER: &str = "--disco-worker";
@@ -34,8 +34,8 @@ pub(crate) fn can_serve_workers() -> bool {
 /// argument of the process, as JSON.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct WorkerSettings {
-    /// [`VERSION`] of the node. It differs from that of the worker only if the file of the program
-    /// has been replaced since the node was started.
+    /// Version of [`MESSAGES`] at the node. It differs from that of the worker only if the file of
+    /// the program has been replaced since the node was started.
     pub(crate) version: u32,
     pub(crate) limits: SessionLimits,
     pub(crate) weights: Option<WeightFolders>,
@@ -47,7 +47,7 @@ pub(crate) struct WorkerSettings {
 impl WorkerSettings {
     /// Settings of sessions with these limits and files of weights.
     pub(crate) fn new(limits: SessionLimits, weights: Option<WeightFolders>) -> Self {
-        Self { version: VERSION, limits, weights, settings: None }
+        Self { version: MESSAGES.version(), limits, weights, settings: None }
     }
 
     pub(super) fn of(context: &rpc_core::Context) -> Self {
@@ -63,8 +63,7 @@ impl WorkerSettings {
     ///
     /// # Errors
     ///
-    /// [`Unsupported`](rpc_core::ErrorKind::Unsupported) if its node speaks another version;
-    /// malformed JSON.
+    /// Those of [`MessageFamily::check`](rpc_transports::MessageFamily::check); malformed JSON.
     fn decode(text: &[u8]) -> Result<Self> {
         /// The one field that all versions have from 4 on.
         #[derive(Deserialize)]
@@ -73,7 +72,7 @@ impl WorkerSettings {
         }
         let malformed = |error| RpcError::invalid_argument(format!("malformed settings of a worker: {error}"));
         let Versioned { version } = serde_json::from_slice(text).map_err(malformed)?;
-        check_version(version.unwrap_or(LAST_WITHOUT_NUMBER), "the node of this worker")?;
+        MESSAGES.check(version.unwrap_or(LAST_WITHOUT_NUMBER), "the node of this worker", "the worker")?;
         serde_json::from_slice(text).map_err(malformed)
     }
 }
@@ -131,9 +130,10 @@ mod tests {
     #[test]
     fn settings_of_another_version_are_refused_in_words() {
         let own = || WorkerSettings::new(SessionLimits::default(), None);
-        let newer = serde_json::to_vec(&WorkerSettings { version: VERSION + 1, ..own() }).unwrap();
-        for (text, version) in [(newer, VERSION + 1), (b"{}".to_vec(), LAST_WITHOUT_NUMBER)] {
-            assert_refused(WorkerSettings::decode(&text), version);
+        let newer = MESSAGES.version() + 1;
+        let text = serde_json::to_vec(&WorkerSettings { version: newer, ..own() }).unwrap();
+        for (text, version) in [(text, newer), (b"{}".to_vec(), LAST_WITHOUT_NUMBER)] {
+            assert_refused(WorkerSettings::decode(&text), ("the node of this worker", version), "the worker");
         }
         WorkerSettings::decode(&serde_json::to_vec(&own()).unwrap()).unwrap();
         assert_eq!(WorkerSettings::decode(b"x").unwrap_err().kind(), ErrorKind::InvalidArgument);

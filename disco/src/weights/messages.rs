@@ -1,7 +1,7 @@
 //! Messages of loaders: the arguments of the functions `disco.weights.*`, as the controller sends
 //! them to the workers.
 //!
-//! They are part of the messages of [`VERSION`](crate::wire::set_up::VERSION).
+//! They belong to the family [`MESSAGES`](crate::wire::set_up::MESSAGES).
 
 use std::ops::Range;
 

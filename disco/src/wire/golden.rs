@@ -2,7 +2,7 @@
 //! the fields in there with the tables of `PROTOCOL.md`.
 //!
 //! Names of fields and variants are part of the bytes. A change of a line of `golden.txt` is a new
-//! [`VERSION`].
+//! version of [`MESSAGES`].
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Debug;
@@ -20,7 +20,7 @@ use super::codec;
 use super::event::{self, Event, LogLine, Report, decode_events};
 use super::plan::{JoinPlan, Layout, ListenAddresses, Plan, WorkerLocation};
 use super::relayed_pair::RelayedPair;
-use super::set_up::{ChildNode, MpiProcess, NodeInfo, SetUp, VERSION, WorkerProcess};
+use super::set_up::{ChildNode, MESSAGES, MpiProcess, NodeInfo, SetUp, WorkerProcess};
 use crate::ccl::host::{Address, SessionKey};
 use crate::ccl::membership::CollectiveTimeouts;
 use crate::ccl::{BreakCause, Breakdown, Rank, poison_to_bytes};
@@ -81,7 +81,7 @@ fn set_ups(all: &mut Samples) {
     let layout = Layout { world_size: 4, num_groups: 2 };
     let child = ChildNode { address: "tcp://b:1".to_owned(), children: Vec::new() };
     let set_up = SetUp {
-        version: VERSION,
+        version: MESSAGES.version(),
         layout,
         first: 2,
         count: 1,
@@ -214,7 +214,8 @@ fn as_value(event: Event) -> Value {
 
 #[test]
 fn messages_have_their_golden_bytes() {
-    assert!(GOLDEN.lines().any(|line| line == format!("version {VERSION}")), "golden.txt is of another version");
+    let version = format!("version {}", MESSAGES.version());
+    assert!(GOLDEN.lines().any(|line| line == version), "golden.txt is of another version");
     let mut all = packed_messages();
     commands(&mut all);
     events(&mut all);
@@ -299,10 +300,12 @@ fn is_of_kind(value: &Json, kind: &str) -> bool {
     }
 }
 
-/// Checks that a message of another version is refused with an error that names both versions.
-pub(crate) fn assert_refused<T: Debug>(result: rpc_core::Result<T>, version: u32) {
+/// Checks that a message of another version, which `peer` has sent to `own`, is refused with an
+/// error that names both versions and the older side.
+pub(crate) fn assert_refused<T: Debug>(result: rpc_core::Result<T>, (peer, version): (&str, u32), own: &str) {
     let error = result.unwrap_err();
-    assert_eq!(error.kind(), ErrorKind::Unsupported);
-    let text = format!("speaks version {version} of Disco's messages, and this program version {VERSION}");
-    assert!(error.message().contains(&text), "{error}");
+    let ours = MESSAGES.version();
+    let older = if version < ours { peer } else { own };
+    let text = format!("{peer} speaks version {version} of Disco's messages, and {own} version {ours}: update {older}");
+    assert_eq!((error.kind(), error.message()), (ErrorKind::VersionMismatch, text.as_str()));
 }

@@ -3,22 +3,21 @@
 use std::net::IpAddr;
 use std::time::Duration;
 
-use rpc_core::{Packed, Result, RpcError};
+use rpc_core::{Packed, Result};
+use rpc_transports::MessageFamily;
 use serde::{Deserialize, Serialize};
 
 use crate::options::Hosting;
 use crate::wire::plan::Layout;
 
-/// Version of all messages between a controller, its nodes and its workers.
-///
-/// Raised with every change of their bytes, names of fields and variants included. Version 1 did
-/// not carry its number.
-pub(crate) const VERSION: u32 = 4;
+/// All messages between a controller, its nodes and its workers. Version 1 did not carry its
+/// number.
+pub(crate) const MESSAGES: MessageFamily = MessageFamily::new("Disco's messages", 4);
 
 /// Set-up of a node: its workers, and the nodes that it is to open below it.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct SetUp {
-    /// [`VERSION`] of the sender. Read before the other fields.
+    /// Version of [`MESSAGES`] at the sender. Read before the other fields.
     pub(crate) version: u32,
     pub(crate) layout: Layout,
     /// The first of its workers.
@@ -41,18 +40,9 @@ impl SetUp {
     ///
     /// # Errors
     ///
-    /// [`Unsupported`](rpc_core::ErrorKind::Unsupported) if its sender speaks another version;
-    /// malformed bytes.
+    /// Those of [`MessageFamily::decode`].
     pub(crate) fn decode(packed: &Packed) -> Result<Self> {
-        /// The one field that all versions but the first have.
-        #[derive(Deserialize)]
-        struct Versioned {
-            #[serde(default = "first_version")]
-            version: u32,
-        }
-        let Versioned { version } = packed.decode()?;
-        check_version(version, "the controller")?;
-        packed.decode()
+        MESSAGES.decode(packed, "the controller", "the node")
     }
 
     pub(crate) fn keep_alive(&self) -> Duration {
@@ -115,26 +105,6 @@ pub(crate) struct MpiProcess {
     pub(crate) rank: u32,
 }
 
-/// Returns the version of a set-up that does not name one.
-fn first_version() -> u32 {
-    1
-}
-
-/// Checks that `sender` speaks the version of this program.
-///
-/// # Errors
-///
-/// [`Unsupported`](rpc_core::ErrorKind::Unsupported) if it speaks another one.
-pub(crate) fn check_version(version: u32, sender: &str) -> Result<()> {
-    if version == VERSION {
-        return Ok(());
-    }
-    Err(RpcError::unsupported(format!(
-        "{sender} speaks version {version} of Disco's messages, and this program version {VERSION}: update the \
-         older one"
-    )))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -142,7 +112,7 @@ mod tests {
 
     fn set_up() -> SetUp {
         SetUp {
-            version: VERSION,
+            version: MESSAGES.version(),
             layout: Layout { world_size: 4, num_groups: 2 },
             first: 2,
             count: 1,
@@ -164,9 +134,10 @@ mod tests {
             below: Vec<u32>,
         }
         let old = Packed::encode(&Version1 { first: 0, below: Vec::new() }).unwrap();
-        let new = Packed::encode(&SetUp { version: VERSION + 1, ..set_up() }).unwrap();
-        for (packed, version) in [(old, 1), (new, VERSION + 1)] {
-            assert_refused(SetUp::decode(&packed), version);
+        let newer = MESSAGES.version() + 1;
+        let new = Packed::encode(&SetUp { version: newer, ..set_up() }).unwrap();
+        for (packed, version) in [(old, 1), (new, newer)] {
+            assert_refused(SetUp::decode(&packed), ("the controller", version), "the node");
         }
         SetUp::decode(&Packed::encode(&set_up()).unwrap()).unwrap();
     }
