@@ -55,9 +55,9 @@ enum Step {
     /// A session ends.
     End(u8),
     /// A server sends a report of its present sessions. The tracker has not received it yet.
-    Say(u8),
+    SendReport(u8),
     /// The tracker receives the oldest report that this server has sent.
-    Hear(u8),
+    ReceiveReport(u8),
     GiveBack(u8),
     Pass(u16),
 }
@@ -80,8 +80,8 @@ fn step() -> impl Strategy<Value = Step> {
         4 => any::<u8>().prop_map(Step::Use),
         1 => any::<u8>().prop_map(Step::UseAndEnd),
         4 => any::<u8>().prop_map(Step::End),
-        8 => any::<u8>().prop_map(Step::Say),
-        8 => any::<u8>().prop_map(Step::Hear),
+        8 => any::<u8>().prop_map(Step::SendReport),
+        8 => any::<u8>().prop_map(Step::ReceiveReport),
         1 => any::<u8>().prop_map(Step::GiveBack),
         2 => (0..12_000u16).prop_map(Step::Pass),
     ]
@@ -100,7 +100,7 @@ struct ModelServer {
     tickets: BTreeMap<u64, (ClaimId, u64)>,
     spent: Vec<u64>,
     /// Reports that the tracker has not received yet.
-    said: VecDeque<ServerStatus>,
+    unreceived: VecDeque<ServerStatus>,
     /// State that the tracker knows, with its grants since.
     known_uses: usize,
     known_granted: BTreeMap<u64, (ClaimId, u64)>,
@@ -121,9 +121,9 @@ impl ModelServer {
         self.offer.capacity.saturating_sub((self.known_uses + self.known_granted.len()) as u32)
     }
 
-    fn say(&mut self, now: Instant) {
+    fn send_report(&mut self, now: Instant) {
         let uses = self.uses.values().cloned().collect();
-        self.said.push_back(ServerStatus { now_ms: self.clock_ms(now), uses, spent: self.spent.clone() });
+        self.unreceived.push_back(ServerStatus { now_ms: self.clock_ms(now), uses, spent: self.spent.clone() });
     }
 
     fn suits(&self, request: &ServerRequest) -> bool {
@@ -193,7 +193,7 @@ impl Model {
                             uses: uses.into_iter().map(|used| (used.id, used)).collect(),
                             tickets: BTreeMap::new(),
                             spent: Vec::new(),
-                            said: VecDeque::new(),
+                            unreceived: VecDeque::new(),
                             known_granted: BTreeMap::new(),
                         };
                         assert!(self.servers.insert(id, server).is_none(), "a number was used twice");
@@ -206,14 +206,14 @@ impl Model {
                     self.report(id);
                 }
             }
-            Step::Say(at) => {
+            Step::SendReport(at) => {
                 if let Some(id) = self.server_at(at) {
-                    self.servers.get_mut(&id).unwrap().say(now);
+                    self.servers.get_mut(&id).unwrap().send_report(now);
                 }
             }
-            Step::Hear(at) => {
+            Step::ReceiveReport(at) => {
                 if let Some(id) = self.server_at(at) {
-                    self.hear(id);
+                    self.receive_report(id);
                 }
             }
             Step::Unregister(at) => {
@@ -296,22 +296,23 @@ impl Model {
     /// Sends a report of a server, and delivers it and all earlier ones.
     fn report(&mut self, id: ServerId) {
         let now = self.now;
-        self.servers.get_mut(&id).unwrap().say(now);
-        while self.hear(id) {
+        self.servers.get_mut(&id).unwrap().send_report(now);
+        while self.receive_report(id) {
             self.settle();
         }
     }
 
     /// Delivers the oldest report of a server, if there is one.
-    fn hear(&mut self, id: ServerId) -> bool {
+    fn receive_report(&mut self, id: ServerId) -> bool {
         let server = self.servers.get_mut(&id).unwrap();
-        let Some(said) = server.said.pop_front() else { return false };
+        let Some(report) = server.unreceived.pop_front() else { return false };
         server.lease_end = self.now + LEASE;
-        server.known_uses = said.uses.len();
-        server.spent.retain(|serial| !said.spent.contains(serial));
-        let names = |serial: &u64| said.spent.contains(serial) || said.uses.iter().any(|u| u.serial == Some(*serial));
-        server.known_granted.retain(|serial, (_, expires_ms)| *expires_ms > said.now_ms && !names(serial));
-        assert!(self.scheduler.report(self.now, id, &said));
+        server.known_uses = report.uses.len();
+        server.spent.retain(|serial| !report.spent.contains(serial));
+        let names =
+            |serial: &u64| report.spent.contains(serial) || report.uses.iter().any(|u| u.serial == Some(*serial));
+        server.known_granted.retain(|serial, (_, expires_ms)| *expires_ms > report.now_ms && !names(serial));
+        assert!(self.scheduler.report(self.now, id, &report));
         true
     }
 
