@@ -1,21 +1,21 @@
-//! Agreement: a backend that can only move data gets the rest of the contract from one that can
-//! talk.
+//! The trait [`Agreement`]: the first half of a collective, by which a control communicator
+//! completes a backend that only moves data.
 
 use rpc_core::RpcError;
 
 use super::{BreakCause, Ccl, CclError, Collective};
 
-/// A communicator that also does the first half of a collective alone: every rank says what it is
-/// about to do, and all come to the same verdict. A backend for devices carries out the second
-/// half, and keeps such a communicator beside its own. [`Ccl::into_agreement`] makes one.
+/// A communicator that can also do the first half of a collective alone: every rank announces its
+/// call, and all come to the same verdict. A backend for devices does the second half, and has such
+/// a communicator for control. [`Ccl::into_agreement`] creates one.
 ///
-/// All ranks of a group use it in the same way: what one rank [runs](Ccl::run), the others must not
-/// only [agree on](Self::agree).
+/// All ranks of a group use it in the same way: a collective that one rank [runs](Ccl::run) must be
+/// run by the others too, and not only be [agreed on](Self::agree).
 pub trait Agreement: Ccl {
-    /// Takes part in a collective up to where data would move, with or without (`Err`) an input.
-    /// Blocks until all ranks have come, or the other one of a transfer.
+    /// Takes part in a collective up to the point where data would move. `input` is an error if
+    /// this rank has no input. Blocks until all ranks have come, or for a transfer the other one.
     ///
-    /// After `Ok` this rank is in the collective until it [has finished it](Self::finish); after an
+    /// After `Ok` this rank is in the collective until it calls [`finish`](Self::finish); after an
     /// error it is not.
     ///
     /// # Errors
@@ -24,15 +24,16 @@ pub trait Agreement: Ccl {
     /// step breaks the group.
     fn agree(&mut self, collective: Collective, input: Result<(), RpcError>) -> Result<(), CclError>;
 
-    /// Checks, without waiting, if the group has been broken since. A rank that has died breaks it;
-    /// one that has left has nothing more to do in the collective that was agreed on.
+    /// Checks, without waiting, if the group has been broken since. A rank that has died breaks it.
+    /// A rank that has left does not: it has nothing more to do in the collective that was agreed
+    /// on.
     ///
     /// # Errors
     ///
     /// [`CclError::Broken`] alone.
     fn check(&mut self) -> Result<(), CclError>;
 
-    /// Breaks the group, unless it is broken, because of what happened to this rank after all had
+    /// Breaks the group, unless it is broken, because of a failure of this rank after all had
     /// agreed. Returns the error that all ranks get. Does not block.
     fn fail(&mut self, cause: BreakCause) -> CclError;
 

@@ -1,5 +1,4 @@
-//! Joining groups whose data moves in NCCL: over communicators on host memory, which remain beside
-//! those for everything else.
+//! Joining of NCCL groups, over groups on host memory, which remain as their control communicators.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasher, RandomState};
@@ -11,8 +10,8 @@ use crate::ccl::membership::{CollectiveTimeouts, Membership};
 use crate::ccl::nccl::{DeviceStream, Library, NcclCcl, Options, UniqueId, Version};
 use crate::ccl::{Buffers, Ccl, CollectiveInput, Rank};
 
-/// Joins as a worker of group `group_number` with this device, by communicators for control that
-/// all workers have.
+/// Turns the control communicators of a worker of group `group_number` into NCCL communicators on
+/// its `device`. All workers call it.
 ///
 /// # Errors
 ///
@@ -25,7 +24,7 @@ pub(crate) fn join(
     group_number: u32,
 ) -> Result<Membership> {
     let Membership { epoch, world: mut control, group } = membership;
-    // All ranks hear of one that cannot.
+    // All ranks learn of one that cannot join.
     let ready = library().and_then(|library| Ok((library, stream(device)?)));
     let own = ready.as_ref().map(|(library, _)| Own::new(library, device)).map_err(Clone::clone);
     Own::compare(&mut *control, own)?;
@@ -35,7 +34,7 @@ pub(crate) fn join(
     let (rank, size) = (control.rank(), control.size());
     let mut world = NcclCcl::new(Arc::clone(&library), id, rank, size, control, Arc::clone(&stream), options.clone())?;
     let group = match group {
-        // Older libraries cannot split.
+        // Older libraries have no `ncclCommSplit`.
         Some(mut control) if library.version() < SPLITS => {
             let id = share_id(&mut *control, &library)?;
             let (rank, size) = (control.rank(), control.size());
@@ -50,7 +49,8 @@ pub(crate) fn join(
     Ok(Membership { epoch, world: Box::new(world), group: group.map(|group| Box::new(group) as Box<dyn Ccl>) })
 }
 
-/// Sets the session's limits. The controller waits no longer for the groups than it has told.
+/// Sets the time limits of the session in `options`. The controller waits for the groups no longer
+/// than these.
 fn options(limits: CollectiveTimeouts, mut options: Options) -> Options {
     options.join_timeout = limits.join;
     options.stall_timeout = limits.stall.max(options.stall_timeout);
@@ -75,7 +75,7 @@ fn stream(device: Device) -> Result<Arc<dyn DeviceStream>> {
     Err(RpcError::unsupported(format!("this program was built without streams of {device}")))
 }
 
-/// Facts that ranks compare before NCCL hears of any of them.
+/// Facts that ranks compare before any of them calls NCCL.
 struct Own {
     /// Version of the library.
     version: u32,
@@ -87,7 +87,7 @@ impl Own {
     const LEN: usize = 16;
 
     fn new(library: &Library, device: Device) -> Self {
-        /// Number that tells this process from all others, on any machine.
+        /// Number that identifies this process among those of all machines.
         static PROCESS: LazyLock<u64> = LazyLock::new(|| RandomState::new().hash_one(std::process::id()));
         Self { version: library.version().code(), device: device.index, process: *PROCESS }
     }
@@ -106,8 +106,8 @@ impl Own {
         Self { version: u32::from_le_bytes(word(0)), device: i32::from_le_bytes(word(4)), process }
     }
 
-    /// Checks that all ranks have the same library, and that no two share a stream. A rank that is
-    /// not ready gives its reason.
+    /// Checks that all ranks have the same version of the library, and that no two share a stream.
+    /// A rank that cannot join passes its error as `own`.
     fn compare(control: &mut dyn Ccl, own: Result<Self>) -> Result<()> {
         let mut all = vec![0; Self::LEN * control.size()];
         let own = own.map(|own| own.to_bytes());
@@ -128,7 +128,8 @@ impl Own {
         for (worker, one) in all.iter().enumerate() {
             if let Some(other) = seen.insert((one.process, one.device), worker) {
                 let device = one.device;
-                // The one's collective would be behind the other's, which waits for it.
+                // On one stream, the collective of one rank would wait behind that of the other,
+                // which waits for it.
                 return Err(RpcError::invalid_argument(format!(
                     "workers {other} and {worker} are threads of one process with device {device} for both: give \
                      each a device, or a process (Hosting::Processes)"
@@ -143,7 +144,7 @@ fn version(code: u32) -> Version {
     Version::from_code(i32::try_from(code).unwrap_or(i32::MAX))
 }
 
-/// Shares the id that rank 0 makes with all ranks.
+/// Sends the id that rank 0 creates to all ranks.
 fn share_id(control: &mut dyn Ccl, library: &Library) -> Result<UniqueId> {
     let mut bytes = [0; UniqueId::LEN];
     let made = if control.rank() == Rank(0) { library.unique_id().map(Some) } else { Ok(None) };

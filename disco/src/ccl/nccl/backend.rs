@@ -1,4 +1,5 @@
-//! One rank: a communicator of NCCL for the data, and one of the host backend for everything else.
+//! [`NcclCcl`], the backend over NCCL: a rank whose data moves in NCCL, and whose control
+//! communicator is of the host backend.
 
 use std::fmt;
 use std::sync::Arc;
@@ -12,14 +13,14 @@ use super::watch::{Watched, Watcher};
 use super::{DeviceStream, Library, Options, UniqueId};
 use crate::ccl::{Agreement, Ccl, CclError, Collective, CollectiveInput, Control, Operation, Rank};
 
-/// One rank of a group on the memory of GPUs. The [module](super) says how it works, and in what it
-/// differs from the contract.
+/// One rank of a group whose data is in the memory of GPUs. The [module](super) describes how it
+/// works, and its differences from the contract.
 ///
-/// Dropping it waits for collectives under way, leaves the group, and takes the communicator of
-/// NCCL down, which may block for [`Options::close_timeout`] and then [`Options::abort_timeout`].
+/// Dropping it waits for collectives in progress, leaves the group, and ends the communicator of
+/// NCCL, which may block for [`Options::close_timeout`] and then [`Options::abort_timeout`].
 pub struct NcclCcl {
     watched: Arc<Watched>,
-    /// Thread that looks after collectives under way. `None` until there are any.
+    /// Thread that polls the collectives in progress. `None` until the first one.
     watcher: Option<Watcher>,
     library: Arc<Library>,
     control: Arc<dyn Control>,
@@ -34,7 +35,8 @@ struct GroupFacts {
     epoch: u64,
 }
 
-/// A rank in a call. If that panics, its buffers are taken back before they go.
+/// A rank in a call. If the call panics, the collectives in progress are aborted before their
+/// buffers are freed.
 struct Lending<'a>(MutexGuard<'a, Member>);
 
 impl Drop for Lending<'_> {
@@ -47,17 +49,17 @@ impl Drop for Lending<'_> {
 
 impl NcclCcl {
     /// Joins a group as `rank` of `size`. All ranks call it with the same `id`, which one of them
-    /// [made](Library::unique_id); it blocks until all have.
+    /// [created](Library::unique_id). Blocks until all have.
     ///
-    /// `control` is the same rank of a group of the [`host`](crate::ccl::host) backend among the
-    /// same ranks, which has to be for this alone, and says how long ranks wait for each other. All
-    /// libraries should be of one version.
+    /// `control` is the same rank in a group of the [`host`](crate::ccl::host) backend among the
+    /// same ranks. It must not be used for anything else, and its options say how long ranks wait
+    /// for each other. All ranks should have the same version of NCCL.
     ///
     /// # Errors
     ///
-    /// The same on all ranks, if one fails or does not come: it has the message of NCCL.
+    /// The same on all ranks, if one fails or does not come, with the message of NCCL.
     /// [`ErrorKind::ApiMisuse`] and [`ErrorKind::Unsupported`] on this rank alone, if `control` is
-    /// not fit for this; the others see it leave.
+    /// of another rank or cannot do this; for the other ranks, this rank leaves.
     pub fn new(
         library: Arc<Library>,
         id: UniqueId,
@@ -68,7 +70,7 @@ impl NcclCcl {
         options: Options,
     ) -> Result<Self, RpcError> {
         let mut control = fitting(control, (rank, size))?;
-        // All ranks are there before any waits in NCCL.
+        // All ranks have to be there before any of them waits in NCCL.
         control.agree(Collective::barrier(), stream.make_current())?;
         let mut member = Member::new(control, Communicator::new(library, stream, options, rank));
         member.join(id, size)?;
@@ -76,8 +78,8 @@ impl NcclCcl {
         Ok(Self::of(member))
     }
 
-    /// Starts a thread that watches the collectives in progress, if there is none. Returns true if
-    /// there is one.
+    /// Starts the thread that watches the collectives in progress, unless it runs. Returns true if
+    /// it runs.
     fn watch(watcher: &mut Option<Watcher>, watched: &Arc<Watched>) -> bool {
         if watcher.is_none() {
             match Watcher::start(watched) {
@@ -95,19 +97,19 @@ impl NcclCcl {
         Self { watched: Arc::new(Watched::new(member)), watcher: None, library, control, facts }
     }
 
-    /// Makes a group of those ranks of this one that give the same `color`, in the order of `key`
-    /// and then of ranks. All ranks of this group call it, each with the `control` of its rank in
-    /// the new group; it blocks until all have. The new group has the stream and the settings of
-    /// this one, and the two are used in the same order on all ranks.
+    /// Creates a group of those ranks that pass the same `color`, in the order of `key` and then of
+    /// ranks. All ranks of this group call it, each with the `control` communicator of its rank in
+    /// the new group. Blocks until all have. The new group has the stream and the settings of this
+    /// one. The caller uses the two groups in the same order on all ranks.
     ///
     /// # Errors
     ///
-    /// [`ErrorKind::Unsupported`] on all ranks: that needs NCCL 2.18; a group of an
-    /// [id](Library::unique_id) of its own does not. Else as [`new`](Self::new); a failure in NCCL
-    /// breaks this group.
+    /// [`ErrorKind::Unsupported`] on all ranks if NCCL is older than 2.18; [`new`](Self::new) with
+    /// another [id](Library::unique_id) works with older ones. Otherwise those of
+    /// [`new`](Self::new). A failure in NCCL breaks this group.
     pub fn split(&mut self, color: u32, key: u32, control: Box<dyn Ccl>) -> Result<Self, RpcError> {
         let mut member = self.watched.member();
-        // NCCL takes no other call meanwhile.
+        // NCCL allows no other call during a split.
         member.wait_for_all()?;
         let communicator = member.split(color, key)?;
         let control = fitting(control, communicator.rank_and_size()?)?;
@@ -136,8 +138,8 @@ impl Ccl for NcclCcl {
         self.facts.epoch
     }
 
-    /// Returns when it has been enqueued; or when it is done, if its buffers are in the memory of
-    /// the host, which the device can be made to use in tests, and for a barrier.
+    /// Returns once the collective has been enqueued. A barrier, or a collective on host memory
+    /// (which tests let the device use), is done when this returns.
     fn run(&mut self, collective: Collective, data: CollectiveInput<'_>) -> Result<(), CclError> {
         let is_lent = matches!(&data, CollectiveInput::Ready(buffers) if buffers.device().kind == DeviceType::CPU);
         let mut member = Lending(self.watched.member());
@@ -171,9 +173,9 @@ impl Drop for NcclCcl {
     fn drop(&mut self) {
         self.watcher = None;
         let mut member = self.watched.member();
-        // A loss here has no caller that could hear of it.
+        // An error of a lost collective has no caller here that it could be returned to.
         _ = member.complete();
-        // Of a broken group nothing goes down in good order.
+        // The communicator of a broken group cannot be finalised: it is aborted.
         if let Some(breakdown) = self.control.broken() {
             member.communicator.abort(&breakdown);
         }
@@ -188,7 +190,7 @@ impl fmt::Debug for NcclCcl {
     }
 }
 
-/// Returns the control communicator of a place, if it is that.
+/// Returns `control` as an [`Agreement`]. Fails if it is not of this rank and size.
 fn fitting(control: Box<dyn Ccl>, (rank, size): (Rank, usize)) -> Result<Box<dyn Agreement>, RpcError> {
     if (control.rank(), control.size()) != (rank, size) {
         let (other, others) = (control.rank(), control.size());

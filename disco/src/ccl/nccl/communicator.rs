@@ -1,4 +1,4 @@
-//! A communicator of NCCL: how it is made, asked how it is, and got rid of.
+//! A communicator of NCCL: its creation, the polling of its state, its abort and its end.
 
 use std::collections::VecDeque;
 use std::ffi::c_int;
@@ -17,28 +17,27 @@ use super::wait::{Fault, wait, wait_alone};
 use super::{DeviceStream, Library, Mark, NcclError, Options, UniqueId};
 use crate::ccl::{Agreement, BreakCause, Breakdown, Collective, Operation, Rank};
 
-/// Practically for ever, and yet a time that can be added to now.
+/// A time limit that is practically none, and can be added to the current time without overflow.
 pub(super) const FOR_EVER: Duration = Duration::from_secs(u32::MAX as u64);
 
-/// The call that makes a communicator of another.
+/// Name of the function that creates a communicator from another one.
 pub(super) const SPLIT: &str = "ncclCommSplit";
 
 /// A communicator that does not block. Dropping it waits for the work on its stream, at most for
-/// [`Options::drain_timeout`], and takes it down, for which NCCL may need the other ranks, at most
-/// for [`Options::close_timeout`] and [`Options::abort_timeout`].
+/// [`Options::drain_timeout`], and then ends the communicator. NCCL may need the other ranks for
+/// that, which takes at most [`Options::close_timeout`] and [`Options::abort_timeout`].
 pub(super) struct Communicator {
     pub(super) library: Arc<Library>,
     pub(super) stream: Arc<dyn DeviceStream>,
     pub(super) options: Options,
-    /// Null before it is made, and once it has ended. This has the only copy, but for a thread that
-    /// ends it.
+    /// Null before the communicator is created and once it has ended. No other copy exists, except
+    /// on the thread that ends it.
     raw: Comm,
     rank: Rank,
-    /// Work that the stream has been given and was not done when it was last looked at, the oldest
-    /// first.
+    /// Collectives on the stream that were not done when the stream was last polled, oldest first.
     under_way: VecDeque<UnderWay>,
-    /// Breakdown of the group, if the communicator has to be aborted and that waits for other work
-    /// on the stream.
+    /// Breakdown of the group, if the communicator has to be aborted and the abort is delayed by
+    /// other work on the stream.
     broken: Option<Breakdown>,
     /// Communicator that a failed `ncclCommSplit` may have written.
     pending_split: Option<PendingSplit>,
@@ -48,9 +47,9 @@ pub(super) struct Communicator {
 struct UnderWay {
     collective: Collective,
     begin: Box<dyn Mark>,
-    /// Time at which the stream was seen to have come to the beginning.
+    /// Time of the first poll that found the beginning reached.
     begun: Option<Instant>,
-    /// NCCL's call and the point behind it, once all of it has been enqueued.
+    /// NCCL's function and the mark after it, once all of the collective has been enqueued.
     end: Option<(&'static str, Box<dyn Mark>)>,
 }
 
@@ -68,21 +67,21 @@ impl UnderWay {
 }
 
 /// Communicator that a failed `ncclCommSplit` may have written. NCCL may write to it for as long as
-/// the communicator exists that was split.
+/// the communicator that was split exists.
 struct PendingSplit(*mut Comm);
 
-// SAFETY: NCCL takes calls with a communicator from any thread, one at a time, and `&mut` or
-// ownership sees to that: `&self` methods are called by the owner alone, as there is no `Sync`.
+// SAFETY: NCCL takes calls with a communicator from any thread, one at a time. The type is not
+// `Sync`, so that only the thread that owns it, or has `&mut`, makes calls.
 unsafe impl Send for Communicator {}
 
 impl Communicator {
-    /// Makes a communicator that is yet to be [joined](Self::join).
+    /// Creates a communicator without ranks, to be followed by [`join`](Self::join).
     pub(super) fn new(library: Arc<Library>, stream: Arc<dyn DeviceStream>, options: Options, rank: Rank) -> Self {
         let (raw, under_way) = (ptr::null_mut(), VecDeque::new());
         Self { library, stream, options, raw, rank, under_way, broken: None, pending_split: None }
     }
 
-    /// Makes it a communicator of `size` ranks, together with the others.
+    /// Creates the communicator of `size` ranks at NCCL, together with the other ranks.
     pub(super) fn join(&mut self, control: &mut dyn Agreement, id: UniqueId, size: usize) -> Result<(), Fault> {
         const CALL: &str = "ncclCommInitRankConfig";
         let mut config = self.config();
@@ -94,21 +93,25 @@ impl Communicator {
         self.settle(control, CALL, self.options.join_timeout)
     }
 
-    /// Makes a communicator of those ranks of this one that give the same `color`, in the order of
-    /// `key`. All ranks of this one call it. The new one is yet to [settle](Self::settle).
+    /// Creates a communicator of those ranks that pass the same `color`, in the order of `key`. All
+    /// ranks of this communicator call it. The caller waits for the new one with
+    /// [`settle`](Self::settle).
     pub(super) fn split(&mut self, control: &mut dyn Agreement, color: c_int, key: c_int) -> Result<Self, Fault> {
         let split = self.library.functions().comm_split.get(&self.library)?;
         let mut config = self.config();
-        // NCCL may write there until it has settled, and so possibly after this function.
+        // NCCL may write there until the call has settled, which may be after this function has
+        // returned.
         let child: *mut Comm = Box::into_raw(Box::new(ptr::null_mut()));
-        // SAFETY: this communicator exists, and no call with it is in progress; `child` stays.
+        // SAFETY: this communicator exists, and no call with it is in progress; `child` is not
+        // freed before NCCL is done with it.
         let result = unsafe { split(self.raw, color, key, child, &raw mut config) };
         let begun = self.check(SPLIT, result).map_err(Fault::from);
         if let Err(fault) = begun.and_then(|()| self.settle(control, SPLIT, self.options.join_timeout)) {
             self.pending_split = Some(PendingSplit(child));
             return Err(fault);
         }
-        // SAFETY: from `Box::into_raw`, and NCCL is through with it.
+        // SAFETY: from `Box::into_raw`, and the call has settled, so that NCCL no longer writes to
+        // it.
         let raw = *unsafe { Box::from_raw(child) };
         if raw.is_null() {
             return Err(RpcError::internal(format!("{SPLIT} gave no communicator")).into());
@@ -135,7 +138,7 @@ impl Communicator {
         Ok((Rank(u32::try_from(rank?).unwrap_or(u32::MAX)), usize::try_from(size?).unwrap_or(0)))
     }
 
-    /// Waits until no call with the communicator is in progress: the last was `call`.
+    /// Waits until no call with the communicator is in progress. Errors name the last one, `call`.
     pub(super) fn settle(&self, control: &mut dyn Agreement, call: &'static str, limit: Duration) -> Result<(), Fault> {
         wait(control, call, Some(limit), || Ok(self.is_settled(call)?))
     }
@@ -149,7 +152,7 @@ impl Communicator {
         Ok(state != code::IN_PROGRESS)
     }
 
-    /// Returns true if a call has failed, which it has not while it is in progress.
+    /// Checks the result of a call. A call in progress has not failed.
     pub(super) fn check(&self, call: &'static str, result: c_int) -> Result<(), NcclError> {
         match result {
             code::SUCCESS | code::IN_PROGRESS => Ok(()),
@@ -161,15 +164,15 @@ impl Communicator {
         self.raw
     }
 
-    /// Attributes all that is enqueued from here on to this collective, until its
-    /// [end](Self::end_of).
+    /// Marks the beginning of a collective on the stream. What is enqueued until its
+    /// [end](Self::end_of) belongs to it.
     pub(super) fn begin(&mut self, collective: Collective) -> Result<(), RpcError> {
         let begin = self.stream.mark()?;
         self.under_way.push_back(UnderWay { collective, begin, begun: None, end: None });
         Ok(())
     }
 
-    /// Notes that all of the collective that began last has been enqueued, by `call`.
+    /// Marks the end of the collective that began last: `call` has enqueued the rest of it.
     pub(super) fn end_of(&mut self, call: &'static str) -> Result<(), RpcError> {
         let end = self.stream.mark()?;
         if let Some(last) = self.under_way.back_mut() {
@@ -178,27 +181,26 @@ impl Communicator {
         Ok(())
     }
 
-    /// Returns the number of collectives on the stream, as of the last look.
+    /// Returns the number of collectives on the stream at the last poll.
     pub(super) fn under_way(&self) -> usize {
         self.under_way.len()
     }
 
-    /// Returns true if any of them has a result: one that was not enqueued to its end is the
-    /// failure of its own call, and a barrier has no result.
+    /// Returns true if any collective on the stream has a result that its caller expects. A barrier
+    /// has none, and one that was not enqueued completely has already failed in its own call.
     pub(super) fn has_results_to_come(&self) -> bool {
         let has_result = |one: &UnderWay| one.end.is_some() && one.collective.operation != Operation::Barrier;
         self.under_way.iter().any(has_result)
     }
 
-    /// Looks how far the stream has come. Says whether nothing is left.
+    /// Polls the stream. Returns true if no collective is left on it.
     ///
     /// # Errors
     ///
-    /// NCCL or the device says that something has failed; or a collective that has begun takes
-    /// longer than it may.
+    /// NCCL or the device reports a failure; or a collective that has begun exceeds its time limit.
     pub(super) fn progress(&mut self) -> Result<bool, Fault> {
         let Some(last) = self.under_way.back() else { return Ok(true) };
-        // NCCL's own error goes first: it knows why a stream does not get on.
+        // NCCL's own error comes first, because it says why a stream makes no progress.
         self.is_settled(last.end.as_ref().map_or("", |(call, _)| call))?;
         let limit = self.options.limit();
         while let Some(first) = self.under_way.front_mut() {
@@ -219,11 +221,11 @@ impl Communicator {
         Ok(true)
     }
 
-    /// Aborts the communicator, unless it has been, and waits until nothing of it is on the device
-    /// any more. Calls [`Options::on_stuck`] if that takes too long.
+    /// Aborts the communicator, unless it has been aborted, and waits until none of its work is on
+    /// the device any more. Calls [`Options::on_stuck`] if that takes too long.
     ///
-    /// If only the owner's own work is on the stream, NCCL would wait for that, and no thread waits
-    /// for this communicator: it is aborted when it is dropped.
+    /// If only other work of the caller is on the stream, the abort is left to the drop of this
+    /// communicator: NCCL would wait for that work, and no thread waits for a collective.
     pub(super) fn abort(&mut self, breakdown: &Breakdown) {
         if !self.under_way.is_empty() || self.stream.is_done().unwrap_or(true) {
             self.abort_now(breakdown);
@@ -241,30 +243,30 @@ impl Communicator {
         let mut timeouts = EndTimeouts::new(&self.options, !self.under_way.is_empty());
         let mut is_over = self.wait_for_end(self.end(abort, raw), &mut timeouts);
         if let Some(PendingSplit(child)) = self.pending_split.take().filter(|_| is_over) {
-            // SAFETY: from `Box::into_raw`, and with the communicator that it was split from NCCL
-            // has let go of it.
+            // SAFETY: from `Box::into_raw`, and the communicator that it was split from has ended,
+            // so that NCCL no longer writes to it.
             let child = *unsafe { Box::from_raw(child) };
             is_over = child.is_null() || self.wait_for_end(self.end(abort, child), &mut timeouts);
         }
         if !is_over {
-            // Hanging work is not touched any more.
+            // Marks of work that hangs are not polled any more.
             self.under_way.clear();
             (self.options.on_stuck)(breakdown);
         }
     }
 
-    /// Waits until a call that ends a communicator is back, and nothing of that is on the stream.
-    /// Returns false if the time is up before.
+    /// Waits until the call that ends a communicator has returned, which `told` reports, and none
+    /// of its work is on the stream. Returns false if that takes longer than `timeouts` allow.
     fn wait_for_end(&mut self, told: Option<mpsc::Receiver<()>>, timeouts: &mut EndTimeouts) -> bool {
         let Some(told) = told else { return false };
         let mut is_back = false;
         loop {
-            // A device that has failed does nothing any more, either.
+            // On a device that has failed, no work is in progress either.
             while self.under_way.front().is_some_and(|first| first.end.is_some() && first.is_over().unwrap_or(true)) {
                 self.under_way.pop_front();
             }
-            // The end of work that was not enqueued to its end is not known, except that it is over
-            // when NCCL is back.
+            // Work that was not enqueued completely has no mark at its end. It is over once the
+            // call of NCCL has returned.
             if is_back && self.under_way.iter().all(|one| one.end.is_none()) {
                 self.under_way.clear();
                 return true;
@@ -285,14 +287,15 @@ impl Communicator {
         }
     }
 
-    /// Waits until the stream has done the owner's own work, which may take as long as in front of
-    /// a collective.
+    /// Waits until the stream has done the other work of the caller, at most for
+    /// [`Options::drain_timeout`]. Returns true if the communicator can be ended now.
     fn drain(&self) -> bool {
         let limit = self.options.drain_timeout.unwrap_or(FOR_EVER);
         !self.under_way.is_empty() || wait_alone(Instant::now() + limit, || self.stream.is_done().unwrap_or(true))
     }
 
-    /// Takes the communicator down while all is well. Returns false if it does not end in time.
+    /// Finalises and destroys the communicator of a group that is not broken. Returns false if it
+    /// does not end in time.
     fn close(&mut self) -> bool {
         let until = Instant::now() + self.options.close_timeout;
         // SAFETY: the communicator exists, and no call with it is in progress.
@@ -309,10 +312,10 @@ impl Communicator {
         true
     }
 
-    /// Ends `raw` by a call that may hang, on a thread of its own, which tells when it is back.
-    /// `None` if there is no thread.
+    /// Ends `raw` by a call that may hang, on a thread of its own, which sends a message when the
+    /// call has returned. Returns `None` if no thread could be started.
     fn end(&self, call: unsafe extern "C" fn(Comm) -> c_int, raw: Comm) -> Option<mpsc::Receiver<()>> {
-        /// The one copy of a communicator.
+        /// The only copy of a communicator.
         struct Last(Comm);
         // SAFETY: this is the only copy of the communicator.
         unsafe impl Send for Last {}
@@ -321,9 +324,9 @@ impl Communicator {
         let (tell, told) = mpsc::channel();
         let spawned = thread::Builder::new().name("nccl-end".to_owned()).spawn(move || {
             let last = last;
-            // If it cannot be, the library says so itself.
+            // If this fails, the library reports the error itself.
             _ = stream.make_current();
-            // SAFETY: the communicator exists, and no other thread knows it any more.
+            // SAFETY: the communicator exists, and no other thread has a copy of it any more.
             let result = unsafe { call(last.0) };
             if !matches!(result, code::SUCCESS | code::IN_PROGRESS) {
                 tracing::warn!(text = library.error_string(result), "a communicator of NCCL ended with an error");
@@ -333,7 +336,7 @@ impl Communicator {
         spawned.is_ok().then_some(told)
     }
 
-    /// Returns the breakdown of a rank that hangs when it leaves.
+    /// Returns the breakdown for a communicator that hangs while it is ended.
     fn stuck(&self) -> Breakdown {
         let text = "NCCL's communicator does not go down".to_owned();
         let (cause, rank) = (BreakCause::Backend(text), self.rank);
@@ -359,12 +362,12 @@ impl Drop for Communicator {
     }
 }
 
-/// Time limits of an end: a communicator waits for all that is on its device, and the owner's own
-/// work may be among that.
+/// Time limits for ending a communicator. NCCL waits for all work on its device, which may include
+/// other work of the caller.
 struct EndTimeouts {
-    /// Limit for NCCL.
+    /// Limit for the work of NCCL alone.
     limit: Duration,
-    /// Limit for all together.
+    /// Time at which everything, other work of the caller included, has to be over.
     last: Instant,
     hanging: Duration,
     looked: Instant,
@@ -377,8 +380,8 @@ impl EndTimeouts {
         Self { limit, last: looked + limit + owners, hanging: Duration::ZERO, looked }
     }
 
-    /// Returns true while there is time left; `is_of_nccl` says whether the time since the last
-    /// question was NCCL's.
+    /// Returns true while there is time left. The time since the last call counts as NCCL's if
+    /// `is_of_nccl`.
     fn lasts(&mut self, is_of_nccl: bool) -> bool {
         let now = Instant::now();
         if is_of_nccl {
@@ -389,5 +392,5 @@ impl EndTimeouts {
     }
 }
 
-/// Interval at which a thread that waits for an end looks at its progress.
+/// Interval at which a thread that waits for the end of a communicator polls its progress.
 const LOOK: Duration = Duration::from_millis(1);

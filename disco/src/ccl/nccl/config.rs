@@ -1,4 +1,4 @@
-//! `ncclConfig_t`: how a communicator is made.
+//! `ncclConfig_t`: the settings with which NCCL creates a communicator.
 
 use std::ffi::{c_char, c_int, c_uint};
 
@@ -7,24 +7,24 @@ use super::Version;
 /// Value for "not set": `INT_MIN`.
 const UNSET: c_int = c_int::MIN;
 
-/// Mark of a structure that was filled in.
+/// Number that marks an initialised structure (`magic`).
 const MAGIC: c_uint = 0xcafe_beef;
 
-/// The newest version whose settings the structure has.
+/// The newest version of NCCL whose settings the structure contains.
 const NEWEST: Version = Version::new(2, 18, 0);
 
-/// The beginning of `ncclConfig_t`, up to what 2.18 has in it. Newer versions have more: the
-/// library takes as many bytes as the structure says that it has, and its own defaults for what
-/// came after the version that the structure names; older libraries take fewer bytes.
+/// The fields of `ncclConfig_t` that NCCL 2.18 has. Newer versions have more fields: the library
+/// reads as many bytes as `size` says, and takes its defaults for fields that are newer than
+/// `version`. Older libraries read fewer bytes.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Config {
     size: usize,
     magic: c_uint,
     version: c_uint,
-    /// 2.14.
+    /// Since 2.14.
     blocking: c_int,
-    /// 2.17, as the next three.
+    /// Since 2.17, as the next three.
     cga_cluster_size: c_int,
     min_ctas: c_int,
     max_ctas: c_int,
@@ -34,8 +34,8 @@ pub(super) struct Config {
 }
 
 impl Config {
-    /// Makes the settings of a communicator that does not block and has between so many blocks of
-    /// threads on the device, for the library `version`.
+    /// Creates the settings of a communicator that does not block and uses between `min_ctas` and
+    /// `max_ctas` thread blocks on the device, for NCCL of this `version`.
     pub(super) fn new(version: Version, (min_ctas, max_ctas): (Option<u16>, Option<u16>)) -> Self {
         let setting = |value: Option<u16>| value.map_or(UNSET, c_int::from);
         Self {

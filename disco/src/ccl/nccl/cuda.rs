@@ -11,9 +11,9 @@ use rpc_cuda::{CudaDevice, CudaEvent, CudaStream};
 
 use super::{DeviceStream, Mark};
 
-/// Returns the default stream of a CUDA device, on which everything else of this process runs too.
-/// So collectives come behind work that was submitted before them, and memory is zeroed, copied and
-/// freed around them in order.
+/// Returns the default stream of a CUDA device, on which all other work of this process runs too.
+/// So collectives run after work that was submitted before them, and zeroing, copying and freeing
+/// of memory are ordered with them.
 ///
 /// # Errors
 ///
@@ -26,7 +26,7 @@ pub fn stream(device: Device) -> Result<Arc<dyn DeviceStream>, RpcError> {
         )));
     }
     let stream = cuda.stream(device.index)?;
-    // NCCL asks the driver for memory of its own, and cannot ask the pool to give some back.
+    // NCCL allocates memory from the driver, which does not reclaim what the pool holds.
     cuda.trim(device.index)?;
     let capability = match cuda.attribute(device.index, DeviceAttribute::ComputeVersion)? {
         Value::Str(version) => {
@@ -42,12 +42,12 @@ struct DefaultStream {
     index: i32,
     stream: Arc<CudaStream>,
     capability: Option<(u32, u32)>,
-    /// The last scratch memory, which grows.
+    /// Scratch memory of the last call, which is replaced by a larger one as needed.
     scratch: Mutex<Option<Box<dyn Memory>>>,
 }
 
-// SAFETY: the stream is kept, and asked through the driver; scratch memory goes back to the pool
-// behind the stream's work.
+// SAFETY: `stream` keeps the stream alive, and the driver answers the polls. The pool reuses
+// scratch memory only after the stream's work before the release.
 unsafe impl DeviceStream for DefaultStream {
     fn device(&self) -> Device {
         Device::cuda(self.index)
@@ -77,7 +77,7 @@ unsafe impl DeviceStream for DefaultStream {
         let mut scratch = self.scratch.lock();
         let has_room = scratch.as_ref().is_some_and(|memory| memory.len() >= bytes as u64);
         if !has_room {
-            // The old one goes back behind the work that was submitted with it.
+            // The pool gets the old memory back after the work that was submitted with it.
             *scratch = Some(self.cuda.allocate(self.index, &AllocRequest::new(bytes.max(1) as u64))?);
         }
         let address = scratch.as_ref().and_then(|memory| memory.device_address()).map(NonNull::as_ptr);
@@ -87,7 +87,7 @@ unsafe impl DeviceStream for DefaultStream {
     }
 }
 
-// SAFETY: the driver says so.
+// SAFETY: the driver reports the event as done only after the work before it.
 unsafe impl Mark for CudaEvent {
     fn is_reached(&self) -> Result<bool, RpcError> {
         self.is_done()

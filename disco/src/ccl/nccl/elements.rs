@@ -1,4 +1,4 @@
-//! Elements and reductions as NCCL numbers them.
+//! Element types and reductions, by NCCL's numbers.
 
 use std::ffi::c_int;
 
@@ -13,21 +13,22 @@ const BYTE: c_int = 1;
 const E4M3: c_int = 10;
 const E5M2: c_int = 11;
 
-/// From which on NCCL adds up floats of 8 bits: Hopper.
+/// Major compute capability from which on NCCL reduces 8-bit floats: Hopper.
 const FLOAT8_CAPABILITY: u32 = 9;
 
-/// Type and number of elements, as a call is told: several may stand for one of the collective.
+/// Type and number of elements for a call of NCCL. Several of them may make up one element of the
+/// collective.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Elements {
     pub(super) dtype: c_int,
     pub(super) count: usize,
-    /// Bytes of each.
+    /// Size of each in bytes.
     pub(super) width: usize,
 }
 
 impl Elements {
-    /// Returns the elements of `collective`, which has `bytes` on its smaller side. Data that only
-    /// moves, moves as bytes.
+    /// Returns the elements of `collective`, whose smaller side has `bytes` bytes. Data that is not
+    /// reduced is moved as bytes.
     ///
     /// # Errors
     ///
@@ -64,8 +65,8 @@ impl Elements {
     }
 }
 
-/// Returns the `ncclDataType_t`; `None` where it has no such type. NVIDIA's e4m3 is the one without
-/// infinities.
+/// Returns the `ncclDataType_t` of a type; `None` if NCCL does not have it. `ncclFloat8e4m3` is the
+/// variant without infinities.
 fn code(lane: DataType) -> Option<c_int> {
     Some(match lane {
         DataType::I8 => 0,
@@ -84,7 +85,7 @@ fn code(lane: DataType) -> Option<c_int> {
     })
 }
 
-/// Returns the `ncclRedOp_t`.
+/// Returns the `ncclRedOp_t` of a reduction.
 pub(super) fn reduction(op: ReduceOp) -> c_int {
     match op {
         ReduceOp::Sum => 0,

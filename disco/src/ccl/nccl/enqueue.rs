@@ -1,4 +1,4 @@
-//! Enqueueing of collectives, as calls of NCCL.
+//! Enqueueing of collectives on the stream, by calls of NCCL.
 
 use std::ffi::{c_int, c_void};
 
@@ -14,7 +14,8 @@ pub(super) struct Work {
     pub(super) collective: Collective,
     pub(super) elements: Elements,
     pub(super) lent: Lent,
-    /// Memory of the stream's own: for a barrier, and for an exchange in place.
+    /// [Scratch memory](super::DeviceStream::scratch) of the stream, for a barrier or an exchange
+    /// in place; null otherwise.
     pub(super) scratch: *mut c_void,
     pub(super) rank: Rank,
     pub(super) size: usize,
@@ -28,13 +29,13 @@ enum Transfer {
 }
 
 impl Work {
-    /// Returns true if it exchanges in place: a part of the buffer may be overwritten at any time,
-    /// so that incoming data goes elsewhere first.
+    /// Returns true if this is an exchange in place. Incoming data goes to scratch memory first
+    /// then, because it could overwrite parts of the buffer that have not been sent.
     pub(super) fn needs_copy(&self) -> bool {
         self.collective.operation == Operation::AllToAll && self.lent.in_place
     }
 
-    /// Returns true if others need this rank's data.
+    /// Returns true if the collective reads this rank's input.
     fn has_input(&self) -> bool {
         match self.collective.operation {
             Operation::Broadcast { root } | Operation::Scatter { root } => root == self.rank,
@@ -43,7 +44,8 @@ impl Work {
         }
     }
 
-    /// Returns the sends and receives of this rank, where NCCL has no call for the whole.
+    /// Returns the sends and receives of this rank, for collectives that the library has no
+    /// function for.
     fn transfers(&self) -> Vec<Transfer> {
         let bytes = self.elements.bytes();
         let input = |rank: Rank| self.lent.input.wrapping_add(rank.index() * bytes);
@@ -52,7 +54,7 @@ impl Work {
         let own = self.rank;
         match self.collective.operation {
             Operation::Scatter { root } => {
-                // In place, the root's share is where it belongs.
+                // In place, the root's share is already in its output.
                 let stays = own == root && input(own) == self.lent.output.cast_const();
                 let sends = everyone().filter(|rank| own == root && !(stays && *rank == own));
                 let receives = (!stays).then_some(Transfer::Receive(self.lent.output, root));
@@ -73,23 +75,25 @@ impl Work {
         }
     }
 
-    /// Returns the memory to which incoming data goes first.
+    /// Returns the memory that receives incoming data: the scratch memory of an exchange in place,
+    /// and the output otherwise.
     fn output(&self) -> *mut u8 {
         if self.needs_copy() { self.scratch.cast() } else { self.lent.output }
     }
 }
 
 impl Communicator {
-    /// Puts all of it on the stream.
+    /// Enqueues a collective on the stream.
     pub(super) fn enqueue(&mut self, control: &mut dyn Agreement, work: &Work) -> Result<(), Fault> {
-        // NCCL may wait for room behind the owner's own work.
+        // NCCL may wait until other work of the caller has made room on the stream.
         let limit = self.options.limit().unwrap_or(FOR_EVER);
         self.begin(work.collective)?;
         let call = self.call(work)?;
         self.settle(control, call, limit)?;
         if work.needs_copy() {
             let all = Elements { count: work.elements.count * work.size, ..work.elements };
-            // From this rank to itself: a copy on the device that needs nothing of CUDA or HIP.
+            // A transfer from this rank to itself: a copy on the device without a call of CUDA or
+            // HIP.
             let copy = [Transfer::Send(work.scratch.cast(), work.rank), Transfer::Receive(work.lent.output, work.rank)];
             self.transfer(&copy, all)?;
             self.settle(control, call, limit)?;
@@ -97,13 +101,14 @@ impl Communicator {
         Ok(self.end_of(call)?)
     }
 
-    /// Enqueues everything, or the part before a copy; returns the name of NCCL's call.
+    /// Enqueues the collective, without the copy of an exchange in place. Returns the name of
+    /// NCCL's function.
     fn call(&self, work: &Work) -> Result<&'static str, Fault> {
         let Work { collective, elements: Elements { dtype, count, .. }, lent, .. } = *work;
         let functions = self.library.functions();
         let (comm, stream) = (self.raw(), self.stream.raw());
-        // If a rank has no use for one of the two, NCCL does not look at it; it gets memory of this
-        // device all the same.
+        // NCCL does not access a buffer that the operation does not use on this rank. It gets the
+        // other buffer for it, so that each pointer is to memory of this device.
         let (mut input, mut output) = (lent.input.cast::<c_void>(), work.output().cast::<c_void>());
         if !lent.has_output {
             output = input.cast_mut();
@@ -112,10 +117,10 @@ impl Communicator {
             input = output.cast_const();
         }
         let number = |rank: Rank| rank.0 as c_int;
-        // SAFETY of all calls: `lend` checked that the buffers have the lengths that this operation
-        // has on this rank, where they are used; they are lent, or their owner keeps them, until
-        // the stream has done this or the communicator is aborted. Communicator and stream exist,
-        // and no call is in progress.
+        // SAFETY of all calls: `lend` has checked that the buffers have the lengths that this
+        // operation needs on this rank. They are lent, or kept by their owner, until the stream has
+        // done this work or the communicator is aborted. Communicator and stream exist, and no
+        // other call with the communicator is in progress.
         let (call, result) = match collective.operation {
             Operation::Allreduce(op) => {
                 // SAFETY: see above.
@@ -180,16 +185,16 @@ impl Communicator {
         Ok(call)
     }
 
-    /// Enqueues transfers as one group, in which they do not wait for each other.
+    /// Enqueues transfers as one NCCL group, so that they do not wait for each other.
     fn transfer(&self, transfers: &[Transfer], Elements { dtype, count, .. }: Elements) -> Result<&'static str, Fault> {
         const END: &str = "ncclGroupEnd";
         let functions = self.library.functions();
         let (comm, stream) = (self.raw(), self.stream.raw());
-        // SAFETY: this thread's group, which ends below.
+        // SAFETY: begins a group of this thread, which is ended below.
         self.check("ncclGroupStart", unsafe { (functions.group_start)() })?;
         let mut first = ("", code::SUCCESS);
         for transfer in transfers {
-            // SAFETY: as in `call`: each stretch is of a buffer that was checked.
+            // SAFETY: as in `call`; each part lies in a buffer that was checked.
             let (call, result) = unsafe {
                 match *transfer {
                     Transfer::Send(from, to) => {
@@ -205,7 +210,7 @@ impl Communicator {
                 break;
             }
         }
-        // SAFETY: the group that began above; it ends even if a call in it has failed.
+        // SAFETY: ends the group that began above, also if a call in it has failed.
         let ended = unsafe { (functions.group_end)() };
         self.check(first.0, first.1)?;
         self.check(END, ended)?;

@@ -1,4 +1,4 @@
-//! Errors before a group of ranks exists: no library, or a call that it refuses.
+//! Errors of NCCL: a library that cannot be loaded, and calls that fail.
 
 use std::ffi::c_int;
 use std::fmt;
@@ -6,7 +6,7 @@ use std::path::PathBuf;
 
 use rpc_core::{ErrorKind, RpcError};
 
-/// No library could be loaded. It lists every place that was tried.
+/// Failure to load NCCL, with every path that was tried.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub struct LoadError {
@@ -36,7 +36,7 @@ pub struct Attempt {
 
 impl fmt::Display for Attempt {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // The system says most often itself which file it means.
+        // The system's message usually begins with the path.
         let library = self.library.to_string_lossy();
         if self.reason.starts_with(&*library) {
             f.write_str(&self.reason)
@@ -72,7 +72,7 @@ pub struct NcclError {
 impl From<NcclError> for RpcError {
     fn from(error: NcclError) -> Self {
         let kind = match error.code {
-            // Any call of CUDA's that NCCL made. A device that is lost says so itself.
+            // Any failed call of CUDA within NCCL. A lost device is reported by the device itself.
             code::UNHANDLED_CUDA_ERROR if error.last_error.contains("out of memory") => ErrorKind::OutOfMemory,
             code::UNHANDLED_CUDA_ERROR => ErrorKind::Application,
             code::INVALID_ARGUMENT => ErrorKind::InvalidArgument,
@@ -86,8 +86,8 @@ impl From<NcclError> for RpcError {
     }
 }
 
-/// The results that have a meaning here. They are never made into an enumeration: a newer library
-/// has more of them.
+/// Values of `ncclResult_t` that this crate distinguishes. They are constants and not an `enum`,
+/// because a newer library has values that are unknown here.
 pub(super) mod code {
     use std::ffi::c_int;
 

@@ -1,4 +1,4 @@
-//! Finds, opens and describes a library of collectives for GPUs.
+//! The NCCL library: found and loaded at run time, with its version, functions and error texts.
 
 use std::ffi::{CStr, c_char, c_int};
 use std::fmt;
@@ -13,11 +13,11 @@ use super::error::code;
 use super::symbols::{Comm, Functions, OLDEST};
 use super::{Attempt, LoadError, NcclError, Version, search_path};
 
-/// The bytes of a [`UniqueId`].
+/// Length of a [`UniqueId`] in bytes.
 const ID_LEN: usize = 128;
 
-/// Id by which the ranks of a group find each other. One rank [makes it](Library::unique_id) and
-/// the others get it in some other way; it holds the address at which that rank listens.
+/// Id by which the ranks of a group find each other. One rank [creates it](Library::unique_id) and
+/// hands it to the others by other means. It contains the address at which that rank listens.
 #[repr(C)]
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct UniqueId {
@@ -38,13 +38,13 @@ impl UniqueId {
 }
 
 impl fmt::Debug for UniqueId {
-    /// Leaves the bytes out: a process that has them can take a rank's place.
+    /// Omits the bytes, because a process that has them can join the group as one of its ranks.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("UniqueId").finish_non_exhaustive()
     }
 }
 
-/// A loaded library. It is never unloaded: NCCL leaves threads and exit handlers behind.
+/// NCCL, loaded. It is never unloaded, because NCCL leaves threads and exit handlers behind.
 pub struct Library {
     path: PathBuf,
     version: Version,
@@ -56,12 +56,12 @@ impl Library {
     /// names; or else the first of `libnccl.so.2` and `libnccl.so` where the system looks for
     /// libraries, or that of the Python environment in `VIRTUAL_ENV` or `CONDA_PREFIX`.
     ///
-    /// It reads files and blocks for that long, and leaves the devices alone. The library reads its
-    /// own settings, `NCCL_…`, from the environment.
+    /// Blocks while files are read, and does not use the devices. The library reads its settings
+    /// (`NCCL_…`) from the environment.
     ///
     /// # Errors
     ///
-    /// Every path that was tried, and the system's message.
+    /// No library could be loaded: lists every path that was tried, with the system's message.
     pub fn load() -> Result<Arc<Self>, LoadError> {
         let mut attempts = Vec::new();
         for place in search_path::all().candidates() {
@@ -73,9 +73,10 @@ impl Library {
         Err(LoadError { attempts })
     }
 
-    /// Loads the library at `path`; a name without a folder is looked for by the system.
+    /// Loads the library at `path`. For a name without a folder, the system searches its own
+    /// folders.
     ///
-    /// Only trusted files: loading a library runs code of it.
+    /// The file has to be trusted, because loading a library runs its code.
     ///
     /// # Errors
     ///
@@ -86,8 +87,8 @@ impl Library {
 
     fn try_open(path: &Path) -> Result<Arc<Self>, Attempt> {
         let failed = |reason: String| Attempt { library: path.to_owned(), reason };
-        // SAFETY: code of the library runs, which the user who named it trusts. NCCL's may run on
-        // any thread.
+        // SAFETY: code of the library runs, which the user who named it trusts. The code of NCCL
+        // may run on any thread.
         let opened = unsafe { rpc_dylib::load(path) };
         let opened = ManuallyDrop::new(opened.map_err(failed)?);
         // SAFETY: `ManuallyDrop` keeps it loaded, and NCCL has had this function with this type
@@ -95,7 +96,7 @@ impl Library {
         let get_version = unsafe { opened.get::<unsafe extern "C" fn(*mut c_int) -> c_int>(b"ncclGetVersion") };
         let get_version = get_version.map_err(|_| failed("it has no ncclGetVersion".to_owned()))?;
         let mut number = 0;
-        // SAFETY: it writes a number to where it is told.
+        // SAFETY: the function writes one number to the given address.
         let result = unsafe { get_version(&raw mut number) };
         if result != code::SUCCESS {
             return Err(failed(format!("ncclGetVersion fails with {result}")));
@@ -104,23 +105,23 @@ impl Library {
         if version < OLDEST {
             return Err(failed(format!("it is version {version}, and {}.{} is needed", OLDEST.major, OLDEST.minor)));
         }
-        // SAFETY: what has `ncclGetVersion` has NCCL's interface, and it stays loaded.
+        // SAFETY: a library with `ncclGetVersion` has the interface of NCCL, and it stays loaded.
         let functions = unsafe { Functions::of(&opened) };
         let functions = functions.map_err(|name| failed(format!("it is version {version} and has no {name}")))?;
         tracing::debug!(path = %path.display(), %version, "loaded a library of collectives");
         Ok(Arc::new(Self { path: path.to_owned(), version, functions }))
     }
 
-    /// Makes the id by which the ranks of one group find each other. One rank of the group does so,
-    /// and listens from then on for the others on the network that `NCCL_SOCKET_IFNAME` chooses.
-    /// Needs no device.
+    /// Creates the id by which the ranks of one group find each other. One rank of the group calls
+    /// it, and listens from then on for the others on the network that `NCCL_SOCKET_IFNAME`
+    /// selects. Needs no device.
     ///
     /// # Errors
     ///
     /// The library finds no network interface, for example.
     pub fn unique_id(&self) -> Result<UniqueId, NcclError> {
         let mut id = UniqueId { bytes: [0; ID_LEN] };
-        // SAFETY: it writes 128 bytes to where it is told.
+        // SAFETY: the function writes 128 bytes to the given address.
         let result = unsafe { (self.functions.get_unique_id)(&raw mut id) };
         if result == code::SUCCESS { Ok(id) } else { Err(self.error("ncclGetUniqueId", result, std::ptr::null_mut())) }
     }
@@ -137,24 +138,23 @@ impl Library {
         &self.path
     }
 
-    /// Returns the library's text for a result. Any number will do.
+    /// Returns the library's text for a result code. Accepts any number.
     #[must_use]
     pub fn error_string(&self, code: c_int) -> String {
-        // SAFETY: it takes any number, and gives a constant.
+        // SAFETY: the function accepts any number, and returns a static text.
         unsafe { text((self.functions.get_error_string)(code)) }
     }
 
-    /// Returns the text of the last error in this process, in the library's words; empty if it says
-    /// nothing.
+    /// Returns the library's description of the last error in this process; empty if it has none.
     #[must_use]
     pub fn last_error(&self) -> String {
         self.last_error_of(std::ptr::null_mut())
     }
 
-    /// Returns the text of the last error with a communicator, or with any if it is null. It must
-    /// be one of this library that still exists.
+    /// Returns the description of the last error with a communicator, or with any if `comm` is
+    /// null. A communicator must be one of this library that still exists.
     fn last_error_of(&self, comm: Comm) -> String {
-        // SAFETY: a communicator of this library or null, both of which it takes.
+        // SAFETY: the function accepts a communicator of this library, or null.
         unsafe { text((self.functions.get_last_error)(comm)) }
     }
 
@@ -167,7 +167,7 @@ impl Library {
         NcclError { call, code, text: self.error_string(code), last_error: self.last_error_of(comm) }
     }
 
-    /// Checks that the library has something that came with this version.
+    /// Checks that the library has at least the version that `what` needs.
     pub(super) fn needs(&self, what: fmt::Arguments<'_>, major: u32, minor: u32) -> Result<(), RpcError> {
         if self.version >= Version::new(major, minor, 0) {
             return Ok(());
@@ -191,7 +191,7 @@ impl fmt::Debug for Library {
 
 /// # Safety
 ///
-/// Null, or text that ends with a zero and does not change until this returns.
+/// `start` is null, or text that ends with a zero and does not change until this returns.
 unsafe fn text(start: *const c_char) -> String {
     if start.is_null() {
         return String::new();

@@ -1,4 +1,4 @@
-//! One rank: its communicators, and their work on the device.
+//! One rank: its NCCL and control communicators, and its collectives on the device.
 
 use std::time::Instant;
 
@@ -11,19 +11,20 @@ use super::enqueue::Work;
 use super::wait::{EAGER, Fault, pause};
 use crate::ccl::{Agreement, BreakCause, CclError, Collective, CollectiveInput, Operation};
 
-/// The bytes of a barrier's allreduce.
+/// Size in bytes of the allreduce that makes a barrier.
 const WORD: usize = 8;
 
-/// The most collectives on a stream: enough to keep the device busy, and few enough that they do
-/// not fill the driver's own queue, behind which NCCL would wait.
+/// Maximum number of collectives on a stream: enough to keep the device busy, and few enough not to
+/// fill the driver's own queue, for which NCCL would wait.
 const MAX_UNDER_WAY: usize = 128;
 
 pub(super) struct Member {
-    /// Goes first: NCCL takes a communicator down only with the others, who may have to hear first
-    /// that this rank leaves.
+    /// Dropped first: NCCL ends a communicator only together with the other ranks, which may first
+    /// have to learn that this rank leaves.
     pub(super) control: Box<dyn Agreement>,
     pub(super) communicator: Communicator,
-    /// Error of a collective that was lost while under way, until it has been told.
+    /// Error of collectives that were lost while in progress, until [`complete`](Self::complete)
+    /// returns it.
     lost: Option<CclError>,
 }
 
@@ -32,13 +33,13 @@ impl Member {
         Self { control, communicator, lost: None }
     }
 
-    /// Makes the communicator, together with the others.
+    /// Creates the communicator of NCCL, together with the other ranks.
     pub(super) fn join(&mut self, id: UniqueId, size: usize) -> Result<(), CclError> {
         let joined = self.communicator.join(&mut *self.control, id, size);
         joined.map_err(|fault| self.conclude(fault))
     }
 
-    /// Waits until all ranks have come this far.
+    /// Waits until all ranks have called this.
     pub(super) fn meet(&mut self) -> Result<(), CclError> {
         let met = self.control.agree(Collective::barrier(), Ok(()));
         met.map_err(|error| self.conclude(error.into()))?;
@@ -46,11 +47,12 @@ impl Member {
         Ok(())
     }
 
-    /// Makes a communicator of those ranks that give the same `color`. Nothing is under way.
+    /// Creates a communicator of those ranks that pass the same `color`, in the order of `key`. No
+    /// collective may be in progress.
     pub(super) fn split(&mut self, color: u32, key: u32) -> Result<Communicator, RpcError> {
         let communicator = &self.communicator;
         let can_split = communicator.library.functions().comm_split.get(&communicator.library).map(drop);
-        // NCCL's are ints, and not negative.
+        // NCCL takes both as `int`s that are not negative.
         let number = |name: &str, number: u32| {
             let text = || RpcError::invalid_argument(format!("a {name} of {number} is above {}", i32::MAX));
             i32::try_from(number).map_err(|_| text())
@@ -78,10 +80,10 @@ impl Member {
         group.ok_or_else(|| RpcError::internal("a split without a group"))
     }
 
-    /// Agrees with the others on a collective, and puts it on the stream.
+    /// Agrees with the other ranks on a collective, and enqueues it on the stream.
     pub(super) fn run(&mut self, collective: Collective, data: &CollectiveInput<'_>) -> Result<(), CclError> {
         self.wait_until(MAX_UNDER_WAY - 1)?;
-        // The one before is done as far as the others are concerned.
+        // For the other ranks, the collective before this one has ended.
         self.control.finish(&Ok(()));
         let work = self.work(collective, data);
         let input = work.as_ref().map(drop).map_err(Clone::clone);
@@ -97,22 +99,23 @@ impl Member {
         result.map_err(|fault| self.conclude(fault))
     }
 
-    /// Waits until all that has been put on the stream is done.
+    /// Waits until all collectives on the stream are done.
     ///
     /// # Errors
     ///
-    /// [`CclError::Broken`]: something is lost. That is told once.
+    /// [`CclError::Broken`]: a collective was lost. Returned once for each loss.
     pub(super) fn complete(&mut self) -> Result<(), CclError> {
         let waited = self.wait_until(0);
         self.lost.take().map_or(waited, Err)
     }
 
-    /// As [`complete`](Self::complete), and leaves it to that to tell what is lost.
+    /// Waits as [`complete`](Self::complete) does, which still returns the error of lost
+    /// collectives afterwards.
     pub(super) fn wait_for_all(&mut self) -> Result<(), CclError> {
         self.wait_until(0)
     }
 
-    /// Waits until no more than this are under way, and nothing is lost.
+    /// Waits until at most `most` collectives are in progress. Fails if one was lost.
     fn wait_until(&mut self, most: usize) -> Result<(), CclError> {
         let began = Instant::now();
         loop {
@@ -128,7 +131,8 @@ impl Member {
         }
     }
 
-    /// Takes back the buffers of a call that panics: the device may still write to them.
+    /// Breaks the group and aborts, after a panic in a call: the device may still write to the
+    /// buffers, which are freed next.
     pub(super) fn take_back(&mut self) {
         let control = self.control.control();
         control.abort("a panic in the middle of a collective");
@@ -137,13 +141,13 @@ impl Member {
         }
     }
 
-    /// Looks how far the device has come, and whether the others are still there if that is asked
-    /// for. Says whether nothing is under way.
+    /// Polls the device, and with `at_others` also the other ranks. Returns true if no collective
+    /// is in progress.
     pub(super) fn look(&mut self, at_others: bool) -> Result<bool, CclError> {
         if self.communicator.under_way() == 0 {
             return Ok(true);
         }
-        // Finished work is finished, even if the group has broken.
+        // Work that has finished counts as finished, even if the group is broken by now.
         let others = if at_others { self.control.check() } else { Ok(()) };
         let looked = match (others, self.communicator.progress()) {
             (Err(broken), Ok(false) | Err(_)) => Err(broken.into()),
@@ -159,7 +163,7 @@ impl Member {
         }
     }
 
-    /// Returns the work to enqueue, or the reason why this rank has no input.
+    /// Returns the work to enqueue, or the error because of which this rank has no input.
     fn work(&self, collective: Collective, data: &CollectiveInput<'_>) -> Result<Work, RpcError> {
         let buffers = match data {
             CollectiveInput::Ready(buffers) => buffers,
@@ -172,7 +176,7 @@ impl Member {
         let elements = Elements::of(&collective, bytes.unwrap_or(0), library, stream.compute_capability())?;
         let mut work = Work { collective, elements, lent, scratch: std::ptr::null_mut(), rank, size };
         stream.make_current()?;
-        // A failure in front of it is the reason why there is no input.
+        // If earlier work on the stream has failed, this rank has no input.
         stream.is_done()?;
         if collective.operation == Operation::Barrier {
             work.scratch = stream.scratch(WORD)?;
@@ -182,8 +186,8 @@ impl Member {
         Ok(work)
     }
 
-    /// Turns a fault into the error of all ranks: tells the others if only this one knows, and
-    /// aborts the rest if the group is broken.
+    /// Turns a fault into the error of all ranks: breaks the group if only this rank knows of it,
+    /// and aborts the collectives in progress if the group is broken.
     fn conclude(&mut self, fault: Fault) -> CclError {
         let error = match fault {
             Fault::Common(error) => error,
@@ -194,10 +198,12 @@ impl Member {
         error
     }
 
-    /// Aborts the rest if the group is broken, and keeps the reason of the loss.
+    /// Aborts the collectives in progress if the group is broken, and keeps the error for
+    /// [`complete`](Self::complete).
     fn lose(&mut self, error: &CclError) {
         let CclError::Broken(breakdown) = error else { return };
-        // Work that is done by now is not lost. That the rest will not be is known.
+        // Work that is done by now is not lost. An error of this poll adds nothing: the group is
+        // broken already.
         _ = self.communicator.progress();
         if self.communicator.has_results_to_come() {
             self.lost.get_or_insert_with(|| error.clone());
@@ -206,7 +212,7 @@ impl Member {
     }
 }
 
-/// Takes memory of the stream's device alone.
+/// Checks that a buffer is on the stream's device.
 fn reach(device: Device, own: Device) -> Result<(), RpcError> {
     if device == own {
         return Ok(());

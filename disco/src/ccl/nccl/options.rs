@@ -1,4 +1,4 @@
-//! Settings of a rank.
+//! Settings of one rank of a group over NCCL.
 
 use std::fmt;
 use std::sync::Arc;
@@ -6,43 +6,45 @@ use std::time::Duration;
 
 use crate::ccl::Breakdown;
 
-/// Called when a communicator of NCCL can be neither used nor got rid of, with why its group is
-/// broken. Buffers of all calls that were under way may still be read and written.
+/// Callback for a communicator of NCCL that can be neither used nor aborted. Its argument is the
+/// breakdown of the group. The device may still read and write the buffers of all calls that were
+/// in progress.
 pub type OnStuck = Arc<dyn Fn(&Breakdown) + Send + Sync>;
 
-/// Settings of [`NcclCcl`](super::NcclCcl). All ranks of a group should have the same. How long
-/// ranks wait for each other before NCCL is called, is a setting of the control communicator.
+/// Settings of [`NcclCcl`](super::NcclCcl). All ranks of a group should have the same. The time for
+/// which ranks wait for each other before NCCL is called is a setting of the control communicator.
 #[derive(Clone)]
 #[non_exhaustive]
 pub struct Options {
-    /// Time making a group takes at most, once all ranks are there: NCCL looks for the ways between
-    /// all devices. Default: 2 minutes.
+    /// Time limit for creating a group, from when all ranks have come: NCCL determines the
+    /// connections between all devices. Default: 2 minutes.
     pub join_timeout: Duration,
-    /// Time work of the owner's may hold a collective up on any rank's stream: a rank has to allow
-    /// for what the others have in front of theirs, which it does not see. `None` is for ever: then
-    /// nothing but the end of a process, an error of NCCL's or an abort ends a collective that
-    /// hangs. Default: 5 minutes.
+    /// Time for which other work of the caller may delay a collective on any rank's stream. It has
+    /// to cover the work of all ranks, because a rank cannot see the streams of the others. `None`
+    /// is no limit: then only the end of a process, an error of NCCL or an abort ends a collective
+    /// that hangs. Default: 5 minutes.
     pub drain_timeout: Option<Duration>,
-    /// Time a collective takes at most, from when all ranks have come to it and their streams are
-    /// free. NCCL tells no progress, and opens connections at first use. So a collective that this
-    /// rank's stream has begun and not ended within both limits together breaks the group. Default:
-    /// 1 minute, which is enough for 100 GB over a network of 20 GB/s or for anything between the
-    /// GPUs of one machine.
+    /// Time limit for a collective, from when all ranks have come to it and their streams are free.
+    /// NCCL does not report progress, and opens connections at first use. So a collective breaks
+    /// the group if this rank's stream has begun it and not ended it within this limit and
+    /// [`drain_timeout`](Self::drain_timeout) together. Default: 1 minute, which is enough for 100
+    /// GB over a network of 20 GB/s or for anything between the GPUs of one machine.
     pub stall_timeout: Duration,
-    /// Time that an abort of NCCL's communicator may take beside the owner's own work, until
-    /// [`on_stuck`](Self::on_stuck) is called. Default: 10 seconds.
+    /// Time limit for an abort of NCCL's communicator, without the time that other work of the
+    /// caller takes on the stream. Then [`on_stuck`](Self::on_stuck) is called. Default: 10
+    /// seconds.
     pub abort_timeout: Duration,
-    /// Time that leaving a group in good order may take, for which NCCL needs the other ranks too.
+    /// Time limit for leaving a group that is not broken, for which NCCL needs the other ranks too.
     /// After that the communicator is aborted. Default: 5 seconds.
     pub close_timeout: Duration,
-    /// The fewest and the most blocks of threads that a collective takes of the device, `minCTAs`
-    /// and `maxCTAs`. From NCCL 2.17 on. Default: NCCL's choice.
+    /// Minimum number of thread blocks (CTAs) that a collective uses on the device: NCCL's
+    /// `minCTAs`, from NCCL 2.17 on. Default: NCCL's choice.
     pub min_ctas: Option<u16>,
-    /// See [`min_ctas`](Self::min_ctas).
+    /// Maximum number of thread blocks: `maxCTAs`, as [`min_ctas`](Self::min_ctas).
     pub max_ctas: Option<u16>,
-    /// Action when an abort hangs. Default: to log why and end this process with `abort`, so that
-    /// no exit handler can hang in turn. With any action, memory of the device that was lent to the
-    /// call is not to be used or freed any more.
+    /// Callback for an abort that hangs. Default: logs the breakdown and ends this process with
+    /// `abort`, so that no exit handler can hang in turn. After any other callback, device memory
+    /// that was lent to the call must not be used or freed any more.
     pub on_stuck: OnStuck,
 }
 

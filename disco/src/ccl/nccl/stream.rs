@@ -1,21 +1,21 @@
-//! Device of a rank: a stream, and some memory.
+//! Traits for the stream of a device on which a rank works, and for marks on it.
 
 use std::ffi::c_void;
 
 use rpc_core::{Device, RpcError};
 
-/// A stream of the device that a rank works on: CUDA's, HIP's, or one for tests. The code that
-/// makes the rank implements it.
+/// A stream of the device that a rank works on: of CUDA, of HIP, or for tests. Implemented by the
+/// code that creates the rank.
 ///
-/// The stream outlives every communicator that it was given to. No method blocks; each may be
-/// called from any thread, and more than one at a time.
+/// The stream outlives every communicator that uses it. No method blocks. Each may be called from
+/// any thread, and from several at a time.
 ///
 /// # Safety
 ///
-/// [`raw`](Self::raw) is a stream of [`device`](Self::device) in the library's sense until `self`
-/// is dropped; [`is_done`](Self::is_done) and the marks never say that something is done before it
-/// is; and [`scratch`](Self::scratch) stays as it promises. Buffers are given back to their owners
-/// by that.
+/// [`raw`](Self::raw) is a stream of [`device`](Self::device) as the library defines it, until
+/// `self` is dropped. [`is_done`](Self::is_done) and the marks never report work as done before it
+/// is. Memory from [`scratch`](Self::scratch) is valid for as long as its documentation says.
+/// Buffers are returned to their owners by these rules.
 pub unsafe trait DeviceStream: Send + Sync {
     /// Returns the device. Buffers have to be on it.
     fn device(&self) -> Device;
@@ -23,7 +23,8 @@ pub unsafe trait DeviceStream: Send + Sync {
     /// Returns the stream, as the library takes it: a `cudaStream_t`.
     fn raw(&self) -> *mut c_void;
 
-    /// Makes the device the current one of the calling thread. Comes before the library is called.
+    /// Makes the device the current one of the calling thread. Called before each call of the
+    /// library.
     ///
     /// # Errors
     ///
@@ -37,23 +38,22 @@ pub unsafe trait DeviceStream: Send + Sync {
     /// Something that was enqueued has failed.
     fn is_done(&self) -> Result<bool, RpcError>;
 
-    /// Returns the point behind all that has been enqueued so far.
+    /// Records a mark after everything that has been enqueued so far.
     ///
     /// # Errors
     ///
     /// The error of the driver.
     fn mark(&self) -> Result<Box<dyn Mark>, RpcError>;
 
-    /// Returns the major and minor number of the device's compute capability, as NVIDIA counts
-    /// that; `None`, the default, if it is not known.
+    /// Returns the major and minor number of the device's CUDA compute capability; `None`, the
+    /// default, if it is unknown.
     fn compute_capability(&self) -> Option<(u32, u32)> {
         None
     }
 
-    /// Returns memory of the device, at least so many bytes, aligned to 8, for the work that is
-    /// enqueued next on this stream and until that is done. Its content does not matter, and it
-    /// remains the stream's own. A barrier takes 8 bytes; an in-place `all_to_all` as many as its
-    /// buffer has.
+    /// Returns at least `bytes` bytes of device memory, aligned to 8, for the work that is enqueued
+    /// next on this stream, until that is done. Its content is undefined, and the stream keeps
+    /// owning it. A barrier takes 8 bytes, and an in-place `all_to_all` as many as its buffer has.
     ///
     /// # Errors
     ///
@@ -61,14 +61,15 @@ pub unsafe trait DeviceStream: Send + Sync {
     fn scratch(&self, bytes: usize) -> Result<*mut c_void, RpcError>;
 }
 
-/// A point in the order of a stream. It may be asked from any thread, and does not block.
+/// A point in the order of a stream, such as a CUDA event. It may be polled from any thread, and
+/// does not block.
 ///
 /// # Safety
 ///
-/// It is not said to be reached before the stream has done the work that was enqueued in front of
-/// it.
+/// [`is_reached`](Self::is_reached) does not return true before the stream has done the work that
+/// was enqueued before the mark.
 pub unsafe trait Mark: Send {
-    /// Returns true if the stream has come there.
+    /// Returns true if the stream has reached the mark.
     ///
     /// # Errors
     ///

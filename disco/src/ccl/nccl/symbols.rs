@@ -1,5 +1,5 @@
-//! The functions of the library, as its header declares them: names, types, and the version that
-//! each came with.
+//! Functions of NCCL as its header declares them: names, types, and the versions that introduced
+//! them.
 
 use std::ffi::{c_char, c_int, c_void};
 
@@ -8,7 +8,7 @@ use rpc_core::RpcError;
 use super::config::Config;
 use super::{UniqueId, Version};
 
-/// The oldest version of any use: communicators that do not block came with it, and only those can
+/// The oldest supported version: it introduced communicators that do not block, and only those can
 /// be aborted safely.
 pub(super) const OLDEST: Version = Version::new(2, 14, 0);
 
@@ -18,7 +18,7 @@ pub(super) type Comm = *mut c_void;
 /// `cudaStream_t` or `hipStream_t`.
 pub(super) type Stream = *mut c_void;
 
-/// A function that came after [`OLDEST`]; it may be missing.
+/// A function that was introduced after [`OLDEST`], and may be missing.
 #[derive(Clone, Copy)]
 pub(super) struct Newer<F> {
     pub(super) name: &'static str,
@@ -39,20 +39,19 @@ macro_rules! functions {
         }
 
         impl Functions {
-            /// Looks all of them up.
+            /// Looks up all functions.
             ///
             /// # Errors
             ///
-            /// The name of the first that even the oldest usable version has, and this library has
-            /// not.
+            /// The name of the first missing function among those that [`OLDEST`] has.
             ///
             /// # Safety
             ///
             /// The library must be NCCL, or have its interface, and never be unloaded.
             pub(super) unsafe fn of(library: &libloading::Library) -> Result<Self, &'static str> {
                 Ok(Self {
-                    // SAFETY: NCCL has declared its functions like this since they came; the caller
-                    // vouches for the library.
+                    // SAFETY: NCCL has never changed the declarations of its functions, and the
+                    // caller promises that the library is NCCL.
                     $($old: unsafe { find(library, $old_name) }.ok_or(concat!($old_name))?,)*
                     $($new: Newer {
                         name: $new_name,
@@ -109,8 +108,8 @@ functions! {
 ///
 /// # Safety
 ///
-/// `F` must be a pointer to a function of the type that the library's has, and the library must
-/// never be unloaded.
+/// `F` must be a function pointer of the type that the function has in the library, and the library
+/// must never be unloaded.
 unsafe fn find<F: Copy>(library: &libloading::Library, name: &str) -> Option<F> {
     // SAFETY: promised by the caller.
     unsafe { library.get::<F>(name.as_bytes()) }.ok().map(|symbol| *symbol)
@@ -121,8 +120,8 @@ impl<F: Copy> Newer<F> {
     ///
     /// # Errors
     ///
-    /// [`rpc_core::ErrorKind::Unsupported`]: it needs a newer version than `found`, which is as the
-    /// library describes itself.
+    /// [`rpc_core::ErrorKind::Unsupported`]: the function needs a newer version than the library
+    /// `found`.
     pub(super) fn get(&self, found: &super::Library) -> Result<F, RpcError> {
         self.function.ok_or_else(|| {
             let Self { name, since: Version { major, minor, .. }, .. } = self;

@@ -1,4 +1,4 @@
-//! The version of a library, and how NCCL packs it into a number.
+//! Version of NCCL, and its encoding as one number.
 
 use std::ffi::c_int;
 use std::fmt;
@@ -6,22 +6,22 @@ use std::fmt;
 /// A version of NCCL.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Version {
-    /// The first number: 2 since 2017.
+    /// Major version: 2 since 2017.
     pub major: u32,
-    /// The number that features come with.
+    /// Minor version, which is raised with new features.
     pub minor: u32,
-    /// The last number.
+    /// Patch version.
     pub patch: u32,
 }
 
 impl Version {
-    /// Returns this version.
+    /// Creates a version.
     #[must_use]
     pub const fn new(major: u32, minor: u32, patch: u32) -> Self {
         Self { major, minor, patch }
     }
 
-    /// Returns the version that `ncclGetVersion` gives as `code`: `major × 10000 + minor × 100 +
+    /// Returns the version that `ncclGetVersion` encodes as `code`: `major × 10000 + minor × 100 +
     /// patch` from 2.9 on, and `major × 1000 + …` before.
     #[must_use]
     pub fn from_code(code: c_int) -> Self {
@@ -30,7 +30,7 @@ impl Version {
         Self { major: code / major_unit, minor: code % major_unit / 100, patch: code % 100 }
     }
 
-    /// Returns the number that stands for the version, as in [`from_code`](Self::from_code).
+    /// Returns the version encoded as one number, as in [`from_code`](Self::from_code).
     #[must_use]
     pub fn code(self) -> u32 {
         let major_unit = if self < Self::new(2, 9, 0) { 1000 } else { 10_000 };

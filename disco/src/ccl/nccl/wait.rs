@@ -1,4 +1,4 @@
-//! Waiting for states that have to be polled, without waiting for ever.
+//! Polling of a state until it is reached, with a time limit.
 
 use std::thread;
 use std::time::{Duration, Instant};
@@ -8,19 +8,19 @@ use rpc_core::{ErrorKind, RpcError};
 use super::NcclError;
 use crate::ccl::{Agreement, CclError};
 
-/// Time for which a rank asks as often as it can: longer than a small collective takes.
+/// Time for which a rank polls without sleeping: longer than a small collective takes.
 pub(super) const EAGER: Duration = Duration::from_millis(1);
 
-/// The shortest and the longest sleep between two questions after that; it grows with the wait, of
-/// which it is to be a small part.
+/// Shortest and longest sleep between two polls after [`EAGER`]. The sleep is 1/64 of the time
+/// waited so far, so that it delays the result by little.
 const SLEEP: (Duration, Duration) = (Duration::from_micros(20), Duration::from_millis(1));
 
 /// Reason why this rank cannot go on.
 #[derive(Debug)]
 pub(super) enum Fault {
-    /// All ranks have this error, or get it in their next call.
+    /// Error that all ranks have, or get in their next call.
     Common(CclError),
-    /// Only this rank knows of it so far.
+    /// Error that only this rank knows of so far.
     Own(RpcError),
 }
 
@@ -42,11 +42,12 @@ impl From<NcclError> for Fault {
     }
 }
 
-/// Waits until `ready`, and looks meanwhile if another rank has broken the group.
+/// Waits until `ready` returns true. Checks meanwhile if another rank has broken the group.
 ///
 /// # Errors
 ///
-/// The error of `ready` or of the control communicator; `what` has taken as long as `limit`.
+/// The error of `ready` or of the control communicator; `what`, which names the awaited call in the
+/// error, has taken as long as `limit`.
 pub(super) fn wait(
     control: &mut dyn Agreement,
     what: &str,
@@ -68,7 +69,8 @@ pub(super) fn wait(
     Ok(())
 }
 
-/// Waits until `ready` or the time is up, without asking the group; returns true if it was ready.
+/// Waits until `ready` returns true, or the time `until`, without checking the group. Returns true
+/// if it was ready.
 pub(super) fn wait_alone(until: Instant, mut ready: impl FnMut() -> bool) -> bool {
     let began = Instant::now();
     while !ready() {

@@ -1,6 +1,6 @@
-//! Supervision of collectives that are on the device while no call looks after them: a rank that
-//! has died or a network that is gone would leave the stream hanging, and each thread that waits
-//! for it.
+//! Supervision of collectives in progress on the device while no call of the caller polls them.
+//! Without it, a rank that has died or a lost network would make the stream hang, and each thread
+//! that waits for it.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -11,10 +11,10 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::member::Member;
 
-/// Interval of looks.
+/// Interval of polls.
 const PERIOD: Duration = Duration::from_millis(5);
 
-/// A rank, and flags that tell if it has to be looked after.
+/// A rank, and the flags that say if it has to be polled.
 pub(super) struct Watched {
     member: Mutex<Member>,
     state: Mutex<State>,
@@ -23,13 +23,14 @@ pub(super) struct Watched {
 
 #[derive(Clone, Copy, Default)]
 struct State {
-    /// True if a collective may be in progress.
+    /// True while a collective may be in progress.
     is_busy: bool,
     /// True once there will be no more collectives.
     is_leaving: bool,
 }
 
-/// The thread that looks after a rank. Dropping it ends the thread, and waits until it has ended.
+/// The thread that polls the collectives of a rank. Dropping it ends the thread, and waits until it
+/// has ended.
 pub(super) struct Watcher {
     watched: Arc<Watched>,
     thread: Option<thread::JoinHandle<()>>,
@@ -40,7 +41,7 @@ impl Watched {
         Self { member: Mutex::new(member), state: Mutex::default(), changed: Condvar::new() }
     }
 
-    /// Locks the rank. A panic in the middle of a call has broken its group.
+    /// Locks the rank. If a call has panicked under this lock, the group has been broken.
     pub(super) fn member(&self) -> MutexGuard<'_, Member> {
         self.member.lock()
     }
@@ -49,7 +50,7 @@ impl Watched {
         self.state.lock()
     }
 
-    /// Notes that a collective may be under way from now on.
+    /// Records that a collective may be in progress from now on.
     pub(super) fn begin(&self) {
         if !std::mem::replace(&mut self.state().is_busy, true) {
             self.changed.notify_one();
@@ -58,21 +59,21 @@ impl Watched {
 
     fn watch(&self) {
         while self.wait() {
-            // The owner is in a call, and looks itself.
+            // A call of the caller holds the lock, and polls by itself.
             let Some(mut member) = self.member.try_lock() else { continue };
-            // A loss is kept for the owner.
+            // An error stays in the rank, for the next call.
             let looked = catch_unwind(AssertUnwindSafe(|| member.look(true)));
             if looked.is_err() {
                 member.take_back();
             }
-            // Under the rank's lock, so that nothing begins in between.
+            // The rank's lock is still held, so that no collective begins in between.
             if !matches!(looked, Ok(Ok(false))) {
                 self.state().is_busy = false;
             }
         }
     }
 
-    /// Waits until it is time to look. `false` at the end.
+    /// Waits until the next poll is due. Returns false once the thread has to end.
     fn wait(&self) -> bool {
         let mut state = self.state();
         let is_idle = |state: &mut State| !state.is_busy && !state.is_leaving;
