@@ -1,14 +1,14 @@
 //! The communicator of ranks that share memory: threads of one process, or processes of one
 //! machine.
 //!
-//! A collective begins with an announcement in each rank's slot, to which small inputs are
-//! attached. A rank goes on when it has seen those of all. Slots are used in turn: a rank writes
-//! into one again only after all have announced the collective in between, and with that has
-//! finished the one that the slot was for. So a small collective is one step, and needs no second
-//! word.
+//! A collective begins with an announcement by each rank in its slot, to which small inputs are
+//! attached. A rank continues when it has seen the announcements of all. Each rank has two slots,
+//! which it uses in turn. It writes to a slot again only after all ranks have announced the
+//! collective in between, which they do only after they have finished the one that the slot was
+//! used for. So a small collective takes one step, and ranks need not report its end.
 //!
-//! A rank that waits looks for the end of the group too: it is one word in the segment, and
-//! breaking it wakes all ranks.
+//! A rank that waits also checks if the group has been broken. That is recorded in one word of the
+//! segment, and breaking the group wakes all ranks.
 
 mod direct;
 mod pair;
@@ -35,16 +35,16 @@ use crate::ccl::{
     Rank, Recorder,
 };
 
-/// Time that a rank yields before it sleeps: longer than a collective takes, and no longer than is
-/// worth a wake-up.
+/// Time for which a rank yields before it sleeps: longer than a collective takes, and not so long
+/// that it costs more than a wake-up.
 const YIELD: Duration = Duration::from_millis(2);
 
-/// The longest sleep between two looks at whether the other rank is alive.
+/// Longest sleep between two checks if the awaited rank is alive.
 const SLEEP: Duration = Duration::from_millis(50);
 
-/// Number of times that a rank looks for a word before it begins to yield: some microseconds. More
-/// pays only where nothing else wants the core; otherwise the awaited rank may be waiting for this
-/// core.
+/// Number of times that a rank reads a word before it begins to yield, which takes some
+/// microseconds. More is useful only if nothing else needs the core; otherwise the awaited rank may
+/// be waiting for this core.
 const SPINS: u32 = 100;
 
 /// One rank of a group that shares a segment.
@@ -59,29 +59,29 @@ pub(super) struct SharedCcl {
     spins: u32,
     /// Number of cores that this rank may run on.
     cores: usize,
-    /// The number of the last collective.
+    /// Number of the last collective.
     sequence: u64,
     /// Number of the rank's step, as its caller counts.
     step: u64,
-    /// The number of chunks that have gone through the staging of all so far: the same on all
+    /// Number of chunks that have gone through the stages since the group began: the same on all
     /// ranks.
     chunks: u32,
-    /// Counts for each other rank: the last transfer to it and from it, and the chunks that have
-    /// gone through the box.
+    /// Counts for each other rank: of transfers to it, and of the chunks that went through the box
+    /// for it.
     sent: Vec<pair::Count>,
     received: Vec<pair::Count>,
-    /// Announcements of the collective that is running.
+    /// Announcements of the collective in progress, by rank.
     announcements: Vec<Announcement>,
-    /// Memory into which contributions of others are read.
+    /// Memory into which inputs of other ranks are read. `None` before its first use.
     scratch: Option<Memory>,
 }
 
 /// Event that a rank waits for.
 #[derive(Clone, Copy)]
 enum Phase {
-    /// The entry of the other rank.
+    /// The other rank enters the collective.
     Entry,
-    /// Progress of the other rank, which has entered.
+    /// The other rank, which has entered, makes progress.
     Progress,
 }
 
@@ -95,7 +95,7 @@ impl SharedCcl {
     ) -> Self {
         let size = segment.size();
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        // If ranks have to take turns on a core, spinning only keeps it from the awaited rank.
+        // If ranks have to share a core, spinning only keeps the awaited rank from running.
         let spins = if options.ranks_on_machine.unwrap_or(size).max(size) > cores { 0 } else { SPINS };
         Self {
             segment,
@@ -129,7 +129,7 @@ impl SharedCcl {
         self.segment.publish(self.word(word), value, self.rank);
     }
 
-    /// Takes part in a call as [`collective`](Self::collective) does, or in a transfer.
+    /// Begins a call: runs a transfer, or a collective as [`collective`](Self::collective) does.
     fn begin(&mut self, collective: Collective, lent: Result<Option<Lent>, RpcError>) -> Result<(), CclError> {
         if self.segment.is_broken() {
             return Err(self.broken());
@@ -138,7 +138,7 @@ impl SharedCcl {
         let sequence = match (peer, collective.operation) {
             (Some(peer), Operation::Send { .. }) => self.sent[peer].next(),
             (Some(peer), _) => self.received[peer].next(),
-            // No other rank will hear of it.
+            // A transfer with a rank that does not exist: no other rank takes part.
             (None, Operation::Send { .. } | Operation::Recv { .. }) => 0,
             (None, _) => {
                 self.sequence += 1;
@@ -157,8 +157,8 @@ impl SharedCcl {
         }
     }
 
-    /// Runs a collective of all ranks, with this rank's buffers, with none because another backend
-    /// has them, or with the reason why it has no input.
+    /// Runs a collective of all ranks. `lent` are this rank's buffers; or `None`, if another
+    /// backend moves the data; or the error because of which this rank has no input.
     fn collective(&mut self, collective: Collective, lent: Result<Option<Lent>, RpcError>) -> Result<(), CclError> {
         let size = self.segment.size();
         let bytes = collective.bytes().unwrap_or(0);
@@ -221,11 +221,12 @@ impl SharedCcl {
         Ok(())
     }
 
-    /// Waits until `word`, which `peer` writes, has come to `target`.
+    /// Waits until `word`, which `peer` writes, has reached `target`.
     ///
     /// # Errors
     ///
-    /// The group is broken; by this call, if the peer has left or died, or if its time is up.
+    /// The group is broken. This call breaks it if the peer has left or died, or if the time limit
+    /// for the `phase` has passed.
     fn wait(&self, word: &AtomicU32, target: u32, peer: usize, phase: Phase) -> Result<(), CclError> {
         let ready = || reached(word.load(Ordering::Acquire), target);
         for _ in 0..=self.spins {
@@ -267,7 +268,7 @@ impl SharedCcl {
             } else {
                 limit.is_some_and(|limit| began.elapsed() >= limit).then_some(late)
             };
-            // The last thing that the rank did may have happened since we looked.
+            // The rank may have written the word between the check above and its end.
             if let Some(cause) = gone
                 && !ready()
             {
@@ -290,13 +291,14 @@ impl SharedCcl {
         false
     }
 
-    /// Returns true if the peer has left the step that this rank is in.
+    /// Returns true if the peer has left the step that this rank is in, and so will not enter its
+    /// collectives.
     fn has_left_step(&self, peer: usize) -> bool {
         let left = self.segment.word(peer, Word::LeftStep).load(Ordering::Acquire);
         left != 0 && reached(left, self.step as u32)
     }
 
-    /// Breaks the group because of what happened to `rank`.
+    /// Breaks the group because of a failure of `rank`.
     fn break_up(&self, cause: BreakCause, rank: usize) -> CclError {
         let breakdown = Breakdown {
             cause,
@@ -312,8 +314,8 @@ impl SharedCcl {
 
     /// Returns the error of the broken group.
     fn broken(&self) -> CclError {
-        // Between the word that breaks the group and the breakdown lie some microseconds, unless
-        // that process was killed there.
+        // The rank that breaks the group writes the breakdown some microseconds after the word that
+        // breaks it, unless its process is killed in between.
         let began = Instant::now();
         loop {
             if let Some(breakdown) = self.segment.breakdown() {
@@ -332,9 +334,9 @@ impl SharedCcl {
         }
     }
 
-    /// Waits until no other thread uses this rank's buffers. The group is broken: a thread that has
-    /// begun since sees that and does not touch them, and one that began before looks after each
-    /// piece, so that this takes microseconds.
+    /// Waits until no other thread uses this rank's buffers. The group has been broken: a thread
+    /// that begins after that sees it and does not touch them, and a thread that began before
+    /// checks it after each piece. So this takes microseconds.
     fn take_back_buffers(&self) {
         for peer in self.peers() {
             while self.reach == Reach::Addresses && self.segment.word(peer, Word::Busy).load(Ordering::SeqCst) != 0 {
@@ -401,7 +403,7 @@ impl Agreement for SharedCcl {
         if self.segment.is_broken() {
             return Err(self.broken());
         }
-        // A rank that leaves says so before its process ends.
+        // A rank that leaves sets its word before its process ends.
         let has_left = |peer| self.segment.word(peer, Word::Left).load(Ordering::Acquire) != 0;
         match self.peers().find(|peer| self.is_dead(*peer) && !has_left(*peer)) {
             Some(peer) => Err(self.break_up(BreakCause::Died, peer)),
@@ -459,14 +461,14 @@ impl Control for SharedControl {
     }
 }
 
-/// Returns the call that this rank is in, if it is in one.
+/// Returns the text of the call that this rank is in; empty if it is in none.
 fn during(recorder: &Recorder) -> String {
     let flight = recorder.last().filter(|flight| flight.took.is_none());
     flight.map_or_else(String::new, |flight| format!("{} #{}", flight.collective, flight.sequence))
 }
 
-/// Describes the call that each rank is known to be in. Words of others are read while they may
-/// change: good enough for people.
+/// Describes the call that each rank was last seen in, for people. The words of other ranks may
+/// change while they are read.
 fn describe(segment: &Segment, own: usize, recorder: &Recorder) -> String {
     use std::fmt::Write as _;
 

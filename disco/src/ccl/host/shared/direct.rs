@@ -1,9 +1,9 @@
-//! Large collectives between threads: each works on the others' buffers, whose addresses came with
-//! the announcements.
+//! Large collectives between threads of one process: each rank accesses the buffers of the others,
+//! whose addresses are in the announcements.
 //!
-//! A rank's buffers are lent to all from its announcement until its call returns. It returns with
-//! success only once all ranks have finished, and with an error only once the group is broken and
-//! no rank is [`Word::Busy`].
+//! A rank's buffers are lent to all ranks from its announcement until its call returns. The call
+//! succeeds only once all ranks have finished, and returns an error only once the group is broken
+//! and no rank has its word [`Word::Busy`] set.
 
 use std::sync::atomic::Ordering;
 
@@ -14,15 +14,15 @@ use crate::ccl::host::segment::{Segment, Word};
 use crate::ccl::host::{check, kernel};
 use crate::ccl::{CclError, Collective, Lent, Operation};
 
-/// Guard while which lives the rank may touch the buffers of others.
+/// Guard during whose life this rank may access the buffers of other ranks.
 pub(super) struct Busy<'a>(&'a Segment, usize);
 
 impl<'a> Busy<'a> {
-    /// Begins to use the others' buffers; `None` if the group is broken, and the buffers may be
-    /// gone.
+    /// Begins the access to the buffers of other ranks. Returns `None` if the group is broken,
+    /// because the buffers may have been freed.
     pub(super) fn begin(segment: &'a Segment, rank: usize) -> Option<Self> {
-        // In one order with breaking the group and looking at this word: either the rank that
-        // breaks it sees that we are busy, or we see that it is broken.
+        // Sequentially consistent with breaking the group and reading this word: either the rank
+        // that breaks the group sees this rank busy, or this rank sees the group broken.
         segment.word(rank, Word::Busy).store(1, Ordering::SeqCst);
         let this = Self(segment, rank);
         (!segment.is_broken()).then_some(this)
@@ -39,8 +39,8 @@ impl SharedCcl {
     pub(super) fn direct(&self, collective: Collective, bytes: usize, lent: Lent) -> Result<(), CclError> {
         let busy = Busy::begin(&self.segment, self.rank).ok_or_else(|| self.broken())?;
         // SAFETY: the ranks are threads of this process and agree on the call, so that the
-        // addresses are those of buffers that the call's needs were checked against; and `busy`
-        // keeps them lent.
+        // addresses are those of buffers whose lengths were checked for this call. `busy` keeps
+        // them lent.
         unsafe {
             match collective.operation {
                 Operation::Allreduce(_) => {
@@ -72,11 +72,11 @@ impl SharedCcl {
         Ok(())
     }
 
-    /// Reduces `len` bytes from `at` on of all inputs, to all `outputs`.
+    /// Reduces the bytes `at..at + len` of all inputs, and writes the result to all `outputs`.
     ///
     /// # Safety
     ///
-    /// The buffers are lent, and no other rank works on these parts of them.
+    /// The buffers are lent, and no other rank accesses these parts of them.
     unsafe fn reduce(
         &self,
         collective: Collective,
@@ -93,8 +93,8 @@ impl SharedCcl {
                 *source = input.wrapping_add(at + done);
             }
             let piece = PIECE.min(len - done);
-            // SAFETY: the caller promises it. An output may be an input: what is written lies where
-            // all have been read.
+            // SAFETY: promised by the caller. An output may be an input: only bytes that have been
+            // read from all inputs are overwritten.
             unsafe {
                 kernel::reduce(check::numeric(&collective), op, &sources, piece, &mut |offset, block| {
                     for output in outputs {
@@ -109,18 +109,19 @@ impl SharedCcl {
         Ok(())
     }
 
-    /// Copies `len` bytes from another rank's buffer, or from this one's, with so many `threads`.
+    /// Copies `len` bytes from another rank's buffer, or from this rank's own, with up to `threads`
+    /// threads.
     ///
     /// # Safety
     ///
     /// As [`reduce`](Self::reduce).
     pub(super) unsafe fn pull(&self, from: *const u8, to: *mut u8, len: usize, threads: usize) -> Result<(), CclError> {
-        // In place, it is there already.
+        // In place: the bytes are already there.
         if from == to.cast_const() {
             return Ok(());
         }
         let (from, to) = (BufferStart(from.cast_mut()), BufferStart(to));
-        // SAFETY: the caller promises it, and every piece is copied once.
+        // SAFETY: promised by the caller; every piece is copied once.
         let copied = in_pieces(&self.segment, len, threads, |piece| unsafe {
             kernel::copy(from.at(piece.start), to.at(piece.start), piece.len(), bypasses(len));
             Ok(())

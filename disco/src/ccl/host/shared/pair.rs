@@ -1,8 +1,9 @@
-//! Transfers between two ranks, through the box that the sender has for the receiver.
+//! Transfers between two ranks. The segment has a *box* for each sender and receiver: two
+//! announcements, four counters, and room for chunks.
 //!
-//! The sender offers, the receiver answers, and both see from the two announcements whether they
-//! agree. Then the bytes move: in one go between threads, in chunks through the box between
-//! processes.
+//! The sender announces its call, the receiver answers with its own announcement, and both compare
+//! the two. Then the data moves: in one copy if the receiver can read the sender's buffer and that
+//! is worth it, and otherwise in chunks through the box.
 
 use std::sync::atomic::Ordering;
 
@@ -17,7 +18,7 @@ use crate::ccl::host::plan::{Reach, bypasses};
 use crate::ccl::host::segment::{BoxWord, PARCEL, PARCELS, Word};
 use crate::ccl::{BreakCause, CclError, Collective, Lent, Rank};
 
-/// Data that has gone from one rank to another.
+/// Transfers from one rank to another so far, and the chunks that went through their box.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Count {
     transfers: u64,
@@ -25,7 +26,7 @@ pub(super) struct Count {
 }
 
 impl Count {
-    /// Returns the number of the next transfer.
+    /// Counts another transfer, and returns its number.
     pub(super) fn next(&mut self) -> u64 {
         self.transfers += 1;
         self.transfers
@@ -82,7 +83,8 @@ impl SharedCcl {
             self.wait(consumed, count.wrapping_add(1).wrapping_sub(PARCELS as u32), to, Phase::Progress)?;
             let begin = chunk as usize * PARCEL;
             let len = PARCEL.min(bytes - begin);
-            // SAFETY: in the input; and the receiver has consumed what was in the box before.
+            // SAFETY: the range is in the input, and the receiver has consumed the earlier content
+            // of this part of the box.
             unsafe { kernel::copy(lent.input.add(begin), self.segment.parcel(self.rank, to, count), len, false) };
             self.publish_in_box(self.rank, to, BoxWord::Produced, count.wrapping_add(1));
         }
@@ -99,7 +101,8 @@ impl SharedCcl {
         let Count { transfers: sequence, chunks: before } = self.received[from];
         let offered = self.segment.box_word(from, self.rank, BoxWord::Offered);
         self.wait(offered, sequence as u32, from, Phase::Entry)?;
-        // The sender waits for our answer, and reads our note then. Its own it keeps until it has.
+        // The sender reads this note after the answer that follows, and leaves its own note
+        // unchanged until then.
         self.note(from, self.rank, false, collective, sequence, &lent);
         let agreed = self.compare(from, self.rank, sequence);
         let offer = self.segment.announcement(self.segment.note(from, self.rank, true));
@@ -113,8 +116,8 @@ impl SharedCcl {
                 self.read(from, offer.input, lent.output, bytes, threads)?;
             } else {
                 let busy = Busy::begin(&self.segment, self.rank).ok_or_else(|| self.broken())?;
-                // SAFETY: both are threads of this process and agree on the size, and `busy` keeps
-                // the sender's buffer lent.
+                // SAFETY: both ranks are threads of this process and agree on the size, and `busy`
+                // keeps the sender's buffer lent.
                 unsafe { self.pull(offer.input as usize as *const u8, lent.output, bytes, threads)? };
                 drop(busy);
             }
@@ -130,8 +133,8 @@ impl SharedCcl {
             let begin = chunk as usize * PARCEL;
             let len = PARCEL.min(bytes - begin);
             let parcel = self.segment.parcel(from, self.rank, count);
-            // SAFETY: the sender keeps the box as it is until this rank has consumed it; and the
-            // output has room.
+            // SAFETY: the sender does not change this part of the box until this rank has consumed
+            // it, and the output has room.
             unsafe { kernel::copy(parcel, lent.output.add(begin), len, bypasses(bytes)) };
             self.publish_in_box(from, self.rank, BoxWord::Consumed, count.wrapping_add(1));
         }
@@ -139,7 +142,7 @@ impl SharedCcl {
         Ok(())
     }
 
-    /// Returns true if the receiver takes so many bytes from the sender's buffer itself.
+    /// Returns true if the receiver reads `bytes` bytes directly from the sender's buffer.
     fn is_taken(&self, bytes: usize) -> bool {
         match self.reach {
             Reach::Addresses => true,
@@ -148,7 +151,7 @@ impl SharedCcl {
         }
     }
 
-    /// Writes this rank's announcement into the box.
+    /// Writes this rank's announcement to the box of `from` and `to`.
     fn note(
         &self,
         from: usize,
@@ -173,7 +176,7 @@ impl SharedCcl {
         self.segment.announce(self.segment.note(from, to, by_sender), &announcement, &poison);
     }
 
-    /// Returns true if the two announcements in the box agree.
+    /// Compares the two announcements in the box of `from` and `to`.
     fn compare(&self, from: usize, to: usize, sequence: u64) -> Result<(), CclError> {
         let offsets = [true, false].map(|by_sender| self.segment.note(from, to, by_sender));
         let [Some(sender), Some(receiver)] = offsets.map(|offset| self.segment.announcement(offset)) else {

@@ -1,8 +1,8 @@
-//! Work on many bytes, piece by piece: between two pieces one looks at whether the group is broken,
-//! and other threads may take pieces too.
+//! Copies of long buffers, piece by piece. Between two pieces the copying thread checks if the
+//! group is broken, and further threads can take pieces.
 //!
-//! A rank that reads while others have nothing to do would leave their cores idle, where it could
-//! have them.
+//! While one rank reads and the others have nothing to do, their cores would be idle: the reading
+//! rank uses them by further threads.
 
 use std::io;
 use std::ops::Range;
@@ -13,16 +13,16 @@ use crate::ccl::Operation;
 use crate::ccl::host::plan::bypasses;
 use crate::ccl::host::segment::Segment;
 
-/// The most threads that work for one rank: a few fill what memory can give.
+/// Maximum number of threads for one rank: a few are enough for the bandwidth of memory.
 const MAX_THREADS: usize = 4;
 
-/// Number of bytes of each buffer are worked on between two looks at whether the group is broken.
+/// Bytes of each buffer that are processed between two checks if the group is broken.
 pub(super) const PIECE: usize = 256 * 1024;
 
 /// Start of a buffer that several threads work on.
 pub(super) struct BufferStart(pub *mut u8);
 
-// SAFETY: this only tells where the bytes are; the code that touches them says why it may.
+// SAFETY: this is only an address; the code that accesses the bytes says why it may.
 unsafe impl Sync for BufferStart {}
 
 impl BufferStart {
@@ -31,10 +31,10 @@ impl BufferStart {
     }
 }
 
-/// Calls `work` with every piece of `len` bytes, until one fails or the group is broken; pieces
-/// that have not begun then are left out. `threads` is the number of threads that take pieces in
-/// turn, the caller included: fewer if the system gives no more, and the caller alone if the bytes
-/// are not worth a thread. All are done when this returns.
+/// Calls `work` with every piece of `len` bytes. Once a piece fails or the group is broken, no
+/// further pieces are begun. Up to `threads` threads, the caller included, take pieces in turn:
+/// fewer if the system cannot start more, and only the caller if `len` is too small to be worth a
+/// thread. When this returns, no thread is working on a piece any more.
 pub(super) fn in_pieces(
     segment: &Segment,
     len: usize,
@@ -70,14 +70,14 @@ pub(super) fn in_pieces(
 }
 
 impl SharedCcl {
-    /// Returns the number of threads that a rank may use to take data of others: the cores that no
-    /// other rank needs meanwhile. Each rank decides for itself; they need not agree.
+    /// Returns the number of threads that a rank may use to copy data of others: as many as there
+    /// are cores that no other rank needs meanwhile. Ranks need not come to the same number.
     pub(super) fn spare_threads(&self, operation: Operation) -> usize {
         let size = self.segment.size();
         let readers = match operation {
             Operation::Broadcast { .. } | Operation::Scatter { .. } => size - 1,
             Operation::Gather { .. } => 1,
-            // There may be as many as this at a time.
+            // As many transfers are possible at a time.
             Operation::Send { .. } | Operation::Recv { .. } => size / 2,
             _ => size,
         };
@@ -123,7 +123,7 @@ mod tests {
 
     #[test]
     fn helpers_take_pieces_too() {
-        // Neither thread goes on until two are there.
+        // Neither thread continues before both have begun.
         let both = std::sync::Barrier::new(2);
         let first = Mutex::new(std::collections::HashSet::new());
         in_pieces(&segment(), LEN, 2, |_| {

@@ -1,10 +1,10 @@
-//! Large collectives between processes that may read each other's memory: each takes what it needs
-//! from the others' buffers, whose addresses came with the announcements. So data moves once, and
-//! ranks wait for each other once or twice, however much that is.
+//! Large collectives between processes that may read each other's memory: each rank reads from the
+//! buffers of the others, whose addresses are in the announcements. So data is copied once, and
+//! ranks wait for each other once or twice, whatever the size.
 //!
-//! No rank writes to memory of others. A rank returns with success only once all who read from it
-//! have finished. With an error it returns at once, because all data that others then still read,
-//! right or wrong, is never used: the group is broken, and they find that out before they return.
+//! No rank writes to the memory of another. A call succeeds only once all ranks that read from its
+//! buffers have finished. It returns an error at once: other ranks may still read from its buffers,
+//! but they check before they return that the group is broken, and do not use what they have read.
 
 use super::pieces::{BufferStart, in_pieces};
 use super::{Phase, SharedCcl};
@@ -14,8 +14,8 @@ use crate::ccl::host::segment::Word;
 use crate::ccl::host::{check, kernel, process_memory};
 use crate::ccl::{BreakCause, CclError, Collective, Lent, Operation};
 
-/// The contributions of all others that are reduced in one go, in bytes: what a second-level cache
-/// holds besides the result.
+/// Bytes of all other ranks' inputs that are reduced at a time: as much as a second-level cache
+/// holds beside the result.
 const SCRATCH: usize = 256 * 1024;
 
 impl SharedCcl {
@@ -31,12 +31,12 @@ impl SharedCcl {
                 let in_place = self.announcements.iter().any(|one| one.in_place);
                 let mut owners: Vec<usize> = (1..size).map(|step| (self.rank + step) % size).collect();
                 if in_place {
-                    // These bytes go where others may have had to read.
+                    // These writes overwrite inputs, which all other ranks must have read before.
                     for &owner in &owners {
                         self.wait(self.segment.word(owner, Word::Halfway), sequence, owner, Phase::Progress)?;
                     }
                 } else {
-                    // Those who are there already come first.
+                    // Owners that have finished their share come first.
                     let is_there = |owner: &usize| {
                         super::reached(
                             self.segment.word(*owner, Word::Halfway).load(super::Ordering::Acquire),
@@ -65,7 +65,7 @@ impl SharedCcl {
                     if from == self.rank {
                         let own = lent.input.wrapping_add(at);
                         if own != to.cast_const() {
-                            // SAFETY: both are this rank's, and do not overlap.
+                            // SAFETY: both buffers are this rank's, and do not overlap.
                             unsafe { kernel::copy(own, to, bytes, bypasses(bytes)) };
                         }
                     } else {
@@ -82,13 +82,13 @@ impl SharedCcl {
         Ok(())
     }
 
-    /// Returns true if `peer` reads from this rank's buffers.
+    /// Returns true if `peer` reads from this rank's buffers in this operation.
     fn is_read_by(&self, operation: Operation, peer: usize) -> bool {
         matches!(operation, Operation::Allreduce(_)) || route(operation, 1, self.rank, peer).is_some()
     }
 
-    /// Reduces `len` bytes from `at` on of all inputs, of which this rank's is at `input`, to
-    /// `output`.
+    /// Reduces the bytes `at..at + len` of all inputs to `output`. `input` is the address of these
+    /// bytes in this rank's input.
     fn read_and_reduce(
         &mut self,
         collective: Collective,
@@ -99,10 +99,11 @@ impl SharedCcl {
     ) -> Result<(), CclError> {
         let Some(op) = collective.operation.reduce_op() else { return Ok(()) };
         let size = self.segment.size();
-        // Whole lines, so that no element is split.
+        // Whole cache lines, so that no element is split.
         let part = (SCRATCH / size.max(2).saturating_sub(1)).clamp(4096, 128 * 1024) / 64 * 64;
         if self.scratch.is_none() {
-            // Whole pages: the kernel copies much faster to where a line begins.
+            // In whole pages, because the kernel copies much faster to an address at the beginning
+            // of a cache line.
             self.scratch = Memory::heap(part * size);
         }
         let Some(scratch) = self.scratch.as_ref().map(Memory::start) else {
@@ -122,8 +123,9 @@ impl SharedCcl {
                     *source = place.cast_const();
                 }
             }
-            // SAFETY: the pieces in `scratch` have just been filled, and the others are this rank's
-            // own. Its output may be its input: what is written lies where it was read.
+            // SAFETY: the pieces in `scratch` have just been filled, and the other buffers are this
+            // rank's own. Its output may be its input: only bytes that have been read are
+            // overwritten.
             unsafe {
                 kernel::reduce(check::numeric(&collective), op, &sources, piece, &mut |offset, block| {
                     kernel::copy(block.as_ptr(), output.add(done + offset), block.len(), bypass);
@@ -133,13 +135,13 @@ impl SharedCcl {
         Ok(())
     }
 
-    /// Reads `len` bytes at the address `from` of another rank to `to`, which is this rank's, with
-    /// so many `threads`.
+    /// Reads `len` bytes at the address `from` in the process of `peer` to `to` in this process,
+    /// with up to `threads` threads.
     pub(super) fn read(&self, peer: usize, from: u64, to: *mut u8, len: usize, threads: usize) -> Result<(), CclError> {
         let process = self.segment.word(peer, Word::Pid).load(super::Ordering::Relaxed);
         let to = BufferStart(to);
-        // SAFETY: `to` has room for `len` bytes, which no other code touches: a buffer that the
-        // call was lent, or scratch. Every piece is read once.
+        // SAFETY: `to` has room for `len` bytes, which no other code accesses: a buffer that was
+        // lent to the call, or scratch memory. Every piece is read once.
         let read = in_pieces(&self.segment, len, threads, |piece| unsafe {
             process_memory::read(process, from.wrapping_add(piece.start as u64), to.at(piece.start), piece.len())
         });

@@ -1,4 +1,5 @@
-//! Collectives whose inputs travel with the announcements: every rank does all the work for itself.
+//! Small collectives: inputs are attached to the announcements, and each rank computes its result
+//! from them.
 
 use super::SharedCcl;
 use crate::ccl::host::plan::route;
@@ -18,8 +19,8 @@ impl SharedCcl {
                         && lent.has_output
                     {
                         // SAFETY: every rank has announced this collective with the same size, so
-                        // that its input lies in its slot, which is not written to before this rank
-                        // announces the next one; and `lent` has room for the output.
+                        // that its input is in its slot. No slot is written to before this rank
+                        // announces the next collective. `lent` has room for the output.
                         unsafe { kernel::copy(inline(from).add(at), lent.output.add(to), bytes, false) };
                     }
                 }
@@ -38,7 +39,7 @@ impl SharedCcl {
         for (rank, source) in sources.iter_mut().enumerate() {
             *source = inline(rank).wrapping_add(skipped);
         }
-        // SAFETY: as above; results go to `lent` alone.
+        // SAFETY: as above; results are written to `lent` only.
         unsafe {
             kernel::reduce(check::numeric(&collective), op, sources, bytes, &mut |at, block| {
                 kernel::copy(block.as_ptr(), lent.output.add(at), block.len(), false);

@@ -1,10 +1,11 @@
-//! Large collectives between processes: in chunks through the segment, so that a chunk is still in
-//! the caches when it is read.
+//! Large collectives in chunks through the stages of the segment: between processes that cannot
+//! read each other's memory, of data too small for that, and of exchanges in place. A chunk is
+//! still in the caches when it is read.
 //!
-//! Every rank counts the chunks that it has produced, reduced and consumed, since the group began
-//! and the same number in each collective, so that no collective has to wait for the end of the one
-//! before. Work on a chunk is spread over rounds, one for each step, so that a rank waits for work
-//! that its peers did a round ago.
+//! Every rank counts the chunks that it has produced, reduced and consumed since the group began.
+//! All ranks count the same number in each collective, so that a collective need not wait for the
+//! end of the one before. Work on a chunk is spread over rounds, one for each step, so that a rank
+//! waits only for work that its peers did one round earlier.
 
 use super::{Phase, SharedCcl};
 use crate::ccl::host::plan::{bypasses, is_personal, route, share};
@@ -22,7 +23,7 @@ impl SharedCcl {
         Ok(())
     }
 
-    /// Waits until all others have come to `target`.
+    /// Waits until the `word` of all other ranks has reached `target`.
     fn wait_for_all(&self, word: Word, target: u32) -> Result<(), CclError> {
         for peer in self.peers() {
             self.wait(self.segment.word(peer, word), target, peer, Phase::Progress)?;
@@ -30,20 +31,22 @@ impl SharedCcl {
         Ok(())
     }
 
-    /// Runs an allreduce: each rank reduces its share of each chunk, for all.
+    /// Runs an allreduce: each rank reduces its share of each chunk for all ranks. Returns the
+    /// number of chunks to count.
     fn staged_allreduce(&self, collective: Collective, bytes: usize, lent: Lent) -> Result<u32, CclError> {
         let size = self.segment.size();
         let Some(op) = collective.operation.reduce_op() else { return Ok(0) };
         let longest = share(bytes, 0, size).len();
-        // Data that fits all stages together goes as one chunk: then there are fewer words to wait
-        // for, and too little data for more to pay.
+        // Data that fits into all stages together goes as one chunk: ranks wait fewer times then,
+        // and it is too little data to gain from overlapping.
         let whole = STAGES * STAGE / size / 64 * 64;
         let (part, stages_each) = if longest <= whole { (whole, STAGES as u32) } else { (STAGE / size / 64 * 64, 1) };
-        // Each chunk has a part for each rank. The owner's stays free for its result.
+        // Each chunk has a part for each rank, its owner. A rank leaves its own part free for its
+        // result.
         let chunks = longest.div_ceil(part) as u32;
-        // The counters when so many chunks are through.
+        // Value of the counters after so many chunks.
         let count_at = |chunk: u32| self.chunks.wrapping_add(chunk * stages_each);
-        // Start and length of the chunk of a rank's share.
+        // Start and length of a chunk in the share of `owner`.
         let piece = |owner: usize, chunk: u32| {
             let share = share(bytes, owner, size);
             let begin = (share.start + chunk as usize * part).min(share.end);
@@ -60,8 +63,8 @@ impl SharedCcl {
                 self.wait_for_all(Word::Consumed, count_at(round + 1).wrapping_sub(STAGES as u32))?;
                 for owner in self.peers() {
                     let (begin, len) = piece(owner, round);
-                    // SAFETY: `begin..begin + len` lies in the input, and the stage is this rank's
-                    // to write, because all ranks have consumed what was in it before.
+                    // SAFETY: `begin..begin + len` is in the input, and only this rank writes to
+                    // its stage, whose earlier content all ranks have consumed.
                     unsafe { kernel::copy(lent.input.add(begin), stage(self.rank, round, owner), len, false) };
                 }
                 self.publish(Word::Produced, count_at(round + 1));
@@ -74,9 +77,9 @@ impl SharedCcl {
                 }
                 sources[self.rank] = lent.input.wrapping_add(begin);
                 let result = stage(self.rank, chunk, self.rank);
-                // SAFETY: the others' parts were produced, the result's part is no rank's source,
-                // and the output is this rank's. It may be its input: what is written lies where it
-                // was read.
+                // SAFETY: the parts of the other ranks have been produced, the part of the result
+                // is not a source, and the output is this rank's. It may be its input: only bytes
+                // that have been read are overwritten.
                 unsafe {
                     kernel::reduce(check::numeric(&collective), op, &sources, len, &mut |at, block| {
                         kernel::copy(block.as_ptr(), result.add(at), block.len(), false);
@@ -90,9 +93,9 @@ impl SharedCcl {
                     let (begin, len) = piece(owner, chunk);
                     let reduced = self.segment.word(owner, Word::Reduced);
                     self.wait(reduced, count_at(round - 1), owner, Phase::Progress)?;
-                    // SAFETY: the owner has put its result there and keeps it until this rank has
-                    // consumed it; and in place, this part of the input was produced two rounds
-                    // ago.
+                    // SAFETY: the owner has written its result there, and does not change it until
+                    // this rank has consumed it. In place, this part of the input was copied to the
+                    // stage two rounds ago.
                     unsafe { kernel::copy(stage(owner, chunk, owner), lent.output.add(begin), len, bypass) };
                 }
                 self.publish(Word::Consumed, count_at(round - 1));
@@ -101,15 +104,16 @@ impl SharedCcl {
         Ok(chunks * stages_each)
     }
 
-    /// Runs all other collectives: each rank puts what others need into its stages, and takes what
-    /// it needs from theirs.
+    /// Runs all other collectives: each rank copies the data that others need to its stages, and
+    /// reads its own from theirs. Returns the number of chunks to count.
     fn staged_exchange(&self, collective: Collective, bytes: usize, lent: Lent) -> Result<u32, CclError> {
         let size = self.segment.size();
         let operation = collective.operation;
         let personal = is_personal(operation);
         let shares = if personal { size } else { 1 };
         let whole = STAGES * STAGE / shares / 64 * 64;
-        // As in an allreduce; but two ranks gain more by one copying in while the other copies out.
+        // As in an allreduce, except that two ranks gain more if one copies to the stages while the
+        // other copies from them.
         let (part, stages_each) =
             if size > 2 && bytes <= whole { (whole, STAGES as u32) } else { (STAGE / shares / 64 * 64, 1) };
         let chunks = bytes.div_ceil(part) as u32;
@@ -123,7 +127,8 @@ impl SharedCcl {
             let stage = self.segment.stage(rank, first);
             if personal { stage.wrapping_add(to * part) } else { stage }
         };
-        // The others' parts of this rank's input, each once.
+        // Receivers, and the offset of the data for each in this rank's input. Data for all is
+        // listed once.
         let mut sends: Vec<(usize, usize)> =
             self.peers().filter_map(|to| Some((to, route(operation, bytes, self.rank, to)?.0))).collect();
         if !personal {
@@ -160,15 +165,15 @@ impl SharedCcl {
                 }
                 self.publish(Word::Produced, count_at(round + 1));
             }
-            // A rank alone receives nothing, and still has its own contribution.
+            // The only rank of a group receives nothing, but still reduces its own input.
             let takes_part = !receives.is_empty() || operation.reduce_op().is_some();
             let Some(chunk) = round.checked_sub(1).filter(|_| takes_part) else { continue };
             let (begin, len) = piece(chunk);
             for &(from, to) in &receives {
                 self.wait(self.segment.word(from, Word::Produced), count, from, Phase::Progress)?;
                 if operation.reduce_op().is_none() && lent.has_output {
-                    // SAFETY: the sender keeps its stage until this rank has consumed it; and in
-                    // place, this part of the input was produced a round ago.
+                    // SAFETY: the sender does not change its stage until this rank has consumed it.
+                    // In place, this part of the input was copied to the stage one round ago.
                     unsafe {
                         kernel::copy(stage(from, chunk, self.rank), lent.output.add(to + begin), len, bypass);
                     }
@@ -179,8 +184,8 @@ impl SharedCcl {
                     *source = stage(rank, chunk, self.rank).cast_const();
                 }
                 sources[self.rank] = lent.input.wrapping_add(self.rank * bytes + begin);
-                // SAFETY: as above; in place, the output is this rank's part of the input, which
-                // no other rank needs.
+                // SAFETY: as above. In place, the output is this rank's part of the input, which no
+                // other rank reads.
                 unsafe {
                     kernel::reduce(check::numeric(&collective), op, &sources, len, &mut |at, block| {
                         kernel::copy(block.as_ptr(), lent.output.add(begin + at), block.len(), bypass);
