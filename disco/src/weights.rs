@@ -2,16 +2,16 @@
 //! own part.
 //!
 //! `format` has the files' header, `files` the files of a model, `tensor_part` the parts of a
-//! tensor, `meanwhile` reading while something else is done, `messages` the requests of the
+//! tensor, `in_parallel` reading while something else is done, `messages` the requests of the
 //! controller, `reader` and `worker` the part of the workers, `loader` and `load_progress` that of
 //! the controller.
 
 mod files;
 pub(crate) mod folders;
 mod format;
+mod in_parallel;
 pub(crate) mod load_progress;
 mod loader;
-mod meanwhile;
 mod messages;
 mod reader;
 mod tensor_part;

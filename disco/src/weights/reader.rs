@@ -9,7 +9,7 @@ use rpc_core::tensor::Borrow;
 use rpc_core::{DataType, Device, Result, RpcError, Tensor, VirtualDevice};
 
 use super::files::InFile;
-use super::meanwhile::meanwhile;
+use super::in_parallel::in_parallel;
 use super::tensor_part::{Cut, ReadAt};
 use crate::worker::context::WorkerContext;
 
@@ -226,7 +226,7 @@ fn fill_elsewhere(worker: &WorkerContext, to: &mut Borrow, start: u64, size: u64
         if next >= size {
             return copy();
         }
-        let (read, copied) = meanwhile(|| fill(next, &mut spare[..len(next)]), copy);
+        let (read, copied) = in_parallel(|| fill(next, &mut spare[..len(next)]), copy);
         copied.and(read)?;
         std::mem::swap(&mut ready, &mut spare);
     }

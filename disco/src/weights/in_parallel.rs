@@ -7,7 +7,7 @@ use std::thread;
 /// both results. Panics then if one of them has panicked.
 ///
 /// If the system has no more threads, one is called after the other.
-pub(super) fn meanwhile<T: Send, U>(read: impl FnOnce() -> T + Send, here: impl FnOnce() -> U) -> (T, U) {
+pub(super) fn in_parallel<T: Send, U>(read: impl FnOnce() -> T + Send, here: impl FnOnce() -> U) -> (T, U) {
     let mut read = Some(read);
     let (done, here) = thread::scope(|scope| {
         let read =
@@ -37,7 +37,7 @@ mod tests {
             give.send(1).unwrap();
             take_back.recv().unwrap()
         };
-        assert_eq!(meanwhile(read, here), ("read", 2));
+        assert_eq!(in_parallel(read, here), ("read", 2));
     }
 
     /// The other one is waited for.
@@ -55,8 +55,8 @@ mod tests {
                 ended.store(true, Ordering::Relaxed);
             };
             let both = || match there {
-                true => meanwhile(move || panics(gone), move || waits(wait)),
-                false => meanwhile(move || waits(wait), move || panics(gone)),
+                true => in_parallel(move || panics(gone), move || waits(wait)),
+                false => in_parallel(move || waits(wait), move || panics(gone)),
             };
             let panic = catch_unwind(AssertUnwindSafe(both)).unwrap_err();
             assert_eq!(*panic.downcast::<&str>().unwrap(), "told to");
