@@ -1,10 +1,10 @@
-//! Weights: tensors of safetensors files, loaded straight to the workers, each of which reads its
+//! Weights: tensors of safetensors files, loaded directly by the workers, each of which reads its
 //! own part.
 //!
-//! `format` has the files' header, `files` the files of a model, `tensor_part` the parts of a
-//! tensor, `in_parallel` reading while something else is done, `messages` the requests of the
-//! controller, `reader` and `worker` the part of the workers, `loader` and `load_progress` that of
-//! the controller.
+//! The controller: `loader` and `load_progress`. The workers: `worker` and `reader`. Requests from
+//! one to the other: `messages`. Files: `format` (the header of one file), `files` (the files of a
+//! model), `folders` (the ones that workers may read), `tensor_part` (the bytes of a part),
+//! `in_parallel` (reading during a copy).
 
 mod files;
 pub(crate) mod folders;
@@ -33,18 +33,19 @@ pub(crate) use worker::register;
 pub enum Part {
     /// All of it.
     Whole,
-    /// One of as many equal parts as there are workers in the scope, in the order of their ranks.
+    /// One of as many equal shards as there are workers in the scope, in the order of their ranks.
     Shard {
-        /// The dimension that is divided, from 0. It has to divide evenly.
+        /// Dimension that is divided, from 0. Its length must be a multiple of the number of
+        /// workers.
         dim: usize,
-        /// Workers that share the tensor: all, or those of each group, so that every group has the
+        /// Workers that share one tensor: all, or those of each group, so that each group has the
         /// whole tensor.
         scope: Scope,
     },
-    /// Value that a function on the workers makes of the tensor. The function takes a
-    /// [`Shared<WeightReader>`](WeightReader), and nothing else but what a call itself gives, such
-    /// as a [`WorkerContext`](crate::WorkerContext), which names the worker that gets the part. Its
-    /// result is the worker's value, usually a tensor.
+    /// Result of a function that runs on each worker. The function takes a
+    /// [`Shared<WeightReader>`](WeightReader), from which it reads the tensor, and no other
+    /// argument except what each call provides, such as a [`WorkerContext`](crate::WorkerContext),
+    /// which names the worker. Its result, usually a tensor, is the worker's value.
     ///
     /// ```
     /// use disco::{WeightReader, WorkerContext};
@@ -60,23 +61,23 @@ pub enum Part {
     /// registry.add("rows", read_rows);
     /// ```
     With {
-        /// The name under which the function is registered.
+        /// Name of the registered function.
         function: String,
     },
 }
 
 impl Part {
-    /// Returns a part for each worker of all groups together.
+    /// Returns a shard for each worker of the session.
     pub fn shard(dim: usize) -> Self {
         Self::Shard { dim, scope: Scope::World }
     }
 
-    /// Returns a part for each worker of a group.
+    /// Returns a shard for each worker of a group.
     pub fn shard_in_group(dim: usize) -> Self {
         Self::Shard { dim, scope: Scope::Group }
     }
 
-    /// Returns the part that this function makes.
+    /// Returns the part that the function of this name makes.
     pub fn with(function: impl Into<String>) -> Self {
         Self::With { function: function.into() }
     }

@@ -1,7 +1,8 @@
-//! Files of weights: which ones a path means, and reading them at their places.
+//! Files of a model: finding them by a path, checking their identity, and reading tensors from
+//! them.
 //!
-//! Files are read and not mapped into memory: one that is cut off meanwhile is an error then, and
-//! not the end of the process.
+//! Files are read and not mapped into memory, so that a file that is truncated meanwhile is an
+//! error, and does not end the process (`SIGBUS`).
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
@@ -19,29 +20,30 @@ use super::format::{FormatError, Header, MAX_HEADER, PREFIX, header_len};
 use super::messages::FileIdentity;
 use super::tensor_part::ReadAt;
 
-/// Name of the index of a model in several files, and of the file of a model in one.
+/// Names of the index of a model in several files, and of the file of a model in one.
 const INDEX: &str = "model.safetensors.index.json";
 const SINGLE: &str = "model.safetensors";
 
-/// The files that a path means.
+/// The files of a model.
 #[derive(Debug)]
 pub(super) struct Model {
     /// Folder of the files.
     pub(super) folder: PathBuf,
-    /// Their names in there.
+    /// Names of the files in the folder.
     pub(super) files: Vec<String>,
-    /// Number of the file that each tensor is to be in; `None` where there is only one file, which
-    /// says itself which tensors it has.
+    /// Number of the file that contains each tensor, by the index; `None` for a single file, whose
+    /// header lists its tensors.
     pub(super) index: Option<BTreeMap<String, usize>>,
 }
 
 impl Model {
-    /// Finds the files that `path` means: itself, those of an index, or those in a folder.
+    /// Finds the files for `path`, which is a file, an index of files, or a folder with one of
+    /// these.
     ///
     /// # Errors
     ///
-    /// Nothing there, or nothing of that kind; an index that cannot be read, or that names files
-    /// outside of its folder.
+    /// Nothing is at the path, or no such file; an index cannot be read, or names files outside of
+    /// its folder.
     pub(super) fn find(path: &Path) -> Result<Self> {
         let path = std::path::absolute(path).map_err(|error| failed(path, &error))?;
         let is_folder = path.metadata().map_err(|error| failed(&path, &error))?.is_dir();
@@ -72,7 +74,7 @@ fn in_folder(folder: &Path) -> Result<PathBuf> {
     )))
 }
 
-/// Names by name, of which no two may be the same.
+/// Map of the index from tensors to file names. A tensor that is listed twice is an error.
 struct Names(BTreeMap<String, String>);
 
 impl<'de> Deserialize<'de> for Names {
@@ -106,7 +108,7 @@ struct Index {
     weight_map: Names,
 }
 
-/// Reads the names of files, and the number of the file that each tensor is in.
+/// Reads an index: the names of files, and the number of the file of each tensor.
 fn read_index(path: &Path) -> Result<(Vec<String>, BTreeMap<String, usize>)> {
     let file = open(path)?;
     let mut json = Vec::new();
@@ -117,7 +119,7 @@ fn read_index(path: &Path) -> Result<(Vec<String>, BTreeMap<String, usize>)> {
     let index: Index = serde_json::from_slice(&json).map_err(|error| invalid(path, error))?;
     let mut numbers = BTreeMap::new();
     for name in index.weight_map.0.values() {
-        // Judged by the name alone: the files of a cache are often links to elsewhere.
+        // Only the name is checked, because the files of a cache are often links to other folders.
         let stays = !name.is_empty() && Path::new(name).components().all(|part| matches!(part, Component::Normal(_)));
         if !stays {
             return Err(invalid(path, format_args!("it names the file '{name}', which is not below its own folder")));
@@ -130,8 +132,8 @@ fn read_index(path: &Path) -> Result<(Vec<String>, BTreeMap<String, usize>)> {
     Ok((numbers.into_keys().collect(), tensors))
 }
 
-/// A file whose header has been read. It is not kept open: there may be many, and many workers in a
-/// process.
+/// A file whose header has been read. It is not kept open, because there may be many files, and
+/// many workers in a process.
 #[derive(Debug)]
 pub(super) struct WeightFile {
     pub(super) path: PathBuf,
@@ -140,8 +142,8 @@ pub(super) struct WeightFile {
     stamp: Stamp,
 }
 
-/// Stamp that changes with a file: device, number, length, and the time of the last write, in
-/// seconds and nanoseconds.
+/// Device, inode, length, and time of the last write (seconds and nanoseconds) of a file, by which
+/// a change is noticed.
 type Stamp = (u64, u64, u64, (i64, i64));
 
 impl WeightFile {
@@ -149,7 +151,7 @@ impl WeightFile {
     ///
     /// # Errors
     ///
-    /// It cannot be read, or is no safetensors file: the error names it and says why.
+    /// The file cannot be read, or is no safetensors file. The error names the file and the reason.
     pub(super) fn read(path: PathBuf) -> Result<Self> {
         let file = open(&path)?;
         let io = |error: io::Error| failed(&path, &error);
@@ -160,7 +162,7 @@ impl WeightFile {
         if len >= PREFIX {
             file.read_exact_at(&mut prefix, 0).map_err(io)?;
         }
-        // No more than the file has.
+        // `header_len` returns no more than the file has.
         let mut json = vec![0; header_len(prefix, len).map_err(format)? as usize];
         file.read_exact_at(&mut json, PREFIX).map_err(io)?;
         let header = Header::parse(&json, len).map_err(format)?;
@@ -181,8 +183,8 @@ impl WeightFile {
     }
 }
 
-/// A worker's file that is like the controller's. Only the identity is found out: the controller
-/// knows the content, and a worker whose file is another one reveals nothing of it.
+/// A worker's file with the same identity as the controller's. The worker only compares the
+/// identity, since the controller knows the header, and so reveals nothing of a file that differs.
 #[derive(Debug)]
 pub(super) struct MatchingFile {
     pub(super) path: PathBuf,
@@ -192,16 +194,16 @@ pub(super) struct MatchingFile {
 }
 
 impl MatchingFile {
-    /// Opens the file at `path`, if it is like the wanted one.
+    /// Opens the file at `path`, if it has the `wanted` identity.
     ///
     /// # Errors
     ///
-    /// It cannot be read, or is another one.
+    /// The file cannot be read, or has another identity.
     pub(super) fn find(path: PathBuf, wanted: &FileIdentity) -> Result<Self> {
         let file = open(&path)?;
         let io = |error: io::Error| failed(&path, &error);
         let stamp = stamp(&file.metadata().map_err(io)?);
-        // The text is the same for every difference.
+        // The text is the same for every difference, so that it reveals nothing of the file.
         let another = || invalid(&path, "another file than the controller's: its length or its header is different");
         let end = wanted.header_len.checked_add(PREFIX).filter(|end| *end <= wanted.len);
         let (Some(end), true) = (end, wanted.len == stamp.2 && wanted.header_len <= MAX_HEADER) else {
@@ -229,7 +231,7 @@ impl MatchingFile {
     }
 }
 
-/// Bytes of a header that are read at a time where it is only hashed.
+/// Bytes of a header that are read at a time for hashing.
 const HASHED: u64 = 64 << 10;
 
 fn hash(digest: ring::digest::Context) -> [u8; 32] {
@@ -247,7 +249,7 @@ fn reopen(path: &Path, then: Stamp) -> Result<File> {
     Err(invalid(path, "it has changed since its header was read; open it anew with another loader"))
 }
 
-/// A tensor in an open file.
+/// An open file, and the position of a tensor in it.
 #[derive(Debug)]
 pub(super) struct InFile {
     pub(super) file: File,
@@ -262,10 +264,10 @@ impl ReadAt for InFile {
     }
 }
 
-/// Opens a file that is one, and neither a pipe nor a device.
+/// Opens a regular file. Refuses folders, pipes and devices.
 fn open(path: &Path) -> Result<File> {
     let io = |error: io::Error| failed(path, &error);
-    // A pipe would wait for a writer.
+    // Without `O_NONBLOCK`, opening a pipe would wait for a writer.
     let file = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path).map_err(io)?;
     if file.metadata().map_err(io)?.is_file() {
         return Ok(file);

@@ -1,29 +1,30 @@
-//! From which folders the workers of a node may read weights.
+//! Folders from which the workers of a node may read weights.
 
 use std::path::{Component, Path, PathBuf};
 
 use rpc_core::{ErrorKind, Result, RpcError};
 use serde::{Deserialize, Serialize};
 
-/// Folders from which the workers of a node read weights, as its operator says: an
-/// [extension](rpc_core::Context::extension) of the sessions that a node serves. Without it they
-/// read none, and get the tensors that they load from other workers or from the controller.
+/// Folders from which the workers of a node may read weights, set by its operator as an
+/// [extension](rpc_core::Context::extension) of the sessions that the node serves. Without it they
+/// may read no files, and get tensors from other workers or from the controller.
 ///
-/// Workers that are threads of the controller's process, or its child processes, read all that the
+/// Workers that are threads or child processes of the controller may read all files that its
 /// process may.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WeightFolders {
-    /// `None` is anywhere.
+    /// `None` is all files.
     folders: Option<Vec<PathBuf>>,
 }
 
 impl WeightFolders {
-    /// Allows files in these folders, and in folders below them. A link counts as its target.
+    /// Allows files in these folders, and in folders below them. A symbolic link counts as its
+    /// target.
     pub fn new<P: Into<PathBuf>>(folders: impl IntoIterator<Item = P>) -> Self {
         Self { folders: Some(folders.into_iter().map(Into::into).collect()) }
     }
 
-    /// Allows all files that the process may read: for nodes whose controllers may have anything.
+    /// Allows all files that the process may read, for nodes whose controllers may read everything.
     pub fn anywhere() -> Self {
         Self { folders: None }
     }
@@ -32,12 +33,12 @@ impl WeightFolders {
     ///
     /// # Errors
     ///
-    /// It is elsewhere or, in one of the folders, not there. Of files elsewhere the error does not
-    /// tell whether they exist.
+    /// The file is outside of the folders, or missing in one of them. For paths outside of the
+    /// folders, the error is the same whether the file exists or not.
     pub(crate) fn admit(&self, path: &Path) -> Result<PathBuf> {
         let is_plain = path.is_absolute() && !path.components().any(|part| part == Component::ParentDir);
         let Some(folders) = &self.folders else {
-            // The path itself, so that a link which changes is noticed.
+            // The path as given, so that a link whose target changes is noticed.
             return Ok(path.to_owned());
         };
         let denied = || {
@@ -53,8 +54,8 @@ impl WeightFolders {
         };
         match path.canonicalize() {
             Ok(real) if is_within(&real) => Ok(real),
-            // The part of the path that exists, links to nowhere included, has to be in one of the
-            // folders.
+            // The longest part of the path that exists, dangling links included, has to be in one
+            // of the folders.
             Err(error) if is_plain => {
                 let mut there = path.ancestors().skip_while(|part| part.symlink_metadata().is_err());
                 let is_told = there

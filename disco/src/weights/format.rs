@@ -12,9 +12,8 @@
 //!            without gaps, overlaps, or anything behind them
 //! ```
 //!
-//! Whatever a file says, reading its header ends with a [`Header`] all of whose tensors lie in the
-//! file, or with an error, and takes memory by the length of the header, of which the file has to
-//! have the bytes.
+//! For any input, parsing gives an error, or a [`Header`] all of whose tensors are within the file.
+//! It takes memory in proportion to the header, whose bytes have to be in the file.
 
 use std::cmp::Ordering;
 use std::collections::BTreeMap;
@@ -25,14 +24,13 @@ use rpc_core::tensor::MAX_DIMENSIONS;
 use rpc_core::{DataType, DataTypeCode};
 use serde::de::{self, Deserialize, Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
 
-/// The bytes in front of the header.
+/// Bytes in front of the header, which contain its length.
 pub(super) const PREFIX: u64 = 8;
 
-/// The longest header, as the format has it.
+/// Maximum length of a header in bytes, as the format defines it.
 pub(super) const MAX_HEADER: u64 = 100_000_000;
 
-/// The names of element types, and what they are here. The scales of the block formats are tensors
-/// of their own.
+/// Element types by their names in the format. The scales of block formats are separate tensors.
 const DTYPES: [(&str, DataType); 22] = [
     ("BOOL", DataType::BOOL),
     ("U8", DataType::U8),
@@ -58,7 +56,7 @@ const DTYPES: [(&str, DataType); 22] = [
     ("F4", DataType::new(DataTypeCode::FLOAT4_E2M1FN, 4)),
 ];
 
-/// A tensor of a file.
+/// Description of a tensor in a file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct TensorInfo {
@@ -70,7 +68,7 @@ pub struct TensorInfo {
     pub size_bytes: u64,
 }
 
-/// A tensor, and where it begins.
+/// Description of a tensor, and its position in the file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Placed {
     pub(super) info: TensorInfo,
@@ -78,13 +76,13 @@ pub(super) struct Placed {
     pub(super) start: u64,
 }
 
-/// Content of a file.
+/// Content of a header: the tensors by name.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Header {
     pub(super) tensors: BTreeMap<String, Placed>,
 }
 
-/// Error of a file's format.
+/// Error in the format of a file.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum FormatError {
     #[error("it has {len} bytes, and a header takes 10 or more: it is no safetensors file")]
@@ -143,8 +141,8 @@ pub(super) fn header_len(prefix: [u8; 8], len: u64) -> Result<u64, FormatError> 
 }
 
 impl Header {
-    /// Reads the header of a file of `len` bytes: all that follows its length, which [`header_len`]
-    /// has checked.
+    /// Parses the JSON of a header, whose length [`header_len`] has checked. The file has `len`
+    /// bytes.
     pub(super) fn parse(json: &[u8], len: u64) -> Result<Self, FormatError> {
         if json.first() != Some(&b'{') {
             return Err(FormatError::NoObject);
@@ -184,7 +182,7 @@ impl Header {
     }
 }
 
-/// The header as it is written.
+/// Entries of the header, unchecked.
 struct Raw(Vec<(String, RawTensor)>);
 
 #[derive(serde::Deserialize)]
@@ -195,8 +193,7 @@ struct RawTensor {
 }
 
 impl RawTensor {
-    /// Returns the tensor, whose offsets are in order and within the file, where tensors begin at
-    /// `data`.
+    /// Checks type and size of a tensor. Its offsets, from `data` in the file, have been checked.
     fn place(self, name: &str, data: u64) -> Result<Placed, FormatError> {
         let name = || name.to_owned();
         let Some((_, dtype)) = DTYPES.into_iter().find(|(known, _)| *known == self.dtype) else {
@@ -218,7 +215,7 @@ impl RawTensor {
         if size != given {
             return Err(FormatError::Size { name: name(), dtype, shape, size, given });
         }
-        // The sum is within the file.
+        // The sum cannot overflow, because it is within the file.
         Ok(Placed { info: TensorInfo { dtype, shape, size_bytes: size }, start: data + begin })
     }
 }
@@ -239,8 +236,8 @@ impl<'de> Visitor<'de> for Raw {
     fn visit_map<A: MapAccess<'de>>(mut self, mut map: A) -> Result<Self, A::Error> {
         while let Some(name) = map.next_key::<String>()? {
             if name == "__metadata__" {
-                // Of no use here, and not kept: a header full of it would take many times its
-                // length.
+                // Not needed and not kept, because a header full of metadata would take many times
+                // its length.
                 map.next_value::<Metadata>()?;
             } else {
                 let tensor = map.next_value();
@@ -252,7 +249,7 @@ impl<'de> Visitor<'de> for Raw {
     }
 }
 
-/// Texts by name, which are let go.
+/// Metadata of the file, which is checked and dropped.
 struct Metadata;
 
 impl<'de> Deserialize<'de> for Metadata {
@@ -274,7 +271,7 @@ impl<'de> Visitor<'de> for Metadata {
     }
 }
 
-/// A shape, of which no more is kept than a tensor may have.
+/// A shape. Parsing fails at the first dimension above the limit.
 struct Dimensions(Vec<i64>);
 
 impl<'de> Deserialize<'de> for Dimensions {

@@ -1,12 +1,12 @@
-//! Reading while something else is done.
+//! Reading on a thread of its own during a copy on the calling thread.
 
 use std::panic::resume_unwind;
 use std::thread;
 
-/// Calls `read` on a thread of its own, and `here` on this one; returns when both have ended, with
-/// both results. Panics then if one of them has panicked.
+/// Calls `read` on a thread of its own, and `here` on the calling thread. Returns both results once
+/// both have ended. If one of them has panicked, panics then.
 ///
-/// If the system has no more threads, one is called after the other.
+/// If the system cannot start a thread, calls one after the other.
 pub(super) fn in_parallel<T: Send, U>(read: impl FnOnce() -> T + Send, here: impl FnOnce() -> U) -> (T, U) {
     let mut read = Some(read);
     let (done, here) = thread::scope(|scope| {
@@ -40,7 +40,7 @@ mod tests {
         assert_eq!(in_parallel(read, here), ("read", 2));
     }
 
-    /// The other one is waited for.
+    /// The one that does not panic is waited for.
     #[test]
     fn a_panic_of_either_comes_when_both_have_ended() {
         let panics = |gone: mpsc::Sender<()>| {

@@ -1,4 +1,5 @@
-//! The controller's part: knows what the files hold and who can read them, and says who loads what.
+//! [`ShardLoader`], the controller's side of loading: the tensors of the files, the workers that
+//! can read each file, and the loads that they are to do.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -21,20 +22,20 @@ use crate::wire::command::Scope;
 
 /// Loads tensors of safetensors files to the workers of a session.
 ///
-/// A worker that can read a file reads its own part of each tensor there, straight into its tensor,
-/// and little more: pieces that are closer together than 16 KiB are read with what is between them.
-/// To a device with memory of its own it goes by way of host memory, of which 20 MiB are enough for
-/// any part. A worker that cannot gets its part from one that can, over the data plane; it waits
-/// for that as in a collective
-/// ([`Options::collective_timeout`](crate::Options::collective_timeout)). Where no worker can, the
-/// controller reads the tensor into its memory and sends each its part as
-/// [`scatter`](DiscoSession::scatter) does, or as [`broadcast`](DiscoSession::broadcast) where all
-/// get the whole.
+/// A worker that can read a file reads its own part of each tensor from it, directly into its
+/// tensor, and little more: pieces that are less than 16 KiB apart are read together with the bytes
+/// between them. For a device with memory of its own, the data goes through at most 20 MiB of host
+/// memory. A worker that cannot read the file gets its part from one that can, over the data plane,
+/// and waits for it as in a collective
+/// ([`Options::collective_timeout`](crate::Options::collective_timeout)). If no worker can read it,
+/// the controller reads the tensor into its memory and sends each worker its part by
+/// [`scatter`](DiscoSession::scatter), or by [`broadcast`](DiscoSession::broadcast) if all get the
+/// whole.
 ///
-/// A worker can read a file if its node lets it ([`WeightFolders`](crate::WeightFolders)), and if
-/// there is one at the same path with the same length and the same header. The tensors in it are
-/// not compared: two files that were trained differently are alike.
-/// [`unreadable`](Self::unreadable) tells who cannot, and why.
+/// A worker can read a file if its node allows it ([`WeightFolders`](crate::WeightFolders)), and if
+/// a file with the same length and the same header is at the same path. The content of the tensors
+/// is not compared: the files of two trainings of one model are taken for the same.
+/// [`unreadable`](Self::unreadable) lists the workers that cannot read a file, and why.
 ///
 /// ```
 /// use disco::{Part, ShardLoader, ThreadedSession};
@@ -60,14 +61,14 @@ use crate::wire::command::Scope;
 /// # Ok::<(), disco::DiscoError>(())
 /// ```
 ///
-/// Loads do not wait for the workers, which load one tensor after the other, each at its own pace:
-/// issue all of them, then [`sync_all`](DiscoSession::sync_all). What fails on a worker poisons the
-/// result there, and is told there.
+/// Loads do not wait for the workers, which load one tensor after the other, each at its own pace.
+/// Issue all of them, then call [`sync_all`](DiscoSession::sync_all). A failure on a worker poisons
+/// the result there, and is returned by that call.
 pub struct ShardLoader {
     session: DiscoSession,
     files: Vec<Source>,
     tensors: BTreeMap<String, Located>,
-    /// The files, opened on the workers; they let go of them with this.
+    /// The files as the workers have opened them. They are closed when this is dropped.
     opened: DRef,
     load: DPackedFunc,
     take: DPackedFunc,
@@ -83,11 +84,11 @@ pub struct Unreadable {
     pub worker: WorkerId,
     /// The file, where the controller has it.
     pub file: PathBuf,
-    /// Reason why it cannot.
+    /// Reason why the worker cannot read it.
     pub reason: String,
 }
 
-/// A tensor, and its position in the files of the loader.
+/// Description of a tensor, and its position in the files of the loader.
 struct Located {
     /// Number of the file.
     file: u32,
@@ -102,35 +103,37 @@ impl Located {
     }
 }
 
-/// A file, and the workers that read it.
+/// A file, and the workers that read from it.
 struct Source {
     file: WeightFile,
-    /// The worker that reads for each worker; `None` where none can.
+    /// For each worker, the worker that reads for it. `None` if no worker can read the file.
     readers: Option<Vec<u32>>,
 }
 
 impl ShardLoader {
-    /// Opens a `.safetensors` file; or, by a `.safetensors.index.json`, the files of a model that
-    /// is in several; or a folder, for the one of `model.safetensors.index.json` and
-    /// `model.safetensors` that is in it. Reads the headers here, and has the workers look for the
-    /// files at the same paths.
+    /// Opens a `.safetensors` file; or all files of a model by its `.safetensors.index.json`; or a
+    /// folder, which stands for the `model.safetensors.index.json` or `model.safetensors` in it.
+    /// Reads the headers at the controller, and lets the workers look for the files at the same
+    /// paths.
     ///
-    /// Its errors are files that cannot be read or are not of the format, all of which name the
-    /// file and what is wrong with it; and those of the session. A file that a worker cannot read
-    /// is none.
+    /// Fails if the controller cannot read a file, or if a file is not of the format, with an error
+    /// that names the file and its fault; and with the errors of the session. A file that only
+    /// workers cannot read is no error.
     pub fn open(session: &DiscoSession, path: impl AsRef<Path>) -> Completion<Self> {
         Self::start(session, path.as_ref(), None)
     }
 
-    /// As [`open`](Self::open), where the workers have the files in another folder than the
-    /// controller. A relative one counts from where the workers' programs run.
+    /// Opens files as [`open`](Self::open) does, for workers that have them in another `folder`
+    /// than the controller. A relative path is relative to the working directory of the workers'
+    /// programs.
     pub fn open_at(session: &DiscoSession, path: impl AsRef<Path>, folder: impl Into<PathBuf>) -> Completion<Self> {
         Self::start(session, path.as_ref(), Some(folder.into()))
     }
 
     fn start(session: &DiscoSession, path: &Path, folder: Option<PathBuf>) -> Completion<Self> {
         let (session, path) = (session.clone(), path.to_owned());
-        // If the workers are behind, commands are waited for on a thread that may wait.
+        // Commands block while the workers are behind, so they are issued on a thread that may
+        // block.
         Completion::spawn(async move {
             let open = tokio::task::spawn_blocking(move || Self::open_here(session, &path, folder.as_deref())).await;
             open.map_err(|error| RpcError::internal(format!("opening weights panicked: {error}")))?
@@ -170,15 +173,15 @@ impl ShardLoader {
         Ok(Self { session, files, tensors, opened, load, take, unreadable, reporter: None })
     }
 
-    /// Lets `progress` be called with the bytes that have come to all workers together, and with
-    /// those that all loads so far are to bring: from now on, whenever one of the two changes. It
-    /// takes the place of an earlier one.
+    /// Registers a callback for progress. From now on it is called with two numbers whenever one of
+    /// them changes: the bytes that all workers together have loaded, and the bytes that all loads
+    /// issued so far will bring. It replaces an earlier callback.
     ///
-    /// It runs where the workers' news arrive: it must neither block nor use the loader, nor drop
-    /// it. It runs no more when the loader has been dropped. When all loads were issued, and
-    /// [`sync_all`](DiscoSession::sync_all) has returned without an error, the two are the same. Of
-    /// a load by a function the whole tensor is expected on each worker, and is there when the
-    /// function has returned.
+    /// The callback runs on the thread that receives the reports of the workers: it must not block,
+    /// use the loader, or drop it. It is not called after the loader has been dropped. Once all
+    /// loads have been issued and [`sync_all`](DiscoSession::sync_all) has returned without an
+    /// error, the two numbers are equal. A load by a function counts as the whole tensor on each
+    /// worker, which has been loaded when the function has returned.
     #[must_use]
     pub fn progress(mut self, progress: impl FnMut(u64, u64) + Send + 'static) -> Self {
         let reporter = Arc::new(ProgressReporter::new(Box::new(progress)));
@@ -197,25 +200,25 @@ impl ShardLoader {
         self.tensors.get(name).map(|located| &located.info)
     }
 
-    /// Returns the workers that cannot read some of the files by themselves. It does not keep them
-    /// from loading.
+    /// Returns the files that workers cannot read, by worker. These workers get their parts from
+    /// others.
     pub fn unreadable(&self) -> &[Unreadable] {
         &self.unreadable
     }
 
-    /// Loads a tensor to all workers: into a new one on a device that satisfies `device`, as
-    /// [`empty`](DiscoSession::empty) does.
+    /// Loads a tensor to all workers, as a new tensor on a device that satisfies `device`, as
+    /// [`empty`](DiscoSession::empty) chooses it.
     ///
-    /// It does not wait for what the workers load. It blocks while they are behind by all that they
-    /// may be ([`Options::window`](crate::Options::window)), where async code awaits
-    /// [`room`](DiscoSession::room) before; and, where none of them can read the file, while the
-    /// controller does.
+    /// Does not wait for the workers to load it. Blocks while the window of commands is full
+    /// ([`Options::window`](crate::Options::window)); async code awaits
+    /// [`room`](DiscoSession::room) before. Blocks too while the controller reads the file, if no
+    /// worker can.
     ///
     /// # Errors
     ///
-    /// No tensor of that name; one that does not divide; the controller has to read the file, and
-    /// cannot; the session has ended. What fails on workers is told by
-    /// [`sync_all`](DiscoSession::sync_all).
+    /// There is no tensor of that name; its dimension is not a multiple of the number of workers;
+    /// the controller has to read the file, and cannot; the session has ended. Failures on workers
+    /// are returned by [`sync_all`](DiscoSession::sync_all).
     pub fn load(&self, name: &str, part: Part, device: Option<VirtualDevice>) -> Result<DRef> {
         self.issue_all(vec![self.prepare(name, part, device)?])?
             .pop()
@@ -223,13 +226,13 @@ impl ShardLoader {
             .ok_or_else(|| RpcError::internal("a load that was not issued").into())
     }
 
-    /// Loads all tensors for which `rule` names a part, as [`load`](Self::load) does. If one of
-    /// them does not divide as the rule says, none is loaded; a file that the controller has to
-    /// read and cannot ends it there.
+    /// Loads all tensors for which `rule` returns a part, as [`load`](Self::load) does. If one of
+    /// them cannot be divided as the rule says, none is loaded. If the controller has to read a
+    /// file and cannot, the tensors before it have been loaded.
     ///
     /// # Errors
     ///
-    /// As there.
+    /// Those of [`load`](Self::load).
     pub fn load_all(
         &self,
         mut rule: impl FnMut(&str, &TensorInfo) -> Option<Part>,
@@ -241,7 +244,7 @@ impl ShardLoader {
         Ok(self.issue_all(loads)?.into_iter().collect())
     }
 
-    /// Issues loads until one cannot be.
+    /// Issues loads, until one fails.
     fn issue_all(&self, loads: Vec<Load>) -> Result<Vec<(String, DRef)>> {
         let mut left = loads.iter().fold(0, |sum: u64, load| sum.saturating_add(load.bytes));
         if let Some((_, reporter)) = &self.reporter {
@@ -311,8 +314,8 @@ impl ShardLoader {
         }
         let read = || -> rpc_core::Result<_> {
             let file = InFile { file: source.file.open()?, path: source.file.path.clone(), start: request.start };
-            // All get the same where nothing is divided, and every group where it divides for
-            // itself.
+            // All workers get the same bytes if the tensor is not divided, and all groups if each
+            // divides it among its workers.
             let (parts, scope) = match &request.part {
                 Part::Whole | Part::With { .. } => (&cuts[..cuts.len().min(1)], None),
                 Part::Shard { scope: Scope::World, .. } => (&cuts[..], Some(Scope::World)),
@@ -350,7 +353,7 @@ impl fmt::Debug for ShardLoader {
     }
 }
 
-/// A load that can be issued.
+/// A load that has been checked, and can be issued.
 struct Load {
     request: LoadRequest,
     /// Part of each worker.
@@ -361,7 +364,8 @@ struct Load {
 
 type Headers = (Vec<WeightFile>, BTreeMap<String, Located>, Vec<RequestedFile>);
 
-/// Reads what the files say of themselves, and which of them workers are to look for.
+/// Finds the files and reads their headers. Returns the files, the tensors by name, and the
+/// requests for workers to open the files.
 fn read_headers(path: &Path, folder: Option<&Path>) -> Result<Headers> {
     let model = Model::find(path)?;
     let mut files = Vec::new();
@@ -393,8 +397,8 @@ fn read_headers(path: &Path, folder: Option<&Path>) -> Result<Headers> {
     Ok((files, tensors, wanted))
 }
 
-/// Returns the worker that reads for each worker: itself if it can, and otherwise one of those that
-/// can, in turn. `None` where none can.
+/// Returns, for each worker, the worker that reads for it: itself if it has no reason not to, and
+/// otherwise the workers that can, in turn. `None` if none can.
 fn readers(reasons: &[Option<String>]) -> Option<Vec<u32>> {
     let able: Vec<u32> = (0..).zip(reasons).filter(|(_, reason)| reason.is_none()).map(|(worker, _)| worker).collect();
     let mut in_turn = able.iter().copied().cycle();

@@ -14,7 +14,7 @@ use crate::error::WorkerId;
 use crate::wire::command::Scope;
 use crate::worker::context::WorkerContext;
 
-/// A file that workers are to open.
+/// Request to open a file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct RequestedFile {
     pub(super) path: String,
@@ -22,20 +22,20 @@ pub(super) struct RequestedFile {
     pub(super) identity: FileIdentity,
 }
 
-/// Identity by which a file is taken for the same in several places: its length, and the SHA-256 of
-/// its header with the length of that. The content of the tensors is not compared.
+/// Identity by which files on several machines are taken for the same: the length, and the SHA-256
+/// of the header with its length prefix. The content of the tensors is not part of it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct FileIdentity {
     pub(super) len: u64,
-    /// The bytes of the header, without those that say how many they are.
+    /// Length of the header in bytes, without the prefix that contains this number.
     pub(super) header_len: u64,
     pub(super) header: [u8; 32],
 }
 
-/// A tensor to be loaded: the same for all workers.
+/// Request to load a tensor: the same for all workers.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct LoadRequest {
-    /// The number of its file.
+    /// Number of the file that contains the tensor.
     pub(super) file: u32,
     pub(super) name: String,
     pub(super) dtype: DataType,
@@ -43,16 +43,16 @@ pub(super) struct LoadRequest {
     /// Start in the file, in bytes.
     pub(super) start: u64,
     pub(super) part: Part,
-    /// `None` is each worker's default one.
+    /// Constraint on the device; `None` is each worker's default device.
     pub(super) device: Option<VirtualDevice>,
-    /// The worker that reads for each worker.
+    /// For each worker, the worker that reads for it.
     pub(super) readers: Vec<u32>,
-    /// Loader that progress is told to; 0 is none.
+    /// Number of the loader that progress is reported to; 0 for none.
     pub(super) loader: u64,
 }
 
 impl LoadRequest {
-    /// Returns the part of the whole tensor that a worker's part is made of.
+    /// Returns the bytes of the tensor that `worker` gets.
     pub(super) fn cut(&self, worker: WorkerId, world_size: u32, num_groups: u32) -> Result<Cut> {
         let ranges = match &self.part {
             Part::Whole | Part::With { .. } => Vec::new(),
@@ -68,18 +68,18 @@ impl LoadRequest {
         Cut::new(self.dtype, &self.shape, &ranges)
     }
 
-    /// Adds to an error the name of the tensor that could not be loaded.
+    /// Adds the name of the tensor to an error.
     pub(super) fn blame(&self, error: RpcError) -> RpcError {
         error.context(format_args!("tensor '{}'", self.name))
     }
 
-    /// As [`cut`](Self::cut), in the session of `worker`.
+    /// Returns the bytes that the worker `of` gets, in the session of `worker`.
     pub(super) fn cut_of(&self, worker: &WorkerContext, of: WorkerId) -> Result<Cut> {
         self.cut(of, worker.world_size(), worker.num_groups())
     }
 }
 
-/// Returns the ranges of one of so many even shards.
+/// Returns the ranges of shard `rank` of `size` equal shards.
 fn shard(shape: &[i64], dim: usize, rank: u32, size: u32) -> Result<Vec<Range<i64>>> {
     let Some(length) = shape.get(dim) else {
         return Err(RpcError::invalid_argument(format!("there is no dimension {dim} in {shape:?}")));

@@ -1,4 +1,5 @@
-//! A tensor on its way to a worker: read from a file, or received from another worker.
+//! [`WeightReader`]: the worker's source of a tensor, which is a file, or memory that was received
+//! from another worker or the controller.
 
 use std::fmt;
 use std::ops::Range;
@@ -13,15 +14,14 @@ use super::in_parallel::in_parallel;
 use super::tensor_part::{Cut, ReadAt};
 use crate::worker::context::WorkerContext;
 
-/// Progress is told when so many bytes more have come.
+/// Bytes after which progress is reported again.
 const REPORT_EVERY: u64 = 4 << 20;
 
-/// A tensor of a file, from which a function that is called with it reads what its worker needs:
+/// A tensor of a file, as the argument of a function that reads the bytes that its worker needs:
 /// see [`Part::With`](super::Part::With).
 ///
-/// If the worker can read the file, nothing has been read yet. Otherwise all of the tensor has come
-/// into the worker's memory, and stays there until the function and its results let go of this.
-/// Calls block while they read.
+/// If the worker can read the file, nothing has been read yet. Otherwise the whole tensor is in the
+/// worker's memory, until the function and its results drop this. Calls block while they read.
 #[derive(Debug)]
 pub struct WeightReader {
     pub(super) name: String,
@@ -53,7 +53,7 @@ impl WeightReader {
         self.destination.device
     }
 
-    /// Reads all of the tensor into a new one on [`device`](Self::device).
+    /// Reads the whole tensor into a new one on [`device`](Self::device).
     ///
     /// # Errors
     ///
@@ -62,12 +62,12 @@ impl WeightReader {
         self.read_box(&[])
     }
 
-    /// Reads these entries of one dimension, and all of the others: a new tensor on
+    /// Reads a range of one dimension, and all of the others, into a new tensor on
     /// [`device`](Self::device).
     ///
     /// # Errors
     ///
-    /// As [`read_box`](Self::read_box).
+    /// Those of [`read_box`](Self::read_box).
     pub fn read_range(&self, dim: usize, range: Range<i64>) -> Result<Tensor> {
         let Some(before) = self.shape.get(..dim) else {
             return Err(RpcError::invalid_argument(format!("there is no dimension {dim} in {:?}", self.shape)));
@@ -76,9 +76,9 @@ impl WeightReader {
         self.read_box(&before.chain([range]).collect::<Vec<_>>())
     }
 
-    /// Reads a box: these ranges of the first dimensions, and all of the others. Returns a new
-    /// tensor on [`device`](Self::device). Bytes that lie together in the file are read at once,
-    /// and small pieces together with the bytes between them.
+    /// Reads a box, which is these ranges of the first dimensions and all of the others, into a new
+    /// tensor on [`device`](Self::device). Contiguous bytes of the file are read at once, and small
+    /// pieces together with the bytes between them.
     ///
     /// # Errors
     ///
@@ -126,12 +126,12 @@ pub(super) struct Destination {
 }
 
 impl Destination {
-    /// Returns ordinary memory of a device.
+    /// Returns the ordinary memory of a device.
     pub(super) fn of(device: Device) -> Self {
         Self { device, memory_scope: None }
     }
 
-    /// Returns the device that satisfies a constraint on this worker.
+    /// Returns the memory on this worker that satisfies a constraint.
     pub(super) fn on(worker: &WorkerContext, wanted: Option<&VirtualDevice>) -> Result<Self> {
         let memory_scope = wanted.and_then(VirtualDevice::memory_scope).filter(|scope| *scope != GLOBAL);
         Ok(Self { device: worker.choose(wanted)?, memory_scope: memory_scope.map(str::to_owned) })
@@ -149,7 +149,7 @@ pub(super) enum Source {
         file: InFile,
         cut: Cut,
     },
-    /// The part itself.
+    /// Memory that contains the part.
     Memory(Tensor),
 }
 
@@ -162,7 +162,7 @@ impl fmt::Debug for Source {
     }
 }
 
-/// A tensor whose bytes have come, to any device.
+/// A received tensor, in the memory of any device.
 struct InMemory {
     borrow: Borrow,
     /// Start in the borrowed storage.
@@ -182,15 +182,15 @@ impl ReadAt for InMemory {
     }
 }
 
-/// Bytes that are copied at once to memory that is not host memory: so many that starting a thread
-/// for the next piece costs little beside it.
+/// Bytes that are copied at a time to memory that is not host memory: so many that the cost of a
+/// thread for reading the next piece is small.
 const PIECE: u64 = 8 << 20;
 
-/// Reads the bytes from an offset of a tensor on, as many as there is room for.
+/// Function that fills a buffer with the bytes of a tensor from an offset on.
 pub(super) type Fill<'a> = dyn Fn(u64, &mut [u8]) -> Result<()> + Sync + 'a;
 
-/// Makes a tensor whose bytes `fill` reads: in place where that is host memory, and otherwise by
-/// way of that.
+/// Allocates a tensor and fills it by `fill`: in place if it is in host memory, and otherwise
+/// through host memory.
 pub(super) fn filled(
     worker: &WorkerContext,
     destination: &Destination,
@@ -211,10 +211,10 @@ pub(super) fn filled(
     Ok(tensor)
 }
 
-/// Fills so many bytes of memory that is not host memory, from `start` on. It goes piece by piece,
-/// so that little host memory is needed: the next is read while one is copied.
+/// Fills `size` bytes from `start` on of memory that is not host memory. Goes piece by piece, so
+/// that little host memory is needed, and reads the next piece while one is copied.
 fn fill_elsewhere(worker: &WorkerContext, to: &mut Borrow, start: u64, size: u64, fill: &Fill<'_>) -> Result<()> {
-    // Two pieces at most, which is no large number.
+    // At most two pieces, so the cast cannot overflow.
     let scratch = worker.context().allocate(Device::cpu(), DataType::U8, &[size.min(2 * PIECE) as i64])?;
     let mut view = scratch.write()?;
     let len = |at: u64| (size - at).min(PIECE) as usize;
@@ -233,8 +233,8 @@ fn fill_elsewhere(worker: &WorkerContext, to: &mut Borrow, start: u64, size: u64
     Ok(())
 }
 
-/// Counts the bytes that one load brings to one worker, as many as it was expected to bring, and
-/// tells the controller.
+/// Count of the bytes that one load has brought to one worker, at most as many as expected. Reports
+/// them to the controller.
 #[derive(Debug)]
 pub(super) struct Meter {
     worker: WorkerContext,
@@ -244,13 +244,13 @@ pub(super) struct Meter {
 }
 
 impl Meter {
-    /// Starts the count of a load that brings so many bytes to this worker.
+    /// Starts the count of a load that is expected to bring `bytes` bytes to this worker.
     pub(super) fn new(worker: &WorkerContext, loader: u64, bytes: u64) -> Self {
         Self { worker: worker.clone(), loader, left: AtomicU64::new(bytes), unreported: AtomicU64::new(0) }
     }
 
-    /// Adds bytes that have been read. A function may read any part, and as often as it likes; more
-    /// than expected does not count.
+    /// Adds bytes that have been read. A function may read any part, any number of times; bytes
+    /// beyond the expected number are not counted.
     fn add(&self, bytes: u64) {
         let take = |left: u64| Some(left - left.min(bytes));
         let before = self.left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, take).unwrap_or_default();
@@ -260,7 +260,7 @@ impl Meter {
         }
     }
 
-    /// Notes that all that was expected is there.
+    /// Reports all expected bytes that have not been reported.
     pub(super) fn finish(&self) {
         self.report(self.unreported.swap(0, Ordering::Relaxed) + self.left.swap(0, Ordering::Relaxed));
     }

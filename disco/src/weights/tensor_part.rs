@@ -1,24 +1,25 @@
-//! A part of a tensor: which of its bytes that is, and how they are read where they lie apart.
+//! Parts of a tensor: the positions of their bytes in the tensor, and reading them where they are
+//! not contiguous.
 
 use std::ops::Range;
 
 use rpc_core::{DataType, Result, RpcError};
 
-/// Source of a tensor's bytes, by their place in it. Reads all that is asked for, or fails.
+/// Source of a tensor's bytes, by their offset in it.
 pub(super) trait ReadAt {
-    /// Reads the bytes from `at` on.
+    /// Fills `out` with the bytes from `at` on, or fails.
     fn read_at(&self, at: u64, out: &mut [u8]) -> Result<()>;
 }
 
-/// A run that is as long as this is read by itself.
+/// Length of a contiguous run, in bytes, from which it is read separately.
 const LONG: u64 = 64 << 10;
 
-/// Size of the gap up to which shorter runs are read together with the bytes between them: it costs
-/// less than to ask for each.
+/// Gap between shorter runs, in bytes, up to which they are read together with the bytes between
+/// them, which costs less than a read for each.
 const GAP: u64 = 16 << 10;
 
-/// Bytes that are read at once: the memory for runs that are read together, and the interval of
-/// progress.
+/// Maximum number of bytes of one read: limits the memory for runs that are read together, and the
+/// interval of progress.
 const PIECE: u64 = 4 << 20;
 
 /// A box of a tensor: a range of each dimension.
@@ -30,15 +31,16 @@ pub(super) struct Cut {
     pub(super) size_bytes: u64,
     /// Start of the first run, in bytes from the beginning of the tensor.
     start: u64,
-    /// The bytes of each run: all of them have as many, and they follow each other in the part.
+    /// Length of each run in bytes. All runs have the same length, and they follow each other in
+    /// the part.
     run: u64,
     /// Number of runs along each of the outer dimensions, and the distance between their starts.
     outer: Vec<(u64, u64)>,
 }
 
 impl Cut {
-    /// Returns the part of a tensor that is within these ranges, of its first dimensions; of the
-    /// others it has all.
+    /// Creates the part that consists of these ranges of the first dimensions, and all of the
+    /// others.
     ///
     /// # Errors
     ///
@@ -70,7 +72,8 @@ impl Cut {
             return Ok(Self { shape: part, size_bytes: 0, start: 0, run: 0, outer: Vec::new() });
         }
         // No product below is larger than that of the whole shape, which has no dimension of 0.
-        // From the innermost dimension outward, as long as all of it is meant: one run.
+        // From the innermost dimension outward, a run grows while the part has all of the
+        // dimension.
         let (mut stride, mut run, mut start) = (dtype.bits_per_element(), dtype.bits_per_element(), 0);
         let mut outer = Vec::new();
         let mut in_run = true;
@@ -95,8 +98,8 @@ impl Cut {
         Ok(Self { shape: part, size_bytes: bits / 8, start: start / 8, run: run / 8, outer })
     }
 
-    /// Reads the bytes of the part from `at` on, as many as `out` has; `progress` is told of those
-    /// that have come.
+    /// Fills `out` with the bytes of the part from `at` on. Calls `progress` with the number of
+    /// bytes of each read.
     pub(super) fn read(
         &self,
         source: &dyn ReadAt,
@@ -121,7 +124,7 @@ impl Cut {
                 len += more;
             }
             let (piece, rest) = out.split_at_mut(len as usize);
-            // If nothing lies between them there is nothing to be taken apart.
+            // Contiguous bytes are read directly into `out`.
             if end - begin == len {
                 source.read_at(begin, piece)?;
             } else {
@@ -136,8 +139,8 @@ impl Cut {
         Ok(())
     }
 
-    /// Copies the bytes of the part from `at` on out of `read`, which begins where the first of
-    /// them lies.
+    /// Copies the bytes of the part from `at` on from `read`, which begins with the first of them,
+    /// and skips the bytes between runs.
     fn take_apart(&self, at: u64, read: &[u8], mut out: &mut [u8]) {
         let (mut run, mut skipped) = (at / self.run, at % self.run);
         let begin = self.place(run) + skipped;
@@ -148,8 +151,8 @@ impl Cut {
         }
     }
 
-    /// Returns the start of a run, in bytes from the beginning of the tensor. Later ones begin
-    /// further behind.
+    /// Returns the start of a run, in bytes from the beginning of the tensor. It grows with the
+    /// number of the run.
     fn place(&self, run: u64) -> u64 {
         let (mut rest, mut from) = (run, self.start);
         for (count, stride) in self.outer.iter().rev() {

@@ -1,5 +1,5 @@
-//! The workers' part: each opens the files that it can, and reads its own part of a tensor, or gets
-//! that from a worker that has read it.
+//! The workers' side of loading, as functions `disco.weights.*`: a worker opens the files that it
+//! may, and reads its part of a tensor or receives it from a worker that has read it.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -38,10 +38,10 @@ pub(crate) fn register(registry: &Registry) {
         });
 }
 
-/// The most files of one loader.
+/// Maximum number of files of one loader.
 const MAX_FILES: usize = 4096;
 
-/// The files of a loader on one worker, or why it cannot read them.
+/// The files of a loader on one worker, or the errors because of which it cannot read them.
 struct OpenFiles(Vec<Result<MatchingFile>>);
 
 impl OpenFiles {
@@ -62,7 +62,7 @@ impl OpenFiles {
     }
 }
 
-/// Loads this worker's part, and those of the workers that it reads for.
+/// Loads this worker's part. Reads and sends the parts of the workers that it reads for before.
 fn load(worker: &WorkerContext, files: &OpenFiles, request: &LoadRequest) -> Result<LocalValue> {
     let (me, readers) = (worker.worker_id(), &request.readers);
     if readers.len() != worker.world_size() as usize || readers.iter().any(|reader| *reader >= worker.world_size()) {
@@ -73,12 +73,12 @@ fn load(worker: &WorkerContext, files: &OpenFiles, request: &LoadRequest) -> Res
         return deliver(worker, receive(worker, WorkerId(reader), request)?, request);
     }
     let file = open(files, request);
-    // Waiting workers come first. A part that all of them get is read once.
+    // The workers that wait come first. A part that all of them get is read once.
     let mut for_all = None;
     for (of, _) in (0..).zip(readers).filter(|(of, reader)| *of != me.0 && **reader == me.0) {
         let read = || {
             let file = file.as_ref().map_err(RpcError::clone)?;
-            // The device of collectives: NCCL takes nothing from host memory.
+            // Read to the device of collectives, because NCCL does not send from host memory.
             let (cut, destination) = (request.cut_of(worker, WorkerId(of))?, Destination::of(worker.device()));
             filled(worker, &destination, request.dtype, &cut.shape, &|at, out| cut.read(file, at, out, &mut |_| ()))
         };
@@ -92,22 +92,21 @@ fn load(worker: &WorkerContext, files: &OpenFiles, request: &LoadRequest) -> Res
     deliver(worker, Source::File { file: file?, cut: request.cut_of(worker, me)? }, request)
 }
 
-/// Makes this worker's part of the bytes that have come from the controller: a part of the tensor,
-/// as bytes.
+/// Makes this worker's part from the bytes that the controller has sent.
 fn take(worker: &WorkerContext, bytes: &Tensor, request: &LoadRequest) -> Result<LocalValue> {
     let cut = request.cut_of(worker, worker.worker_id())?;
     deliver(worker, Source::Memory(bytes.view(0, cut.shape, None, request.dtype)?), request)
 }
 
-/// Puts the part into its destination, or has the function make a value of it.
+/// Loads the part to its destination, or calls the function of the request with a reader for it.
 fn deliver(worker: &WorkerContext, source: Source, request: &LoadRequest) -> Result<LocalValue> {
     let size = match &source {
         Source::File { cut, .. } => cut.size_bytes,
         Source::Memory(part) => part.size_bytes(),
     };
     let destination = Destination::on(worker, request.device.as_ref())?;
-    // A part that stays on a device is poisoned later if it has not come; one that is copied to the
-    // host, or shown to a function, has to have come.
+    // A transfer of NCCL may still be in progress. If it fails, a part that stays where it is gets
+    // poisoned later; a part that is copied, or passed to a function, has to be complete now.
     if let Source::Memory(part) = &source
         && (destination != Destination::of(part.device()) || matches!(request.part, Part::With { .. }))
     {
@@ -139,7 +138,7 @@ fn call(context: &Context, function: &str, reader: Arc<WeightReader>) -> Result<
     }
 }
 
-/// Finds the tensor in this worker's file.
+/// Opens the file of the tensor on this worker.
 fn open(files: &OpenFiles, request: &LoadRequest) -> Result<InFile> {
     let file = files.0.get(request.file as usize);
     let file = file.ok_or_else(|| RpcError::internal("a load from a file that there is not"))?;
@@ -151,8 +150,8 @@ fn open(files: &OpenFiles, request: &LoadRequest) -> Result<InFile> {
     Ok(InFile { file: file.open()?, path: file.path.clone(), start: request.start })
 }
 
-/// Sends another worker its part, or the reason why there is none. Errors on the way are reported
-/// by that one.
+/// Sends another worker its part, or the error because of which there is none. Errors of the
+/// transfer are reported by the receiver.
 fn send(worker: &WorkerContext, to: WorkerId, part: Result<Tensor>) {
     let bytes = part.and_then(|part| as_bytes(&part));
     let tensors = bytes.as_ref().map(|bytes| (Some(bytes), None)).map_err(RpcError::clone);
@@ -162,7 +161,7 @@ fn send(worker: &WorkerContext, to: WorkerId, part: Result<Tensor>) {
     }
 }
 
-/// Gets this worker's part from the one that reads it.
+/// Receives this worker's part from the worker that reads it.
 fn receive(worker: &WorkerContext, from: WorkerId, request: &LoadRequest) -> Result<Source> {
     let me = worker.worker_id();
     let room = request.cut_of(worker, me).and_then(|cut| {
@@ -174,7 +173,7 @@ fn receive(worker: &WorkerContext, from: WorkerId, request: &LoadRequest) -> Res
     Ok(Source::Memory(room?.1))
 }
 
-/// Returns the same memory as bytes, for any element type.
+/// Returns a view of the tensor as bytes, for any element type.
 fn as_bytes(tensor: &Tensor) -> Result<Tensor> {
     let len =
         i64::try_from(tensor.size_bytes()).map_err(|_| RpcError::invalid_argument("a tensor that is too large"))?;
