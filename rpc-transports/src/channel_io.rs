@@ -9,6 +9,7 @@ use std::time::Instant;
 
 use bytes::{BufMut, BytesMut};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, ReadBuf};
+use tokio::task::coop::unconstrained;
 use tokio::time::Sleep;
 
 use crate::channel::ChannelIo;
@@ -131,6 +132,9 @@ impl Flush {
 ///
 /// With every byte received the timeout moves into the future. The timer is then left alone: it
 /// goes off too early once, and is set again.
+///
+/// It goes off although the task may have used up tokio's cooperative budget, for example by
+/// reading what a busy peer sends. A peer could else postpone its timeouts without end.
 #[derive(Debug)]
 pub(crate) struct Alarm {
     sleep: Option<Pin<Box<Sleep>>>,
@@ -148,7 +152,7 @@ impl Alarm {
         if self.set_to.is_none_or(|set_to| timeout < set_to) {
             self.set(timeout);
         }
-        while self.sleep.as_mut().is_some_and(|sleep| sleep.as_mut().poll(cx).is_ready()) {
+        while self.sleep.as_mut().is_some_and(|sleep| pin!(unconstrained(sleep.as_mut())).poll(cx).is_ready()) {
             let now = Instant::now();
             if now >= timeout {
                 // The caller handles the timeout, and passes a later one the next time.
