@@ -49,7 +49,8 @@ pub use listener::{Accept, Listener};
 pub use message_family::MessageFamily;
 pub use serve::filter::{FilteredSession, FunctionPatterns, RequestPolicy};
 pub use serve::{
-    Dialect, DialectConnection, DialectRequest, Dialects, MAX_FIRST_BYTES, Recognition, ServerNotices, Working,
+    Dialect, DialectActivity, DialectConnection, DialectRequest, Dialects, MAX_FIRST_BYTES, Receiving, Recognition,
+    ServerNotices, Working,
 };
 pub use serve::{Onward, OpenRequest, ParkOptions, ServeObserver, ServeOptions, Server, SessionFactory, TokioSpawner};
 pub use transport::{

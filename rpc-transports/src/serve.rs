@@ -16,7 +16,8 @@ mod stall_timeouts;
 mod state;
 mod task;
 
-pub use self::dialect::connection::{DialectConnection, DialectRequest, ServerNotices, Working};
+pub use self::dialect::activity::{DialectActivity, Receiving, Working};
+pub use self::dialect::connection::{DialectConnection, DialectRequest, ServerNotices};
 pub use self::dialect::{Dialect, Dialects, MAX_FIRST_BYTES, Recognition};
 pub use self::onward::Onward;
 pub use self::options::{OpenRequest, ServeObserver, ServeOptions, SessionFactory};

@@ -1,6 +1,8 @@
 //! Dialects: other protocols in which clients of a server speak, recognised by their first bytes.
 
+pub(super) mod activity;
 pub(super) mod connection;
+mod stream;
 pub(super) mod task;
 
 use std::fmt;
@@ -21,15 +23,35 @@ use crate::transport::BoxFuture;
 ///
 /// The client has to send first. Its first bytes decide: those of the native protocol are the
 /// server's own, and others are shown to the dialects. A connection that no dialect accepts is
-/// treated as a native one, whose handshake refuses it. Dialects work on every transport, behind
-/// TLS and at the end of tunnels. They are not asked on connections that this server has dialled,
-/// such as those to a relay, and not by a relay, which opens no sessions.
+/// treated as a native one, whose handshake refuses it. They are not asked on connections that this
+/// server has dialled, such as those to a relay, and not by a relay, which opens no sessions.
+///
+/// Dialects work on every transport, behind TLS and at the end of tunnels. Over `tls://` and
+/// `quic://` the client has to name the native protocol in its TLS handshake (ALPN `rpc/1`), as the
+/// transports of this crate do: a client without that never gets as far as its first bytes.
 ///
 /// A client of a dialect is known by the certificate that it has shown, if the server accepts
-/// [certificates](crate::Access::certificates), and else as `anonymous`. A dialect proves nothing
-/// by itself. So clients without a certificate are served only where the server serves anonymous
-/// clients, unless the dialect was registered by
-/// [`Dialects::with_unproven`].
+/// [certificates](crate::Access::certificates), by the identity that a native session has proven on
+/// the same QUIC connection, and else as `anonymous`. A dialect proves nothing by itself. So
+/// clients without such an identity are served only where the server serves anonymous clients,
+/// unless the dialect was registered by [`Dialects::with_unproven`], or the client is the process
+/// that has started the server.
+///
+/// # Limits
+///
+/// The server by itself limits the number of connections and sessions, the time for the handshake
+/// and for the session, and, by `write_timeout` and `min_rate`, how long a client may leave output
+/// untaken. It sees bytes and no messages, so the rest is up to the dialect:
+///
+/// - Requests: [`DialectActivity::working`](crate::DialectActivity::working). A session without one
+///   is idle, whatever bytes its client sends, and ends after `idle_timeout`.
+/// - Incomplete messages: [`DialectActivity::receiving`](crate::DialectActivity::receiving), which
+///   cuts off a client that sends the rest more slowly than `min_rate`.
+/// - Sizes: [`DialectConnection::limits`].
+/// - Silent clients: the server's `keep_alive` sends pings in the native protocol alone. In a
+///   dialect, a client whose machine is gone is found by the keep-alive of TCP, which may take
+///   hours, by QUIC within six intervals of `keep_alive`, by `idle_timeout`, or by messages of the
+///   dialect's own.
 pub trait Dialect: fmt::Debug + Send + Sync + 'static {
     /// Returns the name of the dialect, for the log.
     fn name(&self) -> &str;
@@ -45,8 +67,9 @@ pub trait Dialect: fmt::Debug + Send + Sync + 'static {
     ///
     /// Until [`DialectConnection::open`] has opened a session, the connection counts among the
     /// handshakes, and the handshake's time limit holds. The future is dropped when that is over,
-    /// when the client stalls or the session has lasted for as long as the server's options allow,
-    /// and a second after the server was stopped. When it ends, the connection is closed and the
+    /// when the client stalls, and a second after [`ServerNotices::stopped`](crate::ServerNotices):
+    /// when the server was stopped, the session has ended by itself, or has lasted or idled for as
+    /// long as the server's options allow. When the future ends, the connection is closed and the
     /// session freed; references to the session's objects must not outlive it.
     ///
     /// # Errors

@@ -65,7 +65,7 @@ pub struct ServeOptions {
     /// Key of the server, for clients that ask for one. Empty for none.
     pub key: String,
     /// Interval of silence after which a channel is tested by a ping. The channel is given up after
-    /// three such intervals. Default 5 s.
+    /// three such intervals. [Dialects](crate::Dialect) have no such pings. Default 5 s.
     pub keep_alive: Duration,
     /// Longest time for a handshake, that of TLS included. Default 10 s.
     pub handshake_timeout: Duration,
@@ -73,7 +73,8 @@ pub struct ServeOptions {
     pub limits: WireLimits,
     /// Bytes of requests and replies that all sessions may have queued together, beside eight
     /// chunks for each. A request or reply over the limit fails with
-    /// [`LimitExceeded`](ErrorKind::LimitExceeded), and its session goes on. Default: no limit.
+    /// [`LimitExceeded`](ErrorKind::LimitExceeded), and its session goes on. Dialects charge what
+    /// they hold [by themselves](crate::DialectConnection::queued). Default: no limit.
     pub max_total_queued: u64,
     /// Number of sessions that there may be at one time. Default 4,096.
     pub max_sessions: usize,
@@ -95,8 +96,9 @@ pub struct ServeOptions {
     /// without a message, which the client would not take either. Default 60 s.
     pub write_timeout: Duration,
     /// Lowest rate, in bytes per second over each `write_timeout`, at which a client may send a
-    /// message that it has begun, or take pending output. Below it the connection is closed. 0 for
-    /// no limit. Default 64.
+    /// message that it has begun, or take pending output. Below it the connection is closed. In a
+    /// [dialect](crate::Dialect) a message has begun if the dialect
+    /// [says so](crate::DialectActivity::receiving). 0 for no limit. Default 64.
     pub min_rate: u64,
     /// Clients that the server serves. [`Server::set_access`](crate::Server::set_access) changes it
     /// later. Default: all clients.

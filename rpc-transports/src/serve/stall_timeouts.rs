@@ -31,6 +31,9 @@ pub(super) struct StallTimeouts {
     incoming: Option<Throughput>,
     /// Throughput of the output that the client takes, while output is pending.
     outgoing: Option<Throughput>,
+    /// Time since which no output waits for the channel, although some may follow. The stall and
+    /// the throughput of the output do not advance meanwhile.
+    output_paused: Option<Instant>,
 }
 
 /// Number of bytes that have moved since a time.
@@ -54,6 +57,7 @@ impl StallTimeouts {
             held_back: None,
             incoming: None,
             outgoing: None,
+            output_paused: None,
         }
     }
 
@@ -71,7 +75,25 @@ impl StallTimeouts {
             self.stalled_since.get_or_insert_with(Instant::now);
             self.outgoing.get_or_insert_with(Throughput::start);
         } else {
-            (self.stalled_since, self.outgoing) = (None, None);
+            (self.stalled_since, self.outgoing, self.output_paused) = (None, None, None);
+        }
+    }
+
+    /// Records that the channel can take output again, and that none is known to wait for it.
+    pub(super) fn pause_output(&mut self, now: Instant) {
+        if self.stalled_since.is_some() || self.outgoing.is_some() {
+            self.output_paused.get_or_insert(now);
+        }
+    }
+
+    /// Records that output has been offered to the channel. The time since
+    /// [`pause_output`](Self::pause_output) does not count as the client's.
+    pub(super) fn resume_output(&mut self, now: Instant) {
+        let Some(paused) = self.output_paused.take() else { return };
+        let pause = now.saturating_duration_since(paused);
+        let throughput = self.outgoing.as_mut().map(|outgoing| &mut outgoing.since);
+        for since in self.stalled_since.as_mut().into_iter().chain(throughput) {
+            *since += pause;
         }
     }
 
@@ -93,7 +115,8 @@ impl StallTimeouts {
 
     /// Returns the time since which the client has withheld an action that it owes.
     fn stuck_since(&self) -> Option<Instant> {
-        self.stalled_since.or(self.held_back.map(|(_, since)| since))
+        let stalled_since = self.stalled_since.filter(|_| self.output_paused.is_none());
+        stalled_since.or(self.held_back.map(|(_, since)| since))
     }
 
     /// Returns the time at which the timeouts have to be checked again.
@@ -103,7 +126,8 @@ impl StallTimeouts {
         let window = |throughput: Option<Throughput>| {
             throughput.and_then(|throughput| throughput.since.checked_add(self.write_timeout))
         };
-        [self.expires, idle, stuck, window(self.incoming), window(self.outgoing)].into_iter().flatten().min()
+        let outgoing = self.outgoing.filter(|_| self.output_paused.is_none());
+        [self.expires, idle, stuck, window(self.incoming), window(outgoing)].into_iter().flatten().min()
     }
 
     /// Returns an error if the client has stalled, or is too slow. No message can reach the client
@@ -115,7 +139,9 @@ impl StallTimeouts {
             return Some(RpcError::new(ErrorKind::LimitExceeded, text));
         }
         let due = (u128::from(self.min_rate) * limit.as_millis() / 1000).min(u64::MAX.into()) as u64;
-        for (throughput, verb) in [(&mut self.incoming, "sent"), (&mut self.outgoing, "taken")] {
+        let outgoing = Some(&mut self.outgoing).filter(|_| self.output_paused.is_none());
+        let directions = [Some((&mut self.incoming, "sent")), outgoing.map(|outgoing| (outgoing, "taken"))];
+        for (throughput, verb) in directions.into_iter().flatten() {
             let window = throughput.filter(|throughput| now.saturating_duration_since(throughput.since) >= limit);
             let Some(Throughput { bytes, .. }) = window else { continue };
             if bytes < due {
@@ -188,6 +214,29 @@ mod tests {
         let error = timeouts.check_stall(window).unwrap();
         assert!(error.message().contains("the client has taken 1 bytes"), "{error}");
         timeouts.set_writing(false);
+        assert!(timeouts.next().is_none());
+    }
+
+    #[test]
+    fn time_in_which_no_output_waits_is_not_the_clients() {
+        let start = Instant::now();
+        let mut timeouts = timeouts(start);
+        timeouts.set_writing(true);
+        let limit = timeouts.next().unwrap();
+        // A write is cancelled after a second, when the channel can take output again.
+        let (pause, hour) = (limit - Duration::from_secs(59), Duration::from_secs(3600));
+        timeouts.pause_output(pause);
+        assert!(timeouts.next().is_none() && timeouts.check_stall(limit).is_none());
+        // The next write goes on where the last one was.
+        timeouts.resume_output(pause + hour);
+        let later = timeouts.next().unwrap();
+        assert_eq!(later, limit + hour);
+        let error = timeouts.check_stall(later).unwrap();
+        assert!(error.message().contains("the client has taken nothing for as long"), "{error}");
+        // A client that takes everything owes nothing after a pause, either.
+        timeouts.pause_output(later);
+        timeouts.set_writing(false);
+        timeouts.resume_output(later + hour);
         assert!(timeouts.next().is_none());
     }
 }

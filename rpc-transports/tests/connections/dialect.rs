@@ -5,19 +5,20 @@ use std::time::{Duration, Instant};
 
 use bytes::BytesMut;
 use rpc_core::proto::{Anonymous, Handshake, HandshakeConfig, Hello, Role};
-use rpc_core::{ErrorKind, Registry, RpcError, Session};
+use rpc_core::{ErrorKind, Registry, RpcError, Session, SharedSession};
 use rpc_transports::{
     Access, Address, Bind, BoxFuture, Channel, ClientTls, Connector, Dial, Dialect, DialectConnection, DialectRequest,
-    Dialects, Recognition, ServeObserver, ServeOptions, Server, Tokens, Transports,
+    Dialects, OpenRequest, Recognition, ServeObserver, ServeOptions, Server, Tokens, Transports,
 };
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
 use crate::chains::certificate;
 
 /// Time limit of events that are expected.
 const LIMIT: Duration = Duration::from_secs(20);
 
-/// A protocol of lines: `LINES`, the key, and then calls such as `add 1 2`.
+/// A protocol of lines: `LINES`, the key, and then calls such as `add 1 2`, or one of the commands
+/// `deaf`, `message` and `flood`.
 #[derive(Debug)]
 struct Lines;
 
@@ -46,34 +47,58 @@ impl Dialect for Lines {
 }
 
 async fn serve(connection: &mut DialectConnection) -> Result<(), RpcError> {
-    assert_eq!(read_line(connection).await?, "LINES", "the stream begins with the first byte");
-    let key = read_line(connection).await?;
+    assert_eq!(read_line(connection.io()).await?, "LINES", "the stream begins with the first byte");
+    let first = read_line(connection.io()).await?;
+    let (key, is_busy) = match first.strip_suffix(" busy") {
+        Some(key) => (key.to_owned(), true),
+        None => (first, false),
+    };
+    let activity = connection.activity();
+    // A request that begins before the session, and never ends.
+    let _busy = is_busy.then(|| activity.working());
     let session = match connection.open(DialectRequest { key, ..DialectRequest::default() }).await {
         Ok(session) => session,
         Err(error) => {
-            say(connection, format!("! {}", error.kind())).await?;
+            say(connection.io(), format!("! {}", error.kind())).await?;
             return Err(error);
         }
     };
     let identity = connection.identity().to_owned();
-    say(connection, format!("ready {identity}")).await?;
     let mut notices = connection.notices();
+    let (mut input, mut output) = tokio::io::split(connection.io());
+    say(&mut output, format!("ready {identity}")).await?;
     loop {
         let line = tokio::select! {
-            () = notices.going_away() => return say(connection, "bye".to_owned()).await,
-            line = read_line(connection) => line?,
+            reason = notices.going_away() => return say(&mut output, format!("bye {}", reason.kind())).await,
+            line = read_line(&mut input) => line?,
         };
-        if line == "deaf" {
-            say(connection, "deaf".to_owned()).await?;
-            std::future::pending::<()>().await;
+        match line.as_str() {
+            "deaf" => {
+                say(&mut output, "deaf".to_owned()).await?;
+                std::future::pending::<()>().await;
+            }
+            "message" => {
+                let _receiving = activity.receiving();
+                say(&mut output, "go".to_owned()).await?;
+                read_line(&mut input).await?;
+                continue;
+            }
+            "flood" => {
+                let flood = async { while output.write_all(&[b'.'; 1 << 16]).await.is_ok() {} };
+                tokio::select! {
+                    biased;
+                    () = flood => {}
+                    // The write is cancelled as soon as the channel is full.
+                    () = std::future::ready(()) => {}
+                }
+                continue;
+            }
+            _ => {}
         }
-        let working = connection.working();
-        let answer = match call(&session, &line).await {
-            Ok(sum) => format!("= {sum}"),
-            Err(error) => format!("! {}", error.kind()),
-        };
+        let working = activity.working();
+        let answer = call(&session, &line).await.map(|sum| format!("= {sum}"));
+        say(&mut output, answer.unwrap_or_else(|error| format!("! {}", error.kind()))).await?;
         drop(working);
-        say(connection, answer).await?;
     }
 }
 
@@ -84,17 +109,17 @@ async fn call(session: &Session, line: &str) -> Result<i64, RpcError> {
     function.call((number(), number())).await
 }
 
-async fn read_line(connection: &mut DialectConnection) -> Result<String, RpcError> {
-    line(connection.io()).await.ok_or_else(|| RpcError::new(ErrorKind::Closed, "the client has gone"))
+async fn read_line(input: &mut (impl AsyncRead + Unpin + ?Sized)) -> Result<String, RpcError> {
+    line(input).await.ok_or_else(|| RpcError::new(ErrorKind::Closed, "the client has gone"))
 }
 
-async fn say(connection: &mut DialectConnection, line: String) -> Result<(), RpcError> {
-    let written = connection.io().write_all(format!("{line}\n").as_bytes()).await;
+async fn say(output: &mut (impl AsyncWrite + Unpin + ?Sized), line: String) -> Result<(), RpcError> {
+    let written = output.write_all(format!("{line}\n").as_bytes()).await;
     written.map_err(|error| RpcError::new(ErrorKind::PeerLost, error.to_string()))
 }
 
 /// Returns the next line, or `None` at the end of the stream.
-async fn line(io: &mut dyn rpc_transports::ChannelIo) -> Option<String> {
+async fn line(io: &mut (impl AsyncRead + Unpin + ?Sized)) -> Option<String> {
     let mut line = Vec::new();
     loop {
         match io.read_u8().await {
@@ -140,8 +165,12 @@ impl Client {
     }
 
     async fn over(channel: Channel) -> (Self, String) {
+        Self::begin(channel, "LINES\nboard\n").await
+    }
+
+    async fn begin(channel: Channel, greeting: &str) -> (Self, String) {
         let mut this = Self(channel);
-        this.send("LINES\nboard\n").await;
+        this.send(greeting).await;
         let answer = this.line().await.unwrap_or_default();
         (this, answer)
     }
@@ -262,19 +291,100 @@ async fn a_session_without_requests_ends_and_one_that_works_does_not() {
     let address = listen(&server, "tcp://127.0.0.1:0").await;
     let ((mut busy, _), (mut quiet, _)) = (Client::connect(&address).await, Client::connect(&address).await);
     busy.send("never\n").await;
-    assert_eq!(quiet.line().await.unwrap(), "bye", "it is told");
+    assert_eq!(quiet.line().await.unwrap(), format!("bye {}", ErrorKind::SessionTimeout), "it is told");
     assert_eq!(quiet.line().await, None);
+    one_is_left(&server).await;
+    server.stop();
+    idle(&server).await;
+    drop(busy);
+}
+
+async fn one_is_left(server: &Server) {
     let freed = async {
         while server.sessions() > 1 {
             tokio::time::sleep(Duration::from_millis(2)).await;
         }
     };
-    tokio::time::timeout(LIMIT, freed).await.expect("the quiet session is freed");
-    assert_eq!(server.sessions(), 1, "the busy one goes on");
-    server.stop();
-    idle(&server).await;
-    drop(busy);
+    tokio::time::timeout(LIMIT, freed).await.expect("the other session is freed");
+    assert_eq!(server.sessions(), 1, "this one goes on");
 }
+
+#[tokio::test]
+async fn a_request_that_begins_before_the_session_counts_as_work() {
+    let server = server(|options| options.idle_timeout = Some(Duration::from_millis(200)));
+    let address = listen(&server, "memory:dialect-early").await;
+    let channel = Transports::default().dial(&address, &Dial::default()).await.unwrap();
+    let (mut busy, _) = Client::begin(channel, "LINES\nboard busy\n").await;
+    let (mut quiet, _) = Client::connect(&address).await;
+    assert_eq!(quiet.line().await.unwrap(), format!("bye {}", ErrorKind::SessionTimeout));
+    one_is_left(&server).await;
+    assert_eq!(busy.ask("add 1 2").await, "= 3");
+}
+
+#[tokio::test]
+async fn bytes_that_are_no_request_do_not_keep_a_session() {
+    let server = server(|options| options.idle_timeout = Some(Duration::from_millis(200)));
+    let address = listen(&server, "memory:dialect-bytes").await;
+    let (mut client, _) = Client::connect(&address).await;
+    let trickling = async { while client.0.io_mut().write_all(b"x").await.is_ok() {} };
+    tokio::time::timeout(LIMIT, trickling).await.expect("the server cuts the connection");
+    idle(&server).await;
+}
+
+#[tokio::test]
+async fn a_message_that_comes_more_slowly_than_the_least_rate_is_cut_off() {
+    let server = server(|options| {
+        options.write_timeout = Duration::from_millis(200);
+        options.min_rate = 1 << 20;
+    });
+    let address = listen(&server, "memory:dialect-rate").await;
+    let ((mut between, _), (mut slow, _)) = (Client::connect(&address).await, Client::connect(&address).await);
+    // The same client in between two messages, for longer.
+    assert_eq!(between.ask("message").await, "go");
+    between.send("a whole message\n").await;
+    assert_eq!(between.ask("add 1 2").await, "= 3");
+    assert_eq!(slow.ask("message").await, "go");
+    slow.send("a part").await;
+    assert_eq!(slow.line().await, None);
+    assert_eq!(between.ask("add 1 2").await, "= 3");
+}
+
+#[tokio::test]
+async fn a_cancelled_write_is_no_stall_once_the_client_reads() {
+    let server = server(|options| options.write_timeout = Duration::from_millis(300));
+    let address = listen(&server, "memory:dialect-cancel").await;
+    let ((mut client, _), (mut stalled, _)) = (Client::connect(&address).await, Client::connect(&address).await);
+    client.send("flood\n").await;
+    assert_eq!(client.0.io_mut().read_u8().await.unwrap(), b'.');
+    // The other one stalls later, and is cut off.
+    assert_eq!(stalled.ask("add 1 2").await, "= 3");
+    let asking = async { while stalled.0.io_mut().write_all(b"add 1 2\n").await.is_ok() {} };
+    tokio::time::timeout(LIMIT, asking).await.expect("the server cuts the connection");
+    one_is_left(&server).await;
+    let answer = client.ask("add 1 2").await;
+    assert!(answer.ends_with(".= 3"), "the answer follows the flood");
+}
+
+#[tokio::test]
+async fn the_end_of_the_session_is_the_end_of_the_connection() {
+    let origin = server(|_| {});
+    let origin_address = listen(&origin, "memory:dialect-origin").await;
+    let session = Connector::new().connect(&origin_address).await.unwrap();
+    let shared = session.shared().clone();
+    let dialects = Dialects::default().with(Lines);
+    let options = ServeOptions { dialects, key: "board".to_owned(), ..ServeOptions::default() };
+    let factory = move |_: &OpenRequest| Ok::<SharedSession, RpcError>(shared.clone());
+    let server = Server::new(Arc::new(factory), options);
+    let address = listen(&server, "memory:dialect-ended").await;
+    let ((mut client, _), (mut deaf, _)) = (Client::connect(&address).await, Client::connect(&address).await);
+    assert_eq!((client.ask("add 1 2").await.as_str(), deaf.ask("deaf").await.as_str()), ("= 3", "deaf"));
+    origin.stop();
+    let reason = tokio::time::timeout(LIMIT, session.ended()).await.unwrap();
+    assert_eq!((client.line().await, client.line().await), (Some(format!("bye {}", reason.kind())), None));
+    assert_eq!(deaf.line().await, None);
+    idle(&server).await;
+}
+
 
 #[tokio::test]
 async fn a_client_that_takes_no_output_is_cut_off() {
@@ -311,7 +421,8 @@ async fn draining_and_stopping_end_sessions_in_a_dialect() {
     assert_eq!(deaf.ask("deaf").await, "deaf", "it takes no notice from here on");
     let drained = server.clone();
     let draining = tokio::spawn(async move { drained.drain(LIMIT).await });
-    assert_eq!((client.line().await, client.line().await), (Some("bye".to_owned()), None));
+    let bye = format!("bye {}", ErrorKind::Draining);
+    assert_eq!((client.line().await, client.line().await), (Some(bye), None));
     assert!(!draining.is_finished(), "the other one does not listen");
     server.stop();
     tokio::time::timeout(LIMIT, server.stopped(2 * LIMIT)).await.expect("a dialect cannot hold up the end");

@@ -1,18 +1,15 @@
 //! A connection in a dialect: its stream, its session, and its limits and notices.
 
 use std::fmt;
-use std::io;
-use std::pin::{Pin, pin};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::task::{Context, Poll, ready};
-use std::time::Instant;
+use std::sync::{Arc, Mutex};
 
 use async_trait::async_trait;
-use bytes::BytesMut;
+use rpc_core::reply::Canceller;
 use rpc_core::{ErrorKind, RpcError, Session, SharedSession};
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::sync::watch;
 
+use super::activity::{DialectActivity, Progress, lock};
+use super::stream::WatchedStream;
 use crate::channel::{Channel, ChannelIo};
 use crate::handshake::handshake_limit::HandshakePermit;
 use crate::limits::WireLimits;
@@ -29,7 +26,7 @@ pub struct DialectConnection {
     /// Permit among the handshakes, until there is a session.
     permit: Option<HandshakePermit>,
     pub(super) progress: Arc<Mutex<Progress>>,
-    notices: watch::Receiver<Option<Command>>,
+    notices: watch::Receiver<Option<Notice>>,
     pub(super) session: Option<OpenedSession>,
 }
 
@@ -46,17 +43,10 @@ pub(super) trait SessionSource: Send + Sync {
 /// Session of a connection.
 pub(super) struct OpenedSession {
     pub(super) session: SharedSession,
+    /// Subscription to the end of the session, which is delivered to the task's mailbox.
+    pub(super) end_watch: Canceller,
     /// Share of the session in the server, which ends after the session.
     pub(super) share: Box<dyn Send + Sync>,
-}
-
-/// State that a connection shares with the server's task for it.
-#[derive(Default)]
-pub(super) struct Progress {
-    /// Timeouts of the session. `None` until there is one.
-    pub(super) timeouts: Option<StallTimeouts>,
-    /// Number of requests that the dialect says it is working on.
-    working: usize,
 }
 
 /// A dialect's request for a session. The default asks for nothing. Empty texts stand for none.
@@ -72,25 +62,28 @@ pub struct DialectRequest {
 
 /// Notices of the server to a connection in a dialect.
 #[derive(Clone, Debug)]
-pub struct ServerNotices(watch::Receiver<Option<Command>>);
+pub struct ServerNotices(watch::Receiver<Option<Notice>>);
 
-/// Mark of a request in progress. While one exists, the server's limit on idle sessions does not
-/// count.
-pub struct Working(Arc<Mutex<Progress>>);
+/// Strongest command of the server to a connection so far, and the reason for it.
+#[derive(Clone, Debug)]
+pub(super) struct Notice {
+    pub(super) command: Command,
+    pub(super) reason: RpcError,
+}
 
 impl DialectConnection {
-    /// Creates the connection, and the sender of the server's commands to it.
+    /// Creates the connection, and the sender of the server's notices to it.
     pub(super) fn new(
-        mut channel: Channel,
+        channel: Channel,
         identity: String,
         sessions: Arc<dyn SessionSource>,
         permit: HandshakePermit,
-    ) -> (Self, watch::Sender<Option<Command>>) {
+    ) -> (Self, watch::Sender<Option<Notice>>) {
         let progress = Arc::new(Mutex::new(Progress::default()));
-        let (commands, notices) = watch::channel(None);
-        let (peer, unread) = (channel.peer().to_owned(), channel.take_unread());
+        let (sender, notices) = watch::channel(None);
+        let peer = channel.peer().to_owned();
         let this = Self {
-            stream: WatchedStream { unread, channel, progress: progress.clone() },
+            stream: WatchedStream::new(channel, progress.clone()),
             peer,
             identity,
             sessions,
@@ -99,18 +92,20 @@ impl DialectConnection {
             notices,
             session: None,
         };
-        (this, commands)
+        (this, sender)
     }
 
-    /// Returns the stream of bytes, from the first one on. Reading from it and writing to it counts
-    /// for the server's limits on idle and on stalled clients.
+    /// Returns the stream of bytes, from the first one on. A client that takes no output is cut off
+    /// by the server's limits. So a write that the channel has no room for counts from then on,
+    /// even if it is cancelled, until the channel has room again.
     pub fn io(&mut self) -> &mut dyn ChannelIo {
         &mut self.stream
     }
 
     /// Opens the session, by the server's [`SessionFactory`](crate::SessionFactory). It counts
     /// among the server's sessions until the connection ends. Part of the handshake: the server's
-    /// time limit for that holds until it returns.
+    /// time limit for that holds until it returns. If the session ends on its own, such as by the
+    /// death of its process, the connection is stopped: see [`ServerNotices::stopped`].
     ///
     /// # Errors
     ///
@@ -126,7 +121,7 @@ impl DialectConnection {
         self.permit = None;
         let session = opened.session.clone();
         self.session = Some(opened);
-        lock(&self.progress).timeouts = Some(timeouts);
+        lock(&self.progress).start(timeouts);
         Ok(session.into())
     }
 
@@ -148,60 +143,51 @@ impl DialectConnection {
         self.sessions.limits()
     }
 
+    /// Returns the handle by which the dialect tells what the connection is doing.
+    #[must_use]
+    pub fn activity(&self) -> DialectActivity {
+        DialectActivity::new(self.progress.clone())
+    }
+
     /// Returns the server's notices for this connection.
     #[must_use]
     pub fn notices(&self) -> ServerNotices {
         ServerNotices(self.notices.clone())
     }
-
-    /// Marks the beginning of a request. The request ends when the mark is dropped.
-    #[must_use]
-    pub fn working(&self) -> Working {
-        let mut progress = lock(&self.progress);
-        progress.working += 1;
-        if let Some(timeouts) = &mut progress.timeouts {
-            timeouts.idle_since = None;
-        }
-        drop(progress);
-        Working(self.progress.clone())
-    }
 }
 
 impl ServerNotices {
-    /// Resolves when the server takes no new requests: the dialect answers those in progress, and
-    /// returns. Never resolves before there is a session. Cancel-safe.
-    pub async fn going_away(&mut self) {
-        self.wait_for(Command::GoAway).await;
+    /// Resolves when the server takes no new requests, to the reason: the dialect answers those in
+    /// progress, and returns. Never resolves before there is a session. Cancel-safe.
+    pub async fn going_away(&mut self) -> RpcError {
+        self.wait_for(Command::GoAway).await
     }
 
-    /// Resolves when the server is stopped: the connection is cut a second later. Never resolves
-    /// before there is a session. Cancel-safe.
-    pub async fn stopped(&mut self) {
-        self.wait_for(Command::Stop).await;
+    /// Resolves when the connection is about to be cut, to the reason, which the dialect has a
+    /// second to tell the client: the server is stopped, the session has ended or has lasted or
+    /// idled for too long. Never resolves before there is a session. Cancel-safe.
+    pub async fn stopped(&mut self) -> RpcError {
+        self.wait_for(Command::Stop).await
     }
 
-    async fn wait_for(&mut self, command: Command) {
-        if self.0.wait_for(|told| *told >= Some(command)).await.is_err() {
+    async fn wait_for(&mut self, command: Command) -> RpcError {
+        let is_told = |told: &Option<Notice>| told.as_ref().is_some_and(|notice| notice.command >= command);
+        let reason = match self.0.wait_for(is_told).await {
+            Ok(told) => told.as_ref().map(|notice| notice.reason.clone()),
+            Err(_) => None,
+        };
+        match reason {
+            Some(reason) => reason,
             // The server's task for the connection is over, and drops this future.
-            std::future::pending().await
-        }
-    }
-}
-
-impl Drop for Working {
-    fn drop(&mut self) {
-        let mut progress = lock(&self.0);
-        progress.working -= 1;
-        let is_idle = progress.working == 0;
-        if let Some(timeouts) = progress.timeouts.as_mut().filter(|_| is_idle) {
-            timeouts.idle_since = Some(Instant::now());
+            None => std::future::pending().await,
         }
     }
 }
 
 impl Drop for DialectConnection {
     fn drop(&mut self) {
-        if let Some(OpenedSession { session, share }) = self.session.take() {
+        if let Some(OpenedSession { session, end_watch, share }) = self.session.take() {
+            end_watch.abandon();
             free((session, share));
         }
     }
@@ -211,82 +197,4 @@ impl fmt::Debug for DialectConnection {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("DialectConnection").field("peer", &self.peer()).finish_non_exhaustive()
     }
-}
-
-impl fmt::Debug for Working {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Working")
-    }
-}
-
-/// Stream of a connection. It gives the bytes that were read already first, and keeps the timeouts
-/// of the session.
-struct WatchedStream {
-    unread: BytesMut,
-    channel: Channel,
-    progress: Arc<Mutex<Progress>>,
-}
-
-impl WatchedStream {
-    /// Records the outcome of a poll of the outgoing direction. `is_done` tells from the value
-    /// whether all output has been taken, and by how many bytes.
-    fn watch_output<T>(
-        &self,
-        outcome: Poll<io::Result<T>>,
-        is_done: impl FnOnce(&T) -> (bool, usize),
-    ) -> Poll<io::Result<T>> {
-        if let Some(timeouts) = &mut lock(&self.progress).timeouts {
-            match &outcome {
-                Poll::Pending => timeouts.set_writing(true),
-                Poll::Ready(Ok(value)) => {
-                    let (is_done, written) = is_done(value);
-                    timeouts.wrote(written);
-                    timeouts.set_writing(!is_done);
-                }
-                Poll::Ready(Err(_)) => {}
-            }
-        }
-        outcome
-    }
-}
-
-impl AsyncRead for WatchedStream {
-    fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
-        let this = &mut *self;
-        let before = buffer.filled().len();
-        if this.unread.is_empty() {
-            ready!(pin!(this.channel.io_mut()).poll_read(cx, buffer))?;
-        } else {
-            let count = this.unread.len().min(buffer.remaining());
-            buffer.put_slice(&this.unread.split_to(count));
-        }
-        let (count, mut progress) = (buffer.filled().len() - before, lock(&this.progress));
-        let is_working = progress.working > 0;
-        if let Some(timeouts) = progress.timeouts.as_mut().filter(|_| count > 0) {
-            timeouts.idle_since = (!is_working).then(Instant::now);
-            timeouts.received(count);
-        }
-        Poll::Ready(Ok(()))
-    }
-}
-
-impl AsyncWrite for WatchedStream {
-    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
-        let written = pin!(self.channel.io_mut()).poll_write(cx, bytes);
-        self.watch_output(written, |written| (*written == bytes.len(), *written))
-    }
-
-    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        let flushed = pin!(self.channel.io_mut()).poll_flush(cx);
-        self.watch_output(flushed, |()| (true, 0))
-    }
-
-    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        let shut_down = pin!(self.channel.io_mut()).poll_shutdown(cx);
-        self.watch_output(shut_down, |()| (true, 0))
-    }
-}
-
-pub(super) fn lock(progress: &Mutex<Progress>) -> MutexGuard<'_, Progress> {
-    progress.lock().unwrap_or_else(PoisonError::into_inner)
 }

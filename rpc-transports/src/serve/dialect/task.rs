@@ -1,8 +1,6 @@
 //! The server's task for a connection in a dialect, which runs the dialect within the server's
 //! limits.
 
-use std::future::Future;
-use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::task::Poll;
@@ -11,17 +9,19 @@ use std::time::Instant;
 use async_trait::async_trait;
 use rpc_core::{ErrorKind, RpcError};
 use tokio::sync::{Notify, watch};
-use tokio::time::Sleep;
 
 use super::Dialect;
-use super::connection::{DialectConnection, DialectRequest, OpenedSession, SessionSource, lock};
+use super::activity::lock;
+use super::connection::{DialectConnection, DialectRequest, Notice, OpenedSession, SessionSource};
 use crate::channel::Channel;
 use crate::channel_io::Alarm;
 use crate::handshake::handshake_limit::HandshakePermit;
 use crate::handshake::identity::Security;
 use crate::limits::WireLimits;
-use crate::serve::connection::{Connection, LINGER, SessionRequest, drain_and_close, log_refusal};
-use crate::serve::mailbox::Command;
+use crate::serve::connection::{
+    Connection, LINGER, SessionRequest, drain_and_close, log_refusal,
+};
+use crate::serve::mailbox::{Command, EndOfSession};
 use crate::serve::stall_timeouts::StallTimeouts;
 
 /// Connection whose client speaks a dialect, and may be served.
@@ -29,7 +29,7 @@ pub(in crate::serve) struct DialectTask {
     dialect: Arc<dyn Dialect>,
     client: Arc<DialectClient>,
     connection: DialectConnection,
-    commands: watch::Sender<Option<Command>>,
+    notices: watch::Sender<Option<Notice>>,
     eviction: Arc<Notify>,
     /// End of the time for the handshake.
     deadline: Instant,
@@ -43,6 +43,16 @@ pub(in crate::serve) struct DialectClient {
     /// Number of the rules by which the server would serve the client natively, too, so that other
     /// channels of the same connection inherit the identity. `None` if it would not.
     pub(in crate::serve) rules: Option<u64>,
+}
+
+/// End of a connection in a dialect.
+enum DialectEnd {
+    /// The dialect has returned.
+    Returned(Result<(), RpcError>),
+    /// The server has cut the connection.
+    Cut(RpcError),
+    /// The handshake was evicted: too many were in progress, or the server stops.
+    Evicted,
 }
 
 #[async_trait]
@@ -64,7 +74,9 @@ impl SessionSource for DialectClient {
         let entry = self.connection.entry.clone();
         entry.served.store(true, Ordering::Relaxed);
         let timeouts = StallTimeouts::new(&server.options.stall_limits(), Instant::now());
-        Ok((OpenedSession { session, share: Box::new((slot, entry)) }, timeouts))
+        let end = Arc::new(EndOfSession(self.connection.mailbox.clone()));
+        let end_watch = session.ended().reply().deliver_to(end, 0);
+        Ok((OpenedSession { session, end_watch, share: Box::new((slot, entry)) }, timeouts))
     }
 
     fn limits(&self) -> &WireLimits {
@@ -81,8 +93,8 @@ impl DialectTask {
         deadline: Instant,
     ) -> Self {
         let (client, eviction) = (Arc::new(client), permit.eviction());
-        let (connection, commands) = DialectConnection::new(channel, client.identity.clone(), client.clone(), permit);
-        Self { dialect, client, connection, commands, eviction, deadline }
+        let (connection, notices) = DialectConnection::new(channel, client.identity.clone(), client.clone(), permit);
+        Self { dialect, client, connection, notices, eviction, deadline }
     }
 
     /// Serves the connection to its end.
@@ -93,7 +105,14 @@ impl DialectTask {
     pub(in crate::serve) async fn run(mut self) -> Result<(), ErrorKind> {
         let peer = self.connection.peer().to_owned();
         let dialect = self.dialect.name().to_owned();
-        let (outcome, was_cut) = self.serve().await;
+        let (outcome, was_cut) = match self.serve().await {
+            DialectEnd::Returned(outcome) => (outcome, false),
+            DialectEnd::Cut(reason) => (Err(reason), true),
+            DialectEnd::Evicted => {
+                let text = "too many handshakes are in progress, or the server stops";
+                (Err(RpcError::new(ErrorKind::LimitExceeded, text)), true)
+            }
+        };
         let had_session = self.connection.session.is_some();
         match outcome {
             Ok(()) => tracing::debug!(peer, dialect, "connection ended"),
@@ -109,10 +128,9 @@ impl DialectTask {
         Ok(())
     }
 
-    /// Runs the dialect. Returns its outcome, or the reason for which it was cut, and true in that
-    /// case.
-    async fn serve(&mut self) -> (Result<(), RpcError>, bool) {
-        let Self { dialect, client, connection, commands, eviction, deadline } = self;
+    /// Runs the dialect.
+    async fn serve(&mut self) -> DialectEnd {
+        let Self { dialect, client, connection, notices, eviction, deadline } = self;
         let (options, mailbox) = (&client.connection.server.options, &client.connection.mailbox);
         let (progress, peer) = (connection.progress.clone(), connection.peer().to_owned());
         let mut serving = dialect.serve(connection);
@@ -121,58 +139,58 @@ impl DialectTask {
             None => Poll::Pending,
         });
         tokio::select! {
-            // The dialect comes before the check for a session, which it opens in the same poll.
+            // The dialect comes before the check for a session, which it opens in the same poll,
+            // and after the time limit, which could not expire once a busy client's bytes have used
+            // up the task's budget.
             biased;
-            () = eviction.notified() => {
-                let text = "too many handshakes are in progress, or the server stops";
-                return (Err(RpcError::new(ErrorKind::LimitExceeded, text)), true);
-            }
-            outcome = &mut serving => return (outcome, false),
-            () = opened => {}
+            () = eviction.notified() => return DialectEnd::Evicted,
             () = tokio::time::sleep_until((*deadline).into()) => {
                 let limit = options.handshake_timeout;
                 let text = format!("handshake_timeout is {limit:?}, and there was no session by then");
-                return (Err(RpcError::new(ErrorKind::DeadlineExceeded, text)), true);
+                return DialectEnd::Cut(RpcError::new(ErrorKind::DeadlineExceeded, text));
             }
+            outcome = &mut serving => return DialectEnd::Returned(outcome),
+            () = opened => {}
         }
         tracing::debug!(peer, dialect = dialect.name(), "session opened");
-        let mut alarm = Alarm::new();
-        // Reason for which the connection will be cut, and the time until then.
-        let mut ending: Option<(RpcError, Pin<Box<Sleep>>)> = None;
+        let (mut alarm, mut last_words) = (Alarm::new(), Alarm::new());
+        let mut ending = None;
         std::future::poll_fn(|cx| {
             mailbox.register(cx.waker());
-            let told = mailbox.commanded();
-            if told == Some(Command::Stop) && ending.is_none() {
-                ending = Some((RpcError::new(ErrorKind::Closed, "the server was stopped"), last_words()));
-            }
-            commands.send_if_modified(|before| {
-                let is_stronger = told > *before;
-                *before = told.max(*before);
-                is_stronger
+            let reason = mailbox.take_end().or_else(|| {
+                let is_stopped = mailbox.commanded() == Some(Command::Stop);
+                is_stopped.then(|| RpcError::new(ErrorKind::Closed, "the server was stopped").may_have_run(true))
             });
-            if let Poll::Ready(outcome) = serving.as_mut().poll(cx) {
-                return Poll::Ready((outcome, false));
+            if let Some(reason) = reason {
+                stop(&mut ending, notices, reason);
+            } else if mailbox.commanded() == Some(Command::GoAway) {
+                let text = "the server is going away and takes no new requests";
+                notify(notices, Command::GoAway, || RpcError::new(ErrorKind::Draining, text));
             }
-            if let Some((reason, last_words)) = &mut ending
-                && last_words.as_mut().poll(cx).is_ready()
-            {
-                return Poll::Ready((Err(reason.clone()), true));
+            let returned = serving.as_mut().poll(cx);
+            if let Some(Ending { reason, cut_at }) = &ending {
+                if returned.is_ready() {
+                    return Poll::Ready(DialectEnd::Returned(Err(reason.clone())));
+                }
+                if last_words.poll(Some(*cut_at), cx).is_some() {
+                    return Poll::Ready(DialectEnd::Cut(reason.clone()));
+                }
+            }
+            if let Poll::Ready(outcome) = returned {
+                return Poll::Ready(DialectEnd::Returned(outcome));
             }
             let mut progress = lock(&progress);
             let Some(timeouts) = &mut progress.timeouts else { return Poll::Pending };
             while let Some(now) = alarm.poll(timeouts.next(), cx) {
                 if let Some(error) = timeouts.check_stall(now) {
-                    return Poll::Ready((Err(error), true));
+                    return Poll::Ready(DialectEnd::Cut(error));
                 }
                 if let Some(error) = timeouts.check_session(now) {
                     // These timeouts have expired.
                     (timeouts.expires, timeouts.idle_timeout) = (None, None);
-                    if ending.is_none() {
-                        ending = Some((error, last_words()));
-                        commands.send_replace(Some(Command::Stop));
-                        // The time for the last words has to be polled.
-                        cx.waker().wake_by_ref();
-                    }
+                    stop(&mut ending, notices, error);
+                    // The time for the last words has to be polled.
+                    cx.waker().wake_by_ref();
                 }
             }
             Poll::Pending
@@ -181,7 +199,27 @@ impl DialectTask {
     }
 }
 
-/// Returns the time that a dialect has for its last message.
-fn last_words() -> Pin<Box<Sleep>> {
-    Box::pin(tokio::time::sleep(LINGER))
+/// Announced end of a connection.
+struct Ending {
+    reason: RpcError,
+    /// End of the time that the dialect has for its last message.
+    cut_at: Instant,
+}
+
+/// Tells the dialect that its connection will be cut, and starts the time for its last message. Of
+/// several reasons the first one stays.
+fn stop(ending: &mut Option<Ending>, notices: &watch::Sender<Option<Notice>>, reason: RpcError) {
+    let Ending { reason, .. } = ending.get_or_insert_with(|| Ending { reason, cut_at: Instant::now() + LINGER });
+    notify(notices, Command::Stop, || reason.clone());
+}
+
+/// Passes a command on, unless the dialect knows of it or of a stronger one.
+fn notify(notices: &watch::Sender<Option<Notice>>, command: Command, reason: impl FnOnce() -> RpcError) {
+    notices.send_if_modified(|before| {
+        let is_news = before.as_ref().is_none_or(|before| before.command < command);
+        if is_news {
+            *before = Some(Notice { command, reason: reason() });
+        }
+        is_news
+    });
 }

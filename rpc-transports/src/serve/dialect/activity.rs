@@ -1,0 +1,123 @@
+//! Activity of a connection in a dialect: the requests and messages in progress, which decide by
+//! which of the server's time limits the connection is judged.
+
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+use crate::serve::stall_timeouts::StallTimeouts;
+
+/// Handle by which a dialect tells what its connection is doing. Cheap to clone; usable while the
+/// stream is borrowed or split.
+///
+/// While no mark exists, the server's [`idle_timeout`](crate::ServeOptions::idle_timeout) runs,
+/// whatever bytes the client sends. Marks that are taken before the session is opened count from
+/// its opening on.
+#[derive(Clone)]
+pub struct DialectActivity(Arc<Mutex<Progress>>);
+
+/// Mark of a request in progress. While one exists, the server's limit on idle sessions does not
+/// count.
+pub struct Working(Arc<Mutex<Progress>>);
+
+/// Mark of a message of which a part has arrived. While one exists, the client has to send at least
+/// [`min_rate`](crate::ServeOptions::min_rate), and the server's limit on idle sessions does not
+/// count.
+pub struct Receiving(Arc<Mutex<Progress>>);
+
+/// State that a connection shares with the server's task for it.
+#[derive(Default)]
+pub(super) struct Progress {
+    /// Timeouts of the session. `None` until there is one.
+    pub(super) timeouts: Option<StallTimeouts>,
+    /// Number of [`Working`] marks.
+    working: usize,
+    /// Number of [`Receiving`] marks.
+    receiving: usize,
+}
+
+impl DialectActivity {
+    pub(super) fn new(progress: Arc<Mutex<Progress>>) -> Self {
+        Self(progress)
+    }
+
+    /// Marks the beginning of a request. The request ends when the mark is dropped, which should be
+    /// after its answer has been written.
+    #[must_use]
+    pub fn working(&self) -> Working {
+        let mut progress = lock(&self.0);
+        progress.working += 1;
+        progress.update();
+        drop(progress);
+        Working(self.0.clone())
+    }
+
+    /// Marks a message of the client as begun. It has arrived when the mark is dropped. The dialect
+    /// reads on while the mark exists: time that it spends otherwise counts as the client's.
+    #[must_use]
+    pub fn receiving(&self) -> Receiving {
+        let mut progress = lock(&self.0);
+        progress.receiving += 1;
+        progress.update();
+        drop(progress);
+        Receiving(self.0.clone())
+    }
+}
+
+impl Progress {
+    /// Starts the timeouts of the session.
+    pub(super) fn start(&mut self, timeouts: StallTimeouts) {
+        self.timeouts = Some(timeouts);
+        self.update();
+    }
+
+    /// Applies the number of marks to the timeouts.
+    fn update(&mut self) {
+        let Some(timeouts) = &mut self.timeouts else { return };
+        timeouts.set_receiving(self.receiving > 0);
+        if self.working + self.receiving > 0 {
+            timeouts.idle_since = None;
+        } else {
+            timeouts.idle_since.get_or_insert_with(Instant::now);
+        }
+    }
+}
+
+pub(super) fn lock(progress: &Mutex<Progress>) -> MutexGuard<'_, Progress> {
+    progress.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Drop for Working {
+    fn drop(&mut self) {
+        let mut progress = lock(&self.0);
+        progress.working -= 1;
+        progress.update();
+    }
+}
+
+impl Drop for Receiving {
+    fn drop(&mut self) {
+        let mut progress = lock(&self.0);
+        progress.receiving -= 1;
+        progress.update();
+    }
+}
+
+impl fmt::Debug for DialectActivity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Progress { working, receiving, .. } = &*lock(&self.0);
+        f.debug_struct("DialectActivity").field("working", working).field("receiving", receiving).finish()
+    }
+}
+
+impl fmt::Debug for Working {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Working")
+    }
+}
+
+impl fmt::Debug for Receiving {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Receiving")
+    }
+}
