@@ -47,7 +47,7 @@ use crate::transport::BoxFuture;
 ///   is idle, whatever bytes its client sends, and ends after `idle_timeout`.
 /// - Incomplete messages: [`DialectActivity::receiving`](crate::DialectActivity::receiving), which
 ///   cuts off a client that sends the rest more slowly than `min_rate`.
-/// - Sizes: [`DialectConnection::limits`].
+/// - Sizes: [`DialectConnection::limits`], and [`DialectConnection::queued`] for bytes in memory.
 /// - Silent clients: the server's `keep_alive` sends pings in the native protocol alone. In a
 ///   dialect, a client whose machine is gone is found by the keep-alive of TCP, which may take
 ///   hours, by QUIC within six intervals of `keep_alive`, by `idle_timeout`, or by messages of the

@@ -12,7 +12,7 @@ use std::time::Instant;
 
 use bytes::BytesMut;
 use rpc_core::proto::{ANONYMOUS, Handshake, HandshakeConfig, Hello, Negotiated, Role};
-use rpc_core::{ErrorKind, RpcError, SharedSession};
+use rpc_core::{ErrorKind, MemoryQuota, RpcError, SharedSession};
 use tokio::io::AsyncWriteExt;
 
 use super::admission::SessionSlot;
@@ -232,7 +232,9 @@ impl Secured {
         };
         let Self { connection, channel, permit, deadline, .. } = self;
         let security = channel.security().duplicate();
-        let client = DialectClient { connection, security, identity, rules };
+        let (limits, total) = (&connection.server.options.limits, connection.server.queued.clone());
+        let queued = MemoryQuota::new("max_queued", limits.window.max(limits.max_message), Some(total));
+        let client = DialectClient { connection, security, identity, rules, queued };
         Ok(Recognized::Dialect(Box::new(DialectTask::new(dialect, client, channel, permit, deadline))))
     }
 

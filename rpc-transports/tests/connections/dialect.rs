@@ -18,7 +18,7 @@ use crate::chains::certificate;
 const LIMIT: Duration = Duration::from_secs(20);
 
 /// A protocol of lines: `LINES`, the key, and then calls such as `add 1 2`, or one of the commands
-/// `deaf`, `message` and `flood`.
+/// `deaf`, `message`, `flood` and `hold BYTES`.
 #[derive(Debug)]
 struct Lines;
 
@@ -64,9 +64,10 @@ async fn serve(connection: &mut DialectConnection) -> Result<(), RpcError> {
         }
     };
     let identity = connection.identity().to_owned();
-    let mut notices = connection.notices();
+    let (mut notices, queued) = (connection.notices(), connection.queued().clone());
     let (mut input, mut output) = tokio::io::split(connection.io());
     say(&mut output, format!("ready {identity}")).await?;
+    let mut held = Vec::new();
     loop {
         let line = tokio::select! {
             reason = notices.going_away() => return say(&mut output, format!("bye {}", reason.kind())).await,
@@ -96,7 +97,13 @@ async fn serve(connection: &mut DialectConnection) -> Result<(), RpcError> {
             _ => {}
         }
         let working = activity.working();
-        let answer = call(&session, &line).await.map(|sum| format!("= {sum}"));
+        let answer = match line.strip_prefix("hold ") {
+            Some(bytes) => queued.reserve(bytes.parse().unwrap()).map(|lease| {
+                held.push(lease);
+                "held".to_owned()
+            }),
+            None => call(&session, &line).await.map(|sum| format!("= {sum}")),
+        };
         say(&mut output, answer.unwrap_or_else(|error| format!("! {}", error.kind()))).await?;
         drop(working);
     }
@@ -385,6 +392,22 @@ async fn the_end_of_the_session_is_the_end_of_the_connection() {
     idle(&server).await;
 }
 
+#[tokio::test]
+async fn bytes_that_a_dialect_holds_count_against_the_limits_of_session_and_server() {
+    let server = server(|options| {
+        options.max_total_queued = 1000;
+        (options.limits.window, options.limits.max_message) = (900, 900);
+    });
+    let address = listen(&server, "memory:dialect-queued").await;
+    let ((mut first, _), (mut second, _)) = (Client::connect(&address).await, Client::connect(&address).await);
+    let refused = format!("! {}", ErrorKind::LimitExceeded);
+    assert_eq!(first.ask("hold 901").await, refused, "a session has its limit");
+    assert_eq!(first.ask("hold 800").await, "held");
+    assert_eq!(second.ask("hold 300").await, refused, "all sessions have one");
+    drop(first);
+    one_is_left(&server).await;
+    assert_eq!(second.ask("hold 300").await, "held");
+}
 
 #[tokio::test]
 async fn a_client_that_takes_no_output_is_cut_off() {

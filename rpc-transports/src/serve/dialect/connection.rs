@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 
 use async_trait::async_trait;
 use rpc_core::reply::Canceller;
-use rpc_core::{ErrorKind, RpcError, Session, SharedSession};
+use rpc_core::{ErrorKind, MemoryQuota, RpcError, Session, SharedSession};
 use tokio::sync::watch;
 
 use super::activity::{DialectActivity, Progress, lock};
@@ -38,6 +38,9 @@ pub(super) trait SessionSource: Send + Sync {
 
     /// Returns the limits on messages.
     fn limits(&self) -> &WireLimits;
+
+    /// Returns the quota of the bytes that the connection may have queued.
+    fn queued(&self) -> &Arc<MemoryQuota>;
 }
 
 /// Session of a connection.
@@ -141,6 +144,16 @@ impl DialectConnection {
     #[must_use]
     pub fn limits(&self) -> &WireLimits {
         self.sessions.limits()
+    }
+
+    /// Returns the quota of the bytes that the connection may have queued, such as messages that
+    /// are read and answers that are written. It is that of the session within that of all sessions
+    /// ([`max_total_queued`](crate::ServeOptions::max_total_queued)), and reserves nothing by
+    /// itself: a dialect [reserves](MemoryQuota::reserve) bytes before it holds them, and refuses a
+    /// message for which there is no room.
+    #[must_use]
+    pub fn queued(&self) -> &Arc<MemoryQuota> {
+        self.sessions.queued()
     }
 
     /// Returns the handle by which the dialect tells what the connection is doing.

@@ -7,7 +7,7 @@ use std::task::Poll;
 use std::time::Instant;
 
 use async_trait::async_trait;
-use rpc_core::{ErrorKind, RpcError};
+use rpc_core::{ErrorKind, MemoryQuota, RpcError};
 use tokio::sync::{Notify, watch};
 
 use super::Dialect;
@@ -43,6 +43,8 @@ pub(in crate::serve) struct DialectClient {
     /// Number of the rules by which the server would serve the client natively, too, so that other
     /// channels of the same connection inherit the identity. `None` if it would not.
     pub(in crate::serve) rules: Option<u64>,
+    /// Quota of the bytes that the dialect says it has queued.
+    pub(in crate::serve) queued: Arc<MemoryQuota>,
 }
 
 /// End of a connection in a dialect.
@@ -81,6 +83,10 @@ impl SessionSource for DialectClient {
 
     fn limits(&self) -> &WireLimits {
         &self.connection.server.options.limits
+    }
+
+    fn queued(&self) -> &Arc<MemoryQuota> {
+        &self.queued
     }
 }
 
