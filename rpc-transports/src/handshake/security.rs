@@ -9,8 +9,8 @@ use rpc_core::{ErrorKind, RpcError};
 
 /// Facts about the far end of a channel that are known before the protocol begins.
 ///
-/// A value comes with an encrypted stream, and cannot be copied: what secures one stream cannot be
-/// claimed for another.
+/// A value that says more than the default comes with an encrypted stream. It cannot be copied, so
+/// that what secures one stream is claimed for one channel. The transport puts it on the right one.
 #[derive(Default)]
 pub struct Security {
     /// Value that only the two ends of this TLS connection have.
@@ -89,7 +89,7 @@ pub(crate) struct Connection {
     /// True once the peer has not answered on one of the channels.
     suspect: AtomicBool,
     /// Callback that raises the peer's limits to those of proven peers. Called once, when the peer
-    /// has proven its identity.
+    /// has proven its identity or is served without a proof.
     admit: Mutex<Option<Admit>>,
     /// Function that returns how often anything was received from the peer, and the round-trip
     /// time.
@@ -112,14 +112,20 @@ impl Connection {
     /// with the number `rules`.
     pub(crate) fn prove(&self, rules: u64, peer: &str) {
         *self.proven.lock().unwrap_or_else(PoisonError::into_inner) = Some((rules, peer.to_owned()));
+        self.admit();
+    }
+
+    /// Ends the probation of a peer, also of one that is served without a proof. Its limits are
+    /// those of proven peers from now on.
+    pub(crate) fn admit(&self) {
         let admit = self.admit.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(admit) = admit {
             admit();
         }
     }
 
-    /// Creates a connection whose peer has low limits until it has proven its identity. `admit`
-    /// raises them.
+    /// Creates a connection whose peer has low limits until it has proven its identity or is served
+    /// without a proof. `admit` raises them.
     #[cfg(feature = "quic")]
     pub(crate) fn on_probation(admit: impl FnOnce() + Send + 'static) -> Self {
         Self { admit: Mutex::new(Some(Box::new(admit))), ..Self::default() }
@@ -144,7 +150,7 @@ impl Connection {
         std::future::pending().await
     }
 
-    /// Returns true until the peer has proven its identity.
+    /// Returns true until the peer has proven its identity or is served without a proof.
     #[cfg(feature = "quic")]
     pub(crate) fn is_on_probation(&self) -> bool {
         self.admit.lock().unwrap_or_else(PoisonError::into_inner).is_some()

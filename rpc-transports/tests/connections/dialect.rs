@@ -410,6 +410,31 @@ async fn bytes_that_a_dialect_holds_count_against_the_limits_of_session_and_serv
 }
 
 #[tokio::test]
+async fn a_client_that_needs_no_proof_leaves_its_probation_with_its_session() {
+    let (tls, trust) = certificate();
+    let tokens = Tokens::parse("alice 0123456789abcdef0123456789abcdef").unwrap();
+    let server = server(|options| {
+        options.access = Access { anonymous: false, tokens: tokens.clone(), certificates: false };
+        options.dialects = Dialects::default().with_unproven(Lines);
+        options.max_handshakes = 1;
+    });
+    let bind = Bind { tls: Some(tls), ..Bind::default() };
+    let address = server.listen(&"quic://127.0.0.1:0".parse().unwrap(), &bind).await.unwrap();
+    // Another `keep_alive` for each, so that each has a connection of its own.
+    let connect = async |seconds| {
+        let dial = Dial { tls: Some(trust.clone()), keep_alive: Duration::from_secs(seconds), ..Dial::default() };
+        Client::over(Transports::default().dial(&address, &dial).await.unwrap()).await
+    };
+    let (mut first, _) = connect(5).await;
+    let (mut second, _) = connect(6).await;
+    // On probation the first one would have given way.
+    assert_eq!((first.ask("add 1 2").await.as_str(), second.ask("add 1 2").await.as_str()), ("= 3", "= 3"));
+    // What it may use without proof is the dialect alone.
+    assert!(Connector::new().tls(trust.clone()).connect(&address).await.is_err());
+    calls_natively(Connector::new().tls(trust.clone()).tokens(tokens.clone()), &address).await;
+}
+
+#[tokio::test]
 async fn a_client_that_takes_no_output_is_cut_off() {
     let server = server(|options| options.write_timeout = Duration::from_millis(300));
     let address = listen(&server, "memory:dialect-stall").await;

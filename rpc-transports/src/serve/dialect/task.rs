@@ -70,8 +70,12 @@ impl SessionSource for DialectClient {
         let DialectRequest { key, workspace, ticket } = request;
         let request = SessionRequest { key, workspace, ticket, path: &[] };
         let session = self.connection.open_session(request, &self.identity).await?;
-        if let (Some(parent), Some(rules)) = (&self.security.connection, self.rules) {
-            parent.prove(rules, &self.identity);
+        match (&self.security.connection, self.rules) {
+            (Some(parent), Some(rules)) => parent.prove(rules, &self.identity),
+            // The client is served, and so is no longer in its handshake, although it has proven
+            // nothing that native clients could inherit.
+            (Some(parent), None) => parent.admit(),
+            (None, _) => {}
         }
         let entry = self.connection.entry.clone();
         entry.served.store(true, Ordering::Relaxed);
