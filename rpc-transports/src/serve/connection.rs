@@ -96,6 +96,20 @@ pub(super) fn log_refusal(peer: &str, error: &RpcError) {
     }
 }
 
+/// Logs that a handshake has ended in favour of others.
+pub(super) fn log_eviction(peer: &str, limit: usize) {
+    tracing::debug!(peer, limit, "a handshake gave way: too many are in progress, or the server stops");
+}
+
+/// Logs the end of a session. Operators search the log for clients that break rules.
+pub(super) fn log_end(peer: &str, reason: &RpcError) {
+    match reason.kind() {
+        ErrorKind::Protocol => tracing::warn!(peer, %reason, "a client broke the protocol"),
+        ErrorKind::LimitExceeded => tracing::warn!(peer, %reason, "a client went over a limit"),
+        _ => tracing::debug!(peer, %reason, "session ended"),
+    }
+}
+
 /// Time that a client may take to read the last message.
 pub(super) const LINGER: Duration = Duration::from_secs(1);
 

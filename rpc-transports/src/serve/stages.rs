@@ -16,7 +16,7 @@ use rpc_core::{ErrorKind, MemoryQuota, RpcError, SharedSession};
 use tokio::io::AsyncWriteExt;
 
 use super::admission::SessionSlot;
-use super::connection::{Connection, SessionRequest, drain_and_close, log_refusal};
+use super::connection::{Connection, SessionRequest, drain_and_close, log_end, log_eviction, log_refusal};
 use super::dialect::RegisteredDialect;
 use super::dialect::task::{DialectClient, DialectTask};
 use super::mailbox::Command;
@@ -126,8 +126,7 @@ impl Accepted {
         let entered = tokio::select! {
             biased;
             () = eviction.notified() => {
-                let limit = server.options.max_handshakes;
-                tracing::debug!(peer, limit, "a handshake gave way: too many are in progress, or the server stops");
+                log_eviction(&peer, server.options.max_handshakes);
                 Err(Refusal { reason: Some(ErrorKind::LimitExceeded), told: None })
             }
             entered = entered => entered,
@@ -366,11 +365,7 @@ impl Serving {
     async fn run(&mut self) {
         let peer = &self.peer;
         let reason = (&mut self.task).await;
-        match reason.kind() {
-            ErrorKind::Protocol => tracing::warn!(peer, %reason, "a client broke the protocol"),
-            ErrorKind::LimitExceeded => tracing::warn!(peer, %reason, "a client went over a limit"),
-            _ => tracing::debug!(peer, %reason, "session ended"),
-        }
+        log_end(peer, &reason);
         if self.task.last_message_sent {
             drain_and_close(&mut *self.task.io).await;
         }

@@ -19,7 +19,7 @@ use crate::handshake::handshake_limit::HandshakePermit;
 use crate::handshake::identity::Security;
 use crate::limits::WireLimits;
 use crate::serve::connection::{
-    Connection, LINGER, SessionRequest, drain_and_close, log_refusal,
+    Connection, LINGER, SessionRequest, drain_and_close, log_end, log_eviction, log_refusal,
 };
 use crate::serve::mailbox::{Command, EndOfSession};
 use crate::serve::stall_timeouts::StallTimeouts;
@@ -119,14 +119,14 @@ impl DialectTask {
             DialectEnd::Returned(outcome) => (outcome, false),
             DialectEnd::Cut(reason) => (Err(reason), true),
             DialectEnd::Evicted => {
-                let text = "too many handshakes are in progress, or the server stops";
-                (Err(RpcError::new(ErrorKind::LimitExceeded, text)), true)
+                log_eviction(&peer, self.client.connection.server.options.max_handshakes);
+                return Err(ErrorKind::LimitExceeded);
             }
         };
         let had_session = self.connection.session.is_some();
         match outcome {
             Ok(()) => tracing::debug!(peer, dialect, "connection ended"),
-            Err(reason) if had_session => tracing::debug!(peer, dialect, %reason, "session ended"),
+            Err(reason) if had_session => log_end(&peer, &reason),
             Err(reason) => {
                 log_refusal(&peer, &reason);
                 return Err(reason.kind());
