@@ -14,7 +14,7 @@ use crate::tracker::Tracker;
 use crate::{builtins, logging};
 use clap::{CommandFactory, Parser, Subcommand};
 use rpc_core::Registry;
-use rpc_transports::Transports;
+use rpc_transports::{Dialects, Transports};
 
 const EXIT_CODES: &str = "\
 Exit codes:
@@ -89,11 +89,13 @@ enum Command {
 /// Runs the daemon with the arguments of this process. Returns its exit code. Call it first in
 /// `main`: session processes and workers are this program again.
 pub fn main() -> ExitCode {
-    main_with(crate::transports())
+    main_with(crate::transports(), Dialects::default())
 }
 
-/// As [`main`], with these transports: for a program that registers more than this crate has.
-pub fn main_with(transports: Transports) -> ExitCode {
+/// As [`main`], for a program that registers more than this crate has: all commands have
+/// `transports`, and those that serve sessions of functions (`serve` and `worker`) speak `dialects`
+/// beside the native protocol.
+pub fn main_with(transports: Transports, dialects: Dialects) -> ExitCode {
     gpu::answer_if_asked();
     let registry = Registry::new();
     builtins::register(&registry);
@@ -101,8 +103,8 @@ pub fn main_with(transports: Transports) -> ExitCode {
     disco::serve_if_worker_with(&registry, || disco_node::worker_devices(&registry));
     isolate::run_if_isolated_with(&registry, || gpu::devices(&registry));
     match Cli::parse().command {
-        Command::Serve(settings) => exit_code::of_server(&serve(*settings, transports)).into(),
-        Command::Worker(settings) => exit_code::of_server(&work(*settings, transports)).into(),
+        Command::Serve(settings) => exit_code::of_server(&serve(*settings, transports, dialects)).into(),
+        Command::Worker(settings) => exit_code::of_server(&work(*settings, transports, dialects)).into(),
         Command::Config(settings) => print_config(settings.resolve().and_then(|config| config.to_toml())),
         Command::Relay(settings) => exit_code::of_server(&relay(*settings, transports)).into(),
         Command::RelayConfig(settings) => print_config(settings.resolve().and_then(|config| config.to_toml())),
@@ -124,10 +126,11 @@ pub fn main_with(transports: Transports) -> ExitCode {
     }
 }
 
-fn serve(settings: ServeSettings, transports: Transports) -> Result<StopReason, ServeError> {
+fn serve(settings: ServeSettings, transports: Transports, dialects: Dialects) -> Result<StopReason, ServeError> {
     let config = settings.clone().resolve_with(&transports)?;
     logging::init(&config.log_level, config.log_format);
-    let server = RpcServer::default().devices(gpu::for_server(&config)).config(config).transports(transports.clone());
+    let server = RpcServer::default().devices(gpu::for_server(&config)).config(config);
+    let server = server.transports(transports.clone()).dialects(dialects);
     server.read_origins(move || Ok(settings.clone().resolve_with(&transports)?.allow_origin)).run_blocking()
 }
 
@@ -145,10 +148,12 @@ fn track(settings: TrackerSettings, transports: Transports) -> Result<StopReason
     Tracker::run_blocking_reading(&config, transports, move || Ok(settings.clone().resolve_with(&known)?.allow_origin))
 }
 
-fn work(settings: WorkerSettings, transports: Transports) -> Result<StopReason, ServeError> {
-    let config = settings.resolve_with(&transports)?;
+fn work(settings: WorkerSettings, transports: Transports, dialects: Dialects) -> Result<StopReason, ServeError> {
+    let config = settings.clone().resolve_with(&transports)?;
     logging::init(&config.serve.log_level, config.serve.log_format);
-    disco_node::run_blocking_with(config, transports)
+    let known = transports.clone();
+    let read_origins = move || Ok(settings.clone().resolve_with(&known)?.serve.allow_origin);
+    disco_node::run_blocking_reading(config, transports, dialects, read_origins)
 }
 
 fn print_config(config: Result<String, ConfigError>) -> ExitCode {

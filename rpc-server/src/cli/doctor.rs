@@ -79,9 +79,8 @@ async fn examine(options: &CommonOptions, examination: &mut Examination<'_>, tar
     // This machine connects to the first server; the others are reached through it.
     let first = &addresses[0];
     resolve(examination, first, limit).await?;
-    if first.scheme() == "local" {
-        examination.ok("connect", "this process needs no connection");
-        return Ok(());
+    if addresses.len() == 1 && examination.transports.opener(first.scheme()).is_some() {
+        return open_without_channel(examination, first, limit).await;
     }
     let (channel, received) = connect(examination, first, limit).await?;
     let greeting = greet(examination, channel, &received, limit).await?;
@@ -113,6 +112,26 @@ async fn examine(options: &CommonOptions, examination: &mut Examination<'_>, tar
     }
     close(&session).await;
     Ok(())
+}
+
+/// Opens a session at an address that leads to no channel of the native protocol. Its functions are
+/// not known here, so that none is called.
+async fn open_without_channel(examination: &mut Examination<'_>, address: &Address, limit: Duration) -> Result<(), u8> {
+    match tokio::time::timeout(limit, examination.connector.connect(address)).await {
+        Ok(Ok(session)) => {
+            examination.ok("session", format!("{address} opened one, without a connection of this protocol"));
+            close(&session).await;
+            Ok(())
+        }
+        Ok(Err(error)) => {
+            let finding = Finding::new(chain(&error), "look at the cause", connect_code(&error));
+            Err(examination.failed("session", finding))
+        }
+        Err(_) => {
+            let advice = "look at what serves the address; --timeout waits longer";
+            Err(examination.failed("session", Finding::new(format!("no session within {limit:?}"), advice, 124)))
+        }
+    }
 }
 
 /// Checks that a tracker has servers for the key.

@@ -2,9 +2,9 @@
 
 use disco::NodeRank;
 use rpc_core::{Devices, Registry};
-use rpc_transports::{Address, Server, Transports};
+use rpc_transports::{Address, Dialects, Server, Transports};
 
-use crate::config::{ServeError, WorkerConfig};
+use crate::config::{ConfigError, Origin, ServeError, WorkerConfig};
 use crate::isolate::gpu;
 use crate::modules;
 use crate::server::{RpcServer, StopReason};
@@ -41,10 +41,23 @@ pub fn run_blocking(config: WorkerConfig) -> Result<StopReason, ServeError> {
 ///
 /// As [`run_blocking`].
 pub fn run_blocking_with(config: WorkerConfig, transports: Transports) -> Result<StopReason, ServeError> {
+    let origins = config.serve.allow_origin.clone();
+    run_blocking_reading(config, transports, Dialects::default(), move || Ok(origins.clone()))
+}
+
+/// As [`run_blocking_with`], with dialects for clients that dial the node, and a reader of the
+/// origins that the configuration allows, for each reload.
+pub(crate) fn run_blocking_reading(
+    config: WorkerConfig,
+    transports: Transports,
+    dialects: Dialects,
+    read_origins: impl Fn() -> Result<Vec<Origin>, ConfigError> + Send + Sync + 'static,
+) -> Result<StopReason, ServeError> {
     let WorkerConfig { controller, rank, join_timeout, mpi, serve } = config;
     let job = if mpi { Some(mpi::Job::start().map_err(|source| ServeError::Mpi { source })?) } else { None };
     let rank = rank.or(job.as_ref().map(mpi::Job::rank));
-    let mut server = RpcServer::default().devices(gpu::for_server(&serve)).config(serve).transports(transports);
+    let server = RpcServer::default().devices(gpu::for_server(&serve)).config(serve).transports(transports);
+    let mut server = server.dialects(dialects).read_origins(read_origins);
     server.join(Join { controller, rank, timeout: join_timeout.0 });
     let reason = server.run_blocking();
     // After a signal this process does not wait for the others: the launcher ends them.

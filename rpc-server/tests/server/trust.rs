@@ -278,15 +278,18 @@ fn ask_as_a_page(address: &str, origin: &str) -> String {
 fn web_pages_are_served_by_the_origins_that_the_operator_lists_at_present() {
     const CONSOLE: &str = "https://console.example";
     const BOARD: &str = "http://board.lan:8080";
-    for subcommand in ["serve", "tracker", "relay"] {
+    for subcommand in ["serve", "tracker", "relay", "worker"] {
         let files = TrustFiles::new();
+        // A worker serves other clients while it waits for its controller.
+        let controller: &[&str] =
+            if subcommand == "worker" { &["--controller", "memory:nobody", "--join-timeout", "1h"] } else { &[] };
         // By default no page is served.
-        let server = files.start(subcommand, &["ws://127.0.0.1:0"], &[]);
+        let server = files.start(subcommand, &["ws://127.0.0.1:0"], controller);
         assert!(ask_as_a_page(&server.addresses[0], CONSOLE).contains("403"), "{subcommand}");
 
         let file = files.path("settings.toml");
         std::fs::write(&file, format!("allow-origin = [\"{CONSOLE}\"]\n")).unwrap();
-        let mut server = files.start(subcommand, &["ws://127.0.0.1:0"], &["--config", &file]);
+        let mut server = files.start(subcommand, &["ws://127.0.0.1:0"], &[controller, &["--config", &file]].concat());
         let answers = |server: &Daemon| [CONSOLE, BOARD].map(|origin| ask_as_a_page(&server.addresses[0], origin));
         let [console, board] = answers(&server);
         assert!(console.contains("101") && board.contains("403"), "{subcommand}: {console}, {board}");
@@ -305,7 +308,7 @@ fn web_pages_are_served_by_the_origins_that_the_operator_lists_at_present() {
         // A flag overrides the file.
         let flags = ["--config", &file, "--allow-origin", "https://one.example,https://console.example"];
         std::fs::write(&file, format!("allow-origin = [\"{BOARD}\"]\n")).unwrap();
-        let server = files.start(subcommand, &["ws://127.0.0.1:0"], &flags);
+        let server = files.start(subcommand, &["ws://127.0.0.1:0"], &[controller, &flags].concat());
         let [console, board] = answers(&server);
         assert!(console.contains("101") && board.contains("403"), "{subcommand}: {console}, {board}");
     }
