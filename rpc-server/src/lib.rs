@@ -29,6 +29,7 @@ pub mod server;
 mod this_program;
 pub mod tracker;
 mod transports;
+mod versioned_json;
 pub mod workspace;
 
 pub use config::{ServeConfig, ServeSettings, TrackerConfig, TrackerSettings};

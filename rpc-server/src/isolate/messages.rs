@@ -17,6 +17,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::modules::DigestList;
 use crate::server::server_state::ServerTotals;
+use crate::versioned_json;
 use crate::workspace::WorkspaceLoan;
 
 /// Messages between a server and its session processes.
@@ -35,18 +36,6 @@ pub(super) struct SessionSetup {
     pub(super) uptime: Duration,
     /// Modules that may be loaded, as the server has read them; `None` for any.
     pub(super) module_digests: Option<DigestList>,
-}
-
-/// The field of a setup that each version but the first has.
-#[derive(Deserialize)]
-struct Versioned {
-    #[serde(default = "first_version")]
-    version: u32,
-}
-
-/// Returns the version of a setup without a number.
-fn first_version() -> u32 {
-    1
 }
 
 /// Maximum length: far more than a configuration and the longest list of digests.
@@ -78,10 +67,7 @@ impl SessionSetup {
         }
         let mut text = vec![0; len as usize];
         from.read_exact(&mut text)?;
-        let Versioned { version } = serde_json::from_slice(&text)?;
-        let checked = MESSAGES.check(version, "the server", "this session process");
-        checked.map_err(|error| io::Error::other(format!("{}, and start the server again", error.message())))?;
-        Ok(Some(serde_json::from_slice(&text)?))
+        versioned_json::decode(&MESSAGES, &text, "the server", "this session process").map(Some)
     }
 }
 

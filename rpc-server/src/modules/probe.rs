@@ -10,9 +10,12 @@ use std::process::{self, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use rpc_core::{ErrorKind, Registry, Result, RpcError};
+use rpc_transports::MessageFamily;
+use serde::{Deserialize, Serialize};
 
 use super::tvm_ffi::{Native, NativeSettings};
 use crate::this_program::this_program;
+use crate::versioned_json;
 
 /// First argument of the process that checks libraries. It reads their names from standard input, a
 /// socket, and answers there.
@@ -23,6 +26,26 @@ const LOAD_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Maximum length of a message in bytes.
 const MAX_MESSAGE: u64 = 1 << 20;
+
+/// Messages to and from processes that check libraries.
+const MESSAGES: MessageFamily = MessageFamily::new("the messages of library checks", 2);
+
+/// Request to load libraries, as JSON.
+#[derive(Serialize, Deserialize)]
+struct LoadRequest {
+    /// Version of the server: that of [`MESSAGES`].
+    version: u32,
+    settings: NativeSettings,
+}
+
+/// Answer of the process, as JSON.
+#[derive(Serialize, Deserialize)]
+struct LoadAnswer {
+    /// Version of the process: that of [`MESSAGES`].
+    version: u32,
+    /// Result, with the message of an error.
+    outcome: Result<(), String>,
+}
 
 /// Loads libraries, reports the result and exits, if `first` is the argument for this; otherwise
 /// returns at once.
@@ -38,10 +61,22 @@ pub(crate) fn answer_if_asked(first: Option<&OsString>) {
 
 fn answer() -> io::Result<()> {
     let mut server = UnixStream::from(rustix::io::fcntl_dupfd_cloexec(rustix::stdio::stdin(), 3)?);
-    let settings: NativeSettings = serde_json::from_reader((&server).take(MAX_MESSAGE))?;
+    let mut request = Vec::new();
+    (&server).take(MAX_MESSAGE).read_to_end(&mut request)?;
+    let outcome = load(&request);
+    server.write_all(&serde_json::to_vec(&LoadAnswer { version: MESSAGES.version(), outcome })?)
+}
+
+fn load(request: &[u8]) -> Result<(), String> {
+    let request = versioned_json::decode(&MESSAGES, request, "the server", "this process");
+    let LoadRequest { settings, .. } = request.map_err(|error| error.to_string())?;
     let outcome = Native::with(settings).offer_libraries(&Registry::new());
-    let answer = outcome.map_err(|error| error.message().to_owned());
-    server.write_all(&serde_json::to_vec(&answer)?)
+    outcome.map_err(|error| error.message().to_owned())
+}
+
+fn read_answer(text: &[u8]) -> io::Result<Result<(), String>> {
+    let answer: LoadAnswer = versioned_json::decode(&MESSAGES, text, "that process", "this server")?;
+    Ok(answer.outcome)
 }
 
 /// Starts a process that loads the operator's libraries, if there are any. Blocks, up to a minute.
@@ -83,8 +118,8 @@ fn ask(settings: &NativeSettings) -> Result<Result<(), String>, String> {
         return Err(format!("has not answered within {LOAD_TIMEOUT:?}"));
     }
     let status = child.wait().map_err(|error| format!("cannot be waited for: {error}"))?;
-    match answer.ok().and_then(|text| serde_json::from_slice(&text).ok()) {
-        Some(answer) => Ok(answer),
+    match answer.ok().filter(|text| !text.is_empty()) {
+        Some(text) => read_answer(&text).map_err(|error| format!("has answered in another form: {error}")),
         None => Err(format!("ended with {status}")),
     }
 }
@@ -93,7 +128,8 @@ fn ask(settings: &NativeSettings) -> Result<Result<(), String>, String> {
 fn exchange(stream: &mut UnixStream, settings: &NativeSettings) -> io::Result<Vec<u8>> {
     let deadline = Instant::now() + LOAD_TIMEOUT;
     stream.set_write_timeout(Some(LOAD_TIMEOUT))?;
-    stream.write_all(&serde_json::to_vec(settings)?)?;
+    let request = LoadRequest { version: MESSAGES.version(), settings: settings.clone() };
+    stream.write_all(&serde_json::to_vec(&request)?)?;
     stream.shutdown(std::net::Shutdown::Write)?;
     let (mut text, mut piece) = (Vec::new(), [0; 4096]);
     while (text.len() as u64) < MAX_MESSAGE {
@@ -110,4 +146,29 @@ fn exchange(stream: &mut UnixStream, settings: &NativeSettings) -> io::Result<Ve
         }
     }
     Ok(text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn messages_keep_their_bytes_and_others_are_refused_in_words() {
+        let request = r#"{"version":2,"settings":{"tvm_ffi":null,"runtimes":[],"libraries":[]}}"#;
+        let settings = NativeSettings::default();
+        let made = LoadRequest { version: MESSAGES.version(), settings };
+        assert_eq!(serde_json::to_string(&made).unwrap(), request);
+        assert_eq!(load(request.as_bytes()), Ok(()));
+        let answer = r#"{"version":2,"outcome":{"Err":"a.so: not found"}}"#;
+        let made = LoadAnswer { version: MESSAGES.version(), outcome: Err("a.so: not found".to_owned()) };
+        assert_eq!(serde_json::to_string(&made).unwrap(), answer);
+        assert_eq!(read_answer(answer.as_bytes()).unwrap(), Err("a.so: not found".to_owned()));
+
+        let older = load(br#"{"tvm_ffi":null,"runtimes":[],"libraries":[]}"#).unwrap_err();
+        assert!(older.contains("the server speaks version 1 of the messages of library checks"), "{older}");
+        let older = read_answer(br#"{"Ok":null}"#).unwrap_err().to_string();
+        assert!(older.contains("update that process"), "{older}");
+        let newer = read_answer(br#"{"version":3,"loaded":7}"#).unwrap_err().to_string();
+        assert!(newer.contains("update this server"), "{newer}");
+    }
 }

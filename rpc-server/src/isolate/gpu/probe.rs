@@ -10,7 +10,10 @@ use std::{env, io, process, thread};
 use rpc_core::device::{AllocRequest, Memory, Stream};
 use rpc_core::{Device, DeviceApi, DeviceAttribute, DeviceType, Devices, ErrorKind, Result, RpcError, Value};
 use rpc_cuda::CudaDevice;
+use rpc_transports::MessageFamily;
 use serde::{Deserialize, Serialize};
+
+use crate::versioned_json;
 
 /// First argument of the process that probes devices.
 const ARGUMENT: &str = "--describe-devices";
@@ -21,9 +24,20 @@ const PROBE_TIMEOUT: Duration = Duration::from_secs(20);
 /// Maximum length of an answer, in bytes.
 const MAX_ANSWER_BYTES: u64 = 1 << 20;
 
+/// Answers of processes that probe devices.
+const MESSAGES: MessageFamily = MessageFamily::new("the answers of device probes", 2);
+
 /// Answer of the process, printed as JSON.
 #[derive(Serialize, Deserialize)]
-enum Answer {
+struct Answer {
+    /// Version of the process: that of [`MESSAGES`].
+    version: u32,
+    found: Found,
+}
+
+/// Result of a search for devices.
+#[derive(Serialize, Deserialize)]
+enum Found {
     Devices(Vec<Described>),
     /// Reason for which there are no devices.
     Absent(String),
@@ -48,10 +62,11 @@ pub(super) fn answer_if_asked() {
     if env::args_os().nth(1).is_none_or(|first| first != ARGUMENT) {
         return;
     }
-    let answer = match CudaDevice::open().and_then(|cuda| describe_all(&cuda)) {
-        Ok(devices) => Answer::Devices(devices),
-        Err(error) => Answer::Absent(error.message().to_owned()),
+    let found = match CudaDevice::open().and_then(|cuda| describe_all(&cuda)) {
+        Ok(devices) => Found::Devices(devices),
+        Err(error) => Found::Absent(error.message().to_owned()),
     };
+    let answer = Answer { version: MESSAGES.version(), found };
     let text = serde_json::to_vec(&answer).unwrap_or_default();
     let written = io::stdout().lock().write_all(&text);
     process::exit(i32::from(written.is_err()));
@@ -97,8 +112,8 @@ pub(super) fn probe() -> Devices {
         return devices.absent(DeviceType::CUDA, reason);
     }
     match ask() {
-        Ok(Answer::Devices(all)) => devices.with(Arc::new(ProbedCuda(all))),
-        Ok(Answer::Absent(reason)) => devices.absent(DeviceType::CUDA, reason),
+        Ok(Found::Devices(all)) => devices.with(Arc::new(ProbedCuda(all))),
+        Ok(Found::Absent(reason)) => devices.absent(DeviceType::CUDA, reason),
         Err(error) => {
             tracing::warn!(%error, "the probe of GPUs failed; there are none for sessions");
             devices.absent(DeviceType::CUDA, format!("the process that looks for it failed: {error}"))
@@ -106,7 +121,7 @@ pub(super) fn probe() -> Devices {
     }
 }
 
-fn ask() -> io::Result<Answer> {
+fn ask() -> io::Result<Found> {
     let mut command = Command::new(env::current_exe()?);
     command.arg(ARGUMENT).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
     let mut child = command.spawn()?;
@@ -135,7 +150,12 @@ fn ask() -> io::Result<Answer> {
     if !status.success() {
         return Err(io::Error::other(format!("it ended with {status}")));
     }
-    Ok(serde_json::from_slice(&text)?)
+    read_answer(&text)
+}
+
+fn read_answer(text: &[u8]) -> io::Result<Found> {
+    let answer: Answer = versioned_json::decode(&MESSAGES, text, "that process", "this server")?;
+    Ok(answer.found)
 }
 
 /// Descriptions of CUDA devices. They cannot be used in this process.
@@ -200,6 +220,21 @@ mod tests {
     fn a_program_without_the_hook_is_not_started_for_a_probe() {
         let error = probe().get(Device::cuda(0)).err().unwrap();
         assert!(error.message().contains("does not call rpc_server::isolate::gpu::answer_if_asked"), "{error}");
+    }
+
+    #[test]
+    fn answers_keep_their_bytes_and_others_are_refused_in_words() {
+        let golden = r#"{"version":2,"found":{"Absent":"there is no driver"}}"#;
+        let found = Found::Absent("there is no driver".to_owned());
+        assert_eq!(serde_json::to_string(&Answer { version: MESSAGES.version(), found }).unwrap(), golden);
+        assert!(matches!(read_answer(golden.as_bytes()), Ok(Found::Absent(reason)) if reason == "there is no driver"));
+        let older = read_answer(br#"{"Absent":"there is no driver"}"#).err().unwrap().to_string();
+        assert!(
+            older.contains("version 1 of the answers of device probes") && older.contains("update that"),
+            "{older}"
+        );
+        let newer = read_answer(br#"{"version":3,"devices":7}"#).err().unwrap().to_string();
+        assert!(newer.contains("update this server"), "{newer}");
     }
 
     #[test]
