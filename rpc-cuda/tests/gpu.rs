@@ -1,4 +1,4 @@
-//! Tests of the device kind `cuda` on a real GPU, if there is one: the contract that `fake.rs`
+//! Tests of the device kind `cuda` on a real GPU, if there is one: the contract that `fake_driver`
 //! tests, as far as it is visible from outside. Without a GPU each test prints that and passes;
 //! with `RPC_TESTS_REQUIRE_GPU=1` it fails instead, also if another part is missing, such as
 //! cuBLAS.

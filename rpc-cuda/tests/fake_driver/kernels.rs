@@ -1,27 +1,19 @@
 //! Tests of kernels and products of the device kind `cuda`, called through a session, against the
 //! fake driver of `tests/cuda`.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on should stop")]
-#![cfg(target_os = "linux")]
-
-#[path = "cuda/fake.rs"]
-#[allow(dead_code, reason = "the other tests need more of it")]
-mod fake;
-#[path = "cuda/workspace.rs"]
-mod workspace;
-
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use fake::{WITHOUT_CUBLAS, with_driver};
 use rpc_core::device::{AllocRequest, DeviceApi};
 use rpc_core::{
     Context, DataType, Device, DeviceAttribute, Devices, ErrorKind, IntoArgs, Lane, LocalSession, Registry,
     RemoteFunction, RemoteTensor, Result, RpcError, Session, Shape, Value,
 };
 use rpc_cuda::{CudaDevice, CudaModules};
-use workspace::Folder;
+
+use crate::fake::{WITHOUT_CUBLAS, compile, with_driver};
+use crate::workspace::Folder;
 
 /// Returns a session with both fake devices, whose workspace holds the module `kernels.ptx`.
 fn session() -> (Session, Arc<Folder>) {
@@ -67,7 +59,7 @@ fn refusal(function: &RemoteFunction, args: impl IntoArgs) -> RpcError {
 
 #[test]
 fn a_kernel_is_called_by_its_name_in_the_order_of_the_calls() {
-    with_driver("a_kernel_is_called_by_its_name_in_the_order_of_the_calls", &[], &[], |_| {
+    with_driver("kernels::a_kernel_is_called_by_its_name_in_the_order_of_the_calls", &[], &[], |_| {
         let (session, _folder) = session();
         let add = kernel(&session, "vector_add");
         let (a, b) = (floats(&session, &[1.0, 2.0, 3.0]), floats(&session, &[0.5, 0.25, 4.0]));
@@ -92,7 +84,7 @@ fn a_kernel_is_called_by_its_name_in_the_order_of_the_calls() {
 #[test]
 fn a_lane_with_a_stream_of_its_own_has_its_kernels_there() {
     static MAY_GO_ON: AtomicBool = AtomicBool::new(false);
-    with_driver("a_lane_with_a_stream_of_its_own_has_its_kernels_there", &[], &[], |fake| {
+    with_driver("kernels::a_lane_with_a_stream_of_its_own_has_its_kernels_there", &[], &[], |fake| {
         let (session, _folder) = session();
         let (add, device) = (kernel(&session, "vector_add"), Device::cuda(0));
         let [one, two] = [1, 2].map(Lane);
@@ -142,7 +134,7 @@ fn a_lane_with_a_stream_of_its_own_has_its_kernels_there() {
 
 #[test]
 fn memory_is_accounted_for_and_returned_on_request() {
-    with_driver("memory_is_accounted_for_and_returned_on_request", &[], &[], |_| {
+    with_driver("kernels::memory_is_accounted_for_and_returned_on_request", &[], &[], |_| {
         type Statistics = BTreeMap<String, BTreeMap<String, u64>>;
         let (session, _folder) = session();
         let statistics = session.function::<(i32,), Statistics>("cuda.memory_statistics").wait().unwrap();
@@ -173,7 +165,7 @@ fn memory_is_accounted_for_and_returned_on_request() {
 /// A process that only registers the functions, while other processes have the GPU.
 #[test]
 fn memory_statistics_of_a_session_without_gpu_load_no_driver() {
-    with_driver("memory_statistics_of_a_session_without_gpu_load_no_driver", &[], &[], |fake| {
+    with_driver("kernels::memory_statistics_of_a_session_without_gpu_load_no_driver", &[], &[], |fake| {
         let registry = Registry::new();
         rpc_cuda::register(&registry);
         let session = Session::new(LocalSession::new(registry));
@@ -186,7 +178,7 @@ fn memory_statistics_of_a_session_without_gpu_load_no_driver() {
 
 #[test]
 fn parameters_have_the_widths_that_the_driver_reports() {
-    with_driver("parameters_have_the_widths_that_the_driver_reports", &[], &[], |_| {
+    with_driver("kernels::parameters_have_the_widths_that_the_driver_reports", &[], &[], |_| {
         let (session, _folder) = session();
         let out = tensor(&session, Device::cuda(0), DataType::U8, &[27], vec![0; 27]);
         let args = (1, 1, 0, &out, Value::List(vec![]));
@@ -211,7 +203,7 @@ fn parameters_have_the_widths_that_the_driver_reports() {
 /// lowered the limit that the first one needed.
 #[test]
 fn shared_memory_that_was_allowed_stays_allowed() {
-    with_driver("shared_memory_that_was_allowed_stays_allowed", &[], &[], |_| {
+    with_driver("kernels::shared_memory_that_was_allowed_stays_allowed", &[], &[], |_| {
         let (session, _folder) = session();
         let x = floats(&session, &[1.0]);
         let module = session.load_module("kernels.ptx").wait().unwrap();
@@ -225,7 +217,7 @@ fn shared_memory_that_was_allowed_stays_allowed() {
 
 #[test]
 fn the_error_of_a_wrong_call_names_the_kernel_and_the_reason() {
-    with_driver("the_error_of_a_wrong_call_names_the_kernel_and_the_reason", &[], &[], |_| {
+    with_driver("kernels::the_error_of_a_wrong_call_names_the_kernel_and_the_reason", &[], &[], |_| {
         let (session, _folder) = session();
         let add = kernel(&session, "vector_add");
         let x = floats(&session, &[1.0, 2.0]);
@@ -263,7 +255,7 @@ fn the_error_of_a_wrong_call_names_the_kernel_and_the_reason() {
 
 #[test]
 fn files_are_found_and_refused_as_the_loader_documents() {
-    with_driver("files_are_found_and_refused_as_the_loader_documents", &[], &[], |_| {
+    with_driver("kernels::files_are_found_and_refused_as_the_loader_documents", &[], &[], |_| {
         let (session, folder) = session();
         let refusal = |path: &str| session.load_module(path).wait().err().unwrap();
         folder.write("broken.ptx", b"this is not ptx");
@@ -285,7 +277,7 @@ fn files_are_found_and_refused_as_the_loader_documents() {
 /// The fake driver detects a module that is unloaded while one of its kernels is pending.
 #[test]
 fn a_module_stays_until_its_kernels_are_done() {
-    with_driver("a_module_stays_until_its_kernels_are_done", &[], &[], |_| {
+    with_driver("kernels::a_module_stays_until_its_kernels_are_done", &[], &[], |_| {
         let (session, _folder) = session();
         let x = floats(&session, &[1.0]);
         for _ in 0..5 {
@@ -299,7 +291,7 @@ fn a_module_stays_until_its_kernels_are_done() {
 #[test]
 fn a_module_stays_until_its_kernels_on_other_streams_are_done() {
     static MAY_GO_ON: AtomicBool = AtomicBool::new(false);
-    with_driver("a_module_stays_until_its_kernels_on_other_streams_are_done", &[], &[], |fake| {
+    with_driver("kernels::a_module_stays_until_its_kernels_on_other_streams_are_done", &[], &[], |fake| {
         let (session, _folder) = session();
         let (device, lane) = (Device::cuda(0), Lane(1));
         let stream = session.create_stream(device).wait().unwrap();
@@ -321,7 +313,7 @@ fn a_module_stays_until_its_kernels_on_other_streams_are_done() {
 
 #[test]
 fn a_trap_is_reported_by_the_stream_and_loses_the_device() {
-    with_driver("a_trap_is_reported_by_the_stream_and_loses_the_device", &[], &[], |_| {
+    with_driver("kernels::a_trap_is_reported_by_the_stream_and_loses_the_device", &[], &[], |_| {
         let (session, _folder) = session();
         let x = floats(&session, &[1.0]);
         let trap = kernel(&session, "trap");
@@ -346,7 +338,7 @@ fn a_trap_is_reported_by_the_stream_and_loses_the_device() {
 
 #[test]
 fn pinned_memory_is_ready_for_the_processor_when_the_call_returns() {
-    with_driver("pinned_memory_is_ready_for_the_processor_when_the_call_returns", &[], &[], |_| {
+    with_driver("kernels::pinned_memory_is_ready_for_the_processor_when_the_call_returns", &[], &[], |_| {
         let (session, _folder) = session();
         let x = floats(&session, &[1.5, 2.5]);
         let out = session.alloc_in_scope(Device::cuda(0), DataType::F32, &[2], Some("host")).wait().unwrap();
@@ -358,7 +350,7 @@ fn pinned_memory_is_ready_for_the_processor_when_the_call_returns() {
 
 #[test]
 fn an_old_driver_accepts_unchecked_calls_without_harm() {
-    with_driver("an_old_driver_accepts_unchecked_calls_without_harm", &["-DOLD_DRIVER"], &[], |_| {
+    with_driver("kernels::an_old_driver_accepts_unchecked_calls_without_harm", &["-DOLD_DRIVER"], &[], |_| {
         let (session, _folder) = session();
         let x = floats(&session, &[1.0, 2.0]);
         let add = kernel(&session, "vector_add");
@@ -378,7 +370,7 @@ fn an_old_driver_accepts_unchecked_calls_without_harm() {
 #[test]
 fn a_full_device_returns_idle_memory_for_modules_streams_and_products() {
     let memory = [("FAKE_CUDA_MEMORY", "67108864"), ("FAKE_CUDA_OVERHEAD", "4194304")];
-    let name = "a_full_device_returns_idle_memory_for_modules_streams_and_products";
+    let name = "kernels::a_full_device_returns_idle_memory_for_modules_streams_and_products";
     with_driver(name, &[], &memory, |_| {
         let (session, _folder) = session();
         let cuda = CudaDevice::open().unwrap();
@@ -417,7 +409,7 @@ fn a_full_device_returns_idle_memory_for_modules_streams_and_products() {
 
 #[test]
 fn products_are_of_row_major_matrices() {
-    with_driver("products_are_of_row_major_matrices", &[], &[], |_| {
+    with_driver("kernels::products_are_of_row_major_matrices", &[], &[], |_| {
         let (session, _folder) = session();
         let matmul = session.get_function("cuda.matmul").wait().unwrap();
         let matrix = |shape: &[i64], values: &[f32]| {
@@ -480,7 +472,7 @@ fn products_are_of_row_major_matrices() {
 #[test]
 fn without_cublas_the_error_names_the_missing_library() {
     let nowhere = [("RPC_CUDA_BLAS_LIBRARY", "/nonexistent/libcublas.so.12")];
-    with_driver("without_cublas_the_error_names_the_missing_library", &[], &nowhere, |_| {
+    with_driver("kernels::without_cublas_the_error_names_the_missing_library", &[], &nowhere, |_| {
         let (session, _folder) = session();
         let x = tensor(&session, Device::cuda(0), DataType::F32, &[1, 1], vec![0; 4]);
         let out = tensor(&session, Device::cuda(0), DataType::F32, &[1, 1], vec![0; 4]);
@@ -505,12 +497,12 @@ fn cublas_is_found_in_a_python_environment() {
     let environment = tempfile::tempdir().unwrap();
     let folder = environment.path().join("lib/python3.12/site-packages/nvidia/cublas/lib");
     std::fs::create_dir_all(&folder).unwrap();
-    let name = "cublas_is_found_in_a_python_environment";
+    let name = "kernels::cublas_is_found_in_a_python_environment";
     let variables = [("VIRTUAL_ENV", environment.path().to_str().unwrap())];
     with_driver(name, &[WITHOUT_CUBLAS], &variables, |_| {
         let folder = std::path::PathBuf::from(std::env::var_os("VIRTUAL_ENV").unwrap());
         let library = folder.join("lib/python3.12/site-packages/nvidia/cublas/lib/libcublas.so.12");
-        fake::compile("fake_cublas.c", &library, &[]).unwrap();
+        compile("fake_cublas.c", &library, &[]).unwrap();
         let (session, _folder) = session();
         let matrix = |value: f32| {
             let bytes = value.to_le_bytes().into();
