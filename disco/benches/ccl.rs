@@ -119,7 +119,7 @@ fn main() {
 mod mpi {
     use std::process::Command;
 
-    use disco::ccl::host::mpi::{Circle, Process};
+    use disco::ccl::host::mpi::{MpiScope, Process};
     use disco::ccl::host::{Options, SessionKey};
 
     use super::{Arguments, measure, print};
@@ -142,7 +142,7 @@ mod mpi {
         let process = Process::start().expect("MPI");
         let all: Vec<u32> = (0..process.size()).collect();
         let key = SessionKey::generate().expect("a key");
-        let mut ccl = process.join(Circle::World, &all, &key, &Options::default()).expect("to join");
+        let mut ccl = process.join(MpiScope::World, &all, &key, &Options::default()).expect("to join");
         for case in arguments.cases() {
             let took = measure(&mut *ccl, case);
             if process.rank() == 0 {

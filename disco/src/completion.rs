@@ -1,4 +1,4 @@
-//! Completion of an operation: awaited, or waited for on a plain thread.
+//! [`Completion`], the future of an operation, which is awaited, or waited for on a plain thread.
 
 use std::fmt;
 use std::future::Future;

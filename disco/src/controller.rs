@@ -2,8 +2,8 @@
 //! the workers.
 //!
 //! [`dispatch`] has the controller itself, which numbers commands and passes each to all links. The
-//! other files add to it: [`waiting`] for workers, [`reports`] of workers, the [`data_plane`] and
-//! [`reinit`]. Operations of users are in [`session`].
+//! other files add to it: [`sync`] the waits for workers, [`reports`] the reports of workers, the
+//! [`data_plane`] and [`reinit`]. Operations of users are in [`session`].
 
 pub(crate) mod ccl_state;
 mod data_plane;
@@ -13,5 +13,5 @@ mod module_upload;
 mod reinit;
 mod reports;
 pub(crate) mod session;
+mod sync;
 mod tickets;
-mod waiting;

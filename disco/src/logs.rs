@@ -160,7 +160,7 @@ pub(crate) fn number(level: Level) -> u8 {
 }
 
 /// Logs a line of a worker here: by this program's subscriber, or on standard error if it has none.
-/// What steers a terminal is escaped.
+/// Control characters of terminals are escaped.
 pub(crate) fn show(worker: WorkerId, line: &LogLine) {
     let LogLine { level, target, text, missing_before } = line;
     let (target, text) = (rpc_core::printable(target), rpc_core::printable(text));

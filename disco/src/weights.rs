@@ -3,7 +3,7 @@
 //!
 //! The controller: `loader` and `load_progress`. The workers: `worker` and `reader`. Requests from
 //! one to the other: `messages`. Files: `format` (the header of one file), `files` (the files of a
-//! model), `folders` (the ones that workers may read), `tensor_part` (the bytes of a part),
+//! model), `folders` (the ones that workers may read), `tensor_slice` (the bytes of a part),
 //! `in_parallel` (reading during a copy).
 
 mod files;
@@ -14,7 +14,7 @@ pub(crate) mod load_progress;
 mod loader;
 mod messages;
 mod reader;
-mod tensor_part;
+mod tensor_slice;
 mod worker;
 
 use serde::{Deserialize, Serialize};

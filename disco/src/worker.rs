@@ -2,7 +2,7 @@
 //! have.
 //!
 //! [`executor`] has the worker, [`feed`] the commands on their way to it, [`context`] the view of
-//! its functions. The handlers of commands are in `handlers`, `collectives`, `join_plan` and
+//! its functions. The handlers of commands are in `handlers`, `collectives`, `init_ccl` and
 //! `program_handlers`.
 
 mod collectives;
@@ -10,7 +10,7 @@ pub(crate) mod context;
 pub(crate) mod executor;
 pub(crate) mod feed;
 mod handlers;
-mod join_plan;
+mod init_ccl;
 pub(crate) mod process_state;
 mod program_handlers;
 mod recorded_program;

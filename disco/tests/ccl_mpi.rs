@@ -11,7 +11,7 @@ mod model;
 use std::process::{Command, Output, Stdio};
 use std::time::Duration;
 
-use disco::ccl::host::mpi::{Circle, Process};
+use disco::ccl::host::mpi::{MpiScope, Process};
 use disco::ccl::host::{Options, SessionKey};
 use disco::ccl::{BreakCause, Breakdown, Buffers, Ccl, CclError, CollectiveInput, Rank, ReduceOp};
 use rpc_core::{DataType, ErrorKind, RpcError};
@@ -147,7 +147,7 @@ fn key() -> SessionKey {
 
 fn world(process: &'static Process, options: &Options) -> Box<dyn Ccl> {
     let all: Vec<u32> = (0..process.size()).collect();
-    process.join(Circle::World, &all, &key(), options).expect("to join")
+    process.join(MpiScope::World, &all, &key(), options).expect("to join")
 }
 
 fn allreduce(ccl: &mut dyn Ccl, count: usize) -> Result<(), CclError> {
@@ -193,7 +193,7 @@ fn slow(process: &'static Process) {
 fn groups(process: &'static Process) {
     // In another order than the job's, without process 0.
     if process.rank() > 0 {
-        let mut three = process.join(Circle::World, &[3, 1, 2], &key(), &long_limits()).expect("to join");
+        let mut three = process.join(MpiScope::World, &[3, 1, 2], &key(), &long_limits()).expect("to join");
         let expected = [Rank(1), Rank(2), Rank(0)][process.rank() as usize - 1];
         assert_eq!((three.rank(), three.size()), (expected, 3));
         random_program(&mut *three, 3, 5);
@@ -202,7 +202,7 @@ fn groups(process: &'static Process) {
     options.epoch = 1;
     let mut world = world(process, &options);
     let first = process.rank() / 2 * 2;
-    let mut group = process.join(Circle::Group, &[first, first + 1], &key(), &options).expect("to join");
+    let mut group = process.join(MpiScope::Group, &[first, first + 1], &key(), &options).expect("to join");
     for seed in 0..20 {
         random_program(&mut *group, 100 + seed + u64::from(first) * 1000, 3);
         random_program(&mut *world, seed, 2);
@@ -238,7 +238,7 @@ fn missing(process: &'static Process) {
         // Until rank 0 ends the world.
         while ccl.barrier().is_ok() {}
     } else {
-        let mut never = process.join(Circle::Group, &[0, 2], &key(), &short).expect("to join");
+        let mut never = process.join(MpiScope::Group, &[0, 2], &key(), &short).expect("to join");
         ccl.barrier().expect("all are there");
         if never.rank() == Rank(0) {
             let breakdown = breakdown(allreduce(&mut *never, 10));
@@ -294,13 +294,13 @@ fn anew(process: &'static Process) {
 }
 
 fn strangers(process: &'static Process) {
-    let error = process.join(Circle::World, &[0, 2], &key(), &long_limits()).err().expect("there is no process 2");
+    let error = process.join(MpiScope::World, &[0, 2], &key(), &long_limits()).err().expect("there is no process 2");
     assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
     // Rank 1 is in another epoch.
     let mut limits = long_limits();
     limits.join_timeout = Duration::from_millis(500);
     limits.epoch = process.rank().into();
-    let error = process.join(Circle::World, &[0, 1], &key(), &limits).err().expect("nobody is there");
+    let error = process.join(MpiScope::World, &[0, 1], &key(), &limits).err().expect("nobody is there");
     let other = 1 - process.rank();
     assert_eq!(error.kind(), ErrorKind::DeadlineExceeded);
     assert!(error.message().contains(&format!("not heard of ranks [{other}]")), "{error}");
@@ -309,12 +309,12 @@ fn strangers(process: &'static Process) {
     limits.join_timeout = Duration::from_millis(500);
     limits.epoch = 8;
     let own = SessionKey::generate().expect("a key");
-    process.join(Circle::World, &[0, 1], &own, &limits).err().expect("nobody has that key");
+    process.join(MpiScope::World, &[0, 1], &own, &limits).err().expect("nobody has that key");
     // One that encrypts and one that does not.
     limits = long_limits();
     limits.epoch = 7;
     limits.encrypt = process.rank() == 1;
-    let error = process.join(Circle::World, &[0, 1], &key(), &limits).err().expect("they differ");
+    let error = process.join(MpiScope::World, &[0, 1], &key(), &limits).err().expect("they differ");
     assert_eq!(error.kind(), ErrorKind::Refused);
     assert!(error.message().contains("one of the two encrypts"), "{error}");
 }

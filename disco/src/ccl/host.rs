@@ -15,6 +15,7 @@
 //! under way at a time; up to 1 MiB there is one chunk. Processes with read access may read each
 //! other's memory; they do so from 4 MiB on.
 
+mod algorithm;
 mod announcement;
 mod check;
 #[allow(unsafe_code)]
@@ -23,7 +24,6 @@ mod kernel;
 mod memory;
 #[cfg(feature = "mpi")]
 pub mod mpi;
-mod plan;
 #[allow(unsafe_code)]
 mod process_memory;
 #[cfg(target_os = "linux")]
@@ -45,8 +45,8 @@ use rpc_core::{ErrorKind, RpcError};
 pub use processes::{Offer, Ticket};
 pub use stream::{Address, Listener, SessionKey};
 
+use self::algorithm::Reach;
 use self::memory::Memory;
-use self::plan::Reach;
 use self::segment::Segment;
 use self::shared::SharedCcl;
 use super::Ccl;

@@ -26,8 +26,8 @@ pub(crate) fn join(
     let Membership { epoch, world: mut control, group } = membership;
     // All ranks learn of one that cannot join.
     let ready = library().and_then(|library| Ok((library, stream(device)?)));
-    let own = ready.as_ref().map(|(library, _)| Own::new(library, device)).map_err(Clone::clone);
-    Own::compare(&mut *control, own)?;
+    let own = ready.as_ref().map(|(library, _)| RankFacts::new(library, device)).map_err(Clone::clone);
+    RankFacts::compare(&mut *control, own)?;
     let (library, stream) = ready?;
     let options = options(limits, Options::default());
     let id = share_id(&mut *control, &library)?;
@@ -76,14 +76,14 @@ fn stream(device: Device) -> Result<Arc<dyn DeviceStream>> {
 }
 
 /// Facts that ranks compare before any of them calls NCCL.
-struct Own {
+struct RankFacts {
     /// Version of the library.
     version: u32,
     device: i32,
     process: u64,
 }
 
-impl Own {
+impl RankFacts {
     const LEN: usize = 16;
 
     fn new(library: &Library, device: Device) -> Self {

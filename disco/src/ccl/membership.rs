@@ -1,4 +1,4 @@
-//! The communicators of one worker, and how long it waits in them.
+//! The communicators of one worker, and its time limits for collectives.
 
 use std::sync::Arc;
 use std::time::Duration;

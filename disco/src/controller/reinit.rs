@@ -1,5 +1,5 @@
-//! Making the collectives of a session anew: drain, meet in the next epoch, and see that all have
-//! come.
+//! `reinit_ccl`, which replaces the collectives of a session: ends the old ones, joins all workers
+//! in the next epoch, and checks that all have joined.
 
 use std::future::poll_fn;
 use std::sync::Arc;

@@ -1,4 +1,4 @@
-//! Reports of workers, and the controller's reaction to them.
+//! Reports of workers, as the controller receives and handles them.
 
 use std::task::Waker;
 

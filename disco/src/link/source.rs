@@ -1,4 +1,4 @@
-//! Sources of sessions: where a link to a node comes from, and how many of them are opened at once.
+//! Sources of sessions with nodes, and opening several links at once.
 
 use std::sync::Arc;
 

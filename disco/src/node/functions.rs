@@ -1,4 +1,5 @@
-//! The functions of a node: by them a controller, or the node above, opens and drives workers.
+//! Functions `disco.*` of a node, by which a controller, or the node above, opens and drives
+//! workers.
 //!
 //! Their names begin with `disco.`:
 //!

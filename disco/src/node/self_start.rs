@@ -1,5 +1,5 @@
-//! This program as its own worker: if it can be started as one, the arguments for that, and the
-//! state that it takes over then.
+//! Starting this program again as a worker: the check that it can be, its arguments, and the
+//! settings that it takes over.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 

@@ -18,7 +18,7 @@ use serde::de::{self, Deserializer, MapAccess, Visitor};
 
 use super::format::{FormatError, Header, MAX_HEADER, PREFIX, header_len};
 use super::messages::FileIdentity;
-use super::tensor_part::ReadAt;
+use super::tensor_slice::ReadAt;
 
 /// Names of the index of a model in several files, and of the file of a model in one.
 const INDEX: &str = "model.safetensors.index.json";

@@ -12,7 +12,7 @@ use super::Part;
 use super::files::{InFile, Model, WeightFile};
 use super::format::{Placed, TensorInfo};
 use super::messages::{LoadRequest, RequestedFile};
-use super::tensor_part::Cut;
+use super::tensor_slice::TensorSlice;
 use crate::completion::Completion;
 use crate::controller::dref::{DPackedFunc, DRef};
 use crate::controller::session::{Content, DiscoSession};
@@ -292,13 +292,14 @@ impl ShardLoader {
             loader: self.reporter.as_ref().map_or(0, |(number, _)| *number),
         };
         let (size, groups) = (self.session.num_workers(), self.session.num_groups());
-        let cuts = (0..size).map(|worker| request.cut(WorkerId(worker), size, groups)).collect::<rpc_core::Result<_>>();
-        let cuts: Vec<Cut> = cuts.map_err(|error| {
+        let slices =
+            (0..size).map(|worker| request.slice(WorkerId(worker), size, groups)).collect::<rpc_core::Result<_>>();
+        let slices: Vec<TensorSlice> = slices.map_err(|error| {
             let path = source.file.path.display();
             error.context(format_args!("tensor '{name}' of {dtype} {shape:?} in {path}"))
         })?;
-        let bytes = cuts.iter().fold(0, |sum: u64, cut| sum.saturating_add(cut.size_bytes));
-        Ok(Load { bytes, request, cuts })
+        let bytes = slices.iter().fold(0, |sum: u64, slice| sum.saturating_add(slice.size_bytes));
+        Ok(Load { bytes, request, slices })
     }
 
     fn source(&self, file: u32) -> Result<&Source> {
@@ -307,9 +308,9 @@ impl ShardLoader {
     }
 
     fn issue(&self, load: Load) -> Result<DRef> {
-        let Load { request, cuts, bytes: _ } = load;
+        let Load { request, slices, bytes: _ } = load;
         let source = self.source(request.file)?;
-        if source.readers.is_some() && cuts.iter().any(|cut| cut.size_bytes > 0) {
+        if source.readers.is_some() && slices.iter().any(|slice| slice.size_bytes > 0) {
             return self.load.call((&self.opened, Pack(request)));
         }
         let read = || -> rpc_core::Result<_> {
@@ -317,10 +318,10 @@ impl ShardLoader {
             // All workers get the same bytes if the tensor is not divided, and all groups if each
             // divides it among its workers.
             let (parts, scope) = match &request.part {
-                Part::Whole | Part::With { .. } => (&cuts[..cuts.len().min(1)], None),
-                Part::Shard { scope: Scope::World, .. } => (&cuts[..], Some(Scope::World)),
+                Part::Whole | Part::With { .. } => (&slices[..slices.len().min(1)], None),
+                Part::Shard { scope: Scope::World, .. } => (&slices[..], Some(Scope::World)),
                 Part::Shard { scope: Scope::Group, .. } => {
-                    (&cuts[..cuts.len() / self.session.num_groups() as usize], Some(Scope::Group))
+                    (&slices[..slices.len() / self.session.num_groups() as usize], Some(Scope::Group))
                 }
             };
             let each = parts.first().map_or(0, |part| part.size_bytes as usize);
@@ -357,7 +358,7 @@ impl fmt::Debug for ShardLoader {
 struct Load {
     request: LoadRequest,
     /// Part of each worker.
-    cuts: Vec<Cut>,
+    slices: Vec<TensorSlice>,
     /// Bytes for all workers together.
     bytes: u64,
 }

@@ -9,7 +9,7 @@ use rpc_core::{DataType, Result, RpcError, VirtualDevice};
 use serde::{Deserialize, Serialize};
 
 use super::Part;
-use super::tensor_part::Cut;
+use super::tensor_slice::TensorSlice;
 use crate::error::WorkerId;
 use crate::wire::command::Scope;
 use crate::worker::context::WorkerContext;
@@ -53,7 +53,7 @@ pub(super) struct LoadRequest {
 
 impl LoadRequest {
     /// Returns the bytes of the tensor that `worker` gets.
-    pub(super) fn cut(&self, worker: WorkerId, world_size: u32, num_groups: u32) -> Result<Cut> {
+    pub(super) fn slice(&self, worker: WorkerId, world_size: u32, num_groups: u32) -> Result<TensorSlice> {
         let ranges = match &self.part {
             Part::Whole | Part::With { .. } => Vec::new(),
             Part::Shard { dim, scope } => {
@@ -65,17 +65,17 @@ impl LoadRequest {
                 shard(&self.shape, *dim, rank, size)?
             }
         };
-        Cut::new(self.dtype, &self.shape, &ranges)
+        TensorSlice::new(self.dtype, &self.shape, &ranges)
     }
 
     /// Adds the name of the tensor to an error.
-    pub(super) fn blame(&self, error: RpcError) -> RpcError {
+    pub(super) fn with_tensor_name(&self, error: RpcError) -> RpcError {
         error.context(format_args!("tensor '{}'", self.name))
     }
 
     /// Returns the bytes that the worker `of` gets, in the session of `worker`.
-    pub(super) fn cut_of(&self, worker: &WorkerContext, of: WorkerId) -> Result<Cut> {
-        self.cut(of, worker.world_size(), worker.num_groups())
+    pub(super) fn slice_for(&self, worker: &WorkerContext, of: WorkerId) -> Result<TensorSlice> {
+        self.slice(of, worker.world_size(), worker.num_groups())
     }
 }
 

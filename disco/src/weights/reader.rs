@@ -11,7 +11,7 @@ use rpc_core::{DataType, Device, Result, RpcError, Tensor, VirtualDevice};
 
 use super::files::InFile;
 use super::in_parallel::in_parallel;
-use super::tensor_part::{Cut, ReadAt};
+use super::tensor_slice::{ReadAt, TensorSlice};
 use crate::worker::context::WorkerContext;
 
 /// Bytes after which progress is reported again.
@@ -85,14 +85,14 @@ impl WeightReader {
     /// More ranges than dimensions, or one beyond its dimension; a box of elements below 8 bits
     /// that begins or ends within a byte; no memory for it; the file cannot be read.
     pub fn read_box(&self, ranges: &[Range<i64>]) -> Result<Tensor> {
-        let cut = Cut::new(self.dtype, &self.shape, ranges)?;
-        self.read_cut(&cut)
+        let slice = TensorSlice::new(self.dtype, &self.shape, ranges)?;
+        self.read_slice(&slice)
     }
 
     /// Reads the part that the loader wants.
     pub(super) fn part(&self) -> Result<Tensor> {
         match &self.source {
-            Source::File { cut, .. } => self.read_cut(cut),
+            Source::File { slice, .. } => self.read_slice(slice),
             Source::Memory(part) if self.destination == Destination::of(part.device()) => Ok(part.clone()),
             Source::Memory(part) => {
                 let come = InMemory::new(part)?;
@@ -103,16 +103,16 @@ impl WeightReader {
         }
     }
 
-    fn read_cut(&self, cut: &Cut) -> Result<Tensor> {
+    fn read_slice(&self, slice: &TensorSlice) -> Result<Tensor> {
         match &self.source {
-            Source::File { file, .. } => self.read_cut_of(file, cut),
-            Source::Memory(tensor) => self.read_cut_of(&InMemory::new(tensor)?, cut),
+            Source::File { file, .. } => self.read_slice_from(file, slice),
+            Source::Memory(tensor) => self.read_slice_from(&InMemory::new(tensor)?, slice),
         }
     }
 
-    fn read_cut_of(&self, from: &(impl ReadAt + Sync), cut: &Cut) -> Result<Tensor> {
-        filled(&self.meter.worker, &self.destination, self.dtype, &cut.shape, &|at, out| {
-            cut.read(from, at, out, &mut |bytes| self.meter.add(bytes))
+    fn read_slice_from(&self, from: &(impl ReadAt + Sync), slice: &TensorSlice) -> Result<Tensor> {
+        filled(&self.meter.worker, &self.destination, self.dtype, &slice.shape, &|at, out| {
+            slice.read(from, at, out, &mut |bytes| self.meter.add(bytes))
         })
     }
 }
@@ -147,7 +147,7 @@ impl Destination {
 pub(super) enum Source {
     File {
         file: InFile,
-        cut: Cut,
+        slice: TensorSlice,
     },
     /// Memory that contains the part.
     Memory(Tensor),

@@ -31,10 +31,10 @@ pub(crate) fn register(registry: &Registry) {
             Pack(told.collect::<Vec<_>>())
         })
         .add("disco.weights.load", |worker: WorkerContext, files: Shared<OpenFiles>, request: Pack<LoadRequest>| {
-            load(&worker, &files.0, &request.0).map_err(|error| request.0.blame(error))
+            load(&worker, &files.0, &request.0).map_err(|error| request.0.with_tensor_name(error))
         })
         .add("disco.weights.take", |worker: WorkerContext, bytes: Tensor, request: Pack<LoadRequest>| {
-            take(&worker, &bytes, &request.0).map_err(|error| request.0.blame(error))
+            take(&worker, &bytes, &request.0).map_err(|error| request.0.with_tensor_name(error))
         });
 }
 
@@ -79,8 +79,8 @@ fn load(worker: &WorkerContext, files: &OpenFiles, request: &LoadRequest) -> Res
         let read = || {
             let file = file.as_ref().map_err(RpcError::clone)?;
             // Read to the device of collectives, because NCCL does not send from host memory.
-            let (cut, destination) = (request.cut_of(worker, WorkerId(of))?, Destination::of(worker.device()));
-            filled(worker, &destination, request.dtype, &cut.shape, &|at, out| cut.read(file, at, out, &mut |_| ()))
+            let (slice, destination) = (request.slice_for(worker, WorkerId(of))?, Destination::of(worker.device()));
+            filled(worker, &destination, request.dtype, &slice.shape, &|at, out| slice.read(file, at, out, &mut |_| ()))
         };
         let part = match request.part {
             Part::Whole | Part::With { .. } => for_all.get_or_insert_with(read).clone(),
@@ -89,19 +89,19 @@ fn load(worker: &WorkerContext, files: &OpenFiles, request: &LoadRequest) -> Res
         send(worker, WorkerId(of), part);
     }
     drop(for_all);
-    deliver(worker, Source::File { file: file?, cut: request.cut_of(worker, me)? }, request)
+    deliver(worker, Source::File { file: file?, slice: request.slice_for(worker, me)? }, request)
 }
 
 /// Makes this worker's part from the bytes that the controller has sent.
 fn take(worker: &WorkerContext, bytes: &Tensor, request: &LoadRequest) -> Result<LocalValue> {
-    let cut = request.cut_of(worker, worker.worker_id())?;
-    deliver(worker, Source::Memory(bytes.view(0, cut.shape, None, request.dtype)?), request)
+    let slice = request.slice_for(worker, worker.worker_id())?;
+    deliver(worker, Source::Memory(bytes.view(0, slice.shape, None, request.dtype)?), request)
 }
 
 /// Loads the part to its destination, or calls the function of the request with a reader for it.
 fn deliver(worker: &WorkerContext, source: Source, request: &LoadRequest) -> Result<LocalValue> {
     let size = match &source {
-        Source::File { cut, .. } => cut.size_bytes,
+        Source::File { slice, .. } => slice.size_bytes,
         Source::Memory(part) => part.size_bytes(),
     };
     let destination = Destination::on(worker, request.device.as_ref())?;
@@ -164,8 +164,8 @@ fn send(worker: &WorkerContext, to: WorkerId, part: Result<Tensor>) {
 /// Receives this worker's part from the worker that reads it.
 fn receive(worker: &WorkerContext, from: WorkerId, request: &LoadRequest) -> Result<Source> {
     let me = worker.worker_id();
-    let room = request.cut_of(worker, me).and_then(|cut| {
-        let part = Destination::of(worker.device()).allocate(worker, request.dtype, &cut.shape)?;
+    let room = request.slice_for(worker, me).and_then(|slice| {
+        let part = Destination::of(worker.device()).allocate(worker, request.dtype, &slice.shape)?;
         Ok((as_bytes(&part)?, part))
     });
     let tensors = room.as_ref().map(|(bytes, _)| (None, Some(bytes))).map_err(RpcError::clone);

@@ -1,4 +1,4 @@
-//! The bytes of commands.
+//! Encoding of commands, in batches.
 //!
 //! In a batch each command has a head of 16 bytes, little-endian as everything here: `u64` credit
 //! that it takes, `u32` length of its body, `u32` length of the payload that follows the body. Bulk

@@ -1,6 +1,6 @@
 //! A worker: it executes commands, in the order of their sequence numbers, each by its handler.
 //!
-//! The handlers are in `handlers`, `collectives`, `join_plan` and `program_handlers`.
+//! The handlers are in `handlers`, `collectives`, `init_ccl` and `program_handlers`.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use super::context::WorkerContext;
 use super::feed::{Feed, Reader};
 use super::process_state::ProcessState;
 use super::recorded_program::{RunningProgram, StoredProgram};
-use super::slot::{AtStake, Fault, Outcome, Slot};
+use super::slot::{Fault, Outcome, Slot, UnsettledCommand};
 use crate::error::{Failure, WorkerId};
 use crate::link::loss::ExitGuard;
 use crate::wire::command::{Command, OWN, Register};
@@ -39,7 +39,7 @@ pub(crate) struct Worker {
     /// True if collectives leave work to a device.
     pub(super) is_accelerated: bool,
     /// The registers that would be lost with that.
-    pub(super) at_stake: HashMap<Register, AtStake>,
+    pub(super) unsettled: HashMap<Register, UnsettledCommand>,
     pub(super) executed: u64,
     pub(super) reported: u64,
     /// Progress is reported when so much more credit has come free.
@@ -64,7 +64,7 @@ impl Worker {
             programs: HashMap::new(),
             running: None,
             is_accelerated: false,
-            at_stake: HashMap::new(),
+            unsettled: HashMap::new(),
             executed: 0,
             reported: 0,
             shut_down: false,
@@ -126,15 +126,15 @@ impl Worker {
         if !self.is_accelerated {
             return None;
         }
-        let at_stake = std::mem::take(&mut self.at_stake);
+        let unsettled = std::mem::take(&mut self.unsettled);
         let cause = self.this.settle().err()?;
-        let first = at_stake.values().min_by_key(|one| one.sequence);
+        let first = unsettled.values().min_by_key(|one| one.sequence);
         let (sequence, command) =
             first.map_or((self.sequence, "collective"), |first| (first.sequence, first.command.as_str()));
         let failure = Failure { worker: self.id, sequence, command: command.to_owned(), cause };
         self.sink.send(Event::Failed(failure.clone()));
         let failure = Arc::new(failure);
-        for register in at_stake.into_keys() {
+        for register in unsettled.into_keys() {
             let slot = match &mut self.running {
                 Some(running) if register & OWN != 0 => running.own.get_mut((register & !OWN) as usize),
                 _ => self.registers.get_mut(register as usize),
@@ -147,7 +147,7 @@ impl Worker {
     }
 
     /// Notes the registers that would be lost with a collective that is still on the device.
-    fn note_at_stake(&mut self, command: &Command) {
+    fn note_unsettled(&mut self, command: &Command) {
         if !matches!(command, Command::CallPacked { .. } | Command::Collective { .. } | Command::SendRecv { .. }) {
             return;
         }
@@ -155,7 +155,7 @@ impl Worker {
         let of_session =
             self.running.as_ref().and_then(|running| running.session_register(register)).unwrap_or(register);
         let (sequence, command) = (self.sequence, self.title(command));
-        self.at_stake.insert(of_session, AtStake { sequence, command });
+        self.unsettled.insert(of_session, UnsettledCommand { sequence, command });
     }
 
     /// Executes one command; a failure poisons the registers that it should have set.
@@ -174,7 +174,7 @@ impl Worker {
         }
         let Err(fault) = self.execute(command) else {
             if self.is_accelerated {
-                self.note_at_stake(command);
+                self.note_unsettled(command);
             }
             return;
         };

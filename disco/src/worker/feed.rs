@@ -1,5 +1,5 @@
-//! The feed: commands on their way to the workers of a host, written once and read by each of them
-//! at its own pace.
+//! The feed: the queue of commands to the workers of a host. A command is written once, and each
+//! worker reads it at its own pace.
 //!
 //! It is a chain of blocks. A worker holds the block that it reads and gives it up for the next
 //! one, so that a block goes when the slowest has read it. Commands are read where they lie: no
@@ -62,7 +62,7 @@ pub(crate) fn out_of_order(first: u64, next: u64) -> RpcError {
 /// Commands for the workers of a host, which are to have a [`Reader`] each.
 pub(crate) struct Feed {
     tail: Mutex<Tail>,
-    sleepers: Box<[Sleeper]>,
+    sleepers: Box<[ReaderSleep]>,
     /// Time for which readers yield before they sleep.
     yield_time: Duration,
     aborted: AtomicBool,
@@ -78,7 +78,7 @@ struct Tail {
 
 /// Sleep state of one reader, for the thread that wakes it.
 #[derive(Default)]
-struct Sleeper {
+struct ReaderSleep {
     asleep: AtomicBool,
     thread: OnceLock<Thread>,
 }
@@ -90,7 +90,7 @@ impl Feed {
         let block = Block::new(Arc::default());
         let this = Arc::new(Self {
             tail: Mutex::new(Tail { block: Arc::clone(&block), len: 0, next: 1 }),
-            sleepers: (0..workers).map(|_| Sleeper::default()).collect(),
+            sleepers: (0..workers).map(|_| ReaderSleep::default()).collect(),
             yield_time,
             aborted: AtomicBool::new(false),
         });
@@ -149,8 +149,8 @@ impl Feed {
     }
 
     fn wake(&self) {
-        // In one order with the sleeper's own two steps: either it sees the new command, or we see
-        // that it sleeps.
+        // Sequentially consistent with the two steps of the sleeping reader: either the reader sees
+        // the new command, or this thread sees that the reader sleeps.
         fence(Ordering::SeqCst);
         for sleeper in &self.sleepers {
             if sleeper.asleep.load(Ordering::Relaxed)

@@ -1,4 +1,4 @@
-//! Handlers of recorded programs: to keep, run and forget them.
+//! Handlers of the commands that store, run and delete recorded programs.
 
 use std::sync::Arc;
 
@@ -91,7 +91,7 @@ impl Worker {
         }
         self.running = None;
         // The registers that were the program's own are gone.
-        self.at_stake.retain(|register, _| register & OWN == 0);
+        self.unsettled.retain(|register, _| register & OWN == 0);
         Ok(())
     }
 }

@@ -1,4 +1,4 @@
-//! Recorded programs, as a worker keeps and runs them.
+//! Recorded programs at a worker: their storage and their state while they run.
 
 use rpc_core::{ErrorKind, RpcError};
 

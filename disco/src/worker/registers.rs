@@ -23,7 +23,7 @@ impl Worker {
                 Some(of_session) => register = of_session,
                 None => {
                     running.own[(register & !OWN) as usize] = slot;
-                    self.not_at_stake(register);
+                    self.forget_unsettled(register);
                     return;
                 }
             }
@@ -36,13 +36,13 @@ impl Worker {
         if at >= self.registers.len() {
             self.registers.resize(at + 1, Slot::Empty);
         }
-        self.not_at_stake(register);
+        self.forget_unsettled(register);
         self.registers[at] = slot;
     }
 
-    pub(super) fn not_at_stake(&mut self, register: Register) {
+    pub(super) fn forget_unsettled(&mut self, register: Register) {
         if self.is_accelerated {
-            self.at_stake.remove(&register);
+            self.unsettled.remove(&register);
         }
     }
 

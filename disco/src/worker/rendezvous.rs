@@ -120,21 +120,21 @@ impl Rendezvous {
                 let groups: Vec<_> = groups.iter().zip(locations).map(reachable).collect();
                 let listeners = self.listeners.lock().get(&worker).cloned();
                 let listeners = listeners.ok_or_else(|| RpcError::internal("a worker that does not listen"))?;
-                let detour = |peer: Rank, until: Instant| {
+                let fallback = |peer: Rank, until: Instant| {
                     relays.connect(RelayedPair { from: worker.0, to: peer.0, is_world: true }, until)
                 };
-                let joined = listeners.world.join_by(rank, &world, key, &options, Some(&detour))?;
+                let joined = listeners.world.join_by(rank, &world, key, &options, Some(&fallback))?;
                 let group = match &listeners.group {
                     Some(listener) => {
                         let size = layout.group_size() as usize;
                         let first = layout.group(worker) as usize * size;
                         let members = groups.get(first..first + size);
                         let members = members.ok_or_else(|| RpcError::internal("a plan without all addresses"))?;
-                        let detour = |peer: Rank, until: Instant| {
+                        let fallback = |peer: Rank, until: Instant| {
                             let to = first as u32 + peer.0;
                             relays.connect(RelayedPair { from: worker.0, to, is_world: false }, until)
                         };
-                        Some(listener.join_by(rank_in_group, members, key, &options, Some(&detour))?)
+                        Some(listener.join_by(rank_in_group, members, key, &options, Some(&fallback))?)
                     }
                     None => None,
                 };
@@ -182,16 +182,16 @@ fn join_mpi(
     key: &SessionKey,
     options: &host::Options,
 ) -> Result<Membership> {
-    use host::mpi::{Circle, Process};
+    use host::mpi::{MpiScope, Process};
 
     let process = Process::started().ok_or_else(|| RpcError::internal("MPI has not been started here"))?;
-    let world = process.join(Circle::World, ranks, key, options)?;
+    let world = process.join(MpiScope::World, ranks, key, options)?;
     let mut group = None;
     if layout.has_groups() {
         let mut groups = ranks.chunks(layout.group_size() as usize);
         let members =
             groups.nth(layout.group(worker) as usize).ok_or_else(|| RpcError::internal("a plan without all ranks"))?;
-        group = Some(process.join(Circle::Group, members, key, options)?);
+        group = Some(process.join(MpiScope::Group, members, key, options)?);
     }
     Ok(Membership { epoch: options.epoch, world, group })
 }

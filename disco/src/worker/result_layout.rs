@@ -1,4 +1,4 @@
-//! Layout of a collective's result, and its announcement by the first worker to those who cannot
+//! Layout of a collective's result, and its announcement by the first worker to those that cannot
 //! know it.
 
 use rpc_core::{DataType, RpcError, Tensor};

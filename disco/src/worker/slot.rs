@@ -1,4 +1,4 @@
-//! Slots: the content of registers, and why there may be none.
+//! Slots: the content of registers, which is a value or the error that poisons the register.
 
 use std::sync::Arc;
 
@@ -16,8 +16,9 @@ pub(super) enum Slot {
     Poisoned(Arc<Failure>),
 }
 
-/// Command that has set a register from a collective that the device may still lose.
-pub(super) struct AtStake {
+/// Command that has set a register by a collective that is still in progress on the device, and may
+/// fail there.
+pub(super) struct UnsettledCommand {
     pub(super) sequence: u64,
     pub(super) command: String,
 }

@@ -1,5 +1,5 @@
-//! Loan of tensors to a collective: whether they fit the call, and their borrow for as long as it
-//! takes.
+//! Loan of tensors to a collective: the check that they fit the call, and their borrow for as long
+//! as it takes.
 
 #[allow(unsafe_code)]
 mod on_device;

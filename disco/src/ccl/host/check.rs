@@ -1,4 +1,4 @@
-//! Checks of a call that need no other rank.
+//! Checks of a call that a rank makes alone, before it announces the call.
 
 use rpc_core::{Device, DeviceType, RpcError};
 

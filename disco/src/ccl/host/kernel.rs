@@ -1,4 +1,4 @@
-//! Reduction kernels: fold the same stretch of several ranks' memory into one, a block at a time.
+//! Reduction kernels: reduce the same range of several ranks' buffers into one, a block at a time.
 //!
 //! The loops are plain Rust over fixed-size chunks, which LLVM vectorises; they are compiled a
 //! second time for AVX2, chosen at run time. A block of 2048 elements stays in the first-level

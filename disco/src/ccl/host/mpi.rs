@@ -42,10 +42,11 @@ pub struct Process {
     job: String,
 }
 
-/// Group of its members that a communicator is for. Two of the same kind, under the same key and
-/// with the same [epoch](Options::epoch), have no member in common, even if the one is long gone.
+/// Kind of the group that a communicator is for. Two groups of one kind with the same key and the
+/// same [epoch](Options::epoch) must have no member in common, even if one of them has ended long
+/// ago.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Circle {
+pub enum MpiScope {
     /// All workers of a session.
     World,
     /// One of its groups.
@@ -117,7 +118,7 @@ impl Process {
     /// this process is not among them.
     pub fn join(
         &'static self,
-        circle: Circle,
+        scope: MpiScope,
         members: &[u32],
         key: &SessionKey,
         options: &Options,
@@ -127,7 +128,7 @@ impl Process {
             let text = format!("process {} of {} cannot join a group of {members:?}", self.rank, self.size);
             return Err(RpcError::invalid_argument(text));
         };
-        let tag = tag(circle, key.digest(options.epoch));
+        let tag = tag(scope, key.digest(options.epoch));
         let open = |peer: usize| MessageStream::new(&self.library, members[peer], tag);
         by_messages(&Member { rank: Rank::of(own), size: members.len(), key, options }, open)
     }
@@ -149,8 +150,8 @@ impl Process {
 /// sessions that share processes, and leftovers of an earlier group, are told apart. The standard
 /// promises tags up to 32767, of which two groups may have the same: then they do not recognise
 /// each other's hellos.
-fn tag(circle: Circle, digest: u64) -> u16 {
-    (digest % (1 << 14)) as u16 * 2 + u16::from(circle == Circle::Group)
+fn tag(scope: MpiScope, digest: u64) -> u16 {
+    (digest % (1 << 14)) as u16 * 2 + u16::from(scope == MpiScope::Group)
 }
 
 pub(super) fn lost(text: impl std::fmt::Display) -> RpcError {
@@ -166,7 +167,7 @@ mod tests {
         let keys = [SessionKey::generate().unwrap(), SessionKey::generate().unwrap()];
         let digests = keys.iter().flat_map(|key| (0..50).map(|epoch| key.digest(epoch)));
         let mut tags: Vec<_> =
-            digests.flat_map(|digest| [tag(Circle::World, digest), tag(Circle::Group, digest)]).collect();
+            digests.flat_map(|digest| [tag(MpiScope::World, digest), tag(MpiScope::Group, digest)]).collect();
         assert!(tags.iter().all(|tag| *tag <= 32_767));
         tags.sort_unstable();
         tags.dedup();

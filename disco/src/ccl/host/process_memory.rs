@@ -1,5 +1,5 @@
-//! Reading the memory of another process of this machine, where the system permits it:
-//! `process_vm_readv`.
+//! Reading the memory of another process of this machine (`process_vm_readv`), where the system
+//! permits it.
 //!
 //! It is permitted between processes of one user, unless a security module says otherwise; Yama
 //! does where `kernel.yama.ptrace_scope` is 1, but for processes that one has started. Whether it

@@ -1,4 +1,4 @@
-//! A segment between processes: its offer, and the joining of ranks.
+//! Segments between processes of one machine: the offer of a segment, and joining it as a rank.
 //!
 //! The offering process makes a memory file without a name, and the ticket says where that process
 //! has it open. A process can join if it may open the files of that process (it has the same user)
@@ -15,8 +15,8 @@ use rpc_core::{ErrorKind, RpcError};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use serde::{Deserialize, Serialize};
 
+use super::algorithm::Reach;
 use super::memory::Memory;
-use super::plan::Reach;
 use super::process_memory;
 use super::segment::{NEVER, Segment, Word};
 use super::shared::SharedCcl;

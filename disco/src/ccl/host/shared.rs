@@ -24,9 +24,9 @@ use std::time::{Duration, Instant};
 
 use rpc_core::RpcError;
 
+use super::algorithm::{Algorithm, Reach, has_input, input_bytes, travels_inline};
 use super::announcement::{Announcement, MAX_POISON, agree, ahead};
 use super::memory::Memory;
-use super::plan::{Algorithm, Reach, has_input, input_bytes, travels_inline};
 use super::segment::{Segment, Word, reached, wall_millis};
 use super::{Options, check, kernel};
 use crate::ccl::error::{poison_from_bytes, poison_to_bytes};

@@ -9,12 +9,12 @@
 mod abort_notice;
 mod address;
 mod connection;
-mod flow;
 mod group_state;
 mod handshake;
 mod join;
 #[cfg(feature = "mpi")]
 mod join_messages;
+mod large;
 mod link;
 mod secure;
 mod socket;
@@ -33,8 +33,8 @@ pub(super) use self::join_messages::{Member, by_messages};
 use self::link::{FrameKind, Link};
 #[cfg(feature = "mpi")]
 pub(super) use self::socket::Socket;
+use super::algorithm::{has_input, input_bytes, route, travels_inline};
 use super::announcement::{Announcement, LEN, MAX_POISON, agree, agree_pair, ahead};
-use super::plan::{has_input, input_bytes, route, travels_inline};
 use super::{Options, check, kernel};
 use crate::ccl::error::{poison_from_bytes, poison_to_bytes};
 use crate::ccl::{Agreement, BreakCause, Ccl, CclError, Collective, CollectiveInput, Control, Lent, Operation, Rank};

@@ -1,5 +1,5 @@
-//! The few functions of MPI that are used, made safe: one call at a time, buffers that live as long
-//! as MPI may use them, results as errors.
+//! Safe wrappers of the functions of MPI that are used: one call at a time, buffers that live as
+//! long as MPI may use them, results as errors.
 
 use std::ffi::{CStr, c_char, c_int};
 use std::io;
@@ -18,18 +18,18 @@ static CALLS: Mutex<Calls> = Mutex::new(Calls { left: Vec::new(), held: 0, is_ov
 
 /// State of the calls so far.
 struct Calls {
-    /// The messages whose owners have gone before MPI was through with them.
+    /// Messages whose owners have been dropped before MPI was done with them.
     left: Vec<Message>,
     /// Number of messages that have an owner.
     held: usize,
-    /// MPI has been ended: nothing of it may be called.
+    /// True once MPI has been finalised: none of its functions may be called any more.
     is_over: bool,
 }
 
-/// Taken where the process does not end otherwise.
+/// Pause between two attempts to finalise MPI.
 const PAUSE: Duration = Duration::from_millis(1);
 
-/// MPI, started.
+/// MPI, initialised in this process.
 #[derive(Debug)]
 pub(super) struct Library {
     comm: Comm,
@@ -47,7 +47,7 @@ unsafe impl Send for Comm {}
 // SAFETY: as above.
 unsafe impl Sync for Comm {}
 
-/// Message that MPI works on by itself, on its way out or in, and its bytes.
+/// Message that MPI is sending or receiving, and its bytes.
 #[derive(Debug)]
 struct Message {
     request: ffi::MPI_Request,
@@ -73,7 +73,7 @@ impl Message {
 pub(super) struct Transfer(Option<Message>);
 
 impl Transfer {
-    /// Returns the bytes, once MPI is through with them.
+    /// Returns the bytes, once MPI is done with them.
     ///
     /// # Errors
     ///
@@ -97,7 +97,7 @@ impl Drop for Transfer {
         let Some(mut message) = self.0.take() else { return };
         let mut calls = CALLS.lock();
         calls.held -= 1;
-        // If the library cannot tell, the bytes stay.
+        // If the library cannot report the state, the bytes are kept.
         if calls.is_over || !message.is_done(&calls).unwrap_or(false) {
             calls.left.push(message);
         }
@@ -230,8 +230,8 @@ impl Library {
         }
     }
 
-    /// Ends MPI, once it is through with all messages. The thread has to be the one that started
-    /// it.
+    /// Finalises MPI, once it is done with all messages. The thread has to be the one that called
+    /// [`start`](Self::start).
     ///
     /// # Errors
     ///
@@ -255,7 +255,7 @@ impl Library {
                         calls.is_over = true;
                     }
                     if open == 0 {
-                        self.take_the_rest().map_err(lost)?;
+                        self.receive_leftovers().map_err(lost)?;
                         // SAFETY: MPI has been started, no message is under way, and nothing of it
                         // is called after this.
                         return checked(unsafe { ffi::MPI_Finalize() }).map_err(lost);
@@ -269,10 +269,10 @@ impl Library {
         }
     }
 
-    /// Takes the farewells of groups that are gone, which no rank waits for: MPI wants every
-    /// message to be received. Blocks until all processes have come here, as the end of MPI does.
-    /// The caller has the right to call.
-    fn take_the_rest(&self) -> io::Result<()> {
+    /// Receives the last messages of groups that have ended, which no rank waits for, because MPI
+    /// demands that every message is received. Blocks until all processes have called it, as
+    /// `MPI_Finalize` does. The caller holds the lock of MPI.
+    fn receive_leftovers(&self) -> io::Result<()> {
         // SAFETY: MPI has been started, and the communicator is one of all processes.
         checked(unsafe { ffi::MPI_Barrier(self.comm.0) })?;
         loop {
@@ -298,18 +298,18 @@ impl Library {
     }
 }
 
-/// Takes the right to call MPI.
+/// Locks MPI for a call.
 ///
 /// # Errors
 ///
-/// It has been ended.
+/// MPI has been finalised.
 fn calls() -> io::Result<MutexGuard<'static, Calls>> {
     let calls = CALLS.lock();
     if calls.is_over { Err(io::Error::other("MPI has been ended")) } else { Ok(calls) }
 }
 
 impl Calls {
-    /// Frees the messages that MPI is through with.
+    /// Frees the dropped messages that MPI is done with.
     fn reap(&mut self) {
         let mut left = std::mem::take(&mut self.left);
         left.retain_mut(|message| !message.is_done(self).unwrap_or(false));

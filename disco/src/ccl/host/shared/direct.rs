@@ -9,7 +9,7 @@ use std::sync::atomic::Ordering;
 
 use super::pieces::{BufferStart, PIECE, in_pieces};
 use super::{Phase, SharedCcl};
-use crate::ccl::host::plan::{bypasses, route, share};
+use crate::ccl::host::algorithm::{bypasses, route, share};
 use crate::ccl::host::segment::{Segment, Word};
 use crate::ccl::host::{check, kernel};
 use crate::ccl::{CclError, Collective, Lent, Operation};

@@ -12,9 +12,9 @@ use rpc_core::RpcError;
 use super::direct::Busy;
 use super::{Phase, SharedCcl};
 use crate::ccl::error::{poison_from_bytes, poison_to_bytes};
+use crate::ccl::host::algorithm::{Reach, bypasses};
 use crate::ccl::host::announcement::{Announcement, MAX_POISON, agree_pair, ahead};
 use crate::ccl::host::kernel;
-use crate::ccl::host::plan::{Reach, bypasses};
 use crate::ccl::host::segment::{BoxWord, PARCEL, PARCELS, Word};
 use crate::ccl::{BreakCause, CclError, Collective, Lent, Rank};
 

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::SharedCcl;
 use crate::ccl::Operation;
-use crate::ccl::host::plan::bypasses;
+use crate::ccl::host::algorithm::bypasses;
 use crate::ccl::host::segment::Segment;
 
 /// Maximum number of threads for one rank: a few are enough for the bandwidth of memory.

@@ -8,8 +8,8 @@
 
 use super::pieces::{BufferStart, in_pieces};
 use super::{Phase, SharedCcl};
+use crate::ccl::host::algorithm::{bypasses, route, share};
 use crate::ccl::host::memory::Memory;
-use crate::ccl::host::plan::{bypasses, route, share};
 use crate::ccl::host::segment::Word;
 use crate::ccl::host::{check, kernel, process_memory};
 use crate::ccl::{BreakCause, CclError, Collective, Lent, Operation};

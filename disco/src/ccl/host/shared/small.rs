@@ -2,7 +2,7 @@
 //! from them.
 
 use super::SharedCcl;
-use crate::ccl::host::plan::route;
+use crate::ccl::host::algorithm::route;
 use crate::ccl::host::{check, kernel};
 use crate::ccl::{Collective, Lent, Operation};
 

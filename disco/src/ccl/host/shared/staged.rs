@@ -8,7 +8,7 @@
 //! waits only for work that its peers did one round earlier.
 
 use super::{Phase, SharedCcl};
-use crate::ccl::host::plan::{bypasses, is_personal, route, share};
+use crate::ccl::host::algorithm::{bypasses, is_personal, route, share};
 use crate::ccl::host::segment::{STAGE, STAGES, Word};
 use crate::ccl::host::{check, kernel};
 use crate::ccl::{CclError, Collective, Lent, Operation};

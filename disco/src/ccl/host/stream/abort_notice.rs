@@ -1,4 +1,4 @@
-//! End of the connections of a broken group.
+//! Notice of a broken group: the last frame that a rank sends on each connection.
 //!
 //! A socket that is full of data has no room for the notice at once, and one that is closed while
 //! it holds unread bytes loses the data that is still on its way out. So each connection is kept

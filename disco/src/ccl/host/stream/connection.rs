@@ -1,4 +1,4 @@
-//! Data connections while they are made: each read and write has to end in time.
+//! Data connections during their handshake: each read and write has a time limit.
 
 use std::io::{self, Read, Write};
 use std::net::TcpStream;

@@ -18,8 +18,8 @@ use super::link::Link;
 use super::{Options, StreamCcl};
 use crate::ccl::{Ccl, Rank};
 
-/// Time that an attempt to dial may take where there may be a detour.
-const DIAL_TIMEOUT_BEFORE_DETOUR: Duration = Duration::from_secs(2);
+/// Time limit for an attempt to dial a rank, if there is a [`FallbackDial`].
+const DIAL_TIMEOUT_BEFORE_FALLBACK: Duration = Duration::from_secs(2);
 /// Ranks that are dialled at a time, so that some that do not answer delay no other.
 const MAX_DIALLED: usize = 16;
 /// Between two attempts to reach a rank that is not there yet.
@@ -27,9 +27,9 @@ const PAUSE: Duration = Duration::from_millis(20);
 /// Handshakes at a time. More connections wait in the listener's queue.
 const MAX_HANDSHAKES: usize = 64;
 
-/// Connects to the listener of a rank that cannot be dialled, in some other way, until then; or
-/// says why not.
-pub(crate) type Detour<'a> = dyn Fn(Rank, Instant) -> Result<UnixStream, RpcError> + Sync + 'a;
+/// Function that connects to the listener of a rank that cannot be dialled, by other means such as
+/// a relay, until the given time. Returns the error because of which it cannot.
+pub(crate) type FallbackDial<'a> = dyn Fn(Rank, Instant) -> Result<UnixStream, RpcError> + Sync + 'a;
 
 /// Listener of one rank, before the group is made and each time that it is made anew.
 #[derive(Debug)]
@@ -97,14 +97,14 @@ impl Listener {
     }
 
     /// As [`join`](Self::join), where some addresses are not known or of no use: what cannot be
-    /// dialled is reached by the detour, if there is one.
+    /// dialled is reached by the fallback, if there is one.
     pub(crate) fn join_by(
         &self,
         rank: Rank,
         addresses: &[Option<Address>],
         key: &SessionKey,
         options: &Options,
-        detour: Option<&Detour<'_>>,
+        fallback: Option<&FallbackDial<'_>>,
     ) -> Result<Box<dyn Ccl>, RpcError> {
         if rank.index() >= addresses.len() {
             return Err(RpcError::invalid_argument(format!("no rank {rank} in a group of {}", addresses.len())));
@@ -117,7 +117,7 @@ impl Listener {
         std::thread::scope(|scope| {
             // Others dial us while we dial others, so that no workers wait in a circle.
             let accepting = scope.spawn(|| self.accept_all(&group, &mut above[1..], until));
-            let dialled = group.dial_all(below, addresses, detour, until);
+            let dialled = group.dial_all(below, addresses, fallback, until);
             let accepted = accepting.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
             all_of(dialled.into_iter().chain(accepted.err()))
         })?;
@@ -235,7 +235,7 @@ impl Group<'_> {
         &self,
         links: &mut [Option<Link>],
         addresses: &[Option<Address>],
-        detour: Option<&Detour<'_>>,
+        fallback: Option<&FallbackDial<'_>>,
         until: Instant,
     ) -> Vec<RpcError> {
         let count = links.len();
@@ -246,7 +246,7 @@ impl Group<'_> {
             loop {
                 let next = ranks.lock().next();
                 let Some((peer, ((link, error), address))) = next else { return };
-                match self.dial(peer as u32, address.as_ref(), detour.map(|way| (way, &silent)), until) {
+                match self.dial(peer as u32, address.as_ref(), fallback.map(|way| (way, &silent)), until) {
                     Ok(dialled) => *link = Some(dialled),
                     Err(failure) => *error = Some(failure),
                 }
@@ -264,28 +264,28 @@ impl Group<'_> {
         errors.into_iter().flatten().collect()
     }
 
-    /// Connects to `peer`, however often that takes. A detour comes with the hosts that have not
-    /// answered: others there are not dialled.
+    /// Connects to `peer`, by as many attempts as it takes. `fallback` comes with the hosts that
+    /// have not answered: further ranks at these hosts are not dialled.
     fn dial(
         &self,
         peer: u32,
         address: Option<&Address>,
-        detour: Option<(&Detour<'_>, &Mutex<HashSet<IpAddr>>)>,
+        fallback: Option<(&FallbackDial<'_>, &Mutex<HashSet<IpAddr>>)>,
         until: Instant,
     ) -> Result<Link, RpcError> {
-        let mut detour = detour;
-        let mut no_detour = String::new();
+        let mut fallback = fallback;
+        let mut fallback_error = String::new();
         loop {
             let mut attempt = match address {
-                Some(address) => self.try_dial(peer, address, detour.map(|(_, silent)| silent), until),
+                Some(address) => self.try_dial(peer, address, fallback.map(|(_, silent)| silent), until),
                 None => Err(Failure::Unreachable("its address is not known here".to_owned())),
             };
-            if let (Err(Failure::Unreachable(text)), Some((way, _))) = (&attempt, detour) {
+            if let (Err(Failure::Unreachable(text)), Some((way, _))) = (&attempt, fallback) {
                 attempt = match way(Rank(peer), until) {
                     Ok(stream) => self.introduce(peer, Connection::Unix(stream), until),
                     Err(error) => {
-                        detour = None;
-                        no_detour = format!(", nor on a detour: {}", error.message());
+                        fallback = None;
+                        fallback_error = format!(", nor by other means: {}", error.message());
                         Err(Failure::Unreachable(text.clone()))
                     }
                 };
@@ -298,7 +298,7 @@ impl Group<'_> {
             };
             if is_hopeless || Instant::now() >= until {
                 let at = address.map_or_else(String::new, |address| format!(" at {address}"));
-                let text = format!("rank {} cannot reach rank {peer}{at}: {text}{no_detour}", self.rank);
+                let text = format!("rank {} cannot reach rank {peer}{at}: {text}{fallback_error}", self.rank);
                 return Err(RpcError::new(ErrorKind::DeadlineExceeded, text));
             }
             std::thread::sleep(PAUSE);
@@ -321,7 +321,7 @@ impl Group<'_> {
                 }
                 drop(known);
                 let connected =
-                    TcpStream::connect_timeout(address, handshake_timeout(until).min(DIAL_TIMEOUT_BEFORE_DETOUR));
+                    TcpStream::connect_timeout(address, handshake_timeout(until).min(DIAL_TIMEOUT_BEFORE_FALLBACK));
                 if connected.as_ref().is_err_and(|error| error.kind() == io::ErrorKind::TimedOut) {
                     known = silent.lock();
                     known.insert(address.ip());

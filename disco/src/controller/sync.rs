@@ -1,4 +1,4 @@
-//! Waiting for workers: syncs, the content of registers, and shutdown.
+//! Waits of callers for workers: `sync`, fetching the content of a register, and shutdown.
 
 use std::future::poll_fn;
 use std::sync::Arc;

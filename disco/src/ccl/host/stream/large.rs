@@ -1,9 +1,10 @@
-//! Large data over the connections: its routes, its order, and the reduction in between.
+//! Large collectives over connections: the routes and the order of data, and its reduction as it
+//! arrives.
 
 use std::cmp::Reverse;
 use std::ops::Range;
 
-use super::super::plan::{bypasses, route, share};
+use super::super::algorithm::{bypasses, route, share};
 use super::super::{check, kernel};
 use super::link::{Incoming, Outgoing};
 use super::{Links, Step, StreamCcl};

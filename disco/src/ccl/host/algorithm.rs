@@ -1,5 +1,5 @@
-//! Plan of a collective: the static table of the bytes that move from one rank's input to another's
-//! output, and of the algorithm.
+//! Choice of the algorithm of a collective, and the table of the bytes that move from one rank's
+//! input to another's output.
 
 use std::ops::Range;
 

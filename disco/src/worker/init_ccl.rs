@@ -1,4 +1,4 @@
-//! Handler of the command by which a worker leaves its communicators and joins others.
+//! Handler of `init_ccl` and `reinit_ccl`: a worker leaves its communicators and joins new ones.
 
 use rpc_core::{Packed, RpcError};
 
@@ -9,11 +9,11 @@ use crate::wire::event::Report;
 use crate::wire::plan::{JoinPlan, Plan};
 
 impl Worker {
-    /// Joins the other workers as a plan says.
+    /// Joins the other workers for collectives as `plan` says.
     pub(super) fn init_ccl(&mut self, plan: &Packed) -> Outcome {
-        // A loss is reported, and poisons the registers concerned.
+        // Collectives in progress end first. A lost one is reported, and poisons its registers.
         self.settle();
-        // The old communicators go first, so that no worker waits in them.
+        // The old communicators are dropped before, so that no worker waits in them.
         self.this.set_membership(Err(RpcError::unsupported("the data plane is being made")));
         let plan: Plan = plan.decode()?;
         if let Some(device) = plan.devices.get(self.id.index()) {
@@ -33,7 +33,7 @@ impl Worker {
         if let Some(error) = failed {
             let cause = error.clone().context(format_args!("worker {} has no collectives", self.id));
             self.this.report_broken(Report { epoch: plan.epoch, culprit: None, cause });
-            // Without a way to each other only collectives fail.
+            // In a plan without connections, only collectives fail.
             if !matches!(plan.join, JoinPlan::Unconnected { .. }) {
                 return Err(error.into());
             }

@@ -30,18 +30,18 @@ impl ReadAt for Watched {
     }
 }
 
-fn read(cut: &Cut, source: &Watched) -> Vec<u8> {
-    read_in_pieces(cut, source, cut.size_bytes.max(1) as usize)
+fn read(slice: &TensorSlice, source: &Watched) -> Vec<u8> {
+    read_in_pieces(slice, source, slice.size_bytes.max(1) as usize)
 }
 
 /// One after the other.
-fn read_in_pieces(cut: &Cut, source: &Watched, len: usize) -> Vec<u8> {
-    let mut out = vec![0xee; cut.size_bytes as usize];
+fn read_in_pieces(slice: &TensorSlice, source: &Watched, len: usize) -> Vec<u8> {
+    let mut out = vec![0xee; slice.size_bytes as usize];
     let mut told = 0;
     for (number, piece) in (0..).zip(out.chunks_mut(len)) {
-        cut.read(source, number * len as u64, piece, &mut |bytes| told += bytes).unwrap();
+        slice.read(source, number * len as u64, piece, &mut |bytes| told += bytes).unwrap();
     }
-    assert_eq!(told, cut.size_bytes);
+    assert_eq!(told, slice.size_bytes);
     out
 }
 
@@ -81,10 +81,10 @@ proptest! {
         let ranges = &ranges[..given.index(ranges.len() + 1)];
         let size = usize::from(dtype.bits) / 8;
         let source = Watched::new(shape.iter().product::<i64>() as usize * size);
-        let cut = Cut::new(dtype, &shape, ranges).unwrap();
+        let slice = TensorSlice::new(dtype, &shape, ranges).unwrap();
         let part = naively(&source.bytes, size, &shape, ranges);
-        prop_assert_eq!(read_in_pieces(&cut, &source, piece), &part[..]);
-        prop_assert_eq!(read(&cut, &source), part);
+        prop_assert_eq!(read_in_pieces(&slice, &source, piece), &part[..]);
+        prop_assert_eq!(read(&slice, &source), part);
     }
 }
 
@@ -94,8 +94,8 @@ proptest! {
 fn short_runs_are_read_together() {
     let reads = |shape: &[i64], ranges: &[Range<i64>]| {
         let source = Watched::new(shape.iter().product::<i64>() as usize);
-        let cut = Cut::new(DataType::U8, shape, ranges).unwrap();
-        assert_eq!(read(&cut, &source), naively(&source.bytes, 1, shape, ranges));
+        let slice = TensorSlice::new(DataType::U8, shape, ranges).unwrap();
+        assert_eq!(read(&slice, &source), naively(&source.bytes, 1, shape, ranges));
         source.reads.into_inner()
     };
     assert_eq!(reads(&[8, 100], &[2..4]), [200..400]);
@@ -110,14 +110,15 @@ fn short_runs_are_read_together() {
     assert!(gaps.len() == 2 && gaps.iter().all(|read| read.end - read.start <= PIECE), "{gaps:?}");
     // Nothing of what is before or behind what is wanted, where that ends within runs.
     let source = Watched::new(400);
-    let cut = Cut::new(DataType::U8, &[4, 100], &[0..4, 50..100]).unwrap();
-    assert_eq!(read_in_pieces(&cut, &source, 70), naively(&source.bytes, 1, &[4, 100], &[0..4, 50..100]));
+    let slice = TensorSlice::new(DataType::U8, &[4, 100], &[0..4, 50..100]).unwrap();
+    assert_eq!(read_in_pieces(&slice, &source, 70), naively(&source.bytes, 1, &[4, 100], &[0..4, 50..100]));
     assert_eq!(source.reads.into_inner(), [50..170, 170..290, 290..400]);
 }
 
 #[test]
 fn parts_that_cannot_be_are_refused() {
-    let refused = |dtype, shape: &[i64], ranges: &[Range<i64>]| Cut::new(dtype, shape, ranges).unwrap_err().to_string();
+    let refused =
+        |dtype, shape: &[i64], ranges: &[Range<i64>]| TensorSlice::new(dtype, shape, ranges).unwrap_err().to_string();
     #[allow(clippy::reversed_empty_ranges, reason = "it is refused")]
     let backwards = 2..1;
     for range in [-1..1, 0..5, backwards, 5..5] {
@@ -129,10 +130,10 @@ fn parts_that_cannot_be_are_refused() {
     let f4 = DataType::new(rpc_core::DataTypeCode::FLOAT4_E2M1FN, 4);
     assert!(refused(f4, &[2, 4], &[0..2, 0..1]).contains("within a byte"));
     assert!(refused(f4, &[2, 3], &[1..2]).contains("within a byte"));
-    let half = Cut::new(f4, &[2, 4], &[0..2, 2..4]).unwrap();
+    let half = TensorSlice::new(f4, &[2, 4], &[0..2, 2..4]).unwrap();
     assert_eq!(read(&half, &Watched { bytes: vec![1, 2, 3, 4], reads: RefCell::default() }), [2, 4]);
     // Nothing is nothing, however large the other dimensions are.
     for ranges in [&[][..], &[0..0, 5..7], &[0..0, 1..2, 3..4]] {
-        assert_eq!(Cut::new(f4, &[0, i64::MAX, i64::MAX], ranges).unwrap().size_bytes, 0);
+        assert_eq!(TensorSlice::new(f4, &[0, i64::MAX, i64::MAX], ranges).unwrap().size_bytes, 0);
     }
 }

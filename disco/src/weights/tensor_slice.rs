@@ -1,5 +1,5 @@
-//! Parts of a tensor: the positions of their bytes in the tensor, and reading them where they are
-//! not contiguous.
+//! Slices of a tensor (a range of each dimension): the positions of their bytes, and reading them
+//! where they are not contiguous.
 
 use std::ops::Range;
 
@@ -22,9 +22,9 @@ const GAP: u64 = 16 << 10;
 /// interval of progress.
 const PIECE: u64 = 4 << 20;
 
-/// A box of a tensor: a range of each dimension.
+/// A slice of a tensor: a range of each dimension.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Cut {
+pub(super) struct TensorSlice {
     /// Dimensions of the part.
     pub(super) shape: Vec<i64>,
     /// Size in bytes.
@@ -38,7 +38,7 @@ pub(super) struct Cut {
     outer: Vec<(u64, u64)>,
 }
 
-impl Cut {
+impl TensorSlice {
     /// Creates the part that consists of these ranges of the first dimensions, and all of the
     /// others.
     ///
@@ -111,12 +111,12 @@ impl Cut {
         while !out.is_empty() {
             let wanted = out.len() as u64;
             let (mut run, skipped) = (at / self.run, at % self.run);
-            let begin = self.place(run) + skipped;
+            let begin = self.run_start(run) + skipped;
             let mut len = wanted.min(self.run - skipped).min(PIECE);
             let mut end = begin + len;
             while self.run < LONG && len < wanted {
                 run += 1;
-                let (next, more) = (self.place(run), self.run.min(wanted - len));
+                let (next, more) = (self.run_start(run), self.run.min(wanted - len));
                 if next - end > GAP || next + more - begin > PIECE {
                     break;
                 }
@@ -130,7 +130,7 @@ impl Cut {
             } else {
                 scratch.resize((end - begin) as usize, 0);
                 source.read_at(begin, &mut scratch)?;
-                self.take_apart(at, &scratch, piece);
+                self.copy_runs(at, &scratch, piece);
             }
             progress(len);
             at += len;
@@ -141,19 +141,19 @@ impl Cut {
 
     /// Copies the bytes of the part from `at` on from `read`, which begins with the first of them,
     /// and skips the bytes between runs.
-    fn take_apart(&self, at: u64, read: &[u8], mut out: &mut [u8]) {
+    fn copy_runs(&self, at: u64, read: &[u8], mut out: &mut [u8]) {
         let (mut run, mut skipped) = (at / self.run, at % self.run);
-        let begin = self.place(run) + skipped;
+        let begin = self.run_start(run) + skipped;
         while !out.is_empty() {
             let (piece, rest) = out.split_at_mut(out.len().min((self.run - skipped) as usize));
-            piece.copy_from_slice(&read[(self.place(run) + skipped - begin) as usize..][..piece.len()]);
+            piece.copy_from_slice(&read[(self.run_start(run) + skipped - begin) as usize..][..piece.len()]);
             (run, skipped, out) = (run + 1, 0, rest);
         }
     }
 
     /// Returns the start of a run, in bytes from the beginning of the tensor. It grows with the
     /// number of the run.
-    fn place(&self, run: u64) -> u64 {
+    fn run_start(&self, run: u64) -> u64 {
         let (mut rest, mut from) = (run, self.start);
         for (count, stride) in self.outer.iter().rev() {
             from += rest % count * stride;
