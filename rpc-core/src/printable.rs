@@ -1,4 +1,4 @@
-//! Text of peers made safe to print: nothing in it steers the terminal.
+//! Text of peers made safe to print: control characters of terminals are escaped.
 
 use std::borrow::Cow;
 use std::fmt::Write;
@@ -14,10 +14,10 @@ use std::fmt::Write;
 /// ```
 #[must_use]
 pub fn printable(text: &str) -> Cow<'_, str> {
-    let Some(first) = text.find(steers_a_terminal) else { return text.into() };
+    let Some(first) = text.find(is_terminal_control) else { return text.into() };
     let mut safe = text[..first].to_owned();
     for c in text[first..].chars() {
-        if steers_a_terminal(c) {
+        if is_terminal_control(c) {
             let _ = write!(safe, "{}", c.escape_unicode());
         } else {
             safe.push(c);
@@ -26,7 +26,7 @@ pub fn printable(text: &str) -> Cow<'_, str> {
     safe.into()
 }
 
-fn steers_a_terminal(c: char) -> bool {
+fn is_terminal_control(c: char) -> bool {
     match c {
         '\n' | '\t' => false,
         // Marks, embeddings, overrides and isolates of bidirectional text.

@@ -36,7 +36,7 @@ impl Session {
     /// not fit the signature.
     pub fn function<A: IntoArgs, R: FromReply>(&self, name: &str) -> Action<TypedFunction<A, R>> {
         let (session, name) = (self.clone(), name.to_owned());
-        let wanted = signature::Wanted { args: A::type_kinds(), returns: R::type_kind() };
+        let wanted = signature::ClientTypes { args: A::type_kinds(), returns: R::type_kind() };
         let fetch = async move |options: Options<'static>| {
             let function = options.apply(session.get_function(&name)).start();
             let signature = options.apply(session.get_function(signature::NAME)).start();

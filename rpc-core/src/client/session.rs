@@ -1,5 +1,5 @@
-//! The client's view of a session: [`Session`] with all its operations, and references that free
-//! their objects.
+//! [`Session`], the client's handle of a session, and its options. Its operations are in the other
+//! files of this folder.
 //!
 //! Every operation returns an [`Action`], which does nothing until it is awaited, waited for on a
 //! plain thread ([`Action::wait`]), or started. All forms are the same code.

@@ -28,7 +28,7 @@ pub(crate) fn is_untold(error: &RpcError) -> bool {
 }
 
 /// The types that a client calls a function with, as far as they are known.
-pub(crate) struct Wanted {
+pub(crate) struct ClientTypes {
     /// The kinds of the arguments; `None` if their number is not known.
     pub(crate) args: Option<Vec<Option<&'static str>>>,
     pub(crate) returns: Option<&'static str>,
@@ -41,7 +41,7 @@ const KINDS: [&str; 16] = [
     "module", "tensor", "object",
 ];
 
-impl Wanted {
+impl ClientTypes {
     /// Compares the types with the signature of `name`. Types that either side leaves open fit.
     ///
     /// # Errors
@@ -135,7 +135,7 @@ fn yields(got: &str, expected: &str) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use super::{Wanted, kind};
+    use super::{ClientTypes, kind};
     use crate::client::{RemoteTensor, Session};
     use crate::function::{Pack, Registry};
     use crate::tensor::TensorView;
@@ -233,11 +233,11 @@ mod tests {
     #[test]
     fn kinds_that_are_converted_fit() {
         let arg_fits = |got: &'static str, param: &str| {
-            let wanted = Wanted { args: Some(vec![Some(got)]), returns: None };
+            let wanted = ClientTypes { args: Some(vec![Some(got)]), returns: None };
             wanted.check("f", &[param.to_owned()], "any").is_ok()
         };
         let return_fits = |returns: &str, expected: &'static str| {
-            let wanted = Wanted { args: None, returns: Some(expected) };
+            let wanted = ClientTypes { args: None, returns: Some(expected) };
             wanted.check("f", &[], returns).is_ok()
         };
         for (got, param) in [

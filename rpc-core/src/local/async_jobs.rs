@@ -10,7 +10,7 @@ use std::task::{Poll, ready};
 
 use super::LocalInner;
 use super::job::LaneKey;
-use super::lane_runner::{Duty, FirstOutcome};
+use super::lane_runner::{FirstOutcome, LaneHandoff};
 use super::spawner::Spawner;
 use crate::device::Stream;
 use crate::error::{Result, RpcError};
@@ -35,7 +35,7 @@ impl LocalInner {
         responder: Option<Responder>,
         bytes: usize,
         future: CatchPanic,
-    ) -> (Option<FirstOutcome>, Duty) {
+    ) -> (Option<FirstOutcome>, LaneHandoff) {
         self.begin_later(key, responder, bytes, |completion| {
             let task = Box::pin(AsyncTask { future: Some(future), completion });
             if catch_unwind(AssertUnwindSafe(|| spawner.spawn(task))).is_err() {
@@ -52,7 +52,7 @@ impl LocalInner {
         key: LaneKey,
         responder: Option<Responder>,
         bytes: usize,
-    ) -> (Option<FirstOutcome>, Duty) {
+    ) -> (Option<FirstOutcome>, LaneHandoff) {
         self.begin_later(key, responder, bytes, |mut completion| {
             let done = Box::new(move |outcome: Result<()>| completion.complete(outcome.map(|()| Value::Null)));
             if let Err(done) = stream.when_done(done) {
@@ -68,7 +68,7 @@ impl LocalInner {
         responder: Option<Responder>,
         bytes: usize,
         begin: impl FnOnce(Completion),
-    ) -> (Option<FirstOutcome>, Duty) {
+    ) -> (Option<FirstOutcome>, LaneHandoff) {
         let (submission, responder) = match responder {
             Some(responder) => (None, responder),
             None => {
@@ -82,8 +82,12 @@ impl LocalInner {
         // Work that has ended already leaves the lane to this thread: if it continued the lane
         // itself, a spawner that runs or drops its futures at once would recurse as deep as the
         // lane is long.
-        let duty = if stage.swap(BEGUN, Ordering::AcqRel) == ENDED { Duty::Stays(bytes) } else { Duty::Passed };
-        (submission, duty)
+        let handoff = if stage.swap(BEGUN, Ordering::AcqRel) == ENDED {
+            LaneHandoff::Kept(bytes)
+        } else {
+            LaneHandoff::HandedOver
+        };
+        (submission, handoff)
     }
 }
 

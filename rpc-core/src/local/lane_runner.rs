@@ -10,7 +10,7 @@ use std::time::Instant;
 use parking_lot::Mutex;
 
 use super::job::{Job, LaneKey, Parked};
-use super::lanes::{Removed, Turn};
+use super::lanes::{AdmittedJob, Removed};
 use super::resolve::{self, PinnedOperation, RunsOn};
 use super::thread_quota::WantsThreads;
 use super::threads::{Claim, LaneThread, WorkerPool};
@@ -32,13 +32,13 @@ pub(super) enum FirstOutcome {
     Later(Submission),
 }
 
-/// State of the caller's responsibility for the lane after a job.
-pub(super) enum Duty {
+/// Owner of a lane after a job: the caller, or other code that continues the lane.
+pub(super) enum LaneHandoff {
     /// The job has ended. The caller keeps the lane, and must return this many bytes of the
     /// session's capacity.
-    Stays(usize),
+    Kept(usize),
     /// Another thread, a future, or the release of a tensor will continue the lane.
-    Passed,
+    HandedOver,
 }
 
 impl LocalInner {
@@ -54,9 +54,9 @@ impl LocalInner {
         let mut ran = None;
         let mut job = first;
         loop {
-            let (outcome, duty) = self.run_job(key, job, thread);
+            let (outcome, handoff) = self.run_job(key, job, thread);
             ran = ran.or(outcome);
-            let Duty::Stays(bytes) = duty else { return ran };
+            let LaneHandoff::Kept(bytes) = handoff else { return ran };
             match self.complete_and_take_next(key, bytes, thread) {
                 Some((next, crowded)) => {
                     job = next;
@@ -103,7 +103,7 @@ impl LocalInner {
         key: LaneKey,
         mut job: Job<PinnedOperation>,
         thread: Option<&CurrentThread>,
-    ) -> (Option<FirstOutcome>, Duty) {
+    ) -> (Option<FirstOutcome>, LaneHandoff) {
         if job.responder.as_ref().is_some_and(Responder::is_over) {
             return self.finish(job.responder, job.bytes, Err(self.not_begun()));
         }
@@ -149,12 +149,12 @@ impl LocalInner {
                 match std::mem::replace(&mut *rendezvous, Rendezvous::Empty) {
                     Rendezvous::Borrows(borrows) => {
                         drop(rendezvous);
-                        let (_, duty) = self.run_borrowed(key, job, borrows, thread);
-                        (submission, duty)
+                        let (_, handoff) = self.run_borrowed(key, job, borrows, thread);
+                        (submission, handoff)
                     }
                     _ => {
                         *rendezvous = Rendezvous::Job(Box::new(job));
-                        (submission, Duty::Passed)
+                        (submission, LaneHandoff::HandedOver)
                     }
                 }
             }
@@ -163,7 +163,7 @@ impl LocalInner {
 
     /// Continues a lane whose job waited for tensors.
     fn resume_lane(self: &Arc<Self>, key: LaneKey, job: Job<PinnedOperation>, borrows: Vec<Borrow>) {
-        if let (_, Duty::Stays(bytes)) = self.run_borrowed(key, job, borrows, None) {
+        if let (_, LaneHandoff::Kept(bytes)) = self.run_borrowed(key, job, borrows, None) {
             self.continue_lane(key, bytes, None);
         }
     }
@@ -181,7 +181,7 @@ impl LocalInner {
         job: Job<PinnedOperation>,
         borrows: Vec<Borrow>,
         thread: Option<&CurrentThread>,
-    ) -> (Option<FirstOutcome>, Duty) {
+    ) -> (Option<FirstOutcome>, LaneHandoff) {
         // The job may have waited for its tensors, or for its thread.
         if job.responder.as_ref().is_some_and(Responder::is_over) {
             drop(borrows);
@@ -227,7 +227,7 @@ impl LocalInner {
     }
 
     /// Gives a job to a thread, at once or when one becomes available.
-    fn hand_over(self: &Arc<Self>, parked: Parked<PinnedOperation>) -> (Option<FirstOutcome>, Duty) {
+    fn hand_over(self: &Arc<Self>, parked: Parked<PinnedOperation>) -> (Option<FirstOutcome>, LaneHandoff) {
         let mut lanes = self.lanes.lock();
         match lanes.threads.claim(parked.key, || self.this.clone()) {
             Claim::Idle(thread) => {
@@ -254,7 +254,7 @@ impl LocalInner {
                 self.start_parked();
             }
         }
-        (None, Duty::Passed)
+        (None, LaneHandoff::HandedOver)
     }
 
     fn give_to_thread(self: &Arc<Self>, thread: LaneThread, parked: Parked<PinnedOperation>) {
@@ -268,7 +268,7 @@ impl LocalInner {
         let mut parked = first;
         loop {
             let Parked { key, job, borrows } = parked;
-            if let (_, Duty::Stays(bytes)) = self.run_borrowed(key, job, borrows, Some(own)) {
+            if let (_, LaneHandoff::Kept(bytes)) = self.run_borrowed(key, job, borrows, Some(own)) {
                 self.continue_lane(key, bytes, Some(own));
             }
             let next = match own.next.take() {
@@ -335,7 +335,7 @@ impl LocalInner {
         responder: Option<Responder>,
         bytes: usize,
         outcome: Outcome,
-    ) -> (Option<FirstOutcome>, Duty) {
+    ) -> (Option<FirstOutcome>, LaneHandoff) {
         let ran = match responder {
             Some(responder) => {
                 responder.complete(outcome);
@@ -343,7 +343,7 @@ impl LocalInner {
             }
             None => Some(FirstOutcome::Done(outcome)),
         };
-        (ran, Duty::Stays(bytes))
+        (ran, LaneHandoff::Kept(bytes))
     }
 
     /// Stores the objects of a return value and replaces them by references. If one cannot be
@@ -387,7 +387,7 @@ impl LocalInner {
         let mut borrow = tensor.storage().try_borrow(Access::Write)?;
         borrow.bytes_mut()?;
         let job = Job { work: PinnedOperation::Freed, responder: None, deadline: None, trace: None, bytes };
-        let Turn::Run(key, job) = lanes.admit(lane, job) else {
+        let AdmittedJob::Run(key, job) = lanes.admit(lane, job) else {
             return None;
         };
         drop(lanes);

@@ -58,8 +58,8 @@ pub(super) enum QueueEntry<R> {
     Release(Vec<Handle>),
 }
 
-/// Instruction for a job that was just admitted.
-pub(super) enum Turn<W> {
+/// A job that was just admitted: to be run now, or queued behind others.
+pub(super) enum AdmittedJob<W> {
     /// The caller runs it, and then the lane.
     Run(LaneKey, Job<W>),
     /// The job waits for others of its lane.
@@ -170,7 +170,7 @@ impl<R, W> Lanes<R, W> {
     }
 
     /// Admits `job` to `lane`.
-    pub(super) fn admit(&mut self, lane: Lane, job: Job<W>) -> Turn<W> {
+    pub(super) fn admit(&mut self, lane: Lane, job: Job<W>) -> AdmittedJob<W> {
         self.requests += 1;
         self.bytes += job.bytes;
         let key = match lane {
@@ -183,10 +183,10 @@ impl<R, W> Lanes<R, W> {
         let state = self.state(key);
         if state.busy {
             state.queue.push_back(job);
-            Turn::Queued
+            AdmittedJob::Queued
         } else {
             state.busy = true;
-            Turn::Run(key, job)
+            AdmittedJob::Run(key, job)
         }
     }
 
@@ -292,7 +292,7 @@ mod tests {
         let mut lanes: Lanes<(), ()> = Lanes::new(Capacity { requests: 8, bytes: 0 }, Threads::new(8, None));
         for number in 1..1000 {
             let job = Job { work: (), responder: None, deadline: None, trace: None, bytes: 0 };
-            let Turn::Run(key, _) = lanes.admit(Lane(number), job) else { panic!("lane {number} was not idle") };
+            let AdmittedJob::Run(key, _) = lanes.admit(Lane(number), job) else { panic!("lane {number} was not idle") };
             lanes.complete(0);
             assert!(lanes.next(key).is_none());
             assert!(lanes.others.is_empty());

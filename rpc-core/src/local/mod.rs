@@ -28,7 +28,7 @@ use parking_lot::Mutex;
 use self::deadlines::{Deadlines, Expire};
 use self::job::{Job, LaneKey, Parked};
 use self::lane_runner::FirstOutcome;
-use self::lanes::{Lanes, QueueEntry, Removed, Turn, WaitingRequest};
+use self::lanes::{AdmittedJob, Lanes, QueueEntry, Removed, WaitingRequest};
 use self::resolve::{PinnedOperation, RunsOn};
 use crate::device::Devices;
 use crate::dlpack::Device;
@@ -128,8 +128,8 @@ impl LocalInner {
             self.watch_deadline(deadline, responder);
         }
         let outcome = match turn {
-            Turn::Run(key, job) => self.run_lane(key, job, None),
-            Turn::Queued => None,
+            AdmittedJob::Run(key, job) => self.run_lane(key, job, None),
+            AdmittedJob::Queued => None,
         };
         match (submission, outcome) {
             (Some(submission), _) => submission,
@@ -205,8 +205,8 @@ impl LocalInner {
             drop_each(garbage);
             responder.admit();
             match turn {
-                Ok(Turn::Run(key, job)) => drop(self.run_lane(key, job, None)),
-                Ok(Turn::Queued) => {}
+                Ok(AdmittedJob::Run(key, job)) => drop(self.run_lane(key, job, None)),
+                Ok(AdmittedJob::Queued) => {}
                 Err(error) => drop(responder.complete(Err(error))),
             }
         }

@@ -1,4 +1,4 @@
-//! Execution of all operations other than calls.
+//! Execution of operations of a local session other than calls.
 
 use bytes::Bytes;
 

@@ -1,4 +1,5 @@
-//! The traits by which a session and a receiver of replies take part in a request.
+//! Traits of the parties of a request: [`ReplyControl`] of the session, [`ReplySink`] of a receiver
+//! of replies.
 
 use crate::error::Result;
 use crate::value::Value;

@@ -1,4 +1,4 @@
-//! The serving end of a request.
+//! [`Responder`]: the end of a request at the session that serves it.
 
 use std::fmt;
 use std::sync::atomic::Ordering;

@@ -224,7 +224,7 @@ fn frees_that_wait_count_against_the_limit_of_all_sessions() {
 
 /// Regression: each `Close` of a client was queued, and so was what followed.
 #[test]
-fn what_follows_a_close_is_dropped() {
+fn messages_after_a_close_are_dropped() {
     let mut pair = server_that_holds_requests_back();
     let close = frame(Kind::Close, 0, 0, false, &[], &[]);
     let free = frame(Kind::Free, 0, 0, false, &[7; 8], &[]);

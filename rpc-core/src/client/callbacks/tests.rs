@@ -101,7 +101,7 @@ fn the_end_of_the_source_is_the_end_of_all_calls() {
 }
 
 #[test]
-fn who_waits_for_a_call_hears_of_the_end_of_either_side() {
+fn a_wait_for_a_call_ends_with_either_side() {
     let client = Client::new();
     let waiting = [client.next(), client.next()];
     client.session.free_handle(client.source.handle()).wait().unwrap();
@@ -131,7 +131,7 @@ fn a_call_that_its_taker_lets_go_of_is_answered() {
 }
 
 #[test]
-fn who_does_not_wait_any_more_leaves_the_call_to_another() {
+fn a_wait_that_is_given_up_leaves_the_call_to_another() {
     let client = Client::new();
     drop((client.next(), client.next()));
     let waiting = client.next();

@@ -86,7 +86,7 @@ proptest! {
     }
 
     #[test]
-    fn what_satisfies_a_join_satisfies_both(a in devices(), b in devices(), index in 0..2_i32, more in any::<bool>()) {
+    fn a_joins_devices_satisfy_both(a in devices(), b in devices(), index in 0..2_i32, more in any::<bool>()) {
         let offer = DeviceDescription {
             device: Device::cuda(index),
             target: if more { "cuda -arch=sm_90 -x=1".parse().unwrap() } else { Target::new("cuda").unwrap() },
