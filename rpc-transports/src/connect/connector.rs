@@ -320,8 +320,7 @@ impl Connector {
     /// As [`connect`](Self::connect). A channel to a server whose certificate was not checked is
     /// refused without a token, as its address would be.
     pub async fn connect_channel(&self, channel: Channel) -> Result<Session, ConnectError> {
-        let security = channel.security();
-        if security.is_encrypted() && !security.server_verified && self.dial.tokens.is_empty() {
+        if is_unverified(&channel) && self.dial.tokens.is_empty() {
             let text = format!("channels {UNVERIFIED_SERVER}; check the certificate, or set tokens");
             return Err(RpcError::new(ErrorKind::Unauthenticated, text).with_peer(channel.peer()).into());
         }
@@ -331,11 +330,21 @@ impl Connector {
     /// Opens a channel to `address`, without hops and on the terms of this connector. For
     /// [`SessionOpener`]s whose peers speak another protocol.
     ///
+    /// The caller may send at once: a server at the far end of an encrypted channel has been
+    /// verified by its certificate. [Tokens](Self::tokens) do not replace that here, because a
+    /// server proves its token only in the handshake of a session.
+    ///
     /// # Errors
     ///
     /// [`ConnectError`] if the peer cannot be reached, or not as securely as its address says.
+    /// [`TransportError::Unsupported`] for an encrypted channel to a server whose certificate was
+    /// not checked.
     pub async fn open_channel(&self, address: &Address) -> Result<Channel, ConnectError> {
-        self.channel(address, None).await
+        let channel = self.dial_channel(address, None).await?;
+        if is_unverified(&channel) {
+            return Err(TransportError::unsupported(address, NEEDS_CERTIFICATE).into());
+        }
+        Ok(channel)
     }
 
     /// Returns the terms on which channels are opened: time limit, tokens and trust.
@@ -445,7 +454,7 @@ impl Connector {
         existing: Option<Channel>,
         continuation: &(dyn Fn(Channel) -> Continuation<'a, T> + Sync),
     ) -> Result<T, ConnectError> {
-        let channel = self.channel(address, existing).await?;
+        let channel = self.dial_channel(address, existing).await?;
         let Some(connection) = channel.security().connection.clone() else { return continuation(channel).await };
         let mut first = continuation(channel);
         tokio::select! {
@@ -453,7 +462,7 @@ impl Connector {
             outcome = &mut first => return outcome,
             () = connection.silence() => connection.suspect(),
         }
-        let mut second = Box::pin(async { continuation(self.channel(address, None).await?).await });
+        let mut second = Box::pin(async { continuation(self.dial_channel(address, None).await?).await });
         tokio::select! {
             biased;
             outcome = &mut first => match outcome {
@@ -467,8 +476,14 @@ impl Connector {
         }
     }
 
-    /// Opens a channel to `address`, through `existing` if a channel leads there already.
-    async fn channel(&self, address: &Address, existing: Option<Channel>) -> Result<Channel, ConnectError> {
+    /// Opens a channel to `address`, through `existing` if a channel leads there already. A
+    /// handshake must follow: with tokens alone, nothing else proves which server is at the far
+    /// end.
+    pub(crate) async fn dial_channel(
+        &self,
+        address: &Address,
+        existing: Option<Channel>,
+    ) -> Result<Channel, ConnectError> {
         #[cfg(feature = "tls")]
         if self.properties(address)?.encrypted
             && self.dial.tokens.is_empty()
@@ -482,6 +497,9 @@ impl Connector {
         };
         if self.properties(address)?.encrypted && !channel.security().is_encrypted() {
             return Err(TransportError::unsupported(address, NOT_ENCRYPTED).into());
+        }
+        if is_unverified(&channel) && self.dial.tokens.is_empty() {
+            return Err(TransportError::unsupported(address, UNVERIFIED_SERVER).into());
         }
         Ok(channel)
     }
@@ -604,6 +622,15 @@ const NOT_ENCRYPTED: &str = "are encrypted, their transport says, and this chann
      security of ClientTls::connect";
 
 const UNVERIFIED_SERVER: &str = "whose certificate is not checked need a token, by which the server is known";
+
+const NEEDS_CERTIFICATE: &str = "need a server whose certificate is checked, where no handshake of a session proves \
+     its token; give the certificate of its authority (Connector::tls with ClientTls::new; --ca)";
+
+/// Returns true if the channel is encrypted, and the certificate of the server at its far end was
+/// not checked.
+fn is_unverified(channel: &Channel) -> bool {
+    channel.security().is_encrypted() && !channel.security().server_verified
+}
 
 /// Checks that the peer has sent nothing, since this side has to speak first.
 pub(crate) fn expect_no_input(input: &[u8], peer: &str) -> Result<(), RpcError> {

@@ -68,7 +68,8 @@ pub trait SessionOpener: fmt::Debug + Send + Sync + 'static {
     /// requested one is [`Connector::requested_key`]. Called in a tokio runtime with I/O and time.
     ///
     /// The terms of the call are those of `connector`: credentials and time limit in
-    /// [`Connector::terms`]. [`Connector::open_channel`] dials by them. An opener that is
+    /// [`Connector::terms`]. [`Connector::open_channel`] dials by them, and refuses encrypted
+    /// channels to servers that were not verified. An opener that is
     /// [opened by the client](OpenedBy::Client) is also called where the connector
     /// [has hops](Connector::has_hops), and connects through them or refuses. Dropping the future
     /// gives up the attempt.

@@ -6,8 +6,9 @@ use std::time::Duration;
 use rcgen::{BasicConstraints, CertificateParams, DnType, IsCa, Issuer, KeyPair, KeyUsagePurpose, date_time_ymd};
 use rpc_core::{ErrorKind, LocalSession, Registry, RpcError, Session, SharedSession};
 use rpc_transports::{
-    Access, Address, Bind, Certificate, Channel, ClientCertificates, ClientTls, ConnectError, Connector, OpenRequest,
-    ServeObserver, ServeOptions, Server, ServerTls, Tokens, TransportError,
+    Access, Address, AddressError, Bind, BoxFuture, Certificate, Channel, ClientCertificates, ClientTls, ConnectError,
+    Connector, Dial, OpenRequest, Properties, Reach, ServeObserver, ServeOptions, Server, ServerTls, Tokens, Transport,
+    TransportError, Transports,
 };
 use tokio::io::copy_bidirectional;
 
@@ -143,9 +144,8 @@ async fn a_channel_to_a_server_that_was_not_verified_needs_a_token() {
     let server = server(by_token(SECRET));
     for scheme in SECURE {
         let address: Address = listen(&server, scheme, Some(&tls)).await.parse().unwrap();
-        let dial =
-            rpc_transports::Dial { tls: Some(ClientTls::unverified(None).unwrap()), ..rpc_transports::Dial::default() };
-        let transports = rpc_transports::Transports::default();
+        let dial = Dial { tls: Some(ClientTls::unverified(None).unwrap()), ..Dial::default() };
+        let transports = Transports::default();
         let channel = transports.dial(&address, &dial).await.unwrap();
         unauthenticated(Connector::new().connect_channel(channel).await);
         let channel = transports.dial(&address, &dial).await.unwrap();
@@ -157,6 +157,61 @@ async fn a_channel_to_a_server_that_was_not_verified_needs_a_token() {
         assert!(channel.take_security().is_encrypted());
         assert!(!channel.security().is_encrypted());
     }
+}
+
+#[tokio::test]
+async fn a_plain_channel_leads_only_to_a_server_that_was_verified() {
+    let authority = Authority::new();
+    let tls = ServerTls::new(authority.server().certificate(), None).unwrap();
+    let server = server(by_token(SECRET));
+    for scheme in SECURE {
+        let address: Address = listen(&server, scheme, Some(&tls)).await.parse().unwrap();
+        // The token would be proven in a handshake, which a plain channel need not have.
+        let by_token = Connector::new().tokens(tokens(SECRET));
+        for connector in [by_token.clone(), by_token.clone().tls(ClientTls::unverified(None).unwrap())] {
+            let error = connector.open_channel(&address).await.unwrap_err();
+            assert!(matches!(&error, ConnectError::Transport(TransportError::Unsupported { .. })), "{error:?}");
+            let text = error.into_rpc_error().to_string();
+            assert!(text.contains("Connector::tls"), "{text}");
+        }
+        let channel = by_token.tls(authority.trust()).open_channel(&address).await.unwrap();
+        assert!(channel.security().is_encrypted());
+    }
+}
+
+/// Transport of `own://` addresses: TLS with trust of its own, which is not that of the connector.
+#[derive(Debug)]
+struct OwnTrust(ClientTls);
+
+impl Transport for OwnTrust {
+    fn schemes(&self) -> &[&str] {
+        &["own"]
+    }
+
+    fn check(&self, _: &Address) -> Result<Properties, AddressError> {
+        Ok(Properties::encrypted(Reach::Network))
+    }
+
+    fn dial<'a>(&'a self, to: &'a Address, _: &'a Dial) -> BoxFuture<'a, Result<Channel, TransportError>> {
+        Box::pin(async move {
+            let with = Dial { tls: Some(self.0.clone()), ..Dial::default() };
+            Transports::default().dial(&to.to_string().replace("own:", "tls:").parse()?, &with).await
+        })
+    }
+}
+
+#[tokio::test]
+async fn a_transport_that_verifies_no_server_needs_a_token_as_well() {
+    let authority = Authority::new();
+    let tls = ServerTls::new(authority.server().certificate(), None).unwrap();
+    let server = server(Access { anonymous: true, ..by_token(SECRET) });
+    let address = listen(&server, "tls", Some(&tls)).await.replace("tls:", "own:");
+    let with = |trust| Connector::new().transports(Transports::default().with(OwnTrust(trust)));
+    let unverified = with(ClientTls::unverified(None).unwrap());
+    let error = unverified.connect(&address).await.unwrap_err();
+    assert!(matches!(&error, ConnectError::Transport(TransportError::Unsupported { .. })), "{error:?}");
+    assert_eq!(whoami(&unverified.tokens(tokens(SECRET)).connect(&address).await.unwrap()).await, "token");
+    assert_eq!(whoami(&with(authority.trust()).connect(&address).await.unwrap()).await, "anonymous");
 }
 
 #[tokio::test]
@@ -307,17 +362,14 @@ async fn a_token_is_of_no_use_to_a_man_in_the_middle() {
         let own = ServerTls::new(mallory.server().certificate(), None).unwrap();
         let options = Bind { tls: Some(own), ..Bind::default() };
         let between: Address = format!("{scheme}://127.0.0.1:0").parse().unwrap();
-        let mut between = rpc_transports::Transports::default().bind(&between, &options).await.unwrap();
+        let mut between = Transports::default().bind(&between, &options).await.unwrap();
         let lure = between.local_address().to_string();
         let target: Address = address.parse().unwrap();
         let relay = tokio::spawn(async move {
             let mut near: Channel = between.accept().await.unwrap();
             near.secure().await.unwrap();
-            let options = rpc_transports::Dial {
-                tls: Some(ClientTls::unverified(None).unwrap()),
-                ..rpc_transports::Dial::default()
-            };
-            let mut far = rpc_transports::Transports::default().dial(&target, &options).await.unwrap();
+            let options = Dial { tls: Some(ClientTls::unverified(None).unwrap()), ..Dial::default() };
+            let mut far = Transports::default().dial(&target, &options).await.unwrap();
             let _ = copy_bidirectional(near.io_mut(), far.io_mut()).await;
         });
         let client = Connector::new().tokens(tokens(SECRET)).tls(ClientTls::unverified(None).unwrap());
