@@ -7,8 +7,8 @@ use std::task::{Context, Poll};
 
 use rpc_core::Registry;
 use rpc_transports::{
-    Accept, Address, AddressError, Bind, BoxFuture, Channel, ConnectError, Connector, Dial, Listener, Properties,
-    Reach, ServeOptions, Server, Transport, TransportError, Transports,
+    Accept, Address, AddressError, Bind, BoxFuture, Channel, ConnectError, Connector, Dial, Listener, ParkOptions,
+    Properties, Reach, ServeOptions, Server, Transport, TransportError, Transports,
 };
 use tokio::sync::mpsc;
 
@@ -156,6 +156,10 @@ async fn a_server_refuses_channels_that_are_not_as_encrypted_as_declared() {
     let mut answer = Vec::new();
     tokio::io::AsyncReadExt::read_to_end(channel.io_mut(), &mut answer).await.unwrap();
     assert!(answer.is_empty(), "the server closes the channel, and says nothing over it");
-    let error = adds(&Connector::new().transports(transports), "pigeon://origin").await.unwrap_err();
+    let error = adds(&Connector::new().transports(transports.clone()), "pigeon://origin").await.unwrap_err();
     assert!(error.into_rpc_error().to_string().contains("encrypted"));
+    // As a relay, the peer is refused in the same words.
+    let parks = ParkOptions { key: "board".into(), ..ParkOptions::default() };
+    let error = origin.park_once(&"pigeon://origin".parse().unwrap(), &parks).await.unwrap_err();
+    assert!(error.into_rpc_error().to_string().contains("are encrypted, their transport says"));
 }

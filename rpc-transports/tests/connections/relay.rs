@@ -8,7 +8,7 @@ use rpc_core::proto::{Anonymous, Handshake, HandshakeConfig, Hello, MAGIC, Role}
 use rpc_core::{ErrorKind, LocalSession, Packed, Registry, RpcError, Session, SharedSession};
 use rpc_transports::{
     Access, Address, Bind, Certificate, Channel, ClientTls, ConnectError, Connector, Dial, OpenRequest, ParkOptions,
-    ServeOptions, Server, ServerTls, Tokens, Transports,
+    ServeOptions, Server, ServerTls, Tokens, TransportError, Transports,
 };
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWriteExt};
 
@@ -240,6 +240,20 @@ async fn parking_once_fails_when_the_relay_has_gone() {
     assert_eq!(gone.kind(), ErrorKind::Draining);
     let error = server.park_once(&address, &board(1)).await.unwrap_err();
     assert!(matches!(error, ConnectError::Transport(_)), "{error:?}");
+}
+
+#[tokio::test]
+async fn a_server_waits_at_no_relay_that_was_not_verified() {
+    for scheme in ["tls", "quic"] {
+        let (relay, (tls, _)) = (relay(|_| {}), certified());
+        let address = listen(&relay, &format!("{scheme}://127.0.0.1:0"), Some(tls)).await;
+        let unverified = Dial { tls: Some(ClientTls::unverified(None).unwrap()), ..Dial::default() };
+        let server = server(|options| options.onward = unverified);
+        let parked = tokio::time::timeout(LIMIT, server.park_once(&address, &board(1))).await;
+        let error = parked.expect("it waits at no such relay").unwrap_err();
+        assert!(matches!(&error, ConnectError::Transport(TransportError::Unsupported { .. })), "{error:?}");
+        assert_eq!(relay.parked(), []);
+    }
 }
 
 #[tokio::test]

@@ -7,7 +7,7 @@ use rpc_core::proto::{HandshakeConfig, Hello, Role};
 use crate::address::Address;
 use crate::backoff::Backoff;
 use crate::channel::Channel;
-use crate::connect::ConnectError;
+use crate::connect::{ConnectError, Connector};
 use crate::handshake::driver::dial_handshake_with_keep_alive;
 use crate::handshake::identity::of_dialler;
 use crate::serve::Server;
@@ -68,7 +68,8 @@ impl Server {
     ///
     /// # Errors
     ///
-    /// The relay cannot be reached, refuses, or goes away before a client has come.
+    /// The relay cannot be reached, or not as securely as its address says. It refuses, or goes
+    /// away before a client has come.
     pub async fn park_once(&self, relay: &Address, options: &ParkOptions) -> Result<bool, ConnectError> {
         let channel = wait_at(relay, options, self.transports(), &self.onward()).await?;
         // A task that panicked has ended as well.
@@ -112,7 +113,8 @@ async fn wait_at(
     transports: &Transports,
     onward: &Dial,
 ) -> Result<Channel, ConnectError> {
-    let mut channel = transports.dial(&relay.clone().without_key(), onward).await?;
+    let connector = Connector::new().transports(transports.clone()).dial(onward.clone());
+    let mut channel = connector.dial_channel(&relay.clone().without_key(), None).await?;
     let mut hello = Hello::new(Role::Server);
     hello.key.clone_from(&options.key);
     let identities = of_dialler(&onward.tokens, channel.security());
