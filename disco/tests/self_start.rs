@@ -16,7 +16,8 @@ use std::time::{Duration, Instant};
 
 use disco::ProcessSession;
 use rpc_core::Registry;
-use rpc_server::ServerProcess;
+use rpc_server::config::{Isolate, ServeConfig};
+use rpc_server::{RpcServer, ServerProcess};
 use rustix::process::{Pid, Resource, Rlimit, Signal, getrlimit, kill_process_group, setrlimit};
 
 /// Variable that names what this program is to be.
@@ -37,7 +38,7 @@ type Launch = fn() -> Result<(), String>;
 
 /// The name of each victim, what it launches, how many processes it may become, and the text that
 /// its error or that of a child has to have.
-const VICTIMS: [(&str, Launch, usize, &str); 11] = [
+const VICTIMS: [(&str, Launch, usize, &str); 13] = [
     // The first launch fails, so that there is one start.
     ("workers without a hook", launch_workers, 1, "disco::serve_if_worker(&registry);"),
     ("a server without a hook", launch_server, 1, "rpc_server::run_as_child_if_asked(&registry);"),
@@ -48,11 +49,14 @@ const VICTIMS: [(&str, Launch, usize, &str); 11] = [
     // Each of the two workers starts two more, and those are the children of children.
     ("workers by two paths in turn", launch_workers_by_the_other_path, 7, "RPC_STARTED_DEPTH"),
     ("a server whose hook looks away", launch_server_with_mark, 1, "RPC_STARTED_BY"),
+    ("isolated sessions whose hook looks away", launch_session_process_with_mark, 1, "RPC_STARTED_BY"),
     // A connector may start its own program, and the child may not.
     ("a connector to its own path", connect_to_own_path, 2, "RPC_STARTED_BY"),
     ("a connector to its own name on the path", connect_to_own_name, 2, "RPC_STARTED_BY"),
     ("a connector to itself behind a shell", connect_to_itself_behind_a_shell, 2, "RPC_STARTED_BY"),
     ("connectors by two paths in turn", connect_to_the_other_path, 3, "RPC_STARTED_DEPTH"),
+    // The program has the same path on another machine, where no process of this one starts it.
+    ("a connector by ssh whose hook looks away", connect_by_ssh, 1, "ssh failed"),
 ];
 
 fn main() {
@@ -124,6 +128,15 @@ fn connect(command: impl IntoIterator<Item = String>) -> Result<(), String> {
     session.map(drop).map_err(|error| error.into_rpc_error().to_string())
 }
 
+/// Connects through a stand-in for `ssh` that cannot reach the host.
+fn connect_by_ssh() -> Result<(), String> {
+    let unreachable = rpc_transports::ssh::Ssh::new().command("sh", ["-c", "exit 255", "ssh"]);
+    let connector =
+        rpc_transports::Connector::new().transports(rpc_transports::Transports::default().with(unreachable));
+    let session = connector.connect_blocking(&format!("ssh://board?program={}", own_path()));
+    session.map(drop).map_err(|error| error.into_rpc_error().to_string())
+}
+
 /// Returns the name of this program. Its folder is on the path.
 fn own_name() -> String {
     std::env::current_exe().unwrap().file_name().unwrap().to_str().unwrap().to_owned()
@@ -141,6 +154,24 @@ fn own_path() -> String {
 fn launch_server_with_mark() -> Result<(), String> {
     rpc_server::run_as_child_if_asked(&Registry::new());
     launch_server()
+}
+
+fn launch_session_process_with_mark() -> Result<(), String> {
+    let registry = Registry::new();
+    rpc_server::isolate::run_if_isolated(&registry);
+    let folder = tempfile::tempdir().unwrap();
+    let config = ServeConfig {
+        listen: vec![format!("unix:{}", folder.path().join("socket").display()).parse().unwrap()],
+        workdir: folder.path().join("work"),
+        isolate: Isolate::Process,
+        ..ServeConfig::default()
+    };
+    let runtime = tokio::runtime::Runtime::new().unwrap();
+    runtime.block_on(async {
+        let server = RpcServer::new(registry).config(config).start().await.unwrap();
+        let session = rpc_transports::Connector::new().connect(&server.addresses()[0].to_string()).await;
+        session.map(drop).map_err(|error| error.into_rpc_error().to_string())
+    })
 }
 
 /// Adds a line to the file of starts. Ends this process if there are too many.
@@ -177,7 +208,7 @@ fn refuses(victim: &str, starts: usize, text: &str) {
         fs::copy(&own, &copy).unwrap();
         command.env(ORIGINAL, &own).env(COPY, copy);
     }
-    if victim == "a server whose hook looks away" {
+    if victim.ends_with("whose hook looks away") {
         // As its own program would have started it.
         command.env(rpc_transports::self_start::STARTED_BY, &own);
     }

@@ -23,8 +23,8 @@ use rpc_server::builtins::ServerInfo;
 use rpc_server::config::{ServeSettings, TrackerConfig};
 use rpc_server::tracker::Tracker;
 use rpc_server::{RpcServer, ServerProcess, isolate};
-use rpc_transports::Connector;
 use rpc_transports::tracker::{ServerRequest, TICKET_REFUSED, TrackerClient};
+use rpc_transports::{Connector, self_start};
 use rustix::process::{Pid, Signal, kill_process, test_kill_process};
 
 macro_rules! tests {
@@ -89,6 +89,7 @@ fn registry() -> Registry {
     let registry = Registry::new();
     registry
         .add("add", |a: i64, b: i64| a + b)
+        .add("started_depth", || env::var(self_start::STARTED_DEPTH).unwrap_or_default())
         .add("panic", |text: String| -> () { panic!("{text}") })
         .add("crash.segv", segv)
         .add("crash.abort", || -> () { process::abort() })
@@ -283,6 +284,10 @@ fn isolated_sessions_work_as_sessions_in_the_server_do() {
         assert_ne!(process_of(&session).await, fixture.pid());
         let add = session.function::<(i64, i64), i64>("add").await.unwrap();
         assert_eq!(add.call((1, 2)).await.unwrap(), 3);
+
+        // The mark of a child, by which it would be known if its hook came too late.
+        let depth = session.function::<(), String>("started_depth").await.unwrap().call(()).await.unwrap();
+        assert_eq!(depth, "1");
 
         let error = session.function::<(String,), ()>("panic").await.unwrap().call(("on purpose".into(),)).await;
         let error = error.unwrap_err();

@@ -16,7 +16,9 @@
 //! A plain [`Connector`](crate::Connector) that dials an `exec:` address has the second defence
 //! alone ([`guard`]), because nothing says that such a program is meant to be its own child. The
 //! child of the own program is refused only if the command names that program, as the program to
-//! start or in any argument (`env PROGRAM`, `sh -c "PROGRAM …"`).
+//! start or in any argument (`env PROGRAM`, `sh -c "PROGRAM …"`). Of the command of an `ssh://`
+//! address only `ssh` itself counts for that: the program that it names is on another machine,
+//! where it may have the same path.
 
 use std::env;
 use std::ffi::OsStr;
@@ -96,15 +98,16 @@ pub fn check() -> Result<(), EndlessStart> {
     check_depth()
 }
 
-/// Checks that this process may start `command`, and puts the marks of a child into it.
+/// Checks that this process may start `command`, and puts the marks of a child into it. The first
+/// `local_words` words of the command, the program included, name programs of this machine.
 ///
 /// # Errors
 ///
 /// An [`io::Error`] around [`EndlessStart`], if no hook has taken over in this process, and it is
 /// the child of a child, or a child of its own program that would start that program again.
-pub fn guard(command: &mut Command) -> io::Result<()> {
+pub fn guard(command: &mut Command, local_words: usize) -> io::Result<()> {
     if !TAKEN_OVER.load(Ordering::Relaxed) {
-        if own_program_has_started_this().is_some_and(|own| names_program(command, &own)) {
+        if own_program_has_started_this().is_some_and(|own| names_program(command, local_words, &own)) {
             return Err(io::Error::other(EndlessStart::OwnProgram));
         }
         check_depth().map_err(io::Error::other)?;
@@ -119,9 +122,9 @@ fn own_program_has_started_this() -> Option<PathBuf> {
     (env::var_os(STARTED_BY)? == own.as_os_str()).then_some(own)
 }
 
-/// Returns true if a word of the command is a path or a name on `PATH` of the program `own`, or has
-/// that path in it, as the argument of a shell does.
-fn names_program(command: &Command, own: &Path) -> bool {
+/// Returns true if one of the first `local_words` words of the command is a path or a name on
+/// `PATH` of the program `own`, or has that path in it, as the argument of a shell does.
+fn names_program(command: &Command, local_words: usize, own: &Path) -> bool {
     let folders = env::var_os("PATH").unwrap_or_default();
     let own_text = own.as_os_str().as_encoded_bytes();
     let is_own = |path: &Path| path.canonicalize().is_ok_and(|path| path == own);
@@ -132,7 +135,7 @@ fn names_program(command: &Command, own: &Path) -> bool {
             || is_own(Path::new(word))
             || is_name && env::split_paths(&folders).any(|folder| is_own(&folder.join(word)))
     };
-    names_own(command.get_program()) || command.get_args().any(names_own)
+    [command.get_program()].into_iter().chain(command.get_args()).take(local_words).any(names_own)
 }
 
 /// Checks that this process is not the child of a child, as far as the marks say.

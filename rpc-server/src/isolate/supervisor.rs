@@ -8,7 +8,7 @@ use std::io::{self, Read, Write};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixDatagram, UnixStream};
 use std::os::unix::process::CommandExt as _;
-use std::process::{Child, Command};
+use std::process::Child;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{self, Receiver, Sender};
@@ -26,7 +26,7 @@ use super::exit_cause::ExitCause;
 use super::messages::Report;
 use super::{CHILD_ARGUMENT, GRACE};
 use crate::server::server_state::ServerState;
-use crate::this_program::this_program;
+use crate::this_program::this_program_again;
 
 /// A session process, as the server sees it.
 pub(super) struct Process {
@@ -308,9 +308,8 @@ impl Supervisor {
         let (stream, child_stream) = UnixStream::pair()?;
         let (control, reports) = UnixDatagram::pair()?;
         control.set_nonblocking(true)?;
-        let (program, name) = this_program()?;
-        let mut command = Command::new(program);
-        command.arg0(name).arg(CHILD_ARGUMENT).arg(process::id().to_string());
+        let mut command = this_program_again()?;
+        command.arg(CHILD_ARGUMENT).arg(process::id().to_string());
         // In a process group of its own, so that the processes that it starts are killed with it.
         command.stdin(OwnedFd::from(child_stream)).stdout(OwnedFd::from(reports)).process_group(0);
         let child = command.spawn()?;

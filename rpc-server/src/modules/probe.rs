@@ -5,8 +5,7 @@ use std::ffi::OsString;
 use std::io::{self, Read, Write};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
-use std::os::unix::process::CommandExt as _;
-use std::process::{self, Command, Stdio};
+use std::process::{self, Stdio};
 use std::time::{Duration, Instant};
 
 use rpc_core::{ErrorKind, Registry, Result, RpcError};
@@ -14,7 +13,7 @@ use rpc_transports::MessageFamily;
 use serde::{Deserialize, Serialize};
 
 use super::tvm_ffi::{Native, NativeSettings};
-use crate::this_program::this_program;
+use crate::this_program::this_program_again;
 use crate::versioned_json;
 
 /// First argument of the process that checks libraries. It reads their names from standard input, a
@@ -101,10 +100,9 @@ pub(crate) fn check_libraries(native: &Native) -> Result<()> {
 fn ask(settings: &NativeSettings) -> Result<Result<(), String>, String> {
     let failed = |error| format!("cannot be started: {error}");
     let (mut stream, child_stream) = UnixStream::pair().map_err(failed)?;
-    let (program, name) = this_program().map_err(failed)?;
-    let mut command = Command::new(program);
+    let mut command = this_program_again().map_err(failed)?;
     // Libraries may print when they are loaded, which must not mix with the server's output.
-    command.arg0(name).arg(ARGUMENT).stdin(OwnedFd::from(child_stream)).stdout(Stdio::null());
+    command.arg(ARGUMENT).stdin(OwnedFd::from(child_stream)).stdout(Stdio::null());
     let mut child = command.spawn().map_err(failed)?;
     // This closes our copy of the child's end of the socket.
     drop(command);

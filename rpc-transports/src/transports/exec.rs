@@ -27,6 +27,7 @@ use std::io;
 use self::child::ChildEnd;
 pub use self::child::ChildGuard;
 pub(super) use self::child::Started;
+pub(super) use self::launcher::ChildCommand;
 pub use self::launcher::{ChildStderr, GRACE};
 pub use self::stdio::{StdioEnds, stdio_channel, take_stdio};
 use self::words::{quoted, split_words};
@@ -116,9 +117,9 @@ pub fn argv_of(address: &Address) -> Result<Vec<String>, AddressError> {
 }
 
 async fn dial(address: &Address, stderr: Option<&ChildStderr>) -> Result<Channel, TransportError> {
-    let argv = argv_of(address)?;
-    let program = argv.first().cloned();
-    let started = Started::start(argv, stderr.cloned()).await;
+    let command = ChildCommand::local(argv_of(address)?);
+    let program = command.program();
+    let started = Started::start(command, stderr.cloned()).await;
     let started = started.map_err(|error| spawn_error(address, program, error))?;
     let peer = Peer::new(peer_text(address, &started)).on(Machine::This);
     let channel = started.into_channel(peer, ChildEnd);
@@ -126,9 +127,9 @@ async fn dial(address: &Address, stderr: Option<&ChildStderr>) -> Result<Channel
 }
 
 fn dial_blocking(address: &Address, stderr: Option<&ChildStderr>) -> Result<BlockingChannel, TransportError> {
-    let argv = argv_of(address)?;
-    let program = argv.first().cloned();
-    let started = Started::start_blocking(argv, stderr.cloned());
+    let command = ChildCommand::local(argv_of(address)?);
+    let program = command.program();
+    let started = Started::start_blocking(command, stderr.cloned());
     let started = started.map_err(|error| spawn_error(address, program, error))?;
     let peer = peer_text(address, &started);
     Ok(started.into_blocking_channel(peer, ChildEnd))

@@ -29,7 +29,7 @@ use crate::address::{Address, AddressError};
 use crate::channel::{BlockingChannel, Channel, Peer};
 use crate::error::TransportError;
 use crate::transport::{BoxFuture, Dial, Properties, Reach, Transport};
-use crate::transports::exec::{ChildStderr, Started, spawn_error};
+use crate::transports::exec::{ChildCommand, ChildStderr, Started, spawn_error};
 
 /// The transport of `ssh://` addresses.
 ///
@@ -87,9 +87,11 @@ impl Ssh {
         let destination = Destination::of(to)?;
         let asks = has_terminal();
         let mut argv = self.command.clone();
+        let local_words = argv.len();
         argv.extend(destination.arguments(asks, with.limit()));
+        let command = ChildCommand { argv, local_words };
         let tail = Arc::new(StderrTail::default());
-        Ok(Attempt { program: argv.first().cloned(), argv, destination, asks, tail })
+        Ok(Attempt { command, destination, asks, tail })
     }
 }
 
@@ -104,9 +106,9 @@ impl Transport for Ssh {
 
     fn dial<'a>(&'a self, to: &'a Address, with: &'a Dial) -> BoxFuture<'a, Result<Channel, TransportError>> {
         Box::pin(async move {
-            let Attempt { program, argv, destination, asks, tail } = self.attempt(to, with)?;
-            let stderr = tail.receiver(self.stderr.clone());
-            let started = Started::start(argv, Some(stderr)).await;
+            let Attempt { command, destination, asks, tail } = self.attempt(to, with)?;
+            let (program, stderr) = (command.program(), tail.receiver(self.stderr.clone()));
+            let started = Started::start(command, Some(stderr)).await;
             let started = started.map_err(|error| spawn_error(to, program, error))?;
             let peer = Peer::new(peer_text(to, &started));
             let channel = started.into_channel(peer, |ssh| SshEnd { ssh, destination, asks, tail });
@@ -116,9 +118,9 @@ impl Transport for Ssh {
 
     fn dial_blocking(&self, to: &Address, with: &Dial) -> Option<Result<BlockingChannel, TransportError>> {
         let dial = || {
-            let Attempt { program, argv, destination, asks, tail } = self.attempt(to, with)?;
-            let stderr = tail.receiver(self.stderr.clone());
-            let started = Started::start_blocking(argv, Some(stderr));
+            let Attempt { command, destination, asks, tail } = self.attempt(to, with)?;
+            let (program, stderr) = (command.program(), tail.receiver(self.stderr.clone()));
+            let started = Started::start_blocking(command, Some(stderr));
             let started = started.map_err(|error| spawn_error(to, program, error))?;
             let peer = peer_text(to, &started);
             Ok(started.into_blocking_channel(peer, |ssh| SshEnd { ssh, destination, asks, tail }))
@@ -129,8 +131,7 @@ impl Transport for Ssh {
 
 /// Command line of one attempt to dial, and what explains its failure.
 struct Attempt {
-    program: Option<String>,
-    argv: Vec<String>,
+    command: ChildCommand,
     destination: Destination,
     /// True if `ssh` may ask the user.
     asks: bool,

@@ -12,7 +12,7 @@ use async_trait::async_trait;
 use tokio::net::UnixStream;
 use tokio::sync::oneshot;
 
-use super::launcher::{ChildStderr, Launched, POLL_MAX, POLL_MIN, launch, launcher_gone, retire};
+use super::launcher::{ChildCommand, ChildStderr, Launched, POLL_MAX, POLL_MIN, launch, launcher_gone, retire};
 use crate::channel::{BlockingChannel, Channel, ExplainEnd, Peer};
 
 /// Running child, and this process's end of the socket pair.
@@ -23,9 +23,9 @@ pub(in crate::transports) struct Started {
 
 impl Started {
     /// Starts a child. Dropping the future ends a child that was being started.
-    pub(in crate::transports) async fn start(argv: Vec<String>, stderr: Option<ChildStderr>) -> io::Result<Self> {
+    pub(in crate::transports) async fn start(command: ChildCommand, stderr: Option<ChildStderr>) -> io::Result<Self> {
         let (reply, answer) = oneshot::channel();
-        launch(argv, stderr, move |outcome| {
+        launch(command, stderr, move |outcome| {
             // If the dialler has given up, dropping the started child ends it.
             let _ = reply.send(outcome.map(Self::from));
         })?;
@@ -33,9 +33,12 @@ impl Started {
     }
 
     /// Starts a child, and blocks until it runs.
-    pub(in crate::transports) fn start_blocking(argv: Vec<String>, stderr: Option<ChildStderr>) -> io::Result<Self> {
+    pub(in crate::transports) fn start_blocking(
+        command: ChildCommand,
+        stderr: Option<ChildStderr>,
+    ) -> io::Result<Self> {
         let (reply, answer) = mpsc::sync_channel(1);
-        launch(argv, stderr, move |outcome| {
+        launch(command, stderr, move |outcome| {
             let _ = reply.send(outcome.map(Self::from));
         })?;
         answer.recv().unwrap_or_else(|_| Err(launcher_gone()))

@@ -48,6 +48,27 @@ impl fmt::Debug for ChildStderr {
     }
 }
 
+/// Command line of a child.
+pub(in crate::transports) struct ChildCommand {
+    /// The program and its arguments.
+    pub(in crate::transports) argv: Vec<String>,
+    /// Number of words, from the first one, that name programs of this machine. The others name
+    /// them on another machine, as in `ssh HOST PROGRAM`.
+    pub(in crate::transports) local_words: usize,
+}
+
+impl ChildCommand {
+    /// Returns the command line all of which is about this machine.
+    pub(super) fn local(argv: Vec<String>) -> Self {
+        Self { local_words: argv.len(), argv }
+    }
+
+    /// Returns the program that is started on this machine.
+    pub(in crate::transports) fn program(&self) -> Option<String> {
+        self.argv.first().cloned()
+    }
+}
+
 /// Child that has been started, and this process's end of the socket pair.
 pub(super) struct Launched {
     pub(super) child: Child,
@@ -61,7 +82,7 @@ type Reply = Box<dyn FnOnce(io::Result<Launched>) + Send>;
 /// Job of the `rpc-children` thread. The queue is unbounded. It holds at most one job for each
 /// caller that waits for a start, and one for each child that exists.
 enum Job {
-    Start { argv: Vec<String>, stderr: Option<ChildStderr>, reply: Reply },
+    Start { command: ChildCommand, stderr: Option<ChildStderr>, reply: Reply },
     Retire(Child),
 }
 
@@ -72,11 +93,11 @@ enum Job {
 ///
 /// The thread cannot be started. `reply` is not called then.
 pub(super) fn launch(
-    argv: Vec<String>,
+    command: ChildCommand,
     stderr: Option<ChildStderr>,
     reply: impl FnOnce(io::Result<Launched>) + Send + 'static,
 ) -> io::Result<()> {
-    submit(Job::Start { argv, stderr, reply: Box::new(reply) }).map_err(|_| launcher_gone())
+    submit(Job::Start { command, stderr, reply: Box::new(reply) }).map_err(|_| launcher_gone())
 }
 
 /// Leaves a child whose channel is closed to the `rpc-children` thread, which ends and reaps it.
@@ -124,7 +145,7 @@ fn run(jobs: &mpsc::Receiver<Job>) {
             jobs.recv_timeout(pause)
         };
         match job {
-            Ok(Job::Start { argv, stderr, reply }) => reply(spawn(&argv, stderr.as_ref())),
+            Ok(Job::Start { command, stderr, reply }) => reply(spawn(&command, stderr.as_ref())),
             Ok(Job::Retire(child)) => {
                 retired.push(Retired::new(child));
                 pause = POLL_MIN;
@@ -166,8 +187,8 @@ impl Retired {
     }
 }
 
-fn spawn(argv: &[String], stderr: Option<&ChildStderr>) -> io::Result<Launched> {
-    let Some((program, arguments)) = argv.split_first() else {
+fn spawn(child: &ChildCommand, stderr: Option<&ChildStderr>) -> io::Result<Launched> {
+    let Some((program, arguments)) = child.argv.split_first() else {
         return Err(io::ErrorKind::InvalidInput.into());
     };
     let (ours, theirs) = StdStream::pair()?;
@@ -178,7 +199,7 @@ fn spawn(argv: &[String], stderr: Option<&ChildStderr>) -> io::Result<Launched> 
     if stderr.is_some() {
         command.stderr(Stdio::piped());
     }
-    crate::self_start::guard(&mut command)?;
+    crate::self_start::guard(&mut command, child.local_words)?;
     die_with_us(&mut command);
     let mut child = command.spawn()?;
     if let (Some(stderr), Some(pipe)) = (stderr, child.stderr.take()) {
