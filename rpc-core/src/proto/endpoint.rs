@@ -17,8 +17,9 @@ use crate::session::InPlaceWrite;
 /// Smallest payload, in bytes, that is received directly into its destination.
 const MIN_BULK_BYTES: usize = 16 << 10;
 
-/// Silent keep-alive intervals after which the peer is considered gone.
-const SILENT_INTERVALS: u32 = 3;
+/// Silent keep-alive intervals after which the peer is considered gone, in sessions and in
+/// handshakes that wait for longer.
+pub const SILENT_INTERVALS: u32 = 3;
 
 /// Longest keep-alive interval: longer than any session, and short enough to be added to a time.
 const MAX_KEEP_ALIVE: Duration = Duration::from_secs(1 << 30);

@@ -4,14 +4,11 @@
 use std::time::{Duration, Instant};
 
 use bytes::{Bytes, BytesMut};
-use rpc_core::proto::{Handshake, Hello, Negotiated};
+use rpc_core::proto::{Handshake, Hello, Negotiated, SILENT_INTERVALS};
 use rpc_core::{ErrorKind, RpcError};
 
 /// Longest keep-alive interval that a peer may ask for.
 const MAX_KEEP_ALIVE: Duration = Duration::from_secs(3600);
-
-/// Number of keep-alive intervals of silence after which the peer counts as gone.
-const SILENT_INTERVALS: u32 = 3;
 
 /// Next step of a driver, once the output has been written.
 pub(super) enum Step {
