@@ -195,6 +195,10 @@ pub struct Dial {
     /// times as long. A transport that notices silence itself has to wait longer than that. A
     /// [`Connector`](crate::Connector) sets it to what its sessions use. Default: 5 s.
     pub keep_alive: Duration,
+    /// True if the transport may ask the user at the terminal of this process, as `ssh` does for a
+    /// password. A server that dials for its clients sets it to false: their questions are not for
+    /// its operator. Default: true.
+    pub may_prompt: bool,
 }
 
 impl Dial {
@@ -213,6 +217,7 @@ impl Default for Dial {
             tokens: Tokens::default(),
             connect_timeout: Duration::from_secs(10),
             keep_alive: KEEP_ALIVE,
+            may_prompt: true,
         }
     }
 }

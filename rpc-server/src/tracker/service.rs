@@ -329,7 +329,8 @@ impl Tracker {
             // Fails if the tracker has been dropped.
             let Some(tracker) = this.upgrade() else { return };
             let Ok(_permit) = tracker.probes.acquire().await else { return };
-            let onward = tracker.onward.lock().clone();
+            // The tracker dials by itself: nobody waits at its terminal for a question.
+            let onward = Dial { may_prompt: false, ..tracker.onward.lock().clone() };
             let connector = Connector::new().transports(tracker.options.transports.clone()).dial(onward);
             // The server has left in the meantime.
             if !tracker.lock().servers.contains_key(&id) {

@@ -118,7 +118,7 @@ pub struct ServeOptions {
     /// the factory. Default: false.
     pub relay: bool,
     /// Settings by which the server dials further servers and relays: its own tokens, and the
-    /// servers that it trusts. Default: none.
+    /// servers that it trusts. [`may_prompt`](Dial::may_prompt) counts as false. Default: none.
     pub onward: Dial,
     /// Transports by which the server listens, forwards and reaches relays. Default: those that
     /// this crate was compiled with.

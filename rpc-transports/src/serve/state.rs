@@ -67,9 +67,11 @@ impl ServerState {
         })
     }
 
-    /// Returns the settings by which further servers are dialled at present.
+    /// Returns the settings by which further servers are dialled at present. Nobody is asked at the
+    /// terminal of this process, since the server dials for its clients.
     pub(super) fn onward(&self) -> Dial {
-        self.onward.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        let onward = self.onward.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        Dial { may_prompt: false, ..onward }
     }
 
     /// Returns the connections by id.

@@ -8,6 +8,8 @@
 //!
 //! The login shell must not print anything by itself, because its output comes in front of the
 //! protocol. The time limit of the handshake covers all that `ssh` does before there is a session.
+//! `ssh` itself may take half of the time limit for connecting to reach the host, so that its own
+//! words about a host that does not answer arrive within the time limit of the handshake.
 //!
 //! `ssh` encrypts, but a token is not bound to its connection, so that these channels do not count
 //! as encrypted. They start a program, so that patterns of operators must name the scheme, and
@@ -85,10 +87,10 @@ impl Ssh {
     /// Returns what one attempt to dial needs.
     fn attempt(&self, to: &Address, with: &Dial) -> Result<Attempt, AddressError> {
         let destination = Destination::of(to)?;
-        let asks = has_terminal();
+        let asks = may_ask(with, has_terminal);
         let mut argv = self.command.clone();
         let local_words = argv.len();
-        argv.extend(destination.arguments(asks, with.limit()));
+        argv.extend(destination.arguments(asks, with.limit() / 2));
         let command = ChildCommand { argv, local_words };
         let tail = Arc::new(StderrTail::default());
         Ok(Attempt { command, destination, asks, tail })
@@ -140,6 +142,11 @@ struct Attempt {
 
 fn peer_text(address: &Address, started: &Started) -> String {
     format!("{address} (ssh is process {})", started.pid())
+}
+
+/// Returns true if `ssh` may ask: questions are for a user who dials, and who has a terminal.
+fn may_ask(with: &Dial, has_terminal: impl FnOnce() -> bool) -> bool {
+    with.may_prompt && has_terminal()
 }
 
 /// Returns true if this process has a terminal on which `ssh` can ask for a password, or whether an
@@ -196,10 +203,10 @@ impl Destination {
         Ok(Self { user, host, port, program })
     }
 
-    /// Returns the arguments of `ssh`. Options of the user's configuration that would disturb the
-    /// session are overruled, as `scp` does it.
+    /// Returns the arguments of `ssh`, which may ask the user if `asks` is true. It may take
+    /// `connect_timeout` in whole seconds, and at least one, to reach the host. Options of the
+    /// user's configuration that would disturb the session are overruled, as `scp` does it.
     fn arguments(&self, asks: bool, connect_timeout: Duration) -> Vec<String> {
-        let seconds = connect_timeout.as_secs() + u64::from(connect_timeout.subsec_nanos() > 0);
         let mut arguments: Vec<String> = [
             // No terminal there, and neither the agent nor the display of this side.
             "-T",
@@ -213,7 +220,8 @@ impl Destination {
         ]
         .map(str::to_owned)
         .into();
-        arguments.push(format!("-oConnectTimeout={}", seconds.max(1)));
+        // 0 would be no limit.
+        arguments.push(format!("-oConnectTimeout={}", connect_timeout.as_secs().max(1)));
         if !asks {
             arguments.push("-oBatchMode=yes".to_owned());
         }

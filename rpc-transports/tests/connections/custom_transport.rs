@@ -18,6 +18,8 @@ struct Pigeons {
     loft: Arc<Mutex<HashMap<String, mpsc::Sender<Channel>>>>,
     /// Properties that the transport declares, if any.
     properties: Option<Properties>,
+    /// For each channel that was dialled, true if the user may have been asked for it.
+    prompts: Arc<Mutex<Vec<bool>>>,
 }
 
 impl Pigeons {
@@ -42,8 +44,9 @@ impl Transport for Pigeons {
         }
     }
 
-    fn dial<'a>(&'a self, to: &'a Address, _: &'a Dial) -> BoxFuture<'a, Result<Channel, TransportError>> {
+    fn dial<'a>(&'a self, to: &'a Address, with: &'a Dial) -> BoxFuture<'a, Result<Channel, TransportError>> {
         Box::pin(async move {
+            self.prompts.lock().unwrap().push(with.may_prompt);
             let listener = self.loft.lock().unwrap().get(&Self::name(to)).cloned();
             let refused = || TransportError::from_io(to.to_string(), io::ErrorKind::ConnectionRefused.into());
             let (near, far) = tokio::io::duplex(1 << 16);
@@ -106,6 +109,21 @@ async fn it_connects_serves_and_is_a_hop() {
     adds(&connector.clone().via("pigeon://hop"), "pigeon://origin").await.unwrap();
     let blocking = tokio::task::spawn_blocking(move || connector.connect_blocking("pigeon://origin").map(drop));
     blocking.await.unwrap().unwrap();
+}
+
+#[tokio::test]
+async fn a_server_lets_it_ask_the_user_nothing() {
+    let pigeons = flock();
+    let transports = Transports::default().with(pigeons.clone());
+    let (origin, hop) = (server(&transports, &[]), server(&transports, &["pigeon://*"]));
+    listen(&origin, "pigeon://asked").await;
+    listen(&hop, "pigeon://asking").await;
+    let connector = Connector::new().transports(transports).via("pigeon://asking");
+    adds(&connector, "pigeon://asked").await.unwrap();
+    let options = ParkOptions { key: "board".into(), ..ParkOptions::default() };
+    hop.park_once(&"pigeon://asked".parse().unwrap(), &options).await.unwrap_err();
+    // The client dials for itself, and the hop for the client and for its own clients at a relay.
+    assert_eq!(*pigeons.prompts.lock().unwrap(), [true, false, false]);
 }
 
 #[tokio::test]

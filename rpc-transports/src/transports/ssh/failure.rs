@@ -64,7 +64,8 @@ impl SshEnd {
             None => format!("ssh was killed ({status}){last}"),
             Some(SSH_FAILED) if self.asks => format!("ssh failed{last} (does `ssh {login}` work in a terminal?)"),
             Some(SSH_FAILED) => format!(
-                "ssh failed{last} (does `ssh -oBatchMode=yes {login}` work? there is no terminal here to ask questions)"
+                "ssh failed{last} (does `ssh -oBatchMode=yes {login}` work there where ssh was started? it could not \
+                 ask questions)"
             ),
             Some(code) if code == NOT_FOUND || not_found() => format!(
                 "there is no program {program} on {host} (install it there, or name its path by ?program=PATH in the \

@@ -27,15 +27,37 @@ fn each_part_of_the_address_has_its_place_on_the_command_line() {
     let [options @ .., host, command] = &arguments[..] else { panic!("{arguments:?}") };
     assert_eq!((host.as_str(), command.as_str()), ("board.lan", "'rpc-server' serve --stdio"));
     assert_eq!(options[options.len() - 5..], ["-l", "me", "-p", "2222", "--"]);
-    assert!(options.contains(&"-oConnectTimeout=3".to_owned()), "{options:?}");
+    assert!(options.contains(&"-oConnectTimeout=2".to_owned()), "{options:?}");
     let arguments = destination("ssh://[fe80::1%eth0]").arguments(true, Duration::ZERO);
     assert_eq!(arguments[arguments.len() - 3..][..2], ["--", "fe80::1%eth0"]);
     assert!(arguments.contains(&"-oConnectTimeout=1".to_owned()), "{arguments:?}");
     assert!(!arguments.iter().any(|argument| argument == "-l" || argument == "-p"), "{arguments:?}");
 }
 
+/// Returns the command line by which `with` dials.
+fn command_line(with: &Dial) -> Vec<String> {
+    Ssh::new().attempt(&address("ssh://board"), with).unwrap().command.argv
+}
+
+/// With as long a limit as that of the handshake, `ssh` was ended before it said why.
 #[test]
-fn questions_are_forbidden_where_there_is_no_terminal() {
+fn ssh_has_half_of_the_time_to_reach_the_host() {
+    assert!(command_line(&Dial::default()).contains(&"-oConnectTimeout=5".to_owned()));
+    let short = Dial { connect_timeout: Duration::from_millis(1500), ..Dial::default() };
+    assert!(command_line(&short).contains(&"-oConnectTimeout=1".to_owned()));
+}
+
+#[test]
+fn questions_are_for_a_user_who_dials_at_a_terminal() {
+    let (user, server) = (Dial::default(), Dial { may_prompt: false, ..Dial::default() });
+    assert!(may_ask(&user, || true));
+    assert!(!may_ask(&user, || false));
+    assert!(!may_ask(&server, || true));
+    assert!(command_line(&server).contains(&"-oBatchMode=yes".to_owned()));
+}
+
+#[test]
+fn ssh_is_told_to_ask_no_questions() {
     let batch = "-oBatchMode=yes".to_owned();
     assert!(destination("ssh://board").arguments(false, Duration::ZERO).contains(&batch));
     assert!(!destination("ssh://board").arguments(true, Duration::ZERO).contains(&batch));
