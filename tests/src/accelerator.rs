@@ -5,9 +5,10 @@ use std::any::Any;
 use std::ffi::c_void;
 use std::fmt;
 use std::ptr::NonNull;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 
+use parking_lot::Mutex;
 use rpc_core::device::{AllocRequest, Memory, Stream};
 use rpc_core::{Device, DeviceApi, DeviceAttribute, DeviceType, ErrorKind, Result, RpcError, Target, Value};
 
@@ -113,7 +114,7 @@ static WAITS: Mutex<Vec<(usize, usize)>> = Mutex::new(Vec::new());
 /// Takes the waits in which this stream had a part, in order: the stream that waited, and the one
 /// that it waited for.
 pub fn take_waits(handle: usize) -> Vec<(usize, usize)> {
-    let mut all = WAITS.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut all = WAITS.lock();
     let (taken, left) = all.drain(..).partition(|(one, other)| [*one, *other].contains(&handle));
     *all = left;
     taken
@@ -133,7 +134,7 @@ impl Stream for InOrder {
 
     fn wait_for(&self, other: &dyn Stream) -> Result<()> {
         if let Some(other) = other.as_any().downcast_ref::<Self>() {
-            WAITS.lock().unwrap_or_else(PoisonError::into_inner).push((self.handle, other.handle));
+            WAITS.lock().push((self.handle, other.handle));
         }
         other.synchronize()
     }
@@ -168,13 +169,13 @@ unsafe impl Memory for Remote {
         if let Some(before_copy) = &self.before_copy {
             before_copy(offset, data.len())?;
         }
-        let mut bytes = self.bytes.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut bytes = self.bytes.lock();
         bytes[offset as usize..][..data.len()].copy_from_slice(data);
         Ok(())
     }
 
     unsafe fn copy_to_host(&self, offset: u64, out: &mut [u8]) -> Result<()> {
-        let bytes = self.bytes.lock().unwrap_or_else(PoisonError::into_inner);
+        let bytes = self.bytes.lock();
         out.copy_from_slice(&bytes[offset as usize..][..out.len()]);
         Ok(())
     }

@@ -7,10 +7,11 @@
 use std::collections::{BinaryHeap, HashMap};
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::net::{TcpListener, TcpStream, UdpSocket};
@@ -66,10 +67,6 @@ impl Drop for Task {
     fn drop(&mut self) {
         self.0.abort();
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Conditions for datagrams on their way, the same in both directions. By default, none.
@@ -166,12 +163,12 @@ impl UdpForwarder {
     /// Gives all clients new ports at which the server sees them. Datagrams that the server sends
     /// to the old ones are lost.
     pub fn rebind(&self) {
-        lock(&self.shared.routes).clear();
+        self.shared.routes.lock().clear();
     }
 
     /// Puts another server behind the address.
     pub fn lead_to(&self, server: SocketAddr) {
-        *lock(&self.shared.server) = server;
+        *self.shared.server.lock() = server;
         self.rebind();
     }
 
@@ -207,7 +204,7 @@ impl Line {
     }
 
     fn send(&self, weather: &Weather, from: &Arc<UdpSocket>, to: SocketAddr, bytes: &[u8]) {
-        let mut fates = lock(&self.fates);
+        let mut fates = self.fates.lock();
         // Both numbers are drawn for each datagram, so that one setting does not shift the other.
         let (is_lost, is_late) = (fates.below(1000) < weather.lost, fates.below(1000) < weather.late);
         drop(fates);
@@ -288,8 +285,8 @@ async fn forward_to_server(shared: Arc<UdpShared>) {
         if shared.silent_to_server.load(Ordering::Acquire) {
             continue;
         }
-        let server = *lock(&shared.server);
-        let far = match lock(&shared.routes).entry(client) {
+        let server = *shared.server.lock();
+        let far = match shared.routes.lock().entry(client) {
             std::collections::hash_map::Entry::Occupied(route) => route.get().far.clone(),
             std::collections::hash_map::Entry::Vacant(vacant) => {
                 let Ok(far) = socket() else { continue };
@@ -366,7 +363,7 @@ impl ByteForwarder {
 
     /// Leads new connections to another server.
     pub fn lead_to(&self, server: SocketAddr) {
-        *lock(&self.server) = server;
+        *self.server.lock() = server;
     }
 
     /// Returns the address that clients dial.
@@ -394,7 +391,7 @@ async fn accept_streams(listener: TcpListener, server: Arc<Mutex<SocketAddr>>, p
         let Ok((near, _)) = listener.accept().await else { return };
         let silence = silence.clone();
         let seed = pipe.seed.wrapping_add(number);
-        let server = *lock(&server);
+        let server = *server.lock();
         streams.spawn(async move {
             let far = TcpStream::connect(server).await?;
             near.set_nodelay(true)?;

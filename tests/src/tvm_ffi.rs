@@ -6,8 +6,9 @@ use std::fs;
 use std::hash::{Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::OnceLock;
 
+use parking_lot::Mutex;
 use rpc_tvm::{TvmFfi, TvmFfiOptions};
 
 /// A folder of Python packages, TVM-FFI among them.
@@ -105,7 +106,7 @@ impl Environment {
         let mut hasher = DefaultHasher::new();
         (&text, &self.packages, options).hash(&mut hasher);
         static COMPILING: Mutex<()> = Mutex::new(());
-        let _one_at_a_time = COMPILING.lock().unwrap_or_else(PoisonError::into_inner);
+        let _one_at_a_time = COMPILING.lock();
         let modules = folder().join("modules");
         let compiled = modules.join(format!("{}-{:016x}.so", source.replace('.', "_"), hasher.finish()));
         if compiled.is_file() {

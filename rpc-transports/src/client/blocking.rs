@@ -10,10 +10,10 @@
 use std::io::{self, IoSlice, Read};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Condvar, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use bytes::BytesMut;
+use parking_lot::{Condvar, MutexGuard};
 use rpc_core::proto::{ClientEndpoint, EndpointConfig, Negotiated};
 use rpc_core::{Request, RpcSession, SharedSession, Submission};
 use rustix::event::{PollFd, PollFlags, poll};
@@ -207,8 +207,7 @@ impl Pump for SocketPump {
             session.flush(&mut locked);
             let wait = if locked.pump.is_blocked { WRITE_RETRY } else { IN_USE };
             locked.pump.followers += 1;
-            let waited = session.pump.leader_changed.wait_timeout(locked, wait);
-            locked = waited.unwrap_or_else(PoisonError::into_inner).0;
+            session.pump.leader_changed.wait_for(&mut locked, wait);
             locked.pump.followers -= 1;
         }
     }

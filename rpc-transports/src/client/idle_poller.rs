@@ -4,9 +4,10 @@ use std::io;
 use std::os::fd::BorrowedFd;
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
+use parking_lot::{Mutex, MutexGuard};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 /// Session that the thread polls.
@@ -57,7 +58,7 @@ impl IdlePoller {
         if let Some(poller) = POLLER.get() {
             return Ok(poller);
         }
-        let _starting = STARTING.lock().unwrap_or_else(PoisonError::into_inner);
+        let _starting = STARTING.lock();
         if let Some(poller) = POLLER.get() {
             return Ok(poller);
         }
@@ -85,7 +86,7 @@ impl IdlePoller {
     }
 
     fn sessions(&self) -> MutexGuard<'_, Vec<Arc<dyn PolledSession>>> {
-        self.sessions.lock().unwrap_or_else(PoisonError::into_inner)
+        self.sessions.lock()
     }
 
     fn run(&self, receiver: &UnixStream) {

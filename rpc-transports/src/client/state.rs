@@ -6,10 +6,11 @@
 //! of an async runtime, or the [threads](super::blocking) that wait for replies.
 
 use std::fmt;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
+use parking_lot::{Mutex, MutexGuard};
 use rpc_core::blocking::Driver;
 use rpc_core::proto::{Admission, ClientEndpoint, ClientEvent};
 use rpc_core::reply::ReplyControl;
@@ -99,14 +100,12 @@ impl<P: Pump> ClientState<P> {
     }
 
     pub(super) fn lock(&self) -> MutexGuard<'_, Locked<P>> {
-        // The endpoint runs no foreign code, so a panic under the lock is a bug of the endpoint,
-        // which was reported at its source.
-        self.locked.lock().unwrap_or_else(PoisonError::into_inner)
+        self.locked.lock()
     }
 
     /// Locks the session, unless another thread has locked it.
     pub(super) fn try_lock(&self) -> Option<MutexGuard<'_, Locked<P>>> {
-        self.locked.try_lock().ok()
+        self.locked.try_lock()
     }
 
     /// Delivers events to their callers. The session must not be locked: completing a request may

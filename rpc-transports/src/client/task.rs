@@ -2,11 +2,12 @@
 
 use std::io::{self, IoSlice};
 use std::pin::Pin;
-use std::sync::{Arc, MutexGuard};
+use std::sync::Arc;
 use std::task::{Context, Poll, Waker, ready};
 use std::time::Instant;
 
 use bytes::BytesMut;
+use parking_lot::MutexGuard;
 use rpc_core::proto::{ClientEndpoint, ClientEvent, EndpointConfig, Negotiated};
 use rpc_core::{ErrorKind, Request, Responder, RpcError, RpcSession, SharedSession, Submission};
 use tokio::io::AsyncWrite;

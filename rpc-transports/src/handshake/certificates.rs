@@ -3,8 +3,9 @@
 //! TLS 1.3 only, with ring as the one provider of cryptography, passed explicitly.
 
 use std::fmt::{self, Write as _};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
+use parking_lot::{Mutex, MutexGuard};
 use rpc_core::proto::ANONYMOUS;
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
 use rustls::crypto::{CryptoProvider, ring};
@@ -241,7 +242,7 @@ impl ServerTls {
     }
 
     fn rules(&self) -> MutexGuard<'_, Rules> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock()
     }
 }
 

@@ -1,10 +1,11 @@
 //! Security of a channel: facts about its far end that are known before the protocol begins.
 
 use std::fmt;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use rpc_core::{ErrorKind, RpcError};
 
 /// Facts about the far end of a channel that are known before the protocol begins.
@@ -111,14 +112,14 @@ impl Connection {
     /// Remembers the identity that a handshake on one of the channels has proven under the rules
     /// with the number `rules`.
     pub(crate) fn prove(&self, rules: u64, peer: &str) {
-        *self.proven.lock().unwrap_or_else(PoisonError::into_inner) = Some((rules, peer.to_owned()));
+        *self.proven.lock() = Some((rules, peer.to_owned()));
         self.admit();
     }
 
     /// Ends the probation of a peer, also of one that is served without a proof. Its limits are
     /// those of proven peers from now on.
     pub(crate) fn admit(&self) {
-        let admit = self.admit.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let admit = self.admit.lock().take();
         if let Some(admit) = admit {
             admit();
         }
@@ -153,7 +154,7 @@ impl Connection {
     /// Returns true until the peer has proven its identity or is served without a proof.
     #[cfg(feature = "quic")]
     pub(crate) fn is_on_probation(&self) -> bool {
-        self.admit.lock().unwrap_or_else(PoisonError::into_inner).is_some()
+        self.admit.lock().is_some()
     }
 
     /// Remembers that the peer does not answer, although the connection has not ended.
@@ -169,7 +170,7 @@ impl Connection {
 
     /// Returns the identity that was proven under the rules with this number.
     pub(super) fn proven(&self, rules: u64) -> Option<String> {
-        let proven = self.proven.lock().unwrap_or_else(PoisonError::into_inner);
+        let proven = self.proven.lock();
         proven.as_ref().filter(|(under, _)| *under == rules).map(|(_, peer)| peer.clone())
     }
 }

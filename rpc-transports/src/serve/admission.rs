@@ -2,8 +2,9 @@
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
+use parking_lot::{Mutex, MutexGuard};
 use rpc_core::RpcError;
 use rpc_core::proto::ANONYMOUS;
 
@@ -67,7 +68,7 @@ impl SessionSlots {
     }
 
     fn lock(&self) -> MutexGuard<'_, SlotCounts> {
-        self.taken.lock().unwrap_or_else(PoisonError::into_inner)
+        self.taken.lock()
     }
 }
 

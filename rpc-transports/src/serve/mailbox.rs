@@ -1,9 +1,10 @@
 //! Mailbox of a connection's task: replies, the end of the session, and commands of the server.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Poll, Waker};
 
+use parking_lot::Mutex;
 use rpc_core::RpcError;
 use rpc_core::reply::{Outcome, ReplySink};
 
@@ -36,7 +37,7 @@ impl Mailbox {
     }
 
     fn wake(&self) {
-        let task = self.task.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let task = self.task.lock().take();
         if let Some(task) = task {
             task.wake();
         }
@@ -60,17 +61,17 @@ impl Mailbox {
 
     /// Moves the replies that have come since the last call to `taken`, which is empty.
     pub(super) fn take_replies(&self, taken: &mut Vec<(u64, Outcome)>) {
-        std::mem::swap(&mut *self.replies.lock().unwrap_or_else(PoisonError::into_inner), taken);
+        std::mem::swap(&mut *self.replies.lock(), taken);
     }
 
     /// Returns the reason why the session has ended, if it has since the last call.
     pub(super) fn take_end(&self) -> Option<RpcError> {
-        self.ended.lock().unwrap_or_else(PoisonError::into_inner).take()
+        self.ended.lock().take()
     }
 
     /// Sets the task that is woken for each new item.
     pub(super) fn register(&self, waker: &Waker) {
-        let mut task = self.task.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut task = self.task.lock();
         if !task.as_ref().is_some_and(|task| task.will_wake(waker)) {
             *task = Some(waker.clone());
         }
@@ -83,7 +84,7 @@ pub(super) struct EndOfSession(pub(super) Arc<Mailbox>);
 impl ReplySink for EndOfSession {
     fn deliver(&self, _: u64, outcome: Outcome) {
         if let Err(error) = outcome {
-            *self.0.ended.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
+            *self.0.ended.lock() = Some(error);
             self.0.wake();
         }
     }
@@ -91,7 +92,7 @@ impl ReplySink for EndOfSession {
 
 impl ReplySink for Mailbox {
     fn deliver(&self, token: u64, outcome: Outcome) {
-        let mut replies = self.replies.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut replies = self.replies.lock();
         replies.push((token, outcome));
         let first = replies.len() == 1;
         drop(replies);

@@ -3,8 +3,8 @@
 use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -92,19 +92,19 @@ impl Server {
                 }
             }
         });
-        self.0.listeners.lock().unwrap_or_else(PoisonError::into_inner).push(task);
+        self.0.listeners.lock().push(task);
         Ok(actual)
     }
 
     /// Serves clients that prove themselves by `access` from now on. Existing sessions go on.
     pub fn set_access(&self, access: Access) {
-        let mut current = self.0.access.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut current = self.0.access.lock();
         *current = (current.0 + 1, Arc::new(access));
     }
 
     /// Dials further servers by `onward` from now on.
     pub fn set_onward(&self, onward: Dial) {
-        *self.0.onward.lock().unwrap_or_else(PoisonError::into_inner) = onward;
+        *self.0.onward.lock() = onward;
     }
 
     /// Serves the client at the far end of `channel`, which has dialled.
@@ -229,7 +229,7 @@ impl Server {
     /// ended, every client has been told, and the objects of their sessions have been freed, or
     /// after `limit`.
     pub async fn stopped(&self, limit: Duration) {
-        let listeners = std::mem::take(&mut *self.0.listeners.lock().unwrap_or_else(PoisonError::into_inner));
+        let listeners = std::mem::take(&mut *self.0.listeners.lock());
         let stopped = async {
             for listener in listeners {
                 // A task that panicked has ended as well.

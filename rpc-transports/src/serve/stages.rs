@@ -6,7 +6,6 @@
 //! admitted.
 
 use std::io;
-use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
@@ -214,7 +213,7 @@ impl Secured {
     /// Checks that the client of a dialect may be served.
     async fn enter_dialect(mut self, registered: RegisteredDialect) -> Result<Recognized, Refusal> {
         let RegisteredDialect { dialect, unproven } = registered;
-        let (rules, access) = self.connection.server.access.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let (rules, access) = self.connection.server.access.lock().clone();
         let (identity, rules) = match known_by_channel(&access, rules, self.channel.security()) {
             Some(identity) => (identity, Some(rules)),
             None if unproven => (ANONYMOUS.to_owned(), None),
@@ -241,7 +240,7 @@ impl Secured {
     /// accepted.
     async fn admit(self) -> Result<Admitted, Refusal> {
         let server = self.connection.server.clone();
-        let (generation, access) = server.access.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let (generation, access) = server.access.lock().clone();
         let handshake = self.handshake(generation, &access);
         let Self { connection, mut channel, permit, .. } = self;
         let (keep_alive, mut permit) = (KeepAliveSwitch::default(), Some(permit));

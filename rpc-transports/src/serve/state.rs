@@ -2,9 +2,10 @@
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
+use parking_lot::{Mutex, MutexGuard};
 use rpc_core::{ErrorKind, MemoryQuota};
 use tokio::sync::Notify;
 use tokio::task::JoinHandle;
@@ -70,13 +71,13 @@ impl ServerState {
     /// Returns the settings by which further servers are dialled at present. Nobody is asked at the
     /// terminal of this process, since the server dials for its clients.
     pub(super) fn onward(&self) -> Dial {
-        let onward = self.onward.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let onward = self.onward.lock().clone();
         Dial { may_prompt: false, ..onward }
     }
 
     /// Returns the connections by id.
     pub(super) fn connections(&self) -> MutexGuard<'_, HashMap<u64, Arc<Mailbox>>> {
-        self.connections.lock().unwrap_or_else(PoisonError::into_inner)
+        self.connections.lock()
     }
 
     /// Reports a client that got no session.

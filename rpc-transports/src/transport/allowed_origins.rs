@@ -1,7 +1,9 @@
 //! Origins of the web pages that a listener serves.
 
 use std::collections::BTreeSet;
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::Arc;
+
+use parking_lot::RwLock;
 
 /// Origins of web pages, such as `https://console.example`, that a listener serves besides clients
 /// that are no browsers. Compared without regard to case. Cheap to clone; clones share the list, so
@@ -31,13 +33,13 @@ impl AllowedOrigins {
         I::Item: Into<String>,
     {
         let origins = origins.into_iter().map(|origin| origin.into().to_ascii_lowercase()).collect();
-        *self.0.write().unwrap_or_else(PoisonError::into_inner) = origins;
+        *self.0.write() = origins;
     }
 
     /// Returns true if `origin` is on the list.
     #[must_use]
     pub fn contains(&self, origin: &str) -> bool {
-        let origins = self.0.read().unwrap_or_else(PoisonError::into_inner);
+        let origins = self.0.read();
         origins.contains(&origin.to_ascii_lowercase())
     }
 }

@@ -3,9 +3,10 @@
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::io;
-use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, LazyLock};
 use std::task::{Context, Poll};
 
+use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::mpsc;
 
 use crate::address::{Address, AddressError, is_name};
@@ -139,7 +140,7 @@ static LISTENERS: LazyLock<Mutex<Listeners>> = LazyLock::new(Mutex::default);
 
 fn listeners() -> MutexGuard<'static, Listeners> {
     // A poisoned map is intact: nothing can panic half-way through a change of it.
-    LISTENERS.lock().unwrap_or_else(PoisonError::into_inner)
+    LISTENERS.lock()
 }
 
 #[cfg(test)]

@@ -8,10 +8,11 @@ use std::collections::HashMap;
 use std::io::{self, IoSlice};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
 use std::pin::Pin;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 use std::task::{Context, Poll, ready};
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use quinn::crypto::rustls::{QuicClientConfig, QuicServerConfig};
 use quinn::{ClientConfig, Endpoint, EndpointConfig, IdleTimeout, Incoming, RecvStream, SendStream, ServerConfig};
 use quinn::{TokioRuntime, TransportConfig, VarInt};
@@ -158,7 +159,7 @@ fn pool() -> &'static Mutex<HashMap<PoolKey, Weak<Pooled>>> {
 /// Returns the usable connection under `key`, if there is one. The `keep` task does not close it,
 /// because it looks for users under the same lock.
 fn pooled(key: &PoolKey) -> Option<Arc<Pooled>> {
-    let found = pool().lock().unwrap_or_else(PoisonError::into_inner).get(key).and_then(Weak::upgrade);
+    let found = pool().lock().get(key).and_then(Weak::upgrade);
     let is_suspect = |pooled: &Pooled| pooled.security.connection.as_ref().is_some_and(|shared| shared.is_suspect());
     found.filter(|pooled| pooled.connection.close_reason().is_none() && !is_suspect(pooled))
 }
@@ -284,7 +285,7 @@ fn pool_connection(
         ..Security::default()
     };
     let pooled = Arc::new(Pooled { connection, _trust: trust, security, released: Arc::new(Notify::new()) });
-    let mut pool = pool().lock().unwrap_or_else(PoisonError::into_inner);
+    let mut pool = pool().lock();
     pool.retain(|_, pooled| pooled.strong_count() > 0);
     pool.insert(key, Arc::downgrade(&pooled));
     drop(pool);
@@ -306,7 +307,7 @@ async fn keep(pooled: Arc<Pooled>, endpoint: Endpoint) {
             _ = pooled.connection.closed() => return,
             () = tokio::time::sleep(LINGER) => {}
         }
-        let pool = pool().lock().unwrap_or_else(PoisonError::into_inner);
+        let pool = pool().lock();
         let unused = Arc::strong_count(&pooled) == 1;
         if unused {
             pooled.connection.close(DONE, b"");

@@ -7,10 +7,11 @@
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::future::poll_fn;
-use std::sync::{Arc, Condvar, LazyLock, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, LazyLock};
 use std::task::{Poll, Waker};
 use std::time::{Duration, Instant};
 
+use parking_lot::{Condvar, Mutex};
 use rpc_core::function::Rest;
 use rpc_core::tensor::{Tensor, TensorView, TensorViewMut};
 use rpc_core::{
@@ -18,10 +19,6 @@ use rpc_core::{
     Shared, Value,
 };
 use serde::{Deserialize, Serialize};
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 /// A struct that travels packed.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -62,16 +59,16 @@ struct GateState {
 
 impl Gate {
     fn wait(&self) {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         state.reached += 1;
         self.changed.notify_all();
-        drop(self.changed.wait_while(state, |state| !state.open).unwrap_or_else(PoisonError::into_inner));
+        self.changed.wait_while(&mut state, |state| !state.open);
     }
 
     async fn wait_async(&self) {
         let mut reached = false;
         poll_fn(|cx| {
-            let mut state = lock(&self.state);
+            let mut state = self.state.lock();
             if !std::mem::replace(&mut reached, true) {
                 state.reached += 1;
                 self.changed.notify_all();
@@ -86,7 +83,7 @@ impl Gate {
     }
 
     fn open(&self) {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         state.open = true;
         self.changed.notify_all();
         let wakers = std::mem::take(&mut state.wakers);
@@ -95,8 +92,7 @@ impl Gate {
     }
 
     fn reach(&self, calls: i64) {
-        let state = lock(&self.state);
-        drop(self.changed.wait_while(state, |state| state.reached < calls).unwrap_or_else(PoisonError::into_inner));
+        self.changed.wait_while(&mut self.state.lock(), |state| state.reached < calls);
     }
 }
 
@@ -109,19 +105,20 @@ pub struct Counter {
 
 impl Counter {
     fn add(&self, by: i64) -> i64 {
-        let mut value = lock(&self.value);
+        let mut value = self.value.lock();
         *value += by;
         self.changed.notify_all();
         *value
     }
 
     fn value(&self) -> i64 {
-        *lock(&self.value)
+        *self.value.lock()
     }
 
     fn reach(&self, least: i64) -> i64 {
-        let value = lock(&self.value);
-        *self.changed.wait_while(value, |value| *value < least).unwrap_or_else(PoisonError::into_inner)
+        let mut value = self.value.lock();
+        self.changed.wait_while(&mut value, |value| *value < least);
+        *value
     }
 }
 
@@ -131,7 +128,7 @@ pub struct Journal(Mutex<Vec<i64>>);
 
 impl Journal {
     fn push(&self, entry: i64) {
-        lock(&self.0).push(entry);
+        self.0.lock().push(entry);
     }
 }
 
@@ -158,14 +155,14 @@ pub struct Tagged(String);
 
 impl Tagged {
     fn new(tag: String) -> Self {
-        *lock(&ALIVE).entry(tag.clone()).or_default() += 1;
+        *ALIVE.lock().entry(tag.clone()).or_default() += 1;
         Self(tag)
     }
 }
 
 impl Drop for Tagged {
     fn drop(&mut self) {
-        *lock(&ALIVE).entry(std::mem::take(&mut self.0)).or_default() -= 1;
+        *ALIVE.lock().entry(std::mem::take(&mut self.0)).or_default() -= 1;
     }
 }
 
@@ -275,7 +272,7 @@ fn control(registry: &Registry) {
         yield_once().await;
         journal.push(entry);
     });
-    registry.add_inline("journal.entries", |Shared(journal): Shared<Journal>| lock(&journal.0).clone());
+    registry.add_inline("journal.entries", |Shared(journal): Shared<Journal>| journal.0.lock().clone());
     registry.add("hold", |context: Context, Shared(started): Shared<Counter>, Shared(ended): Shared<Counter>| {
         started.add(1);
         hold(&context);
@@ -328,7 +325,7 @@ fn objects(registry: &Registry) {
     registry.add_inline("probe.share", |Shared(probe): Shared<Probe>| Shared(probe));
     registry.add_inline("probe.same", |Shared(a): Shared<Probe>, Shared(b): Shared<Probe>| Arc::ptr_eq(&a, &b));
     registry.add_inline("tagged.new", |tag: String| Shared(Arc::new(Tagged::new(tag))));
-    registry.add_inline("tagged.alive", |tag: String| lock(&ALIVE).get(&tag).copied().unwrap_or_default());
+    registry.add_inline("tagged.alive", |tag: String| ALIVE.lock().get(&tag).copied().unwrap_or_default());
     registry.add_inline("usage", |context: Context| {
         let usage = context.usage();
         (usage.handles, usage.memory_bytes)

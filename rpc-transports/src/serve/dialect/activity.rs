@@ -2,8 +2,10 @@
 //! which of the server's time limits the connection is judged.
 
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Instant;
+
+use parking_lot::Mutex;
 
 use crate::serve::stall_timeouts::StallTimeouts;
 
@@ -45,7 +47,7 @@ impl DialectActivity {
     /// after its answer has been written.
     #[must_use]
     pub fn working(&self) -> Working {
-        let mut progress = lock(&self.0);
+        let mut progress = self.0.lock();
         progress.working += 1;
         progress.update();
         drop(progress);
@@ -56,7 +58,7 @@ impl DialectActivity {
     /// reads on while the mark exists: time that it spends otherwise counts as the client's.
     #[must_use]
     pub fn receiving(&self) -> Receiving {
-        let mut progress = lock(&self.0);
+        let mut progress = self.0.lock();
         progress.receiving += 1;
         progress.update();
         drop(progress);
@@ -83,13 +85,9 @@ impl Progress {
     }
 }
 
-pub(super) fn lock(progress: &Mutex<Progress>) -> MutexGuard<'_, Progress> {
-    progress.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 impl Drop for Working {
     fn drop(&mut self) {
-        let mut progress = lock(&self.0);
+        let mut progress = self.0.lock();
         progress.working -= 1;
         progress.update();
     }
@@ -97,7 +95,7 @@ impl Drop for Working {
 
 impl Drop for Receiving {
     fn drop(&mut self) {
-        let mut progress = lock(&self.0);
+        let mut progress = self.0.lock();
         progress.receiving -= 1;
         progress.update();
     }
@@ -105,7 +103,7 @@ impl Drop for Receiving {
 
 impl fmt::Debug for DialectActivity {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Progress { working, receiving, .. } = &*lock(&self.0);
+        let Progress { working, receiving, .. } = &*self.0.lock();
         f.debug_struct("DialectActivity").field("working", working).field("receiving", receiving).finish()
     }
 }

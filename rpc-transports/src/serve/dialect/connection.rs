@@ -1,14 +1,15 @@
 //! A connection in a dialect: its stream, its session, and its limits and notices.
 
 use std::fmt;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use async_trait::async_trait;
+use parking_lot::Mutex;
 use rpc_core::reply::Canceller;
 use rpc_core::{ErrorKind, MemoryQuota, RpcError, Session, SharedSession};
 use tokio::sync::watch;
 
-use super::activity::{DialectActivity, Progress, lock};
+use super::activity::{DialectActivity, Progress};
 use super::stream::WatchedStream;
 use crate::channel::{Channel, ChannelIo};
 use crate::handshake::handshake_limit::HandshakePermit;
@@ -124,7 +125,7 @@ impl DialectConnection {
         self.permit = None;
         let session = opened.session.clone();
         self.session = Some(opened);
-        lock(&self.progress).start(timeouts);
+        self.progress.lock().start(timeouts);
         Ok(session.into())
     }
 

@@ -2,14 +2,15 @@
 
 use std::io;
 use std::pin::{Pin, pin};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::task::{Context, Poll, Wake, Waker, ready};
 use std::time::Instant;
 
 use bytes::BytesMut;
+use parking_lot::Mutex;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
-use super::activity::{Progress, lock};
+use super::activity::Progress;
 use crate::channel::Channel;
 
 /// Stream of a connection. It gives the bytes that were read already first, and keeps the timeouts
@@ -56,7 +57,7 @@ impl WatchedStream {
     ) -> Poll<io::Result<T>> {
         let waker = self.output_waker(cx.waker());
         let outcome = poll(&mut self.channel, &mut Context::from_waker(&waker));
-        let mut progress = lock(&self.progress);
+        let mut progress = self.progress.lock();
         let Some(timeouts) = &mut progress.timeouts else { return outcome };
         let now = Instant::now();
         timeouts.resume_output(now);
@@ -84,7 +85,7 @@ impl Wake for OutputWaker {
     }
 
     fn wake_by_ref(self: &Arc<Self>) {
-        if let Some(timeouts) = &mut lock(&self.progress).timeouts {
+        if let Some(timeouts) = &mut self.progress.lock().timeouts {
             timeouts.pause_output(Instant::now());
         }
         self.task.wake_by_ref();
@@ -101,7 +102,7 @@ impl AsyncRead for WatchedStream {
             let count = this.unread.len().min(buffer.remaining());
             buffer.put_slice(&this.unread.split_to(count));
         }
-        if let Some(timeouts) = &mut lock(&this.progress).timeouts {
+        if let Some(timeouts) = &mut this.progress.lock().timeouts {
             timeouts.received(buffer.filled().len() - before);
         }
         Poll::Ready(Ok(()))

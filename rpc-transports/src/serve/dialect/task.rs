@@ -11,7 +11,6 @@ use rpc_core::{ErrorKind, MemoryQuota, RpcError};
 use tokio::sync::{Notify, watch};
 
 use super::Dialect;
-use super::activity::lock;
 use super::connection::{DialectConnection, DialectRequest, Notice, OpenedSession, SessionSource};
 use crate::channel::Channel;
 use crate::channel_io::Alarm;
@@ -144,7 +143,7 @@ impl DialectTask {
         let (options, mailbox) = (&client.connection.server.options, &client.connection.mailbox);
         let (progress, peer) = (connection.progress.clone(), connection.peer().to_owned());
         let mut serving = dialect.serve(connection);
-        let opened = std::future::poll_fn(|_| match lock(&progress).timeouts {
+        let opened = std::future::poll_fn(|_| match progress.lock().timeouts {
             Some(_) => Poll::Ready(()),
             None => Poll::Pending,
         });
@@ -189,7 +188,7 @@ impl DialectTask {
             if let Poll::Ready(outcome) = returned {
                 return Poll::Ready(DialectEnd::Returned(outcome));
             }
-            let mut progress = lock(&progress);
+            let mut progress = progress.lock();
             let Some(timeouts) = &mut progress.timeouts else { return Poll::Pending };
             while let Some(now) = alarm.poll(timeouts.next(), cx) {
                 if let Some(error) = timeouts.check_stall(now) {

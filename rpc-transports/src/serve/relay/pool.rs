@@ -2,9 +2,9 @@
 //! key.
 
 use std::collections::{HashMap, VecDeque};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use bytes::BytesMut;
+use parking_lot::{Mutex, MutexGuard};
 use rpc_core::{ErrorKind, RpcError};
 use tokio::sync::{Notify, oneshot};
 
@@ -123,7 +123,7 @@ impl ServerPool {
     }
 
     fn state(&self) -> MutexGuard<'_, PoolState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 }
 

@@ -5,10 +5,12 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream as StdStream;
 use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
 use std::sync::mpsc::{self, RecvTimeoutError};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
 
 use crate::transports::unix_buffer::widen_unix_socket;
 
@@ -119,7 +121,7 @@ pub(super) fn launcher_gone() -> io::Error {
 /// thread is not running.
 fn submit(job: Job) -> Result<(), Job> {
     static LAUNCHER: Mutex<Option<mpsc::Sender<Job>>> = Mutex::new(None);
-    let mut launcher = LAUNCHER.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut launcher = LAUNCHER.lock();
     if launcher.is_none() {
         let (sender, jobs) = mpsc::channel();
         let thread = thread::Builder::new().name("rpc-children".into());

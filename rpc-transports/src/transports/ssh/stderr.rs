@@ -3,10 +3,11 @@
 use std::fs::File;
 use std::io::{self, Read, Write};
 use std::os::fd::OwnedFd;
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
+use parking_lot::{Condvar, Mutex};
 use rustix::pipe::{PipeFlags, pipe_with};
 
 use crate::transports::exec::ChildStderr;
@@ -54,9 +55,8 @@ impl StderrTail {
     /// that the far side cannot write to the terminal by an error. Waits up to `limit` for the end
     /// of the text.
     pub(super) fn lines(&self, limit: Duration) -> Vec<String> {
-        let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        let waited = self.ended.wait_timeout_while(state, limit, |state| !state.ended);
-        let (state, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        let mut state = self.state.lock();
+        self.ended.wait_while_for(&mut state, |state| !state.ended, limit);
         let text = String::from_utf8_lossy(&state.bytes);
         let lines = text.split(['\n', '\r']).map(str::trim).filter(|line| !line.is_empty());
         let clean = |c: char| if c.is_control() { char::REPLACEMENT_CHARACTER } else { c };
@@ -84,14 +84,14 @@ impl StderrTail {
     }
 
     fn keep(&self, bytes: &[u8]) {
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = self.state.lock();
         state.bytes.extend_from_slice(bytes);
         let excess = state.bytes.len().saturating_sub(KEPT_BYTES);
         state.bytes.drain(..excess);
     }
 
     fn end(&self) {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner).ended = true;
+        self.state.lock().ended = true;
         self.ended.notify_all();
     }
 }
