@@ -13,6 +13,7 @@ use tokio::task::coop::unconstrained;
 use tokio::time::Sleep;
 
 use crate::channel::ChannelIo;
+use crate::clock;
 
 /// Number of slices that one vectored write takes.
 pub(crate) const SLICES: usize = 32;
@@ -153,7 +154,7 @@ impl Alarm {
             self.set(timeout);
         }
         while self.sleep.as_mut().is_some_and(|sleep| pin!(unconstrained(sleep.as_mut())).poll(cx).is_ready()) {
-            let now = Instant::now();
+            let now = clock::now();
             if now >= timeout {
                 // The caller handles the timeout, and passes a later one the next time.
                 self.set_to = None;

@@ -18,6 +18,7 @@ mod backoff;
 mod channel;
 mod channel_io;
 mod client;
+mod clock;
 mod connect;
 mod error;
 mod handshake;

@@ -16,6 +16,8 @@ use rpc_core::proto::{Admission, ClientEndpoint, ClientEvent};
 use rpc_core::reply::ReplyControl;
 use rpc_core::{ErrorKind, Operation, Request, Responder, RpcError, RpcSession, SharedSession, Submission, Value};
 
+use crate::clock;
+
 /// Mover of a session's bytes, with the state that it needs for that.
 pub(super) trait Pump: Send + Sync + Sized + 'static {
     /// Part of the pump that the session's lock guards, beside the endpoint.
@@ -95,7 +97,7 @@ impl<P: Pump> ClientState<P> {
             is_encrypted,
             locked: Mutex::new(Locked { endpoint, pump: locked, end_watchers: Vec::new() }),
             next_id: AtomicU64::new(1),
-            created: Instant::now(),
+            created: clock::now(),
         })
     }
 
@@ -276,7 +278,7 @@ impl<P: Pump> RpcSession for LastReference<P> {
             _ => {
                 let (submission, responder) = state.pending();
                 let token = responder.clone();
-                let now = if request.deadline.is_some() { Instant::now() } else { state.created };
+                let now = if request.deadline.is_some() { clock::now() } else { state.created };
                 let submit =
                     |endpoint: &mut ClientEndpoint<Responder>| endpoint.submit(responder.id(), request, token, now);
                 match state.change(Change::Request, submit) {

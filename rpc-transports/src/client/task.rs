@@ -4,7 +4,6 @@ use std::io::{self, IoSlice};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker, ready};
-use std::time::Instant;
 
 use bytes::BytesMut;
 use parking_lot::MutexGuard;
@@ -15,6 +14,7 @@ use tokio::io::AsyncWrite;
 use super::state::{Change, ClientState, Locked, Pump, SessionRef};
 use crate::channel::{Channel, ChannelGuard, ChannelIo};
 use crate::channel_io::{Alarm, Flush, ReadAhead, SLICES, poll_write};
+use crate::clock;
 use crate::handshake::identity::Connection;
 
 /// A session at the far end of a channel. Cheap to clone; clones are the same session.
@@ -38,7 +38,7 @@ impl ClientSession {
         let connection = channel.security().connection.clone();
         let is_encrypted = channel.security().is_encrypted() || channel.security().first_link_encrypted;
         let (io, peer, guard) = channel.into_parts();
-        let endpoint = ClientEndpoint::new(negotiated, config, Instant::now());
+        let endpoint = ClientEndpoint::new(negotiated, config, clock::now());
         let session = ClientState::new(endpoint, (TaskPump { connection }, None), peer, is_encrypted);
         tokio::spawn(PumpTask {
             session: session.clone(),
@@ -203,7 +203,7 @@ impl Wire {
                 Poll::Pending => return Ok(()),
                 Poll::Ready(Ok(written)) => {
                     self.flush.want();
-                    endpoint.advance(written, Instant::now());
+                    endpoint.advance(written, clock::now());
                 }
                 Poll::Ready(Err(error)) => return Err(error),
             }
@@ -220,7 +220,7 @@ impl Wire {
             Some(target) => {
                 let count = ready!(read.poll_into(io, target, cx)).map_err(InputError::Broken)?;
                 if count > 0 {
-                    return Poll::Ready(endpoint.bulk_filled(count, Instant::now()).map_err(InputError::Protocol));
+                    return Poll::Ready(endpoint.bulk_filled(count, clock::now()).map_err(InputError::Protocol));
                 }
                 0
             }
@@ -235,7 +235,7 @@ impl Wire {
             endpoint.handle_end_of_stream(read.buffer.len());
             return Poll::Ready(Ok(()));
         }
-        Poll::Ready(endpoint.handle_input(&mut read.buffer, Instant::now()).map_err(InputError::Protocol))
+        Poll::Ready(endpoint.handle_input(&mut read.buffer, clock::now()).map_err(InputError::Protocol))
     }
 }
 

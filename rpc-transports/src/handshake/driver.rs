@@ -15,6 +15,7 @@ use tokio::io::{AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
 use super::steps::{HandshakeSteps, Step};
 use crate::channel::{BlockingChannel, Channel, ChannelIo};
+use crate::clock;
 
 /// Performs the dialling side of a handshake. Returns the agreed settings, and the input that was
 /// read beyond the handshake.
@@ -50,7 +51,7 @@ async fn dial(
 ) -> Result<(Negotiated, BytesMut), RpcError> {
     let opens_nothing =
         async |_: &Hello, _: &str| Err::<(), _>(RpcError::internal("the dialling side approved itself"));
-    let steps = limit(HandshakeSteps::new(Handshake::dial(config, Instant::now()), channel.take_unread()));
+    let steps = limit(HandshakeSteps::new(Handshake::dial(config, clock::now()), channel.take_unread()));
     let (negotiated, input, _) = perform_handshake(channel, steps, &KeepAliveSwitch::default(), opens_nothing).await?;
     Ok((negotiated, input))
 }
@@ -127,7 +128,7 @@ async fn run_steps<S>(
 ) -> Result<(Negotiated, Option<S>), RpcError> {
     let (mut open, mut session) = (Some(open), None);
     loop {
-        let step = steps.advance(Instant::now());
+        let step = steps.advance(clock::now());
         let written = write_output(io, steps).await?;
         match step? {
             Step::Finish(negotiated) => {
@@ -139,7 +140,7 @@ async fn run_steps<S>(
                 match wait_with_peer(io, steps, keep_alive, open(&hello, &identity)).await? {
                     Ok(opened) => {
                         session = Some(opened);
-                        steps.approve(Instant::now());
+                        steps.approve(clock::now());
                     }
                     Err(error) => {
                         steps.refuse(&error);
@@ -152,7 +153,7 @@ async fn run_steps<S>(
                 may_read_on(written)?;
                 let read = within(steps.timeout(), io.read_buf(steps.input())).await;
                 match read {
-                    Some(read) => steps.has_read(read.map_err(broken)?, Instant::now())?,
+                    Some(read) => steps.has_read(read.map_err(broken)?, clock::now())?,
                     None => return Err(steps.give_up()),
                 }
             }
@@ -177,17 +178,17 @@ async fn wait_with_peer<T>(
             opened = &mut opening => return Ok(opened),
             interval = keep_alive.started(), if !is_kept_alive => {
                 is_kept_alive = true;
-                steps.start_keep_alive(interval, Instant::now());
+                steps.start_keep_alive(interval, clock::now());
             }
             read = within(timeout, io.read_buf(steps.input())) => match read {
                 Some(read) => {
-                    steps.has_read(read.map_err(broken)?, Instant::now())?;
-                    if let Err(error) = steps.advance(Instant::now()) {
+                    steps.has_read(read.map_err(broken)?, clock::now())?;
+                    if let Err(error) = steps.advance(clock::now()) {
                         let _ = write_output(io, steps).await?;
                         return Err(error);
                     }
                 }
-                None => steps.handle_timeout(Instant::now())?,
+                None => steps.handle_timeout(clock::now())?,
             },
         }
         write_output(io, steps).await?.map_err(broken)?;
@@ -204,7 +205,7 @@ async fn write_output(io: &mut dyn ChannelIo, steps: &mut HandshakeSteps) -> Res
         io.write_all(&output).await?;
         io.flush().await
     };
-    within(steps.write_timeout(Instant::now()), write).await.ok_or_else(|| steps.give_up())
+    within(steps.write_timeout(clock::now()), write).await.ok_or_else(|| steps.give_up())
 }
 
 /// Returns what `future` resolves to, or `None` if it does not by `limit`.
@@ -243,7 +244,7 @@ pub(crate) fn dial_handshake_blocking(
     channel: &BlockingChannel,
     config: HandshakeConfig,
 ) -> Result<(Negotiated, BytesMut), RpcError> {
-    let steps = HandshakeSteps::new(Handshake::dial(config, Instant::now()), BytesMut::new());
+    let steps = HandshakeSteps::new(Handshake::dial(config, clock::now()), BytesMut::new());
     run_steps_blocking(channel, steps).map_err(|error| error.with_peer(channel.peer()))
 }
 
@@ -254,14 +255,14 @@ fn run_steps_blocking(
     let mut io = channel.io();
     let mut buffer = [0; 4096];
     loop {
-        let step = steps.advance(Instant::now());
+        let step = steps.advance(clock::now());
         let written = io.write_all(&steps.take_output());
         if let Step::Finish(negotiated) = step? {
             return written.map(|()| (*negotiated, steps.into_input())).map_err(broken);
         }
         may_read_on(written)?;
         let count = loop {
-            let now = Instant::now();
+            let now = clock::now();
             steps.handle_timeout(now)?;
             let left = steps.timeout().map(|timeout| timeout.saturating_duration_since(now));
             io.set_read_timeout(left.map(|left| left.max(Duration::from_millis(1)))).map_err(broken)?;
@@ -271,6 +272,6 @@ fn run_steps_blocking(
             }
         };
         steps.input().extend_from_slice(&buffer[..count]);
-        steps.has_read(count, Instant::now())?;
+        steps.has_read(count, clock::now())?;
     }
 }

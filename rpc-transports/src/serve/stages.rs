@@ -23,6 +23,7 @@ use super::relay::pool::{Handover, ParkedServer};
 use super::state::UNLIMITED;
 use super::task::{SessionParts, SessionTask};
 use crate::channel::Channel;
+use crate::clock;
 use crate::handshake::driver::{KeepAliveSwitch, accept_handshake};
 use crate::handshake::handshake_limit::HandshakePermit;
 use crate::handshake::identity::{Access, known_by_channel, of_acceptor};
@@ -153,7 +154,7 @@ impl Accepted {
     /// Secures the channel, if its transport does that, as TLS does.
     async fn secure(self) -> Result<Secured, Refusal> {
         let Self { connection, mut channel, is_dialled, must_be_encrypted, permit } = self;
-        let deadline = Instant::now() + connection.server.options.handshake_timeout.min(UNLIMITED);
+        let deadline = clock::now() + connection.server.options.handshake_timeout.min(UNLIMITED);
         let peer = &connection.peer;
         let reason = match tokio::time::timeout_at(deadline.into(), channel.secure()).await {
             Ok(Ok(())) if must_be_encrypted && !channel.security().is_encrypted() => {
@@ -299,7 +300,7 @@ impl Secured {
         hello.keep_alive_ms = options.keep_alive.as_millis() as u64;
         options.limits.apply(&mut hello);
         let identities = of_acceptor(access, generation, self.channel.security());
-        let now = Instant::now();
+        let now = clock::now();
         let timeout = self.deadline.saturating_duration_since(now);
         let handshake = Handshake::accept(HandshakeConfig { hello, identities, hold: true, timeout }, now);
         if options.relay { handshake.take_servers() } else { handshake }

@@ -4,6 +4,8 @@ use std::time::{Duration, Instant};
 
 use rpc_core::{ErrorKind, RpcError};
 
+use crate::clock;
+
 /// Limits of a server on the time that a session may take.
 pub(super) struct StallLimits {
     pub(super) session_duration: Option<Duration>,
@@ -72,7 +74,7 @@ impl StallTimeouts {
     /// Records whether output is pending that the client has to take.
     pub(super) fn set_writing(&mut self, is_writing: bool) {
         if is_writing {
-            self.stalled_since.get_or_insert_with(Instant::now);
+            self.stalled_since.get_or_insert_with(clock::now);
             self.outgoing.get_or_insert_with(Throughput::start);
         } else {
             (self.stalled_since, self.outgoing, self.output_paused) = (None, None, None);
@@ -171,7 +173,7 @@ impl StallTimeouts {
 
 impl Throughput {
     fn start() -> Self {
-        Self { since: Instant::now(), bytes: 0 }
+        Self { since: clock::now(), bytes: 0 }
     }
 }
 

@@ -6,7 +6,6 @@ use std::io::{self, IoSlice};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
-use std::time::Instant;
 
 use bytes::BytesMut;
 use rpc_core::proto::{EndpointConfig, Negotiated, ServerEndpoint, ServerEvent};
@@ -19,6 +18,7 @@ use super::stall_timeouts::StallTimeouts;
 use super::state::ConnectionEntry;
 use crate::channel::{Channel, ChannelGuard, ChannelIo};
 use crate::channel_io::{Alarm, Flush, ReadAhead, SLICES, poll_write};
+use crate::clock;
 
 /// Number of replies for which memory is kept between two batches: an idle session should be small.
 const KEPT_REPLIES: usize = 8;
@@ -70,7 +70,7 @@ impl SessionTask {
         options: &ServeOptions,
     ) -> Self {
         let SessionParts { session, mailbox, queued, entry } = parts;
-        let now = Instant::now();
+        let now = clock::now();
         let (io, _, guard) = channel.into_parts();
         let config = EndpointConfig { keep_alive: options.keep_alive };
         let end_watch = session.ended().reply().deliver_to(Arc::new(EndOfSession(mailbox.clone())), 0);
@@ -198,7 +198,7 @@ impl SessionTask {
                 Poll::Ready(Ok(written)) => {
                     self.timeouts.wrote(written);
                     self.flush.want();
-                    self.endpoint.advance(written, Instant::now());
+                    self.endpoint.advance(written, clock::now());
                 }
                 Poll::Ready(Err(error)) => return Err(error),
             }
@@ -212,7 +212,7 @@ impl SessionTask {
                 Poll::Ready(Ok(count)) if count > 0 => {
                     self.timeouts.idle_since = None;
                     self.timeouts.received(count);
-                    if let Err(error) = self.endpoint.bulk_filled(count, Instant::now()) {
+                    if let Err(error) = self.endpoint.bulk_filled(count, clock::now()) {
                         return Poll::Ready(Err(error));
                     }
                     self.act_on_events();
@@ -236,7 +236,7 @@ impl SessionTask {
     }
 
     fn handle_input(&mut self) -> Result<(), RpcError> {
-        let now = Instant::now();
+        let now = clock::now();
         loop {
             let session = &self.session;
             let mut place = |lane, to: &rpc_core::TensorRef, offset, len| {
@@ -267,14 +267,14 @@ impl SessionTask {
     fn poll_timeouts(&mut self, cx: &mut Context<'_>) -> Result<(), RpcError> {
         if self.timeouts.idle_timeout.is_some() {
             match self.endpoint.is_idle() {
-                true => _ = self.timeouts.idle_since.get_or_insert_with(Instant::now),
+                true => _ = self.timeouts.idle_since.get_or_insert_with(clock::now),
                 false => self.timeouts.idle_since = None,
             }
         }
         self.timeouts.set_receiving(self.endpoint.is_receiving() || !self.read.buffer.is_empty());
         self.timeouts.held_back = self.endpoint.held_back().map(|id| match self.timeouts.held_back {
             Some((before, since)) if before == id => (id, since),
-            _ => (id, Instant::now()),
+            _ => (id, clock::now()),
         });
         while let Some(now) = self.timeouts_alarm.poll(self.timeouts.next(), cx) {
             if let Some(error) = self.timeouts.check_stall(now) {

@@ -3,10 +3,10 @@
 
 use std::fmt;
 use std::sync::Arc;
-use std::time::Instant;
 
 use parking_lot::Mutex;
 
+use crate::clock;
 use crate::serve::stall_timeouts::StallTimeouts;
 
 /// Handle by which a dialect tells what its connection is doing. Cheap to clone; usable while the
@@ -80,7 +80,7 @@ impl Progress {
         if self.working + self.receiving > 0 {
             timeouts.idle_since = None;
         } else {
-            timeouts.idle_since.get_or_insert_with(Instant::now);
+            timeouts.idle_since.get_or_insert_with(clock::now);
         }
     }
 }

@@ -4,7 +4,6 @@ use std::io;
 use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::task::{Context, Poll, Wake, Waker, ready};
-use std::time::Instant;
 
 use bytes::BytesMut;
 use parking_lot::Mutex;
@@ -12,6 +11,7 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
 use super::activity::Progress;
 use crate::channel::Channel;
+use crate::clock;
 
 /// Stream of a connection. It gives the bytes that were read already first, and keeps the timeouts
 /// of the session.
@@ -59,7 +59,7 @@ impl WatchedStream {
         let outcome = poll(&mut self.channel, &mut Context::from_waker(&waker));
         let mut progress = self.progress.lock();
         let Some(timeouts) = &mut progress.timeouts else { return outcome };
-        let now = Instant::now();
+        let now = clock::now();
         timeouts.resume_output(now);
         match &outcome {
             Poll::Pending => timeouts.set_writing(true),
@@ -86,7 +86,7 @@ impl Wake for OutputWaker {
 
     fn wake_by_ref(self: &Arc<Self>) {
         if let Some(timeouts) = &mut self.progress.lock().timeouts {
-            timeouts.pause_output(Instant::now());
+            timeouts.pause_output(clock::now());
         }
         self.task.wake_by_ref();
     }

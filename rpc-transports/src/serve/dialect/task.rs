@@ -14,6 +14,7 @@ use super::Dialect;
 use super::connection::{DialectConnection, DialectRequest, Notice, OpenedSession, SessionSource};
 use crate::channel::Channel;
 use crate::channel_io::Alarm;
+use crate::clock;
 use crate::handshake::handshake_limit::HandshakePermit;
 use crate::handshake::identity::Security;
 use crate::limits::WireLimits;
@@ -78,7 +79,7 @@ impl SessionSource for DialectClient {
         }
         let entry = self.connection.entry.clone();
         entry.served.store(true, Ordering::Relaxed);
-        let timeouts = StallTimeouts::new(&server.options.stall_limits(), Instant::now());
+        let timeouts = StallTimeouts::new(&server.options.stall_limits(), clock::now());
         let end = Arc::new(EndOfSession(self.connection.mailbox.clone()));
         let end_watch = session.ended().reply().deliver_to(end, 0);
         Ok((OpenedSession { session, end_watch, share: Box::new((slot, entry)) }, timeouts))
@@ -218,7 +219,7 @@ struct Ending {
 /// Tells the dialect that its connection will be cut, and starts the time for its last message. Of
 /// several reasons the first one stays.
 fn stop(ending: &mut Option<Ending>, notices: &watch::Sender<Option<Notice>>, reason: RpcError) {
-    let Ending { reason, .. } = ending.get_or_insert_with(|| Ending { reason, cut_at: Instant::now() + LINGER });
+    let Ending { reason, .. } = ending.get_or_insert_with(|| Ending { reason, cut_at: clock::now() + LINGER });
     notify(notices, Command::Stop, || reason.clone());
 }
 
