@@ -1,9 +1,13 @@
-//! Backtraces of panics in functions, so that the caller sees where they arose.
+//! Panics in functions and destructors: they become errors, with the backtrace, so that the caller
+//! sees where they arose.
 
+use std::any::Any;
 use std::backtrace::{Backtrace, BacktraceStatus};
 use std::cell::RefCell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Once;
+
+use crate::error::{ErrorKind, RpcError};
 
 thread_local! {
     static LAST: RefCell<Option<String>> = const { RefCell::new(None) };
@@ -34,6 +38,20 @@ pub(crate) fn install_hook() {
 /// Takes the location and backtrace that the hook remembered for the calling thread.
 pub(crate) fn take_backtrace() -> Option<String> {
     LAST.with_borrow_mut(Option::take)
+}
+
+/// Returns the error for a panic on this thread, with its message and location.
+pub(crate) fn panic_error(payload: &(dyn Any + Send)) -> RpcError {
+    let message = payload
+        .downcast_ref::<&str>()
+        .map(|message| (*message).to_owned())
+        .or_else(|| payload.downcast_ref::<String>().cloned())
+        .unwrap_or_else(|| "the function panicked with a value that is no text".to_owned());
+    let error = RpcError::new(ErrorKind::Panic, message).may_have_run(true);
+    match take_backtrace() {
+        Some(backtrace) => error.with_backtrace(backtrace),
+        None => error,
+    }
 }
 
 /// Drops objects one by one. A panic in one of them affects neither the others nor the caller.

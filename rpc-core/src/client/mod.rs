@@ -6,15 +6,15 @@ pub mod callbacks;
 mod copies;
 mod files;
 mod lane_deadlock;
+mod module_upload;
 mod operations;
 pub(crate) mod references;
 pub(crate) mod session;
-mod uploads;
 
 pub use action::{Action, Pending, ScopedAction, ScopedPending};
 pub use callbacks::{CallbackHandler, CallbackReturn, RemoteCallback};
 pub use copies::CHUNK;
 pub use files::{FileEntry, Files};
+pub use module_upload::{Digest, DigestError, Modules};
 pub use references::{RemoteFunction, RemoteModule, RemoteObject, RemoteTensor, TypedFunction};
 pub use session::Session;
-pub use uploads::{Digest, DigestError, Modules};

@@ -9,7 +9,7 @@ use crate::dlpack::{DataType, Device};
 #[cfg(doc)]
 use crate::error::ErrorKind;
 use crate::function::convert::{ArgScope, FromReply, IntoArgs};
-use crate::function::signature;
+use crate::function::signature_check;
 use crate::handle::Handle;
 use crate::session::Operation;
 use crate::value::Value;
@@ -36,10 +36,10 @@ impl Session {
     /// not fit the signature.
     pub fn function<A: IntoArgs, R: FromReply>(&self, name: &str) -> Action<TypedFunction<A, R>> {
         let (session, name) = (self.clone(), name.to_owned());
-        let wanted = signature::ClientTypes { args: A::type_kinds(), returns: R::type_kind() };
+        let wanted = signature_check::ClientTypes { args: A::type_kinds(), returns: R::type_kind() };
         let fetch = async move |options: Options<'static>| {
             let function = options.apply(session.get_function(&name)).start();
-            let signature = options.apply(session.get_function(signature::NAME)).start();
+            let signature = options.apply(session.get_function(signature_check::NAME)).start();
             let function = function.await?;
             let told = async {
                 let signature = signature.await?;
@@ -51,7 +51,7 @@ impl Session {
                 // An origin without that function, or whose policy withholds it, reports no
                 // signatures. A deadline that has passed or a lost session is an error, as it is
                 // for the function itself.
-                Err(error) if signature::is_untold(&error) => {}
+                Err(error) if signature_check::is_untold(&error) => {}
                 Err(error) => return Err(error),
             }
             Ok(function.into_pin())

@@ -20,7 +20,8 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 use crate::error::{ErrorKind, Result, RpcError};
 use crate::function::context::Context;
 use crate::function::convert::{Pack, Shared};
-use crate::function::object::{Function, LocalValue, Signature};
+use crate::function::function::{Function, Signature};
+use crate::function::object::LocalValue;
 use crate::panics::drop_each;
 use crate::session::Lane;
 

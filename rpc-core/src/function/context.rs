@@ -1,8 +1,7 @@
 //! The context of a call: everything that a running function may request from its session
 //! ([`Context`]), and the session's side of it ([`Host`]).
 //!
-//! This file and `object.rs` import each other: a function's arguments come with its context, and a
-//! context finds and calls functions.
+//! `object.rs` says why these files import each other.
 
 use std::any::Any;
 use std::fmt;
@@ -13,7 +12,9 @@ use std::time::Instant;
 use crate::device::{Devices, Memory, Stream};
 use crate::dlpack::{DataType, Device};
 use crate::error::{ErrorKind, Result, RpcError};
-use crate::function::object::{Function, Invocation, LocalValue, Module, Signature, Started};
+use crate::function::function::{Function, Signature, Started};
+use crate::function::invocation::Invocation;
+use crate::function::object::{LocalValue, Module};
 use crate::limits::SessionLimits;
 use crate::reply::Responder;
 use crate::session::Lane;

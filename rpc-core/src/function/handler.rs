@@ -1,4 +1,5 @@
-//! Functions: closures over convertible types, callable by name from anywhere.
+//! Functions made of closures: their parameters are taken from the call and converted, and so is
+//! what they return.
 //!
 //! ```
 //! use rpc_core::{Context, Registry};
@@ -16,10 +17,12 @@ use std::borrow::Cow;
 use std::future::Future;
 use std::sync::Arc;
 
-use crate::error::{Result, RpcError};
+use crate::error::Result;
 use crate::function::context::Context;
 use crate::function::convert::{FromArg, IntoReturn};
-use crate::function::object::{Body, BoxFuture, Function, FunctionKind, Invocation, LocalValue, Signature, argument};
+use crate::function::function::{Body, BoxFuture, Function, FunctionKind, Signature};
+use crate::function::invocation::Invocation;
+use crate::function::object::LocalValue;
 use crate::tensor::{Access, Borrow};
 
 impl Function {
@@ -87,30 +90,6 @@ impl Function {
     }
 }
 
-impl Invocation {
-    fn take<T: FromArg>(&mut self) -> Result<T> {
-        let index = self.args.next;
-        match self.next_arg() {
-            Some(arg) => T::from_arg(arg).map_err(|error| error.context(argument(index, self.function.as_deref()))),
-            None => T::missing().ok_or_else(|| {
-                let argument = argument(index, self.function.as_deref());
-                RpcError::invalid_argument(format!("{argument} is missing: expected {}", T::type_name()))
-            }),
-        }
-    }
-
-    fn finish(&mut self) -> Result<()> {
-        match self.args.values.len() {
-            0 => Ok(()),
-            left => {
-                let function = self.function.as_deref().map_or("the function".to_owned(), |name| format!("`{name}`"));
-                let (takes, given) = (self.args.next, self.args.next + left);
-                Err(RpcError::invalid_argument(format!("{given} arguments were given, and {function} takes {takes}")))
-            }
-        }
-    }
-}
-
 /// Source of a function's parameter: an argument, or the call itself.
 ///
 /// Implemented for [`Context`] and for every [`FromArg`].
@@ -142,7 +121,7 @@ impl<T: FromArg> FromCall for T {
     }
 
     fn from_call(invocation: &mut Invocation) -> Result<Self> {
-        invocation.take()
+        invocation.take(T::from_arg, T::missing, T::type_name)
     }
 }
 

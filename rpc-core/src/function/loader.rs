@@ -7,8 +7,9 @@ use parking_lot::RwLock;
 
 use crate::error::{Result, RpcError};
 use crate::function::context::Context;
+use crate::function::function::{Function, Signature};
 use crate::function::handler::{AsyncHandler, Handler};
-use crate::function::object::{Function, Module, Signature};
+use crate::function::object::Module;
 
 /// Request to a loader.
 #[derive(Debug)]

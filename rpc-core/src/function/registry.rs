@@ -8,10 +8,11 @@ use parking_lot::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use crate::error::{Result, RpcError};
 use crate::function::callback;
+use crate::function::function::{Function, Signature};
 use crate::function::handler::{AsyncHandler, Handler};
 use crate::function::loader::{LoadRequest, ModuleLoader, NamedModules};
-use crate::function::object::{Function, Module, Signature};
-use crate::function::signature;
+use crate::function::object::Module;
+use crate::function::signature_check;
 
 /// Functions and module loaders, shared by all sessions of a program. Cheap to clone; clones are
 /// the same registry.
@@ -33,7 +34,7 @@ impl Registry {
     /// [`add_module`](Self::add_module) registers.
     pub fn new() -> Self {
         let named = NamedModules::default();
-        let functions = callback::functions().into_iter().chain([signature::function()]).collect();
+        let functions = callback::functions().into_iter().chain([signature_check::function()]).collect();
         let contents = Contents { functions, loaders: vec![Arc::new(named.clone())], named };
         Self(Arc::new(RwLock::new(contents)))
     }

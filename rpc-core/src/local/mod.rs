@@ -2,8 +2,8 @@
 //! at one.
 
 mod async_jobs;
+mod context_host;
 mod deadlines;
-mod host;
 mod job;
 mod lane_runner;
 mod lanes;

@@ -1,4 +1,7 @@
-//! Credit: the bytes and requests that a peer may have in flight, and the frame that grants more.
+//! Credit: the bytes that a message takes of a window, and the frame that grants more.
+//!
+//! Requests of a client are admitted and granted credit in `server.rs`, which also bounds the
+//! replies that a client does not take; `client.rs` spends it.
 
 use crate::error::{ErrorKind, Result, RpcError};
 

@@ -21,7 +21,7 @@ use crate::client::session::Session;
 use crate::error::{ErrorKind, Result, RpcError};
 use crate::function::callback;
 use crate::function::convert::{ArgScope, IntoArg};
-use crate::function::object::panic_error;
+use crate::panics::panic_error;
 use crate::session::{Lane, SharedSession, is_same};
 use crate::value::{Packed, Reference, Value};
 

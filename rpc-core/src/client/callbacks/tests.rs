@@ -8,8 +8,8 @@ use super::{MAX_RUNNING, RemoteCallback};
 use crate::error::{ErrorKind, Result, RpcError};
 use crate::function::callback::{CREATE, DONE, NEXT};
 use crate::function::context::Context;
+use crate::function::function::Function;
 use crate::function::handler::Rest;
-use crate::function::object::Function;
 use crate::{Lane, LocalSession, Pack, Pending, Registry, RemoteFunction, RemoteObject, Session, Value};
 
 /// A client that makes the requests of a callback without its threads.

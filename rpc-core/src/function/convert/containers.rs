@@ -5,7 +5,8 @@ use std::collections::BTreeMap;
 
 use super::{ArgScope, FromArg, FromReply, IntoArg, IntoReturn, mismatch};
 use crate::error::{Result, RpcError};
-use crate::function::object::{Arg, LocalValue};
+use crate::function::invocation::Arg;
+use crate::function::object::LocalValue;
 use crate::session::{SharedSession, release};
 use crate::tensor::Access;
 use crate::value::Value;

@@ -14,7 +14,8 @@ use std::fmt;
 use std::sync::Arc;
 
 use crate::error::{ErrorKind, Result, RpcError};
-use crate::function::object::{Arg, LocalValue};
+use crate::function::invocation::Arg;
+use crate::function::object::LocalValue;
 use crate::session::SharedSession;
 use crate::tensor::Access;
 use crate::value::Value;

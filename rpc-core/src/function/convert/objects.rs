@@ -6,7 +6,9 @@ use std::sync::Arc;
 
 use super::{FromArg, IntoReturn, Shared, mismatch, short_name};
 use crate::error::{Result, RpcError};
-use crate::function::object::{Arg, Function, LocalValue, Module, Object, Opaque};
+use crate::function::function::Function;
+use crate::function::invocation::Arg;
+use crate::function::object::{LocalValue, Module, Object, Opaque};
 use crate::tensor::{Access, Tensor, TensorView, TensorViewMut};
 use crate::value::Value;
 

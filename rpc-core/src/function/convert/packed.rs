@@ -6,7 +6,8 @@ use serde::{Serialize, de::DeserializeOwned};
 
 use super::{ArgScope, FromArg, FromReply, IntoArg, IntoReturn, Pack, short_name};
 use crate::error::Result;
-use crate::function::object::{Arg, LocalValue};
+use crate::function::invocation::Arg;
+use crate::function::object::LocalValue;
 use crate::session::SharedSession;
 use crate::value::{Packed, Value};
 

@@ -7,7 +7,8 @@ use bytes::Bytes;
 use super::{ArgScope, FromArg, FromReply, IntoArg, IntoReturn, Shape, mismatch};
 use crate::dlpack::{DataType, Device};
 use crate::error::{Result, RpcError};
-use crate::function::object::{Arg, LocalValue};
+use crate::function::invocation::Arg;
+use crate::function::object::LocalValue;
 use crate::session::{SharedSession, release};
 use crate::value::{Packed, Value};
 

@@ -4,7 +4,8 @@ use std::borrow::Cow;
 
 use super::{ArgScope, FromArg, FromReply, IntoArg, IntoReturn};
 use crate::error::Result;
-use crate::function::object::{Arg, LocalValue};
+use crate::function::invocation::Arg;
+use crate::function::object::LocalValue;
 use crate::session::SharedSession;
 use crate::value::Value;
 

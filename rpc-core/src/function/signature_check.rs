@@ -3,7 +3,7 @@
 
 use crate::error::{ErrorKind, Result, RpcError};
 use crate::function::context::Context;
-use crate::function::object::Function;
+use crate::function::function::Function;
 
 /// `(name) -> [params, returns]`, or null if no function has that name.
 pub(crate) const NAME: &str = "rpc.signature";
