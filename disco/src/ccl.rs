@@ -69,11 +69,11 @@ mod agreement;
 pub(crate) mod backend;
 #[allow(unsafe_code)]
 mod buffer;
+pub(crate) mod communicators;
 mod error;
 mod flight_recorder;
 pub mod host;
 pub(crate) mod join_nccl;
-pub(crate) mod membership;
 pub mod nccl;
 
 use std::fmt;

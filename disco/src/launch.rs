@@ -13,7 +13,7 @@ use crate::completion::Completion;
 use crate::controller::dispatch::Controller;
 use crate::controller::session::DiscoSession;
 use crate::error::{DiscoError, Result};
-use crate::link::source::{Source, open_links};
+use crate::link::session_source::{Source, open_links};
 use crate::logs;
 use crate::options::Options;
 use crate::wire::plan::Layout;

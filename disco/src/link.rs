@@ -11,5 +11,5 @@ pub(crate) mod loss;
 pub(crate) mod node_link;
 pub(crate) mod outbox;
 pub(crate) mod relayed_data;
-pub(crate) mod source;
+pub(crate) mod session_source;
 pub(crate) mod upstream;

@@ -6,17 +6,17 @@
 //! `program_handlers`.
 
 mod collectives;
+pub(crate) mod command_feed;
 pub(crate) mod context;
 pub(crate) mod executor;
-pub(crate) mod feed;
 mod handlers;
 mod init_ccl;
 pub(crate) mod process_state;
 mod program_handlers;
 mod recorded_program;
+mod register_content;
 mod registers;
 pub(crate) mod rendezvous;
 mod result_layout;
-mod slot;
 pub(crate) mod start;
 mod tensor_loan;

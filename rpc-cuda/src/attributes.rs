@@ -5,7 +5,7 @@ use std::ffi::{CStr, c_char};
 use cudarc::driver::sys::CUdevice_attribute_enum as Attribute;
 
 use crate::gpu::Gpu;
-use crate::gpus::ListedGpu;
+use crate::gpu_list::ListedGpu;
 use crate::memory::{HOST_SCOPE, MAX_ALIGNMENT};
 use rpc_core::device::{DeviceAttribute, Target};
 use rpc_core::error::Result;

@@ -7,11 +7,11 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::gpus::{Gpus, ListedGpu};
+use crate::gpu_list::{Gpus, ListedGpu};
 use crate::idle_memory::IdleMemory;
 use crate::memory::CudaMemory;
+use crate::memory_pool::PoolStatistics;
 use crate::opened_gpu::OpenedGpu;
-use crate::pool::PoolStatistics;
 use crate::stream::CudaStream;
 use crate::transfer::{self, DeviceRange};
 use crate::{attributes, release_thread};

@@ -3,9 +3,9 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use crate::device::CudaDevice;
+use crate::device_api::CudaDevice;
 use crate::matmul::matmul;
-use crate::pool::PoolStatistics;
+use crate::memory_pool::PoolStatistics;
 use crate::stream::CudaStream;
 use rpc_core::Context;
 use rpc_core::device::Stream;

@@ -14,8 +14,8 @@ use crate::handle::Handle;
 use crate::loaded_module::LoadedModule;
 use crate::memory::CudaMemory;
 use crate::opened_gpu::OpenedGpu;
-use crate::order;
 use crate::stream::CudaStream;
+use crate::stream_order;
 use rpc_core::dlpack::Device;
 use rpc_core::error::{Result, RpcError};
 use rpc_core::function::{LocalValue, Object};
@@ -110,7 +110,7 @@ impl Kernel {
         let stream = stream.filter(|stream| ptr::eq(stream.gpu(), gpu)).unwrap_or(&self.gpu.default_stream);
         let (function, raw) = (self.raw.0, stream.handle().0);
         let (params, extra) = (pointers.as_mut_ptr(), ptr::null_mut());
-        order::in_order(self.gpu, stream, &memories, || {
+        stream_order::in_order(self.gpu, stream, &memories, || {
             // SAFETY: the kernel's module is loaded. The driver copies the parameters before it
             // returns: as many as the kernel has, each of its own size. `Arguments` contains as
             // many, or more than any kernel can have.

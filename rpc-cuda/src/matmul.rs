@@ -4,7 +4,7 @@ use std::ffi::c_int;
 
 use crate::cublas::{Cublas, Product};
 use crate::stream::CudaStream;
-use crate::{arguments, order};
+use crate::{arguments, stream_order};
 use rpc_core::device::Stream;
 use rpc_core::dlpack::DataType;
 use rpc_core::error::{Result, RpcError};
@@ -69,7 +69,7 @@ pub fn matmul(a: &TensorView, b: &TensorView, out: &mut TensorViewMut, stream: O
     }
     opened.enter()?;
     let stream = stream.unwrap_or(&opened.default_stream);
-    order::in_order(opened, stream, &memories, || {
+    stream_order::in_order(opened, stream, &memories, || {
         if depth == 0 {
             let bytes = out.size_bytes() as usize;
             // SAFETY: the tensor's own bytes, which are borrowed for writing.

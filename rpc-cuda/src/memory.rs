@@ -5,9 +5,9 @@ use std::ffi::c_void;
 use std::fmt;
 use std::ptr::{self, NonNull};
 
+use crate::memory_pool::Space;
 use crate::opened_gpu::{OpenedGpu, PoolBlock};
 use crate::other_stream_work::OtherStreamWork;
-use crate::pool::Space;
 use crate::{release_thread, transfer};
 use rpc_core::device::{AllocRequest, Memory};
 use rpc_core::dlpack::Device;

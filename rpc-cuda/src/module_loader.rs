@@ -7,7 +7,7 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 
 use crate::arguments;
-use crate::device::CudaDevice;
+use crate::device_api::CudaDevice;
 use crate::kernel::Kernel;
 use crate::loaded_module::LoadedModule;
 use crate::module_image::ModuleImage;

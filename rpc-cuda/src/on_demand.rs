@@ -5,7 +5,7 @@ use std::path::Path;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use crate::device::CudaDevice;
+use crate::device_api::CudaDevice;
 use crate::module_loader::CudaModules;
 use rpc_core::device::{AllocRequest, DeviceApi, DeviceAttribute, Memory, Stream};
 use rpc_core::dlpack::DeviceType;

@@ -8,7 +8,7 @@ use parking_lot::Mutex;
 
 use crate::gpu::PrimaryContext;
 use crate::idle_memory::IdleMemory;
-use crate::pool::{Block, Pool, PoolStatistics, Space};
+use crate::memory_pool::{Block, Pool, PoolStatistics, Space};
 use crate::retired_modules::RetiredModules;
 use crate::stream::{CudaStream, fence_other_streams};
 use rpc_core::device::Stream;

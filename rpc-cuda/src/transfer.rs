@@ -13,9 +13,9 @@ use std::ptr;
 
 use crate::driver::Outcome;
 use crate::event::Event;
+use crate::memory_pool::{Block, Space};
 use crate::opened_gpu::OpenedGpu;
 use crate::pinned_ranges;
-use crate::pool::{Block, Space};
 use rpc_core::error::Result;
 
 /// Copies `data` to the device at `to`, and returns when `data` has been read.

@@ -6,7 +6,7 @@ use std::sync::{Arc, LazyLock};
 
 use rpc_core::{DataType, Device, ErrorKind, Result, RpcError};
 
-use crate::ccl::membership::{CollectiveTimeouts, Membership};
+use crate::ccl::communicators::{CollectiveTimeouts, Membership};
 use crate::ccl::nccl::{DeviceStream, Library, NcclCcl, Options, UniqueId, Version};
 use crate::ccl::{Buffers, Ccl, CollectiveInput, Rank};
 

@@ -7,8 +7,8 @@ use std::sync::Weak;
 use rpc_core::{Device, Pack, Packed, RpcError};
 
 use crate::ccl::backend::Backend;
+use crate::ccl::communicators::CollectiveTimeouts;
 use crate::ccl::host::{Address, SessionKey};
-use crate::ccl::membership::CollectiveTimeouts;
 use crate::controller::dispatch::Controller;
 use crate::error::{DiscoError, Result, WorkerId};
 use crate::link::upstream::Upstream;

@@ -11,7 +11,7 @@ use super::{Node, launch};
 use crate::completion::Completion;
 use crate::controller::session::DiscoSession;
 use crate::error::DiscoError;
-use crate::link::source::Source;
+use crate::link::session_source::Source;
 use crate::options::Options;
 use crate::wire::set_up::ChildNode;
 

@@ -7,7 +7,7 @@ use super::launch;
 use crate::completion::Completion;
 use crate::controller::session::DiscoSession;
 use crate::error::{DiscoError, WorkerId};
-use crate::link::source::Source;
+use crate::link::session_source::Source;
 use crate::logs;
 use crate::node::self_start::this_program_as_worker;
 use crate::options::Options;

@@ -8,7 +8,7 @@ use super::launch;
 use crate::completion::Completion;
 use crate::controller::session::DiscoSession;
 use crate::link::local::LocalLink;
-use crate::link::source::Source;
+use crate::link::session_source::Source;
 use crate::node::functions::register;
 use crate::options::{Hosting, Options};
 use crate::weights::folders::WeightFolders;

@@ -16,7 +16,7 @@ use crate::link::loss::{self, LostNode};
 use crate::link::node_link::Link;
 use crate::link::outbox::QUEUED;
 use crate::link::relayed_data::{Destination, RelayRequest, Relays};
-use crate::link::source::{Source, open_links};
+use crate::link::session_source::{Source, open_links};
 use crate::link::upstream::Upstream;
 use crate::logs;
 use crate::node::self_start::{WorkerSettings, this_program_as_worker};
@@ -26,7 +26,7 @@ use crate::wire::command::Queued;
 use crate::wire::event::{Event, EventSink};
 use crate::wire::plan::{Layout, ListenAddresses};
 use crate::wire::set_up::{ChildNode, SetUp, WorkerProcess};
-use crate::worker::feed::out_of_order;
+use crate::worker::command_feed::out_of_order;
 
 /// The processes of one node and the nodes below it, and the links to them.
 pub(crate) struct Subtree {

@@ -7,8 +7,8 @@ use rpc_core::Device;
 use serde::{Deserialize, Serialize};
 
 use crate::ccl::Rank;
+use crate::ccl::communicators::CollectiveTimeouts;
 use crate::ccl::host::{self, Address, SessionKey};
-use crate::ccl::membership::CollectiveTimeouts;
 use crate::error::WorkerId;
 use crate::wire::command::On;
 

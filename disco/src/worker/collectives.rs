@@ -7,8 +7,8 @@ use rpc_core::{DataType, RpcError, Tensor, Value};
 
 use super::context::CollectiveError;
 use super::executor::Worker;
+use super::register_content::{Fault, Outcome, Slot};
 use super::result_layout::{HEADER, read_layout, result_layout, write_layout};
-use super::slot::{Fault, Outcome, Slot};
 use crate::ccl::{Operation, Rank};
 use crate::error::Failure;
 use crate::wire::command::{Command, Kind, Register, Scope};

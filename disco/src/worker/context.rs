@@ -11,7 +11,7 @@ use rpc_core::tensor::Access;
 use rpc_core::{Context, DataType, Device, DeviceType, ErrorKind, Result, RpcError, Tensor, VirtualDevice};
 
 use super::tensor_loan::{fit, lend};
-use crate::ccl::membership::Membership;
+use crate::ccl::communicators::Membership;
 use crate::ccl::{
     BreakCause, Breakdown, Ccl, CclError, Collective, CollectiveInput, Control, Operation, Rank, ReduceOp,
 };

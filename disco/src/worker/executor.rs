@@ -7,11 +7,11 @@ use std::sync::Arc;
 
 use rpc_core::{ErrorKind, RpcError};
 
+use super::command_feed::{Feed, Reader};
 use super::context::WorkerContext;
-use super::feed::{Feed, Reader};
 use super::process_state::ProcessState;
 use super::recorded_program::{RunningProgram, StoredProgram};
-use super::slot::{Fault, Outcome, Slot, UnsettledCommand};
+use super::register_content::{Fault, Outcome, Slot, UnsettledCommand};
 use crate::error::{Failure, WorkerId};
 use crate::link::loss::ExitGuard;
 use crate::wire::command::{Command, OWN, Register};

@@ -5,7 +5,7 @@ use rpc_core::function::{FunctionKind, Object};
 use rpc_core::{DataType, Device, ErrorKind, LocalValue, RpcError, Tensor, Value, VirtualDevice, blocking};
 
 use super::executor::Worker;
-use super::slot::{Fault, Outcome, Slot};
+use super::register_content::{Fault, Outcome, Slot};
 use crate::ccl::Rank;
 use crate::error::Failure;
 use crate::wire::command::{Command, HostTensor, On, Operand, Register};

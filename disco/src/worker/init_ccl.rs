@@ -3,7 +3,7 @@
 use rpc_core::{Packed, RpcError};
 
 use super::executor::Worker;
-use super::slot::Outcome;
+use super::register_content::Outcome;
 use crate::ccl::join_nccl;
 use crate::wire::event::Report;
 use crate::wire::plan::{JoinPlan, Plan};

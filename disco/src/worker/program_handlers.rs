@@ -6,7 +6,7 @@ use rpc_core::{ErrorKind, RpcError, Value};
 
 use super::executor::Worker;
 use super::recorded_program::{RunningProgram, StoredProgram};
-use super::slot::{Outcome, Slot};
+use super::register_content::{Outcome, Slot};
 use crate::wire::command::{Command, OWN, Operand, Register};
 use crate::wire::parameter::unfit;
 

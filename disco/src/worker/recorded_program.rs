@@ -2,7 +2,7 @@
 
 use rpc_core::{ErrorKind, RpcError};
 
-use super::slot::Slot;
+use super::register_content::Slot;
 use crate::wire::command::{Command, OWN, Register};
 use crate::wire::parameter::ParameterType;
 

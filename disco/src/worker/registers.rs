@@ -6,7 +6,7 @@ use rpc_core::function::{Function, Object};
 use rpc_core::{LocalValue, Module, RpcError, Tensor, Value};
 
 use super::executor::Worker;
-use super::slot::{Fault, Outcome, Slot};
+use super::register_content::{Fault, Outcome, Slot};
 use crate::wire::command::{OWN, Register};
 
 /// Most registers beyond those that exist at which a command may set one: it bounds the memory that

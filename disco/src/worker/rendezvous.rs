@@ -8,8 +8,8 @@ use std::time::Instant;
 use parking_lot::Mutex;
 use rpc_core::{ErrorKind, Result, RpcError};
 
+use crate::ccl::communicators::{CollectiveTimeouts, Membership};
 use crate::ccl::host::{self, Address, Listener, SessionKey};
-use crate::ccl::membership::{CollectiveTimeouts, Membership};
 use crate::ccl::{Ccl, Rank};
 use crate::error::WorkerId;
 use crate::link::relayed_data::Relays;

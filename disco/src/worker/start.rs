@@ -4,9 +4,9 @@ use std::sync::Arc;
 
 use rpc_core::{Context, ErrorKind, RpcError};
 
+use super::command_feed::{Feed, Reader};
 use super::context::WorkerContext;
 use super::executor::Worker;
-use super::feed::{Feed, Reader};
 use super::process_state::ProcessState;
 use crate::error::WorkerId;
 use crate::wire::set_up::SetUp;

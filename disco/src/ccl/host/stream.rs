@@ -9,13 +9,13 @@
 mod abort_notice;
 mod address;
 mod connection;
+mod framed_connection;
 mod group_state;
 mod handshake;
 mod join;
 #[cfg(feature = "mpi")]
 mod join_messages;
 mod large;
-mod link;
 mod secure;
 mod socket;
 
@@ -26,11 +26,11 @@ use std::time::Instant;
 use rpc_core::RpcError;
 
 pub use self::address::{Address, SessionKey};
+use self::framed_connection::{FrameKind, Link};
 use self::group_state::{GroupState, Lending, Links};
 pub use self::join::Listener;
 #[cfg(feature = "mpi")]
 pub(super) use self::join_messages::{Member, by_messages};
-use self::link::{FrameKind, Link};
 #[cfg(feature = "mpi")]
 pub(super) use self::socket::Socket;
 use super::algorithm::{has_input, input_bytes, route, travels_inline};

@@ -5,7 +5,7 @@ use std::net::TcpStream;
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
-use super::link::Link;
+use super::framed_connection::Link;
 use super::secure::Secret;
 use super::socket::Socket;
 

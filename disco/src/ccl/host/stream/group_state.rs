@@ -10,7 +10,7 @@ use parking_lot::{Mutex, MutexGuard};
 use rpc_core::RpcError;
 
 use super::abort_notice;
-use super::link::Link;
+use super::framed_connection::Link;
 use crate::ccl::{BreakCause, Breakdown, CclError, Control, Flight, Rank, Recorder};
 
 /// The longest sleep between two looks at the clock.

@@ -27,7 +27,7 @@ use rpc_core::{ErrorKind, RpcError};
 
 use super::address::{SessionKey, random};
 use super::connection::{Connection, Stream};
-use super::link::Link;
+use super::framed_connection::Link;
 use super::secure::Secret;
 
 /// Size of a hello in bytes.

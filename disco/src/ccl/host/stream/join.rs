@@ -13,8 +13,8 @@ use rpc_core::{ErrorKind, RpcError};
 
 use super::address::{Address, SessionKey};
 use super::connection::{Connection, Stream};
+use super::framed_connection::Link;
 use super::handshake::{Failure, Group, HANDSHAKE_TIMEOUT, handshake_timeout};
-use super::link::Link;
 use super::{Options, StreamCcl};
 use crate::ccl::{Ccl, Rank};
 

@@ -8,8 +8,8 @@ use rpc_core::{ErrorKind, RpcError};
 
 use super::address::{SessionKey, random};
 use super::connection::boxed;
+use super::framed_connection::Link;
 use super::handshake::{BY_MESSAGES, Group, HELLO, NONCE, ONE_ENCRYPTS, OTHER_VERSION_TEXT, is_of_other_version};
-use super::link::Link;
 use super::socket::Socket;
 use super::{Options, StreamCcl};
 use crate::ccl::{Ccl, Rank};

@@ -6,7 +6,7 @@ use std::ops::Range;
 
 use super::super::algorithm::{bypasses, route, share};
 use super::super::{check, kernel};
-use super::link::{Incoming, Outgoing};
+use super::framed_connection::{Incoming, Outgoing};
 use super::{Links, Step, StreamCcl};
 use crate::ccl::{CclError, Collective, Lent, Operation};
 
