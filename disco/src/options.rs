@@ -5,6 +5,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
 
+use rpc_core::proto::KEEP_ALIVE;
 use serde::{Deserialize, Serialize};
 use tracing::Level;
 
@@ -107,7 +108,7 @@ impl Default for Options {
             data_addresses: Vec::new(),
             allow_controller_relay: false,
             advertise: None,
-            keep_alive: Duration::from_secs(5),
+            keep_alive: KEEP_ALIVE,
             collective_timeout: Some(Duration::from_secs(300)),
             stall_timeout: Duration::from_secs(15),
             init_timeout: Duration::from_secs(30),

@@ -10,6 +10,8 @@ use std::ops::RangeInclusive;
 use std::pin::Pin;
 use std::time::Duration;
 
+use rpc_core::proto::KEEP_ALIVE;
+
 pub use self::allowed_origins::AllowedOrigins;
 pub use self::registry::Transports;
 use crate::address::{Address, AddressError};
@@ -221,9 +223,6 @@ impl Default for Dial {
         }
     }
 }
-
-/// The silence after which sessions test their channel, unless another one is set.
-pub(crate) const KEEP_ALIVE: Duration = Duration::from_secs(5);
 
 /// Terms of one listener: ports, credentials, limits, and web pages.
 #[derive(Clone, Debug)]

@@ -3,6 +3,7 @@
 use std::net::IpAddr;
 use std::time::Duration;
 
+use rpc_core::proto::KEEP_ALIVE;
 use rpc_core::{Devices, ErrorKind, Registry, Result as RpcResult, RpcError, SessionLimits};
 use rpc_transports::{Access, Address, Backoff, ConnectError, Dial, ParkOptions, ServeOptions, Server, Transports};
 use tokio::time::Instant;
@@ -117,7 +118,7 @@ impl Default for JoinOptions {
             data_address: None,
             devices: Devices::new(),
             weights: None,
-            keep_alive: Duration::from_secs(5),
+            keep_alive: KEEP_ALIVE,
         }
     }
 }

@@ -21,6 +21,10 @@ const MIN_BULK_BYTES: usize = 16 << 10;
 /// handshakes that wait for longer.
 pub const SILENT_INTERVALS: u32 = 3;
 
+/// Default of the keep-alive interval, on both sides of every session: the time without received
+/// bytes after which a ping is sent.
+pub const KEEP_ALIVE: Duration = Duration::from_secs(5);
+
 /// Longest keep-alive interval: longer than any session, and short enough to be added to a time.
 const MAX_KEEP_ALIVE: Duration = Duration::from_secs(1 << 30);
 
@@ -28,13 +32,13 @@ const MAX_KEEP_ALIVE: Duration = Duration::from_secs(1 << 30);
 #[derive(Clone, Copy, Debug)]
 pub struct EndpointConfig {
     /// Time without received bytes after which a ping is sent. The channel fails after three such
-    /// intervals. 5 seconds by default.
+    /// intervals. [`KEEP_ALIVE`] by default.
     pub keep_alive: Duration,
 }
 
 impl Default for EndpointConfig {
     fn default() -> Self {
-        Self { keep_alive: Duration::from_secs(5) }
+        Self { keep_alive: KEEP_ALIVE }
     }
 }
 

@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use bytes::{Buf, Bytes, BytesMut};
 use serde::{Deserialize, Serialize};
 
+use super::endpoint::KEEP_ALIVE;
 use super::frame::{FrameHeader, HEADER_LEN, Kind};
 use crate::error::{ErrorKind, Result, RpcError};
 
@@ -213,7 +214,7 @@ impl Hello {
             chunk: 1 << 20,
             max_requests: 1024,
             window: 65 << 20,
-            keep_alive_ms: 5000,
+            keep_alive_ms: KEEP_ALIVE.as_millis() as u64,
         }
     }
 }

@@ -29,7 +29,7 @@ mod server;
 
 pub use client::{Admission, ClientEndpoint, ClientEvent};
 pub use codec::{CodecError, decode_value, encode_value};
-pub use endpoint::{BulkRead, EndpointConfig, SILENT_INTERVALS};
+pub use endpoint::{BulkRead, EndpointConfig, KEEP_ALIVE, SILENT_INTERVALS};
 pub use frame::{FrameError, FrameHeader, HEADER_LEN, Kind, MAX_BODY_PART};
 pub use handshake::{
     ANONYMOUS, Anonymous, Handshake, HandshakeConfig, Hello, Identity, IdentityStep, MAGIC, Negotiated, Role,

@@ -4,6 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use rpc_core::proto::KEEP_ALIVE;
 use rpc_transports::Transports;
 use serde::{Deserialize, Serialize};
 
@@ -28,7 +29,7 @@ listener_settings! {
         /// Interval at which waiting servers are tested; after three times as long without an
         /// answer they are dropped
         #[arg(value_name = "TIME")]
-        keep_alive: Span = seconds(5), "RPC_RELAY_KEEP_ALIVE";
+        keep_alive: Span = Span(KEEP_ALIVE), "RPC_RELAY_KEEP_ALIVE";
         /// Time that clients have to end after the first signal
         #[arg(value_name = "TIME")]
         drain_timeout: Span = seconds(30), "RPC_RELAY_DRAIN_TIMEOUT";

@@ -5,6 +5,7 @@ use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use rpc_core::proto::KEEP_ALIVE;
 use rpc_transports::{Address, Transports};
 use serde::{Deserialize, Serialize};
 
@@ -62,7 +63,7 @@ listener_settings! {
         max_message: ByteSize = ByteSize(64 << 20), "RPC_SERVER_MAX_MESSAGE";
         /// Silence after which a connection is tested; after three times as long it is dead
         #[arg(value_name = "TIME")]
-        keep_alive: Span = seconds(5), "RPC_SERVER_KEEP_ALIVE";
+        keep_alive: Span = Span(KEEP_ALIVE), "RPC_SERVER_KEEP_ALIVE";
         /// Time after which the connection of a client that reads nothing is closed
         #[arg(value_name = "TIME")]
         write_timeout: Span = seconds(60), "RPC_SERVER_WRITE_TIMEOUT";

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::Arc;
 
+use rpc_core::proto::KEEP_ALIVE;
 use rpc_transports::{Address, AddressError, Transports};
 use serde::{Deserialize, Serialize};
 
@@ -51,7 +52,7 @@ listener_settings! {
         /// Silence after which a connection is tested; after three times as long it is dead, and
         /// its server is dropped
         #[arg(value_name = "TIME")]
-        keep_alive: Span = seconds(5), "RPC_TRACKER_KEEP_ALIVE";
+        keep_alive: Span = Span(KEEP_ALIVE), "RPC_TRACKER_KEEP_ALIVE";
     }
     optional {
         /// Certificates of the authorities of servers, as a PEM file, for checking that they can be

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
+use rpc_core::proto::KEEP_ALIVE;
 use rpc_core::{ErrorKind, RpcError, SharedSession};
 
 use super::dialect::Dialects;
@@ -169,7 +170,7 @@ impl Default for ServeOptions {
     fn default() -> Self {
         Self {
             key: String::new(),
-            keep_alive: Duration::from_secs(5),
+            keep_alive: KEEP_ALIVE,
             handshake_timeout: Duration::from_secs(10),
             limits: WireLimits::default(),
             max_total_queued: u64::MAX,
