@@ -133,7 +133,8 @@ mod tests {
         let list = include_str!("../tests/sessions/conformance.rs");
         for line in include_str!("native.rs").lines() {
             if let Some(clause) = line.strip_prefix("pub async fn ").and_then(|line| line.split('(').next()) {
-                assert!(list.lines().any(|line| line.trim() == clause), "{clause} is in no list");
+                let mut words = list.split(|c: char| !c.is_alphanumeric() && c != '_');
+                assert!(words.any(|word| word == clause), "{clause} is in no list");
             }
         }
     }
