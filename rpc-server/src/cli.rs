@@ -15,6 +15,7 @@ mod failure_report;
 mod files;
 mod info;
 mod module;
+mod new_file;
 pub mod npy;
 mod output;
 mod ping;
@@ -29,6 +30,7 @@ use std::process::ExitCode;
 
 use clap::{CommandFactory, Parser, Subcommand};
 use rpc_transports::Transports;
+use tokio::signal::unix::{SignalKind, signal};
 
 use crate::logging::{self, LogFormat};
 
@@ -45,6 +47,7 @@ Exit codes:
   76    the peer speaks another protocol
   77    the server refused the key, version, identity, session or forwarding
   124   the time limit has passed
+  130   interrupted; 143 for SIGTERM
 
 Every flag has an environment variable: --no-such-flag would be RPC_CLI_NO_SUCH_FLAG.";
 
@@ -174,13 +177,34 @@ fn limited(options: &CommonOptions, work: impl Future<Output = Result<(), Failur
     })
 }
 
-/// Runs `work` on the calling thread.
+/// Runs `work` on the calling thread, until a signal asks to end: then it is dropped, so that
+/// nothing incomplete is left.
 fn on_runtime(work: impl Future<Output = Result<(), Failure>>) -> Result<(), Failure> {
     let runtime = runtime()?;
-    let outcome = runtime.block_on(work);
+    let outcome = runtime.block_on(async {
+        tokio::select! {
+            // A command that waits for SIGINT itself comes first.
+            biased;
+            outcome = work => outcome,
+            signal = end_signal() => Err(Failure::Interrupted(signal?)),
+        }
+    });
     // A read of standard input may still block a thread for ever.
     runtime.shutdown_background();
     outcome
+}
+
+/// Waits for a signal that asks the program to end. Returns its number.
+async fn end_signal() -> Result<i32, Failure> {
+    let listen = |kind: SignalKind| {
+        signal(kind).map_err(|source| Failure::Local { what: "cannot wait for signals".to_owned(), source })
+    };
+    let (interrupt, terminate) = (SignalKind::interrupt(), SignalKind::terminate());
+    let (mut interrupted, mut terminated) = (listen(interrupt)?, listen(terminate)?);
+    tokio::select! {
+        _ = interrupted.recv() => Ok(interrupt.as_raw_value()),
+        _ = terminated.recv() => Ok(terminate.as_raw_value()),
+    }
 }
 
 /// Returns a runtime on the calling thread.

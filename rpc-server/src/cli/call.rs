@@ -11,9 +11,10 @@ use super::argument::{Argument, Arguments, GRAMMAR};
 use super::connect::{CommonOptions, Files};
 use super::failure::Failure;
 use super::module::ModuleArgs;
+use super::new_file::NewFile;
 use super::output::{Output, seconds};
 use super::show::Shown;
-use super::tensor::{self, NewFile};
+use super::tensor;
 use crate::builtins::{TimeOptions, time_function};
 
 #[derive(Args, Debug)]
@@ -63,7 +64,7 @@ pub(super) async fn call(options: &CommonOptions, output: &Output, args: CallArg
 async fn store(session: &Session, output: &Output, result: &Shown, files: &[PathBuf]) -> Result<(), Failure> {
     if let (Shown::Bytes(bytes), [file]) = (result, files) {
         let mut target = NewFile::create(file)?;
-        std::io::Write::write_all(&mut target.0, bytes).map_err(|error| Failure::file("cannot write", file, error))?;
+        std::io::Write::write_all(&mut target, bytes).map_err(|error| Failure::file("cannot write", file, error))?;
         return target.persist(file);
     }
     let tensors = result.tensors();

@@ -25,6 +25,9 @@ const REFUSED: u8 = 77;
 /// The code of `timeout(1)`.
 const TIMEOUT: u8 = 124;
 
+/// With the number of a signal added: the signal asked to end.
+const SIGNALLED: u8 = 128;
+
 /// Failure of a command.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -87,6 +90,9 @@ pub enum Failure {
     /// Standard output cannot be written.
     #[error("cannot write the output")]
     Output(#[source] io::Error),
+    /// A signal, whose number this is, asked to end.
+    #[error("interrupted: nothing incomplete is kept")]
+    Interrupted(i32),
     /// The failure has been reported already. The value is the exit code.
     #[error("failed")]
     Reported(u8),
@@ -117,6 +123,10 @@ impl Failure {
             Self::Connect(error) => connect_code(error),
             Self::Remote(error) => code_of_kind(error.kind()),
             Self::TimedOut { .. } => TIMEOUT,
+            // As a shell reports a program that the signal has killed.
+            Self::Interrupted(signal) => {
+                u8::try_from(*signal).map_or(FAILURE, |signal| SIGNALLED.saturating_add(signal))
+            }
             Self::Reported(code) => *code,
             Self::Output(error) if error.kind() == io::ErrorKind::BrokenPipe => 0,
             Self::File { .. }

@@ -10,8 +10,8 @@ use serde_json::{Value as Json, json};
 
 use super::connect::{CommonOptions, Files};
 use super::failure::Failure;
+use super::new_file::NewFile;
 use super::output::{Output, size};
-use super::tensor::NewFile;
 use crate::pki::rfc3339;
 
 /// File name that stands for standard input or output.
@@ -53,12 +53,15 @@ pub(super) async fn put(options: &CommonOptions, output: &Output, args: PutArgs)
     options
         .with_session(&args.address, Files::Workspace, async |session| {
             let bar = output.progress(&remote, len);
-            let files = RemoteFiles::new(&session);
-            let put = match len {
-                Some(len) => files.put_sized(&remote, len, source),
-                None => files.put(&remote, source),
-            };
-            let bytes = put.progress(|bytes| bar.set_position(bytes)).await?;
+            let (files, path, shown) = (RemoteFiles::new(&session), remote.clone(), bar.clone());
+            let bytes = on_own_thread(move || {
+                let put = match len {
+                    Some(len) => files.put_sized(&path, len, source),
+                    None => files.put(&path, source),
+                };
+                Ok(put.progress(|bytes| shown.set_position(bytes)).wait()?)
+            })
+            .await?;
             bar.finish_and_clear();
             if output.is_json() {
                 return output.json(&json!({ "path": remote, "bytes": bytes }));
@@ -89,13 +92,18 @@ pub(super) async fn get(options: &CommonOptions, output: &Output, args: GetArgs)
     options
         .with_session(&args.address, Files::Workspace, async |session| {
             let files = RemoteFiles::new(&session);
+            let path = args.remote.clone();
             if local.as_os_str() == STANDARD_STREAM {
-                files.get(&args.remote, io::stdout()).await?;
-                return Ok(());
+                return on_own_thread(move || Ok(files.get(&path, io::stdout()).wait().map(drop)?)).await;
             }
             let mut target = writable(&local)?;
             let bar = output.progress(name, None);
-            let bytes = files.get(&args.remote, target.as_write()).progress(|bytes| bar.set_position(bytes)).await?;
+            let shown = bar.clone();
+            let (bytes, target) = on_own_thread(move || {
+                let get = files.get(&path, target.as_write());
+                Ok((get.progress(|bytes| shown.set_position(bytes)).wait()?, target))
+            })
+            .await?;
             bar.finish_and_clear();
             target.finish(&local)?;
             if output.is_json() {
@@ -106,6 +114,15 @@ pub(super) async fn get(options: &CommonOptions, output: &Output, args: GetArgs)
             Ok(())
         })
         .await
+}
+
+/// Runs work that may wait for a file, a pipe or a terminal, so that signals and the session's
+/// keep-alive are served meanwhile.
+async fn on_own_thread<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T, Failure> + Send + 'static,
+) -> Result<T, Failure> {
+    let done = tokio::task::spawn_blocking(work).await;
+    done.unwrap_or_else(|error| Err(Failure::local("the transfer has panicked", io::Error::other(error))))
 }
 
 /// Target of a download.
@@ -129,7 +146,7 @@ fn writable(local: &Path) -> Result<Target, Failure> {
 impl Target {
     fn as_write(&mut self) -> &mut (dyn io::Write + Send) {
         match self {
-            Self::New(file) => &mut file.0,
+            Self::New(file) => file,
             Self::Existing(file) => file,
         }
     }

@@ -2,16 +2,15 @@
 
 use std::fs::{self, File};
 use std::io::{self, BufReader, Read, Write};
-use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
 use bytes::{Bytes, BytesMut};
 use rpc_core::dlpack::from_bytes;
 use rpc_core::{DataType, Device, RemoteTensor, Session};
 use serde_json::Value as Json;
-use tempfile::NamedTempFile;
 
 use super::failure::Failure;
+use super::new_file::NewFile;
 use super::output::Output;
 use crate::cli::npy::{NpyError, read_header, write_header};
 
@@ -79,7 +78,7 @@ pub(super) async fn store(
     file: &Path,
 ) -> Result<(), Failure> {
     let mut target = NewFile::create(file)?;
-    write_header(&mut target.0, tensor.dtype(), tensor.shape())
+    write_header(&mut target, tensor.dtype(), tensor.shape())
         .map_err(|source| Failure::Npy { file: file.to_owned(), source })?;
     let len = tensor.size_bytes();
     let bar = output.progress(&file.display().to_string(), Some(len));
@@ -88,29 +87,12 @@ pub(super) async fn store(
     while offset < len {
         let end = len.min(offset + PIECE as u64);
         buffer = session.copy_from_remote_into(tensor, offset..end, buffer).await?;
-        target.0.write_all(&buffer).map_err(|error| Failure::file("cannot write", file, error))?;
+        target.write_all(&buffer).map_err(|error| Failure::file("cannot write", file, error))?;
         offset = end;
         bar.set_position(offset);
     }
     bar.finish_and_clear();
     target.persist(file)
-}
-
-/// A file that gets its name when it is complete.
-pub(super) struct NewFile(pub(super) NamedTempFile);
-
-impl NewFile {
-    pub(super) fn create(file: &Path) -> Result<Self, Failure> {
-        let folder = file.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-        let mut builder = tempfile::Builder::new();
-        // The permissions of a new file, minus the umask.
-        builder.prefix(".rpc-cli-").permissions(fs::Permissions::from_mode(0o666));
-        builder.tempfile_in(folder).map(Self).map_err(|error| Failure::file("cannot write", file, error))
-    }
-
-    pub(super) fn persist(self, file: &Path) -> Result<(), Failure> {
-        self.0.persist(file).map(drop).map_err(|error| Failure::file("cannot write", file, error.error))
-    }
 }
 
 /// Returns the elements of a tensor of `shape` as nested lists; `None` for types without numbers in

@@ -224,6 +224,36 @@ fn files_are_read_from_standard_input_and_written_to_standard_output() {
     assert_eq!(fixture.cli("put", &["-"]).code, 2);
 }
 
+#[cfg(target_os = "linux")]
+#[test]
+fn an_interrupted_command_says_so_and_leaves_nothing_incomplete() {
+    use rustix::process::{Pid, Signal, kill_process};
+
+    let fixture = Fixture::new(&[]);
+    for (signal, code) in [(Signal::INT, 130), (Signal::TERM, 143)] {
+        // It waits for its standard input.
+        let mut command = command(&["put", fixture.address(), "-", "name"]);
+        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut child = command.spawn().unwrap();
+        let _open = child.stdin.take();
+        let status = format!("/proc/{}/status", child.id());
+        let is_caught = || {
+            let status = std::fs::read_to_string(&status).unwrap();
+            let caught = status.lines().find_map(|line| line.strip_prefix("SigCgt:")).unwrap();
+            u64::from_str_radix(caught.trim(), 16).unwrap() >> (signal.as_raw() - 1) & 1 == 1
+        };
+        while !is_caught() {
+            thread::yield_now();
+        }
+        kill_process(Pid::from_child(&child), signal).unwrap();
+        let output = child.wait_with_output().unwrap();
+        let stderr = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(code), "{stderr}");
+        assert!(stderr.contains("interrupted"), "{stderr}");
+        assert_eq!(fixture.cli("ls", &[]).ok(), "");
+    }
+}
+
 #[test]
 fn exit_codes_say_what_went_wrong() {
     let fixture = Fixture::new(&["--key", "board"]);
