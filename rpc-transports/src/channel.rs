@@ -16,8 +16,8 @@ use async_trait::async_trait;
 use bytes::BytesMut;
 use tokio::io::{AsyncRead, AsyncWrite};
 
-use crate::handshake::handshake_limit::ClosedFlag;
-use crate::handshake::identity::Security;
+use crate::handshake::handshake_slots::ClosedFlag;
+use crate::handshake::identity_proofs::Security;
 
 /// Ordered, reliable byte pipe for async code. Implemented for every type that fits.
 pub trait ChannelIo: AsyncRead + AsyncWrite + Send + Unpin {}

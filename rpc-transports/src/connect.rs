@@ -2,12 +2,12 @@
 
 mod connector;
 mod error;
-mod hops;
+mod hop;
 pub(crate) mod local;
 mod opener;
 
 pub use self::connector::Connector;
 pub(crate) use self::connector::expect_no_input;
 pub use self::error::ConnectError;
-pub(crate) use self::hops::Hop;
+pub(crate) use self::hop::Hop;
 pub use self::opener::{OpenedBy, SessionOpener};

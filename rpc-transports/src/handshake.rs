@@ -4,8 +4,8 @@
 pub mod certificates;
 pub(crate) mod driver;
 pub(crate) mod files;
-pub(crate) mod handshake_limit;
-pub mod identity;
+pub(crate) mod handshake_slots;
+pub mod identity_proofs;
 mod security;
 mod steps;
 mod tokens;

@@ -22,7 +22,6 @@ mod clock;
 mod connect;
 mod error;
 mod handshake;
-mod limits;
 mod listener;
 mod message_family;
 mod runtime;
@@ -31,6 +30,7 @@ mod serve;
 pub mod tracker;
 mod transport;
 pub mod transports;
+mod wire_limits;
 
 pub use address::{Address, AddressError, ToAddress};
 pub use backoff::Backoff;
@@ -43,9 +43,8 @@ pub use handshake::certificates;
 #[cfg(feature = "tls")]
 pub use handshake::certificates::{Certificate, CertificateError, ClientCertificates, ClientTls, KEY_URI, ServerTls};
 pub use handshake::files::CredentialFileError;
-pub use handshake::identity;
-pub use handshake::identity::{Access, Security, Token, TokenError, Tokens};
-pub use limits::WireLimits;
+pub use handshake::identity_proofs as identity;
+pub use handshake::identity_proofs::{Access, Security, Token, TokenError, Tokens};
 pub use listener::{Accept, Listener};
 pub use message_family::MessageFamily;
 pub use serve::filter::{FilteredSession, FunctionPatterns, RequestPolicy};
@@ -64,3 +63,4 @@ pub use transports::memory;
 pub use transports::ssh;
 #[cfg(feature = "unix")]
 pub use transports::unix;
+pub use wire_limits::WireLimits;

@@ -19,7 +19,7 @@ use crate::channel::{BlockingChannel, Channel};
 use crate::error::TransportError;
 #[cfg(feature = "tls")]
 use crate::handshake::certificates::{ClientTls, ServerTls};
-use crate::handshake::identity::Tokens;
+use crate::handshake::identity_proofs::Tokens;
 use crate::listener::Listener;
 
 /// A future on the heap, as the methods of [`Transport`] return it.

@@ -15,7 +15,7 @@ use super::state::{Change, ClientState, Locked, Pump, SessionRef};
 use crate::channel::{Channel, ChannelGuard, ChannelIo};
 use crate::channel_io::{Alarm, Flush, ReadAhead, SLICES, poll_write};
 use crate::clock;
-use crate::handshake::identity::Connection;
+use crate::handshake::identity_proofs::Connection;
 
 /// A session at the far end of a channel. Cheap to clone; clones are the same session.
 ///

@@ -1,5 +1,7 @@
 //! The connector: makes sessions, directly or through hops.
 
+mod route;
+
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -7,10 +9,11 @@ use std::time::Duration;
 
 use bytes::BytesMut;
 use rpc_core::proto::{EndpointConfig, HandshakeConfig, Hello, Negotiated, Role};
-use rpc_core::{ErrorKind, Registry, RpcError, Session, SharedSession};
+use rpc_core::{ErrorKind, Registry, RpcError, Session};
 
+use self::route::tunnel_without_target;
 use super::error::ConnectError;
-use super::hops::Hop;
+use super::hop::Hop;
 use super::opener::{OpenedBy, SessionOpener};
 use crate::address::{Address, AddressError, ToAddress};
 use crate::channel::Channel;
@@ -19,10 +22,10 @@ use crate::error::TransportError;
 #[cfg(feature = "tls")]
 use crate::handshake::certificates::ClientTls;
 use crate::handshake::driver::{dial_handshake, dial_handshake_blocking};
-use crate::handshake::identity::{DIALLER, Security, Tokens, of_dialler};
-use crate::limits::WireLimits;
+use crate::handshake::identity_proofs::{DIALLER, Security, Tokens, of_dialler};
 use crate::tracker::ServerRequest;
 use crate::transport::{Dial, Properties, Transports};
+use crate::wire_limits::WireLimits;
 
 /// Opener of sessions with servers, directly or through hops.
 ///
@@ -381,69 +384,6 @@ impl Connector {
         if Hop::is_tunnel(&hop.address) { Err(tunnel_without_target(&hop).into()) } else { Ok(hop) }
     }
 
-    /// Returns the first stop, and the stops behind it.
-    fn route(&self, target: Hop) -> (Hop, Vec<Hop>) {
-        match self.via.split_first() {
-            Some((first, further)) => (first.clone(), further.iter().cloned().chain([target]).collect()),
-            None => (target, Vec::new()),
-        }
-    }
-
-    /// Opens a session with `first`, which is to forward to `further`.
-    pub(crate) async fn forward(&self, first: &Hop, further: &[Hop]) -> Result<SharedSession, ConnectError> {
-        let (mut first, mut further) = (first, further);
-        let mut existing = None;
-        loop {
-            let plan = self.plan(first, further)?;
-            if !plan.tunnel {
-                return self.open(plan, existing).await;
-            }
-            let Some((next, rest)) = further.split_first() else { return Err(tunnel_without_target(first).into()) };
-            existing = Some(self.tunnel(plan.address, existing, next).await?);
-            (first, further) = (next, rest);
-        }
-    }
-
-    /// Opens a session with a server, through `existing` if a channel leads there already.
-    async fn open(&self, plan: Plan, existing: Option<Channel>) -> Result<SharedSession, ConnectError> {
-        let Plan { address, key, forward, .. } = plan;
-        if let Some(opener) = self.transports.opener(address.scheme())
-            && existing.is_none()
-            && forward.is_empty()
-        {
-            if opener.opened_by() != OpenedBy::LastHop {
-                let text = format!("'{address}' is opened by the client itself, and no server leads others there");
-                return Err(RpcError::new(ErrorKind::Refused, text).into());
-            }
-            let (address, connector) = self.clone().key(&key).for_opener(&address)?;
-            return Ok(opener.open(&address, &connector).await?.shared().clone());
-        }
-        crate::runtime::install_probe();
-        let client = |channel| -> Continuation<'_, ClientSession> {
-            Box::pin(self.client(channel, key.clone(), forward.clone()))
-        };
-        Ok(Arc::new(self.run_over_channel(&address, existing, &client).await?))
-    }
-
-    /// Opens a channel to `next` through the hop at `address`.
-    async fn tunnel(&self, address: Address, existing: Option<Channel>, next: &Hop) -> Result<Channel, ConnectError> {
-        crate::runtime::install_probe();
-        let next = next.address.clone().without_key().to_string();
-        let open_tunnel = |mut channel: Channel| -> Continuation<'_, Channel> {
-            let mut config = self.handshake(String::new(), vec![next.clone()], channel.security());
-            config.hello.tunnel = true;
-            config.hello.workspace.clear();
-            config.hello.ticket.clear();
-            Box::pin(async move {
-                let (_, input) = self.perform_handshake(&mut channel, config).await?;
-                expect_no_input(&input, channel.peer())?;
-                Ok(channel)
-            })
-        };
-        let channel = self.run_over_channel(&address, existing, &open_tunnel).await?;
-        Ok(channel.with_further_peer(format!("{next} through {address}")))
-    }
-
     /// Opens a channel to `address` and runs `continuation` over it. If the channel is on an
     /// existing connection and nothing is heard over that connection any more, the server has
     /// restarted or the route to it is cut. A second attempt is then made over a new connection,
@@ -563,18 +503,6 @@ impl Connector {
         Ok((negotiated, input))
     }
 
-    /// Returns the address to dial, the key that the target must have, and the stops that the
-    /// dialled peer forwards to.
-    fn plan(&self, first: &Hop, further: &[Hop]) -> Result<Plan, ConnectError> {
-        let target = further.last().unwrap_or(first);
-        if target.tunnel {
-            return Err(tunnel_without_target(target).into());
-        }
-        let key = target.address.key().map_or_else(|| self.key.clone(), str::to_owned);
-        let forward = further.iter().map(|hop| hop.clone().without_key().to_string()).collect();
-        Ok(Plan { address: first.address.clone().without_key(), tunnel: first.tunnel, key, forward })
-    }
-
     fn handshake(&self, key: String, forward: Vec<String>, security: &Security) -> HandshakeConfig {
         let mut hello = Hello::new(Role::Client);
         hello.key = key;
@@ -649,21 +577,8 @@ fn is_no_relay(negotiated: &Negotiated, peer: &str) -> Result<(), RpcError> {
     Err(error.with_peer(peer.to_owned()))
 }
 
-fn tunnel_without_target(tunnel: &Hop) -> RpcError {
-    let text = format!("'{tunnel}' is a tunnel, and leads nowhere: name the server behind it");
-    RpcError::new(ErrorKind::InvalidArgument, text)
-}
-
 /// Future of the work on a channel that has been opened.
 type Continuation<'a, T> = Pin<Box<dyn Future<Output = Result<T, ConnectError>> + Send + 'a>>;
-
-/// Result of [`Connector::plan`].
-struct Plan {
-    address: Address,
-    tunnel: bool,
-    key: String,
-    forward: Vec<String>,
-}
 
 impl Default for Connector {
     fn default() -> Self {

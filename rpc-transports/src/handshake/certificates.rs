@@ -183,10 +183,14 @@ impl fmt::Debug for ClientTls {
 
 /// Returns the name that the certificate of a server at `address` must be for.
 pub(crate) fn server_name(address: &Address) -> Result<ServerName<'static>, CertificateError> {
+    ServerName::try_from(host_in_certificate(address).to_owned()).map_err(unfit)
+}
+
+/// Returns the host of an address as a certificate has it: without the zone, which names an
+/// interface of this machine.
+pub(crate) fn host_in_certificate(address: &Address) -> &str {
     let host = address.host().unwrap_or_default();
-    // The zone names an interface of this machine, and is not part of the name.
-    let host = host.split('%').next().unwrap_or(host);
-    ServerName::try_from(host.to_owned()).map_err(unfit)
+    host.split('%').next().unwrap_or(host)
 }
 
 /// Certificate of a server, and its demand on the certificates of its clients. Clones share both.

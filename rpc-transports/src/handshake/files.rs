@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 #[cfg(feature = "tls")]
 use super::certificates::{Certificate, CertificateError, ClientTls};
-use super::identity::{TokenError, Tokens};
+use super::identity_proofs::{TokenError, Tokens};
 
 /// Error of a file of tokens, certificates or a private key.
 #[derive(Debug, thiserror::Error)]

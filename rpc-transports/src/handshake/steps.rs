@@ -197,7 +197,7 @@ mod tests {
     use rpc_core::proto::{HandshakeConfig, Role};
 
     use super::*;
-    use crate::handshake::identity::{Access, Security, Tokens, of_acceptor, of_dialler};
+    use crate::handshake::identity_proofs::{Access, Security, Tokens, of_acceptor, of_dialler};
 
     const INTERVAL: Duration = Duration::from_millis(200);
 

@@ -10,8 +10,8 @@ use rpc_core::proto::Hello;
 use rpc_core::{ErrorKind, RpcError, SharedSession};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
+use super::further_servers::Onward;
 use super::mailbox::Mailbox;
-use super::onward::Onward;
 use super::options::OpenRequest;
 use super::state::{ConnectionEntry, ServerState};
 use crate::channel::{ChannelIo, Machine};

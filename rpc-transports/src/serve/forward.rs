@@ -8,8 +8,8 @@ use bytes::BytesMut;
 use rpc_core::proto::{ANONYMOUS, Hello};
 use rpc_core::{ErrorKind, RpcError, Session, SharedSession};
 
+use super::further_servers::OnwardServer;
 use super::mailbox::{Command, Mailbox};
-use super::onward::OnwardServer;
 use super::splice::splice;
 use super::state::{ServerState, UNLIMITED};
 use crate::channel::Channel;

@@ -9,14 +9,14 @@ use rpc_core::proto::KEEP_ALIVE;
 use rpc_core::{ErrorKind, RpcError, SharedSession};
 
 use super::dialect::Dialects;
-use super::onward::Onward;
+use super::further_servers::Onward;
 use super::stall_timeouts::StallLimits;
 use crate::address::Address;
 use crate::channel::Machine;
-use crate::handshake::identity::Access;
-use crate::limits::WireLimits;
+use crate::handshake::identity_proofs::Access;
 use crate::serve::filter::RequestPolicy;
 use crate::transport::{ConnectionLimits, Dial, Transports};
+use crate::wire_limits::WireLimits;
 
 /// Request of a client for a session.
 #[derive(Clone, Debug)]

@@ -21,7 +21,7 @@ use crate::address::Address;
 use crate::channel::Channel;
 use crate::connect::{ConnectError, Connector};
 use crate::error::TransportError;
-use crate::handshake::identity::Access;
+use crate::handshake::identity_proofs::Access;
 use crate::transport::{Bind, Dial, Transports};
 
 /// A server of sessions on any number of addresses. Cheap to clone; clones are the same server.

@@ -25,8 +25,8 @@ use super::task::{SessionParts, SessionTask};
 use crate::channel::Channel;
 use crate::clock;
 use crate::handshake::driver::{KeepAliveSwitch, accept_handshake};
-use crate::handshake::handshake_limit::HandshakePermit;
-use crate::handshake::identity::{Access, known_by_channel, of_acceptor};
+use crate::handshake::handshake_slots::HandshakePermit;
+use crate::handshake::identity_proofs::{Access, known_by_channel, of_acceptor};
 use crate::tracker::PROBE_ANSWERED;
 
 /// Connection whose channel may still have to be secured.

@@ -14,8 +14,8 @@ use super::admission::SessionSlots;
 use super::mailbox::Mailbox;
 use super::options::{ServeOptions, SessionFactory};
 use super::relay::pool::ServerPool;
-use crate::handshake::handshake_limit::HandshakeLimit;
-use crate::handshake::identity::Access;
+use crate::handshake::handshake_slots::HandshakeLimit;
+use crate::handshake::identity_proofs::Access;
 use crate::transport::Dial;
 
 /// State of a server.
@@ -117,7 +117,7 @@ pub(super) const UNLIMITED: Duration = Duration::from_secs(365 * 24 * 3600);
 fn unique_name() -> String {
     static NEXT: AtomicU64 = AtomicU64::new(0);
     let number = NEXT.fetch_add(1, Ordering::Relaxed);
-    match crate::handshake::identity::random() {
+    match crate::handshake::identity_proofs::random() {
         Ok(random) => random.iter().take(8).map(|byte| format!("{byte:02x}")).collect(),
         // The process id is unique at least among the servers of one machine.
         Err(_) => format!("{}-{number}", std::process::id()),

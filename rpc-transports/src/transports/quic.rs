@@ -24,9 +24,9 @@ use tokio::sync::{Notify, Semaphore, mpsc};
 use crate::address::{Address, AddressError};
 use crate::channel::{Channel, Machine, Peer};
 use crate::error::TransportError;
-use crate::handshake::certificates::{BINDING_LABEL, ClientTls, ServerTls, keys_of, name_of};
-use crate::handshake::handshake_limit::{ClosedFlag, HandshakeLimit, HandshakePermit};
-use crate::handshake::identity::{self, Security, Tokens};
+use crate::handshake::certificates::{BINDING_LABEL, ClientTls, ServerTls, host_in_certificate, keys_of, name_of};
+use crate::handshake::handshake_slots::{ClosedFlag, HandshakeLimit, HandshakePermit};
+use crate::handshake::identity_proofs::{self, Security, Tokens};
 use crate::listener::{Accept, Listener};
 use crate::transport::{Bind, BoxFuture, ConnectionLimits, Dial, Properties, Transport};
 use crate::transports::tcp;
@@ -233,7 +233,7 @@ async fn connect(
     let crypto = QuicClientConfig::try_from(tls.config().clone()).map_err(|error| other(&error))?;
     let mut config = ClientConfig::new(Arc::new(crypto));
     config.transport_config(Arc::new(transport(idle_for(options.keep_alive))));
-    let name = host.split('%').next().unwrap_or(host);
+    let name = host_in_certificate(address);
     let deadline = Instant::now() + options.limit();
     let mut failure = TransportError::TimedOut { address: address.to_string(), limit: options.limit() };
     for (tried, target) in resolved.iter().enumerate() {
@@ -281,7 +281,7 @@ fn pool_connection(
         binding: Some(binding(&connection)?),
         server_verified: trust.0.verifies(),
         showed_certificate: trust.0.shows_certificate(),
-        connection: Some(Arc::new(identity::Connection::with_pulse(pulse))),
+        connection: Some(Arc::new(identity_proofs::Connection::with_pulse(pulse))),
         ..Security::default()
     };
     let pooled = Arc::new(Pooled { connection, _trust: trust, security, released: Arc::new(Notify::new()) });
@@ -497,7 +497,7 @@ async fn establish(
         binding: Some(binding(&connection)?),
         certificate: chain.first().and_then(name_of),
         keys: chain.first().map(keys_of).unwrap_or_default(),
-        connection: Some(Arc::new(identity::Connection::on_probation(admit))),
+        connection: Some(Arc::new(identity_proofs::Connection::on_probation(admit))),
         ..Security::default()
     };
     Ok(Established { connection, chain, security, over })

@@ -14,7 +14,7 @@ use crate::address::{Address, AddressError};
 use crate::channel::{Channel, ChannelIo, Peer};
 use crate::error::TransportError;
 use crate::handshake::certificates::{ALPN, BINDING_LABEL, ClientTls, ServerTls, keys_of, name_of, server_name};
-use crate::handshake::identity::Security;
+use crate::handshake::identity_proofs::Security;
 use crate::listener::{Accept, Listener};
 use crate::transport::{Bind, BoxFuture, Dial, Properties, Transport};
 use crate::transports::tcp;

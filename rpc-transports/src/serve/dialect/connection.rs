@@ -12,11 +12,11 @@ use tokio::sync::watch;
 use super::activity::{DialectActivity, Progress};
 use super::stream::WatchedStream;
 use crate::channel::{Channel, ChannelIo};
-use crate::handshake::handshake_limit::HandshakePermit;
-use crate::limits::WireLimits;
+use crate::handshake::handshake_slots::HandshakePermit;
 use crate::runtime::free;
 use crate::serve::mailbox::Command;
 use crate::serve::stall_timeouts::StallTimeouts;
+use crate::wire_limits::WireLimits;
 
 /// A client's connection in a [`Dialect`](crate::Dialect), and what the server gives it.
 pub struct DialectConnection {

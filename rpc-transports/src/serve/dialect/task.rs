@@ -15,14 +15,14 @@ use super::connection::{DialectConnection, DialectRequest, Notice, OpenedSession
 use crate::channel::Channel;
 use crate::channel_io::Alarm;
 use crate::clock;
-use crate::handshake::handshake_limit::HandshakePermit;
-use crate::handshake::identity::Security;
-use crate::limits::WireLimits;
+use crate::handshake::handshake_slots::HandshakePermit;
+use crate::handshake::identity_proofs::Security;
 use crate::serve::connection::{
     Connection, LINGER, SessionRequest, drain_and_close, log_end, log_eviction, log_refusal,
 };
 use crate::serve::mailbox::{Command, EndOfSession};
 use crate::serve::stall_timeouts::StallTimeouts;
+use crate::wire_limits::WireLimits;
 
 /// Connection whose client speaks a dialect, and may be served.
 pub(in crate::serve) struct DialectTask {

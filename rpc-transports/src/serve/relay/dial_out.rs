@@ -9,7 +9,7 @@ use crate::backoff::Backoff;
 use crate::channel::Channel;
 use crate::connect::{ConnectError, Connector};
 use crate::handshake::driver::dial_handshake_with_keep_alive;
-use crate::handshake::identity::of_dialler;
+use crate::handshake::identity_proofs::of_dialler;
 use crate::serve::Server;
 use crate::transport::{Dial, Transports};
 

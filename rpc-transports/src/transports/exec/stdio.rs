@@ -14,7 +14,7 @@ use tokio::net::unix::pipe;
 
 use crate::channel::Channel;
 use crate::error::TransportError;
-use crate::handshake::identity::Security;
+use crate::handshake::identity_proofs::Security;
 
 /// Child's end of the channel to its parent. Made by [`take_stdio`].
 #[derive(Debug)]
