@@ -139,7 +139,6 @@ type Listeners = HashMap<Arc<str>, mpsc::Sender<Channel>>;
 static LISTENERS: LazyLock<Mutex<Listeners>> = LazyLock::new(Mutex::default);
 
 fn listeners() -> MutexGuard<'static, Listeners> {
-    // A poisoned map is intact: nothing can panic half-way through a change of it.
     LISTENERS.lock()
 }
 
