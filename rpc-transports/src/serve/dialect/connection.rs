@@ -135,7 +135,9 @@ impl DialectConnection {
         &self.peer
     }
 
-    /// Returns the identity of the client: the name in its certificate, or `anonymous`.
+    /// Returns the identity of the client: the one that a native session has proven on the same
+    /// QUIC connection, else the name in its certificate if the server accepts
+    /// [certificates](crate::Access::certificates), else `anonymous`.
     #[must_use]
     pub fn identity(&self) -> &str {
         &self.identity
