@@ -187,9 +187,9 @@ impl ServerNotices {
     }
 
     async fn wait_for(&mut self, command: Command) -> RpcError {
-        let is_told = |told: &Option<Notice>| told.as_ref().is_some_and(|notice| notice.command >= command);
-        let reason = match self.0.wait_for(is_told).await {
-            Ok(told) => told.as_ref().map(|notice| notice.reason.clone()),
+        let has_notice = |notice: &Option<Notice>| notice.as_ref().is_some_and(|notice| notice.command >= command);
+        let reason = match self.0.wait_for(has_notice).await {
+            Ok(notice) => notice.as_ref().map(|notice| notice.reason.clone()),
             Err(_) => None,
         };
         match reason {

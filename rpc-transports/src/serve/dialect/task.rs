@@ -163,7 +163,7 @@ impl DialectTask {
             () = opened => {}
         }
         tracing::debug!(peer, dialect = dialect.name(), "session opened");
-        let (mut alarm, mut last_words) = (Alarm::new(), Alarm::new());
+        let (mut alarm, mut final_message_alarm) = (Alarm::new(), Alarm::new());
         let mut ending = None;
         std::future::poll_fn(|cx| {
             mailbox.register(cx.waker());
@@ -182,7 +182,7 @@ impl DialectTask {
                 if returned.is_ready() {
                     return Poll::Ready(DialectEnd::Returned(Err(reason.clone())));
                 }
-                if last_words.poll(Some(*cut_at), cx).is_some() {
+                if final_message_alarm.poll(Some(*cut_at), cx).is_some() {
                     return Poll::Ready(DialectEnd::Cut(reason.clone()));
                 }
             }
@@ -199,7 +199,7 @@ impl DialectTask {
                     // These timeouts have expired.
                     (timeouts.expires, timeouts.idle_timeout) = (None, None);
                     stop(&mut ending, notices, error);
-                    // The time for the last words has to be polled.
+                    // The alarm for the dialect's final message has to be polled, too.
                     cx.waker().wake_by_ref();
                 }
             }
