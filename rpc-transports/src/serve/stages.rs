@@ -232,7 +232,7 @@ impl Secured {
         let Self { connection, channel, permit, deadline, .. } = self;
         let security = channel.security().duplicate();
         let (limits, total) = (&connection.server.options.limits, connection.server.queued.clone());
-        let queued = MemoryQuota::new("max_queued", limits.window.max(limits.max_message), Some(total));
+        let queued = MemoryQuota::new("window", limits.window.max(limits.max_message), Some(total));
         let client = DialectClient { connection, security, identity, rules, queued };
         Ok(Recognized::Dialect(Box::new(DialectTask::new(dialect, client, channel, permit, deadline))))
     }

@@ -98,9 +98,12 @@ async fn serve(connection: &mut DialectConnection) -> Result<(), RpcError> {
         }
         let working = activity.working();
         let answer = match line.strip_prefix("hold ") {
-            Some(bytes) => queued.reserve(bytes.parse().unwrap()).map(|lease| {
-                held.push(lease);
-                "held".to_owned()
+            Some(bytes) => Ok(match queued.reserve(bytes.parse().unwrap()) {
+                Ok(lease) => {
+                    held.push(lease);
+                    "held".to_owned()
+                }
+                Err(error) => format!("! {error}"),
             }),
             None => call(&session, &line).await.map(|sum| format!("= {sum}")),
         };
@@ -400,10 +403,10 @@ async fn bytes_that_a_dialect_holds_count_against_the_limits_of_session_and_serv
     });
     let address = listen(&server, "memory:dialect-queued").await;
     let ((mut first, _), (mut second, _)) = (Client::connect(&address).await, Client::connect(&address).await);
-    let refused = format!("! {}", ErrorKind::LimitExceeded);
-    assert_eq!(first.ask("hold 901").await, refused, "a session has its limit");
+    let refused = |name, limit, bytes| format!("! {}", RpcError::limit(name, limit, bytes));
+    assert_eq!(first.ask("hold 901").await, refused("window", 900, 901), "a session has its limit");
     assert_eq!(first.ask("hold 800").await, "held");
-    assert_eq!(second.ask("hold 300").await, refused, "all sessions have one");
+    assert_eq!(second.ask("hold 300").await, refused("max_total_queued", 1000, 1100), "all sessions have one");
     drop(first);
     one_is_left(&server).await;
     assert_eq!(second.ask("hold 300").await, "held");

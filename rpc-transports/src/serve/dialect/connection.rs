@@ -101,7 +101,7 @@ impl DialectConnection {
 
     /// Returns the stream of bytes, from the first one on. A client that takes no output is cut off
     /// by the server's limits. So a write that the channel has no room for counts from then on,
-    /// even if it is cancelled, until the channel has room again.
+    /// even if it is cancelled and the stream is flushed, until the channel has room again.
     pub fn io(&mut self) -> &mut dyn ChannelIo {
         &mut self.stream
     }
@@ -153,7 +153,10 @@ impl DialectConnection {
     /// are read and answers that are written. It is that of the session within that of all sessions
     /// ([`max_total_queued`](crate::ServeOptions::max_total_queued)), and reserves nothing by
     /// itself: a dialect [reserves](MemoryQuota::reserve) bytes before it holds them, and refuses a
-    /// message for which there is no room.
+    /// message for which there is no room. The limit of the session is
+    /// [`window`](WireLimits::window), and an error names it so. Every byte counts: a dialect has
+    /// none of the eight chunks that a native session may queue outside of the limit of all
+    /// sessions.
     #[must_use]
     pub fn queued(&self) -> &Arc<MemoryQuota> {
         self.sessions.queued()
