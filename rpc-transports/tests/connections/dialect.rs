@@ -18,7 +18,7 @@ use crate::chains::certificate;
 const LIMIT: Duration = Duration::from_secs(20);
 
 /// A protocol of lines: `LINES`, the key, and then calls such as `add 1 2`, or one of the commands
-/// `deaf`, `message`, `flood` and `hold BYTES`.
+/// `deaf`, `message`, `background`, `flood` and `hold BYTES`.
 #[derive(Debug)]
 struct Lines;
 
@@ -54,8 +54,8 @@ async fn serve(connection: &mut DialectConnection) -> Result<(), RpcError> {
         None => (first, false),
     };
     let activity = connection.activity();
-    // A request that begins before the session, and never ends.
-    let _busy = is_busy.then(|| activity.working());
+    // A request that begins before the session, and ends by `background` alone.
+    let mut busy = is_busy.then(|| activity.working());
     let session = match connection.open(DialectRequest { key, ..DialectRequest::default() }).await {
         Ok(session) => session,
         Err(error) => {
@@ -82,6 +82,12 @@ async fn serve(connection: &mut DialectConnection) -> Result<(), RpcError> {
                 let _receiving = activity.receiving();
                 say(&mut output, "go".to_owned()).await?;
                 read_line(&mut input).await?;
+                continue;
+            }
+            "background" => {
+                let working = busy.take();
+                // Runs after this poll, and nothing else wakes the dialect.
+                tokio::spawn(async move { drop(working) });
                 continue;
             }
             "flood" => {
@@ -329,6 +335,18 @@ async fn a_request_that_begins_before_the_session_counts_as_work() {
     assert_eq!(quiet.line().await.unwrap(), format!("bye {}", ErrorKind::SessionTimeout));
     one_is_left(&server).await;
     assert_eq!(busy.ask("add 1 2").await, "= 3");
+}
+
+#[tokio::test]
+async fn a_request_that_ends_in_another_task_leaves_an_idle_session() {
+    let server = server(|options| options.idle_timeout = Some(Duration::from_millis(100)));
+    let address = listen(&server, "memory:dialect-background").await;
+    let channel = Transports::default().dial(&address, &Dial::default()).await.unwrap();
+    let (mut client, _) = Client::begin(channel, "LINES\nboard busy\n").await;
+    // The session has never been idle so far, so that no alarm of the server is set.
+    assert_eq!(client.ask("background").await, format!("bye {}", ErrorKind::SessionTimeout));
+    assert_eq!(client.line().await, None);
+    idle(&server).await;
 }
 
 #[tokio::test]

@@ -3,6 +3,7 @@
 
 use std::fmt;
 use std::sync::Arc;
+use std::task::Waker;
 
 use parking_lot::Mutex;
 
@@ -14,7 +15,7 @@ use crate::serve::stall_timeouts::StallTimeouts;
 ///
 /// While no mark exists, the server's [`idle_timeout`](crate::ServeOptions::idle_timeout) runs,
 /// whatever bytes the client sends. Marks that are taken before the session is opened count from
-/// its opening on.
+/// its opening on. Marks may be taken and dropped anywhere, also in other tasks and threads.
 #[derive(Clone)]
 pub struct DialectActivity(Arc<Mutex<Progress>>);
 
@@ -36,6 +37,9 @@ pub(super) struct Progress {
     working: usize,
     /// Number of [`Receiving`] marks.
     receiving: usize,
+    /// Waker of the server's task, except while that polls the dialect. Marks that change meanwhile
+    /// in another place wake the task, so that it sets its alarm to the new timeouts.
+    server_task: Option<Waker>,
 }
 
 impl DialectActivity {
@@ -47,10 +51,7 @@ impl DialectActivity {
     /// after its answer has been written.
     #[must_use]
     pub fn working(&self) -> Working {
-        let mut progress = self.0.lock();
-        progress.working += 1;
-        progress.update();
-        drop(progress);
+        change_marks(&self.0, |progress| progress.working += 1);
         Working(self.0.clone())
     }
 
@@ -58,10 +59,7 @@ impl DialectActivity {
     /// reads on while the mark exists: time that it spends otherwise counts as the client's.
     #[must_use]
     pub fn receiving(&self) -> Receiving {
-        let mut progress = self.0.lock();
-        progress.receiving += 1;
-        progress.update();
-        drop(progress);
+        change_marks(&self.0, |progress| progress.receiving += 1);
         Receiving(self.0.clone())
     }
 }
@@ -71,6 +69,18 @@ impl Progress {
     pub(super) fn start(&mut self, timeouts: StallTimeouts) {
         self.timeouts = Some(timeouts);
         self.update();
+    }
+
+    /// Records that the server's task is about to poll the dialect. It looks at the timeouts
+    /// afterwards, so that changes need not wake it.
+    pub(super) fn begin_poll(&mut self) {
+        self.server_task = None;
+    }
+
+    /// Records that the server's task has polled the dialect. `waker` wakes the task for changes
+    /// from here on.
+    pub(super) fn end_poll(&mut self, waker: &Waker) {
+        self.server_task = Some(waker.clone());
     }
 
     /// Applies the number of marks to the timeouts.
@@ -85,19 +95,28 @@ impl Progress {
     }
 }
 
+/// Changes the number of marks, and wakes the server's task if that would not notice otherwise.
+fn change_marks(progress: &Mutex<Progress>, change: impl FnOnce(&mut Progress)) {
+    let mut progress = progress.lock();
+    change(&mut progress);
+    progress.update();
+    let server_task = progress.server_task.take();
+    // The task takes the lock as soon as it is woken.
+    drop(progress);
+    if let Some(task) = server_task {
+        task.wake();
+    }
+}
+
 impl Drop for Working {
     fn drop(&mut self) {
-        let mut progress = self.0.lock();
-        progress.working -= 1;
-        progress.update();
+        change_marks(&self.0, |progress| progress.working -= 1);
     }
 }
 
 impl Drop for Receiving {
     fn drop(&mut self) {
-        let mut progress = self.0.lock();
-        progress.receiving -= 1;
-        progress.update();
+        change_marks(&self.0, |progress| progress.receiving -= 1);
     }
 }
 

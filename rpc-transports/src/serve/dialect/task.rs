@@ -177,6 +177,7 @@ impl DialectTask {
                 let text = "the server is going away and takes no new requests";
                 notify(notices, Command::GoAway, || RpcError::new(ErrorKind::Draining, text));
             }
+            progress.lock().begin_poll();
             let returned = serving.as_mut().poll(cx);
             if let Some(Ending { reason, cut_at }) = &ending {
                 if returned.is_ready() {
@@ -190,6 +191,7 @@ impl DialectTask {
                 return Poll::Ready(DialectEnd::Returned(outcome));
             }
             let mut progress = progress.lock();
+            progress.end_poll(cx.waker());
             let Some(timeouts) = &mut progress.timeouts else { return Poll::Pending };
             while let Some(now) = alarm.poll(timeouts.next(), cx) {
                 if let Some(error) = timeouts.check_stall(now) {
