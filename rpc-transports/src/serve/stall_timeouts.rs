@@ -71,6 +71,14 @@ impl StallTimeouts {
         }
     }
 
+    /// Records that the client has taken `count` bytes, after which it owes nothing unless more
+    /// output follows at once. If it does, the throughput counts on.
+    pub(super) fn wrote_with_more_to_come(&mut self, count: usize, now: Instant) {
+        self.outgoing.get_or_insert_with(Throughput::start);
+        self.wrote(count);
+        self.pause_output(now);
+    }
+
     /// Records whether output is pending that the client has to take.
     pub(super) fn set_writing(&mut self, is_writing: bool) {
         if is_writing {

@@ -37,9 +37,26 @@ pub(super) struct Progress {
     working: usize,
     /// Number of [`Receiving`] marks.
     receiving: usize,
+    /// State of the output that the dialect has offered to the channel.
+    pub(super) output: OutputState,
     /// Waker of the server's task, except while that polls the dialect. Marks that change meanwhile
     /// in another place wake the task, so that it sets its alarm to the new timeouts.
     server_task: Option<Waker>,
+}
+
+/// State of the output that a dialect has offered to the channel.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) enum OutputState {
+    /// The channel has taken all of it.
+    #[default]
+    Taken,
+    /// The channel has taken the first part of a write. The rest waits for the dialect.
+    Partial,
+    /// The last write found no room. Lasts until a write makes progress: on most channels, a flush
+    /// says nothing about room.
+    Blocked,
+    /// The channel has taken all writes, and a flush waits.
+    Flushing,
 }
 
 impl DialectActivity {
@@ -78,9 +95,12 @@ impl Progress {
     }
 
     /// Records that the server's task has polled the dialect. `waker` wakes the task for changes
-    /// from here on.
+    /// from here on. If the channel has taken all output, the client owes nothing.
     pub(super) fn end_poll(&mut self, waker: &Waker) {
         self.server_task = Some(waker.clone());
+        if let Some(timeouts) = self.timeouts.as_mut().filter(|_| self.output == OutputState::Taken) {
+            timeouts.set_writing(false);
+        }
     }
 
     /// Applies the number of marks to the timeouts.

@@ -9,9 +9,10 @@ use bytes::BytesMut;
 use parking_lot::Mutex;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
-use super::activity::Progress;
+use super::activity::{OutputState, Progress};
 use crate::channel::Channel;
 use crate::clock;
+use crate::serve::stall_timeouts::StallTimeouts;
 
 /// Stream of a connection. It gives the bytes that were read already first, and keeps the timeouts
 /// of the session.
@@ -47,35 +48,65 @@ impl WatchedStream {
         passed_on.clone()
     }
 
-    /// Polls the outgoing direction, and records the outcome. `is_done` tells from the value
-    /// whether all output has been taken, and by how many bytes.
+    /// Polls the outgoing direction, and passes the outcome on to `record`, with the timeouts and
+    /// the state of the output.
     fn poll_output<T>(
         &mut self,
         cx: &mut Context<'_>,
         poll: impl FnOnce(&mut Channel, &mut Context<'_>) -> Poll<io::Result<T>>,
-        is_done: impl FnOnce(&T) -> (bool, usize),
+        record: impl FnOnce(&Poll<io::Result<T>>, &mut StallTimeouts, &mut OutputState),
     ) -> Poll<io::Result<T>> {
         let waker = self.output_waker(cx.waker());
         let outcome = poll(&mut self.channel, &mut Context::from_waker(&waker));
-        let mut progress = self.progress.lock();
-        let Some(timeouts) = &mut progress.timeouts else { return outcome };
-        let now = clock::now();
-        timeouts.resume_output(now);
-        match &outcome {
-            Poll::Pending => timeouts.set_writing(true),
-            Poll::Ready(Ok(value)) => {
-                let (is_done, written) = is_done(value);
-                timeouts.wrote(written);
-                if is_done {
-                    timeouts.set_writing(false);
-                } else {
-                    // The rest waits for the dialect.
-                    timeouts.pause_output(now);
-                }
-            }
-            Poll::Ready(Err(_)) => {}
-        }
+        let Progress { timeouts: Some(timeouts), output, .. } = &mut *self.progress.lock() else { return outcome };
+        record(&outcome, timeouts, output);
         outcome
+    }
+}
+
+/// Records the outcome of a write of `len_bytes`.
+fn record_write(
+    outcome: &Poll<io::Result<usize>>,
+    len_bytes: usize,
+    timeouts: &mut StallTimeouts,
+    output: &mut OutputState,
+) {
+    let now = clock::now();
+    match *outcome {
+        Poll::Pending => {
+            timeouts.resume_output(now);
+            timeouts.set_writing(true);
+            *output = OutputState::Blocked;
+        }
+        Poll::Ready(Ok(written)) if written > 0 => {
+            timeouts.resume_output(now);
+            timeouts.wrote_with_more_to_come(written, now);
+            *output = if written == len_bytes { OutputState::Taken } else { OutputState::Partial };
+        }
+        // The client has taken nothing.
+        Poll::Ready(_) => {}
+    }
+}
+
+/// Records the outcome of a flush, or of the end of the outgoing direction.
+fn record_flush(outcome: &Poll<io::Result<()>>, timeouts: &mut StallTimeouts, output: &mut OutputState) {
+    let now = clock::now();
+    match outcome {
+        Poll::Pending => {
+            timeouts.resume_output(now);
+            timeouts.set_writing(true);
+            if *output != OutputState::Blocked {
+                *output = OutputState::Flushing;
+            }
+        }
+        // Most channels have nothing to flush, although a write found no room.
+        Poll::Ready(Ok(())) if *output == OutputState::Blocked => {}
+        Poll::Ready(Ok(())) => {
+            timeouts.resume_output(now);
+            timeouts.wrote_with_more_to_come(0, now);
+            *output = OutputState::Taken;
+        }
+        Poll::Ready(Err(_)) => {}
     }
 }
 
@@ -112,16 +143,145 @@ impl AsyncRead for WatchedStream {
 impl AsyncWrite for WatchedStream {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
         let write = |channel: &mut Channel, cx: &mut Context<'_>| pin!(channel.io_mut()).poll_write(cx, bytes);
-        self.poll_output(cx, write, |written| (*written == bytes.len(), *written))
+        self.poll_output(cx, write, |outcome, timeouts, output| record_write(outcome, bytes.len(), timeouts, output))
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let flush = |channel: &mut Channel, cx: &mut Context<'_>| pin!(channel.io_mut()).poll_flush(cx);
-        self.poll_output(cx, flush, |()| (true, 0))
+        self.poll_output(cx, flush, record_flush)
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let shutdown = |channel: &mut Channel, cx: &mut Context<'_>| pin!(channel.io_mut()).poll_shutdown(cx);
-        self.poll_output(cx, shutdown, |()| (true, 0))
+        self.poll_output(cx, shutdown, record_flush)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::future::poll_fn;
+    use std::time::Duration;
+
+    use rpc_core::RpcError;
+    use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream};
+
+    use super::*;
+    use crate::serve::stall_timeouts::StallLimits;
+
+    const WRITE_TIMEOUT: Duration = Duration::from_secs(60);
+    /// Least rate in bytes per second.
+    const MIN_RATE: u64 = 10;
+    /// Size of the channel in bytes.
+    const CAPACITY_BYTES: usize = 1024;
+
+    /// Stream whose channel is full, and the client's end of it.
+    struct Full {
+        stream: WatchedStream,
+        progress: Arc<Mutex<Progress>>,
+        client: DuplexStream,
+    }
+
+    impl Full {
+        async fn new() -> Self {
+            let (client, server) = tokio::io::duplex(CAPACITY_BYTES);
+            let progress = Arc::new(Mutex::new(Progress::default()));
+            let limits = StallLimits {
+                session_duration: None,
+                idle_timeout: None,
+                write_timeout: WRITE_TIMEOUT,
+                min_rate: MIN_RATE,
+            };
+            progress.lock().start(StallTimeouts::new(&limits, clock::now()));
+            let mut this =
+                Self { stream: WatchedStream::new(Channel::new(server, "a test"), progress.clone()), progress, client };
+            this.stream.write_all(&[0; CAPACITY_BYTES]).await.unwrap();
+            this.end_poll();
+            assert!(this.check().is_none(), "a client owes nothing while no output waits");
+            this
+        }
+
+        /// Polls one write. Returns false if the channel has no room, and cancels the write.
+        async fn write(&mut self, len_bytes: usize) -> bool {
+            let bytes = vec![0; len_bytes];
+            let outcome = poll_fn(|cx| Poll::Ready(pin!(&mut self.stream).poll_write(cx, &bytes))).await;
+            assert!(matches!(outcome, Poll::Pending | Poll::Ready(Ok(_))), "{outcome:?}");
+            outcome.is_ready()
+        }
+
+        /// Has the client take some bytes.
+        async fn take(&mut self, len_bytes: usize) {
+            self.client.read_exact(&mut vec![0; len_bytes]).await.unwrap();
+        }
+
+        /// Ends a poll of the server's task.
+        fn end_poll(&self) {
+            self.progress.lock().end_poll(Waker::noop());
+        }
+
+        /// Returns the reason to cut the connection, if there is one by now.
+        fn check(&self) -> Option<RpcError> {
+            self.progress.lock().timeouts.as_mut().unwrap().check_stall(clock::now())
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_flush_does_not_excuse_a_cancelled_write() {
+        let mut full = Full::new().await;
+        assert!(!full.write(16).await);
+        full.end_poll();
+        tokio::time::advance(WRITE_TIMEOUT / 2).await;
+        full.stream.flush().await.unwrap();
+        full.end_poll();
+        tokio::time::advance(WRITE_TIMEOUT / 2).await;
+        let error = full.check().expect("the client has taken nothing for the whole time");
+        assert!(error.message().contains("the client has taken nothing"), "{error}");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_flush_after_the_client_has_read_does_not_resume_the_stall() {
+        let mut full = Full::new().await;
+        assert!(!full.write(16).await);
+        full.end_poll();
+        full.take(16).await;
+        full.stream.flush().await.unwrap();
+        full.end_poll();
+        tokio::time::advance(2 * WRITE_TIMEOUT).await;
+        assert!(full.check().is_none(), "the channel has had room all the time");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn writes_that_follow_each_other_share_the_throughput() {
+        let mut full = Full::new().await;
+        // The rate comes to 16 bytes in two thirds of the time limit.
+        let step = WRITE_TIMEOUT * 2 / 3;
+        assert!(!full.write(16).await);
+        full.end_poll();
+        tokio::time::advance(step).await;
+        assert!(full.check().is_none(), "the time is not over");
+        full.take(16).await;
+        assert!(full.write(16).await);
+        full.stream.flush().await.unwrap();
+        assert!(!full.write(16).await, "the channel is full again");
+        full.end_poll();
+        assert!(full.check().is_none(), "the time is not over");
+        tokio::time::advance(step).await;
+        let error = full.check().expect("the client is too slow");
+        assert!(error.message().contains("the client has taken 16 bytes"), "{error}");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_client_that_has_taken_all_output_owes_nothing() {
+        let mut full = Full::new().await;
+        for _ in 0..3 {
+            assert!(!full.write(16).await);
+            full.end_poll();
+            tokio::time::advance(WRITE_TIMEOUT * 2 / 3).await;
+            full.take(16).await;
+            assert!(full.write(16).await);
+            full.end_poll();
+            assert!(full.check().is_none());
+        }
+        tokio::time::advance(WRITE_TIMEOUT).await;
+        assert!(full.check().is_none());
     }
 }
