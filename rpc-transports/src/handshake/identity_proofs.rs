@@ -13,6 +13,8 @@ use rpc_core::{ErrorKind, RpcError};
 
 pub(crate) use super::security::Connection;
 pub use super::security::Security;
+#[cfg(feature = "quic")]
+pub(crate) use super::security::Standing;
 use super::tokens::LEN;
 pub(crate) use super::tokens::random;
 pub use super::tokens::{MAX_TOKENS, Token, TokenError, Tokens};

@@ -89,15 +89,28 @@ pub(crate) struct Connection {
     proven: Mutex<Option<(u64, String)>>,
     /// True once the peer has not answered on one of the channels.
     suspect: AtomicBool,
-    /// Callback that raises the peer's limits to those of proven peers. Called once, when the peer
-    /// has proven its identity or is served without a proof.
-    admit: Mutex<Option<Admit>>,
+    /// Number of sessions in which the peer is served without a proof, and the function that sets
+    /// its limits. `None` once the peer has proven its identity, after which its limits stay.
+    probation: Mutex<Option<(u32, SetLimits)>>,
     /// Function that returns how often anything was received from the peer, and the round-trip
     /// time.
     pulse: Option<Pulse>,
 }
 
-type Admit = Box<dyn FnOnce() + Send>;
+/// Standing of the peer of a connection, by which the transport limits the peer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(not(feature = "quic"), allow(dead_code, reason = "other transports have one channel per connection"))]
+pub(crate) enum Standing {
+    /// The peer has proven its identity.
+    Proven,
+    /// The peer has proven nothing, and is served in so many sessions that need no proof.
+    Unproven { sessions: u32 },
+}
+
+type SetLimits = Box<dyn FnMut(Standing) + Send>;
+
+/// Mark of a session in which a peer is served without a proof of identity.
+pub(crate) struct UnprovenSession(Arc<Connection>);
 
 type Pulse = Box<dyn Fn() -> (u64, Duration) + Send + Sync>;
 
@@ -113,23 +126,31 @@ impl Connection {
     /// with the number `rules`.
     pub(crate) fn prove(&self, rules: u64, peer: &str) {
         *self.proven.lock() = Some((rules, peer.to_owned()));
-        self.admit();
-    }
-
-    /// Ends the probation of a peer, also of one that is served without a proof. Its limits are
-    /// those of proven peers from now on.
-    pub(crate) fn admit(&self) {
-        let admit = self.admit.lock().take();
-        if let Some(admit) = admit {
-            admit();
+        let probation = self.probation.lock().take();
+        if let Some((_, mut set_limits)) = probation {
+            set_limits(Standing::Proven);
         }
     }
 
-    /// Creates a connection whose peer has low limits until it has proven its identity or is served
-    /// without a proof. `admit` raises them.
+    /// Counts a session in which the peer is served without a proof, until the mark is dropped.
+    pub(crate) fn serve_unproven(self: &Arc<Self>) -> UnprovenSession {
+        self.count_unproven(|sessions| sessions + 1);
+        UnprovenSession(self.clone())
+    }
+
+    fn count_unproven(&self, change: impl FnOnce(u32) -> u32) {
+        // The lock is held so that the limits are set in the order of the changes.
+        if let Some((sessions, set_limits)) = &mut *self.probation.lock() {
+            *sessions = change(*sessions);
+            set_limits(Standing::Unproven { sessions: *sessions });
+        }
+    }
+
+    /// Creates a connection whose peer has low limits until it has proven its identity, and while
+    /// it is not served without a proof. `set_limits` is called for each change of its standing.
     #[cfg(feature = "quic")]
-    pub(crate) fn on_probation(admit: impl FnOnce() + Send + 'static) -> Self {
-        Self { admit: Mutex::new(Some(Box::new(admit))), ..Self::default() }
+    pub(crate) fn on_probation(set_limits: impl FnMut(Standing) + Send + 'static) -> Self {
+        Self { probation: Mutex::new(Some((0, Box::new(set_limits)))), ..Self::default() }
     }
 
     /// Creates a connection with a pulse.
@@ -151,10 +172,10 @@ impl Connection {
         std::future::pending().await
     }
 
-    /// Returns true until the peer has proven its identity or is served without a proof.
+    /// Returns true if the peer has not proven its identity and is not served without a proof.
     #[cfg(feature = "quic")]
     pub(crate) fn is_on_probation(&self) -> bool {
-        self.admit.lock().is_some()
+        self.probation.lock().as_ref().is_some_and(|(sessions, _)| *sessions == 0)
     }
 
     /// Remembers that the peer does not answer, although the connection has not ended.
@@ -172,5 +193,39 @@ impl Connection {
     pub(super) fn proven(&self, rules: u64) -> Option<String> {
         let proven = self.proven.lock();
         proven.as_ref().filter(|(under, _)| *under == rules).map(|(_, peer)| peer.clone())
+    }
+}
+
+impl Drop for UnprovenSession {
+    fn drop(&mut self) {
+        self.0.count_unproven(|sessions| sessions - 1);
+    }
+}
+
+#[cfg(all(test, feature = "quic"))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn probation_returns_with_the_end_of_the_last_session_without_a_proof() {
+        let standings = Arc::new(Mutex::new(Vec::new()));
+        let recorded = standings.clone();
+        let connection = Arc::new(Connection::on_probation(move |standing| recorded.lock().push(standing)));
+        let taken = || std::mem::take(&mut *standings.lock());
+        let unproven = |sessions| Standing::Unproven { sessions };
+        assert!(connection.is_on_probation());
+
+        let (first, second) = (connection.serve_unproven(), connection.serve_unproven());
+        assert!(!connection.is_on_probation());
+        drop((first, second));
+        assert!(connection.is_on_probation(), "the peer has proven nothing");
+        assert_eq!(taken(), [1, 2, 1, 0].map(unproven));
+
+        let session = connection.serve_unproven();
+        connection.prove(0, "alice");
+        assert_eq!(taken(), [unproven(1), Standing::Proven]);
+        drop(session);
+        assert!(!connection.is_on_probation(), "a proof is for good");
+        assert_eq!(taken(), []);
     }
 }

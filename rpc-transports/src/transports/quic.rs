@@ -26,7 +26,7 @@ use crate::channel::{Channel, Machine, Peer};
 use crate::error::TransportError;
 use crate::handshake::certificates::{BINDING_LABEL, ClientTls, ServerTls, host_in_certificate, keys_of, name_of};
 use crate::handshake::handshake_slots::{ClosedFlag, HandshakeLimit, HandshakePermit};
-use crate::handshake::identity_proofs::{self, Security, Tokens};
+use crate::handshake::identity_proofs::{self, Security, Standing, Tokens};
 use crate::listener::{Accept, Listener};
 use crate::transport::{Bind, BoxFuture, ConnectionLimits, Dial, Properties, Transport};
 use crate::transports::tcp;
@@ -39,10 +39,11 @@ const STREAM_WINDOW: u32 = 8 << 20;
 /// Number of bytes that all channels of a connection together may have in flight.
 const CONNECTION_WINDOW: u32 = 32 << 20;
 
-/// Number of channels that a client may open before it has proven its identity.
+/// Number of channels that a client may have before it has proven its identity, beside those of
+/// sessions that need no proof.
 const PROBATION_STREAMS: u32 = 4;
 /// Number of bytes that a client may have in flight on all channels before it has proven its
-/// identity.
+/// identity, unless it has a session that needs no proof.
 const PROBATION_WINDOW: u32 = 256 << 10;
 
 /// Time for which a server keeps a connection without channels after the client has proven its
@@ -487,17 +488,27 @@ async fn establish(
     let connection = incoming.accept_with(Arc::new(config))?.await?;
     let shown = connection.peer_identity().and_then(|shown| shown.downcast::<Vec<CertificateDer<'static>>>().ok());
     let chain = shown.map_or_else(Vec::new, |chain| *chain);
-    let known = connection.clone();
-    let admit = move || {
-        drop(handshake);
-        known.set_max_concurrent_bi_streams(max_channels.into());
-        known.set_receive_window(CONNECTION_WINDOW.into());
+    let (known, mut handshake) = (connection.clone(), Some(handshake));
+    let set_limits = move |standing| {
+        // Once the client has been served, its connection is no longer a handshake.
+        drop(handshake.take());
+        let (streams, window) = match standing {
+            Standing::Proven => (max_channels, CONNECTION_WINDOW),
+            Standing::Unproven { sessions: 0 } => (PROBATION_STREAMS, PROBATION_WINDOW),
+            // A stream for each session, and no more: QUIC cannot take back streams that a client
+            // was once allowed to open.
+            Standing::Unproven { sessions } => {
+                (PROBATION_STREAMS.saturating_add(sessions).min(max_channels), CONNECTION_WINDOW)
+            }
+        };
+        known.set_max_concurrent_bi_streams(streams.into());
+        known.set_receive_window(window.into());
     };
     let security = Security {
         binding: Some(binding(&connection)?),
         certificate: chain.first().and_then(name_of),
         keys: chain.first().map(keys_of).unwrap_or_default(),
-        connection: Some(Arc::new(identity_proofs::Connection::on_probation(admit))),
+        connection: Some(Arc::new(identity_proofs::Connection::on_probation(set_limits))),
         ..Security::default()
     };
     Ok(Established { connection, chain, security, over })

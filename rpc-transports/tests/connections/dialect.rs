@@ -456,6 +456,35 @@ async fn a_client_that_needs_no_proof_leaves_its_probation_with_its_session() {
 }
 
 #[tokio::test]
+async fn the_streams_of_proven_clients_are_not_for_one_whose_session_has_ended() {
+    let (tls, trust) = certificate();
+    let server = server(|options| {
+        options.access = Access { anonymous: false, tokens: Tokens::default(), certificates: true };
+        options.dialects = Dialects::default().with_unproven(Lines);
+        // Two connections.
+        (options.max_sessions, options.max_handshakes) = (1, 1);
+    });
+    let bind = Bind { tls: Some(tls), ..Bind::default() };
+    let address = server.listen(&"quic://127.0.0.1:0".parse().unwrap(), &bind).await.unwrap();
+    let dial = Dial { tls: Some(trust), keep_alive: Duration::from_secs(7), ..Dial::default() };
+    let transports = Transports::default();
+    let open = async || transports.dial(&address, &dial).await;
+    let (client, answer) = Client::over(open().await.unwrap()).await;
+    assert_eq!(answer, "ready anonymous");
+    // Keeps the connection.
+    let mut opened = vec![open().await.unwrap()];
+    drop(client);
+    idle(&server).await;
+    // A stream that is not granted makes the client try another connection.
+    while opened.len() < 32
+        && let Ok(channel) = open().await
+    {
+        opened.push(channel);
+    }
+    assert!(opened.len() < 16, "a client on probation has opened {} channels", opened.len());
+}
+
+#[tokio::test]
 async fn a_client_that_takes_no_output_is_cut_off() {
     let server = server(|options| options.write_timeout = Duration::from_millis(300));
     let address = listen(&server, "memory:dialect-stall").await;

@@ -70,19 +70,22 @@ impl SessionSource for DialectClient {
         let DialectRequest { key, workspace, ticket } = request;
         let request = SessionRequest { key, workspace, ticket, path: &[] };
         let session = self.connection.open_session(request, &self.identity).await?;
-        match (&self.security.connection, self.rules) {
-            (Some(parent), Some(rules)) => parent.prove(rules, &self.identity),
+        let unproven = match (&self.security.connection, self.rules) {
+            (Some(parent), Some(rules)) => {
+                parent.prove(rules, &self.identity);
+                None
+            }
             // The client is served, and so is no longer in its handshake, although it has proven
             // nothing that native clients could inherit.
-            (Some(parent), None) => parent.admit(),
-            (None, _) => {}
-        }
+            (Some(parent), None) => Some(parent.serve_unproven()),
+            (None, _) => None,
+        };
         let entry = self.connection.entry.clone();
         entry.served.store(true, Ordering::Relaxed);
         let timeouts = StallTimeouts::new(&server.options.stall_limits(), clock::now());
         let end = Arc::new(EndOfSession(self.connection.mailbox.clone()));
         let end_watch = session.ended().reply().deliver_to(end, 0);
-        Ok((OpenedSession { session, end_watch, share: Box::new((slot, entry)) }, timeouts))
+        Ok((OpenedSession { session, end_watch, share: Box::new((unproven, slot, entry)) }, timeouts))
     }
 
     fn limits(&self) -> &WireLimits {
