@@ -3,7 +3,7 @@
 //!
 //! [`dispatch`] has the controller itself, which numbers commands and passes each to all links. The
 //! other files add to it: [`sync`] the waits for workers, [`reports`] the reports of workers, the
-//! [`data_plane`] and [`reinit`]. Operations of users are in [`session`].
+//! [`data_plane`] and [`init_ccl`]. Operations of users are in [`session`].
 
 pub(crate) mod ccl_state;
 mod data_plane;
