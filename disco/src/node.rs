@@ -12,3 +12,6 @@ mod server;
 pub(crate) mod settings;
 pub(crate) mod subtree;
 pub(crate) mod worker_process;
+
+#[cfg(test)]
+mod held_memory_tests;

@@ -198,7 +198,7 @@ impl Controller {
     pub(crate) fn push(&self, command: Command) -> Result<u64> {
         let encoded = if self.encodes { Some(command.encode()?) } else { None };
         let on = command.on();
-        let queued = Queued { cost: command.cost(), command: Arc::new(command) };
+        let queued = Queued { cost: command.cost(), command: Arc::new(command), charge: None };
         let mut state = self.lock();
         if let Some(error) = &state.ended {
             return Err(error.clone().into());

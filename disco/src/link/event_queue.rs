@@ -8,6 +8,7 @@ use std::task::{Context, Poll, Waker};
 use bytes::Bytes;
 use parking_lot::{Mutex, MutexGuard};
 use rpc_core::function::Object;
+use rpc_core::limits::MemoryLease;
 use rpc_core::{LocalValue, Result, Tensor, Value, blocking};
 
 use crate::error::{Failure, WorkerId};
@@ -30,9 +31,16 @@ const MAX_OTHER: usize = 64 << 20;
 /// Most lines of logs that wait to be fetched; more are dropped, and counted.
 const MAX_LINES: usize = 4096;
 
-/// Events that wait for the controller to fetch them.
-#[derive(Default)]
-pub(crate) struct EventQueue(Mutex<Queue>);
+/// Bytes by which the charge of what waits grows. What is below one step is not charged.
+const STEP: u64 = 64 << 10;
+
+/// Events that wait for the controller to fetch them. They are charged to its session; if that may
+/// hold no more memory, there is no room for further ones until some have been fetched.
+pub(crate) struct EventQueue {
+    state: Mutex<Queue>,
+    /// Context of the session that is charged.
+    context: rpc_core::Context,
+}
 
 #[derive(Default)]
 struct Queue {
@@ -40,8 +48,14 @@ struct Queue {
     tensor_bytes: usize,
     other_bytes: usize,
     lines: usize,
+    line_bytes: usize,
     /// Lines that found no room, since the last one that did.
     lost_lines: u64,
+    /// Charge of the bytes that wait, and its size.
+    lease: Option<MemoryLease>,
+    charged: u64,
+    /// True if the session may hold no more.
+    is_full: bool,
     closed: bool,
     /// Task that fetches.
     waker: Option<Waker>,
@@ -51,11 +65,32 @@ struct Queue {
 
 impl Queue {
     fn has_room(&self) -> bool {
-        (self.tensor_bytes < MAX_WAITING && self.other_bytes < MAX_OTHER) || self.closed
+        (self.tensor_bytes < MAX_WAITING && self.other_bytes < MAX_OTHER && !self.is_full) || self.closed
+    }
+
+    /// Charges what waits now.
+    fn charge(&mut self, context: &rpc_core::Context) {
+        let held = (self.tensor_bytes + self.other_bytes + self.line_bytes) as u64;
+        let wanted = held / STEP * STEP;
+        if wanted == self.charged {
+            return;
+        }
+        let charged = match &mut self.lease {
+            Some(lease) => lease.resize(wanted),
+            None => context.reserve_memory(wanted).map(|lease| self.lease = Some(lease)),
+        };
+        self.is_full = charged.is_err();
+        if !self.is_full {
+            self.charged = wanted;
+        }
     }
 }
 
 impl EventQueue {
+    pub(crate) fn new(context: rpc_core::Context) -> Self {
+        Self { state: Mutex::default(), context }
+    }
+
     /// Returns the events since the last call, once there are any. An empty list is the end.
     pub(crate) async fn next(&self) -> Result<LocalValue> {
         let events = poll_fn(|cx| {
@@ -75,10 +110,15 @@ impl EventQueue {
             for event in &events {
                 match event {
                     Event::TensorBytes { bytes, .. } => state.tensor_bytes -= bytes.len(),
-                    Event::Logged { .. } => state.lines -= 1,
+                    Event::Logged { .. } => {
+                        state.lines -= 1;
+                        state.line_bytes -= event.size();
+                    }
                     other => state.other_bytes -= other.size(),
                 }
             }
+            state.is_full = false;
+            state.charge(&self.context);
             let waiting = if state.has_room() { std::mem::take(&mut state.waiting) } else { Vec::new() };
             drop(state);
             waiting.into_iter().for_each(Waker::wake);
@@ -99,7 +139,7 @@ impl EventQueue {
     }
 
     fn lock(&self) -> MutexGuard<'_, Queue> {
-        self.0.lock()
+        self.state.lock()
     }
 }
 
@@ -112,16 +152,18 @@ impl EventSink for EventQueue {
         let mut event = event;
         match &mut event {
             Event::TensorBytes { bytes, .. } => state.tensor_bytes += bytes.len(),
-            Event::Logged { .. } if state.lines >= MAX_LINES => {
+            Event::Logged { .. } if state.lines >= MAX_LINES || state.is_full => {
                 state.lost_lines += 1;
                 return;
             }
             Event::Logged { line, .. } => {
                 line.missing_before = std::mem::take(&mut state.lost_lines);
                 state.lines += 1;
+                state.line_bytes += event.size();
             }
             other => state.other_bytes += other.size(),
         }
+        state.charge(&self.context);
         // Of progress only the latest counts.
         if let (Event::Progress { worker, .. }, Some(Event::Progress { worker: last, .. })) =
             (&event, state.events.back())
@@ -190,10 +232,11 @@ impl EventQueue {
 mod tests {
     use super::*;
     use crate::wire::event::{LogLine, decode_events};
+    use crate::worker::held_memory::tests::context;
 
     #[test]
     fn lines_that_find_no_room_are_counted() {
-        let queue = EventQueue::default();
+        let queue = EventQueue::new(context(u64::MAX));
         let line = LogLine { level: 0, target: String::new(), text: String::new(), missing_before: 0 };
         let log = || queue.send(Event::Logged { worker: WorkerId(0), line: line.clone() });
         (0..MAX_LINES + 3).for_each(|_| log());
@@ -206,8 +249,27 @@ mod tests {
     }
 
     #[test]
+    fn events_are_charged_and_there_is_no_room_for_more_than_the_session_may_hold() {
+        let context = context(2 * STEP);
+        let queue = EventQueue::new(context.clone());
+        let failure = Failure {
+            worker: WorkerId(0),
+            sequence: 1,
+            command: "x".repeat(1000),
+            cause: rpc_core::RpcError::internal("y"),
+        };
+        let has_room = || queue.poll_room(&mut std::task::Context::from_waker(Waker::noop())).is_ready();
+        let sent = (0..1000).take_while(|_| has_room()).inspect(|_| queue.send(Event::Failed(failure.clone()))).count();
+        assert!(sent as u64 * 1000 < 3 * STEP, "{sent}");
+        assert_eq!(context.usage().memory_bytes, 2 * STEP);
+        rpc_core::blocking::block_on(queue.next()).unwrap().unwrap();
+        assert!(has_room());
+        assert_eq!(context.usage().memory_bytes, 0);
+    }
+
+    #[test]
     fn progress_is_told_once() {
-        let queue = EventQueue::default();
+        let queue = EventQueue::new(context(u64::MAX));
         for sequence in 1..=3 {
             queue.send(Event::Progress { worker: WorkerId(0), sequence, cost: sequence });
         }

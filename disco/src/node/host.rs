@@ -40,6 +40,10 @@ const MAX_BELOW: usize = 1024;
 /// The most workers of one host.
 const MAX_WORKERS: u32 = 1024;
 
+/// Size in bytes from which a command is charged by itself. Smaller ones are charged by the batch
+/// in which they came, until all of them are executed.
+const LARGE: u64 = 16 << 10;
+
 /// Returns the job of MPI that this process belongs to, and its rank there, if it has started MPI.
 #[cfg(feature = "mpi")]
 fn own_mpi_process() -> Option<MpiProcess> {
@@ -61,6 +65,8 @@ pub(crate) struct WorkerHost {
     /// Workers in other processes, with the numbers behind those.
     subtree: Option<Subtree>,
     relays: Arc<Relays>,
+    /// Context of the session that it was opened in.
+    context: Context,
 }
 
 /// Workers as threads of this process.
@@ -109,7 +115,7 @@ impl WorkerHost {
         let (events, sink) = match &local {
             Some(local) => (None, Arc::clone(local) as Arc<dyn EventSink>),
             None => {
-                let events = Arc::new(EventQueue::default());
+                let events = Arc::new(EventQueue::new(context.detached()));
                 (Some(Arc::clone(&events)), events as Arc<dyn EventSink>)
             }
         };
@@ -136,7 +142,7 @@ impl WorkerHost {
             info.data_addresses.extend(opened.data_addresses());
             subtree = Some(opened);
         }
-        let host = Arc::new(Self { events, threads, subtree, relays });
+        let host = Arc::new(Self { events, threads, subtree, relays, context: context.detached() });
         let directory: Weak<dyn WorkerDirectory> = Arc::downgrade(&host) as Weak<dyn WorkerDirectory>;
         host.relays.set_directory(directory);
         if let Some(local) = local {
@@ -147,7 +153,8 @@ impl WorkerHost {
 
     /// Appends a batch of commands to the queues of all workers.
     pub(super) fn submit_batch(&self, first: u64, heads: Bytes, bulk: Vec<Bytes>) -> Result<()> {
-        let commands = decode_batch(heads.clone(), bulk)?;
+        let mut commands = decode_batch(heads.clone(), bulk)?;
+        self.charge(&mut commands)?;
         if let Some(subtree) = &self.subtree {
             let commands = commands.iter().cloned().zip(split_batch(heads).map(Some));
             subtree.forward(first, commands.collect(), MAX_HELD)?;
@@ -156,6 +163,18 @@ impl WorkerHost {
             Some(threads) => threads.feed.push(first, commands, MAX_HELD),
             None => Ok(()),
         }
+    }
+
+    /// Charges commands to the session, until the last of their holders has let go of them.
+    fn charge(&self, commands: &mut [Queued]) -> Result<()> {
+        let small = commands.iter().map(|queued| queued.command.cost()).filter(|cost| *cost < LARGE).sum();
+        let of_batch = Arc::new(self.context.reserve_memory(small)?);
+        for queued in commands {
+            let cost = queued.command.cost();
+            let large = (cost >= LARGE).then(|| self.context.reserve_memory(cost).map(Arc::new)).transpose()?;
+            queued.charge = Some(large.unwrap_or_else(|| Arc::clone(&of_batch)));
+        }
+        Ok(())
     }
 
     /// Returns the queue of events for a controller in another process.

@@ -214,7 +214,7 @@ pub(crate) fn decode_batch(heads: Bytes, bulk: Vec<Bytes>) -> Result<Vec<Queued>
         if held > MAX_HELD {
             return Err(RpcError::limit("the bytes of one batch of commands in memory", MAX_HELD, held));
         }
-        commands.push(Queued { cost, command: Arc::new(command) });
+        commands.push(Queued { cost, command: Arc::new(command), charge: None });
     }
     if bulk.next().is_some() { Err(malformed()) } else { Ok(commands) }
 }

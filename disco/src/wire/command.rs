@@ -5,6 +5,7 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
+use rpc_core::limits::MemoryLease;
 use rpc_core::{DataType, Device, Packed, Value, VirtualDevice};
 use serde::{Deserialize, Serialize};
 
@@ -294,6 +295,9 @@ impl Command {
 pub(crate) struct Queued {
     pub(crate) cost: u64,
     pub(crate) command: Arc<Command>,
+    /// Its charge, or that of its batch, to the session of its controller. `None` if the controller
+    /// is in this process.
+    pub(crate) charge: Option<Arc<MemoryLease>>,
 }
 
 fn size(value: &Value<Operand>) -> usize {

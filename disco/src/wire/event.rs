@@ -52,7 +52,7 @@ impl Event {
         64 + match self {
             Self::TensorBytes { bytes, .. } => bytes.len(),
             Self::Logged { line, .. } => line.target.len() + line.text.len(),
-            Self::Failed(failure) | Self::Fetched { value: Err(failure), .. } => size_of_error(&failure.cause),
+            Self::Failed(failure) | Self::Fetched { value: Err(failure), .. } => failure.size(),
             Self::Fetched { value: Ok(LocalContent::Value(value)), .. } => value.size_with(&|_| 0),
             Self::Lost { error, .. } => size_of_error(error),
             Self::CclBroken { report, .. } => size_of_error(&report.cause),
@@ -63,6 +63,13 @@ impl Event {
 
 fn size_of_error(error: &RpcError) -> usize {
     error.message().len() + error.backtrace().map_or(0, str::len)
+}
+
+impl Failure {
+    /// Returns about the number of bytes that the failure takes in memory.
+    pub(crate) fn size(&self) -> usize {
+        size_of::<Self>() + self.command.len() + size_of_error(&self.cause)
+    }
 }
 
 /// Report of a worker that found a communicator broken.

@@ -67,7 +67,7 @@ impl Worker {
         let target = tensors.as_ref().ok().and_then(|(_, target)| target.clone());
         self.take_part(command, scope, operation, tensors)?;
         if fresh {
-            self.set(to, Slot::Value(target.map_or(Value::Null, |tensor| Value::Object(Object::Tensor(tensor)))));
+            self.set(to, Slot::Value(target.map_or(Value::Null, |tensor| Value::Object(Object::Tensor(tensor)))))?;
         }
         Ok(())
     }

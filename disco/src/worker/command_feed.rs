@@ -243,7 +243,7 @@ mod tests {
     fn queued(number: u64, bytes: u64) -> Queued {
         let outputs = vec![0; bytes as usize / size_of::<u32>()];
         let command = Command::Run { program: number as u32, args: Vec::new(), outputs };
-        Queued { cost: command.cost(), command: Arc::new(command) }
+        Queued { cost: command.cost(), command: Arc::new(command), charge: None }
     }
 
     fn number(queued: &Queued) -> u64 {

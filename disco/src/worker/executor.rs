@@ -3,12 +3,14 @@
 //! The handlers are in `handlers`, `collectives`, `init_ccl` and `program_handlers`.
 
 use std::collections::HashMap;
+use std::future::poll_fn;
 use std::sync::Arc;
 
-use rpc_core::{ErrorKind, RpcError};
+use rpc_core::{ErrorKind, RpcError, blocking};
 
 use super::command_feed::{Feed, Reader};
 use super::context::WorkerContext;
+use super::held_memory::HeldMemory;
 use super::process_state::ProcessState;
 use super::recorded_program::{RunningProgram, StoredProgram};
 use super::register_content::{Fault, Outcome, Slot, UnsettledCommand};
@@ -28,6 +30,8 @@ pub(crate) struct Worker {
     pub(super) feed: Arc<Feed>,
     pub(super) sink: Arc<dyn EventSink>,
     pub(super) registers: Vec<Slot>,
+    /// Charge of what is held beside tensors.
+    pub(super) held: HeldMemory,
     /// Names of functions in registers, for failures.
     pub(super) names: Vec<Option<Arc<str>>>,
     pub(super) sequence: u64,
@@ -51,6 +55,7 @@ impl Worker {
     pub(crate) fn new(this: WorkerContext, shared: Arc<ProcessState>, feed: Arc<Feed>) -> Self {
         Self {
             id: this.worker_id(),
+            held: HeldMemory::new(this.context().clone()),
             layout: shared.set_up().layout,
             this,
             sink: shared.sink(),
@@ -132,7 +137,7 @@ impl Worker {
         let (sequence, command) =
             first.map_or((self.sequence, "collective"), |first| (first.sequence, first.command.as_str()));
         let failure = Failure { worker: self.id, sequence, command: command.to_owned(), cause };
-        self.sink.send(Event::Failed(failure.clone()));
+        self.send_failure(&failure);
         let failure = Arc::new(failure);
         for register in unsettled.into_keys() {
             let slot = match &mut self.running {
@@ -180,7 +185,7 @@ impl Worker {
         };
         let failure = self.report_failure(command, fault);
         if let Some(register) = command.outputs() {
-            self.set(register, Slot::Poisoned(failure));
+            self.poison(register, failure);
         }
     }
 
@@ -191,10 +196,18 @@ impl Worker {
             Fault::Own(cause) => {
                 let failure = self.failure(command, cause);
                 tracing::debug!(%failure, "a command failed");
-                self.sink.send(Event::Failed(failure.clone()));
+                self.send_failure(&failure);
                 Arc::new(failure)
             }
         }
+    }
+
+    /// Sends a failure once there is room for it: a program of few bytes can fail any number of
+    /// times, before a controller that reads nothing.
+    fn send_failure(&self, failure: &Failure) {
+        // A worker has a thread of its own, which may wait. The end of the host makes room.
+        _ = blocking::block_on(poll_fn(|cx| self.sink.poll_room(cx)));
+        self.sink.send(Event::Failed(failure.clone()));
     }
 
     pub(super) fn failure(&self, command: &Command, cause: RpcError) -> Failure {
@@ -242,6 +255,7 @@ impl Worker {
                     parameters: parameters.clone(),
                     outputs: outputs.clone(),
                     steps: steps.clone(),
+                    bytes: command.cost() as usize,
                 };
                 self.define_program(*program, stored)
             }

@@ -16,17 +16,16 @@ const MAX_FETCH: usize = 16 << 20;
 impl Worker {
     /// Empties a register.
     pub(super) fn kill_reg(&mut self, register: Register) -> Outcome {
-        self.set(register, Slot::Empty);
-        self.set_name(register, None);
+        self.set(register, Slot::Empty)?;
+        self.set_name(register, None)?;
         Ok(())
     }
 
     /// Sets a register to a registered function.
     pub(super) fn get_global_func(&mut self, to: Register, name: &str) -> Outcome {
         let function = self.this.context().function(name)?;
-        self.set_name(to, Some(name));
-        self.set_object(to, Object::Function(function));
-        Ok(())
+        self.set_name(to, Some(name))?;
+        Ok(self.set_object(to, Object::Function(function))?)
     }
 
     /// Calls the function in a register.
@@ -38,8 +37,7 @@ impl Worker {
             // function.
             self.this.leave_step();
         }
-        self.set(to, Slot::Value(result?));
-        Ok(())
+        Ok(self.set(to, Slot::Value(result?))?)
     }
 
     /// Loads a module, or takes it from another worker of the process.
@@ -50,16 +48,14 @@ impl Worker {
             // One for each worker: a module that is set up serves one caller at a time.
             module = module.instance(context, device)?.unwrap_or(module);
         }
-        self.set_object(to, Object::Module(module));
-        Ok(())
+        Ok(self.set_object(to, Object::Module(module))?)
     }
 
     /// Sets a register to a function of the module in another one.
     pub(super) fn module_function(&mut self, to: Register, module: Register, name: &str) -> Outcome {
         let function = self.module(module)?.function(name)?;
-        self.set_name(to, Some(name));
-        self.set_object(to, Object::Function(function));
-        Ok(())
+        self.set_name(to, Some(name))?;
+        Ok(self.set_object(to, Object::Function(function))?)
     }
 
     /// Allocates a zeroed tensor.
@@ -79,8 +75,7 @@ impl Worker {
         } else {
             Value::Null
         };
-        self.set(to, Slot::Value(value));
-        Ok(())
+        Ok(self.set(to, Slot::Value(value))?)
     }
 
     /// Takes one piece of a copy from the controller.
@@ -94,7 +89,7 @@ impl Worker {
         if self.is_meant(on) {
             self.copy_in(to, fresh && offset == 0, (dtype, shape), offset, data)?;
         } else if fresh {
-            self.set(to, Slot::Value(Value::Null));
+            self.set(to, Slot::Value(Value::Null))?;
         }
         Ok(())
     }
@@ -157,7 +152,7 @@ impl Worker {
     ) -> Outcome {
         if make {
             let tensor = self.this.allocate(dtype, shape)?;
-            self.set_object(to, Object::Tensor(tensor));
+            self.set_object(to, Object::Tensor(tensor))?;
         }
         let Some(tensor) = self.tensor(to)? else {
             return Err(self.unexpected("a tensor", &Value::Null).into());
@@ -191,8 +186,7 @@ impl Worker {
             return Ok(borrow.copy_in(start, &new.bytes)?);
         }
         let value = self.resolve(value)?;
-        self.set(to, Slot::Value(value));
-        Ok(())
+        Ok(self.set(to, Slot::Value(value))?)
     }
 
     /// Sends the content of a register to the controller.

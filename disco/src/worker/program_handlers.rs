@@ -21,13 +21,17 @@ impl Worker {
             return Err(RpcError::new(ErrorKind::LimitExceeded, text).into());
         }
         program.check()?;
+        self.held.add(program.bytes)?;
+        self.forget_program(number)?;
         self.programs.insert(number, Arc::new(program));
         Ok(())
     }
 
     /// Drops a program.
     pub(super) fn forget_program(&mut self, number: u32) -> Outcome {
-        self.programs.remove(&number);
+        if let Some(program) = self.programs.remove(&number) {
+            self.held.remove(program.bytes);
+        }
         Ok(())
     }
 
@@ -43,12 +47,15 @@ impl Worker {
         let stored =
             stored.filter(|stored| stored.parameters.len() == args.len() && stored.outputs.len() == outputs.len());
         let stored = stored.ok_or_else(|| RpcError::internal(format!("there is no program {program} like that")))?;
+        let registers = stored.registers * (size_of::<Option<Register>>() + size_of::<Slot>());
+        self.held.add(registers)?;
         let mut running = RunningProgram {
             program,
             step: 0,
             session_registers: vec![None; stored.registers],
             own: vec![Slot::Empty; stored.registers],
         };
+        let mut parameters = 0;
         for (position, ((at, wanted), arg)) in (1..).zip(stored.parameters.iter().zip(args)) {
             // A failed value fits: the steps inherit its failure.
             let found = match arg {
@@ -75,6 +82,11 @@ impl Worker {
                     Err(fault) => Slot::Poisoned(self.report_failure(command, fault)),
                 },
             };
+            parameters += running.own[at].heap_bytes();
+        }
+        if let Err(error) = self.held.add(parameters) {
+            self.held.remove(registers);
+            return Err(error.into());
         }
         for (output, register) in stored.outputs.iter().zip(outputs) {
             running.session_registers[*output as usize] = Some(*register);
@@ -89,7 +101,8 @@ impl Worker {
                 break;
             }
         }
-        self.running = None;
+        let own = self.running.take().map_or(0, |running| running.own.iter().map(Slot::heap_bytes).sum());
+        self.held.remove(registers + own);
         // The registers that were the program's own are gone.
         self.unsettled.retain(|register, _| register & OWN == 0);
         Ok(())

@@ -12,6 +12,8 @@ pub(super) struct StoredProgram {
     pub(super) parameters: Vec<(u32, ParameterType)>,
     pub(super) outputs: Vec<u32>,
     pub(super) steps: Vec<Command>,
+    /// Bytes that it takes, as they are charged.
+    pub(super) bytes: usize,
 }
 
 impl StoredProgram {

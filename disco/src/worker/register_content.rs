@@ -16,6 +16,17 @@ pub(super) enum Slot {
     Poisoned(Arc<Failure>),
 }
 
+impl Slot {
+    /// Returns the memory that the content takes beside the register, and beside tensors.
+    pub(super) fn heap_bytes(&self) -> usize {
+        match self {
+            Self::Empty => 0,
+            Self::Value(value) => value.size_with(&|_| 0) - size_of_val(value),
+            Self::Poisoned(failure) => failure.size(),
+        }
+    }
+}
+
 /// Command that has set a register by a collective that is still in progress on the device, and may
 /// fail there.
 pub(super) struct UnsettledCommand {

@@ -3,18 +3,37 @@
 use std::sync::Arc;
 
 use rpc_core::function::{Function, Object};
-use rpc_core::{LocalValue, Module, RpcError, Tensor, Value};
+use rpc_core::{ErrorKind, LocalValue, Module, RpcError, Tensor, Value};
 
 use super::executor::Worker;
+use super::held_memory::HeldMemory;
 use super::register_content::{Fault, Outcome, Slot};
+use crate::error::Failure;
 use crate::wire::command::{OWN, Register};
 
-/// Most registers beyond those that exist at which a command may set one: it bounds the memory that
-/// a command can make a worker reserve.
+/// Most registers beyond those that exist at which a command may set one: numbers are given out one
+/// after the other.
 const MAX_GAP: usize = 1 << 16;
 
+/// Grows a table to `len` entries, whose memory is charged first.
+fn grow<T: Clone + Default>(table: &mut Vec<T>, len: usize, held: &mut HeldMemory) -> rpc_core::Result<()> {
+    let wanted = len.next_power_of_two();
+    if let Some(more) = wanted.checked_sub(table.capacity()) {
+        held.add(more * size_of::<T>())?;
+        table.reserve_exact(wanted - table.len());
+    }
+    table.resize(len, T::default());
+    Ok(())
+}
+
 impl Worker {
-    pub(super) fn set(&mut self, register: Register, slot: Slot) {
+    /// Sets a register, and charges what it holds.
+    ///
+    /// # Errors
+    ///
+    /// The session may hold no more memory, or the register is far beyond those that there are. The
+    /// register keeps its content then.
+    pub(super) fn set(&mut self, register: Register, slot: Slot) -> rpc_core::Result<()> {
         let mut register = register;
         if register & OWN != 0
             && let Some(running) = &mut self.running
@@ -22,22 +41,40 @@ impl Worker {
             match running.session_register(register) {
                 Some(of_session) => register = of_session,
                 None => {
-                    running.own[(register & !OWN) as usize] = slot;
+                    let own = &mut running.own[(register & !OWN) as usize];
+                    self.held.add(slot.heap_bytes())?;
+                    self.held.remove(own.heap_bytes());
+                    *own = slot;
                     self.forget_unsettled(register);
-                    return;
+                    return Ok(());
                 }
             }
         }
         let at = register as usize;
-        if at >= self.registers.len() + MAX_GAP {
-            tracing::error!(register, "a controller uses a register far beyond those that there are");
-            return;
-        }
         if at >= self.registers.len() {
-            self.registers.resize(at + 1, Slot::Empty);
+            if matches!(slot, Slot::Empty) {
+                return Ok(());
+            }
+            if at >= self.registers.len() + MAX_GAP {
+                let text = format!("register {register} is far beyond the {} that there are", self.registers.len());
+                return Err(RpcError::new(ErrorKind::Protocol, text));
+            }
+            grow(&mut self.registers, at + 1, &mut self.held)?;
         }
+        self.held.add(slot.heap_bytes())?;
+        self.held.remove(self.registers[at].heap_bytes());
         self.forget_unsettled(register);
         self.registers[at] = slot;
+        Ok(())
+    }
+
+    /// Sets a register to the failure of its command. If the session may hold no more memory it is
+    /// empty instead.
+    pub(super) fn poison(&mut self, register: Register, failure: Arc<Failure>) {
+        if self.set(register, Slot::Poisoned(failure)).is_err() {
+            // Nothing is charged for that.
+            _ = self.set(register, Slot::Empty);
+        }
     }
 
     pub(super) fn forget_unsettled(&mut self, register: Register) {
@@ -46,23 +83,31 @@ impl Worker {
         }
     }
 
-    pub(super) fn set_object(&mut self, register: Register, object: Object) {
-        self.set(register, Slot::Value(Value::Object(object)));
+    pub(super) fn set_object(&mut self, register: Register, object: Object) -> rpc_core::Result<()> {
+        self.set(register, Slot::Value(Value::Object(object)))
     }
 
-    pub(super) fn set_name(&mut self, register: Register, name: Option<&str>) {
+    /// Notes the name of the function in a register, for failures.
+    ///
+    /// # Errors
+    ///
+    /// The session may hold no more memory.
+    pub(super) fn set_name(&mut self, register: Register, name: Option<&str>) -> rpc_core::Result<()> {
         let of_session = self.running.as_ref().map_or(Some(register), |running| running.session_register(register));
         // A value of a program's own gets no name.
         let Some(at) = of_session.map(|register| register as usize).filter(|at| *at < self.registers.len() + MAX_GAP)
         else {
-            return;
+            return Ok(());
         };
         if name.is_some() && at >= self.names.len() {
-            self.names.resize(at + 1, None);
+            grow(&mut self.names, at + 1, &mut self.held)?;
         }
         if let Some(known) = self.names.get_mut(at) {
+            self.held.add(name.map_or(0, str::len))?;
+            self.held.remove(known.as_deref().map_or(0, str::len));
             *known = name.map(Arc::from);
         }
+        Ok(())
     }
 
     pub(super) fn value(&self, register: Register) -> Outcome<LocalValue> {

@@ -15,7 +15,7 @@ use crate::error::{ErrorKind, Result, RpcError};
 use crate::function::function::{Function, Signature, Started};
 use crate::function::invocation::Invocation;
 use crate::function::object::{LocalValue, Module};
-use crate::limits::SessionLimits;
+use crate::limits::{MemoryLease, SessionLimits};
 use crate::reply::Responder;
 use crate::session::Lane;
 use crate::tensor::{Access, Borrow, Layout, Tensor};
@@ -78,6 +78,13 @@ pub trait Host: Send + Sync {
     ///
     /// A limit that is reached, and a layout that does not fit the memory.
     fn adopt(&self, device: Device, memory: Box<dyn Memory>, layout: Layout<'_>) -> Result<Tensor>;
+
+    /// Counts bytes that a function keeps, beside tensors, against the session's memory.
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::LimitExceeded`].
+    fn reserve_memory(&self, bytes: u64) -> Result<MemoryLease>;
 
     /// Returns the session's limits.
     fn limits(&self) -> &SessionLimits;
@@ -158,6 +165,16 @@ impl Context {
     /// [`ErrorKind::LimitExceeded`].
     pub fn reserve_thread(&self) -> Result<ThreadPermit> {
         self.host.reserve_thread()
+    }
+
+    /// Counts bytes that the function keeps for its caller beyond the call, and that are in no
+    /// tensor, against the session's `max_memory`, until the lease is dropped.
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::LimitExceeded`], naming the limit that was reached.
+    pub fn reserve_memory(&self, bytes: u64) -> Result<MemoryLease> {
+        self.host.reserve_memory(bytes)
     }
 
     /// Returns the session's limits, for functions that start work outside of it on its behalf.

@@ -12,7 +12,7 @@ use crate::function::context::{Context, Host, ThreadPermit, Usage, WorkspaceFile
 use crate::function::function::{Function, Signature};
 use crate::function::loader::LoadRequest;
 use crate::function::object::Module;
-use crate::limits::SessionLimits;
+use crate::limits::{MemoryLease, SessionLimits};
 use crate::session::Lane;
 use crate::tensor::{Layout, Storage, Tensor};
 
@@ -63,6 +63,10 @@ impl Host for LocalInner {
         let Layout { byte_offset, shape, strides, dtype } = layout;
         let storage = Storage::new(device, memory, Some(Box::new(lease)));
         Tensor::new(storage, byte_offset, shape, strides.map(<[i64]>::to_vec), dtype)
+    }
+
+    fn reserve_memory(&self, bytes: u64) -> Result<MemoryLease> {
+        self.memory.reserve(bytes)
     }
 
     fn limits(&self) -> &SessionLimits {
