@@ -436,6 +436,10 @@ impl ServerEndpoint {
             }
         };
         self.held_releases += merged;
+        if self.backlog <= self.max_backlog {
+            // It does not wait: the driver takes it before it reads on.
+            return Ok(());
+        }
         // A client that keeps its handles within the session's limit stays far below this.
         let refused = if self.held_releases > self.max_held_releases {
             Err(RpcError::limit("window", self.max_held_releases, self.held_releases))

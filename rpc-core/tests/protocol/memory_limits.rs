@@ -222,6 +222,19 @@ fn frees_that_wait_count_against_the_limit_of_all_sessions() {
     assert_eq!(quota.used(), 0);
 }
 
+/// What others have queued is nothing to a client that frees objects and reads its replies.
+#[test]
+fn frees_that_need_not_wait_need_no_room() {
+    let quota = MemoryQuota::new("max_total_queued", 256 << 10, None);
+    let mut pair = setup().build();
+    pair.server = pair.server.with_quota(quota.clone());
+    let _others = quota.reserve(256 << 10).unwrap();
+    let many = frame(Kind::Free, 0, 0, false, &[7; 8 * 4000], &[]);
+    for _ in 0..100 {
+        assert!(matches!(feed(&mut pair, &many).unwrap()[..], [ServerEvent::Release { .. }]));
+    }
+}
+
 /// Regression: each `Close` of a client was queued, and so was what followed.
 #[test]
 fn messages_after_a_close_are_dropped() {
