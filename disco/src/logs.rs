@@ -163,7 +163,7 @@ pub(crate) fn number(level: Level) -> u8 {
 /// Control characters of terminals are escaped.
 pub(crate) fn show(worker: WorkerId, line: &LogLine) {
     let LogLine { level, target, text, missing_before } = line;
-    let (target, text) = (rpc_core::printable(target), rpc_core::printable(text));
+    let (target, text) = (rpc_core::printable_line(target), rpc_core::printable_line(text));
     let missing = match missing_before {
         0 => String::new(),
         count => format!(" ({count} lines before this one are missing)"),

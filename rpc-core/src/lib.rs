@@ -42,7 +42,7 @@ pub mod value;
 pub use dlpack::{DataType, DataTypeCode, Device, DeviceType, Element};
 pub use error::{ErrorKind, Fault, Result, RpcError};
 pub use handle::{Handle, HandleQuota, HandleTable};
-pub use printable::printable;
+pub use printable::{printable, printable_line};
 pub use trace::TraceContext;
 pub use value::{Packed, Reference, TensorRef, Value};
 

@@ -14,10 +14,25 @@ use std::fmt::Write;
 /// ```
 #[must_use]
 pub fn printable(text: &str) -> Cow<'_, str> {
-    let Some(first) = text.find(is_terminal_control) else { return text.into() };
+    escape(text, |c| c != '\n' && c != '\t' && is_terminal_control(c))
+}
+
+/// As [`printable`], for text that belongs on one line, such as the name of a file: newlines and
+/// tabs are escaped, too.
+///
+/// ```
+/// assert_eq!(rpc_core::printable_line("name\nother"), r"name\u{a}other");
+/// ```
+#[must_use]
+pub fn printable_line(text: &str) -> Cow<'_, str> {
+    escape(text, is_terminal_control)
+}
+
+fn escape(text: &str, escapes: impl Fn(char) -> bool) -> Cow<'_, str> {
+    let Some(first) = text.find(&escapes) else { return text.into() };
     let mut safe = text[..first].to_owned();
     for c in text[first..].chars() {
-        if is_terminal_control(c) {
+        if escapes(c) {
             let _ = write!(safe, "{}", c.escape_unicode());
         } else {
             safe.push(c);
@@ -28,7 +43,6 @@ pub fn printable(text: &str) -> Cow<'_, str> {
 
 fn is_terminal_control(c: char) -> bool {
     match c {
-        '\n' | '\t' => false,
         // Marks, embeddings, overrides and isolates of bidirectional text.
         '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}' => true,
         _ => c.is_control(),

@@ -1,5 +1,5 @@
-//! Output: data on standard output, everything else on standard error. What a peer said never
-//! steers a terminal.
+//! Output: data on standard output, everything else on standard error. What a peer said steers no
+//! terminal, except for the bytes of a file that `get` writes to one.
 
 use std::borrow::Cow;
 use std::fmt::Write as _;
@@ -7,7 +7,7 @@ use std::io::{self, IsTerminal, Write};
 
 use clap::ValueEnum;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-use rpc_core::printable;
+use rpc_core::{printable, printable_line};
 use serde::Serialize;
 
 use super::failure::Failure;
@@ -63,6 +63,11 @@ impl Output {
     /// Standard output cannot be written.
     pub fn line(&self, text: &str) -> Result<(), Failure> {
         self.raw_line(&self.data(text))
+    }
+
+    /// Prints the name of something, on a line of its own.
+    pub(super) fn name(&self, name: &str) -> Result<(), Failure> {
+        self.raw_line(&if self.on_terminal { printable_line(name) } else { name.into() })
     }
 
     /// Prints one line of data behind a word, which is green if `well` and red if not.
@@ -163,14 +168,15 @@ fn paint(colored: bool, color: &str, text: &str) -> String {
     if colored { format!("\x1b[1;{color}m{text}\x1b[0m") } else { text.to_owned() }
 }
 
-/// Returns a JSON document in which every control character is escaped: JSON itself demands it of
-/// those below 32 alone. Outside of strings there is none.
+/// Returns a JSON document in which every character that could steer a terminal is escaped: JSON
+/// itself demands it of those below 32 alone. Outside of strings there is none.
 fn ascii_controls(json: &str) -> Cow<'_, str> {
-    if !json.contains(char::is_control) {
+    let escapes = |c: char| matches!(printable_line(c.encode_utf8(&mut [0; 4])), Cow::Owned(_));
+    if !json.contains(escapes) {
         return json.into();
     }
     let escape = |mut text: String, c: char| {
-        if c.is_control() {
+        if escapes(c) {
             let _ = write!(text, "\\u{:04x}", u32::from(c));
         } else {
             text.push(c);
