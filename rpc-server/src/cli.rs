@@ -14,6 +14,7 @@ mod failure;
 mod failure_report;
 mod files;
 mod info;
+mod interruption;
 mod module;
 mod new_file;
 pub mod npy;
@@ -30,8 +31,8 @@ use std::process::ExitCode;
 
 use clap::{CommandFactory, Parser, Subcommand};
 use rpc_transports::Transports;
-use tokio::signal::unix::{SignalKind, signal};
 
+use self::interruption::Interruption;
 use crate::logging::{self, LogFormat};
 
 pub use self::connect::{CommonOptions, close};
@@ -141,8 +142,12 @@ fn run(options: &CommonOptions, output: &Output, command: Command) -> Result<(),
         Command::Rm(args) => limited(options, files::rm(options, output, args)),
         Command::Time(args) => limited(options, call::time(options, output, args)),
         // These commands apply the limit to each of their steps.
-        Command::Status(args) => on_runtime(status::status(options, output, args)),
-        Command::Ping(args) => on_runtime(ping::ping(options, output, args)),
+        Command::Status(args) => {
+            until_interrupted(async |interruption| status::status(options, output, args, &interruption).await)
+        }
+        Command::Ping(args) => {
+            until_interrupted(async |interruption| ping::ping(options, output, args, &interruption).await)
+        }
         Command::Doctor(args) => on_runtime(doctor::doctor(options, output, args)),
         Command::Cert(args) => credentials::cert(output, args),
         Command::Token(args) => credentials::token(output, args),
@@ -177,34 +182,24 @@ fn limited(options: &CommonOptions, work: impl Future<Output = Result<(), Failur
     })
 }
 
-/// Runs `work` on the calling thread, until a signal asks to end: then it is dropped, so that
-/// nothing incomplete is left.
+/// Runs `work` on the calling thread, until a signal asks to end: then it is dropped.
 fn on_runtime(work: impl Future<Output = Result<(), Failure>>) -> Result<(), Failure> {
-    let runtime = runtime()?;
-    let outcome = runtime.block_on(async {
+    until_interrupted(async |interruption| {
         tokio::select! {
-            // A command that waits for SIGINT itself comes first.
-            biased;
             outcome = work => outcome,
-            signal = end_signal() => Err(Failure::Interrupted(signal?)),
+            failure = interruption.wait() => Err(failure),
         }
-    });
+    })
+}
+
+/// Runs work that ends by itself when a signal asks it to.
+fn until_interrupted(work: impl AsyncFnOnce(Interruption) -> Result<(), Failure>) -> Result<(), Failure> {
+    let interruption = Interruption::listen()?;
+    let runtime = runtime()?;
+    let outcome = runtime.block_on(work(interruption));
     // A read of standard input may still block a thread for ever.
     runtime.shutdown_background();
     outcome
-}
-
-/// Waits for a signal that asks the program to end. Returns its number.
-async fn end_signal() -> Result<i32, Failure> {
-    let listen = |kind: SignalKind| {
-        signal(kind).map_err(|source| Failure::Local { what: "cannot wait for signals".to_owned(), source })
-    };
-    let (interrupt, terminate) = (SignalKind::interrupt(), SignalKind::terminate());
-    let (mut interrupted, mut terminated) = (listen(interrupt)?, listen(terminate)?);
-    tokio::select! {
-        _ = interrupted.recv() => Ok(interrupt.as_raw_value()),
-        _ = terminated.recv() => Ok(terminate.as_raw_value()),
-    }
 }
 
 /// Returns a runtime on the calling thread.

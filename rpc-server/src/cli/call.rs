@@ -63,9 +63,9 @@ pub(super) async fn call(options: &CommonOptions, output: &Output, args: CallArg
 /// Stores the tensors of a result in `files`.
 async fn store(session: &Session, output: &Output, result: &Shown, files: &[PathBuf]) -> Result<(), Failure> {
     if let (Shown::Bytes(bytes), [file]) = (result, files) {
-        let mut target = NewFile::create(file)?;
+        let mut target = NewFile::create(file, output)?;
         std::io::Write::write_all(&mut target, bytes).map_err(|error| Failure::file("cannot write", file, error))?;
-        return target.persist(file);
+        return target.persist();
     }
     let tensors = result.tensors();
     if !files.is_empty() && tensors.len() != files.len() {

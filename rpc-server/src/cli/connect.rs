@@ -115,7 +115,7 @@ impl CommonOptions {
     /// Returns a connector without hops. Its limits are longer than ours, so that ours are the ones
     /// that are reported.
     pub(super) fn bare_connector(&self) -> Result<Connector, Failure> {
-        let limit = self.connect_limit() + Duration::from_secs(5);
+        let limit = self.connect_limit() + Duration::from_secs(1);
         Ok(Connector::new()
             .transports(self.transports.clone())
             .dial(self.dial_options()?)

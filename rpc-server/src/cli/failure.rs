@@ -91,7 +91,7 @@ pub enum Failure {
     #[error("cannot write the output")]
     Output(#[source] io::Error),
     /// A signal, whose number this is, asked to end.
-    #[error("interrupted: nothing incomplete is kept")]
+    #[error("interrupted")]
     Interrupted(i32),
     /// The failure has been reported already. The value is the exit code.
     #[error("failed")]

@@ -96,16 +96,15 @@ pub(super) async fn get(options: &CommonOptions, output: &Output, args: GetArgs)
             if local.as_os_str() == STANDARD_STREAM {
                 return on_own_thread(move || Ok(files.get(&path, io::stdout()).wait().map(drop)?)).await;
             }
-            let mut target = writable(&local)?;
+            let target = writable(&local, output)?;
             let bar = output.progress(name, None);
             let shown = bar.clone();
-            let (bytes, target) = on_own_thread(move || {
-                let get = files.get(&path, target.as_write());
-                Ok((get.progress(|bytes| shown.set_position(bytes)).wait()?, target))
-            })
-            .await?;
+            let file = target.writer(&local)?;
+            let bytes =
+                on_own_thread(move || Ok(files.get(&path, file).progress(|bytes| shown.set_position(bytes)).wait()?))
+                    .await?;
             bar.finish_and_clear();
-            target.finish(&local)?;
+            target.finish()?;
             if output.is_json() {
                 return output
                     .json(&json!({ "path": args.remote, "local": local.display().to_string(), "bytes": bytes }));
@@ -133,27 +132,28 @@ enum Target {
     Existing(File),
 }
 
-fn writable(local: &Path) -> Result<Target, Failure> {
+fn writable(local: &Path, output: &Output) -> Result<Target, Failure> {
     match fs::metadata(local) {
         Ok(metadata) if !metadata.is_file() => {
             let opened = File::options().write(true).open(local);
             opened.map(Target::Existing).map_err(|error| Failure::file("cannot write", local, error))
         }
-        _ => NewFile::create(local).map(Target::New),
+        _ => NewFile::create(local, output).map(Target::New),
     }
 }
 
 impl Target {
-    fn as_write(&mut self) -> &mut (dyn io::Write + Send) {
+    /// Returns the file, for the thread that writes to it.
+    fn writer(&self, local: &Path) -> Result<File, Failure> {
         match self {
-            Self::New(file) => file,
-            Self::Existing(file) => file,
+            Self::New(file) => file.writer(),
+            Self::Existing(file) => file.try_clone().map_err(|error| Failure::file("cannot write", local, error)),
         }
     }
 
-    fn finish(self, local: &Path) -> Result<(), Failure> {
+    fn finish(self) -> Result<(), Failure> {
         match self {
-            Self::New(file) => file.persist(local),
+            Self::New(file) => file.persist(),
             Self::Existing(_) => Ok(()),
         }
     }
@@ -184,7 +184,7 @@ pub(super) async fn ls(options: &CommonOptions, output: &Output, args: LsArgs) -
                     let modified = rfc3339(entry.modified);
                     output.line(&format!("{:>width$} {modified} {}", entry.size, entry.name))
                 } else {
-                    output.line(&entry.name)
+                    output.name(&entry.name)
                 }
             })
         })

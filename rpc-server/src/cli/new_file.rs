@@ -2,48 +2,71 @@
 //! interrupted, leaves the old one in place and nothing beside it.
 
 use std::fs::{self, File};
-use std::io::{self, Write};
+use std::io::{self, Seek, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
-use tempfile::TempPath;
+use tempfile::{NamedTempFile, TempPath};
 
 use super::failure::Failure;
+use super::output::Output;
 
 /// Permissions of a new file, before the umask.
 const MODE: u32 = 0o666;
 
-/// A file in the folder of its target. Dropping it removes it, unless it was
+/// A file in the folder of its target. Dropping it removes it and says so, unless it was
 /// [persisted](Self::persist).
 pub(super) struct NewFile {
-    file: File,
+    target: PathBuf,
     folder: PathBuf,
+    output: Output,
+    file: File,
     /// Its name as long as it is incomplete, if it has to have one.
-    incomplete: Option<TempPath>,
+    name: Option<TempPath>,
+    is_complete: bool,
 }
 
 impl NewFile {
     /// Creates the file that is to become `target`. Where the system has files without a name, it
     /// has none: then nothing is left even if this process is killed.
-    pub(super) fn create(target: &Path) -> Result<Self, Failure> {
+    pub(super) fn create(target: &Path, output: &Output) -> Result<Self, Failure> {
         let folder = target.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-        let folder = folder.to_owned();
-        if let Some(file) = unnamed(&folder) {
-            return Ok(Self { file, folder, incomplete: None });
-        }
-        let named = builder().permissions(fs::Permissions::from_mode(MODE)).tempfile_in(&folder);
-        let (file, path) = named.map_err(|error| Failure::file("cannot write", target, error))?.into_parts();
-        Ok(Self { file, folder, incomplete: Some(path) })
+        let (file, name) = match unnamed(folder) {
+            Some(file) => (file, None),
+            None => {
+                let created = named(folder).map_err(|error| Failure::file("cannot write", target, error))?;
+                let (file, name) = created.into_parts();
+                (file, Some(name))
+            }
+        };
+        let (target, folder) = (target.to_owned(), folder.to_owned());
+        Ok(Self { target, folder, output: *output, file, name, is_complete: false })
+    }
+
+    /// Returns the file, for a thread that writes to it while this value stays where it is.
+    pub(super) fn writer(&self) -> Result<File, Failure> {
+        self.file.try_clone().map_err(|error| Failure::file("cannot write", &self.target, error))
     }
 
     /// Gives the complete file its name. What had the name before is replaced.
-    pub(super) fn persist(self, target: &Path) -> Result<(), Failure> {
-        let complete = match self.incomplete {
+    pub(super) fn persist(mut self) -> Result<(), Failure> {
+        let complete = match self.name.take() {
             Some(path) => Ok(path),
-            None => link(&self.file, &self.folder),
+            // The system may have files without a name, and let nobody name them later.
+            None => link(&self.file, &self.folder).or_else(|_| copy(&mut self.file, &self.folder)),
         };
-        let renamed = complete.and_then(|path| path.persist(target).map_err(|error| error.error));
-        renamed.map_err(|error| Failure::file("cannot write", target, error))
+        let renamed = complete.and_then(|path| path.persist(&self.target).map_err(|error| error.error));
+        renamed.map_err(|error| Failure::file("cannot write", &self.target, error))?;
+        self.is_complete = true;
+        Ok(())
+    }
+}
+
+impl Drop for NewFile {
+    fn drop(&mut self) {
+        if !self.is_complete {
+            self.output.note(&format!("{}: incomplete, and not kept", self.target.display()));
+        }
     }
 }
 
@@ -55,6 +78,18 @@ impl Write for NewFile {
     fn flush(&mut self) -> io::Result<()> {
         self.file.flush()
     }
+}
+
+fn named(folder: &Path) -> io::Result<NamedTempFile> {
+    builder().permissions(fs::Permissions::from_mode(MODE)).tempfile_in(folder)
+}
+
+/// Copies a file to one with a temporary name in `folder`.
+fn copy(file: &mut File, folder: &Path) -> io::Result<TempPath> {
+    let mut copy = named(folder)?;
+    file.rewind()?;
+    io::copy(file, copy.as_file_mut())?;
+    Ok(copy.into_temp_path())
 }
 
 fn builder() -> tempfile::Builder<'static, 'static> {
@@ -75,7 +110,7 @@ fn unnamed(folder: &Path) -> Option<File> {
     if !Path::new(DESCRIPTORS).is_dir() {
         return None;
     }
-    let flags = OFlags::TMPFILE | OFlags::WRONLY | OFlags::CLOEXEC;
+    let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
     rustix::fs::open(folder, flags, Mode::from_raw_mode(MODE)).ok().map(File::from)
 }
 
@@ -105,7 +140,12 @@ fn link(_file: &File, _folder: &Path) -> io::Result<TempPath> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::output::ColorChoice;
     use super::*;
+
+    fn output() -> Output {
+        Output::new(false, true, ColorChoice::Never)
+    }
 
     fn names(folder: &Path) -> Vec<String> {
         fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect()
@@ -117,10 +157,10 @@ mod tests {
         let target = folder.path().join("target");
         fs::write(&target, "old").unwrap();
         for content in ["new", "newer"] {
-            let mut file = NewFile::create(&target).unwrap();
+            let mut file = NewFile::create(&target, &output()).unwrap();
             file.write_all(content.as_bytes()).unwrap();
             assert_ne!(fs::read_to_string(&target).unwrap(), content);
-            file.persist(&target).unwrap();
+            file.persist().unwrap();
             assert_eq!(fs::read_to_string(&target).unwrap(), content);
             assert_eq!(names(folder.path()), ["target"]);
         }
@@ -134,10 +174,18 @@ mod tests {
     #[test]
     fn a_file_that_is_dropped_leaves_nothing() {
         let folder = tempfile::tempdir().unwrap();
-        let mut file = NewFile::create(&folder.path().join("target")).unwrap();
+        let mut file = NewFile::create(&folder.path().join("target"), &output()).unwrap();
         file.write_all(b"part").unwrap();
         drop(file);
         assert!(names(folder.path()).is_empty());
+    }
+
+    #[test]
+    fn a_file_that_cannot_be_named_is_copied() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut file = tempfile::tempfile().unwrap();
+        file.write_all(b"data").unwrap();
+        assert_eq!(fs::read(copy(&mut file, folder.path()).unwrap()).unwrap(), b"data");
     }
 
     #[cfg(target_os = "linux")]
@@ -146,7 +194,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         // Some file systems have no files without a name.
         if unnamed(folder.path()).is_some() {
-            let _file = NewFile::create(&folder.path().join("target")).unwrap();
+            let _file = NewFile::create(&folder.path().join("target"), &output()).unwrap();
             assert!(names(folder.path()).is_empty());
         }
     }

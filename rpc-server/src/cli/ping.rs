@@ -9,6 +9,7 @@ use tokio::time::Instant;
 use super::call::Summary;
 use super::connect::{CommonOptions, Files, close};
 use super::failure::Failure;
+use super::interruption::Interruption;
 use super::output::Output;
 use crate::config::Span;
 
@@ -24,11 +25,24 @@ pub(super) struct PingArgs {
     interval: Span,
 }
 
-pub(super) async fn ping(options: &CommonOptions, output: &Output, args: PingArgs) -> Result<(), Failure> {
+/// Measures round trips until there are enough, or the interruption comes. A summary ends them.
+pub(super) async fn ping(
+    options: &CommonOptions,
+    output: &Output,
+    args: PingArgs,
+    interruption: &Interruption,
+) -> Result<(), Failure> {
     let started = Instant::now();
-    let session = options.connect(&args.address, Files::None).await?;
-    output.note(&format!("connected to {} in {}", args.address, millis(started.elapsed())));
-    let echo = session.get_function("rpc.echo").await?;
+    let connect = async {
+        let session = options.connect(&args.address, Files::None).await?;
+        output.note(&format!("connected to {} in {}", args.address, millis(started.elapsed())));
+        let echo = session.get_function("rpc.echo").await?;
+        Ok::<_, Failure>((session, echo))
+    };
+    let (session, echo) = tokio::select! {
+        connected = connect => connected?,
+        failure = interruption.wait() => return Err(failure),
+    };
     let mut samples = Vec::new();
     let trips = async {
         let mut next = Instant::now();
@@ -51,7 +65,7 @@ pub(super) async fn ping(options: &CommonOptions, output: &Output, args: PingArg
     };
     let outcome: Result<(), Failure> = tokio::select! {
         outcome = trips => outcome,
-        _ = tokio::signal::ctrl_c() => Ok(()),
+        _ = interruption.wait() => Ok(()),
     };
     let Summary { mean, median, min, max, std } = Summary::of(&samples);
     if output.is_json() {

@@ -9,6 +9,7 @@ use rpc_transports::tracker::{Reach, ServerSummary, Summary, TrackerClient};
 
 use super::connect::CommonOptions;
 use super::failure::Failure;
+use super::interruption::Interruption;
 use super::output::{Output, counted};
 use crate::config::Span;
 use crate::tracker::display::{for_people, has, holder, lost, plain, wanted};
@@ -29,12 +30,24 @@ pub(super) struct StatusArgs {
     interval: Span,
 }
 
-pub(super) async fn status(options: &CommonOptions, output: &Output, args: StatusArgs) -> Result<(), Failure> {
+/// Prints what the tracker knows: once, or again and again until the interruption comes.
+pub(super) async fn status(
+    options: &CommonOptions,
+    output: &Output,
+    args: StatusArgs,
+    interruption: &Interruption,
+) -> Result<(), Failure> {
     let limit = options.connect_limit();
     let connect = TrackerClient::connect_with(options.connector()?, &args.tracker);
-    let client = within(limit, "connecting to the tracker", connect).await?;
+    let client = tokio::select! {
+        client = within(limit, "connecting to the tracker", connect) => client?,
+        failure = interruption.wait() => return Err(failure),
+    };
     loop {
-        let mut summary = within(limit, "the tracker's answer", client.summary()).await?;
+        let mut summary = tokio::select! {
+            summary = within(limit, "the tracker's answer", client.summary()) => summary?,
+            failure = interruption.wait() => return if args.watch { Ok(()) } else { Err(failure) },
+        };
         if let Some(key) = &args.key {
             summary.servers.retain(|server| server.key == *key);
             summary.queue.retain(|entry| entry.key == *key || entry.key.is_empty());
@@ -53,7 +66,7 @@ pub(super) async fn status(options: &CommonOptions, output: &Output, args: Statu
         }
         tokio::select! {
             () = tokio::time::sleep(args.interval.0) => {}
-            _ = tokio::signal::ctrl_c() => return Ok(()),
+            _ = interruption.wait() => return Ok(()),
         }
     }
 }

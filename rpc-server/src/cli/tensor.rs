@@ -77,7 +77,7 @@ pub(super) async fn store(
     tensor: &RemoteTensor,
     file: &Path,
 ) -> Result<(), Failure> {
-    let mut target = NewFile::create(file)?;
+    let mut target = NewFile::create(file, output)?;
     write_header(&mut target, tensor.dtype(), tensor.shape())
         .map_err(|source| Failure::Npy { file: file.to_owned(), source })?;
     let len = tensor.size_bytes();
@@ -92,7 +92,7 @@ pub(super) async fn store(
         bar.set_position(offset);
     }
     bar.finish_and_clear();
-    target.persist(file)
+    target.persist()
 }
 
 /// Returns the elements of a tensor of `shape` as nested lists; `None` for types without numbers in

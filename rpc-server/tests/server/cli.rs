@@ -1,15 +1,18 @@
 //! `rpc-cli` against `rpc-server`, both as the programs that they are.
 
-use std::io::{Read, Write};
-use std::net::TcpListener;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{TcpListener, TcpStream};
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc;
 use std::thread;
 
 use rpc_core::DataType;
 use rpc_core::dlpack::to_bytes;
 use rpc_server::ServerProcess;
 use rpc_server::cli::npy::{read_header, write_header};
+#[cfg(target_os = "linux")]
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value as Json, json};
 use tempfile::TempDir;
 
@@ -224,34 +227,99 @@ fn files_are_read_from_standard_input_and_written_to_standard_output() {
     assert_eq!(fixture.cli("put", &["-"]).code, 2);
 }
 
+/// Sends the signal once the program waits for it.
+#[cfg(target_os = "linux")]
+fn interrupt(child: &mut Child, signal: Signal) {
+    let status = format!("/proc/{}/status", child.id());
+    let is_caught = || {
+        let status = std::fs::read_to_string(&status).unwrap();
+        let caught = status.lines().find_map(|line| line.strip_prefix("SigCgt:")).unwrap();
+        u64::from_str_radix(caught.trim(), 16).unwrap() >> (signal.as_raw() - 1) & 1 == 1
+    };
+    while !is_caught() {
+        assert_eq!(child.try_wait().unwrap(), None, "it has ended by itself");
+        thread::yield_now();
+    }
+    kill_process(Pid::from_child(child), signal).unwrap();
+}
+
+fn spawn(args: &[&str]) -> Child {
+    let mut command = command(args);
+    command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+}
+
 #[cfg(target_os = "linux")]
 #[test]
-fn an_interrupted_command_says_so_and_leaves_nothing_incomplete() {
-    use rustix::process::{Pid, Signal, kill_process};
-
+fn an_interrupted_command_says_so_and_what_it_sent_in_part_is_not_there() {
     let fixture = Fixture::new(&[]);
     for (signal, code) in [(Signal::INT, 130), (Signal::TERM, 143)] {
         // It waits for its standard input.
-        let mut command = command(&["put", fixture.address(), "-", "name"]);
-        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
-        let mut child = command.spawn().unwrap();
+        let mut child = spawn(&["put", fixture.address(), "-", "name"]);
         let _open = child.stdin.take();
-        let status = format!("/proc/{}/status", child.id());
-        let is_caught = || {
-            let status = std::fs::read_to_string(&status).unwrap();
-            let caught = status.lines().find_map(|line| line.strip_prefix("SigCgt:")).unwrap();
-            u64::from_str_radix(caught.trim(), 16).unwrap() >> (signal.as_raw() - 1) & 1 == 1
-        };
-        while !is_caught() {
-            thread::yield_now();
-        }
-        kill_process(Pid::from_child(&child), signal).unwrap();
+        interrupt(&mut child, signal);
         let output = child.wait_with_output().unwrap();
         let stderr = String::from_utf8(output.stderr).unwrap();
         assert_eq!(output.status.code(), Some(code), "{stderr}");
         assert!(stderr.contains("interrupted"), "{stderr}");
         assert_eq!(fixture.cli("ls", &[]).ok(), "");
     }
+}
+
+/// Passes a connection on to `server`, and stops after so many bytes of its answers. Returns the
+/// address, and a receiver that gets a message then.
+fn stalling(server: &str, answered: u64) -> (String, mpsc::Receiver<()>) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = format!("tcp://{}", listener.local_addr().unwrap());
+    let server = server.strip_prefix("tcp://").unwrap().to_owned();
+    let (tell, told) = mpsc::channel();
+    thread::spawn(move || {
+        let (mut client, _) = listener.accept().unwrap();
+        let mut server = TcpStream::connect(server).unwrap();
+        let (mut requests, mut on) = (client.try_clone().unwrap(), server.try_clone().unwrap());
+        thread::spawn(move || std::io::copy(&mut requests, &mut on));
+        std::io::copy(&mut (&mut server).take(answered), &mut client).unwrap();
+        tell.send(()).unwrap();
+        // Both connections stay open until the test ends.
+        thread::park();
+        drop((client, server));
+    });
+    (address, told)
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn an_interrupted_download_leaves_the_old_file_and_nothing_beside_it() {
+    let fixture = Fixture::new(&[]);
+    let (local, folder) = (fixture.path("local"), fixture.path("downloads"));
+    std::fs::write(&local, vec![7; 4 << 20]).unwrap();
+    fixture.cli("put", &[&local, "name"]).ok();
+    std::fs::create_dir(&folder).unwrap();
+    let target = Path::new(&folder).join("name");
+    std::fs::write(&target, "old").unwrap();
+    let (address, stalls) = stalling(fixture.address(), 2 << 20);
+    let mut child = spawn(&["get", &address, "name", target.to_str().unwrap()]);
+    stalls.recv().unwrap();
+    interrupt(&mut child, Signal::INT);
+    let output = child.wait_with_output().unwrap();
+    let stderr = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(130), "{stderr}");
+    assert!(stderr.contains("name: incomplete, and not kept"), "{stderr}");
+    assert_eq!(std::fs::read_to_string(&target).unwrap(), "old");
+    assert_eq!(std::fs::read_dir(&folder).unwrap().count(), 1);
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn an_interrupted_ping_prints_its_summary() {
+    let fixture = Fixture::new(&[]);
+    let mut child = spawn(&["ping", fixture.address(), "--interval", "1ms"]);
+    let mut lines = BufReader::new(child.stdout.take().unwrap()).lines().map(Result::unwrap);
+    assert!(lines.next().unwrap().starts_with("reply from "));
+    let rest = thread::spawn(move || lines.last());
+    interrupt(&mut child, Signal::INT);
+    assert_eq!(child.wait().unwrap().code(), Some(0));
+    let summary = rest.join().unwrap().unwrap();
+    assert!(summary.contains("replies, min/avg/median/max/mdev"), "{summary}");
 }
 
 #[test]
