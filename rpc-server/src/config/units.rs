@@ -243,7 +243,10 @@ impl FromStr for Origin {
             let has_name = |name: &str| !name.is_empty() && !name.contains(['@', '*']);
             let authority = uri.authority().is_some_and(|authority| has_name(authority.as_str()));
             // `Uri` gives a path of `/` where there is none.
-            authority && uri.scheme().is_some() && uri.query().is_none() && uri.path() == "/"
+            // Browsers leave out the port that the scheme implies.
+            let implied =
+                matches!((uri.scheme_str(), uri.port_u16()), (Some("https"), Some(443)) | (Some("http"), Some(80)));
+            authority && !implied && uri.scheme().is_some() && uri.query().is_none() && uri.path() == "/"
         };
         let uri = text.parse::<Uri>().ok();
         match uri.filter(|uri| is_origin(uri) && !text.ends_with('/') && !text.contains('#')) {

@@ -98,7 +98,9 @@ impl Running {
     ///
     /// # Errors
     ///
-    /// [`ServeError::Trust`] and [`ServeError::Config`]: a file cannot be read or used.
+    /// [`ServeError::Trust`]: a file with certificates or tokens cannot be read or used.
+    /// [`ServeError::Config`]: the configuration file cannot; certificates and tokens are the new
+    /// ones then.
     pub fn reload(&self) -> Result<(), ServeError> {
         let onward = self.onward.dial_options()?;
         self.server.set_access(self.trust.reload(self.tls.as_ref())?);
@@ -195,7 +197,15 @@ impl Running {
                     next = cause.source();
                 }
                 let cause = causes.join(": ");
-                tracing::error!(%error, cause, "cannot reload credentials and origins; the old ones stay in use");
+                if matches!(error, ServeError::Config(_)) {
+                    tracing::error!(
+                        %error,
+                        cause,
+                        "certificates and tokens have been read again; cannot read origins, the old ones stay in use"
+                    );
+                } else {
+                    tracing::error!(%error, cause, "cannot reload credentials and origins; the old ones stay in use");
+                }
             }
         }
     }
