@@ -82,7 +82,7 @@ pub fn check_may_block() -> Result<()> {
     Err(RpcError::new(
         ErrorKind::ApiMisuse,
         "a blocking form was called from inside an async runtime: use the async form and await it, or move the call \
-         to `spawn_blocking` or a thread of its own",
+         to `spawn_blocking` or a thread of its own (or, where blocking does no harm, into `blocking::allow_blocking`)",
     ))
 }
 
