@@ -56,12 +56,15 @@ every_clause! {
     exec = Remote::direct(program());
     exec_through_a_hop = Remote::through(1, program());
 
-    // Two hops. Each transport stands behind each other one, and behind itself.
+    // Two hops. With the chain of four, each transport stands behind each other one, and behind
+    // itself.
     tcp_tcp_tls = Remote::along([Link::tcp(), Link::tcp(), Link::tls()]);
     tls_tcp_quic = Remote::along([Link::tls(), Link::tcp(), Link::quic()]);
     quic_tcp_unix = Remote::along([Link::quic(), Link::tcp(), Link::unix()]);
     unix_tls_tls = Remote::along([Link::unix(), Link::tls(), Link::tls()]);
+    #[cfg(feature = "long")]
     tls_quic_tls = Remote::along([Link::tls(), Link::quic(), Link::tls()]);
+    #[cfg(feature = "long")]
     tls_unix_quic = Remote::along([Link::tls(), Link::unix(), Link::quic()]);
     quic_quic_unix = Remote::along([Link::quic(), Link::quic(), Link::unix()]);
     unix_unix_tcp = Remote::along([Link::unix(), Link::unix(), Link::tcp()]);
