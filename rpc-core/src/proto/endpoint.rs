@@ -10,20 +10,13 @@ use super::credit::cost;
 use super::frame::{FrameHeader, HEADER_LEN, Kind, MAX_BODY_PART};
 use super::handshake::Negotiated;
 use super::id_map::IdMap;
+use super::keep_alive::{KEEP_ALIVE, SILENT_INTERVALS};
 use super::output::Output;
 use crate::error::{ErrorKind, Result, RpcError};
 use crate::session::InPlaceWrite;
 
 /// Smallest payload, in bytes, that is received directly into its destination.
 const MIN_BULK_BYTES: usize = 16 << 10;
-
-/// Silent keep-alive intervals after which the peer is considered gone, in sessions and in
-/// handshakes that wait for longer.
-pub const SILENT_INTERVALS: u32 = 3;
-
-/// Default of the keep-alive interval, on both sides of every session: the time without received
-/// bytes after which a ping is sent.
-pub const KEEP_ALIVE: Duration = Duration::from_secs(5);
 
 /// Longest keep-alive interval: longer than any session, and short enough to be added to a time.
 const MAX_KEEP_ALIVE: Duration = Duration::from_secs(1 << 30);

@@ -11,8 +11,8 @@ use std::time::{Duration, Instant};
 use bytes::{Buf, Bytes, BytesMut};
 use serde::{Deserialize, Serialize};
 
-use super::endpoint::KEEP_ALIVE;
 use super::frame::{FrameHeader, HEADER_LEN, Kind};
+use super::keep_alive::KEEP_ALIVE;
 use crate::error::{ErrorKind, Result, RpcError};
 
 /// First bytes from both sides: a byte that is no text, a name, and line ends that a text-mode

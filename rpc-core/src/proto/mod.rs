@@ -23,17 +23,19 @@ mod endpoint;
 mod frame;
 mod handshake;
 mod id_map;
+mod keep_alive;
 mod message;
 mod output;
 mod server;
 
 pub use client::{Admission, ClientEndpoint, ClientEvent};
 pub use codec::{CodecError, decode_value, encode_value};
-pub use endpoint::{BulkRead, EndpointConfig, KEEP_ALIVE, SILENT_INTERVALS};
+pub use endpoint::{BulkRead, EndpointConfig};
 pub use frame::{FrameError, FrameHeader, HEADER_LEN, Kind, MAX_BODY_PART};
 pub use handshake::{
     ANONYMOUS, Anonymous, Handshake, HandshakeConfig, Hello, Identity, IdentityStep, MAGIC, Negotiated, Role,
     Transcript, VERSION_MAX, VERSION_MIN,
 };
+pub use keep_alive::{KEEP_ALIVE, SILENT_INTERVALS};
 pub use message::{decode_reply, decode_request, encode_reply, encode_request};
 pub use server::{InPlaceWriter, ServerEndpoint, ServerEvent};

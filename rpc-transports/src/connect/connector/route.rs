@@ -1,5 +1,5 @@
 //! The route of a connection: its hops in order, each of which forwards to the next or is a tunnel
-//! to it.
+//! to it. A part of the connector, about whose imports `opener.rs` has a word.
 
 use std::sync::Arc;
 
