@@ -4,10 +4,10 @@
 use std::ffi::{CStr, c_char, c_int};
 use std::io;
 use std::ptr;
+use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
 use ::mpi::ffi;
-use parking_lot::{Mutex, MutexGuard};
 use rpc_core::{ErrorKind, RpcError};
 
 use super::lost;
@@ -95,7 +95,7 @@ impl Transfer {
 impl Drop for Transfer {
     fn drop(&mut self) {
         let Some(mut message) = self.0.take() else { return };
-        let mut calls = CALLS.lock();
+        let mut calls = CALLS.lock().unwrap_or_else(PoisonError::into_inner);
         calls.held -= 1;
         // If the library cannot report the state, the bytes are kept.
         if calls.is_over || !message.is_done(&calls).unwrap_or(false) {
@@ -243,12 +243,13 @@ impl Library {
         };
         loop {
             match CALLS.try_lock() {
-                None if Instant::now() >= until => {
+                Err(TryLockError::WouldBlock) if Instant::now() >= until => {
                     return Err(late("a thread is in a call of it".to_owned()));
                 }
-                None => {}
-                Some(calls) if calls.is_over => return Ok(()),
-                Some(mut calls) => {
+                Err(TryLockError::WouldBlock) => {}
+                Err(TryLockError::Poisoned(_)) => return Err(lost("a thread panicked in a call")),
+                Ok(calls) if calls.is_over => return Ok(()),
+                Ok(mut calls) => {
                     calls.reap();
                     let open = calls.held + calls.left.len();
                     if open == 0 || Instant::now() >= until {
@@ -304,7 +305,7 @@ impl Library {
 ///
 /// MPI has been finalised.
 fn calls() -> io::Result<MutexGuard<'static, Calls>> {
-    let calls = CALLS.lock();
+    let calls = CALLS.lock().unwrap_or_else(PoisonError::into_inner);
     if calls.is_over { Err(io::Error::other("MPI has been ended")) } else { Ok(calls) }
 }
 
