@@ -3,13 +3,13 @@
 //!
 //! [`dispatch`] has the controller itself, which numbers commands and passes each to all links. The
 //! other files add to it: [`sync`] the waits for workers, [`reports`] the reports of workers, the
-//! [`data_plane`] and [`init_ccl`]. Operations of users are in [`session`].
+//! [`join_plan`] and [`init_ccl`]. Operations of users are in [`session`].
 
 pub(crate) mod ccl_state;
-mod data_plane;
 pub(crate) mod dispatch;
 pub(crate) mod dref;
 mod init_ccl;
+mod join_plan;
 mod module_upload;
 mod reports;
 pub(crate) mod session;

@@ -1,5 +1,5 @@
 //! Panics in functions and destructors: they become errors, with the backtrace, so that the caller
-//! sees where they arose.
+//! sees where they arose. Those of functions are caught in `function/function.rs`.
 
 use std::any::Any;
 use std::backtrace::{Backtrace, BacktraceStatus};

@@ -63,6 +63,7 @@ pub mod gpu;
 mod isolated_session;
 mod messages;
 mod process_io;
+mod process_limits;
 mod session_main;
 mod supervisor;
 

@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use bytes::{Buf, BytesMut};
 
-use super::credit::{cost, encode_credit, parse_credit};
+use super::credit_frame::{cost, encode_credit, parse_credit};
 use super::endpoint::{BulkRead, EndpointCommon, EndpointConfig, Incoming, Payload, PayloadTarget};
 use super::frame::{FrameHeader, Kind};
 use super::handshake::Negotiated;

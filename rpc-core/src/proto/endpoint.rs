@@ -6,11 +6,11 @@ use std::time::{Duration, Instant};
 use bytes::{Bytes, BytesMut};
 
 use super::buffer_pool::{BufferPool, PooledBuffer};
-use super::credit::cost;
+use super::credit_frame::cost;
 use super::frame::{FrameHeader, HEADER_LEN, Kind, MAX_BODY_PART};
 use super::handshake::Negotiated;
 use super::id_map::IdMap;
-use super::keep_alive::{KEEP_ALIVE, SILENT_INTERVALS};
+use super::keep_alive_defaults::{KEEP_ALIVE, SILENT_INTERVALS};
 use super::output::Output;
 use crate::error::{ErrorKind, Result, RpcError};
 use crate::session::InPlaceWrite;

@@ -12,7 +12,7 @@ use bytes::{Buf, Bytes, BytesMut};
 use serde::{Deserialize, Serialize};
 
 use super::frame::{FrameHeader, HEADER_LEN, Kind};
-use super::keep_alive::KEEP_ALIVE;
+use super::keep_alive_defaults::KEEP_ALIVE;
 use crate::error::{ErrorKind, Result, RpcError};
 
 /// First bytes from both sides: a byte that is no text, a name, and line ends that a text-mode

@@ -18,12 +18,12 @@
 mod buffer_pool;
 mod client;
 mod codec;
-mod credit;
+mod credit_frame;
 mod endpoint;
 mod frame;
 mod handshake;
 mod id_map;
-mod keep_alive;
+mod keep_alive_defaults;
 mod message;
 mod output;
 mod server;
@@ -36,6 +36,6 @@ pub use handshake::{
     ANONYMOUS, Anonymous, Handshake, HandshakeConfig, Hello, Identity, IdentityStep, MAGIC, Negotiated, Role,
     Transcript, VERSION_MAX, VERSION_MIN,
 };
-pub use keep_alive::{KEEP_ALIVE, SILENT_INTERVALS};
+pub use keep_alive_defaults::{KEEP_ALIVE, SILENT_INTERVALS};
 pub use message::{decode_reply, decode_request, encode_reply, encode_request};
 pub use server::{InPlaceWriter, ServerEndpoint, ServerEvent};

@@ -9,7 +9,7 @@ use std::time::Instant;
 use bytes::{Buf, BytesMut};
 
 use super::codec::CodecError;
-use super::credit::{cost, parse_credit};
+use super::credit_frame::{cost, parse_credit};
 use super::endpoint::{EndpointCommon, EndpointConfig, Incoming, Payload, PayloadTarget};
 use super::frame::{FrameHeader, Kind, MAX_BODY_PART};
 use super::handshake::Negotiated;

@@ -16,13 +16,13 @@ use rpc_transports::exec::{StdioEnds, take_stdio};
 use rpc_transports::{Channel, OpenRequest, ServeOptions, Server, TokioSpawner};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
-use rustix::process::{Resource, Rlimit, Signal, getpgrp, getpid, getrlimit, kill_current_process_group, setrlimit};
+use rustix::process::{Signal, getpgrp, getpid, kill_current_process_group};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::Notify;
 
 use super::messages::{Report, SessionSetup};
-use super::{GRACE, REPORT_INTERVAL};
-use crate::config::{ByteSize, ServeConfig, ServeSettings};
+use super::{GRACE, REPORT_INTERVAL, process_limits};
+use crate::config::{ServeConfig, ServeSettings};
 use crate::modules::{ModuleService, Native};
 use crate::server::exit_code;
 use crate::server::server_state::{ServerState, ServerTotals, SessionCount, UsageSource};
@@ -62,7 +62,7 @@ fn serve(
     let SessionSetup { config, workspace, uptime, module_digests, .. } = setup;
     let config = ServeSettings::from_toml(&config, "of the server".as_ref())?.resolve()?;
     logging::init(&config.log_level, config.log_format);
-    limit(&config)?;
+    process_limits::set(&config)?;
     watch(connection.try_clone()?)?;
     builtins::register(registry);
     disco::register(registry);
@@ -144,35 +144,6 @@ async fn serve_session(connection: UnixStream, session: SharedSession, config: &
         () = server.idle() => Ok(()),
         _ = server_died.recv() => kill_group(),
     }
-}
-
-/// Sets the limits of this process. Processes that it starts inherit them.
-fn limit(config: &ServeConfig) -> io::Result<()> {
-    // The data segment and not the address space, most of which is reserved and never used, above
-    // all by device drivers.
-    #[cfg(any(target_os = "linux", target_os = "android"))]
-    const MEMORY: Resource = Resource::Data;
-    // Other systems count only a small part of the data in the data segment.
-    #[cfg(not(any(target_os = "linux", target_os = "android")))]
-    const MEMORY: Resource = Resource::As;
-
-    lower(Resource::Nofile, config.isolate_files, config.isolate_files)?;
-    if config.isolate_memory != ByteSize::UNLIMITED {
-        lower(MEMORY, config.isolate_memory.0, config.isolate_memory.0)?;
-    }
-    if let Some(limit) = config.isolate_cpu_time {
-        let seconds = limit.0.as_millis().div_ceil(1000).max(1).try_into().unwrap_or(u64::MAX);
-        // The soft limit sends SIGXCPU, which names the cause; the hard limit sends SIGKILL, which
-        // cannot be ignored.
-        lower(Resource::Cpu, seconds, seconds.saturating_add(1))?;
-    }
-    Ok(())
-}
-
-fn lower(resource: Resource, current: u64, maximum: u64) -> io::Result<()> {
-    let most = getrlimit(resource).maximum.unwrap_or(u64::MAX);
-    let limit = Rlimit { current: Some(current.min(most)), maximum: Some(maximum.min(most)) };
-    Ok(setrlimit(resource, limit)?)
 }
 
 /// Asks the kernel for a signal when the server dies. Returns false if it has died already.
