@@ -25,6 +25,7 @@ pub mod function;
 pub mod handle;
 pub mod limits;
 pub mod local;
+pub mod log_limit;
 mod memory_quota;
 mod msgpack;
 mod panics;

@@ -58,7 +58,7 @@ pub(crate) fn panic_error(payload: &(dyn Any + Send)) -> RpcError {
 pub(crate) fn drop_each<T>(objects: impl IntoIterator<Item = T>) {
     for object in objects {
         if catch_unwind(AssertUnwindSafe(|| drop(object))).is_err() {
-            tracing::error!(backtrace = take_backtrace(), "an object panicked when it was freed");
+            crate::log_limited!(ERROR, backtrace = take_backtrace(), "an object panicked when it was freed");
         }
     }
 }

@@ -124,7 +124,7 @@ impl Gpu {
                 // Drops during process exit cause this, when the device is no longer needed.
                 tracing::debug!(device = %self.as_device(), %error, "the driver has ended");
             } else {
-                tracing::error!(device = %self.as_device(), %error, "a device is lost");
+                rpc_core::log_limited!(ERROR, device = %self.as_device(), %error, "a device is lost");
             }
             return Err(self.lost.get_or_init(|| error).clone());
         }

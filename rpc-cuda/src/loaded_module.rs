@@ -105,7 +105,7 @@ impl Drop for LoadedModule {
         });
         match fences {
             Ok(fences) => self.gpu.retired_modules.add(fences, self.raw),
-            Err(error) => tracing::warn!(%error, "a module stays loaded"),
+            Err(error) => rpc_core::log_limited!(WARN, %error, "a module stays loaded"),
         }
     }
 }

@@ -211,7 +211,11 @@ impl Drop for CudaMemory {
         // The device's work on the bytes may not be done.
         release_thread::release_later(move || {
             if let Err(error) = gpu.synchronize_all() {
-                tracing::warn!(%error, "a library's memory is released, but it is unknown if the device still uses it");
+                rpc_core::log_limited!(
+                    WARN,
+                    %error,
+                    "a library's memory is released, but it is unknown if the device still uses it"
+                );
             }
             drop(owner);
         });

@@ -242,7 +242,7 @@ impl Pool {
                 self.keep(context, block, Some(default_stream), other_streams);
             }
             // The block must not be reused, since the end of its use is unknown.
-            Err(error) => tracing::warn!(%error, bytes = size, "memory is leaked"),
+            Err(error) => rpc_core::log_limited!(WARN, %error, bytes = size, "memory is leaked"),
         }
         self.block_returned.notify_all();
     }
@@ -299,7 +299,7 @@ impl Pool {
             state.statistics.cached_bytes -= size;
             drop(state);
             if let Err(error) = self.return_to_driver(gpu, idle.block) {
-                tracing::warn!(%error, bytes = size, "memory is leaked");
+                rpc_core::log_limited!(WARN, %error, bytes = size, "memory is leaked");
             }
         }
     }

@@ -80,7 +80,7 @@ fn watch() {
                 outcome => {
                     // A panic must not affect other waits.
                     if catch_unwind(AssertUnwindSafe(|| (one.done)(outcome.map(drop)))).is_err() {
-                        tracing::error!("the callback of a wait for a stream panicked");
+                        rpc_core::log_limited!(ERROR, "the callback of a wait for a stream panicked");
                     }
                 }
             }

@@ -26,7 +26,7 @@ impl RetiredModules {
             }
             // SAFETY: the module is no longer in use, and its kernels are done.
             if let Err(error) = gpu.check(unsafe { gpu.driver.module_unload(module.0) }) {
-                tracing::warn!(%error, "a module was not unloaded");
+                rpc_core::log_limited!(WARN, %error, "a module was not unloaded");
             }
             false
         });

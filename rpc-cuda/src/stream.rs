@@ -179,13 +179,17 @@ impl Drop for CudaStream {
         // it.
         let ordered = self.record().and_then(|event| event.precede(context, context.default_stream));
         if let Err(error) = ordered {
-            tracing::warn!(%error, "a stream is not destroyed, because the default stream cannot wait for it");
+            rpc_core::log_limited!(
+                WARN,
+                %error,
+                "a stream is not destroyed, because the default stream cannot wait for it"
+            );
             return;
         }
         context.other_streams.lock().retain(|raw| raw.0 != self.raw.0);
         // SAFETY: the stream is no longer in use; the driver lets its work finish.
         if let Err(error) = gpu.check(unsafe { gpu.driver.stream_destroy(self.raw.0) }) {
-            tracing::warn!(%error, "a stream was not destroyed");
+            rpc_core::log_limited!(WARN, %error, "a stream was not destroyed");
         }
     }
 }

@@ -47,6 +47,8 @@ pub use handshake::identity_proofs as identity;
 pub use handshake::identity_proofs::{Access, Security, Token, TokenError, Tokens};
 pub use listener::{Accept, Listener};
 pub use message_family::MessageFamily;
+// For transports of other crates, which log what peers do.
+pub use rpc_core::log_limited;
 pub use serve::filter::{FilteredSession, FunctionPatterns, RequestPolicy};
 pub use serve::{
     Dialect, DialectActivity, DialectConnection, DialectRequest, Dialects, MAX_FIRST_BYTES, Receiving, Recognition,

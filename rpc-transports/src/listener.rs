@@ -65,7 +65,8 @@ impl Listener {
                     tracing::debug!(address = %self.address, %error, "a connection died unaccepted");
                 }
                 AcceptFailure::Exhausted => {
-                    tracing::warn!(
+                    rpc_core::log_limited!(
+                        WARN,
                         address = %self.address,
                         %error,
                         pause = ?self.pause_len,

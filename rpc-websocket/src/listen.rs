@@ -86,7 +86,12 @@ async fn upgrade(
     #[allow(clippy::result_large_err, reason = "the library's type")]
     let answer = |request: &Request, mut response: Response| {
         if let Err(origin) = check_origin(request, &origins) {
-            tracing::warn!(peer = %name, origin, "a web page was refused: its origin is not allowed (--allow-origin)");
+            rpc_transports::log_limited!(
+                WARN,
+                peer = %name,
+                origin,
+                "a web page was refused: its origin is not allowed (--allow-origin)"
+            );
             return Err(forbidden());
         }
         let arrives = if encrypted { ENCRYPTED } else { PLAIN };

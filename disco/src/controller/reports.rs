@@ -92,6 +92,6 @@ fn fill(tensor: &Tensor, offset: u64, bytes: &Bytes) {
         borrow.copy_in(range.start, bytes)
     });
     if let Err(error) = filled {
-        tracing::error!(%error, "a worker sent bytes that do not fit its tensor");
+        rpc_core::log_limited!(ERROR, %error, "a worker sent bytes that do not fit its tensor");
     }
 }

@@ -89,7 +89,7 @@ impl NodeListener {
                     if error.kind() == ErrorKind::Draining {
                         return Err(error.context(format_args!("waiting for nodes at {}", self.0.address)));
                     }
-                    tracing::warn!(%error, "a node that has dialled in is of no use");
+                    rpc_core::log_limited!(WARN, %error, "a node that has dialled in is of no use");
                     continue;
                 }
                 Err(_) => return Err(self.missing(count, &ranked, others.len(), timeout)),

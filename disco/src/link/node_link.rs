@@ -242,7 +242,7 @@ impl Link {
                 if let Some(host) = local.host()
                     && let Err(error) = host.submit(sequence, queued.clone())
                 {
-                    tracing::error!(%error, "a host of this process refused a command");
+                    rpc_core::log_limited!(ERROR, %error, "a host of this process refused a command");
                 }
             }
             Path::Remote(outbox) => {
@@ -391,7 +391,7 @@ async fn take_relays(relays: RemoteFunction, session: Session, host: RemoteObjec
         if error.kind() == ErrorKind::Closed || error.ends_session() {
             return;
         }
-        tracing::warn!(%error, "what workers wish to have relayed cannot be taken");
+        rpc_core::log_limited!(WARN, %error, "what workers wish to have relayed cannot be taken");
         tokio::time::sleep(PAUSE).await;
     }
 }

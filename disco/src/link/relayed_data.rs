@@ -115,7 +115,12 @@ impl RelayRequest {
                 Err(error) => return end.answer(Some(error.message().to_owned())).await,
             };
             end.answer(None).await?;
-            tracing::info!(from, to = worker, "the data of these workers is relayed: one cannot dial the other");
+            rpc_core::log_limited!(
+                INFO,
+                from,
+                to = worker,
+                "the data of these workers is relayed: one cannot dial the other"
+            );
             copy_both_ways(&end, &other).await
         };
         // There is a runtime wherever a worker can make a request.
@@ -124,7 +129,13 @@ impl RelayRequest {
         runtime.spawn(async move {
             // Both ends close with this, and the ranks see the end of their connection.
             if let Some(Err(error)) = carrier.until(carried).await {
-                tracing::warn!(from, to = worker, %error, "the data of these workers is not relayed any more");
+                rpc_core::log_limited!(
+                    WARN,
+                    from,
+                    to = worker,
+                    %error,
+                    "the data of these workers is not relayed any more"
+                );
             }
         });
     }

@@ -86,13 +86,18 @@ fn has_gpus(context: &Context) -> bool {
 /// Returns true if this program can have workers as processes. Logs a warning if it cannot.
 fn can_be_processes() -> bool {
     if !can_serve_workers() {
-        tracing::warn!(
+        rpc_core::log_limited!(
+            WARN,
             "workers with GPUs are threads, because the program of this node does not call disco::serve_if_worker"
         );
         return false;
     }
     if let Err(error) = self_start::check() {
-        tracing::warn!(%error, "workers with GPUs are threads, because this node cannot start its program again");
+        rpc_core::log_limited!(
+            WARN,
+            %error,
+            "workers with GPUs are threads, because this node cannot start its program again"
+        );
         return false;
     }
     true

@@ -56,11 +56,11 @@ fn pin_to_processor(id: WorkerId) {
         sched_setaffinity(None, &one)
     });
     if let Err(error) = pinned {
-        tracing::warn!(%error, "a worker is not pinned to a processor");
+        rpc_core::log_limited!(WARN, %error, "a worker is not pinned to a processor");
     }
 }
 
 #[cfg(not(target_os = "linux"))]
 fn pin_to_processor(_: WorkerId) {
-    tracing::warn!("workers cannot be pinned to processors on this system");
+    rpc_core::log_limited!(WARN, "workers cannot be pinned to processors on this system");
 }

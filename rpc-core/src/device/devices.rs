@@ -100,7 +100,7 @@ impl Devices {
             .and_then(|target| Ok((target, attribute(DeviceAttribute::MemoryScopes)?)))
             .and_then(|(target, scopes)| DeviceDescription::from_attributes(device, target, scopes));
         described.unwrap_or_else(|error| {
-            tracing::warn!(%device, %error, "a device did not report its target and memory scopes");
+            crate::log_limited!(WARN, %device, %error, "a device did not report its target and memory scopes");
             DeviceDescription { device, target: Target::of_device(device.kind), memory_scopes: Vec::new() }
         })
     }

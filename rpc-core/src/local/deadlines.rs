@@ -166,7 +166,8 @@ impl Timer {
                 match spawned {
                     Ok(_) => state.running = true,
                     Err(error) => {
-                        tracing::error!(
+                        crate::log_limited!(
+                            ERROR,
                             %error,
                             "cannot start the deadline thread: deadlines do not fire until a later call starts it"
                         )
@@ -192,7 +193,7 @@ impl Timer {
                     // Callers are woken on this thread, and a panic in one of them must not stop
                     // the timer.
                     if catch_unwind(AssertUnwindSafe(|| session.upgrade().map(Expire::expire))).is_err() {
-                        tracing::error!("a session panicked while it handled a deadline");
+                        crate::log_limited!(ERROR, "a session panicked while it handled a deadline");
                     }
                     state = self.state();
                 }

@@ -233,7 +233,7 @@ fn deliver(served: Vec<(Resume, Borrow)>) {
 
     fn call((resume, borrow): (Resume, Borrow)) {
         if catch_unwind(AssertUnwindSafe(|| resume(borrow))).is_err() {
-            tracing::error!("a function that waited for a tensor panicked when it was resumed");
+            crate::log_limited!(ERROR, "a function that waited for a tensor panicked when it was resumed");
         }
     }
 

@@ -124,7 +124,7 @@ impl Isolation {
                     }
                 }
                 // If the cause persists, the next client gets the error.
-                Err(error) => tracing::warn!(%error, "cannot start a session process in advance"),
+                Err(error) => rpc_core::log_limited!(WARN, %error, "cannot start a session process in advance"),
             }
         });
     }

@@ -166,7 +166,7 @@ fn submit(job: Job) {
     if handle.is_none() {
         match SupervisorHandle::open() {
             Ok(opened) => *handle = Some(opened),
-            Err(error) => tracing::error!(%error, "cannot start the supervisor of session processes"),
+            Err(error) => rpc_core::log_limited!(ERROR, %error, "cannot start the supervisor of session processes"),
         }
     }
     if let Some(handle) = &*handle {

@@ -387,7 +387,8 @@ impl StoreInner {
         let metadata = file.metadata()?;
         if !metadata.is_file() || metadata.mode() & 0o022 != 0 || !is_ours(metadata.uid()) {
             let (mode, owner) = (metadata.mode() & 0o7777, metadata.uid());
-            tracing::warn!(
+            rpc_core::log_limited!(
+                WARN,
                 name,
                 mode = format_args!("{mode:o}"),
                 owner,
@@ -414,7 +415,9 @@ impl StoreInner {
     fn discard(&self, name: &str) {
         match unlinkat(&self.folder, name, AtFlags::empty()) {
             Ok(()) | Err(Errno::NOENT) => {}
-            Err(errno) => tracing::warn!(name, error = %errno, "cannot remove a file from the store of modules"),
+            Err(errno) => {
+                rpc_core::log_limited!(WARN, name, error = %errno, "cannot remove a file from the store of modules")
+            }
         }
     }
 }

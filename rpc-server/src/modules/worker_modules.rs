@@ -35,7 +35,7 @@ pub(crate) fn settings_for_workers(config: &ServeConfig) -> Option<Arc<NodeSetti
     match toml::to_string(&settings) {
         Ok(text) => Some(Arc::new(NodeSettings::new(text))),
         Err(error) => {
-            tracing::warn!(%error, "worker processes run no native code: use UTF-8 names for files");
+            rpc_core::log_limited!(WARN, %error, "worker processes run no native code: use UTF-8 names for files");
             None
         }
     }
@@ -47,7 +47,7 @@ pub(crate) fn offer_libraries(registry: &Registry) {
     let Some(config) = config() else { return };
     if let Err(error) = Native::new(&config).offer_libraries(registry) {
         // Events that workers log reach the controller.
-        tracing::error!(%error, "a library cannot be loaded (--library)");
+        rpc_core::log_limited!(ERROR, %error, "a library cannot be loaded (--library)");
     }
 }
 
@@ -68,5 +68,5 @@ pub(super) fn service() -> Result<Option<Arc<ModuleService>>, ModuleError> {
 fn config() -> Option<ServeConfig> {
     let settings = NodeSettings::of_this_process()?;
     let resolved = ServeSettings::from_toml(settings.text(), "of the node".as_ref()).and_then(ServeSettings::resolve);
-    resolved.map_err(|error| tracing::error!(%error, "the settings of the node cannot be used")).ok()
+    resolved.map_err(|error| rpc_core::log_limited!(ERROR, %error, "the settings of the node cannot be used")).ok()
 }

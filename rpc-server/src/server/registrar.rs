@@ -92,9 +92,9 @@ impl TrackerRegistration {
             if text != last {
                 let tracker = &self.tracker;
                 if was_registered {
-                    tracing::warn!(%tracker, %error, "lost the tracker; trying again");
+                    rpc_core::log_limited!(WARN, %tracker, %error, "lost the tracker; trying again");
                 } else {
-                    tracing::warn!(%tracker, %error, "not registered with the tracker; trying again");
+                    rpc_core::log_limited!(WARN, %tracker, %error, "not registered with the tracker; trying again");
                 }
                 last = text;
             }
@@ -148,7 +148,7 @@ impl TrackerRegistration {
         *was_registered = true;
         let lease = Duration::from_millis(lease_ms.max(1));
         let (tracker, address) = (&self.tracker, address.join(","));
-        tracing::info!(%tracker, key = self.advertisement.key, address, "registered with the tracker");
+        rpc_core::log_limited!(INFO, %tracker, key = self.advertisement.key, address, "registered with the tracker");
         let mut reach = Reach::Untried;
         loop {
             tokio::select! {
@@ -165,7 +165,8 @@ impl TrackerRegistration {
             self.gate.acknowledge_spent(id, spent);
             if renewed.reach != reach {
                 if let Reach::Unreachable { why } = &renewed.reach {
-                    tracing::warn!(
+                    rpc_core::log_limited!(
+                        WARN,
                         %tracker, address, why,
                         "the tracker cannot reach this server at its advertised address (--advertise)"
                     );

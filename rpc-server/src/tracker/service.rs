@@ -185,7 +185,7 @@ impl Tracker {
         registry.add_inline(functions::REGISTER, move |context: Context, registration: Packed| {
             let client = client_of(&context);
             let registration = MESSAGES.decode(&registration, "the server", "the tracker").inspect_err(|error| {
-                tracing::warn!(peer = client.peer, %error, "refused a server");
+                rpc_core::log_limited!(WARN, peer = client.peer, %error, "refused a server");
             })?;
             let (server, registered) = this.add_server(&client, registration)?;
             Ok::<_, RpcError>((Shared(Arc::new(server)), Pack(registered)))
@@ -261,12 +261,20 @@ impl Tracker {
                     ago_ms: 0,
                     reason: LossReason::Refused { why: error.message().to_owned() },
                 };
-                tracing::warn!(name = loss.name, key = loss.key, peer = loss.peer, %error, "refused a server");
+                rpc_core::log_limited!(
+                    WARN,
+                    name = loss.name,
+                    key = loss.key,
+                    peer = loss.peer,
+                    %error,
+                    "refused a server"
+                );
                 state.remember(now, loss);
                 return Err(error);
             }
         };
-        tracing::info!(
+        rpc_core::log_limited!(
+            INFO,
             name,
             key = shown_key,
             address = address.join(","),
@@ -340,7 +348,8 @@ impl Tracker {
             let mut state = tracker.lock();
             let Some(entry) = state.servers.get_mut(&id) else { return };
             if let Reach::Unreachable { why } = &reach {
-                tracing::warn!(
+                rpc_core::log_limited!(
+                    WARN,
                     name = entry.description.name,
                     address = address.join(","),
                     why,
@@ -378,7 +387,7 @@ impl TrackerState {
     /// Removes a server and records the loss.
     fn remove_server(&mut self, now: Instant, id: ServerId, reason: LossReason) {
         let Some(ServerEntry { description, .. }) = self.servers.remove(&id) else { return };
-        tracing::info!(name = description.name, peer = description.peer, ?reason, "a server has left");
+        rpc_core::log_limited!(INFO, name = description.name, peer = description.peer, ?reason, "a server has left");
         let ServerDescription { name, key, address, peer, .. } = &*description;
         let (name, key, address, peer) = (name.clone(), key.clone(), address.clone(), peer.clone());
         self.remember(now, Loss { name, key, address, peer, ago_ms: 0, reason });

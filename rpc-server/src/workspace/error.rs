@@ -160,7 +160,7 @@ impl WorkspaceError {
     /// know of a full disk, for example, which is no fault of the client.
     pub(super) fn io(path: impl Into<String>, source: io::Error) -> Self {
         let path = path.into();
-        tracing::warn!(path, error = %source, "the file system of the workspaces failed");
+        rpc_core::log_limited!(WARN, path, error = %source, "the file system of the workspaces failed");
         Self::Io { path, source }
     }
 

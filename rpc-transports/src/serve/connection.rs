@@ -90,7 +90,7 @@ impl Connection {
 pub(super) fn log_refusal(peer: &str, error: &RpcError) {
     match error.kind() {
         ErrorKind::Unauthenticated | ErrorKind::Refused | ErrorKind::LimitExceeded => {
-            tracing::warn!(peer, %error, "refused a client");
+            rpc_core::log_limited!(WARN, peer, %error, "refused a client");
         }
         _ => tracing::debug!(peer, %error, "no session"),
     }
@@ -104,8 +104,8 @@ pub(super) fn log_eviction(peer: &str, limit: usize) {
 /// Logs the end of a session. Operators search the log for clients that break rules.
 pub(super) fn log_end(peer: &str, reason: &RpcError) {
     match reason.kind() {
-        ErrorKind::Protocol => tracing::warn!(peer, %reason, "a client broke the protocol"),
-        ErrorKind::LimitExceeded => tracing::warn!(peer, %reason, "a client went over a limit"),
+        ErrorKind::Protocol => rpc_core::log_limited!(WARN, peer, %reason, "a client broke the protocol"),
+        ErrorKind::LimitExceeded => rpc_core::log_limited!(WARN, peer, %reason, "a client went over a limit"),
         _ => tracing::debug!(peer, %reason, "session ended"),
     }
 }

@@ -158,7 +158,8 @@ impl Accepted {
         let peer = &connection.peer;
         let reason = match tokio::time::timeout_at(deadline.into(), channel.secure()).await {
             Ok(Ok(())) if must_be_encrypted && !channel.security().is_encrypted() => {
-                tracing::error!(
+                rpc_core::log_limited!(
+                    ERROR,
                     peer,
                     "refused a client: its channel came without the security of ServerTls::accept, and the transport \
                      declares that the address is encrypted"
@@ -168,7 +169,7 @@ impl Accepted {
             Ok(Ok(())) => return Ok(Secured { connection, channel, is_dialled, permit, deadline }),
             Ok(Err(error)) => {
                 if error.kind() == io::ErrorKind::InvalidData {
-                    tracing::warn!(peer, %error, "refused a client: no secure channel");
+                    rpc_core::log_limited!(WARN, peer, %error, "refused a client: no secure channel");
                 } else {
                     tracing::debug!(peer, %error, "no secure channel");
                 }

@@ -85,7 +85,7 @@ impl CallFrame {
         }
         for lane in self.lanes.borrow().iter() {
             if let Err(error) = lane.begin() {
-                tracing::warn!(%error, "a stream could not be put in order with the default one");
+                rpc_core::log_limited!(WARN, %error, "a stream could not be put in order with the default one");
             }
         }
     }
@@ -101,7 +101,7 @@ impl CallFrame {
             Ok(Some(borrows)) => drop(self.borrows.replace(borrows)),
             // The holder passes the borrows on when it is done, or ends.
             Ok(None) => drop(self.borrows.replace(given.recv().unwrap_or_default())),
-            Err(error) => tracing::error!(%error, "storages that were borrowed together conflict"),
+            Err(error) => rpc_core::log_limited!(ERROR, %error, "storages that were borrowed together conflict"),
         }
     }
 

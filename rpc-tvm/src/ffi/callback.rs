@@ -87,6 +87,6 @@ unsafe extern "C" fn delete(callback: *mut c_void) {
     // unwind.
     let deleted = catch_unwind(|| drop(unsafe { Box::from_raw(callback.cast::<Callback>()) }));
     if deleted.is_err() {
-        tracing::error!("a callback panicked when foreign code released it");
+        rpc_core::log_limited!(ERROR, "a callback panicked when foreign code released it");
     }
 }

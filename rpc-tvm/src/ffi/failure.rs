@@ -42,7 +42,7 @@ pub(super) fn raise(bindings: &'static Bindings, error: RpcError) {
                 frame.keep_raised(raised, error);
             }
         }
-        Err(failure) => tracing::error!(%failure, %error, "an error could not be passed to foreign code"),
+        Err(failure) => rpc_core::log_limited!(ERROR, %failure, %error, "an error could not be passed to foreign code"),
     }
 }
 

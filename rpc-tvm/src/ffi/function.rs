@@ -127,7 +127,7 @@ impl Drop for Streams {
         for SetStream { device, before, lane } in self.set.drain(..).rev() {
             lane.end();
             if let Err(error) = self.api.set_stream(device.kind.0, device.index, before) {
-                tracing::warn!(%error, %device, "foreign code keeps a stream that may be gone");
+                rpc_core::log_limited!(WARN, %error, %device, "foreign code keeps a stream that may be gone");
             }
         }
     }

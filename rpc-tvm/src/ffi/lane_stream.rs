@@ -34,7 +34,7 @@ impl LaneStream {
             // The only remaining way to keep the order. A lost device is reported by every later
             // call.
             let waited = self.stream.synchronize();
-            tracing::warn!(%error, ?waited, "a stream could not be put in order with the default one");
+            rpc_core::log_limited!(WARN, %error, ?waited, "a stream could not be put in order with the default one");
         }
     }
 }

@@ -117,7 +117,7 @@ impl TvmFfi {
         let mut count = 0;
         for name in names {
             if registry.get(&name).is_ok() {
-                tracing::warn!(%name, "a library registers a function under a name that is taken");
+                rpc_core::log_limited!(WARN, %name, "a library registers a function under a name that is taken");
                 continue;
             }
             let text = api.text(&name)?;

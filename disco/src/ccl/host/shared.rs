@@ -307,7 +307,7 @@ impl SharedCcl {
             during: during(&self.recorder),
             flights: describe(&self.segment, self.rank, &self.recorder),
         };
-        tracing::error!(rank = self.rank, %breakdown, "a group of collectives is broken");
+        rpc_core::log_limited!(ERROR, rank = self.rank, %breakdown, "a group of collectives is broken");
         self.segment.break_up(&breakdown);
         self.broken()
     }

@@ -329,7 +329,11 @@ impl Communicator {
             // SAFETY: the communicator exists, and no other thread has a copy of it any more.
             let result = unsafe { call(last.0) };
             if !matches!(result, code::SUCCESS | code::IN_PROGRESS) {
-                tracing::warn!(text = library.error_string(result), "a communicator of NCCL ended with an error");
+                rpc_core::log_limited!(
+                    WARN,
+                    text = library.error_string(result),
+                    "a communicator of NCCL ended with an error"
+                );
             }
             _ = tell.send(());
         });
@@ -351,7 +355,7 @@ impl Drop for Communicator {
         }
         _ = self.stream.make_current();
         if !self.drain() {
-            tracing::error!("a communicator of NCCL stays, because the work on its stream does not end");
+            rpc_core::log_limited!(ERROR, "a communicator of NCCL stays, because the work on its stream does not end");
             return;
         }
         if let Some(breakdown) = self.broken.take() {

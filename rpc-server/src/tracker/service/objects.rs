@@ -70,7 +70,7 @@ impl ClaimObject {
             returned.iter().map(|returned| (returned.serial, returned.why.as_str())).collect();
         let back = slots.iter().filter_map(|Granted { slot, description, .. }| {
             let why = clip(reasons.get(&slot.serial)?);
-            tracing::info!(name = description.name, why, "a granted server was returned unused");
+            rpc_core::log_limited!(INFO, name = description.name, why, "a granted server was returned unused");
             Some((slot.server, slot.serial))
         });
         let back: Vec<_> = back.collect();

@@ -85,7 +85,7 @@ async fn keep_parked(server: &Server, relay: &Address, options: &ParkOptions) {
         match wait_at(relay, options, server.transports(), &server.onward()).await {
             Ok(channel) => {
                 if std::mem::take(&mut lost) {
-                    tracing::info!(%relay, "back at the relay");
+                    rpc_core::log_limited!(INFO, %relay, "back at the relay");
                 }
                 backoff.reset();
                 // A task that panicked has ended as well.
@@ -97,7 +97,7 @@ async fn keep_parked(server: &Server, relay: &Address, options: &ParkOptions) {
             Err(error) => {
                 let error = error.into_rpc_error();
                 if !std::mem::replace(&mut lost, true) {
-                    tracing::warn!(%relay, %error, "not at the relay; trying again");
+                    rpc_core::log_limited!(WARN, %relay, %error, "not at the relay; trying again");
                 }
                 tokio::time::sleep(backoff.pause()).await;
             }

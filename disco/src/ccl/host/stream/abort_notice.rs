@@ -74,7 +74,11 @@ pub(super) fn drain_and_close(mut connections: Vec<AbortNotice>) {
     }
     let thread = std::thread::Builder::new().name("disco-abort".into());
     if let Err(error) = thread.spawn(move || linger(connections, &mut waste)) {
-        tracing::warn!(%error, "no thread for the end of a broken group: ranks may hear of it as a lost connection");
+        rpc_core::log_limited!(
+            WARN,
+            %error,
+            "no thread for the end of a broken group: ranks may hear of it as a lost connection"
+        );
     }
 }
 

@@ -126,7 +126,7 @@ impl GroupState {
     pub(super) fn break_up(&self, links: &mut Links, cause: BreakCause, rank: usize) -> CclError {
         let breakdown = Arc::new(self.breakdown(cause, rank));
         if self.broken.set(Arc::clone(&breakdown)).is_ok() {
-            tracing::error!(rank = self.rank, %breakdown, "a group of collectives is broken");
+            rpc_core::log_limited!(ERROR, rank = self.rank, %breakdown, "a group of collectives is broken");
         }
         self.end(links)
     }

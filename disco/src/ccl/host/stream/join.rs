@@ -146,7 +146,7 @@ impl Listener {
                     scope.spawn(move || {
                         let welcomed = group.welcome(stream);
                         if let Err(error) = &welcomed {
-                            tracing::warn!(rank = group.rank, %error, "a data connection was refused");
+                            rpc_core::log_limited!(WARN, rank = group.rank, %error, "a data connection was refused");
                         }
                         // The receiver is gone when all others have come.
                         _ = sender.send((number, welcomed.ok()));
