@@ -1,12 +1,17 @@
 //! The client's endpoint of a session: sends requests and matches replies to them by id.
 
+mod admission;
+mod unsent;
+
 use std::cmp::Reverse;
-use std::collections::{BinaryHeap, HashSet, VecDeque};
+use std::collections::{BinaryHeap, VecDeque};
 use std::io::IoSlice;
 use std::time::Instant;
 
 use bytes::{Buf, BytesMut};
 
+use self::admission::{AdmissionQueue, QueuedRequest};
+use self::unsent::Unsent;
 use super::credit_frame::{cost, encode_credit, parse_credit};
 use super::endpoint::{BulkRead, EndpointCommon, EndpointConfig, Incoming, Payload, PayloadTarget};
 use super::frame::{FrameHeader, Kind};
@@ -66,15 +71,6 @@ enum CancelState {
     Sent,
 }
 
-struct QueuedRequest<T> {
-    id: u64,
-    submission: u64,
-    token: T,
-    lane: Lane,
-    message: Message,
-    into: Option<ReadBuffer>,
-}
-
 enum SessionState<T> {
     Open,
     /// The server has sent `GoAway`: no new requests.
@@ -96,14 +92,13 @@ pub struct ClientEndpoint<T> {
     max_requests: usize,
     window: u64,
     in_flight: IdMap<InFlight<T>>,
-    queued: VecDeque<QueuedRequest<T>>,
+    queued: AdmissionQueue<T>,
     deadlines: BinaryHeap<Reverse<(Instant, u64)>>,
     /// Released objects, each with the number of submissions before it, sent or not: a free must
     /// not overtake those.
     frees: VecDeque<(u64, Handle)>,
     submissions: u64,
-    /// Admitted requests that have not been sent whole: number of the submission, and request id.
-    unsent: VecDeque<(u64, u64)>,
+    unsent: Unsent,
     /// Number of the numbered ping to answer. The answer must not overtake requests either.
     pong: Option<u64>,
     /// Bytes received whose credit has not been returned to the server.
@@ -122,11 +117,11 @@ impl<T: Clone> ClientEndpoint<T> {
             max_requests: negotiated.theirs.max_requests as usize,
             window: negotiated.theirs.window,
             in_flight: IdMap::default(),
-            queued: VecDeque::new(),
+            queued: AdmissionQueue::default(),
             deadlines: BinaryHeap::new(),
             frees: VecDeque::new(),
             submissions: 0,
-            unsent: VecDeque::new(),
+            unsent: Unsent::default(),
             pong: None,
             consumed: 0,
             // The credit held back must leave room for the largest reply, or the server would wait
@@ -249,15 +244,13 @@ impl<T: Clone> ClientEndpoint<T> {
 
     fn expire(&mut self, id: u64) {
         let error = deadline_exceeded();
-        if let Some(at) = self.queued.iter().position(|request| request.id == id) {
-            if let Some(request) = self.queued.remove(at) {
-                self.events.push_back(ClientEvent::Reply(request.token, Err(error)));
-            }
-            // Requests behind it in its lane may need less credit.
+        if let Some(request) = self.queued.remove(id) {
+            self.events.push_back(ClientEvent::Reply(request.token, Err(error)));
+            // Requests behind it may need less credit.
             self.admit_queued();
             return;
         }
-        let sent = !self.is_unsent(id);
+        let sent = !self.unsent.contains(id);
         let Some(request) = self.in_flight.get_mut(&id) else { return };
         if let Some(token) = request.token.take() {
             self.events.push_back(ClientEvent::Reply(token, Err(error.may_have_run(sent))));
@@ -299,9 +292,8 @@ impl<T: Clone> ClientEndpoint<T> {
         }
         self.submissions += 1;
         let request = QueuedRequest { id, submission: self.submissions, token, lane, message, into };
-        let behind = self.queued.iter().any(|other| other.lane == lane && lane != Lane::CONCURRENT);
-        if behind || !self.has_credit(&request.message) {
-            self.queued.push_back(request);
+        if self.queued.is_behind(lane, &request.message) || !self.has_credit(&request.message) {
+            self.queued.push(request);
             return Admission::Later;
         }
         self.admit(request);
@@ -320,18 +312,16 @@ impl<T: Clone> ClientEndpoint<T> {
     /// Cancels a request. It still ends with [`ClientEvent::Reply`].
     pub fn cancel(&mut self, id: u64) {
         let cancelled = || RpcError::new(ErrorKind::Cancelled, "the request was cancelled before it was sent");
-        if let Some(at) = self.queued.iter().position(|request| request.id == id) {
-            if let Some(request) = self.queued.remove(at) {
-                self.events.push_back(ClientEvent::Reply(request.token, Err(cancelled())));
-            }
+        if let Some(request) = self.queued.remove(id) {
+            self.events.push_back(ClientEvent::Reply(request.token, Err(cancelled())));
             self.admit_queued();
             return;
         }
-        let unsent = self.is_unsent(id);
+        let unsent = self.unsent.contains(id);
         let Some(request) = self.in_flight.get_mut(&id) else { return };
         if unsent {
             if self.common.output.remove(request.order, id).is_some() {
-                self.unsent.retain(|(_, other)| *other != id);
+                self.unsent.remove(id);
                 self.finish(id, Err(cancelled()));
             } else {
                 request.cancel = CancelState::Requested;
@@ -345,7 +335,7 @@ impl<T: Clone> ClientEndpoint<T> {
     /// Cancels a request like [`cancel`](Self::cancel), for a caller that is gone. It
     /// [ends](ClientEvent::Reply) at once, and the end of the session does not wait for its reply.
     pub fn abandon(&mut self, id: u64) {
-        if !self.queued.iter().any(|request| request.id == id) {
+        if !self.queued.contains(id) {
             let Some(request) = self.in_flight.get_mut(&id) else { return };
             if let Some(token) = request.token.take() {
                 let error =
@@ -447,52 +437,35 @@ impl<T: Clone> ClientEndpoint<T> {
         // Each concurrent request is a lane of its own.
         let order = if lane == Lane::CONCURRENT { id | 1 << 63 } else { lane.0.into() };
         self.in_flight.insert(id, InFlight { token: Some(token), cost, into, order, cancel: CancelState::None });
-        self.unsent.push_back((submission, id));
         self.common.output.message(order, message);
-        self.note_sent();
+        // Most requests are staged whole at once.
+        if self.common.output.sent.pop_if(|sent| *sent == id).is_none() {
+            self.unsent.insert(id, submission);
+        }
     }
 
     fn admit_queued(&mut self) {
-        let mut blocked: Vec<Lane> = Vec::new();
-        let mut at = 0;
-        while let Some(request) = self.queued.get(at) {
-            if self.in_flight.len() >= self.max_requests {
-                return;
-            }
-            if blocked.contains(&request.lane) || !self.has_credit(&request.message) {
-                if request.lane != Lane::CONCURRENT {
-                    blocked.push(request.lane);
-                }
-                at += 1;
-            } else if let Some(request) = self.queued.remove(at) {
-                self.events.push_back(ClientEvent::Admitted(request.token.clone()));
-                self.admit(request);
-            }
+        while self.in_flight.len() < self.max_requests
+            && let Some(request) = self.queued.next(self.window)
+        {
+            self.events.push_back(ClientEvent::Admitted(request.token.clone()));
+            self.admit(request);
         }
     }
 
     /// Removes the deadlines of ended requests, once they outnumber those of the others.
     fn forget_deadlines(&mut self) {
         if self.deadlines.len() >= 64 + 2 * (self.in_flight.len() + self.queued.len()) {
-            let queued: HashSet<_> = self.queued.iter().map(|request| request.id).collect();
-            let in_flight = &self.in_flight;
-            self.deadlines.retain(|Reverse((_, id))| in_flight.contains_key(id) || queued.contains(id));
+            let (in_flight, queued) = (&self.in_flight, &self.queued);
+            self.deadlines.retain(|Reverse((_, id))| in_flight.contains_key(id) || queued.contains(*id));
         }
-    }
-
-    fn is_unsent(&self, id: u64) -> bool {
-        self.unsent.iter().any(|(_, unsent)| *unsent == id)
     }
 
     /// Processes the ids of requests whose last frame has been staged.
     fn note_sent(&mut self) {
         let mut cancelled = false;
         while let Some(id) = self.common.output.sent.pop() {
-            if self.unsent.back().is_some_and(|(_, last)| *last == id) {
-                self.unsent.pop_back();
-            } else {
-                self.unsent.retain(|(_, other)| *other != id);
-            }
+            self.unsent.remove(id);
             if let Some(request) = self.in_flight.get_mut(&id)
                 && request.cancel == CancelState::Requested
             {
@@ -511,10 +484,7 @@ impl<T: Clone> ClientEndpoint<T> {
         if self.frees.is_empty() {
             return false;
         }
-        // Requests are admitted lane by lane, so `unsent` is not sorted by submission; `queued` is.
-        let unsent = self.unsent.iter().map(|(submission, _)| *submission).min();
-        let queued = self.queued.front().map(|request| request.submission);
-        let limit = unsent.into_iter().chain(queued).min().unwrap_or(u64::MAX);
+        let limit = self.unsent.oldest().into_iter().chain(self.queued.oldest()).min().unwrap_or(u64::MAX);
         let count = self.frees.iter().take_while(|(submissions, _)| *submissions < limit).count();
         let mut body = Vec::with_capacity(8 * count.min(FREES_PER_FRAME));
         for (at, (_, handle)) in self.frees.drain(..count).enumerate() {
@@ -549,7 +519,7 @@ impl<T: Clone> ClientEndpoint<T> {
                 if let SessionState::Open = self.state {
                     self.state = SessionState::Draining(error.clone());
                 }
-                for request in std::mem::take(&mut self.queued) {
+                for request in self.queued.take_all() {
                     self.events.push_back(ClientEvent::Reply(request.token, Err(error.clone())));
                 }
                 self.events.push_back(ClientEvent::GoingAway(error));
@@ -628,14 +598,14 @@ impl<T: Clone> ClientEndpoint<T> {
         if let SessionState::Ended(_) = self.state {
             return;
         }
-        let unsent: Vec<_> = std::mem::take(&mut self.unsent).into_iter().map(|(_, id)| id).collect();
+        let unsent = std::mem::take(&mut self.unsent);
         for (id, request) in std::mem::take(&mut self.in_flight) {
             if let Some(token) = request.token {
-                let error = error.clone().may_have_run(!unsent.contains(&id));
+                let error = error.clone().may_have_run(!unsent.contains(id));
                 self.events.push_back(ClientEvent::Reply(token, Err(error)));
             }
         }
-        for request in std::mem::take(&mut self.queued) {
+        for request in self.queued.take_all() {
             self.events.push_back(ClientEvent::Reply(request.token, Err(error.clone().may_have_run(false))));
         }
         if let SessionState::Closing(tokens) | SessionState::CloseSent(tokens) =

@@ -66,24 +66,66 @@ fn requests_beyond_the_credit_wait_and_are_admitted_in_order() {
 }
 
 #[test]
-fn a_lane_that_lacks_credit_in_bytes_blocks_no_other() {
+fn requests_that_need_no_credit_in_bytes_pass_one_that_lacks_it() {
     let mut pair = small().build();
     assert!(matches!(pair.submit(1, call(1, 200 * KIB)), Admission::Now));
     assert!(matches!(pair.submit(2, call(2, 100 * KIB)), Admission::Later));
     // Behind the blocked request in its lane, although it needs no credit.
     assert!(matches!(pair.submit(3, call(2, 1)), Admission::Later));
     assert!(matches!(pair.submit(4, call(3, 1)), Admission::Now));
-    assert!(matches!(pair.submit(5, call(4, 40 * KIB)), Admission::Now));
+    // There is enough for it, and the older request has to wait for less.
+    assert!(matches!(pair.submit(5, call(4, 40 * KIB)), Admission::Later));
     assert!(matches!(pair.submit(6, call(5, 100 * KIB).on(Lane::CONCURRENT)), Admission::Later));
     assert!(matches!(pair.submit(7, call(5, 1).on(Lane::CONCURRENT)), Admission::Now));
     pair.run();
-    assert_eq!(pair.requests.len(), 4);
+    assert_eq!(pair.requests.len(), 3);
     pair.reply(1, Ok(Value::Null));
     pair.run();
-    assert_eq!(pair.admitted, [1, 4, 5, 7, 2, 3, 6]);
+    assert_eq!(pair.admitted, [1, 4, 7, 2, 3, 5, 6]);
     let order = pair.requests_in_order();
     let at = |id| order.iter().position(|other| *other == id).unwrap();
     assert!(at(2) < at(3));
+}
+
+/// Regression: credit went to the first request that it was enough for, and so never added up to a
+/// large one while small ones kept coming.
+#[test]
+fn a_large_request_does_not_starve_behind_a_stream_of_smaller_ones() {
+    const IN_FLIGHT: u64 = 8;
+    let mut pair = Setup::default().limits(480 * KIB as u64, 512 * KIB as u64, 16 << 10, 64).build();
+    for id in 1..=IN_FLIGHT {
+        pair.submit(id, call(1, 8 * KIB));
+    }
+    let large = 1000;
+    assert!(matches!(pair.submit(large, call(2, 479 * KIB)), Admission::Later));
+    for id in 1..=IN_FLIGHT {
+        // The copy goes on, as each of its pieces is answered.
+        pair.submit(IN_FLIGHT + id, call(1, 8 * KIB));
+        pair.run();
+        pair.reply(id, Ok(Value::Null));
+        pair.run();
+    }
+    assert!(pair.requests.contains_key(&large), "{:?}", pair.admitted);
+    pair.reply(large, Ok(Value::Null));
+    pair.run();
+    assert_eq!(pair.admitted.last(), Some(&(2 * IN_FLIGHT)));
+}
+
+/// Regression: to submit, cancel or admit a request took a look at all that waited.
+#[test]
+fn many_requests_can_wait_for_credit_and_be_cancelled() {
+    const COUNT: u64 = 50_000;
+    let mut pair = Setup::default().limits(480 * KIB as u64, 512 * KIB as u64, 16 << 10, 1).build();
+    for id in 1..=COUNT {
+        pair.client.submit(id, call(id as u32, 1), id, pair.now);
+    }
+    for id in (2..=COUNT).rev() {
+        pair.client.cancel(id);
+    }
+    pair.run();
+    pair.reply(1, Ok(Value::Null));
+    pair.run();
+    assert_eq!((pair.answered.len() as u64, pair.requests_in_order()), (COUNT, vec![1]));
 }
 
 #[test]
