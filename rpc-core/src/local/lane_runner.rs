@@ -12,7 +12,7 @@ use parking_lot::Mutex;
 use super::job::{Job, LaneKey, Parked};
 use super::lanes::{AdmittedJob, Removed};
 use super::resolve::{self, PinnedOperation, RunsOn};
-use super::thread_quota::WantsThreads;
+use super::thread_quota::{ThreadLease, WantsThreads};
 use super::threads::{Claim, LaneThread, WorkerPool};
 use super::{LocalInner, deadline_exceeded};
 use crate::blocking;
@@ -238,7 +238,8 @@ impl LocalInner {
             }
             Claim::New => {
                 drop(lanes);
-                if let Err((error, mut stranded)) = self.start_thread(parked) {
+                if let Err(StartFailed { error, mut stranded, lease }) = self.start_thread(parked) {
+                    drop(lease);
                     // The first is this job. The lane's next job may well fail in the same way; the
                     // caller's loop handles it.
                     let own = stranded.pop_front();
@@ -285,24 +286,24 @@ impl LocalInner {
         }
     }
 
-    /// Starts a thread, for which there is room, with a job for it. Returns the jobs that will
-    /// never have one.
-    fn start_thread(
-        self: &Arc<Self>,
-        parked: Parked<PinnedOperation>,
-    ) -> Result<(), (RpcError, VecDeque<Parked<PinnedOperation>>)> {
+    /// Starts a thread, for which there is room, with a job for it.
+    fn start_thread(self: &Arc<Self>, parked: Parked<PinnedOperation>) -> Result<(), StartFailed> {
         match LaneThread::spawn(self.this.clone()) {
             Ok(thread) => {
                 self.give_to_thread(thread, parked);
                 Ok(())
             }
             Err(error) => {
-                let stranded = self.lanes.lock().threads.start_failed(parked);
-                if stranded.is_empty() {
-                    return Ok(());
-                }
-                let error = format!("cannot start a thread for the lane: {error}");
-                Err((RpcError::new(ErrorKind::LimitExceeded, error), stranded))
+                let (stranded, lease) = self.lanes.lock().threads.start_failed(parked);
+                let failed = StartFailed {
+                    error: RpcError::new(
+                        ErrorKind::LimitExceeded,
+                        format!("cannot start a thread for the lane: {error}"),
+                    ),
+                    stranded,
+                    lease,
+                };
+                Err(failed)
             }
         }
     }
@@ -316,13 +317,13 @@ impl LocalInner {
 
     /// Starts a thread for the first job that waits for one, if there is such a job and room for a
     /// thread.
-    pub(super) fn start_parked(self: &Arc<Self>) -> bool {
+    pub(super) fn start_parked(self: &Arc<Self>) {
         let next = self.lanes.lock().threads.next_parked(|| self.this.clone());
-        let Some(parked) = next else { return false };
-        if let Err((error, stranded)) = self.start_thread(parked) {
+        let Some(parked) = next else { return };
+        if let Err(StartFailed { error, stranded, lease }) = self.start_thread(parked) {
+            drop(lease);
             self.strand(stranded, &error);
         }
-        true
     }
 
     /// Returns the error of a request that ended before it began.
@@ -401,6 +402,15 @@ impl LocalInner {
     }
 }
 
+/// A thread that the system refused.
+struct StartFailed {
+    error: RpcError,
+    /// Jobs that will never have a thread.
+    stranded: VecDeque<Parked<PinnedOperation>>,
+    /// Lease of the thread, to be dropped or returned outside of locks.
+    lease: Option<ThreadLease>,
+}
+
 /// The session's thread that is running, as seen by the code on it.
 pub(super) struct CurrentThread {
     thread: LaneThread,
@@ -439,8 +449,19 @@ impl WorkerPool for LocalInner {
 }
 
 impl WantsThreads for LocalInner {
-    fn room_for_thread(self: Arc<Self>) -> bool {
-        self.lanes.lock().threads.quota_has_room();
-        self.start_parked()
+    fn take_thread(self: Arc<Self>, lease: ThreadLease) -> Option<ThreadLease> {
+        let (parked, lease) = self.lanes.lock().threads.take_granted(lease);
+        let Some(parked) = parked else { return lease };
+        match self.start_thread(parked) {
+            Ok(()) => {
+                // For the next waiting job. It queues behind the other sessions.
+                self.start_parked();
+                lease
+            }
+            Err(failed) => {
+                self.strand(failed.stranded, &failed.error);
+                lease.or(failed.lease)
+            }
+        }
     }
 }

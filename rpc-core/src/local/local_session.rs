@@ -13,6 +13,7 @@ use super::LocalInner;
 use super::deadlines::Deadlines;
 use super::lanes::{Backlog, Capacity, Lanes};
 use super::spawner::Spawner;
+use super::sync;
 use super::thread_quota::ThreadQuota;
 use super::threads::Threads;
 use crate::device::Devices;
@@ -259,7 +260,7 @@ impl LocalSessionBuilder {
             extensions: self.extensions,
             spawner: self.spawner,
             table: Mutex::new(table),
-            lanes: Mutex::new(Lanes::new(capacity, threads)),
+            lanes: sync::Mutex::new(Lanes::new(capacity, threads)),
             deadlines: Mutex::new(Deadlines::new()),
             streams: Mutex::default(),
             closing: Mutex::default(),

@@ -11,6 +11,7 @@ mod local_session;
 mod operations;
 mod resolve;
 mod spawner;
+mod sync;
 #[cfg(test)]
 mod tests;
 mod thread_quota;
@@ -70,7 +71,7 @@ struct LocalInner {
     spawner: Option<Arc<dyn Spawner>>,
     /// Locked alone, or inside of `lanes`.
     table: Mutex<HandleTable<Object>>,
-    lanes: Mutex<Lanes<Request, PinnedOperation>>,
+    lanes: sync::Mutex<Lanes<Request, PinnedOperation>>,
     /// Locked alone, or inside of `lanes`.
     deadlines: Mutex<Deadlines>,
     /// Current streams that lanes have set, by lane and device. A lane for one request has none.

@@ -5,9 +5,8 @@ use std::io;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use parking_lot::{Condvar, Mutex, MutexGuard};
-
 use super::job::{LaneKey, Parked};
+use super::sync::{Condvar, Mutex, MutexGuard, spawn};
 use super::thread_quota::{ThreadLease, ThreadQuota, WantsThreads};
 
 /// Time that an idle thread waits for more work before it ends.
@@ -73,7 +72,7 @@ impl LaneThread {
             let leave = Leave(pool);
             own.run(|thread| leave.0.upgrade().is_none_or(|pool| pool.may_leave(thread)));
         };
-        std::thread::Builder::new().name("rpc-lane".into()).stack_size(STACK_BYTES).spawn(run)?;
+        spawn(run)?;
         Ok(Self(shared))
     }
 
@@ -142,7 +141,7 @@ pub(super) struct Threads<W> {
     spare: Vec<LaneThread>,
     /// Jobs that wait for a thread, in the order of arrival. Empty as long as a thread is idle.
     parked: VecDeque<Parked<W>>,
-    /// True while the quota is to call back when there is room.
+    /// True while the session is in the quota's queue.
     awaits_quota: bool,
     ended: bool,
 }
@@ -163,7 +162,7 @@ impl<W> Threads<W> {
         }
     }
 
-    /// Chooses a thread for a job of lane `key`. The quota calls `session` back if there is no
+    /// Chooses a thread for a job of lane `key`. The quota gives `session` one later if there is no
     /// room.
     pub(super) fn claim(&mut self, key: LaneKey, session: impl FnOnce() -> Weak<dyn WantsThreads>) -> Claim {
         if !self.parked.is_empty() {
@@ -220,8 +219,7 @@ impl<W> Threads<W> {
         true
     }
 
-    /// Counts one more thread, or has the quota call back when there is room, if the quota is the
-    /// obstacle.
+    /// Counts one more thread, or has the quota give one in its turn, if the quota is the obstacle.
     fn reserve_or_wait(&mut self, session: impl FnOnce() -> Weak<dyn WantsThreads>) -> bool {
         let Some(quota) = self.quota.as_ref().filter(|_| self.live < self.max && !self.awaits_quota) else {
             return false;
@@ -258,20 +256,31 @@ impl<W> Threads<W> {
         self.parked.pop_front()
     }
 
-    /// Records that the quota has called back.
-    pub(super) fn quota_has_room(&mut self) {
+    /// Takes the thread that the quota gives in its turn, for the first waiting job. The caller
+    /// starts one, as with [`Claim::New`]. Returns the lease as well if the session needs none.
+    pub(super) fn take_granted(&mut self, lease: ThreadLease) -> (Option<Parked<W>>, Option<ThreadLease>) {
         self.awaits_quota = false;
+        if self.live >= self.max {
+            return (None, Some(lease));
+        }
+        let Some(parked) = self.parked.pop_front() else { return (None, Some(lease)) };
+        self.live += 1;
+        if self.live == 1 {
+            // All threads have ended since the session asked, and the first needs no lease.
+            return (Some(parked), Some(lease));
+        }
+        self.leases.push(lease);
+        (Some(parked), None)
     }
 
     /// Handles a failure to start the thread that was reserved for `parked`. Returns the jobs that
     /// will never have a thread, in their order: none as long as there are other threads, for which
-    /// they wait.
-    pub(super) fn start_failed(&mut self, parked: Parked<W>) -> VecDeque<Parked<W>> {
-        if let Some(lease) = self.left() {
-            lease.give_back_quietly();
-        }
+    /// they wait. The caller drops the returned lease outside of locks.
+    pub(super) fn start_failed(&mut self, parked: Parked<W>) -> (VecDeque<Parked<W>>, Option<ThreadLease>) {
+        let lease = self.left();
         self.parked.push_front(parked);
-        if self.live == 0 { std::mem::take(&mut self.parked) } else { VecDeque::new() }
+        let stranded = if self.live == 0 { std::mem::take(&mut self.parked) } else { VecDeque::new() };
+        (stranded, lease)
     }
 
     /// Takes a thread that has no more work in lane `key`. Returns the next job for it, or `None`
@@ -340,7 +349,3 @@ thread_local! {
     /// True makes starting threads from this thread fail, as if the system had no more.
     pub(super) static REFUSE: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
 }
-
-/// Stack size of a thread: that of a program's main thread on most systems, which native code
-/// expects. It is only reserved.
-const STACK_BYTES: usize = 8 << 20;

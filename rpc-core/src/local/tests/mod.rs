@@ -3,7 +3,9 @@
 
 mod admission;
 mod lifetimes;
+pub(super) mod models;
 mod streams;
+mod thread_quota;
 mod threads;
 
 use std::collections::HashSet;
