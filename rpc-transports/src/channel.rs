@@ -5,7 +5,7 @@ use std::any::Any;
 use std::fmt;
 use std::future::Future;
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
-use std::net::{IpAddr, Shutdown, TcpStream};
+use std::net::{IpAddr, Ipv6Addr, Shutdown, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::pin::Pin;
@@ -88,6 +88,24 @@ pub enum Machine {
     This,
     /// The machine with this IP address.
     At(IpAddr),
+}
+
+impl Machine {
+    /// Returns the name under which limits for each machine count it. The addresses of an IPv6
+    /// network of 64 bits count as one machine, since a single host may use any of them.
+    #[must_use]
+    pub fn limit_key(&self) -> String {
+        match self {
+            Self::At(ip) => match ip.to_canonical() {
+                IpAddr::V6(ip) if !ip.is_loopback() => {
+                    let network = Ipv6Addr::from_bits(ip.to_bits() >> 64 << 64);
+                    format!("{network}/64")
+                }
+                ip => ip.to_string(),
+            },
+            Self::Unknown | Self::This => self.to_string(),
+        }
+    }
 }
 
 impl fmt::Display for Machine {
@@ -601,6 +619,17 @@ impl From<UnixStream> for BlockingIo {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_hosts_of_an_ipv6_network_count_as_one_machine() {
+        let key = |ip: &str| Machine::At(ip.parse().unwrap()).limit_key();
+        assert_eq!(key("2001:db8:1:2:3:4:5:6"), key("2001:db8:1:2:ffff::1"));
+        assert_eq!(key("2001:db8:1:2:3:4:5:6"), "2001:db8:1:2::/64");
+        assert_ne!(key("2001:db8:1:2::1"), key("2001:db8:1:3::1"));
+        assert_eq!(key("::ffff:192.0.2.1"), key("192.0.2.1"));
+        assert_ne!(key("192.0.2.1"), key("192.0.2.2"));
+        assert_eq!(key("::1"), "::1");
+    }
 
     #[test]
     fn a_channel_drops_its_bytes_before_its_guard() {

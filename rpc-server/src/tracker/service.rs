@@ -450,5 +450,5 @@ fn limit_key(client: &Client) -> String {
     if client.identity != ANONYMOUS {
         return format!("identity {}", client.identity);
     }
-    client.machine.to_string()
+    client.machine.limit_key()
 }

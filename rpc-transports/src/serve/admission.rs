@@ -49,7 +49,7 @@ impl SessionSlots {
     /// [`ErrorKind::LimitExceeded`](rpc_core::ErrorKind::LimitExceeded), naming the limit.
     pub(super) fn take(self: &Arc<Self>, machine: Machine, identity: &str) -> Result<SessionSlot, RpcError> {
         let peer = match identity {
-            ANONYMOUS => machine.to_string(),
+            ANONYMOUS => machine.limit_key(),
             // The prefix keeps an identity from being mistaken for an address.
             identity => format!("identity {identity}"),
         };

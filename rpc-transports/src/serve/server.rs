@@ -121,7 +121,7 @@ impl Server {
 
     /// As [`start`](Self::start). `must_be_encrypted` refuses a channel that is not.
     fn start_checked(&self, channel: Channel, key: Option<String>, must_be_encrypted: bool) -> JoinHandle<bool> {
-        let permit = self.0.handshakes.begin(channel.machine().to_string(), channel.parent_connection());
+        let permit = self.0.handshakes.begin(channel.machine().limit_key(), channel.parent_connection());
         let id = self.0.next_connection.fetch_add(1, Ordering::Relaxed);
         let mailbox = Arc::new(Mailbox::default());
         self.0.connections().insert(id, mailbox.clone());

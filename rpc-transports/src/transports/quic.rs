@@ -413,7 +413,7 @@ async fn accept_connections(
                 continue;
             }
         };
-        let handshake = handshakes.begin(machine_of(incoming.remote_address()).to_string(), ClosedFlag::default());
+        let handshake = handshakes.begin(machine_of(incoming.remote_address()).limit_key(), ClosedFlag::default());
         let (tls, channels, options) = (tls.clone(), channels.clone(), options.clone());
         tokio::spawn(async move {
             let _place = place;
