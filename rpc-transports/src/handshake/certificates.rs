@@ -3,6 +3,7 @@
 //! TLS 1.3 only, with ring as the one provider of cryptography, passed explicitly.
 
 use std::fmt::{self, Write as _};
+use std::io;
 use std::sync::Arc;
 
 use parking_lot::{Mutex, MutexGuard};
@@ -15,6 +16,8 @@ use rustls::server::WebPkiClientVerifier;
 #[cfg(feature = "quic")]
 use rustls::server::danger::ClientCertVerifier;
 use rustls::{DigitallySignedStruct, RootCertStore, SignatureScheme};
+use x509_parser::certificate::X509Certificate;
+use x509_parser::error::X509Error;
 use x509_parser::extensions::GeneralName;
 
 use crate::address::Address;
@@ -294,17 +297,42 @@ fn server_rules(certificate: Certificate, demand: Option<&ClientCertificates<'_>
     })
 }
 
+/// Facts that the certificate of a client states about its holder.
+#[derive(Debug, Default)]
+pub(crate) struct Holder {
+    /// Name by which the holder is known. `None` without a certificate.
+    pub(crate) name: Option<String>,
+    /// Keys of the servers that the holder may use; empty for all servers.
+    pub(crate) keys: Arc<[String]>,
+}
+
+impl Holder {
+    /// Reads the certificate that a client has shown, if any. It has been verified, by a parser
+    /// that is content with less than this one.
+    ///
+    /// # Errors
+    ///
+    /// [`InvalidData`](io::ErrorKind::InvalidData): the certificate cannot be read in full. It may
+    /// be limited to keys that are not understood, so its holder must not be let in.
+    pub(crate) fn of(shown: Option<&CertificateDer<'_>>) -> io::Result<Self> {
+        let Some(certificate) = shown else { return Ok(Self::default()) };
+        let malformed = |problem: &dyn fmt::Display| {
+            io::Error::new(io::ErrorKind::InvalidData, format!("the client's certificate cannot be read: {problem}"))
+        };
+        let (_, certificate) = x509_parser::parse_x509_certificate(certificate).map_err(|error| malformed(&error))?;
+        Ok(Self { name: Some(name_of(&certificate)), keys: keys_of(&certificate).map_err(|error| malformed(&error))? })
+    }
+}
+
 /// Returns the name by which the holder of a client's certificate is known: the common name of its
-/// subject if that is a valid name, else a digest of the subject. The certificate has been
-/// verified.
-pub(crate) fn name_of(certificate: &CertificateDer<'_>) -> Option<String> {
-    let (_, certificate) = x509_parser::parse_x509_certificate(certificate).ok()?;
+/// subject if that is a valid name, else a digest of the subject.
+fn name_of(certificate: &X509Certificate<'_>) -> String {
     let subject = certificate.subject();
     let common_name = subject.iter_common_name().next().and_then(|name| name.as_str().ok()).unwrap_or_default();
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte);
     let taken = matches!(common_name, "" | "." | ".." | ANONYMOUS);
     if !taken && common_name.len() <= MAX_NAME && common_name.bytes().all(plain) {
-        return Some(common_name.to_owned());
+        return common_name.to_owned();
     }
     let digest = ::ring::digest::digest(&::ring::digest::SHA256, subject.as_raw());
     let mut name = "subject-".to_owned();
@@ -312,24 +340,30 @@ pub(crate) fn name_of(certificate: &CertificateDer<'_>) -> Option<String> {
         // Writing to a string cannot fail.
         let _ = write!(name, "{byte:02x}");
     }
-    Some(name)
+    name
 }
 
 /// Prefix of the keys that a client's certificate is limited to, among the alternative names of its
 /// subject.
 pub const KEY_URI: &str = "urn:rpc:key:";
 
+/// Tag of a URI among the alternative names of a subject.
+const URI_TAG: u32 = 6;
+
 /// Returns the keys of the servers that the holder of a client's certificate may use. Empty for all
 /// servers.
-pub(crate) fn keys_of(certificate: &CertificateDer<'_>) -> Arc<[String]> {
-    let Ok((_, certificate)) = x509_parser::parse_x509_certificate(certificate) else { return Arc::default() };
-    let names = certificate.subject_alternative_name().ok().flatten();
-    let names = names.map_or(&[][..], |extension| &extension.value.general_names);
+///
+/// # Errors
+///
+/// A name that may be a key cannot be read.
+fn keys_of(certificate: &X509Certificate<'_>) -> Result<Arc<[String]>, X509Error> {
+    let Some(names) = certificate.subject_alternative_name()? else { return Ok(Arc::default()) };
     let key = |name: &GeneralName<'_>| match name {
-        GeneralName::URI(uri) => uri.strip_prefix(KEY_URI).map(str::to_owned),
+        GeneralName::URI(uri) => uri.strip_prefix(KEY_URI).map(|key| Ok(key.to_owned())),
+        GeneralName::Invalid(tag, _) if tag.0 == URI_TAG => Some(Err(X509Error::InvalidExtensions)),
         _ => None,
     };
-    names.iter().filter_map(key).collect()
+    names.value.general_names.iter().filter_map(key).collect()
 }
 
 /// Verifier that accepts any certificate, and makes sure that the peer has the key to it.
@@ -369,5 +403,40 @@ impl ServerCertVerifier for AnyServer {
 
     fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
         self.0.signature_verification_algorithms.supported_schemes()
+    }
+}
+
+#[cfg(all(test, feature = "tls"))]
+mod tests {
+    use rcgen::{CertificateParams, CustomExtension, KeyPair};
+
+    use super::*;
+
+    /// Returns a certificate with these bytes as the alternative names of its subject.
+    fn certificate(names: &[u8]) -> CertificateDer<'static> {
+        let mut params = CertificateParams::new([]).unwrap();
+        params.custom_extensions.push(CustomExtension::from_oid_content(&[2, 5, 29, 17], names.to_vec()));
+        params.self_signed(&KeyPair::generate().unwrap()).unwrap().der().clone()
+    }
+
+    /// Returns a list of names with one URI.
+    fn uri(text: &[u8]) -> Vec<u8> {
+        let len = text.len() as u8;
+        [&[0x30, len + 2, 0x86, len][..], text].concat()
+    }
+
+    /// Regression: what could not be read counted as no limit.
+    #[test]
+    fn the_holder_of_a_certificate_whose_keys_cannot_be_read_is_refused() {
+        let good = Holder::of(Some(&certificate(&uri(b"urn:rpc:key:board")))).unwrap();
+        assert_eq!((&good.keys[..], good.name.is_some()), (&["board".to_owned()][..], true));
+        assert!(Holder::of(Some(&certificate(&uri(b"https://example.invalid")))).unwrap().keys.is_empty());
+        assert!(Holder::of(None).unwrap().name.is_none());
+        let cut = &uri(b"urn:rpc:key:board")[..9];
+        for names in [&uri(b"urn:rpc:key:b\xffard")[..], cut, b"", b"\x05\x00"] {
+            let error = Holder::of(Some(&certificate(names))).unwrap_err();
+            assert_eq!(error.kind(), io::ErrorKind::InvalidData, "{names:?}");
+        }
+        assert!(Holder::of(Some(&CertificateDer::from(vec![0x30, 0]))).is_err());
     }
 }

@@ -24,7 +24,7 @@ use tokio::sync::{Notify, Semaphore, mpsc};
 use crate::address::{Address, AddressError};
 use crate::channel::{Channel, Machine, Peer};
 use crate::error::TransportError;
-use crate::handshake::certificates::{BINDING_LABEL, ClientTls, ServerTls, host_in_certificate, keys_of, name_of};
+use crate::handshake::certificates::{BINDING_LABEL, ClientTls, Holder, ServerTls, host_in_certificate};
 use crate::handshake::handshake_slots::{ClosedFlag, HandshakeLimit, HandshakePermit};
 use crate::handshake::identity_proofs::{self, Security, Standing, Tokens};
 use crate::listener::{Accept, Listener};
@@ -488,6 +488,7 @@ async fn establish(
     let connection = incoming.accept_with(Arc::new(config))?.await?;
     let shown = connection.peer_identity().and_then(|shown| shown.downcast::<Vec<CertificateDer<'static>>>().ok());
     let chain = shown.map_or_else(Vec::new, |chain| *chain);
+    let Holder { name, keys } = Holder::of(chain.first())?;
     let (known, mut handshake) = (connection.clone(), Some(handshake));
     let set_limits = move |standing| {
         // Once the client has been served, its connection is no longer a handshake.
@@ -506,8 +507,8 @@ async fn establish(
     };
     let security = Security {
         binding: Some(binding(&connection)?),
-        certificate: chain.first().and_then(name_of),
-        keys: chain.first().map(keys_of).unwrap_or_default(),
+        certificate: name,
+        keys,
         connection: Some(Arc::new(identity_proofs::Connection::on_probation(set_limits))),
         ..Security::default()
     };

@@ -13,7 +13,7 @@ use tokio_rustls::{TlsAcceptor, TlsConnector};
 use crate::address::{Address, AddressError};
 use crate::channel::{Channel, ChannelIo, Peer};
 use crate::error::TransportError;
-use crate::handshake::certificates::{ALPN, BINDING_LABEL, ClientTls, ServerTls, keys_of, name_of, server_name};
+use crate::handshake::certificates::{ALPN, BINDING_LABEL, ClientTls, Holder, ServerTls, server_name};
 use crate::handshake::identity_proofs::Security;
 use crate::listener::{Accept, Listener};
 use crate::transport::{Bind, BoxFuture, Dial, Properties, Transport};
@@ -164,12 +164,8 @@ impl ServerTls {
         }
         let binding = connection.export_keying_material([0; 32], BINDING_LABEL, None).map_err(io::Error::other)?;
         let shown = connection.peer_certificates().and_then(<[_]>::first);
-        let security = Security {
-            binding: Some(binding),
-            certificate: shown.and_then(name_of),
-            keys: shown.map(keys_of).unwrap_or_default(),
-            ..Security::default()
-        };
+        let Holder { name, keys } = Holder::of(shown)?;
+        let security = Security { binding: Some(binding), certificate: name, keys, ..Security::default() };
         Ok((Box::new(stream), security))
     }
 }
