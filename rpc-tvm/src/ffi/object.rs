@@ -6,6 +6,7 @@ use std::ptr::NonNull;
 
 use super::abi::{Any, ByteArray, DlTensor, ErrorCell, ObjectHeader, ShapeCell, slice_of, type_index};
 use super::bindings::Bindings;
+use super::tensor::TakingGuard;
 use rpc_core::error::{Result, RpcError};
 
 /// A reference to an object, with a count of its own.
@@ -115,6 +116,7 @@ impl Clone for Ref {
 
 impl Drop for Ref {
     fn drop(&mut self) {
+        debug_assert!(!TakingGuard::is_held(), "a deleter of foreign code would run under our lock");
         // SAFETY: the count belonged to this reference.
         unsafe { (self.bindings.functions.object_dec_ref)(self.object.as_ptr()) };
     }

@@ -1,6 +1,7 @@
 //! Tensors in foreign code: borrowed as `DLTensor`, shared as tensor objects, and taken over from
 //! foreign code.
 
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::ffi::c_void;
 use std::ptr::{self, NonNull};
@@ -208,8 +209,9 @@ impl<'a> Described<'a> {
     }
 
     /// Returns the session's tensor with these bytes, if they lie in a storage that foreign code
-    /// was given or has given.
-    fn recognise(&self) -> Option<Result<Tensor>> {
+    /// was given or has given. Leaves the storages that it has looked at in `examined`: the last
+    /// reference to one may be among them.
+    fn recognise(&self, examined: &mut Vec<Arc<Storage>>) -> Option<Result<Tensor>> {
         if self.extent == 0 {
             return None;
         }
@@ -224,8 +226,8 @@ impl<'a> Described<'a> {
             begins_within || lies_in(storage, self.device, address)
         };
         let storage = lent().or_else(|| {
-            let around = shared().around(address, end);
-            around.into_iter().find(touches)
+            *examined = shared().around(address, end);
+            examined.iter().find(|storage| touches(storage)).cloned()
         })?;
         let start = start_of(&storage, self.device)?;
         if address < start || (end - start) as u64 > storage.len() {
@@ -246,29 +248,62 @@ fn overlaps() -> RpcError {
 
 /// Returns the tensor of a tensor object: the session's own if it lies in one of its storages, and
 /// otherwise one over the object's memory, which counts against the session's from now on.
+///
+/// The lock under which tensors are taken over is not held while anything is freed that foreign
+/// code allocated: its deleter may call in here, or wait for a thread that does.
 pub(super) fn take(context: &Context, object: Ref) -> Result<Tensor> {
+    // Declared before the lock, so that what they hold is freed after it is released.
+    let object = Arc::new(object);
+    let mut examined = Vec::new();
     let Some(tensor) = object.tensor() else { return Err(RpcError::internal("an object that is no tensor")) };
     // SAFETY: a tensor object keeps its data alive.
     let described = unsafe { Described::read(tensor)? };
+    let Some(start) = NonNull::new(described.address).filter(|_| described.extent > 0) else {
+        return context.allocate(described.device, described.dtype, described.shape);
+    };
     // A tensor that two threads are given at once is taken over once.
-    static TAKING: Mutex<()> = Mutex::new(());
-    let _one_at_a_time = TAKING.lock();
-    if let Some(known) = described.recognise() {
+    let _one_at_a_time = TakingGuard::lock();
+    if let Some(known) = described.recognise(&mut examined) {
         return known;
     }
-    let Described { device, dtype, shape, strides, address, extent } = described;
-    let Some(start) = NonNull::new(address).filter(|_| extent > 0) else {
-        return context.allocate(device, dtype, shape);
-    };
+    let Described { device, dtype, shape, strides, extent, .. } = described;
     let (shape, strides) = (shape.to_vec(), strides.map(<[i64]>::to_vec));
     let api = context.devices().get(device)?;
     // SAFETY: the object owns these bytes, and lives until the memory is dropped. Modules are
     // documented not to access them from now on, except in calls with the tensor.
-    let memory = unsafe { api.adopt(device.index, start, extent as usize, Box::new(object))? };
+    let memory = unsafe { api.adopt(device.index, start, extent as usize, Box::new(object.clone()))? };
     let layout = Layout { byte_offset: 0, shape: &shape, strides: strides.as_deref(), dtype };
     let tensor = context.adopt(device, memory, layout)?;
     shared().note(tensor.storage());
     Ok(tensor)
+}
+
+/// Lock under which tensors are taken over from foreign code.
+pub(super) struct TakingGuard(#[expect(dead_code, reason = "held")] MutexGuard<'static, ()>);
+
+thread_local! {
+    /// True while this thread has the lock.
+    static TAKING: Cell<bool> = const { Cell::new(false) };
+}
+
+impl TakingGuard {
+    fn lock() -> Self {
+        static LOCK: Mutex<()> = Mutex::new(());
+        let guard = LOCK.lock();
+        TAKING.set(true);
+        Self(guard)
+    }
+
+    /// Returns true if this thread has the lock, and so must not free what is foreign.
+    pub(super) fn is_held() -> bool {
+        TAKING.get()
+    }
+}
+
+impl Drop for TakingGuard {
+    fn drop(&mut self) {
+        TAKING.set(false);
+    }
 }
 
 /// Returns the tensor of a borrowed `DLTensor`: the session's own if it lies in one of its
@@ -280,7 +315,7 @@ pub(super) fn take(context: &Context, object: Ref) -> Result<Tensor> {
 pub(super) unsafe fn copy(context: &Context, tensor: &DlTensor) -> Result<Tensor> {
     // SAFETY: the caller's promise.
     let described = unsafe { Described::read(tensor)? };
-    if let Some(known) = described.recognise() {
+    if let Some(known) = described.recognise(&mut Vec::new()) {
         return known;
     }
     if described.device.kind != DeviceType::CPU {
