@@ -265,6 +265,8 @@ pub struct Handshake {
     /// Name of the peer, once it has been proven.
     proven: Option<String>,
     accepted_by_peer: bool,
+    /// Number of pings whose pongs have not arrived.
+    unanswered_pings: u32,
     rounds: u32,
     output: BytesMut,
     deadline: Instant,
@@ -305,6 +307,7 @@ impl Handshake {
             our_hello: Vec::new(),
             proven: None,
             accepted_by_peer: false,
+            unanswered_pings: 0,
             rounds: 0,
             output: BytesMut::new(),
             deadline,
@@ -343,7 +346,7 @@ impl Handshake {
     }
 
     /// Accepts the peer, after [`awaits_approval`](Self::awaits_approval). Returns `Some` if the
-    /// peer's own `Accept` has already arrived, which completes the handshake.
+    /// peer's own `Accept` and all its pongs have already arrived, which completes the handshake.
     pub fn approve(&mut self) -> Option<Negotiated> {
         self.awaits_approval()?;
         self.config.hold = false;
@@ -355,6 +358,7 @@ impl Handshake {
     /// `Accept`. Any input is an answer.
     pub fn ping(&mut self) {
         if self.proven.is_some() && self.stage != HandshakeStage::Over {
+            self.unanswered_pings += 1;
             self.send(Kind::Ping, &[]);
         }
     }
@@ -372,6 +376,11 @@ impl Handshake {
 
     fn finished(&mut self) -> Option<Negotiated> {
         if self.config.hold || !self.accepted_by_peer || self.stage == HandshakeStage::Over {
+            return None;
+        }
+        // A relay passes on what follows without reading it, and its client would take a pong for
+        // the beginning of the server's handshake.
+        if self.unanswered_pings > 0 {
             return None;
         }
         let (peer, theirs) = (self.proven.clone()?, self.theirs.clone()?);
@@ -478,7 +487,10 @@ impl Handshake {
                 }
                 Ok(())
             }
-            (HandshakeStage::Proof, Kind::Pong) if self.proven.is_some() => Ok(()),
+            (HandshakeStage::Proof, Kind::Pong) if self.proven.is_some() => {
+                self.unanswered_pings = self.unanswered_pings.saturating_sub(1);
+                Ok(())
+            }
             (_, kind) => Err(RpcError::new(
                 ErrorKind::Protocol,
                 format!("the peer sent an unexpected {kind:?} frame in the handshake"),

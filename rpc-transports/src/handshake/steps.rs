@@ -258,6 +258,26 @@ mod tests {
     }
 
     #[test]
+    fn a_pong_under_way_at_the_approval_is_not_left_for_the_session() {
+        let start = Instant::now();
+        let (mut dial, mut accept) = waiting_for_approval(start);
+        accept.start_keep_alive(INTERVAL, start);
+        let now = start + INTERVAL;
+        accept.handle_timeout(now).unwrap();
+        accept.approve(now);
+        assert!(matches!(accept.advance(now).unwrap(), Step::Read), "it waits for the pong");
+        transfer(&mut accept, &mut dial, now);
+        assert!(matches!(dial.advance(now).unwrap(), Step::Finish(_)));
+        let mut output = dial.take_output().to_vec();
+        assert!(!output.is_empty(), "the pong");
+        output.extend_from_slice(b"what follows");
+        accept.input().extend_from_slice(&output);
+        accept.has_read(output.len(), now).unwrap();
+        assert!(matches!(accept.advance(now).unwrap(), Step::Finish(_)));
+        assert_eq!(accept.into_input(), b"what follows"[..]);
+    }
+
+    #[test]
     fn silence_ends_the_handshake_on_both_sides() {
         let start = Instant::now();
         let (mut dial, mut accept) = waiting_for_approval(start);
