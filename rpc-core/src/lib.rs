@@ -16,6 +16,7 @@
 
 pub mod blocking;
 pub mod client;
+pub mod clock;
 #[allow(unsafe_code)]
 pub mod device;
 #[allow(unsafe_code)]

@@ -10,9 +10,11 @@ use tokio::runtime::{Builder, Runtime};
 use crate::connect::ConnectError;
 use crate::error::TransportError;
 
-/// Installs [`inside_async_code`] in the core. Called wherever a session is made.
-pub(crate) fn install_probe() {
+/// Tells the core about the runtime: [`inside_async_code`], and the clock of its timers. Called
+/// wherever a session is made.
+pub(crate) fn install_in_core() {
     rpc_core::blocking::set_runtime_probe(inside_async_code);
+    rpc_core::clock::install(crate::clock::now);
 }
 
 /// Returns true if the calling thread is inside of a task's `poll`, or of `block_on`.
@@ -97,7 +99,7 @@ mod tests {
 
     #[test]
     fn a_thread_that_has_only_entered_a_runtime_may_say_that_it_blocks() {
-        install_probe();
+        install_in_core();
         let runtime = tokio::runtime::Builder::new_multi_thread().build().unwrap();
         let _guard = runtime.enter();
         assert_eq!(check_may_block().unwrap_err().kind(), ErrorKind::ApiMisuse);

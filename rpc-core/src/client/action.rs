@@ -205,7 +205,7 @@ impl<'a, T> ScopedAction<'a, T> {
 
     /// Sets the [`deadline`](Self::deadline) to `timeout` from now.
     pub fn timeout(self, timeout: Duration) -> Self {
-        match Instant::now().checked_add(timeout) {
+        match crate::clock::now().checked_add(timeout) {
             Some(deadline) => self.deadline(deadline),
             None => self,
         }

@@ -13,7 +13,6 @@ use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Poll, Waker};
-use std::time::Instant;
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
@@ -157,7 +156,7 @@ impl Exchange {
                 answered.wait(&mut state);
                 continue;
             };
-            let left = deadline.saturating_duration_since(Instant::now());
+            let left = deadline.saturating_duration_since(crate::clock::now());
             if left.is_zero() {
                 let taken = state.calls.remove(&id).is_some_and(|call| call.taken);
                 let queued =
@@ -223,7 +222,8 @@ impl ExchangeState {
     /// Takes the first call that has not been taken. Calls whose deadline has passed stay: their
     /// callers have been told and are about to remove them.
     fn take(&mut self) -> Option<QueuedCall> {
-        let in_time = |queued: &QueuedCall| queued.context.deadline().is_none_or(|deadline| Instant::now() < deadline);
+        let in_time =
+            |queued: &QueuedCall| queued.context.deadline().is_none_or(|deadline| crate::clock::now() < deadline);
         let at = self.queue.iter().position(in_time)?;
         let queued = self.queue.remove(at)?;
         if let Some(call) = self.calls.get_mut(&queued.id) {

@@ -185,7 +185,7 @@ impl Timer {
     fn run(&self) {
         let mut state = self.state();
         loop {
-            let now = Instant::now();
+            let now = crate::clock::now();
             match state.calls.first_entry() {
                 Some(first) if first.key().0 <= now => {
                     let session = first.remove();

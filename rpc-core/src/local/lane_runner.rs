@@ -5,7 +5,6 @@ use std::cell::Cell;
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Instant;
 
 use parking_lot::Mutex;
 
@@ -109,7 +108,7 @@ impl LocalInner {
         if job.responder.as_ref().is_some_and(Responder::is_over) {
             return self.finish(job.responder, job.bytes, Err(self.not_begun()));
         }
-        if job.deadline.is_some_and(|deadline| deadline <= Instant::now()) {
+        if job.deadline.is_some_and(|deadline| deadline <= crate::clock::now()) {
             return self.finish(job.responder, job.bytes, Err(deadline_exceeded()));
         }
         let required = job.work.required_borrows();

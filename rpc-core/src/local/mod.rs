@@ -97,7 +97,7 @@ impl LocalInner {
             drop(lanes);
             return Submission::ready(Err(error));
         }
-        if request.deadline.is_some_and(|deadline| deadline <= Instant::now()) {
+        if request.deadline.is_some_and(|deadline| deadline <= crate::clock::now()) {
             drop(lanes);
             return Submission::ready(Err(deadline_exceeded()));
         }
@@ -346,7 +346,7 @@ fn request_bytes(operation: &Operation) -> usize {
 
 impl Expire for LocalInner {
     fn expire(self: Arc<Self>) {
-        let due = self.deadlines.lock().take_due(Instant::now(), || self.this.clone());
+        let due = self.deadlines.lock().take_due(crate::clock::now(), || self.this.clone());
         for responder in due {
             if !self.remove(responder.id(), deadline_exceeded()) {
                 responder.complete(Err(deadline_exceeded().may_have_run(true)));

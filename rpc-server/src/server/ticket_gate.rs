@@ -64,7 +64,12 @@ struct SessionEntry {
 impl TicketGate {
     /// Returns a gate. `allow_direct` admits clients without tickets, too.
     pub(super) fn new(allow_direct: bool) -> Arc<Self> {
-        Arc::new(Self { started: Instant::now(), allow_direct, state: Mutex::default(), changes: watch::channel(0).0 })
+        Arc::new(Self {
+            started: rpc_core::clock::now(),
+            allow_direct,
+            state: Mutex::default(),
+            changes: watch::channel(0).0,
+        })
     }
 
     /// Returns a factory whose clients must pass this gate.
@@ -90,7 +95,7 @@ impl TicketGate {
 
     /// Returns the report for the tracker of this registration.
     pub(super) fn status(&self, id: RegistrationId) -> ServerStatus {
-        let now = Instant::now();
+        let now = rpc_core::clock::now();
         let state = self.lock();
         let describe = |(number, entry): (&u64, &SessionEntry)| Use {
             id: *number,
@@ -143,7 +148,7 @@ impl TicketGate {
         };
         let number = state.number();
         let direct = ticket.is_none();
-        let entry = SessionEntry { ticket, direct, client: known_as.clone(), since: Instant::now() };
+        let entry = SessionEntry { ticket, direct, client: known_as.clone(), since: rpc_core::clock::now() };
         state.sessions.insert(number, entry);
         drop(state);
         self.changed();
@@ -151,7 +156,7 @@ impl TicketGate {
     }
 
     fn now_ms(&self) -> u64 {
-        millis(self.started.elapsed())
+        millis(rpc_core::clock::now().saturating_duration_since(self.started))
     }
 
     fn changed(&self) {

@@ -150,7 +150,7 @@ struct Granted {
 impl Tracker {
     /// Returns a tracker without servers. Needs a tokio runtime for its timers.
     pub fn new(options: TrackerOptions) -> Arc<Self> {
-        let now = Instant::now();
+        let now = rpc_core::clock::now();
         let policy = Policy {
             lease: options.lease,
             ticket: options.ticket_lifetime,
@@ -231,7 +231,7 @@ impl Tracker {
     }
 
     fn add_server(self: &Arc<Self>, client: &Client, registration: Registration) -> Result<(ServerObject, Registered)> {
-        let now = Instant::now();
+        let now = rpc_core::clock::now();
         let checked = check_registration(&registration).and_then(|()| {
             let options = &self.options;
             advertised_addresses::admit(
@@ -299,7 +299,7 @@ impl Tracker {
 
     fn add_request(self: &Arc<Self>, client: &Client, mut request: ServerRequest) -> Result<ClaimObject> {
         check_request(&request)?;
-        let now = Instant::now();
+        let now = rpc_core::clock::now();
         let known_as = if client.identity == ANONYMOUS { &client.peer } else { &client.identity };
         request.client = format!("{} ({known_as})", clip(&request.client));
         let (sender, answer) = watch::channel(None);
@@ -358,7 +358,7 @@ impl Tracker {
             }
             let reachable = !matches!(reach, Reach::Unreachable { .. });
             entry.reach = reach;
-            entry.probed = Instant::now();
+            entry.probed = rpc_core::clock::now();
             state.scheduler.set_reachable(id, reachable);
         });
     }
@@ -412,7 +412,7 @@ async fn run_timers(tracker: Weak<Tracker>, changed: Arc<Notify>) {
         let due = {
             let Some(tracker) = tracker.upgrade() else { return };
             let mut state = tracker.lock();
-            let now = Instant::now();
+            let now = rpc_core::clock::now();
             let due = state.scheduler.next_timeout();
             if due.is_some_and(|due| due <= now) {
                 state.scheduler.handle_timeout(now);

@@ -257,7 +257,7 @@ impl Connector {
     /// Returns the address for an opener, which has no key, and the connector with that key.
     fn for_opener(&self, target: &Address) -> Result<(Address, Self), ConnectError> {
         self.transports.check(target)?;
-        crate::runtime::install_probe();
+        crate::runtime::install_in_core();
         let connector = match target.key() {
             Some(key) => self.clone().key(key),
             None => self.clone(),
@@ -286,7 +286,7 @@ impl Connector {
         }
         let (first, further) = self.route(target);
         let plan = self.plan(&first, &further)?;
-        crate::runtime::install_probe();
+        crate::runtime::install_in_core();
         // Blocking sockets carry no TLS.
         let dialled = match plan.tunnel || self.properties(&plan.address)?.encrypted {
             false => self.transports.dial_blocking(&plan.address, &self.dial)?,

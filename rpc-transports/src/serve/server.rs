@@ -33,7 +33,7 @@ pub struct Server(pub(super) Arc<ServerState>);
 impl Server {
     /// Creates a server that opens its sessions with `factory`.
     pub fn new(factory: Arc<dyn SessionFactory>, options: ServeOptions) -> Self {
-        crate::runtime::install_probe();
+        crate::runtime::install_in_core();
         Self(ServerState::new(factory, options))
     }
 

@@ -2,7 +2,6 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::time::Instant;
 
 use rpc_core::{Result, RpcError};
 use rpc_transports::tracker::{LossReason, Reach, Renewed, Returned, ServerStatus};
@@ -22,7 +21,7 @@ impl ServerObject {
     pub(super) fn renew(&self, status: ServerStatus) -> Result<Renewed> {
         check_status(&status)?;
         let status = clipped(status);
-        let now = Instant::now();
+        let now = rpc_core::clock::now();
         let mut state = self.tracker.lock();
         if !state.scheduler.report(now, self.id, &status) {
             return Err(RpcError::not_found("the registration has expired: register again"));
@@ -46,7 +45,7 @@ impl ServerObject {
 
 impl Drop for ServerObject {
     fn drop(&mut self) {
-        let now = Instant::now();
+        let now = rpc_core::clock::now();
         let mut state = self.tracker.lock();
         if state.scheduler.unregister(now, self.id) {
             state.remove_server(now, self.id, LossReason::Gone);
@@ -74,7 +73,7 @@ impl ClaimObject {
             Some((slot.server, slot.serial))
         });
         let back: Vec<_> = back.collect();
-        let now = Instant::now();
+        let now = rpc_core::clock::now();
         let mut state = self.tracker.lock();
         state.scheduler.give_back(now, self.id, &back);
         self.tracker.apply_events(state, now);
@@ -83,7 +82,7 @@ impl ClaimObject {
 
 impl Drop for ClaimObject {
     fn drop(&mut self) {
-        let now = Instant::now();
+        let now = rpc_core::clock::now();
         let mut state = self.tracker.lock();
         if state.claims.remove(&self.id).is_some() {
             state.scheduler.cancel(now, self.id);

@@ -14,7 +14,7 @@ use super::{ServerDescription, ServerEntry, Tracker, TrackerState};
 impl Tracker {
     /// Returns a summary of the tracker.
     pub fn summary(&self) -> Summary {
-        let now = Instant::now();
+        let now = rpc_core::clock::now();
         let ago = |then: Instant| millis(now.saturating_duration_since(then));
         let snapshot = self.snapshot(now);
         let holder = |held: Occupancy| Holder {

@@ -59,7 +59,7 @@ impl Connector {
             let (address, connector) = self.clone().key(&key).for_opener(&address)?;
             return Ok(opener.open(&address, &connector).await?.shared().clone());
         }
-        crate::runtime::install_probe();
+        crate::runtime::install_in_core();
         let client = |channel| -> Continuation<'_, ClientSession> {
             Box::pin(self.client(channel, key.clone(), forward.clone()))
         };
@@ -73,7 +73,7 @@ impl Connector {
         existing: Option<Channel>,
         next: &Hop,
     ) -> Result<Channel, ConnectError> {
-        crate::runtime::install_probe();
+        crate::runtime::install_in_core();
         let next = next.address.clone().without_key().to_string();
         let open_tunnel = |mut channel: Channel| -> Continuation<'_, Channel> {
             let mut config = self.handshake(String::new(), vec![next.clone()], channel.security());
