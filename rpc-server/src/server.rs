@@ -69,7 +69,7 @@ pub use self::child_server::{ServerProcess, SpawnError, run_as_child_if_asked};
 pub use self::relay::Relay;
 pub use self::rpc_server::RpcServer;
 pub use self::running::{Running, StopReason};
-pub use self::server_state::{Client, ServerState};
+pub use self::server_state::{Client, ServerState, ServerTotals};
 pub use self::session_workspace::SessionWorkspace;
 
 pub(crate) use self::options::{session_limits, wire_limits};

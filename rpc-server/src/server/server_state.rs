@@ -52,12 +52,16 @@ pub(crate) trait UsageSource: Send + Sync {
     fn usage(&self) -> Usage;
 }
 
-/// Usage of all sessions.
+/// What all sessions of a server hold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct ServerTotals {
-    pub(crate) sessions: u64,
-    pub(crate) handles: u64,
-    pub(crate) memory_bytes: u64,
+pub struct ServerTotals {
+    /// Live sessions.
+    pub sessions: u64,
+    /// Objects of the sessions.
+    pub handles: u64,
+    /// Bytes of device memory of the sessions, and of calls that still run though their session has
+    /// ended.
+    pub memory_bytes: u64,
 }
 
 impl ServerState {
@@ -105,7 +109,9 @@ impl ServerState {
         self.runtime.as_ref()
     }
 
-    pub(crate) fn totals(&self) -> ServerTotals {
+    /// Returns what all sessions hold. In the process of an isolated session it blocks while the
+    /// server answers.
+    pub fn totals(&self) -> ServerTotals {
         let here = self.totals_here();
         match &self.view {
             SessionView::Single(ask) => {

@@ -38,7 +38,16 @@ impl Tracker {
     ///
     /// As [`RpcServer::start`]; and [`ServeError::Page`].
     pub async fn start(config: &TrackerConfig) -> Result<RunningTracker, ServeError> {
-        let (tracker, server) = build(config, crate::transports())?;
+        Self::start_with(config, crate::transports()).await
+    }
+
+    /// As [`start`](Self::start), with these transports.
+    ///
+    /// # Errors
+    ///
+    /// As [`start`](Self::start).
+    pub async fn start_with(config: &TrackerConfig, transports: Transports) -> Result<RunningTracker, ServeError> {
+        let (tracker, server) = build(config, transports)?;
         let page = serve_page(config, &tracker).await?;
         Ok(RunningTracker { server: server.start().await?, tracker, page })
     }
