@@ -43,6 +43,12 @@ impl Random {
         (self.number() % limit as u64) as usize
     }
 
+    /// Returns up to `limit` bytes, and at least one.
+    pub fn bytes_up_to(&mut self, limit: usize) -> Vec<u8> {
+        let count = 1 + self.below(limit);
+        self.bytes(count)
+    }
+
     /// Returns `count` bytes.
     pub fn bytes(&mut self, count: usize) -> Vec<u8> {
         let mut bytes = Vec::with_capacity(count + 8);

@@ -12,6 +12,7 @@ pub mod digits;
 mod documents;
 pub mod forwarder;
 pub mod native;
+pub mod simulated_network;
 pub mod spmd;
 pub mod tvm_ffi;
 

@@ -12,3 +12,4 @@ mod network;
 mod peers;
 mod pool;
 mod processes;
+mod simulation;
