@@ -29,6 +29,7 @@ pub mod local;
 pub mod log_limit;
 mod memory_quota;
 mod msgpack;
+mod open_file_quota;
 mod panics;
 pub mod placement;
 mod printable;
@@ -61,7 +62,7 @@ pub use function::{
     Context, Function, FunctionKind, FunctionModule, LoadRequest, LocalValue, Module, ModuleLoader, Object, Registry,
     Shared, Signature, ThreadPermit, Usage, WorkspaceFiles,
 };
-pub use limits::{MemoryQuota, SessionLimits};
+pub use limits::{MemoryQuota, OpenFileQuota, SessionLimits};
 pub use local::{Backlog, LocalSession, LocalSessionBuilder, Spawner, ThreadQuota};
 pub use tensor::{Tensor, TensorView, TensorViewMut};
 

@@ -3,6 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 pub use crate::memory_quota::{MemoryLease, MemoryQuota};
+pub use crate::open_file_quota::{OpenFileLease, OpenFileQuota};
 
 /// Limits on the objects, requests, bytes and threads of a session. The defaults suit one of
 /// several clients of a server.

@@ -115,6 +115,7 @@ pub fn main() -> ExitCode {
 
 /// As [`main`], with these transports: for a program that registers more than this crate has.
 pub fn main_with(transports: Transports) -> ExitCode {
+    crate::raise_file_limit();
     let Cli { mut options, command } = Cli::parse();
     options.set_transports(transports);
     let output = options.output();

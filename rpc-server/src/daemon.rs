@@ -97,6 +97,7 @@ pub fn main() -> ExitCode {
 /// beside the native protocol.
 pub fn main_with(transports: Transports, dialects: Dialects) -> ExitCode {
     gpu::answer_if_asked();
+    crate::raise_file_limit();
     let registry = Registry::new();
     builtins::register(&registry);
     // First, so that session processes can have worker processes.

@@ -12,6 +12,7 @@ pub mod builtins;
 pub mod cli;
 pub mod config;
 pub mod daemon;
+mod file_limit;
 mod file_lock;
 mod function_table;
 mod http_listener;
@@ -33,6 +34,7 @@ mod versioned_json;
 pub mod workspace;
 
 pub use config::{ServeConfig, ServeSettings, TrackerConfig, TrackerSettings};
+pub use file_limit::raise_file_limit;
 pub use server::child_server::{ServerProcess, run_as_child_if_asked};
 pub use server::{RpcServer, Running};
 pub use transports::transports;

@@ -3,6 +3,7 @@
 use std::fmt;
 use std::future::poll_fn;
 use std::io;
+use std::os::fd::OwnedFd;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -22,6 +23,9 @@ pub struct Listener {
     pause: Option<Instant>,
     /// Length of the next pause.
     pause_len: Duration,
+    /// Descriptor that gives way to one more connection when the process can open no more, so that
+    /// its client can be told. `None` from then on, until another can be opened.
+    reserve: Option<OwnedFd>,
 }
 
 /// The source of a listener's channels, which a transport implements.
@@ -35,13 +39,15 @@ impl Listener {
     /// Creates a listener. [`local_address`](Self::local_address) returns `address`, which must
     /// have the port that was chosen and the key that was asked for.
     pub fn new(address: Address, source: impl Accept + 'static) -> Self {
-        Self { address, source: Box::new(source), pause: None, pause_len: PAUSE_MIN }
+        Self { address, source: Box::new(source), pause: None, pause_len: PAUSE_MIN, reserve: open_reserve() }
     }
 
     /// Waits for the next channel. Cancel-safe: dropping the future loses no connection.
     ///
     /// A connection that died while it waited is passed over. When file descriptors or memory run
-    /// out, accepting pauses (5 ms, doubling up to 1 s), says so in the log, and goes on by itself.
+    /// out, one more connection is accepted ([`has_reserve`](Self::has_reserve) is false then).
+    /// After that, accepting pauses (5 ms, doubling up to 1 s), says so in the log, and goes on by
+    /// itself.
     ///
     /// # Errors
     ///
@@ -56,6 +62,9 @@ impl Listener {
             let error = match poll_fn(|cx| self.source.poll_accept(cx)).await {
                 Ok(channel) => {
                     self.pause_len = PAUSE_MIN;
+                    if self.reserve.is_none() {
+                        self.reserve = open_reserve();
+                    }
                     return Ok(channel);
                 }
                 Err(error) => error,
@@ -64,6 +73,8 @@ impl Listener {
                 AcceptFailure::Connection => {
                     tracing::debug!(address = %self.address, %error, "a connection died unaccepted");
                 }
+                // Dropped here, so that the next attempt has a descriptor.
+                AcceptFailure::Exhausted if self.reserve.take().is_some() => {}
                 AcceptFailure::Exhausted => {
                     rpc_core::log_limited!(
                         WARN,
@@ -82,6 +93,13 @@ impl Listener {
         }
     }
 
+    /// Returns false if the process could open no more descriptors after the last connection was
+    /// accepted. That connection should be refused: it has the descriptor that was kept for this.
+    #[must_use]
+    pub fn has_reserve(&self) -> bool {
+        self.reserve.is_some()
+    }
+
     /// Returns the address of the listener, with the port that was chosen. A wildcard host stays a
     /// wildcard.
     #[must_use]
@@ -94,6 +112,13 @@ impl fmt::Debug for Listener {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Listener").field("address", &self.address).finish_non_exhaustive()
     }
+}
+
+/// Opens a descriptor of no use but to be closed. `None` if the process can open no more.
+fn open_reserve() -> Option<OwnedFd> {
+    use rustix::fs::{Mode, OFlags, open};
+
+    open("/", OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty()).ok()
 }
 
 /// Scope of an error of `accept`.
@@ -173,6 +198,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn exhaustion_pauses_and_the_pause_survives_cancellation() {
         let mut listener = listener([failure(Errno::MFILE), failure(Errno::NFILE), channel()]);
+        listener.reserve = None;
         let start = Instant::now();
         // The first attempt meets the failure, and is dropped within the pause.
         let early = tokio::time::timeout(PAUSE_MIN / 5, listener.accept()).await;
@@ -180,6 +206,17 @@ mod tests {
         listener.accept().await.unwrap();
         assert_eq!(start.elapsed(), PAUSE_MIN + PAUSE_MIN * 2);
         assert_eq!(listener.pause_len, PAUSE_MIN);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn the_reserve_gives_way_to_one_connection_without_a_pause() {
+        let mut listener = listener([failure(Errno::MFILE), channel()]);
+        assert!(listener.has_reserve());
+        let start = Instant::now();
+        assert_eq!(listener.accept().await.unwrap().peer(), "nobody");
+        assert_eq!(start.elapsed(), Duration::ZERO);
+        // Another one could be opened.
+        assert!(listener.has_reserve());
     }
 
     #[tokio::test]

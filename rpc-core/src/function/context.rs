@@ -15,7 +15,7 @@ use crate::error::{ErrorKind, Result, RpcError};
 use crate::function::function::{Function, Signature, Started};
 use crate::function::invocation::Invocation;
 use crate::function::object::{LocalValue, Module};
-use crate::limits::{MemoryLease, SessionLimits};
+use crate::limits::{MemoryLease, OpenFileLease, SessionLimits};
 use crate::reply::Responder;
 use crate::session::Lane;
 use crate::tensor::{Access, Borrow, Layout, Tensor};
@@ -85,6 +85,13 @@ pub trait Host: Send + Sync {
     ///
     /// [`ErrorKind::LimitExceeded`].
     fn reserve_memory(&self, bytes: u64) -> Result<MemoryLease>;
+
+    /// Counts descriptors that a function is about to open against the session's open files.
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::LimitExceeded`].
+    fn reserve_open_files(&self, count: u64) -> Result<OpenFileLease>;
 
     /// Returns the session's limits.
     fn limits(&self) -> &SessionLimits;
@@ -175,6 +182,17 @@ impl Context {
     /// [`ErrorKind::LimitExceeded`], naming the limit that was reached.
     pub fn reserve_memory(&self, bytes: u64) -> Result<MemoryLease> {
         self.host.reserve_memory(bytes)
+    }
+
+    /// Counts files, sockets and other descriptors that the function is about to open, and keeps
+    /// open beyond the call, against the session's
+    /// [`open_files`](crate::LocalSessionBuilder::open_files), until the lease is dropped.
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::LimitExceeded`], naming the limit that was reached.
+    pub fn reserve_open_files(&self, count: u64) -> Result<OpenFileLease> {
+        self.host.reserve_open_files(count)
     }
 
     /// Returns the session's limits, for functions that start work outside of it on its behalf.

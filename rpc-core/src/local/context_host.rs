@@ -12,7 +12,7 @@ use crate::function::context::{Context, Host, ThreadPermit, Usage, WorkspaceFile
 use crate::function::function::{Function, Signature};
 use crate::function::loader::LoadRequest;
 use crate::function::object::Module;
-use crate::limits::{MemoryLease, SessionLimits};
+use crate::limits::{MemoryLease, OpenFileLease, SessionLimits};
 use crate::session::Lane;
 use crate::tensor::{Layout, Storage, Tensor};
 
@@ -67,6 +67,10 @@ impl Host for LocalInner {
 
     fn reserve_memory(&self, bytes: u64) -> Result<MemoryLease> {
         self.memory.reserve(bytes)
+    }
+
+    fn reserve_open_files(&self, count: u64) -> Result<OpenFileLease> {
+        self.open_files.reserve(count)
     }
 
     fn limits(&self) -> &SessionLimits {

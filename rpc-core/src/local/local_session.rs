@@ -21,7 +21,7 @@ use crate::error::{ErrorKind, RpcError};
 use crate::function::context::{Host, Usage, WorkspaceFiles};
 use crate::function::registry::Registry;
 use crate::handle::{HandleQuota, HandleTable};
-use crate::limits::SessionLimits;
+use crate::limits::{OpenFileQuota, SessionLimits};
 use crate::memory_quota::MemoryQuota;
 use crate::reply::Submission;
 use crate::session::{InPlaceWrite, Lane, Operation, Request, RpcSession, SharedSession};
@@ -148,6 +148,7 @@ pub struct LocalSessionBuilder {
     total_memory: Option<Arc<MemoryQuota>>,
     total_threads: Option<Arc<ThreadQuota>>,
     total_handles: Option<Arc<HandleQuota>>,
+    open_files: Option<OpenFileQuota>,
     workspace: Option<Arc<dyn WorkspaceFiles>>,
     extensions: HashMap<TypeId, Arc<dyn Any + Send + Sync>>,
     spawner: Option<Arc<dyn Spawner>>,
@@ -164,6 +165,7 @@ impl LocalSessionBuilder {
             total_memory: None,
             total_threads: None,
             total_handles: None,
+            open_files: None,
             workspace: None,
             extensions: HashMap::new(),
             spawner: None,
@@ -203,6 +205,14 @@ impl LocalSessionBuilder {
     #[must_use]
     pub fn total_handles(mut self, quota: Arc<HandleQuota>) -> Self {
         self.total_handles = Some(quota);
+        self
+    }
+
+    /// Sets the limit on the files, sockets and other descriptors that functions
+    /// [keep open](crate::Context::reserve_open_files) for the session; no limit by default.
+    #[must_use]
+    pub fn open_files(mut self, quota: OpenFileQuota) -> Self {
+        self.open_files = Some(quota);
         self
     }
 
@@ -256,6 +266,7 @@ impl LocalSessionBuilder {
             registry: self.registry,
             devices: self.devices,
             memory,
+            open_files: self.open_files.unwrap_or_else(|| OpenFileQuota::new("max_open_files", u64::MAX, None)),
             workspace: self.workspace,
             extensions: self.extensions,
             spawner: self.spawner,

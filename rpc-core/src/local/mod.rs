@@ -38,7 +38,7 @@ use crate::function::context::WorkspaceFiles;
 use crate::function::object::Object;
 use crate::function::registry::Registry;
 use crate::handle::{Handle, HandleTable};
-use crate::limits::SessionLimits;
+use crate::limits::{OpenFileQuota, SessionLimits};
 use crate::memory_quota::MemoryQuota;
 use crate::panics::drop_each;
 use crate::reply::{Outcome, ReplyControl, Responder, Submission};
@@ -66,6 +66,7 @@ struct LocalInner {
     registry: Registry,
     devices: Devices,
     memory: Arc<MemoryQuota>,
+    open_files: OpenFileQuota,
     workspace: Option<Arc<dyn WorkspaceFiles>>,
     extensions: HashMap<TypeId, Arc<dyn Any + Send + Sync>>,
     spawner: Option<Arc<dyn Spawner>>,

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use bytes::{Bytes, BytesMut};
 use parking_lot::{Mutex, MutexGuard};
 use rpc_core::client::FileEntry;
+use rpc_core::limits::OpenFileLease;
 use rpc_core::{Context, ErrorKind, Pack, Registry, Result, RpcError, Shared};
 
 use crate::server::session_workspace::SessionWorkspace;
@@ -14,16 +15,22 @@ use crate::workspace::{Entry, FileReader, FileWriter, Workspace, WorkspaceError}
 /// [`rpc_core::client::Files`] asks for, and not enough to make the server reserve much.
 pub const MAX_READ_BYTES: u64 = 4 << 20;
 
+/// A file that counts against the open files of its session.
+pub(super) struct OpenFile<T> {
+    pub(super) file: T,
+    pub(super) _open: OpenFileLease,
+}
+
 /// Object of a writer; empty after a commit or an abort.
-struct Writer(Mutex<Option<FileWriter>>);
+struct Writer(Mutex<Option<OpenFile<FileWriter>>>);
 
 impl Writer {
     /// Locks the writer. A write that panicked leaves an incomplete file, which is consistent.
-    fn lock(&self) -> MutexGuard<'_, Option<FileWriter>> {
+    fn lock(&self) -> MutexGuard<'_, Option<OpenFile<FileWriter>>> {
         self.0.lock()
     }
 
-    fn take(&self) -> Result<FileWriter> {
+    fn take(&self) -> Result<OpenFile<FileWriter>> {
         self.lock().take().ok_or_else(over)
     }
 }
@@ -31,18 +38,20 @@ impl Writer {
 pub(super) fn register(registry: &Registry) {
     registry
         .add("rpc.file.begin_write", |context: Context, path: String, len: Option<u64>| -> Result<_> {
-            let writer = workspace(&context)?.begin_write(&path, len)?;
-            Ok(Shared(Arc::new(Writer(Mutex::new(Some(writer))))))
+            let _open = context.reserve_open_files(1)?;
+            let file = workspace(&context)?.begin_write(&path, len)?;
+            Ok(Shared(Arc::new(Writer(Mutex::new(Some(OpenFile { file, _open }))))))
         })
         .add("rpc.file.write", |Shared(writer): Shared<Writer>, offset: u64, data: Bytes| -> Result<()> {
-            Ok(writer.lock().as_mut().ok_or_else(over)?.write_at(offset, &data)?)
+            Ok(writer.lock().as_mut().ok_or_else(over)?.file.write_at(offset, &data)?)
         })
-        .add("rpc.file.commit", |Shared(writer): Shared<Writer>| -> Result<()> { Ok(writer.take()?.commit()?) })
+        .add("rpc.file.commit", |Shared(writer): Shared<Writer>| -> Result<()> { Ok(writer.take()?.file.commit()?) })
         .add("rpc.file.abort", |Shared(writer): Shared<Writer>| -> Result<()> { writer.take().map(drop) })
         .add("rpc.file.open", |context: Context, path: String| -> Result<_> {
-            let reader = workspace(&context)?.open_read(&path)?;
-            let len = reader.len();
-            Ok((Shared(Arc::new(reader)), len))
+            let _open = context.reserve_open_files(1)?;
+            let file = workspace(&context)?.open_read(&path)?;
+            let len = file.len();
+            Ok((Shared(Arc::new(OpenFile { file, _open })), len))
         })
         .add("rpc.file.read", read)
         .add("rpc.file.ls", |context: Context, folder: String| -> Result<_> {
@@ -51,16 +60,16 @@ pub(super) fn register(registry: &Registry) {
         .add("rpc.file.rm", |context: Context, path: String| -> Result<()> { Ok(workspace(&context)?.remove(&path)?) });
 }
 
-fn read(Shared(reader): Shared<FileReader>, offset: u64, len: u64) -> Result<Bytes> {
+fn read(Shared(reader): Shared<OpenFile<FileReader>>, offset: u64, len: u64) -> Result<Bytes> {
     if len > MAX_READ_BYTES {
         return Err(RpcError::invalid_argument(format!(
             "{len} bytes are more than one read gives, at most {MAX_READ_BYTES}"
         )));
     }
     // No memory is reserved for bytes beyond the end.
-    let len = len.min(reader.len().saturating_sub(offset));
+    let len = len.min(reader.file.len().saturating_sub(offset));
     let mut buffer = BytesMut::zeroed(len as usize);
-    let filled = reader.read_at(offset, &mut buffer)?;
+    let filled = reader.file.read_at(offset, &mut buffer)?;
     buffer.truncate(filled);
     Ok(buffer.freeze())
 }

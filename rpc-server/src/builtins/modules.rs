@@ -7,14 +7,15 @@ use parking_lot::{Mutex, MutexGuard};
 use rpc_core::client::Digest;
 use rpc_core::{Context, Module, Registry, Result, Shared, TensorView};
 
+use super::files::OpenFile;
 use crate::modules::{ModuleError, ModuleService, ModuleUpload, StoreLoader};
 
 /// Object of an upload; empty after the commit.
-struct Upload(Mutex<Option<ModuleUpload>>);
+struct Upload(Mutex<Option<OpenFile<ModuleUpload>>>);
 
 impl Upload {
     /// Locks the upload. A write that panicked leaves an incomplete upload, which is consistent.
-    fn lock(&self) -> MutexGuard<'_, Option<ModuleUpload>> {
+    fn lock(&self) -> MutexGuard<'_, Option<OpenFile<ModuleUpload>>> {
         self.0.lock()
     }
 }
@@ -29,15 +30,16 @@ pub(super) fn register(registry: &Registry) {
             Ok(ModuleService::of(&context)?.store().contains(&parse(&digest)?)?)
         })
         .add("rpc.module.begin_upload", |context: Context, digest: String, len: u64| -> Result<_> {
-            let upload = ModuleService::of(&context)?.store().begin_upload(parse(&digest)?, len)?;
-            Ok(Shared(Arc::new(Upload(Mutex::new(Some(upload))))))
+            let _open = context.reserve_open_files(1)?;
+            let file = ModuleService::of(&context)?.store().begin_upload(parse(&digest)?, len)?;
+            Ok(Shared(Arc::new(Upload(Mutex::new(Some(OpenFile { file, _open }))))))
         })
         .add("rpc.module.write", |Shared(upload): Shared<Upload>, offset: u64, data: Bytes| -> Result<()> {
-            Ok(upload.lock().as_mut().ok_or(ModuleError::Over)?.write(offset, &data)?)
+            Ok(upload.lock().as_mut().ok_or(ModuleError::Over)?.file.write(offset, &data)?)
         })
         .add("rpc.module.commit", |Shared(upload): Shared<Upload>| -> Result<()> {
             let upload = upload.lock().take().ok_or(ModuleError::Over)?;
-            Ok(upload.commit()?)
+            Ok(upload.file.commit()?)
         })
         .add("rpc.module.import", |context: Context, path: String| -> Result<String> {
             Ok(ModuleService::of(&context)?.import(&context, &path)?.to_string())

@@ -11,6 +11,7 @@ use serde::{Deserialize, Serialize};
 use super::listen_address::{check_addresses, loopback};
 use super::units::seconds;
 use super::{ByteSize, ConfigError, ListenAddress, ServeConfig, Span};
+use crate::file_limit;
 use crate::pki::trust::ServerTrust;
 
 listener_settings! {
@@ -21,11 +22,13 @@ listener_settings! {
         /// with commas. Default: tcp://127.0.0.1:9290
         #[arg(value_name = "ADDRESS", value_delimiter = ',')]
         listen: Vec<ListenAddress> = Vec::new(), "RPC_RELAY_LISTEN";
-        /// Maximum number of waiting servers and served clients together; more are refused
-        max_sessions: usize = 16384, "RPC_RELAY_MAX_SESSIONS";
+        /// Maximum number of waiting servers and served clients together; more are refused.
+        /// Default: 16384, or less if this process may open fewer than 22000 files
+        max_sessions: usize = file_limit::share(6, 16384) as usize, "RPC_RELAY_MAX_SESSIONS";
         /// Maximum number of them for one peer, known by its proven identity or else by the address
-        /// of its machine; more are refused
-        max_sessions_per_peer: usize = 1024, "RPC_RELAY_MAX_SESSIONS_PER_PEER";
+        /// of its machine; more are refused. Default: 1024, or less if this process may open fewer
+        /// than 2800 files
+        max_sessions_per_peer: usize = file_limit::share(3, 1024) as usize, "RPC_RELAY_MAX_SESSIONS_PER_PEER";
         /// Interval at which waiting servers are tested; after three times as long without an
         /// answer they are dropped
         #[arg(value_name = "TIME")]

@@ -14,6 +14,7 @@ use super::units::seconds;
 use super::{
     ByteSize, ConfigError, Label, ListenAddress, OtlpEndpoint, PortRange, Span, TrackerAddress, machine_memory,
 };
+use crate::file_limit;
 use crate::pki::trust::{ClientTrust, ServerTrust};
 
 listener_settings! {
@@ -27,11 +28,13 @@ listener_settings! {
         /// Folder for the files of sessions, also of named workspaces
         #[arg(value_name = "FOLDER")]
         workdir: PathBuf = default_workdir(), "RPC_SERVER_WORKDIR";
-        /// Maximum number of sessions; more are refused
-        max_sessions: usize = 4096, "RPC_SERVER_MAX_SESSIONS";
+        /// Maximum number of sessions; more are refused. Default: 4096, or less if this process may
+        /// open fewer than 11000 files
+        max_sessions: usize = file_limit::share(3, 4096) as usize, "RPC_SERVER_MAX_SESSIONS";
         /// Maximum number of sessions of one client, known by its proven identity or else by the
-        /// address of its machine; more are refused
-        max_sessions_per_peer: usize = 1024, "RPC_SERVER_MAX_SESSIONS_PER_PEER";
+        /// address of its machine; more are refused. Default: 1024, or less if this process may
+        /// open fewer than 8300 files
+        max_sessions_per_peer: usize = file_limit::share(1, 1024) as usize, "RPC_SERVER_MAX_SESSIONS_PER_PEER";
         /// Maximum device memory of one session
         #[arg(value_name = "SIZE")]
         max_memory: ByteSize = ByteSize::UNLIMITED, "RPC_SERVER_MAX_MEMORY";
@@ -41,6 +44,13 @@ listener_settings! {
         max_total_handles: usize = 16 << 20, "RPC_SERVER_MAX_TOTAL_HANDLES";
         /// Maximum number of requests in progress in one session; more wait
         max_requests: u32 = 1024, "RPC_SERVER_MAX_REQUESTS";
+        /// Maximum number of files and connections that are open for one session beside its own
+        /// connection: files of its workspace, servers to which it is forwarded, what functions
+        /// count; with --isolate process also the session's process, which has as many again
+        max_open_files: u64 = 256, "RPC_SERVER_MAX_OPEN_FILES";
+        /// Maximum number of those for all sessions together. Default: half of what this process
+        /// may open (ulimit -n)
+        max_total_open_files: u64 = file_limit::share(4, u64::MAX), "RPC_SERVER_MAX_TOTAL_OPEN_FILES";
         /// Maximum bytes of waiting arguments of one session; more wait at the client. At least
         /// --max-message
         #[arg(value_name = "SIZE")]
@@ -323,6 +333,8 @@ impl ServeConfig {
         let zero = [
             ("--max-sessions", self.max_sessions as u64),
             ("--max-sessions-per-peer", self.max_sessions_per_peer as u64),
+            ("--max-open-files", self.max_open_files),
+            ("--max-total-open-files", self.max_total_open_files),
             ("--max-threads", self.max_threads as u64),
             ("--capacity", self.capacity.into()),
             ("--max-frame", self.max_frame.0),

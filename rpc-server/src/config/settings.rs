@@ -154,8 +154,10 @@ macro_rules! listener_settings {
             settings {
                 $($settings_declared)*
                 /// Maximum number of connections in the handshake; for one more, the oldest of the
-                /// machine that has most of them is closed
-                max_handshakes: usize = 1024, concat!($prefix, "_MAX_HANDSHAKES");
+                /// machine that has most of them is closed. Default: 1024, or less if this process
+                /// may open fewer than 8300 files
+                max_handshakes: usize = $crate::file_limit::share(1, 1024) as usize,
+                    concat!($prefix, "_MAX_HANDSHAKES");
                 /// Time limit of a handshake
                 #[arg(value_name = "TIME")]
                 handshake_timeout: $crate::config::Span = $crate::config::units::seconds(10),
@@ -220,6 +222,8 @@ macro_rules! listener_config {
             fn listener_config(&self) -> $crate::config::ServeConfig {
                 $crate::config::ServeConfig {
                     listen: self.listen.clone(),
+                    // Probes and pipes; all sessions are bare connections.
+                    max_total_open_files: $crate::file_limit::share(1, u64::MAX),
                     max_sessions: self.max_sessions,
                     max_sessions_per_peer: self.max_sessions_per_peer,
                     max_handshakes: self.max_handshakes,

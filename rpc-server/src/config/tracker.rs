@@ -14,6 +14,7 @@ use serde::{Deserialize, Serialize};
 use super::listen_address::{check_addresses, check_metrics, loopback};
 use super::units::seconds;
 use super::{ByteSize, ConfigError, HttpAddress, ListenAddress, ServeConfig, Span};
+use crate::file_limit;
 use crate::pki::trust::{ServerTrust, TrustError};
 use crate::tracker::TrackerOptions;
 
@@ -45,10 +46,12 @@ listener_settings! {
         max_waiting: usize = 16384, "RPC_TRACKER_MAX_WAITING";
         /// Maximum number of waiting requests of one client; more are refused
         max_waiting_per_client: usize = 1024, "RPC_TRACKER_MAX_WAITING_PER_CLIENT";
-        /// Maximum number of sessions, of servers and clients; more are refused
-        max_sessions: usize = 16384, "RPC_TRACKER_MAX_SESSIONS";
-        /// Maximum number of sessions of one peer; more are refused
-        max_sessions_per_peer: usize = 8192, "RPC_TRACKER_MAX_SESSIONS_PER_PEER";
+        /// Maximum number of sessions, of servers and clients; more are refused. Default: 16384,
+        /// or less if this process may open fewer than 22000 files
+        max_sessions: usize = file_limit::share(6, 16384) as usize, "RPC_TRACKER_MAX_SESSIONS";
+        /// Maximum number of sessions of one peer; more are refused. Default: 8192, or less if this
+        /// process may open fewer than 22000 files
+        max_sessions_per_peer: usize = file_limit::share(3, 8192) as usize, "RPC_TRACKER_MAX_SESSIONS_PER_PEER";
         /// Silence after which a connection is tested; after three times as long it is dead, and
         /// its server is dropped
         #[arg(value_name = "TIME")]

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use parking_lot::Mutex;
-use rpc_core::limits::MemoryLease;
+use rpc_core::limits::{MemoryLease, OpenFileLease};
 use rpc_core::{ErrorKind, Request, RpcError, RpcSession, SharedSession, Submission, Usage};
 use rpc_transports::{Channel, Connector, OpenRequest, SessionFactory};
 use tokio::io::AsyncWriteExt;
@@ -57,7 +57,6 @@ impl Isolation {
         if !is_possible() {
             return Err(ConfigError::NoIsolationHook);
         }
-        raise_file_limit();
         let connector = Connector::new()
             .keep_alive(config.keep_alive.0)
             .handshake_timeout(config.handshake_timeout.0)
@@ -143,6 +142,7 @@ impl SessionFactory for Isolation {
     ///
     /// The workspace, the share of the memory, or the process is not available.
     async fn open(&self, request: &OpenRequest) -> Result<SharedSession, RpcError> {
+        let open = request.open_files.reserve(FILES_OF_SESSION)?;
         let share = self.share.map(|bytes| self.state.memory().reserve(bytes)).transpose()?;
         let workspace = self.workspace(request).await?;
         let setup = SessionSetup {
@@ -152,8 +152,12 @@ impl SessionFactory for Isolation {
             uptime: self.state.started().elapsed(),
             module_digests: self.module_digests.clone(),
         };
-        let resources =
-            SessionResources { _workspace: workspace, _share: share, _counted: ProcessCount::enter(&self.processes) };
+        let resources = SessionResources {
+            _workspace: workspace,
+            _share: share,
+            _open: open,
+            _counted: ProcessCount::enter(&self.processes),
+        };
         let Started { stream, mut process_guard } = self.process().await.map_err(cannot_start)?;
         let cleaner = self.cleaner.clone();
         process_guard.on_exit(move || cleaner.drop_later(resources));
@@ -178,6 +182,10 @@ enum Spare {
     Stopped,
 }
 
+/// Files of the server that a session in a process of its own takes beside its connection: the
+/// workspace, its staging folder and its lock, the process, and two sockets to it.
+const FILES_OF_SESSION: u64 = 6;
+
 /// Starts a process that is counted until it has ended.
 async fn start(state: Arc<ServerState>, processes: &Arc<ProcessCount>) -> std::io::Result<Started> {
     let counted = ProcessCount::enter(processes);
@@ -190,17 +198,6 @@ const CANNOT_START: &str = "cannot start the process of the session";
 
 fn cannot_start(error: std::io::Error) -> RpcError {
     RpcError::new(ErrorKind::Io, error.to_string()).context(CANNOT_START)
-}
-
-/// Raises the limit on open files to the maximum: a session takes four files of the server, and
-/// many systems start programs with a low limit.
-fn raise_file_limit() {
-    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
-
-    let limit = getrlimit(Resource::Nofile);
-    if let Err(error) = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum }) {
-        tracing::debug!(%error, "cannot raise the limit on open files");
-    }
 }
 
 /// A session that a process of its own serves.
@@ -232,6 +229,7 @@ impl UsageSource for IsolatedSession {
 struct SessionResources {
     _workspace: Workspace,
     _share: Option<MemoryLease>,
+    _open: OpenFileLease,
     _counted: CountedProcess,
 }
 

@@ -10,7 +10,8 @@ use parking_lot::Mutex;
 use rpc_core::session::InPlaceWrite;
 use rpc_core::value::TensorRef;
 use rpc_core::{
-    Devices, ErrorKind, Lane, LocalSession, Registry, Request, RpcError, RpcSession, SharedSession, Submission, Usage,
+    Devices, ErrorKind, Lane, LocalSession, OpenFileQuota, Registry, Request, RpcError, RpcSession, SharedSession,
+    Submission, Usage,
 };
 use rpc_transports::exec::{StdioEnds, take_stdio};
 use rpc_transports::{Channel, OpenRequest, ServeOptions, Server, TokioSpawner};
@@ -26,7 +27,7 @@ use crate::config::{ServeConfig, ServeSettings};
 use crate::modules::{ModuleService, Native};
 use crate::server::exit_code;
 use crate::server::server_state::{ServerState, ServerTotals, SessionCount, UsageSource};
-use crate::server::session_workspace::{Cleaner, SessionWorkspace, WorkspaceSource};
+use crate::server::session_workspace::{Cleaner, FILES_OF_WORKSPACE, SessionWorkspace, WorkspaceSource};
 use crate::server::{session_limits, wire_limits};
 use crate::workspace::Workspace;
 use crate::{builtins, logging, modules};
@@ -81,11 +82,14 @@ fn serve(
         let started = Instant::now().checked_sub(uptime).unwrap_or_else(Instant::now);
         let asking = link.clone();
         let state = ServerState::for_single_session(config.key.clone(), started, move |usage| asking.totals(usage));
-        let workspace = WorkspaceSource::Opened(Workspace::borrowed(&workspace)?);
+        let open_files = OpenFileQuota::new("max_open_files", config.max_open_files, None);
+        let open = open_files.reserve(FILES_OF_WORKSPACE).map_err(io::Error::other)?;
+        let workspace = WorkspaceSource::Opened(Workspace::borrowed(&workspace)?, open);
         let mut session = LocalSession::builder(registry.clone())
             .devices(devices())
             .limits(session_limits(&config))
-            .workspace(Arc::new(SessionWorkspace::new(workspace, Cleaner::none())))
+            .workspace(Arc::new(SessionWorkspace::new(workspace, Cleaner::none(), open_files.clone())))
+            .open_files(open_files)
             .extension(state.clone())
             .spawner(Arc::new(TokioSpawner::current()));
         if let Some(address) = config.data_address {

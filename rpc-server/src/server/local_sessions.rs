@@ -11,7 +11,7 @@ use rpc_transports::{OpenRequest, SessionFactory, TokioSpawner};
 
 use super::options::session_limits;
 use super::server_state::{Client, ServerState};
-use super::session_workspace::{Cleaner, SessionWorkspace, WorkspaceSource};
+use super::session_workspace::{Cleaner, FILES_OF_WORKSPACE, SessionWorkspace, WorkspaceSource};
 use crate::config::ServeConfig;
 use crate::modules::{self, ModuleService};
 use crate::workspace::WorkspaceRoot;
@@ -70,10 +70,11 @@ impl SessionFactory for LocalSessions {
             // Opened here and not at its first use, so that an unavailable name is an error of the
             // handshake.
             Some(name) => {
+                let open = request.open_files.reserve(FILES_OF_WORKSPACE)?;
                 let (root, identity, name) = (self.workspaces.clone(), request.identity.clone(), name.clone());
                 let opened = tokio::task::spawn_blocking(move || root.named(&identity, &name)).await;
                 let opened = opened.unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic()))?;
-                WorkspaceSource::Opened(opened)
+                WorkspaceSource::Opened(opened, open)
             }
             None => WorkspaceSource::Private(self.workspaces.clone()),
         };
@@ -83,7 +84,8 @@ impl SessionFactory for LocalSessions {
             .total_threads(self.total_threads.clone())
             .total_handles(self.total_handles.clone())
             .total_memory(self.state.memory().clone())
-            .workspace(Arc::new(SessionWorkspace::new(source, self.cleaner.clone())))
+            .workspace(Arc::new(SessionWorkspace::new(source, self.cleaner.clone(), request.open_files.clone())))
+            .open_files(request.open_files.clone())
             .extension(self.state.clone())
             .extension(Arc::new(Client {
                 peer: request.peer.clone(),

@@ -45,6 +45,8 @@ pub(super) fn serve_options(
         handshake_timeout: config.handshake_timeout.0,
         limits: wire_limits(config),
         max_total_queued: config.max_total_queued.0,
+        max_open_files: config.max_open_files,
+        max_total_open_files: config.max_total_open_files,
         max_sessions: config.max_sessions,
         max_sessions_per_peer: config.max_sessions_per_peer,
         max_handshakes: config.max_handshakes,

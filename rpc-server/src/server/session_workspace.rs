@@ -9,7 +9,8 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use rpc_core::{ErrorKind, Result, RpcError, WorkspaceFiles};
+use rpc_core::limits::OpenFileLease;
+use rpc_core::{ErrorKind, OpenFileQuota, Result, RpcError, WorkspaceFiles};
 
 use crate::workspace::{Workspace, WorkspaceRoot};
 
@@ -18,34 +19,41 @@ use crate::workspace::{Workspace, WorkspaceRoot};
 pub struct SessionWorkspace {
     source: Mutex<WorkspaceSource>,
     cleaner: Arc<Cleaner>,
+    /// Quota that the workspace itself counts against.
+    open_files: OpenFileQuota,
 }
+
+/// Descriptors of a workspace: the folder, that of writes in progress, and its lock.
+pub(crate) const FILES_OF_WORKSPACE: u64 = 3;
 
 pub(crate) enum WorkspaceSource {
     /// Private workspace that has not been created yet, and its root.
     Private(WorkspaceRoot),
-    Opened(Workspace),
+    Opened(Workspace, OpenFileLease),
     /// Workspace that the cleaner has taken over.
     Released,
 }
 
 impl SessionWorkspace {
-    pub(crate) fn new(source: WorkspaceSource, cleaner: Arc<Cleaner>) -> Self {
-        Self { source: Mutex::new(source), cleaner }
+    pub(crate) fn new(source: WorkspaceSource, cleaner: Arc<Cleaner>, open_files: OpenFileQuota) -> Self {
+        Self { source: Mutex::new(source), cleaner, open_files }
     }
 
     /// Returns the workspace, and creates it if needed. Blocks.
     ///
     /// # Errors
     ///
-    /// The file system failed.
+    /// The session may have no more open files, or the file system failed.
     pub fn open(&self) -> Result<Workspace> {
         let mut source = self.source.lock();
-        let workspace = match &*source {
-            WorkspaceSource::Opened(workspace) => return Ok(workspace.clone()),
-            WorkspaceSource::Private(root) => root.private()?,
+        let root = match &*source {
+            WorkspaceSource::Opened(workspace, _) => return Ok(workspace.clone()),
+            WorkspaceSource::Private(root) => root,
             WorkspaceSource::Released => return Err(RpcError::new(ErrorKind::Closed, "the session has ended")),
         };
-        *source = WorkspaceSource::Opened(workspace.clone());
+        let open = self.open_files.reserve(FILES_OF_WORKSPACE)?;
+        let workspace = root.private()?;
+        *source = WorkspaceSource::Opened(workspace.clone(), open);
         Ok(workspace)
     }
 }
@@ -53,8 +61,8 @@ impl SessionWorkspace {
 impl Drop for SessionWorkspace {
     fn drop(&mut self) {
         let source = self.source.get_mut();
-        if let WorkspaceSource::Opened(workspace) = std::mem::replace(source, WorkspaceSource::Released) {
-            self.cleaner.drop_later(workspace);
+        if let WorkspaceSource::Opened(workspace, open) = std::mem::replace(source, WorkspaceSource::Released) {
+            self.cleaner.drop_later((workspace, open));
         }
     }
 }

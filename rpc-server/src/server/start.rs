@@ -25,7 +25,7 @@ use crate::monitor::{Gauges, Monitoring, Phase};
 use crate::otel::Spans;
 use crate::pki::trust::ServerCredentials;
 use crate::workspace::{WorkspaceLimits, WorkspaceRoot};
-use crate::{builtins, isolate, modules};
+use crate::{builtins, file_limit, isolate, modules};
 
 /// Interval at which named workspaces that have expired are looked for.
 const EXPIRY_INTERVAL: Duration = Duration::from_secs(3600);
@@ -69,6 +69,7 @@ impl Checked {
             config.isolate = choose_isolation(config, devices);
         }
         config.check_with(transports)?;
+        file_limit::warn_if_exceeded_by(config);
         // Done before any step that can fail: the ready file of an earlier server must be gone, or
         // scripts would take it for that of this server.
         let ready_file = config.ready_file.as_deref().map(ReadyFile::claim).transpose()?;

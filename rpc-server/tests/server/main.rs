@@ -16,6 +16,7 @@ mod modules;
 #[cfg(feature = "tvm-ffi")]
 mod native_modules;
 mod node;
+mod open_files;
 mod page;
 mod relay_cli;
 mod ssh;

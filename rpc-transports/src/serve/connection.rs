@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use rpc_core::proto::Hello;
-use rpc_core::{ErrorKind, RpcError, SharedSession};
+use rpc_core::{ErrorKind, OpenFileQuota, RpcError, SharedSession};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 use super::further_servers::Onward;
@@ -24,6 +24,11 @@ pub(super) struct Connection {
     pub(super) machine: Machine,
     /// Key that the server has for the clients of this connection.
     pub(super) key: String,
+    /// Quota of the descriptors that the client can have opened, beside the connection.
+    pub(super) open_files: OpenFileQuota,
+    /// True if the connection has the last descriptor of the process. Its client is told so, and
+    /// gets no session.
+    pub(super) has_last_descriptor: bool,
     pub(super) mailbox: Arc<Mailbox>,
     pub(super) entry: Arc<ConnectionEntry>,
 }
@@ -49,6 +54,20 @@ impl Connection {
         if self.server.options.relay || !hello.forward.is_empty() { &hello.key } else { &self.key }
     }
 
+    /// Checks that the connection has not the last descriptor of the process.
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::LimitExceeded`].
+    pub(super) fn check_descriptors(&self) -> Result<(), RpcError> {
+        if self.has_last_descriptor {
+            let text = "the server's process can open no more files or connections: its operator has to raise the \
+                        limit (ulimit -n, LimitNOFILE) or allow fewer sessions (--max-sessions)";
+            return Err(RpcError::new(ErrorKind::LimitExceeded, text));
+        }
+        Ok(())
+    }
+
     /// Checks that the server takes new sessions.
     ///
     /// # Errors
@@ -71,6 +90,7 @@ impl Connection {
         request: SessionRequest<'_>,
         identity: &str,
     ) -> Result<SharedSession, RpcError> {
+        self.check_descriptors()?;
         self.takes_sessions()?;
         let named = |name: &str| (!name.is_empty()).then(|| name.to_owned());
         let request = OpenRequest {
@@ -80,7 +100,8 @@ impl Connection {
             key: named(request.key),
             workspace: named(request.workspace),
             ticket: named(request.ticket),
-            onward: Onward::new(self.server.this.clone(), request.path, identity),
+            open_files: self.open_files.clone(),
+            onward: Onward::new(self.server.this.clone(), request.path, identity, self.open_files.clone()),
         };
         self.server.factory.open(&request).await
     }

@@ -5,13 +5,18 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use bytes::BytesMut;
+use rpc_core::limits::OpenFileLease;
 use rpc_core::proto::{ANONYMOUS, Hello};
-use rpc_core::{ErrorKind, RpcError, Session, SharedSession};
+use rpc_core::session::InPlaceWrite;
+use rpc_core::{
+    ErrorKind, Lane, OpenFileQuota, Request, RpcError, RpcSession, Session, SharedSession, Submission, TensorRef,
+};
 
 use super::further_servers::OnwardServer;
 use super::mailbox::{Command, Mailbox};
 use super::splice::splice;
 use super::state::{ServerState, UNLIMITED};
+use crate::address::Address;
 use crate::channel::Channel;
 use crate::connect::{ConnectError, Connector, Hop};
 use crate::serve::filter::FilteredSession;
@@ -25,16 +30,33 @@ const SILENT_TUNNEL_INTERVALS: u32 = 120;
 
 impl ServerState {
     /// Opens the session to which a client's requests are forwarded.
-    pub(super) async fn open_next(&self, hello: &Hello, identity: &str) -> Result<SharedSession, RpcError> {
+    pub(super) async fn open_next(
+        &self,
+        hello: &Hello,
+        identity: &str,
+        open_files: &OpenFileQuota,
+    ) -> Result<SharedSession, RpcError> {
         let (target, further) = self.next_hop(&hello.path, &hello.forward)?;
         let connector = self.connector(&hello.path, identity);
+        let open = open_files.reserve(self.files_of_connection(&target.address))?;
         let connector = connector.key(&hello.key).workspace(&hello.workspace).ticket(&hello.ticket);
         let next = connector.forward(&target, &further).await.map_err(|error| error.into_rpc_error())?;
-        Ok(self.filtered(next))
+        Ok(self.onward_session(next, open))
     }
 
-    /// Returns a session that forwards to `next` the requests that the server's policy allows.
-    fn filtered(&self, next: SharedSession) -> SharedSession {
+    /// Returns the number of descriptors that a connection to `address` takes.
+    fn files_of_connection(&self, address: &Address) -> u64 {
+        match self.options.transports.check(address) {
+            // Input, output and errors of the program, and its process.
+            Ok(properties) if properties.starts_programs => 4,
+            _ => 1,
+        }
+    }
+
+    /// Returns a session that forwards to `next` the requests that the server's policy allows. It
+    /// counts as `open` while it lives.
+    fn onward_session(&self, next: SharedSession, open: OpenFileLease) -> SharedSession {
+        let next = Arc::new(OnwardSession { next, _open: open });
         match &self.options.forward_policy {
             Some(policy) => Arc::new(FilteredSession::new(next, policy.clone())),
             None => next,
@@ -54,7 +76,7 @@ impl ServerState {
     }
 
     /// Opens the channel to the target of a client's tunnel.
-    pub(super) async fn open_tunnel(&self, hello: &Hello) -> Result<Channel, RpcError> {
+    pub(super) async fn open_tunnel(&self, hello: &Hello, open_files: &OpenFileQuota) -> Result<Channel, RpcError> {
         let (target, further) = self.next_hop(&hello.path, &hello.forward)?;
         if self.options.forward_policy.is_some() {
             let text = "this server makes no tunnels: it limits what may be done through it (--forward-functions)";
@@ -75,8 +97,10 @@ impl ServerState {
             let text = format!("a tunnel to '{}' would start a program here", target.address);
             return Err(RpcError::new(ErrorKind::Refused, text));
         }
+        let open = open_files.reserve(self.files_of_connection(&address))?;
         let dialled = transports.dial(&address, &self.onward()).await;
-        dialled.map_err(|error| ConnectError::from(error).into_rpc_error())
+        let channel = dialled.map_err(|error| ConnectError::from(error).into_rpc_error())?;
+        Ok(channel.with_additional_guard(open))
     }
 
     /// Copies bytes between a client and the target of its tunnel, until either is gone.
@@ -84,7 +108,7 @@ impl ServerState {
         let (peer, silence) = (to.peer().to_owned(), self.options.keep_alive.saturating_mul(SILENT_TUNNEL_INTERVALS));
         let limit = self.options.session_duration.unwrap_or(UNLIMITED).min(UNLIMITED);
         tokio::select! {
-            ended = splice(client, &mut to, input, silence.min(UNLIMITED)) => {
+            ended = splice(client, &mut to, input, silence.min(UNLIMITED), &self.open_files) => {
                 tracing::debug!(to = peer, ?ended, "tunnel ended");
             }
             () = mailbox.wait_for(Command::Stop) => tracing::debug!(to = peer, "tunnel cut: the server stops"),
@@ -153,11 +177,33 @@ impl OnwardServer for ServerState {
         identity: &str,
         target: &str,
         keep_alive: Duration,
+        open_files: &OpenFileQuota,
     ) -> Result<Session, RpcError> {
         let (target, _) = self.next_hop(path, &[target.to_owned()])?;
         let connector = self.connector(path, identity).keep_alive(keep_alive.min(self.options.keep_alive));
+        let open = open_files.reserve(self.files_of_connection(&target.address))?;
         let next = connector.forward(&target, &[]).await.map_err(|error| error.into_rpc_error())?;
-        Ok(Session::from(self.filtered(next)))
+        Ok(Session::from(self.onward_session(next, open)))
+    }
+}
+
+/// Session with a further server, whose connection is counted while it lives.
+struct OnwardSession {
+    next: SharedSession,
+    _open: OpenFileLease,
+}
+
+impl RpcSession for OnwardSession {
+    fn submit(&self, request: Request) -> Submission {
+        self.next.submit(request)
+    }
+
+    fn inner(&self) -> Option<&dyn RpcSession> {
+        Some(&*self.next)
+    }
+
+    fn write_in_place(&self, lane: Lane, to: &TensorRef, offset: u64, len: u64) -> Option<InPlaceWrite> {
+        self.next.write_in_place(lane, to, offset, len)
     }
 }
 

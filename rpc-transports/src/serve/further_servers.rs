@@ -5,19 +5,20 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use rpc_core::{ErrorKind, RpcError, Session};
+use rpc_core::{ErrorKind, OpenFileQuota, RpcError, Session};
 
 /// Trait of a server that opens sessions with further servers.
 #[async_trait]
 pub(super) trait OnwardServer: Send + Sync {
     /// Opens a session with the server at `target`, for a client with this identity that has come
-    /// by `path`.
+    /// by `path`. The connection counts against `open_files`.
     async fn connect_onward(
         &self,
         path: &[String],
         identity: &str,
         target: &str,
         keep_alive: Duration,
+        open_files: &OpenFileQuota,
     ) -> Result<Session, RpcError>;
 }
 
@@ -32,11 +33,17 @@ pub struct Onward {
     server: Weak<dyn OnwardServer>,
     path: Arc<[String]>,
     identity: Arc<str>,
+    open_files: OpenFileQuota,
 }
 
 impl Onward {
-    pub(super) fn new(server: Weak<dyn OnwardServer>, path: &[String], identity: &str) -> Self {
-        Self { server, path: path.into(), identity: identity.into() }
+    pub(super) fn new(
+        server: Weak<dyn OnwardServer>,
+        path: &[String],
+        identity: &str,
+        open_files: OpenFileQuota,
+    ) -> Self {
+        Self { server, path: path.into(), identity: identity.into(), open_files }
     }
 
     /// Opens a session with the server at `target`. Its keep-alive is that of this session's
@@ -46,12 +53,13 @@ impl Onward {
     ///
     /// * [`ErrorKind::Refused`]: the operator does not allow it, or the chain comes back to a
     ///   server that it has passed.
+    /// * [`ErrorKind::LimitExceeded`]: the session has no more open files, or the server.
     /// * [`ErrorKind::Closed`]: the server is gone.
     /// * Those of [`Connector::connect`](crate::Connector::connect).
     pub async fn connect(&self, target: &str, keep_alive: Duration) -> Result<Session, RpcError> {
         let gone = || RpcError::new(ErrorKind::Closed, "the server of this session is gone");
         let server = self.server.upgrade().ok_or_else(gone)?;
-        server.connect_onward(&self.path, &self.identity, target, keep_alive).await
+        server.connect_onward(&self.path, &self.identity, target, keep_alive, &self.open_files).await
     }
 }
 

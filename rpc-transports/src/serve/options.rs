@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use rpc_core::proto::KEEP_ALIVE;
-use rpc_core::{ErrorKind, RpcError, SharedSession};
+use rpc_core::{ErrorKind, OpenFileQuota, RpcError, SharedSession};
 
 use super::dialect::Dialects;
 use super::further_servers::Onward;
@@ -35,6 +35,10 @@ pub struct OpenRequest {
     pub workspace: Option<String>,
     /// Ticket that a tracker gave the client for this server, if any.
     pub ticket: Option<String>,
+    /// Quota of the descriptors that the session may have opened for it, its connections to other
+    /// servers included. A factory gives it to the session
+    /// ([`open_files`](rpc_core::LocalSessionBuilder::open_files)).
+    pub open_files: OpenFileQuota,
     /// Access to other servers on the client's behalf, for functions of the session.
     pub onward: Onward,
 }
@@ -77,6 +81,12 @@ pub struct ServeOptions {
     /// [`LimitExceeded`](ErrorKind::LimitExceeded), and its session goes on. Dialects charge what
     /// they hold [by themselves](crate::DialectConnection::queued). Default: no limit.
     pub max_total_queued: u64,
+    /// Number of descriptors that may be open for one session at one time, beside its connection:
+    /// its files and its connections to other servers. More are an error of that session.
+    /// Default 256.
+    pub max_open_files: u64,
+    /// Number of those for all sessions together. Default: no limit.
+    pub max_total_open_files: u64,
     /// Number of sessions that there may be at one time. Default 4,096.
     pub max_sessions: usize,
     /// Number of sessions that one client may have at one time. Clients with a proven identity are
@@ -174,6 +184,8 @@ impl Default for ServeOptions {
             handshake_timeout: Duration::from_secs(10),
             limits: WireLimits::default(),
             max_total_queued: u64::MAX,
+            max_open_files: 256,
+            max_total_open_files: u64::MAX,
             max_sessions: 4096,
             max_sessions_per_peer: 1024,
             max_handshakes: 1024,

@@ -8,7 +8,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use rpc_core::{ErrorKind, LocalSession, Registry, RpcError, Session, SharedSession, Spawner};
+use rpc_core::{ErrorKind, LocalSession, OpenFileQuota, Registry, RpcError, Session, SharedSession, Spawner};
 use tokio::task::JoinHandle;
 
 use super::connection::{Connection, LINGER};
@@ -80,7 +80,10 @@ impl Server {
                 tokio::select! {
                     () = &mut closing => break,
                     accepted = listener.accept() => match accepted {
-                        Ok(channel) => drop(server.start_checked(channel, None, must_be_encrypted)),
+                        Ok(channel) => {
+                            let has_last_descriptor = !listener.has_reserve();
+                            drop(server.start_checked(channel, None, must_be_encrypted, has_last_descriptor));
+                        }
                         Err(error) => {
                             tracing::error!(address = %name, %error, "no longer accepting clients");
                             if let Some(observer) = &server.0.options.observer {
@@ -116,11 +119,18 @@ impl Server {
     /// relay that this server has dialled. The task ends
     /// with the session, and returns true if there was one.
     pub(crate) fn start(&self, channel: Channel, key: Option<String>) -> JoinHandle<bool> {
-        self.start_checked(channel, key, false)
+        self.start_checked(channel, key, false, false)
     }
 
-    /// As [`start`](Self::start). `must_be_encrypted` refuses a channel that is not.
-    fn start_checked(&self, channel: Channel, key: Option<String>, must_be_encrypted: bool) -> JoinHandle<bool> {
+    /// As [`start`](Self::start). `must_be_encrypted` refuses a channel that is not, and
+    /// `has_last_descriptor` any.
+    fn start_checked(
+        &self,
+        channel: Channel,
+        key: Option<String>,
+        must_be_encrypted: bool,
+        has_last_descriptor: bool,
+    ) -> JoinHandle<bool> {
         let permit = self.0.handshakes.begin(channel.machine().limit_key(), channel.parent_connection());
         let id = self.0.next_connection.fetch_add(1, Ordering::Relaxed);
         let mailbox = Arc::new(Mailbox::default());
@@ -131,7 +141,11 @@ impl Server {
             let is_dialled = key.is_some();
             let key = key.unwrap_or_else(|| server.options.key.clone());
             let (peer, machine) = (channel.peer().to_owned(), channel.machine());
-            let connection = Connection { server, peer, machine, key, mailbox, entry: entry.clone() };
+            let limit = server.options.max_open_files;
+            let open_files = OpenFileQuota::new("max_open_files", limit, Some(&server.open_files));
+            let entry_kept = entry.clone();
+            let connection =
+                Connection { server, peer, machine, key, open_files, has_last_descriptor, mailbox, entry: entry_kept };
             Accepted { connection, channel, is_dialled, must_be_encrypted, permit }.run().await;
             entry.served.load(Ordering::Relaxed)
         })
@@ -263,9 +277,9 @@ impl fmt::Debug for Server {
 
 #[async_trait]
 impl SessionFactory for Registry {
-    async fn open(&self, _: &OpenRequest) -> Result<SharedSession, RpcError> {
+    async fn open(&self, request: &OpenRequest) -> Result<SharedSession, RpcError> {
         let session = LocalSession::builder(self.clone()).spawner(Arc::new(TokioSpawner::current()));
-        Ok(Arc::new(session.build()))
+        Ok(Arc::new(session.open_files(request.open_files.clone()).build()))
     }
 }
 

@@ -12,6 +12,7 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use bytes::{Buf, BytesMut};
+use rpc_core::OpenFileQuota;
 use tokio::io::AsyncWrite;
 
 use self::pipe::Pipe;
@@ -25,14 +26,22 @@ const LINGER: Duration = Duration::from_secs(5);
 /// Copies bytes both ways until both directions have ended, one has broken, or no byte has moved
 /// for `silence`. The bytes `from_a` go before those that are read from `a`.
 ///
+/// Pipes count against `open_files`; where it has no room, bytes are copied.
+///
 /// The ends of the tunnel test each other's presence. The limit on silence is for two ends that
 /// vanish together.
 ///
 /// # Errors
 ///
 /// The error of the channel that broke, or [`TimedOut`](io::ErrorKind::TimedOut).
-pub(crate) async fn splice(a: &mut Channel, b: &mut Channel, from_a: BytesMut, silence: Duration) -> io::Result<()> {
-    let (mut there, mut back) = (OneWay::new(from_a), OneWay::new(BytesMut::new()));
+pub(crate) async fn splice(
+    a: &mut Channel,
+    b: &mut Channel,
+    from_a: BytesMut,
+    silence: Duration,
+    open_files: &OpenFileQuota,
+) -> io::Result<()> {
+    let (mut there, mut back) = (OneWay::new(from_a, open_files), OneWay::new(BytesMut::new(), open_files));
     let mut timer = std::pin::pin!(tokio::time::sleep(silence));
     let mut moved = 0;
     let mut lingers = false;
@@ -58,7 +67,8 @@ pub(crate) async fn splice(a: &mut Channel, b: &mut Channel, from_a: BytesMut, s
 }
 
 /// One direction of a tunnel.
-struct OneWay {
+struct OneWay<'a> {
+    open_files: &'a OpenFileQuota,
     read: ReadAhead,
     /// Pipe by which the kernel moves the bytes while large amounts come. The buffer is empty then.
     pipe: Option<Pipe>,
@@ -77,14 +87,14 @@ enum Direction {
     Ended,
 }
 
-impl OneWay {
+impl<'a> OneWay<'a> {
     /// Creates a direction in which the bytes in `buffer` go first.
-    fn new(buffer: BytesMut) -> Self {
+    fn new(buffer: BytesMut, open_files: &'a OpenFileQuota) -> Self {
         let mut read = ReadAhead::new(BytesMut::new());
         // Set here and not in `new`, since these bytes need not count as a read: they are written
         // first.
         read.buffer = buffer;
-        Self { read, pipe: None, is_bulk: false, moved: 0, needs_flush: false, state: Direction::Open }
+        Self { open_files, read, pipe: None, is_bulk: false, moved: 0, needs_flush: false, state: Direction::Open }
     }
 
     fn poll(&mut self, from: &mut Channel, to: &mut Channel, cx: &mut Context<'_>) -> io::Result<Poll<()>> {
@@ -114,7 +124,7 @@ impl OneWay {
                 }
             }
             if std::mem::take(&mut self.is_bulk) {
-                self.pipe = Pipe::between(from, to);
+                self.pipe = Pipe::between(from, to, self.open_files);
                 if self.pipe.is_some() {
                     self.read = ReadAhead::new(BytesMut::new());
                     continue;
@@ -158,7 +168,8 @@ mod tests {
         let ((near, a), (b, far)) = (UnixStream::pair().unwrap(), UnixStream::pair().unwrap());
         let (mut a, mut b) = (Channel::new(a, "a"), Channel::new(b, "b"));
         assert!(a.plain_socket().is_some());
-        let tunnel = splice(&mut a, &mut b, BytesMut::from(&b"before"[..]), Duration::from_secs(60));
+        let open_files = OpenFileQuota::new("max_total_open_files", u64::MAX, None);
+        let tunnel = splice(&mut a, &mut b, BytesMut::from(&b"before"[..]), Duration::from_secs(60), &open_files);
         let bytes = |seed: usize| (0..MUCH).map(move |at| (at * 31 + at / 997 + seed) as u8).collect::<Vec<_>>();
         let talk = async |socket: UnixStream, seed: usize, expected: Vec<u8>| {
             let (mut read, mut write) = socket.into_split();
@@ -180,5 +191,7 @@ mod tests {
         let to_far = [&b"before"[..], &said(1)].concat();
         let (ended, (), ()) = tokio::join!(tunnel, talk(near, 1, said(2)), talk(far, 2, to_far));
         ended.unwrap();
+        // The pipes are gone.
+        assert_eq!(open_files.used(), 0);
     }
 }

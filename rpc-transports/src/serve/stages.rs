@@ -7,7 +7,7 @@
 
 use std::io;
 use std::sync::atomic::Ordering;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use bytes::BytesMut;
 use rpc_core::proto::{ANONYMOUS, Handshake, HandshakeConfig, Hello, Negotiated, Role};
@@ -28,6 +28,10 @@ use crate::handshake::driver::{KeepAliveSwitch, accept_handshake};
 use crate::handshake::handshake_slots::HandshakePermit;
 use crate::handshake::identity_proofs::{Access, known_by_channel, of_acceptor};
 use crate::tracker::PROBE_ANSWERED;
+
+/// Time for the handshake of a client that is told that the process can open no more files: while
+/// it lasts, no other client can be told.
+const LAST_DESCRIPTOR_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Connection whose channel may still have to be secured.
 pub(super) struct Accepted {
@@ -154,7 +158,8 @@ impl Accepted {
     /// Secures the channel, if its transport does that, as TLS does.
     async fn secure(self) -> Result<Secured, Refusal> {
         let Self { connection, mut channel, is_dialled, must_be_encrypted, permit } = self;
-        let deadline = clock::now() + connection.server.options.handshake_timeout.min(UNLIMITED);
+        let most = if connection.has_last_descriptor { LAST_DESCRIPTOR_TIMEOUT } else { UNLIMITED };
+        let deadline = clock::now() + connection.server.options.handshake_timeout.min(most);
         let peer = &connection.peer;
         let reason = match tokio::time::timeout_at(deadline.into(), channel.secure()).await {
             Ok(Ok(())) if must_be_encrypted && !channel.security().is_encrypted() => {
@@ -248,6 +253,7 @@ impl Secured {
         let (keep_alive, mut permit) = (KeepAliveSwitch::default(), Some(permit));
         let security = channel.security().duplicate();
         let open = async |hello: &Hello, identity: &str| {
+            connection.check_descriptors()?;
             security.may_use(identity, connection.key_to_check(hello))?;
             let identity_served = server.effective_identity(hello, identity);
             let slot = server.slots.take(connection.machine, &identity_served)?;
@@ -314,10 +320,10 @@ impl Grant {
         let server = &connection.server;
         connection.takes_sessions()?;
         if hello.tunnel {
-            return server.open_tunnel(hello).await.map(Self::Tunnel);
+            return server.open_tunnel(hello, &connection.open_files).await.map(Self::Tunnel);
         }
         if !hello.forward.is_empty() {
-            return server.open_next(hello, identity).await.map(Self::Session);
+            return server.open_next(hello, identity, &connection.open_files).await.map(Self::Session);
         }
         if server.options.relay {
             return server.parked.claim(&hello.key).await.map(Self::ParkedServer);

@@ -6,7 +6,7 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use parking_lot::{Mutex, MutexGuard};
-use rpc_core::{ErrorKind, MemoryQuota};
+use rpc_core::{ErrorKind, MemoryQuota, OpenFileQuota};
 use tokio::sync::Notify;
 use tokio::task::JoinHandle;
 
@@ -38,6 +38,8 @@ pub(super) struct ServerState {
     pub(super) parked: ServerPool,
     /// Bytes that all sessions may have queued.
     pub(super) queued: Arc<MemoryQuota>,
+    /// Descriptors that may be open for all sessions, beside their connections.
+    pub(super) open_files: OpenFileQuota,
     pub(super) listeners: Mutex<Vec<JoinHandle<()>>>,
     pub(super) draining: AtomicBool,
     /// Notified when the server stops accepting.
@@ -58,6 +60,7 @@ impl ServerState {
             handshakes: HandshakeLimit::new(options.max_handshakes),
             onward: Mutex::new(options.onward.clone()),
             queued: MemoryQuota::new("max_total_queued", options.max_total_queued, None),
+            open_files: OpenFileQuota::new("max_total_open_files", options.max_total_open_files, None),
             parked: ServerPool::default(),
             slots: SessionSlots::new(options.max_sessions, options.max_sessions_per_peer),
             listeners: Mutex::default(),

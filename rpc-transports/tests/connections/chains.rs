@@ -334,3 +334,22 @@ async fn a_tunnel_ends_with_either_of_its_ends_and_with_its_server() {
     idle(&hop).await;
     idle(&target).await;
 }
+
+#[tokio::test]
+async fn connections_to_further_servers_count_as_open_files_until_they_end() {
+    let target = server(|_| {});
+    let address = listen(&target).await;
+    let hop = server(|options| options.max_total_open_files = 1);
+    let at = listen(&hop).await;
+    for via in [at.clone(), format!("tunnel:{at}")] {
+        let first = Connector::new().via(&via).connect(&address).await.unwrap();
+        let error = refusal(Connector::new().via(&via).connect(&address).await);
+        assert_eq!(error.kind(), ErrorKind::LimitExceeded, "{error}");
+        assert!(error.message().contains("max_total_open_files is 1"), "{error}");
+        // The others go on, and so do sessions with the hop itself.
+        assert_eq!(whoami(&first).await, "anonymous");
+        assert_eq!(whoami(&Connector::new().connect(&at).await.unwrap()).await, "anonymous");
+        drop(first);
+        idle(&hop).await;
+    }
+}

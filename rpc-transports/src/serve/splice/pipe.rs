@@ -3,6 +3,8 @@
 use std::io;
 use std::task::{Context, Poll};
 
+use rpc_core::OpenFileQuota;
+
 use crate::channel::Channel;
 
 #[cfg(target_os = "linux")]
@@ -17,7 +19,9 @@ mod linux {
 
     use rustix::pipe::{PipeFlags, SpliceFlags, fcntl_setpipe_size, pipe_with, splice};
 
-    use super::{Channel, Context, Poll, io};
+    use rpc_core::limits::OpenFileLease;
+
+    use super::{Channel, Context, OpenFileQuota, Poll, io};
     use crate::channel::PlainSocket;
 
     /// Requested capacity. The pipes of a user other than root may have 64 MiB together.
@@ -32,6 +36,7 @@ mod linux {
         source: OwnedFd,
         /// End that is written to.
         sink: OwnedFd,
+        _open: OpenFileLease,
         held: usize,
         /// Number of bytes that the last fill took.
         last: usize,
@@ -40,12 +45,13 @@ mod linux {
     impl Pipe {
         /// Creates a pipe for the bytes between two channels. `None` if one of them is not a plain
         /// socket, or if no more files can be opened.
-        pub(in super::super) fn between(from: &Channel, to: &Channel) -> Option<Self> {
+        pub(in super::super) fn between(from: &Channel, to: &Channel, open_files: &OpenFileQuota) -> Option<Self> {
             from.plain_socket().and(to.plain_socket())?;
+            let open = open_files.reserve(2).ok()?;
             let (source, sink) = pipe_with(PipeFlags::CLOEXEC | PipeFlags::NONBLOCK).ok()?;
             // A pipe of the default size works as well, only slower.
             let _ = fcntl_setpipe_size(&sink, SIZE);
-            Some(Self { source, sink, held: 0, last: 0 })
+            Some(Self { source, sink, _open: open, held: 0, last: 0 })
         }
 
         /// Moves some bytes, and returns how many were written: 0 at the end of the stream, after
