@@ -35,6 +35,7 @@ use std::time::{Duration, Instant};
 use rpc_core::{ErrorKind, Result, RpcError};
 use rpc_transports::tracker::{ServerRequest, ServerStatus};
 
+use self::property_index::PropertyIndex;
 use self::server::{GrantOrder, GrantedTicket, Server, usable};
 use super::millis;
 
@@ -43,6 +44,7 @@ pub(crate) use self::types::{
 };
 
 mod next_grants;
+mod property_index;
 mod server;
 #[cfg(test)]
 mod tests;
@@ -84,6 +86,7 @@ pub(crate) struct Scheduler {
     policy: Policy,
     servers: HashMap<ServerId, Server>,
     pools: HashMap<String, Pool>,
+    properties: PropertyIndex,
     by_peer: HashMap<String, usize>,
     waiting: BTreeMap<QueueOrder, PendingRequest>,
     /// Waiting requests by key. The empty key is for requests that accept any key.
@@ -96,6 +99,9 @@ pub(crate) struct Scheduler {
     next_server: u64,
     next_claim: u64,
     next_serial: u64,
+    /// Number of times that a server was compared with a request.
+    #[cfg(test)]
+    compared: std::cell::Cell<u64>,
 }
 
 impl Scheduler {
@@ -104,6 +110,7 @@ impl Scheduler {
             policy,
             servers: HashMap::new(),
             pools: HashMap::new(),
+            properties: PropertyIndex::default(),
             by_peer: HashMap::new(),
             waiting: BTreeMap::new(),
             queues: HashMap::new(),
@@ -115,6 +122,8 @@ impl Scheduler {
             next_server: 1,
             next_claim: 1,
             next_serial: 1,
+            #[cfg(test)]
+            compared: std::cell::Cell::default(),
         }
     }
 
@@ -152,6 +161,7 @@ impl Scheduler {
         };
         let offer = server.offer.clone();
         self.count_possible(&offer, |possible, slots| *possible += slots);
+        self.properties.insert(id, &offer);
         let pool = self.pools.entry(offer.key.clone()).or_default();
         pool.servers.insert(id);
         pool.with_free.extend(server.grant_order(id));
@@ -273,9 +283,6 @@ impl Scheduler {
                 count += 1;
             }
         }
-        if count > 0 {
-            self.serve(now, None);
-        }
         count
     }
 
@@ -344,6 +351,7 @@ impl Scheduler {
         let server = self.servers.remove(&id)?;
         self.timers.remove(&(server.lease_end, Timer::Lease(id)));
         let offer = server.offer.clone();
+        self.properties.remove(id, &offer);
         self.count_possible(&offer, |possible, slots| *possible -= slots);
         self.totals.capacity -= u64::from(offer.capacity);
         self.totals.free -= u64::from(server.free());
@@ -424,12 +432,32 @@ impl Scheduler {
         }
     }
 
-    /// Returns the servers with the properties that a request names. No server has an empty key.
+    /// Returns the servers with the properties that a request names.
     fn candidates<'a>(&'a self, request: &'a ServerRequest) -> impl Iterator<Item = &'a Server> {
+        let rarest = self.rarest(request, |pool| pool.servers.len());
+        let pools = self.pools_of(request).filter(move |_| rarest.is_none());
+        let servers = rarest.into_iter().chain(pools.map(|pool| &pool.servers)).flatten();
+        servers.filter_map(|id| self.servers.get(id)).filter(|server| self.suits(server, request))
+    }
+
+    /// Returns the servers with the rarest property that a request names, if they are fewer than
+    /// those that `count` counts in the pools of its key.
+    fn rarest(&self, request: &ServerRequest, count: impl Fn(&Pool) -> usize) -> Option<&BTreeSet<ServerId>> {
+        let rarest = self.properties.rarest(request)?;
+        (rarest.len() < self.pools_of(request).map(count).sum()).then_some(rarest)
+    }
+
+    /// Returns the pools of the key that a request names. No server has an empty key.
+    fn pools_of(&self, request: &ServerRequest) -> impl Iterator<Item = &Pool> {
         let all = request.key.is_empty().then(|| self.pools.values());
-        let pools = all.into_iter().flatten().chain(self.pools.get(&request.key));
-        let servers = pools.flat_map(|pool| &pool.servers).filter_map(|id| self.servers.get(id));
-        servers.filter(move |server| server.offer.suits(request))
+        all.into_iter().flatten().chain(self.pools.get(&request.key))
+    }
+
+    /// Returns true if the server has the properties that a request names.
+    fn suits(&self, server: &Server, request: &ServerRequest) -> bool {
+        #[cfg(test)]
+        self.compared.set(self.compared.get() + 1);
+        server.offer.suits(request)
     }
 }
 

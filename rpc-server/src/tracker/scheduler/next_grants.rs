@@ -10,6 +10,10 @@ use super::server::{GrantOrder, usable};
 use super::types::ServerId;
 use super::{PendingRequest, QueueOrder, Scheduler};
 
+/// Number of servers in a pool for each server with a rare property, from which on a request for
+/// one slot looks at these, and not for the first suitable server of the pool.
+const FIRST_IS_OFTEN_ENOUGH: usize = 8;
+
 impl Scheduler {
     /// Returns the next grants: rules 1 to 3. Considers only keys with free slots, and skips
     /// requests equal to one that got no slots, so that a long queue costs little while there are
@@ -75,19 +79,23 @@ impl Scheduler {
     /// order of rule 4. For a request for one slot the first server is enough, unless slots are
     /// taken.
     fn find(&self, request: &ServerRequest, taken: &HashMap<ServerId, u32>) -> Vec<(GrantOrder, u32)> {
-        let all = request.key.is_empty().then(|| self.pools.values());
-        let pools = all.into_iter().flatten().chain(self.pools.get(&request.key));
-        let suits = |grant_order: &&GrantOrder| {
-            self.servers.get(&grant_order.3).is_some_and(|server| server.offer.suits(request))
+        let suits = |grant_order: &GrantOrder| {
+            self.servers.get(&grant_order.3).is_some_and(|server| self.suits(server, request))
         };
         let is_simple = request.count == 1 && taken.is_empty();
+        // The first server of a pool is often good enough, however many there are.
+        let rarity = if is_simple { FIRST_IS_OFTEN_ENOUGH } else { 1 };
+        let rarest = self.rarest(request, |pool| pool.with_free.len() / rarity);
         let limit = if is_simple { 1 } else { usize::MAX };
-        let grant_orders = pools.flat_map(|pool| pool.with_free.iter().filter(suits).take(limit));
+        let pools = self.pools_of(request).filter(|_| rarest.is_none());
+        let of_pools = pools.flat_map(|pool| pool.with_free.iter().copied().filter(suits).take(limit));
+        let of_rarest = rarest.into_iter().flatten().filter_map(|id| self.servers.get(id)?.grant_order(*id));
+        let grant_orders = of_pools.chain(of_rarest.filter(suits));
         let left = |(unreachable, Reverse(free), last_granted, id): GrantOrder| {
             let free = free - taken.get(&id).copied().unwrap_or_default();
             ((unreachable, Reverse(free), last_granted, id), usable(request, free))
         };
-        let mut found: Vec<_> = grant_orders.copied().map(left).filter(|(_, slots)| *slots > 0).collect();
+        let mut found: Vec<_> = grant_orders.map(left).filter(|(_, slots)| *slots > 0).collect();
         found.sort_unstable();
         found
     }

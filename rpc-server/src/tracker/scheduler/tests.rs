@@ -722,3 +722,48 @@ fn a_slot_is_not_granted_again_before_the_server_reports_that_it_is_unused() {
     assert!(scheduler.report(heard, id, &ServerStatus { now_ms: expires_ms, ..no_uses() }));
     assert_eq!(granted(&mut scheduler)[0].0, last);
 }
+
+/// Regression: a request for a label that no server has looked at all servers, and so did each
+/// change for every such request that waited.
+#[test]
+fn requests_with_odd_properties_look_at_few_servers() {
+    const SERVERS: u32 = 1000;
+    let limits = Policy { max_servers: 10_000, max_servers_per_peer: 10_000, max_waiting: 1000, ..policy() };
+    let (mut scheduler, now) = (Scheduler::new(Policy { max_waiting_per_client: 1000, ..limits }), Instant::now());
+    let labels = |number: u32| [("os", "linux".to_owned()), ("host", format!("node{number}"))];
+    let devices = |number: u32| if number == 7 { vec![DeviceOffer::new("cuda", 1)] } else { Vec::new() };
+    let offer = |number: u32| Offer {
+        labels: labels(number).map(|(name, value)| (name.to_owned(), value)).into(),
+        devices: devices(number),
+        ..(*offer("k", 1)).clone()
+    };
+    let mut ids = Vec::new();
+    for number in 0..SERVERS {
+        ids.push(scheduler.register(now, "p", Arc::new(offer(number)), &no_uses()).unwrap());
+    }
+    // The only server with the rare properties is in use.
+    let rare = || ServerRequest::new("k").label("os", "linux").label("host", "node7");
+    scheduler.request(now, "c", rare()).unwrap();
+    assert_eq!(granted(&mut scheduler).len(), 1);
+    let compared = |scheduler: &Scheduler| scheduler.compared.replace(0);
+    compared(&scheduler);
+    for number in 0..100 {
+        for request in [
+            ServerRequest::new("k").label("host", &format!("none{number}")),
+            ServerRequest::any().label(&format!("odd{number}"), "yes"),
+            ServerRequest::new("k").device(rpc_core::DeviceType::CUDA, 1 + number),
+            rare().label(&format!("odd{number}"), "no"),
+        ] {
+            scheduler.request(now, "c", request).unwrap();
+        }
+    }
+    let asked = compared(&scheduler);
+    // Each change considers all that waits.
+    scheduler.set_reachable(ids[1], false);
+    scheduler.unregister(now, ids[2]);
+    let changed = compared(&scheduler);
+    assert!(asked < 2000 && changed < 1000, "{asked} and {changed}");
+    assert_eq!(granted(&mut scheduler), []);
+    ids.iter().for_each(|id| _ = scheduler.unregister(now, *id));
+    assert!(scheduler.properties.is_empty());
+}
