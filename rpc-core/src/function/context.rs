@@ -6,7 +6,7 @@
 use std::any::Any;
 use std::fmt;
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::Instant;
 
 use crate::device::{Devices, Memory, Stream};
@@ -105,6 +105,9 @@ pub trait Host: Send + Sync {
 
     /// Returns the session's current use of handles and memory.
     fn usage(&self) -> Usage;
+
+    /// Returns true once the session has ended. Its objects are freed after that.
+    fn has_ended(&self) -> bool;
 }
 
 /// A thread that counts against the limits of its session until this value is dropped.
@@ -143,6 +146,24 @@ pub trait WorkspaceFiles: Send + Sync {
 
     /// Returns the concrete type, for functions that know it.
     fn as_any(&self) -> &dyn Any;
+}
+
+/// Probe of a session's end. Does not keep the session alive.
+#[derive(Clone)]
+pub struct EndProbe(Weak<dyn Host>);
+
+impl EndProbe {
+    /// Returns true once the session has ended.
+    #[must_use]
+    pub fn has_ended(&self) -> bool {
+        self.0.upgrade().is_none_or(|session| session.has_ended())
+    }
+}
+
+impl std::fmt::Debug for EndProbe {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("EndProbe").field("has_ended", &self.has_ended()).finish()
+    }
 }
 
 impl Context {
@@ -311,6 +332,13 @@ impl Context {
     /// Returns true if both contexts belong to the same session.
     pub(crate) fn is_of_the_session_of(&self, other: &Self) -> bool {
         Arc::as_ptr(&self.host).cast::<()>() == Arc::as_ptr(&other.host).cast::<()>()
+    }
+
+    /// Returns a probe of the session's end, for objects that outlive the call. An object that is
+    /// dropped can so tell if its client has freed it, or the session has ended.
+    #[must_use]
+    pub fn end_probe(&self) -> EndProbe {
+        EndProbe(Arc::downgrade(&self.host))
     }
 
     /// Returns true if the result is no longer needed: the call was cancelled, its deadline has

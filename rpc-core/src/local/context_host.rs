@@ -1,6 +1,7 @@
 //! `Host` for local sessions: the part of a session that its functions can use.
 
 use std::any::{Any, TypeId};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 
 use super::LocalInner;
@@ -85,6 +86,10 @@ impl Host for LocalInner {
             ));
         }
         Ok(ThreadPermit::new(ReservedThread(self.this.clone())))
+    }
+
+    fn has_ended(&self) -> bool {
+        self.gone.load(Ordering::Acquire)
     }
 
     fn usage(&self) -> Usage {

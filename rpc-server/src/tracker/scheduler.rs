@@ -54,7 +54,12 @@ mod types;
 enum Timer {
     Lease(ServerId),
     Claim(ClaimId),
+    Abandoned(ClaimId),
 }
+
+/// Time that servers have to report the tickets of a client that is gone as used. They report each
+/// session at once.
+const REPORT_TIME: Duration = Duration::from_secs(1);
 
 /// The order of requests: the higher priority first, then the earlier one.
 type QueueOrder = (Reverse<i32>, ClaimId);
@@ -94,6 +99,8 @@ pub(crate) struct Scheduler {
     priorities: HashMap<ClaimId, i32>,
     waiting_by_peer: HashMap<String, usize>,
     timers: BTreeSet<(Instant, Timer)>,
+    /// Granted slots of claims whose clients are gone, until their timers.
+    abandoned: HashMap<ClaimId, Vec<(ServerId, u64)>>,
     events: VecDeque<Event>,
     totals: SlotTotals,
     next_server: u64,
@@ -117,6 +124,7 @@ impl Scheduler {
             priorities: HashMap::new(),
             waiting_by_peer: HashMap::new(),
             timers: BTreeSet::new(),
+            abandoned: HashMap::new(),
             events: VecDeque::new(),
             totals: SlotTotals::default(),
             next_server: 1,
@@ -275,6 +283,15 @@ impl Scheduler {
 
     /// Takes back unused granted slots of `claim`. Returns their number.
     pub(crate) fn give_back(&mut self, now: Instant, claim: ClaimId, slots: &[(ServerId, u64)]) -> usize {
+        let count = self.take_back(claim, slots);
+        if count > 0 {
+            self.serve(now, None);
+        }
+        count
+    }
+
+    /// As [`give_back`](Self::give_back), without serving requests.
+    fn take_back(&mut self, claim: ClaimId, slots: &[(ServerId, u64)]) -> usize {
         let mut count = 0;
         for (id, serial) in slots {
             let granted = self.servers.get(id).and_then(|server| server.granted.get(serial));
@@ -284,6 +301,14 @@ impl Scheduler {
             }
         }
         count
+    }
+
+    /// Takes back the granted slots of a claim whose client is gone, as soon as their servers have
+    /// had time to report that they are in use.
+    pub(crate) fn abandon(&mut self, now: Instant, claim: ClaimId, slots: Vec<(ServerId, u64)>) {
+        if !slots.is_empty() && self.abandoned.insert(claim, slots).is_none() {
+            self.timers.insert((now + REPORT_TIME, Timer::Abandoned(claim)));
+        }
     }
 
     /// Handles the timers that are due.
@@ -299,6 +324,10 @@ impl Scheduler {
                         freed = true;
                         self.events.push_back(Event::LeaseExpired { server });
                     }
+                }
+                Timer::Abandoned(claim) => {
+                    let slots = self.abandoned.remove(&claim).unwrap_or_default();
+                    freed |= self.take_back(claim, &slots) > 0;
                 }
                 Timer::Claim(claim) => {
                     if let Some(PendingRequest { request, possible, .. }) = self.remove_waiting(claim) {

@@ -9,6 +9,7 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use parking_lot::{Mutex, MutexGuard};
+use rpc_core::function::EndProbe;
 use rpc_core::proto::ANONYMOUS;
 use rpc_core::{Context, ErrorKind, Pack, Packed, Registry, Result, RpcError, Shared};
 use rpc_transports::tracker::{
@@ -196,7 +197,8 @@ impl Tracker {
         let this = self.clone();
         registry.add_inline(functions::REQUEST, move |context: Context, request: Packed| {
             let request = MESSAGES.decode(&request, "the client", "the tracker")?;
-            this.add_request(&client_of(&context), request).map(|claim| Shared(Arc::new(claim)))
+            let session = context.end_probe();
+            this.add_request(&client_of(&context), request, session).map(|claim| Shared(Arc::new(claim)))
         });
         let good_for_ms = millis(self.options.ticket_lifetime);
         registry.add_async(functions::WAIT, move |claim: Shared<ClaimObject>| {
@@ -297,7 +299,12 @@ impl Tracker {
         Ok((ServerObject { tracker: self.clone(), id }, registered))
     }
 
-    fn add_request(self: &Arc<Self>, client: &Client, mut request: ServerRequest) -> Result<ClaimObject> {
+    fn add_request(
+        self: &Arc<Self>,
+        client: &Client,
+        mut request: ServerRequest,
+        session: EndProbe,
+    ) -> Result<ClaimObject> {
         check_request(&request)?;
         let now = rpc_core::clock::now();
         let known_as = if client.identity == ANONYMOUS { &client.peer } else { &client.identity };
@@ -308,7 +315,7 @@ impl Tracker {
         let id = state.scheduler.request(now, &limit_key(client), request)?;
         state.claims.insert(id, OpenClaim { key, answer: sender });
         self.apply_events(state, now);
-        Ok(ClaimObject { tracker: self.clone(), id, answer })
+        Ok(ClaimObject { tracker: self.clone(), id, answer, session })
     }
 
     /// Applies the events of the scheduler and releases the state.

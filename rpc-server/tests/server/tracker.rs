@@ -277,6 +277,23 @@ async fn an_unused_ticket_expires_and_frees_its_slot() {
     drop(server);
 }
 
+/// Regression: the slot came back when the ticket expired, 20 s later by default.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_requester_that_dies_with_an_unused_ticket_gives_its_slot_back() {
+    let pool = Pool::with(|config| config.ticket_lifetime = Span(Duration::from_secs(3600))).await;
+    let server = pool.server("board", |_| {}).await;
+    let session = Connector::new().connect(&pool.address().to_string()).await.unwrap();
+    let ask = session.get_function(functions::REQUEST).await.unwrap();
+    let place: RemoteObject = ask.call((Pack(ServerRequest::new("board")),)).await.unwrap();
+    let wait = session.get_function(functions::WAIT).await.unwrap();
+    let Pack(grants): Pack<Vec<Grant>> = wait.call((&place,)).await.unwrap();
+    assert_eq!((grants.len(), pool.servers("board")[0].free), (1, 0));
+    // It holds the entry in the queue to its end, and never goes to the server.
+    session.shutdown().await.unwrap();
+    pool.until_free("board", 1).await;
+    drop((place, server));
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn direct_clients_are_admitted_if_the_operator_allows_it_and_take_a_slot() {
     let pool = Pool::new().await;

@@ -767,3 +767,24 @@ fn requests_with_odd_properties_look_at_few_servers() {
     ids.iter().for_each(|id| _ = scheduler.unregister(now, *id));
     assert!(scheduler.properties.is_empty());
 }
+
+#[test]
+fn the_unused_slots_of_a_client_that_is_gone_come_back_and_the_used_ones_do_not() {
+    let (mut scheduler, now) = scheduler();
+    let ids = [1, 2].map(|_| scheduler.register(now, "p", offer("k", 1), &no_uses()).unwrap());
+    let claim = scheduler.request(now, "c", ServerRequest::new("k").count(2)).unwrap();
+    let [(_, slots)] = &granted(&mut scheduler)[..] else { panic!() };
+    let slots = slots.clone();
+    let next = [1, 2].map(|_| scheduler.request(now, "d", ServerRequest::new("k")).unwrap());
+    scheduler.abandon(now, claim, slots.iter().map(|slot| (slot.server, slot.serial)).collect());
+    // The client has reached one of them before it died, and the report was on its way.
+    let used = Use { id: 1, serial: Some(slots[0].serial), direct: false, client: "c".to_owned(), for_ms: 1 };
+    scheduler.report(now, slots[0].server, &ServerStatus { now_ms: 1, uses: vec![used], ..no_uses() });
+    assert_eq!(granted(&mut scheduler), []);
+    let due = scheduler.next_timeout().unwrap();
+    assert!(due < now + LEASE && due < now + TICKET);
+    scheduler.handle_timeout(due);
+    let [(claim, slots_of_next)] = &granted(&mut scheduler)[..] else { panic!() };
+    assert_eq!((*claim, slots_of_next[0].server), (next[0], slots[1].server));
+    assert!(ids.contains(&slots_of_next[0].server) && scheduler.abandoned.is_empty());
+}

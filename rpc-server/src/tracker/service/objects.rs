@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
+use rpc_core::function::EndProbe;
 use rpc_core::{Result, RpcError};
 use rpc_transports::tracker::{LossReason, Reach, Renewed, Returned, ServerStatus};
 use tokio::sync::watch;
@@ -55,11 +56,14 @@ impl Drop for ServerObject {
 }
 
 /// A claim. It is cancelled when the session that made it ends or frees it. Granted slots that have
-/// not been used by then expire.
+/// not been used by then expire, or come back a moment later if the session has ended: the client
+/// is gone.
 pub(super) struct ClaimObject {
     pub(super) tracker: Arc<Tracker>,
     pub(super) id: ClaimId,
     pub(super) answer: watch::Receiver<Answer>,
+    /// Probe of the end of the session that made it.
+    pub(super) session: EndProbe,
 }
 
 impl ClaimObject {
@@ -86,6 +90,12 @@ impl Drop for ClaimObject {
         let mut state = self.tracker.lock();
         if state.claims.remove(&self.id).is_some() {
             state.scheduler.cancel(now, self.id);
+            self.tracker.apply_events(state, now);
+        } else if self.session.has_ended()
+            && let Some(Ok(slots)) = &*self.answer.borrow()
+        {
+            let slots = slots.iter().map(|granted| (granted.slot.server, granted.slot.serial)).collect();
+            state.scheduler.abandon(now, self.id, slots);
             self.tracker.apply_events(state, now);
         }
     }
