@@ -7,6 +7,7 @@ use std::sync::Arc;
 use parking_lot::{Mutex, MutexGuard};
 use rpc_core::RpcError;
 use rpc_core::proto::ANONYMOUS;
+use tokio::sync::OwnedSemaphorePermit;
 
 use crate::channel::Machine;
 
@@ -30,6 +31,8 @@ struct SlotCounts {
 pub(super) struct SessionSlot {
     slots: Arc<SessionSlots>,
     peer: String,
+    /// Permit among the clients that come through a relay.
+    at_relay: Option<OwnedSemaphorePermit>,
 }
 
 impl SessionSlots {
@@ -64,11 +67,20 @@ impl SessionSlots {
         }
         taken.in_all = in_all;
         taken.by_peer.insert(peer.clone(), of_peer);
-        Ok(SessionSlot { slots: self.clone(), peer })
+        Ok(SessionSlot { slots: self.clone(), peer, at_relay: None })
     }
 
     fn lock(&self) -> MutexGuard<'_, SlotCounts> {
         self.taken.lock()
+    }
+}
+
+impl SessionSlot {
+    /// Adds the permit of a client that comes through a relay.
+    pub(super) fn at_relay(self, permit: OwnedSemaphorePermit) -> Self {
+        let mut slot = self;
+        slot.at_relay = Some(permit);
+        slot
     }
 }
 

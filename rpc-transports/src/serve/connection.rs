@@ -13,6 +13,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use super::further_servers::Onward;
 use super::mailbox::Mailbox;
 use super::options::OpenRequest;
+use super::relay::ParkLimit;
 use super::state::{ConnectionEntry, ServerState};
 use crate::channel::{ChannelIo, Machine};
 
@@ -31,6 +32,8 @@ pub(super) struct Connection {
     pub(super) has_last_descriptor: bool,
     pub(super) mailbox: Arc<Mailbox>,
     pub(super) entry: Arc<ConnectionEntry>,
+    /// Limit on the clients that come through a relay, if this connection leads to one.
+    pub(super) park: Option<ParkLimit>,
 }
 
 /// Request for a session of the server's factory. Empty texts stand for none.

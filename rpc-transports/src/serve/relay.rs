@@ -4,4 +4,5 @@
 mod dial_out;
 pub(super) mod pool;
 
+pub(super) use self::dial_out::ParkLimit;
 pub use self::dial_out::ParkOptions;

@@ -14,6 +14,7 @@ use tokio::task::JoinHandle;
 use super::connection::{Connection, LINGER};
 use super::mailbox::{Command, Mailbox};
 use super::options::{OpenRequest, ServeOptions, SessionFactory};
+use super::relay::ParkLimit;
 use super::relay::pool::ParkedServer;
 use super::stages::Accepted;
 use super::state::{ConnectionEntry, ServerState, UNLIMITED};
@@ -23,6 +24,19 @@ use crate::connect::{ConnectError, Connector};
 use crate::error::TransportError;
 use crate::handshake::identity_proofs::Access;
 use crate::transport::{Bind, Dial, Transports};
+
+/// Terms on which the client at the far end of a channel is served.
+#[derive(Default)]
+struct ChannelTerms {
+    /// Key that the server has for a client behind a relay that this server has dialled.
+    key: Option<String>,
+    /// True if a channel that is not encrypted is refused.
+    must_be_encrypted: bool,
+    /// True if the client is refused because no further descriptor is left.
+    has_last_descriptor: bool,
+    /// Limit on the clients that come through a relay.
+    park: Option<ParkLimit>,
+}
 
 /// A server of sessions on any number of addresses. Cheap to clone; clones are the same server.
 ///
@@ -82,7 +96,8 @@ impl Server {
                     accepted = listener.accept() => match accepted {
                         Ok(channel) => {
                             let has_last_descriptor = !listener.has_reserve();
-                            drop(server.start_checked(channel, None, must_be_encrypted, has_last_descriptor));
+                            let terms = ChannelTerms { must_be_encrypted, has_last_descriptor, ..Default::default() };
+                            drop(server.start_on(channel, terms));
                         }
                         Err(error) => {
                             tracing::error!(address = %name, %error, "no longer accepting clients");
@@ -119,18 +134,17 @@ impl Server {
     /// relay that this server has dialled. The task ends
     /// with the session, and returns true if there was one.
     pub(crate) fn start(&self, channel: Channel, key: Option<String>) -> JoinHandle<bool> {
-        self.start_checked(channel, key, false, false)
+        self.start_on(channel, ChannelTerms { key, ..ChannelTerms::default() })
     }
 
-    /// As [`start`](Self::start). `must_be_encrypted` refuses a channel that is not, and
-    /// `has_last_descriptor` any.
-    fn start_checked(
-        &self,
-        channel: Channel,
-        key: Option<String>,
-        must_be_encrypted: bool,
-        has_last_descriptor: bool,
-    ) -> JoinHandle<bool> {
+    /// As [`start`](Self::start), for a client that comes through a relay, within `limit`.
+    pub(super) fn start_parked(&self, channel: Channel, key: String, limit: ParkLimit) -> JoinHandle<bool> {
+        self.start_on(channel, ChannelTerms { key: Some(key), park: Some(limit), ..ChannelTerms::default() })
+    }
+
+    /// As [`start`](Self::start), on these terms.
+    fn start_on(&self, channel: Channel, terms: ChannelTerms) -> JoinHandle<bool> {
+        let ChannelTerms { key, must_be_encrypted, has_last_descriptor, park } = terms;
         let permit = self.0.handshakes.begin(channel.machine().limit_key(), channel.parent_connection());
         let id = self.0.next_connection.fetch_add(1, Ordering::Relaxed);
         let mailbox = Arc::new(Mailbox::default());
@@ -143,9 +157,17 @@ impl Server {
             let (peer, machine) = (channel.peer().to_owned(), channel.machine());
             let limit = server.options.max_open_files;
             let open_files = OpenFileQuota::new("max_open_files", limit, Some(&server.open_files));
-            let entry_kept = entry.clone();
-            let connection =
-                Connection { server, peer, machine, key, open_files, has_last_descriptor, mailbox, entry: entry_kept };
+            let connection = Connection {
+                server,
+                peer,
+                machine,
+                key,
+                open_files,
+                has_last_descriptor,
+                mailbox,
+                entry: entry.clone(),
+                park,
+            };
             Accepted { connection, channel, is_dialled, must_be_encrypted, permit }.run().await;
             entry.served.load(Ordering::Relaxed)
         })

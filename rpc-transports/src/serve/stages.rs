@@ -257,6 +257,10 @@ impl Secured {
             security.may_use(identity, connection.key_to_check(hello))?;
             let identity_served = server.effective_identity(hello, identity);
             let slot = server.slots.take(connection.machine, &identity_served)?;
+            let slot = match &connection.park {
+                Some(park) => slot.at_relay(park.admit()?),
+                None => slot,
+            };
             if hello.role == Role::Client {
                 let grant = Grant::open(&connection, hello, &identity_served).await?;
                 return Ok((grant, slot));
@@ -269,7 +273,7 @@ impl Secured {
             }
             keep_alive.start(server.options.keep_alive);
             tokio::select! {
-                handover = server.parked.park(&hello.key) => Ok((Grant::Handover(handover?), slot)),
+                handover = server.parked.park(&hello.key) => Ok((Grant::Handover(handover), slot)),
                 () = connection.mailbox.wait_for(Command::GoAway) => {
                     Err(RpcError::new(ErrorKind::Draining, "the relay is going away"))
                 }

@@ -127,6 +127,47 @@ async fn as_many_clients_are_served_as_the_server_has_capacity() {
     }
 }
 
+/// Regression: of calls one after the other, each with a session of its own, most were told that no
+/// server waits.
+#[tokio::test]
+async fn sessions_one_after_the_other_find_the_server() {
+    let (relay, server) = (relay(|_| {}), server(|_| {}));
+    let address = listen(&relay, "tcp://127.0.0.1:0", None).await;
+    server.park(&address, &board(1));
+    waiting(&relay, 1).await;
+    for _ in 0..20 {
+        let session = Connector::new().connect(&format!("{address}/board")).await.unwrap();
+        assert_eq!(whoami(&session).await, "anonymous");
+    }
+}
+
+/// Regression: a client that was let in by the relay, and said nothing to the server, held one of
+/// the server's places for as long as a handshake may take.
+#[tokio::test]
+async fn clients_that_stop_behind_the_relay_keep_nobody_out() {
+    let (relay, server) = (relay(|_| {}), server(|options| options.handshake_timeout = Duration::from_secs(3600)));
+    let address = listen(&relay, "memory:stop-behind", None).await;
+    server.park(&address, &board(1));
+    let mut stopped = Vec::new();
+    for _ in 0..3 {
+        waiting(&relay, 1).await;
+        let (mut io, theirs) = tokio::io::duplex(1 << 16);
+        relay.serve_channel(Channel::new(theirs, "a client that stops"));
+        let hello = Hello { key: "board".into(), ..Hello::new(Role::Client) };
+        let config = HandshakeConfig { hello, identities: vec![Box::new(Anonymous)], hold: false, timeout: LIMIT };
+        io.write_all(&Handshake::dial(config, std::time::Instant::now()).take_output()).await.unwrap();
+        waiting(&relay, 0).await;
+        stopped.push(io);
+    }
+    let first = Connector::new().connect(&format!("{address}?key=board")).await.unwrap();
+    assert_eq!(whoami(&first).await, "anonymous");
+    // It has the one place that there is.
+    let error = refusal(Connector::new().connect(&format!("{address}?key=board")).await);
+    assert_eq!(error.kind(), ErrorKind::NotFound, "{error}");
+    drop(first);
+    Connector::new().connect(&format!("{address}?key=board")).await.unwrap();
+}
+
 #[tokio::test]
 async fn a_relay_is_reached_through_hops_and_tunnels() {
     let (relay, server) = (relay(|_| {}), server(|_| {}));

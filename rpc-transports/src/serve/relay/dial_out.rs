@@ -1,8 +1,12 @@
 //! Servers that cannot be dialled: they dial a relay, and wait there for clients.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use rpc_core::proto::{HandshakeConfig, Hello, Role};
+use rpc_core::{ErrorKind, RpcError};
+use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
+use tokio::time::Instant;
 
 use crate::address::Address;
 use crate::backoff::Backoff;
@@ -17,8 +21,12 @@ use crate::transport::{Dial, Transports};
 const FIRST_PAUSE: Duration = Duration::from_millis(200);
 const LONGEST_PAUSE: Duration = Duration::from_secs(15);
 
-/// Shortest time from one client of a channel to the next.
+/// Shortest time from a client that got no session to the next.
 const SHORTEST: Duration = Duration::from_millis(50);
+
+/// Time that a client may take for its handshake before the server waits at the relay again. The
+/// client may take longer; only a session counts towards the capacity.
+const HANDSHAKE_PATIENCE: Duration = Duration::from_millis(500);
 
 /// Options of a server that parks at a relay.
 #[derive(Clone, Debug)]
@@ -27,7 +35,8 @@ pub struct ParkOptions {
     /// server's other key.
     pub key: String,
     /// Number of clients that may be served through the relay at one time. Each has a channel of
-    /// its own, which waits at the relay.
+    /// its own, which waits at the relay. A client that is slow in its handshake does not count
+    /// until it has a session; if others have taken its place by then, it is refused.
     pub capacity: usize,
     /// Longest time for the handshake with the relay, before the wait begins. Default 10 s.
     pub handshake_timeout: Duration,
@@ -48,13 +57,14 @@ impl Server {
     /// handshake is between client and server, which prove themselves to each other. For limits on
     /// peers, all these clients count as the relay's machine.
     pub fn park(&self, relay: &Address, options: &ParkOptions) {
+        let places = Arc::new(Semaphore::new(options.capacity.min(Semaphore::MAX_PERMITS)));
         for _ in 0..options.capacity {
-            let (server, relay, options) = (self.clone(), relay.clone(), options.clone());
+            let (server, relay, options, places) = (self.clone(), relay.clone(), options.clone(), places.clone());
             tokio::spawn(async move {
                 let closed = server.closed();
                 tokio::select! {
                     () = closed => {}
-                    () = keep_parked(&server, &relay, &options) => {}
+                    () = keep_parked(&server, &relay, &options, &places) => {}
                 }
             });
         }
@@ -77,22 +87,58 @@ impl Server {
     }
 }
 
-/// Keeps one channel at the relay: waits for a client, serves it, and waits again.
-async fn keep_parked(server: &Server, relay: &Address, options: &ParkOptions) {
+/// Limit on the clients of a server that come through a relay, as one of their connections sees it.
+#[derive(Clone)]
+pub(in crate::serve) struct ParkLimit {
+    places: Arc<Semaphore>,
+    /// Notified once the client of the connection is admitted.
+    admitted: Arc<Notify>,
+}
+
+impl ParkLimit {
+    /// Counts a client that has proven its identity.
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::LimitExceeded`]: while its handshake lasted, others have taken all places.
+    pub(in crate::serve) fn admit(&self) -> Result<OwnedSemaphorePermit, RpcError> {
+        let place = self.places.clone().try_acquire_owned().map_err(|_| {
+            let text = "the server has as many clients through this relay as it takes: try again later";
+            RpcError::new(ErrorKind::LimitExceeded, text)
+        })?;
+        self.admitted.notify_one();
+        Ok(place)
+    }
+}
+
+/// Keeps one channel at the relay: waits for a client, serves it, and waits again. A client that is
+/// slow in its handshake goes on in the background: one that never finishes it would keep others
+/// out until its time is over.
+async fn keep_parked(server: &Server, relay: &Address, options: &ParkOptions, places: &Arc<Semaphore>) {
     let mut backoff = Backoff::new(FIRST_PAUSE, LONGEST_PAUSE);
     let mut lost = false;
     loop {
+        // A client that was slow in its handshake may have taken the last place.
+        drop(places.acquire().await);
         match wait_at(relay, options, server.transports(), &server.onward()).await {
             Ok(channel) => {
                 if std::mem::take(&mut lost) {
                     rpc_core::log_limited!(INFO, %relay, "back at the relay");
                 }
                 backoff.reset();
+                let begun = Instant::now();
+                let limit = ParkLimit { places: places.clone(), admitted: Arc::default() };
+                let mut served = server.start_parked(channel, options.key.clone(), limit.clone());
                 // A task that panicked has ended as well.
-                let begun = tokio::time::Instant::now();
-                let _ = server.start(channel, Some(options.key.clone())).await;
-                // A relay that accepts and closes at once must not be dialled in a busy loop.
-                tokio::time::sleep_until(begun + SHORTEST).await;
+                let had_session = tokio::select! {
+                    served = &mut served => served.unwrap_or(true),
+                    () = limit.admitted.notified() => (&mut served).await.unwrap_or(true),
+                    () = tokio::time::sleep(HANDSHAKE_PATIENCE) => false,
+                };
+                if !had_session {
+                    // A relay that accepts and closes at once must not be dialled in a busy loop.
+                    tokio::time::sleep_until(begun + SHORTEST).await;
+                }
             }
             Err(error) => {
                 let error = error.into_rpc_error();
