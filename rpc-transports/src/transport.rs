@@ -201,6 +201,10 @@ pub struct Dial {
     /// password. A server that dials for its clients sets it to false: their questions are not for
     /// its operator. Default: true.
     pub may_prompt: bool,
+    /// True if a server that a tracker grants may be reached without encryption although the
+    /// tracker itself is reached with it. Otherwise such a grant is refused, unless the server is
+    /// on this machine: whoever trusts the tracker's channel would not expect it. Default: false.
+    pub plain_grants: bool,
 }
 
 impl Dial {
@@ -220,6 +224,7 @@ impl Default for Dial {
             connect_timeout: Duration::from_secs(10),
             keep_alive: KEEP_ALIVE,
             may_prompt: true,
+            plain_grants: false,
         }
     }
 }

@@ -252,6 +252,7 @@ impl ServeConfig {
             cert: self.forward_cert.clone(),
             cert_key: self.forward_cert_key.clone(),
             token_file: self.forward_token_file.clone(),
+            plain_servers: false,
         }
     }
 

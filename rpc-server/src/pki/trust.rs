@@ -25,6 +25,10 @@ pub struct ClientTrust {
     /// server is not checked
     #[arg(long, global = true, env = "RPC_CLI_TOKEN_FILE", value_name = "FILE")]
     pub token_file: Option<PathBuf>,
+    /// Go to servers at addresses without encryption, too, if a tracker that is reached with it
+    /// gives them out
+    #[arg(long, global = true, env = "RPC_CLI_PLAIN_SERVERS")]
+    pub plain_servers: bool,
 }
 
 impl ClientTrust {
@@ -34,7 +38,7 @@ impl ClientTrust {
     ///
     /// A file cannot be read or used.
     pub fn dial_options(&self) -> Result<Dial, TrustError> {
-        let mut options = Dial::default();
+        let mut options = Dial { plain_grants: self.plain_servers, ..Dial::default() };
         if let Some(file) = &self.token_file {
             options.tokens = Tokens::from_file(file)?;
         }

@@ -457,6 +457,18 @@ impl Connector {
             && !self.transports.opener(address.scheme()).is_some_and(by_client)
     }
 
+    /// Returns true if this client may go to a server at the last of these `stops`, which the
+    /// tracker at `tracker` grants: if the tracker is reached with encryption, then so must be the
+    /// first of the stops, or the one that the session leads to through tunnels.
+    pub(crate) fn accepts_encryption_of(&self, stops: &[Hop], tracker: &Address) -> bool {
+        let properties = |hop: &Hop| self.properties(&hop.address).unwrap_or_default();
+        let protects = |hop: &Hop| properties(hop).encrypted;
+        let first = stops.first().is_some_and(|hop| protects(hop) || properties(hop).is_local());
+        let behind_tunnels = stops.iter().find(|hop| !hop.tunnel).is_some_and(protects);
+        let tracker_is_encrypted = self.properties(tracker).is_ok_and(|properties| properties.encrypted);
+        self.dial.plain_grants || !tracker_is_encrypted || first || behind_tunnels
+    }
+
     async fn client(
         &self,
         mut channel: Channel,

@@ -263,9 +263,9 @@ impl TrackerClient {
     async fn open(&self, claim: &Claim, limit: Limit) -> Result<Vec<Loan>> {
         let mut attempts = JoinSet::new();
         for (at, grant) in claim.grants.iter().cloned().enumerate() {
-            let connector = self.0.connector.clone();
+            let (connector, tracker) = (self.0.connector.clone(), self.0.address.clone());
             attempts.spawn(async move {
-                let session = limit.within("the server", connect_to(connector, &grant)).await;
+                let session = limit.within("the server", connect_to(connector, &grant, &tracker)).await;
                 (at, grant, session)
             });
         }
@@ -278,7 +278,8 @@ impl TrackerClient {
                 Ok(session) => opened[at] = Some(Loan { session, grant }),
                 Err(error) => {
                     // A ticket that may have been used is not returned. It expires.
-                    if error.hop() > 0 || error.kind() == ErrorKind::PeerLost {
+                    let is_unused = error.application_kind() == Some(PLAIN_GRANT);
+                    if error.hop() > 0 || error.kind() == ErrorKind::PeerLost || is_unused {
                         returned.push(Returned { serial: grant.serial, why: error.to_string() });
                     }
                     failure = Some(error.with_peer(grant.address.join(",")));
@@ -339,7 +340,8 @@ pub(super) async fn connect(connector: &Connector, address: &Address) -> Result<
     Ok(loan.into_session())
 }
 
-async fn connect_to(connector: Connector, grant: &Grant) -> Result<Session> {
+/// Opens a session with a server that the tracker at `tracker` has granted.
+async fn connect_to(connector: Connector, grant: &Grant, tracker: &Address) -> Result<Session> {
     let mut stops = Vec::new();
     for stop in &grant.address {
         // A tracker gives the locations of servers, and must not start programs here.
@@ -350,6 +352,14 @@ async fn connect_to(connector: Connector, grant: &Grant) -> Result<Session> {
         };
         stops.push(hop);
     }
+    if !connector.accepts_encryption_of(&stops, tracker) {
+        let text = format!(
+            "the tracker is reached with encryption, and granted '{}' without: have the server advertise a tls:// or \
+             quic:// address, or accept that (--plain-servers, Dial::plain_grants)",
+            grant.address.join(",")
+        );
+        return Err(RpcError::new(ErrorKind::Refused, text).with_application_kind(PLAIN_GRANT));
+    }
     let Some(target) = stops.pop() else {
         return Err(RpcError::new(ErrorKind::Protocol, "the tracker granted a server without an address"));
     };
@@ -358,6 +368,10 @@ async fn connect_to(connector: Connector, grant: &Grant) -> Result<Session> {
     let connector = stops.into_iter().fold(connector, Connector::through);
     connector.connect_at(target).await.map_err(ConnectError::into_rpc_error)
 }
+
+/// Application kind of the error for a grant that this client does not follow, because it leads to
+/// a server without encryption.
+const PLAIN_GRANT: &str = "plain_grant";
 
 /// Prefix of a tracker's scheme. The scheme by which the tracker is reached follows it; `tracker`
 /// alone stands for TCP.
@@ -513,6 +527,8 @@ fn blocking<T: Send + 'static>(work: impl Future<Output = Result<T>> + Send + 's
 mod tests {
     use super::*;
     use crate::connect::{OpenedBy, SessionOpener};
+    #[cfg(feature = "tls")]
+    use crate::transport::Dial;
     use crate::transport::{BoxFuture, Properties, Reach, Transports};
 
     #[test]
@@ -528,6 +544,10 @@ mod tests {
         for text in ["exec:cat", "ssh://board", "tracker://h:1", "local:"] {
             assert!(Address::tracker(parsed(text), None).is_err(), "{text}");
         }
+    }
+
+    fn tracker() -> Address {
+        "tcp://127.0.0.1:1".parse().unwrap()
     }
 
     fn grant(address: &[&str]) -> Grant {
@@ -555,9 +575,35 @@ mod tests {
             &["pigeon://roof"],
             &["nonsense"],
         ] {
-            let error = connect_to(Connector::new(), &grant(address)).await.unwrap_err();
+            let error = connect_to(Connector::new(), &grant(address), &tracker()).await.unwrap_err();
             assert_eq!(error.kind(), ErrorKind::Protocol, "{address:?}: {error}");
         }
+    }
+
+    #[cfg(feature = "tls")]
+    #[tokio::test]
+    async fn an_encrypted_tracker_does_not_send_its_clients_to_plain_servers() {
+        let encrypted: Address = "tls://pool.lan:9190".parse().unwrap();
+        let plain_allowed = Dial { plain_grants: true, ..Dial::default() };
+        for (stops, is_accepted) in [
+            (&["tcp://192.0.2.1:1"][..], false),
+            (&["tunnel:tcp://192.0.2.2:1", "tcp://192.0.2.1:1"], false),
+            (&["tcp://192.0.2.2:1", "tls://192.0.2.1:1"], false),
+            (&["tls://192.0.2.1:1"], true),
+            (&["tunnel:tcp://192.0.2.2:1", "tls://192.0.2.1:1"], true),
+            (&["tls://192.0.2.2:1", "tcp://192.0.2.1:1"], true),
+            (&["tcp://127.0.0.1:1"], true),
+            (&["unix:/run/server.sock"], true),
+        ] {
+            let hops: Vec<Hop> = stops.iter().map(|stop| stop.parse().unwrap()).collect();
+            let connector = Connector::new();
+            assert_eq!(connector.accepts_encryption_of(&hops, &encrypted), is_accepted, "{stops:?}");
+            assert!(connector.accepts_encryption_of(&hops, &tracker()), "{stops:?}");
+            assert!(connector.dial(plain_allowed.clone()).accepts_encryption_of(&hops, &encrypted), "{stops:?}");
+        }
+        let error = connect_to(Connector::new(), &grant(&["tcp://192.0.2.1:1"]), &encrypted).await.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Refused);
+        assert!(error.message().contains("--plain-servers"), "{error}");
     }
 
     /// Opener of `vault:` addresses.
@@ -596,7 +642,8 @@ mod tests {
             (Properties::default(), OpenedBy::LastHop, false),
         ] {
             let transports = Transports::default().with_opener(Vault(properties, opened_by));
-            let outcome = connect_to(Connector::new().transports(transports), &grant(&["vault:north"])).await;
+            let outcome =
+                connect_to(Connector::new().transports(transports), &grant(&["vault:north"]), &tracker()).await;
             assert_eq!(outcome.is_ok(), is_accepted, "{properties:?} {opened_by:?}: {outcome:?}");
         }
     }
