@@ -40,6 +40,11 @@ pub const TICKET_REFUSED: &str = "ticket";
 /// opens no session, and answers with an error of the application kind [`PROBE_ANSWERED`].
 pub const PROBE_TICKET: &str = "probe";
 
+/// Number of the ticket by which a tracker has a server prove that it has made a registration. No
+/// client gets it. The server answers as to [`PROBE_TICKET`], if the ticket was made with the key
+/// of one of its registrations.
+pub const PROOF_SERIAL: u64 = 0;
+
 /// [Application kind](rpc_core::RpcError::application_kind) of a server's answer to the
 /// [probe](PROBE_TICKET) of a tracker, which is no refusal of a client.
 pub const PROBE_ANSWERED: &str = "probe";

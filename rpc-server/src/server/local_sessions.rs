@@ -91,6 +91,7 @@ impl SessionFactory for LocalSessions {
                 peer: request.peer.clone(),
                 machine: request.machine,
                 identity: request.identity.clone(),
+                through_hop: request.onward.is_through_hop(),
             }))
             .extension(Arc::new(request.onward.clone()))
             .spawner(self.spawner.clone());

@@ -44,6 +44,8 @@ pub struct Client {
     pub machine: Machine,
     /// Identity that the client has proven; `anonymous` without proof.
     pub identity: String,
+    /// True if the client has come through a hop, whose machine `machine` is then.
+    pub through_hop: bool,
 }
 
 /// Session that is counted in the totals.

@@ -15,7 +15,7 @@ use rpc_core::session::InPlaceWrite;
 use rpc_core::value::TensorRef;
 use rpc_core::{ErrorKind, Lane, Request, Result, RpcError, RpcSession, SharedSession, Submission};
 use rpc_transports::tracker::{
-    PROBE_ANSWERED, PROBE_TICKET, ServerStatus, TICKET_REFUSED, TicketError, TicketKey, Use,
+    PROBE_ANSWERED, PROBE_TICKET, PROOF_SERIAL, ServerStatus, TICKET_REFUSED, TicketError, TicketKey, Use,
 };
 use rpc_transports::{OpenRequest, SessionFactory};
 use tokio::sync::watch;
@@ -133,11 +133,11 @@ impl TicketGate {
         let known_as = if request.identity == ANONYMOUS { &request.peer } else { &request.identity };
         let mut state = self.lock();
         let ticket = match request.ticket.as_deref() {
-            Some(PROBE_TICKET) => {
-                let text = "this server is at its address, and opens no session for the probe of a tracker";
-                return Err(refused(text).with_application_kind(PROBE_ANSWERED));
-            }
-            Some(text) => Some(state.take_ticket(text, self.now_ms())?),
+            Some(PROBE_TICKET) => return Err(probe_answered()),
+            Some(text) => match state.take_ticket(text, self.now_ms())? {
+                (_, PROOF_SERIAL) => return Err(probe_answered()),
+                ticket => Some(ticket),
+            },
             None if self.allow_direct => None,
             None => {
                 return Err(refused(
@@ -189,6 +189,10 @@ impl GateState {
                 let late = now_ms - ticket.expires_ms;
                 return Err(refused(format!("the ticket expired {late} ms ago: ask the tracker for another one")));
             }
+            if ticket.serial == PROOF_SERIAL {
+                // Opens no session, however often it is shown.
+                return Ok((*id, ticket.serial));
+            }
             // Expired tickets are refused by their time, so they need not be remembered.
             registration.used.retain(|_, expires_ms| *expires_ms > now_ms);
             if registration.used.insert(ticket.serial, ticket.expires_ms).is_some() {
@@ -202,6 +206,11 @@ impl GateState {
 
 fn refused(why: impl Into<std::borrow::Cow<'static, str>>) -> RpcError {
     RpcError::new(ErrorKind::Refused, why).with_application_kind(TICKET_REFUSED)
+}
+
+fn probe_answered() -> RpcError {
+    let text = "this server is at its address, and opens no session for the probe of a tracker";
+    refused(text).with_application_kind(PROBE_ANSWERED)
 }
 
 /// Permit of an admitted client, which ends when it is dropped.

@@ -4,13 +4,17 @@
 //! scan its network. Therefore a server may advertise the IP address that it comes from, and any
 //! other only if the operator allows it. The transport says which machine a server is on; the text
 //! of its address, which a transport may choose freely, does not count.
+//!
+//! A peer on the tracker's own machine may be a proxy that passes others on, and one that comes
+//! through a hop is on another machine than the hop. Such a server has to prove that it is at its
+//! address: the tracker goes there with a ticket that only this registration can verify.
 
 use std::fmt;
 use std::net::IpAddr;
 use std::time::Duration;
 
 use rpc_core::{ErrorKind, Result, RpcError};
-use rpc_transports::tracker::{PROBE_ANSWERED, PROBE_TICKET, Reach, TICKET_REFUSED};
+use rpc_transports::tracker::{PROBE_ANSWERED, PROBE_TICKET, PROOF_SERIAL, Reach, TICKET_REFUSED, Ticket, TicketKey};
 use rpc_transports::{Address, ConnectError, Connector, Machine, Properties, TransportError, Transports};
 
 use super::limits::clip;
@@ -18,7 +22,17 @@ use super::limits::clip;
 /// Time limit of a probe.
 const PROBE_LIMIT: Duration = Duration::from_secs(5);
 
-/// Returns the addresses for clients, if a server on `machine` may advertise them.
+/// Addresses that a server may advertise.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Admitted {
+    /// Addresses for clients.
+    pub(super) addresses: Vec<String>,
+    /// True if the server has to prove that it is there.
+    pub(super) to_prove: bool,
+}
+
+/// Returns the addresses for clients, if a server on `machine`, or behind a hop on it, may
+/// advertise them.
 ///
 /// # Errors
 ///
@@ -26,10 +40,12 @@ const PROBE_LIMIT: Duration = Duration::from_secs(5);
 pub(super) fn admit(
     told: &[String],
     machine: Machine,
+    through_hop: bool,
     allowed: &[String],
     transports: &Transports,
-) -> Result<Vec<String>> {
+) -> Result<Admitted> {
     let from = Origin::of(machine);
+    let mut to_prove = false;
     let last = told.len().saturating_sub(1);
     let admit = |(at, text): (usize, &String)| {
         let address: Address = text
@@ -38,11 +54,12 @@ pub(super) fn admit(
         let address = if at == last { with_host(address, from)? } else { address };
         // Clients and the tracker dial the address, which must not start programs.
         let properties = transports.check(&address).ok().filter(|properties| !properties.starts_programs);
-        let is_allowed = |properties: &Properties| {
-            is_own(&address, properties, from) || allowed.iter().any(|pattern| transports.matches(pattern, &address))
-        };
-        if properties.as_ref().is_some_and(is_allowed) {
-            return Ok(address.to_string());
+        if let Some(properties) = &properties {
+            let is_allowed = allowed.iter().any(|pattern| transports.matches(pattern, &address));
+            if is_allowed || is_own(&address, properties, from) {
+                to_prove |= !is_allowed && (through_hop || from == Origin::ThisMachine);
+                return Ok(address.to_string());
+            }
         }
         let own = match from {
             Origin::Unknown => "",
@@ -56,22 +73,54 @@ pub(super) fn admit(
             ),
         ))
     };
-    told.iter().enumerate().map(admit).collect()
+    let addresses = told.iter().enumerate().map(admit).collect::<Result<_>>()?;
+    Ok(Admitted { addresses, to_prove })
+}
+
+/// Checks that the server at this address has made the registration with this key.
+///
+/// # Errors
+///
+/// The reason why that is not known, for the operator of the tracker. It tells what is at the
+/// address, which may not be the server's.
+pub(super) async fn prove(
+    connector: &Connector,
+    address: &[String],
+    key: &TicketKey,
+) -> std::result::Result<(), String> {
+    let ticket = key.sign(Ticket { serial: PROOF_SERIAL, expires_ms: u64::MAX });
+    match visit(connector, address, &ticket).await {
+        Ok(()) => Err("another server is there, which opens sessions without a ticket".to_owned()),
+        Err(Some(ConnectError::Session(error))) if error.application_kind() == Some(PROBE_ANSWERED) => Ok(()),
+        Err(Some(error)) => Err(clip(error.into_rpc_error().message())),
+        Err(None) => Err(format!("no answer within {:?}", 2 * PROBE_LIMIT)),
+    }
+}
+
+/// Goes to a server with this ticket, and leaves it if it opens a session.
+///
+/// # Errors
+///
+/// The reason why there is no session; `None` if there was no answer in time.
+async fn visit(
+    connector: &Connector,
+    address: &[String],
+    ticket: &str,
+) -> std::result::Result<(), Option<ConnectError>> {
+    let Some((target, hops)) = address.split_last() else { return Err(None) };
+    let connector = connector.clone().ticket(ticket).connect_timeout(PROBE_LIMIT).handshake_timeout(PROBE_LIMIT);
+    let connector = hops.iter().fold(connector, |connector, hop| connector.via(hop));
+    let session = tokio::time::timeout(2 * PROBE_LIMIT, connector.connect(target)).await.map_err(|_| None)??;
+    let _ = tokio::time::timeout(PROBE_LIMIT, session.shutdown().into_future()).await;
+    Ok(())
 }
 
 /// Checks that a server answers at its address, without taking a slot.
 pub(super) async fn probe(connector: &Connector, address: &[String]) -> Reach {
-    let Some((target, hops)) = address.split_last() else { return Reach::Untried };
-    let connector = connector.clone().ticket(PROBE_TICKET).connect_timeout(PROBE_LIMIT).handshake_timeout(PROBE_LIMIT);
-    let connector = hops.iter().fold(connector, |connector, hop| connector.via(hop));
-    let outcome = tokio::time::timeout(2 * PROBE_LIMIT, connector.connect(target)).await;
-    let why = match outcome {
-        Ok(Ok(session)) => {
-            // The server admits any client: it is told that there was nothing else to do.
-            let _ = tokio::time::timeout(PROBE_LIMIT, session.shutdown().into_future()).await;
-            return Reach::Reached;
-        }
-        Ok(Err(ConnectError::Session(error))) => {
+    let why = match visit(connector, address, PROBE_TICKET).await {
+        // The server admits any client.
+        Ok(()) => return Reach::Reached,
+        Err(Some(ConnectError::Session(error))) => {
             // A server that asks for authentication can be reached, too.
             let is_there = matches!(error.application_kind(), Some(PROBE_ANSWERED | TICKET_REFUSED))
                 || matches!(error.kind(), ErrorKind::Unauthenticated | ErrorKind::LimitExceeded);
@@ -80,13 +129,13 @@ pub(super) async fn probe(connector: &Connector, address: &[String]) -> Reach {
             }
             error.message().to_owned()
         }
-        Ok(Err(ConnectError::Transport(TransportError::Unauthenticated { .. }))) => return Reach::Reached,
-        Ok(Err(ConnectError::Transport(TransportError::Unsupported { .. } | TransportError::Insecure { .. }))) => {
+        Err(Some(ConnectError::Transport(TransportError::Unauthenticated { .. }))) => return Reach::Reached,
+        Err(Some(ConnectError::Transport(TransportError::Unsupported { .. } | TransportError::Insecure { .. }))) => {
             // The tracker has no credentials to check the server with.
             return Reach::Untried;
         }
-        Ok(Err(error)) => error.into_rpc_error().message().to_owned(),
-        Err(_) => format!("no answer within {:?}", 2 * PROBE_LIMIT),
+        Err(Some(error)) => error.into_rpc_error().message().to_owned(),
+        Err(None) => format!("no answer within {:?}", 2 * PROBE_LIMIT),
     };
     // Parts of the text come from the peer.
     Reach::Unreachable { why: clip(&why) }
@@ -166,7 +215,24 @@ mod tests {
 
     fn admitted(told: &[&str], machine: Machine, allowed: &[&str]) -> Result<Vec<String>> {
         let owned = |texts: &[&str]| texts.iter().map(|text| (*text).to_owned()).collect::<Vec<_>>();
-        admit(&owned(told), machine, &owned(allowed), &Transports::default())
+        let admitted = admit(&owned(told), machine, false, &owned(allowed), &Transports::default());
+        admitted.map(|admitted| admitted.addresses)
+    }
+
+    #[test]
+    fn a_server_whose_machine_may_be_that_of_a_proxy_or_a_hop_has_to_prove_where_it_is() {
+        for (told, machine, through_hop, to_prove) in [
+            ("tcp://10.0.0.5:9090", at(REMOTE), false, false),
+            ("tcp://10.0.0.5:9090", at(REMOTE), true, true),
+            ("tcp://127.0.0.1:9090", at("127.0.0.1"), false, true),
+            ("unix:/run/rpc.sock", Machine::This, false, true),
+        ] {
+            let admit = |allowed: &[String]| {
+                admit(&[told.to_owned()], machine, through_hop, allowed, &Transports::default()).unwrap().to_prove
+            };
+            assert_eq!(admit(&[]), to_prove, "{told} {machine} {through_hop}");
+            assert!(!admit(&[told.to_owned()]), "the operator knows it");
+        }
     }
 
     #[test]

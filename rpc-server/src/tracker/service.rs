@@ -17,11 +17,13 @@ use rpc_transports::tracker::{
     TicketKey, functions,
 };
 use rpc_transports::{Connector, Dial, Machine, Transports};
+use tokio::runtime::Handle;
 use tokio::sync::{Notify, Semaphore, watch};
+use tokio::task::JoinError;
 
 use self::grants::grants;
 use self::objects::{ClaimObject, ServerObject};
-use super::advertised_addresses;
+use super::advertised_addresses::{self, Admitted};
 use super::history::History;
 use super::limits::{check_registration, check_request, clip, clipped};
 use super::millis;
@@ -40,6 +42,10 @@ const MAX_LOSSES: usize = 256;
 
 /// Maximum number of concurrent probes.
 const PROBES: usize = 32;
+
+/// Maximum number of servers that prove where they are, or wait for that. Further ones are refused,
+/// and try again.
+const MAX_PROOFS: usize = 1024;
 
 /// Interval of probes of a server that was not found.
 const PROBE_INTERVAL: Duration = Duration::from_secs(30);
@@ -93,11 +99,17 @@ pub struct Tracker {
     options: TrackerOptions,
     /// Present options for probing servers.
     onward: Mutex<Dial>,
+    runtime: Handle,
     started: Instant,
     state: Mutex<TrackerState>,
     /// Notified when the next timeout may have changed.
     changed: Arc<Notify>,
     probes: Semaphore,
+    /// Permits of registrations whose servers prove where they are. Apart from the probes, which
+    /// nobody waits for.
+    proofs: Semaphore,
+    /// Permits of these registrations with those that wait for their turn.
+    queued_proofs: Semaphore,
 }
 
 #[derive(Debug)]
@@ -170,11 +182,14 @@ impl Tracker {
         let changed = Arc::new(Notify::new());
         let this = Arc::new(Self {
             onward: Mutex::new(options.onward.clone()),
+            runtime: Handle::current(),
             options,
             started: now,
             state: Mutex::new(state),
             changed: changed.clone(),
             probes: Semaphore::new(PROBES),
+            proofs: Semaphore::new(PROBES),
+            queued_proofs: Semaphore::new(MAX_PROOFS),
         });
         tokio::spawn(run_timers(Arc::downgrade(&this), changed));
         this
@@ -183,13 +198,24 @@ impl Tracker {
     /// Adds the functions of the tracker to `registry`.
     pub fn register(self: &Arc<Self>, registry: &Registry) {
         let this = self.clone();
-        registry.add_inline(functions::REGISTER, move |context: Context, registration: Packed| {
-            let client = client_of(&context);
-            let registration = MESSAGES.decode(&registration, "the server", "the tracker").inspect_err(|error| {
-                rpc_core::log_limited!(WARN, peer = client.peer, %error, "refused a server");
-            })?;
-            let (server, registered) = this.add_server(&client, registration)?;
-            Ok::<_, RpcError>((Shared(Arc::new(server)), Pack(registered)))
+        registry.add_async(functions::REGISTER, move |context: Context, registration: Packed| {
+            let (this, client) = (this.clone(), client_of(&context));
+            // A session may have no runtime, and going to the server needs one.
+            let registered = this.runtime.clone().spawn(async move {
+                let registration =
+                    MESSAGES.decode(&registration, "the server", "the tracker").inspect_err(|error| {
+                        rpc_core::log_limited!(WARN, peer = client.peer, %error, "refused a server");
+                    })?;
+                this.add_server(&client, registration).await
+            });
+            async move {
+                let (server, registered) = match registered.await.map_err(JoinError::try_into_panic) {
+                    Ok(outcome) => outcome?,
+                    Err(Ok(panic)) => std::panic::resume_unwind(panic),
+                    Err(Err(_)) => return Err(RpcError::new(ErrorKind::Closed, "the tracker has been stopped")),
+                };
+                Ok((Shared(Arc::new(server)), Pack(registered)))
+            }
         });
         registry.add_inline(functions::RENEW, |server: Shared<ServerObject>, Pack(status): Pack<ServerStatus>| {
             server.0.renew(status).map(Pack)
@@ -232,27 +258,28 @@ impl Tracker {
         (state.servers.len() as u64, state.scheduler.totals())
     }
 
-    fn add_server(self: &Arc<Self>, client: &Client, registration: Registration) -> Result<(ServerObject, Registered)> {
+    async fn add_server(
+        self: &Arc<Self>,
+        client: &Client,
+        registration: Registration,
+    ) -> Result<(ServerObject, Registered)> {
+        let ticket_key = TicketKey::from_bytes(registration.ticket_key);
+        let checked = check_registration(&registration).and_then(|()| self.check_addresses(&registration, client));
+        let checked = match checked {
+            Ok(admitted) if admitted.to_prove => self.prove(admitted, &ticket_key).await,
+            checked => checked,
+        };
         let now = rpc_core::clock::now();
-        let checked = check_registration(&registration).and_then(|()| {
-            let options = &self.options;
-            advertised_addresses::admit(
-                &registration.address,
-                client.machine,
-                &options.allow_advertise,
-                &options.transports,
-            )
-        });
-        let Registration { name, key, labels, devices, capacity, address: told, ticket_key, status, .. } = registration;
+        let Registration { name, key, labels, devices, capacity, address: told, status, .. } = registration;
         let (name, shown_key) = (clip(&name), clip(&key));
         let status = clipped(status);
         let offer = Arc::new(Offer { key, labels, devices, capacity });
         let mut state = self.lock();
-        let registered = checked.and_then(|address| {
+        let registered = checked.and_then(|admitted| {
             let id = state.scheduler.register(now, &limit_key(client), offer.clone(), &status)?;
-            Ok((id, address))
+            Ok((id, admitted))
         });
-        let (id, address) = match registered {
+        let (id, Admitted { addresses: address, to_prove: is_proven }) = match registered {
             Ok(registered) => registered,
             Err(error) => {
                 let loss = Loss {
@@ -288,13 +315,15 @@ impl Tracker {
             ServerDescription { name, key: shown_key, address: address.clone(), peer: client.peer.clone(), offer };
         let entry = ServerEntry {
             description: Arc::new(description),
-            ticket_key: TicketKey::from_bytes(ticket_key),
-            reach: Reach::Untried,
+            ticket_key,
+            reach: if is_proven { Reach::Reached } else { Reach::Untried },
             probed: now,
         };
         state.servers.insert(id, entry);
         self.apply_events(state, now);
-        self.spawn_probe(id, address.clone());
+        if !is_proven {
+            self.spawn_probe(id, address.clone());
+        }
         let registered = Registered { version: MESSAGES.version(), lease_ms: millis(self.options.lease), address };
         Ok((ServerObject { tracker: self.clone(), id }, registered))
     }
@@ -316,6 +345,44 @@ impl Tracker {
         state.claims.insert(id, OpenClaim { key, answer: sender });
         self.apply_events(state, now);
         Ok(ClaimObject { tracker: self.clone(), id, answer, session })
+    }
+
+    fn check_addresses(&self, registration: &Registration, client: &Client) -> Result<Admitted> {
+        let (allowed, transports) = (&self.options.allow_advertise, &self.options.transports);
+        advertised_addresses::admit(&registration.address, client.machine, client.through_hop, allowed, transports)
+    }
+
+    /// Has a server prove that it is at its addresses.
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::Refused`], which tells nothing of what is at the addresses; and
+    /// [`ErrorKind::LimitExceeded`]: too many do it at this time.
+    async fn prove(&self, admitted: Admitted, key: &TicketKey) -> Result<Admitted> {
+        let Ok(_queued) = self.queued_proofs.try_acquire() else {
+            return Err(RpcError::limit("servers that prove where they are", MAX_PROOFS as u64, MAX_PROOFS as u64 + 1));
+        };
+        let _permit = self.proofs.acquire().await;
+        let address = admitted.addresses.join(",");
+        let Err(why) = advertised_addresses::prove(&self.connector(), &admitted.addresses, key).await else {
+            return Ok(admitted);
+        };
+        rpc_core::log_limited!(WARN, address, why, "a server did not prove that it is at its address");
+        Err(RpcError::new(
+            ErrorKind::Refused,
+            format!(
+                "the tracker could not verify that this server is at {address}, where it went with a ticket of this \
+                 registration: let the tracker in there (--forward-ca, --forward-token-file of the tracker), or have \
+                 its operator allow the address (--allow-advertise); its log says more"
+            ),
+        ))
+    }
+
+    /// Returns the connector for going to servers.
+    fn connector(&self) -> Connector {
+        // The tracker dials by itself: nobody waits at its terminal for a question.
+        let onward = Dial { may_prompt: false, ..self.onward.lock().clone() };
+        Connector::new().transports(self.options.transports.clone()).dial(onward)
     }
 
     /// Applies the events of the scheduler and releases the state.
@@ -344,9 +411,7 @@ impl Tracker {
             // Fails if the tracker has been dropped.
             let Some(tracker) = this.upgrade() else { return };
             let Ok(_permit) = tracker.probes.acquire().await else { return };
-            // The tracker dials by itself: nobody waits at its terminal for a question.
-            let onward = Dial { may_prompt: false, ..tracker.onward.lock().clone() };
-            let connector = Connector::new().transports(tracker.options.transports.clone()).dial(onward);
+            let connector = tracker.connector();
             // The server has left in the meantime.
             if !tracker.lock().servers.contains_key(&id) {
                 return;
@@ -448,7 +513,12 @@ impl Drop for Tracker {
 }
 
 fn client_of(context: &Context) -> Arc<Client> {
-    let local = || Client { peer: "local:".to_owned(), machine: Machine::This, identity: ANONYMOUS.to_owned() };
+    let local = || Client {
+        peer: "local:".to_owned(),
+        machine: Machine::This,
+        identity: ANONYMOUS.to_owned(),
+        through_hop: false,
+    };
     context.extension().unwrap_or_else(|| Arc::new(local()))
 }
 

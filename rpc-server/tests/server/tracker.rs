@@ -397,7 +397,8 @@ async fn work_of_a_dead_server_runs_again_at_another() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn an_unreachable_address_is_reported_to_the_server_and_in_the_summary() {
-    let pool = Pool::new().await;
+    // Otherwise a server on this machine has to prove that it is there.
+    let pool = Pool::with(|config| config.allow_advertise = vec!["tcp://127.0.0.1".to_owned()]).await;
     let nowhere = {
         let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         format!("tcp://{}", listener.local_addr().unwrap())
@@ -440,6 +441,40 @@ async fn an_address_elsewhere_is_refused_unless_the_operator_allows_it() {
     assert!(summary.servers.is_empty());
     let pool = Pool::with(|config| config.allow_advertise = vec!["tcp://192.0.2.*".to_owned()]).await;
     pool.server("board", elsewhere).await;
+}
+
+/// Regression: a peer on the tracker's machine, and so each one behind a proxy there, could
+/// advertise any port of that machine. The tracker told it what is there, and sent clients to it.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_server_on_this_machine_has_to_prove_that_it_is_at_its_address() {
+    let (pool, others) = (Pool::new().await, Pool::new().await);
+    let folder = tempfile::tempdir().unwrap();
+    let config = ServeConfig { workdir: folder.path().to_owned(), ..ServeConfig::default() };
+    let open = RpcServer::new(registry()).config(config).listen("tcp://127.0.0.1:0").start().await.unwrap();
+    let of_others = others.server("board", |_| {}).await;
+    let nowhere = {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        listener.local_addr().unwrap()
+    };
+    let session = Connector::new().connect(&pool.address().to_string()).await.unwrap();
+    let register = session.get_function(functions::REGISTER).await.unwrap();
+    for victim in [open.addresses()[0].to_string(), of_others.addresses()[0].to_string(), format!("tcp://{nowhere}")] {
+        let call = register.call::<(RemoteObject, Pack<Registered>)>((Pack(registration("board", &victim)),));
+        let error = call.await.map(drop).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Refused, "{victim}");
+        // Nothing of what is there.
+        let text = error.message().replace(&victim, "ADDRESS");
+        assert!(
+            text.starts_with("the tracker could not verify that this server is at ADDRESS, where it went"),
+            "{text}"
+        );
+        assert!(!text.contains("refused") && !text.contains("session"), "{text}");
+    }
+    assert!(pool.summary().servers.is_empty());
+    // A server that is there proves it, and is known to be reachable at once.
+    let _server = pool.server("board", |_| {}).await;
+    assert_eq!(pool.servers("board")[0].reach, Reach::Reached);
+    works(pool.client().await.request(&soon(ServerRequest::new("board"))).await.unwrap().session()).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -494,7 +529,8 @@ async fn a_tracker_judges_a_server_by_its_machine_and_not_by_the_text_of_its_add
     let register = async |machine: Machine, address: &str| {
         // A text without a host, and one that names another machine.
         let text = if machine == Machine::Unknown { "tcp://127.0.0.1:7" } else { "a board behind the wall" };
-        let client = Client { peer: text.to_owned(), machine, identity: "anonymous".to_owned() };
+        let identity = "anonymous".to_owned();
+        let client = Client { peer: text.to_owned(), machine, identity, through_hop: false };
         let session = Session::new(LocalSession::builder(registry.clone()).extension(Arc::new(client)).build());
         let register = session.get_function(functions::REGISTER).await.unwrap();
         let registered: Result<(RemoteObject, Pack<Registered>), _> =
@@ -595,7 +631,11 @@ async fn a_client_refuses_a_tracker_of_another_version() {
 /// A peer that calls the functions of the tracker directly.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_peer_that_registers_without_end_is_stopped_and_leaves_nothing() {
-    let pool = Pool::with(|config| config.max_servers_per_peer = 50).await;
+    let pool = Pool::with(|config| {
+        config.max_servers_per_peer = 50;
+        config.allow_advertise = vec!["tcp://127.0.0.1:9".to_owned()];
+    })
+    .await;
     let session = Connector::new().connect(&pool.address().to_string()).await.unwrap();
     let register = session.get_function(functions::REGISTER).await.unwrap();
     let registration = |key: &str| Registration { name: "x".repeat(100), ..registration(key, "tcp://127.0.0.1:9") };
@@ -666,6 +706,7 @@ async fn two_thousand_servers_serve_thousands_of_requests() {
         config.lease = Span(Duration::from_secs(3600));
         config.ticket_lifetime = Span(Duration::from_secs(3600));
         config.max_waiting_per_client = CLIENTS * REQUESTS;
+        config.allow_advertise = vec!["memory:nowhere".to_owned()];
     })
     .await;
     let address = pool.address().to_string();
@@ -771,7 +812,12 @@ async fn trust_for_probing_servers_is_reloaded() {
     certificates(&theirs);
     let trusted = folder.path().join("trusted.pem");
     std::fs::copy(theirs.join("ca.pem"), &trusted).unwrap();
-    let pool = Pool::with(|config| config.forward_ca = Some(trusted.clone())).await;
+    let pool = Pool::with(|config| {
+        config.forward_ca = Some(trusted.clone());
+        // The stranger cannot prove where it is.
+        config.allow_advertise = vec!["tls://127.0.0.1".to_owned()];
+    })
+    .await;
     let serve = |config: &mut ServeConfig| {
         config.listen = vec![listen("tls://127.0.0.1:0")];
         (config.cert, config.cert_key) = (Some(ours.join("server.pem")), Some(ours.join("server.key")));
@@ -843,7 +889,7 @@ async fn metrics_count_slots_and_requests() {
 /// A regression: each answer copied the labels of all granted servers, without a limit.
 #[tokio::test(flavor = "multi_thread")]
 async fn the_answer_to_a_request_is_bounded_however_long_the_labels_of_servers_are() {
-    let pool = Pool::new().await;
+    let pool = Pool::with(|config| config.allow_advertise = vec!["memory:nowhere".to_owned()]).await;
     let session = Connector::new().connect(&pool.address().to_string()).await.unwrap();
     let register = session.get_function(functions::REGISTER).await.unwrap();
     let text = "x".repeat(100);

@@ -46,6 +46,12 @@ impl Onward {
         Self { server, path: path.into(), identity: identity.into(), open_files }
     }
 
+    /// Returns true if the client has come through a hop that says so. Tunnels and relays do not.
+    #[must_use]
+    pub fn is_through_hop(&self) -> bool {
+        !self.path.is_empty()
+    }
+
     /// Opens a session with the server at `target`. Its keep-alive is that of this session's
     /// server, or `keep_alive` if that is shorter. Must be called inside a tokio runtime.
     ///
