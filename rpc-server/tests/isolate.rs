@@ -1,16 +1,16 @@
 //! Sessions in processes of their own: crashes end one session alone, and leave nothing behind.
 //!
 //! This program plays three parts: the tests, the server that they talk to (`serve`, and flags),
-//! and the processes of its sessions. So it has a `main` of its own. Like the usual one, it takes
-//! parts of the names of tests as arguments.
+//! and the processes of its sessions. So it has a `main` of its own.
 //!
 //! It looks for processes in `/proc`, so it is for Linux.
 
 // Tests may unwrap, because a panic is how a test fails.
 #![allow(clippy::unwrap_used)]
 
+mod own_harness;
+
 use std::future::{Future, IntoFuture};
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
 use std::time::{Duration, Instant};
@@ -27,9 +27,7 @@ use rpc_transports::tracker::{ServerRequest, TICKET_REFUSED, TrackerClient};
 use rpc_transports::{Connector, self_start};
 use rustix::process::{Pid, Signal, kill_process, test_kill_process};
 
-macro_rules! tests {
-    ($($name:ident)*) => { [$((stringify!($name), $name as fn())),*] };
-}
+use self::own_harness::tests;
 
 fn main() -> ExitCode {
     let registry = registry();
@@ -41,7 +39,7 @@ fn main() -> ExitCode {
         let server = RpcServer::new(registry).config(config);
         return ExitCode::from(rpc_server::server::exit_code::of_server(&server.run_blocking()));
     }
-    let tests = tests![
+    own_harness::run(&tests![
         isolated_sessions_work_as_sessions_in_the_server_do
         a_crash_is_an_error_to_one_client_alone
         resources_of_a_crashed_session_are_removed
@@ -62,21 +60,7 @@ fn main() -> ExitCode {
         sessions_over_unix_sockets_and_standard_input_are_isolated_too
         signals_to_the_process_group_end_no_session_process
         isolated_sessions_need_tickets_and_a_crash_frees_the_slot
-    ];
-    let listing = args.iter().any(|arg| arg == "--list");
-    let filters: Vec<_> = args.iter().filter(|arg| !arg.starts_with('-')).collect();
-    let chosen = |name: &str| filters.is_empty() || filters.iter().any(|filter| name.contains(filter.as_str()));
-    let mut failed = 0;
-    for (name, test) in tests.into_iter().filter(|(name, _)| chosen(name)) {
-        if listing {
-            println!("{name}: test");
-            continue;
-        }
-        let outcome = catch_unwind(AssertUnwindSafe(test));
-        println!("test {name} ... {}", if outcome.is_ok() { "ok" } else { "FAILED" });
-        failed += u32::from(outcome.is_err());
-    }
-    if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    ])
 }
 
 #[derive(Parser)]

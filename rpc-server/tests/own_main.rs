@@ -2,15 +2,15 @@
 //! the command line, and its tests.
 //!
 //! Started with `OWN_MAIN` in its environment it is the daemon or the command line, else the tests.
-//! Like the usual test program, it takes parts of the names of tests as arguments.
 
 // Tests may unwrap, because a panic is how a test fails.
 #![allow(clippy::unwrap_used)]
 
+mod own_harness;
+
 use std::env;
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::{Child, Command, ExitCode, Stdio};
 use std::time::Duration;
 
@@ -21,6 +21,8 @@ use rpc_transports::{
 };
 use rustix::process::{Pid, Signal, kill_process};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
+use self::own_harness::tests;
 
 /// Variable of the environment by which this program is the `daemon` or the `cli`.
 const OWN_MAIN: &str = "OWN_MAIN";
@@ -35,28 +37,11 @@ fn main() -> ExitCode {
         Ok("cli") => return rpc_server::cli::main_with(transports),
         _ => {}
     }
-    let tests = [
-        ("the_daemon_speaks_the_dialects_of_its_program", the_daemon_speaks_the_dialects_of_its_program as fn()),
-        (
-            "a_handshake_of_a_dialect_that_gives_way_is_no_refusal",
-            a_handshake_of_a_dialect_that_gives_way_is_no_refusal,
-        ),
-        ("doctor_opens_sessions_by_the_openers_of_its_program", doctor_opens_sessions_by_the_openers_of_its_program),
-    ];
-    let args: Vec<_> = env::args().skip(1).collect();
-    let filters: Vec<_> = args.iter().filter(|arg| !arg.starts_with('-')).collect();
-    let chosen = |name: &str| filters.is_empty() || filters.iter().any(|filter| name.contains(filter.as_str()));
-    let mut failed = 0;
-    for (name, test) in tests.into_iter().filter(|(name, _)| chosen(name)) {
-        if args.iter().any(|arg| arg == "--list") {
-            println!("{name}: test");
-            continue;
-        }
-        let outcome = catch_unwind(AssertUnwindSafe(test));
-        println!("test {name} ... {}", if outcome.is_ok() { "ok" } else { "FAILED" });
-        failed += u32::from(outcome.is_err());
-    }
-    if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    own_harness::run(&tests![
+        the_daemon_speaks_the_dialects_of_its_program
+        a_handshake_of_a_dialect_that_gives_way_is_no_refusal
+        doctor_opens_sessions_by_the_openers_of_its_program
+    ])
 }
 
 /// Dialect of a tilde, which is answered by a question mark, and a byte, which is answered by the
