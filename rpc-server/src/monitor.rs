@@ -16,6 +16,7 @@
 //! | `rpc_tensor_bytes_total` | `direction` | bytes of tensors that were copied `in` or `out` |
 //! | `rpc_handles` | | objects that sessions hold |
 //! | `rpc_memory_bytes` | | device memory that sessions hold |
+//! | `rpc_certificate_expiry_timestamp_seconds` | | end of the certificate, since the epoch |
 //!
 //! A tracker has [more](crate::tracker): servers, slots and requests.
 //!
@@ -78,6 +79,7 @@ const TOTAL: &str = "_total";
 
 const BUILD_INFO: &str = "rpc_build_info";
 const START_TIME: &str = "rpc_start_time_seconds";
+const CERTIFICATE_EXPIRY: &str = "rpc_certificate_expiry_timestamp_seconds";
 
 /// Metrics of a server and the listener that serves them. Dropping it closes the listener.
 #[derive(Debug)]
@@ -116,6 +118,11 @@ impl Monitoring {
         self.monitor.clone()
     }
 
+    /// Returns the gauge for the end of the server's certificate, which is shown from now on.
+    pub(crate) fn certificate_gauge(&self) -> CertificateGauge {
+        CertificateGauge(gauge(&self.monitor.recorder, Key::from_static_name(CERTIFICATE_EXPIRY)))
+    }
+
     /// Sets the phase of the server. A server that drains does not become ready again.
     pub(crate) fn enter(&self, phase: Phase) {
         self.monitor.enter(phase);
@@ -124,6 +131,21 @@ impl Monitoring {
     /// Returns the address of the metrics, with the port that was chosen.
     pub(crate) fn address(&self) -> SocketAddr {
         self.server.address()
+    }
+}
+
+/// Gauge of the end of the server's certificate.
+pub(crate) struct CertificateGauge(Gauge);
+
+impl CertificateGauge {
+    pub(crate) fn set(&self, end: SystemTime) {
+        self.0.set(end.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs_f64());
+    }
+}
+
+impl fmt::Debug for CertificateGauge {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("CertificateGauge")
     }
 }
 
@@ -330,6 +352,7 @@ fn describe(recorder: &PrometheusRecorder) {
         (CALLS_IN_PROGRESS, "Calls that have not ended."),
         (HANDLES, "Objects that sessions hold."),
         (MEMORY, "Device memory that sessions hold, in bytes."),
+        (CERTIFICATE_EXPIRY, "When the server's certificate expires, in seconds since the epoch."),
     ];
     let counters = [
         (SESSIONS_OPENED, "Sessions that were opened."),

@@ -48,6 +48,7 @@
 //! server that a tracker gives out.
 
 mod advertisement;
+mod certificate_expiry;
 pub mod child_server;
 pub mod disco_node;
 pub mod exit_code;

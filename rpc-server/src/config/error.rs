@@ -111,6 +111,30 @@ pub enum ConfigError {
         /// The reason.
         source: AddressError,
     },
+    /// A pattern of addresses stands for no address.
+    #[error("{setting} allows nothing")]
+    Pattern {
+        /// The setting.
+        setting: &'static str,
+        /// The reason.
+        source: AddressError,
+    },
+    /// A file or folder of a setting is not there, or is of the wrong kind.
+    #[error("cannot use {} ({setting})", path.display())]
+    Path {
+        /// The setting.
+        setting: &'static str,
+        /// The file or folder.
+        path: PathBuf,
+        /// Error of the system.
+        source: Arc<io::Error>,
+    },
+    /// A setting describes the server to trackers, and there is none.
+    #[error("{setting} is for trackers, and there is none: give --tracker, or leave {setting} out")]
+    NeedsTracker {
+        /// The setting.
+        setting: &'static str,
+    },
     /// The address is not one to listen on.
     #[error(
         "cannot listen on {address}: write tcp://HOST:PORT, tls://HOST:PORT, quic://HOST:PORT or unix:PATH; give a key \

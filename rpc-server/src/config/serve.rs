@@ -1,6 +1,7 @@
 //! The settings of a server: `rpc-server serve`.
 
 use std::fs;
+use std::io;
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -296,7 +297,7 @@ impl ServeConfig {
     /// [`ConfigError::TooFewFiles`], [`ConfigError::NoCertificate`], [`ConfigError::NoOtel`],
     /// [`ConfigError::NoTrackerKey`], [`ConfigError::NothingToAdvertise`],
     /// [`ConfigError::InsecureRelay`], [`ConfigError::NoRelayName`], [`ConfigError::NoTvmFfi`],
-    /// [`ConfigError::Zero`].
+    /// [`ConfigError::Zero`], [`ConfigError::NeedsTracker`], [`ConfigError::Pattern`].
     pub fn check(&self) -> Result<(), ConfigError> {
         self.check_with(&crate::transports())
     }
@@ -318,6 +319,21 @@ impl ServeConfig {
             if self.advertise.is_empty() && self.listen.is_empty() && self.relay.is_empty() {
                 return Err(ConfigError::NothingToAdvertise);
             }
+        }
+        if self.tracker.is_empty() {
+            let of_trackers = [
+                ("--label", !self.label.is_empty()),
+                ("--advertise", !self.advertise.is_empty()),
+                // Without a tracker it is the name at relays.
+                ("--tracker-key", self.tracker_key.is_some() && self.relay.is_empty()),
+            ];
+            if let Some((setting, _)) = of_trackers.into_iter().find(|(_, given)| *given) {
+                return Err(ConfigError::NeedsTracker { setting });
+            }
+        }
+        for pattern in &self.allow_forward {
+            let checked = transports.check_pattern(pattern);
+            checked.map_err(|source| ConfigError::Pattern { setting: "--allow-forward", source })?;
         }
         for ListenAddress(address) in &self.relay {
             // Clients of the relay reach this server, and only a token proves anything from end to
@@ -376,6 +392,27 @@ impl ServeConfig {
             if self.isolate_files < MIN_FILES {
                 return Err(ConfigError::TooFewFiles { isolate_files: self.isolate_files });
             }
+        }
+        Ok(())
+    }
+}
+
+impl ServeConfig {
+    /// Checks that the files and folders exist that are opened only when a client needs them.
+    /// Blocks shortly.
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError::Path`].
+    pub(crate) fn check_paths(&self) -> Result<(), ConfigError> {
+        let weights = self.weights.iter().map(|folder| ("--weights", folder, true));
+        let tvm_ffi = self.tvm_ffi.iter().map(|file| ("--tvm-ffi", file, false));
+        for (setting, path, must_be_folder) in weights.chain(tvm_ffi) {
+            let checked = fs::metadata(path).and_then(|facts| match facts.is_dir() || !must_be_folder {
+                true => Ok(()),
+                false => Err(io::ErrorKind::NotADirectory.into()),
+            });
+            checked.map_err(|source| ConfigError::Path { setting, path: path.clone(), source: Arc::new(source) })?;
         }
         Ok(())
     }

@@ -161,7 +161,7 @@ fn the_effective_configuration_reads_back_as_itself() {
         "--max-total-memory",
         "3GB",
         "--allow-forward",
-        "a,b",
+        "tcp://a,unix:/b",
         "--isolate",
         "process",
         "--isolate-cpu-time",
@@ -254,6 +254,46 @@ fn address_that_cannot_be_listened_on_is_refused() {
     assert!(matches!(flags(&["--key", "a b"]).resolve().unwrap_err(), ConfigError::Key { .. }));
     let both = flags(&["--stdio", "--exit-with-stdin"]).resolve();
     assert!(matches!(both.unwrap_err(), ConfigError::StdinTaken));
+}
+
+/// A regression: these were taken without a word, and did nothing.
+#[test]
+fn settings_without_effect_are_refused() {
+    for label in [&["--label", "arch=arm64"][..], &["--advertise", "tcp://h:1"], &["--tracker-key", "board"]] {
+        let error = flags(label).resolve().unwrap_err();
+        assert!(matches!(error, ConfigError::NeedsTracker { setting } if setting == label[0]), "{error}");
+        flags(&[label, &["--tracker", "tcp://pool:1", "--key", "board"]].concat()).resolve().unwrap();
+    }
+    flags(&["--relay", "tcp://127.0.0.1:1", "--tracker-key", "board"]).resolve().unwrap();
+    for pattern in ["tpc://10.0.0.5", "10.0.0.5:9090", "tcp://10.0.0.5:port"] {
+        let error = flags(&["--allow-forward", pattern]).resolve().unwrap_err();
+        assert!(matches!(error, ConfigError::Pattern { .. }), "{error}");
+        assert!(error.to_string().contains("--allow-forward") && error.source().is_some(), "{error}");
+    }
+    let tracker = |pattern: &str| TrackerConfig { allow_advertise: vec![pattern.into()], ..TrackerConfig::default() };
+    assert!(matches!(tracker("10.0.0.5").check().unwrap_err(), ConfigError::Pattern { .. }));
+    // Another server may have the transport.
+    tracker("pigeon://roof").check().unwrap();
+}
+
+#[test]
+fn paths_that_are_opened_later_are_checked_at_the_start() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("file");
+    fs::write(&file, "").unwrap();
+    let with = |weights: &Path, tvm_ffi: &Path| {
+        let (weights, tvm_ffi) = (vec![weights.to_owned()], Some(tvm_ffi.to_owned()));
+        ServeConfig { weights, tvm_ffi, ..ServeConfig::default() }.check_paths()
+    };
+    with(folder.path(), &file).unwrap();
+    with(folder.path(), folder.path()).unwrap();
+    let nowhere = folder.path().join("nowhere");
+    for (weights, tvm_ffi, wrong) in
+        [(&*nowhere, &*file, "--weights"), (&*file, &*file, "--weights"), (folder.path(), &*nowhere, "--tvm-ffi")]
+    {
+        let error = with(weights, tvm_ffi).unwrap_err();
+        assert!(error.to_string().contains(wrong) && error.source().is_some(), "{error}");
+    }
 }
 
 #[test]

@@ -81,7 +81,8 @@ impl TrackerConfig {
     /// # Errors
     ///
     /// [`ConfigError::Insecure`], [`ConfigError::InsecurePage`], [`ConfigError::InsecureMetrics`],
-    /// [`ConfigError::NotListenable`], [`ConfigError::NoCertificate`], [`ConfigError::Zero`].
+    /// [`ConfigError::NotListenable`], [`ConfigError::NoCertificate`], [`ConfigError::Zero`],
+    /// [`ConfigError::Pattern`].
     pub fn check(&self) -> Result<(), ConfigError> {
         self.check_with(&crate::transports())
     }
@@ -100,6 +101,13 @@ impl TrackerConfig {
             return Err(ConfigError::InsecurePage { address });
         }
         check_metrics(self.metrics, self.insecure)?;
+        for pattern in &self.allow_advertise {
+            match transports.check_pattern(pattern) {
+                // Servers may have transports that the tracker does not have.
+                Ok(()) | Err(AddressError::UnknownScheme { .. }) => {}
+                Err(source) => return Err(ConfigError::Pattern { setting: "--allow-advertise", source }),
+            }
+        }
         let zero = [
             ("--lease", u64::from(!self.lease.0.is_zero())),
             ("--ticket-lifetime", u64::from(!self.ticket_lifetime.0.is_zero())),

@@ -2,12 +2,16 @@
 //! authenticate each other.
 
 use std::fs;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::time::SystemTime;
 
 use clap::Args;
 use rpc_transports::{
     Access, Certificate, CertificateError, ClientCertificates, ClientTls, CredentialFileError, Dial, ServerTls, Tokens,
 };
+
+use super::rfc3339;
 
 /// Files by which a client authenticates servers, and itself to them.
 #[derive(Args, Clone, Debug, Default)]
@@ -77,6 +81,8 @@ pub struct ServerCredentials {
     pub tls: Option<ServerTls>,
     /// Clients that the server admits.
     pub access: Access,
+    /// Time in which the server's certificate is valid. `None` for one that was made at the start.
+    pub validity: Option<Range<SystemTime>>,
 }
 
 impl ServerTrust {
@@ -98,25 +104,35 @@ impl ServerTrust {
     /// A file cannot be read or used.
     pub fn load(&self) -> Result<ServerCredentials, TrustError> {
         let access = self.access()?;
-        let tls = match self.certificate()? {
+        let certificate = self.certificate()?;
+        let validity = self.validity(certificate.as_ref());
+        let tls = match certificate {
             Some(certificate) => Some(self.with_demand(|demand| ServerTls::new(certificate, demand))?),
             None => None,
         };
-        Ok(ServerCredentials { tls, access })
+        Ok(ServerCredentials { tls, access, validity })
     }
 
-    /// Reads the files again, and uses them for all later connections. If one cannot be used,
-    /// nothing changes. Blocks shortly.
+    /// Reads the files again, and uses them for all later connections: `tls` gets the new
+    /// certificate, and is what the result holds. If a file cannot be used, nothing changes. Blocks
+    /// shortly.
     ///
     /// # Errors
     ///
     /// As [`load`](Self::load).
-    pub fn reload(&self, tls: Option<&ServerTls>) -> Result<Access, TrustError> {
+    pub fn reload(&self, tls: Option<&ServerTls>) -> Result<ServerCredentials, TrustError> {
         let access = self.access()?;
-        if let (Some(tls), Some(certificate)) = (tls, self.certificate()?) {
+        let certificate = self.certificate()?;
+        let validity = self.validity(certificate.as_ref());
+        if let (Some(tls), Some(certificate)) = (tls, certificate) {
             self.with_demand(|demand| tls.replace(certificate, demand))?;
         }
-        Ok(access)
+        Ok(ServerCredentials { tls: tls.cloned(), access, validity })
+    }
+
+    fn validity(&self, certificate: Option<&Certificate>) -> Option<Range<SystemTime>> {
+        // One that is made at the start lasts longer than any server.
+        certificate.filter(|_| self.cert.is_some())?.validity()
     }
 
     fn access(&self) -> Result<Access, TrustError> {
@@ -158,7 +174,14 @@ fn certificate(cert: Option<&Path>, key: Option<&Path>) -> Result<Option<Certifi
         (None, None) => return Ok(None),
         (cert, _) => return Err(TrustError::Half { missing: if cert.is_none() { "--cert" } else { "--cert-key" } }),
     };
-    Ok(Some(Certificate::from_files(cert, key)?))
+    let certificate = Certificate::from_files(cert, key)?;
+    match certificate.validity() {
+        // The peer would refuse it, and could not say so before the handshake.
+        Some(validity) if validity.end <= SystemTime::now() => {
+            Err(TrustError::Expired { file: cert.to_owned(), expired: validity.end })
+        }
+        _ => Ok(Some(certificate)),
+    }
 }
 
 fn read(file: &Path) -> Result<Vec<u8>, TrustError> {
@@ -177,6 +200,14 @@ pub enum TrustError {
     Half {
         /// The setting that is missing.
         missing: &'static str,
+    },
+    /// A certificate is shown to others, and has expired.
+    #[error("the certificate in {} has expired on {}; renew it (rpc-cli cert)", file.display(), rfc3339(*expired))]
+    Expired {
+        /// The file.
+        file: PathBuf,
+        /// End of the validity.
+        expired: SystemTime,
     },
     /// A certificate could not be made.
     #[error("cannot make a certificate for this server: {problem}")]

@@ -8,6 +8,7 @@ use std::time::Duration;
 use rpc_transports::{Address, AllowedOrigins, Dial, Server, ServerTls};
 use tokio::task::JoinHandle;
 
+use super::certificate_expiry::CertificateExpiry;
 use super::ready_file::ReadyFile;
 use super::registrar::Registrar;
 use super::server_state::ServerState;
@@ -70,7 +71,8 @@ pub struct Running {
     pub(super) addresses: Vec<Address>,
     pub(super) state: Arc<ServerState>,
     pub(super) drain_timeout: Duration,
-    /// Housekeeping task, which removes expired workspaces.
+    pub(super) expiry: Arc<CertificateExpiry>,
+    /// Housekeeping task, which removes expired workspaces and warns of the certificate's end.
     pub(super) housekeeping: JoinHandle<()>,
     /// Ready file, which is removed from the file system on drop.
     pub(super) ready_file: Option<ReadyFile>,
@@ -103,7 +105,10 @@ impl Running {
     /// ones then.
     pub fn reload(&self) -> Result<(), ServeError> {
         let onward = self.onward.dial_options()?;
-        self.server.set_access(self.trust.reload(self.tls.as_ref())?);
+        let credentials = self.trust.reload(self.tls.as_ref())?;
+        self.server.set_access(credentials.access);
+        self.expiry.set(credentials.validity);
+        self.expiry.warn_if_soon();
         if let Some(registrar) = &self.registrar {
             registrar.set_dial(onward.clone());
         }

@@ -10,6 +10,7 @@ use rpc_transports::{
 };
 
 use super::advertisement::{Advertisement, named_relays, offered_devices};
+use super::certificate_expiry::CertificateExpiry;
 use super::local_sessions::LocalSessions;
 use super::options::serve_options;
 use super::ready_file::ReadyFile;
@@ -69,6 +70,7 @@ impl Checked {
             config.isolate = choose_isolation(config, devices);
         }
         config.check_with(transports)?;
+        config.check_paths()?;
         file_limit::warn_if_exceeded_by(config);
         // Done before any step that can fail: the ready file of an earlier server must be gone, or
         // scripts would take it for that of this server.
@@ -114,6 +116,12 @@ impl Checked {
         if let Some(gate) = &gate {
             factory = gate.guard(factory);
         }
+        let gauge = credentials.validity.as_ref().and(monitoring.as_ref()).map(Monitoring::certificate_gauge);
+        let expiry = CertificateExpiry::new(credentials.validity, gauge);
+        let housekeeping = {
+            let expiry = expiry.clone();
+            async move { _ = tokio::join!(remove_expired(workspaces), expiry.warn_daily()) }
+        };
         let observer = monitoring.as_ref().map(Monitoring::observer);
         let options =
             serve_options(&config, credentials.access, dial.clone(), transports.clone(), dialects, is_relay, observer);
@@ -129,7 +137,8 @@ impl Checked {
             addresses: Vec::with_capacity(config.listen.len()),
             state,
             drain_timeout: config.drain_timeout.0,
-            housekeeping: tokio::spawn(remove_expired(workspaces)),
+            expiry,
+            housekeeping: tokio::spawn(housekeeping),
             ready_file,
             monitoring,
             spans,

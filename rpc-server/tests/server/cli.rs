@@ -534,8 +534,12 @@ fn help_completions_and_manual() {
 #[cfg(feature = "tvm-ffi")]
 #[test]
 fn a_module_is_sent_unless_the_server_has_it_and_failures_are_reported() {
-    // The library is missing, so that loading fails at once.
-    let fixture = Fixture::new(&["--allow-modules", "--isolate", "none", "--tvm-ffi", "/nowhere/libtvm_ffi.so"]);
+    // The library is none, so that loading fails at once.
+    let libraries = tempfile::tempdir().unwrap();
+    let library = libraries.path().join("libtvm_ffi.so");
+    std::fs::write(&library, "none").unwrap();
+    let library = library.to_str().unwrap();
+    let fixture = Fixture::new(&["--allow-modules", "--isolate", "none", "--tvm-ffi", library]);
     let file = fixture.path("kernels.so");
     std::fs::write(&file, "kernels").unwrap();
     let digest = rpc_server::modules::hash(&b"kernels"[..]).unwrap().0;

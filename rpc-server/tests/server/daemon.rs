@@ -221,6 +221,25 @@ fn exit_codes_say_what_is_wrong() {
     assert!(text(&in_use.stderr).contains(&address), "{}", text(&in_use.stderr));
 }
 
+/// A regression: servers started with settings that could not have any effect.
+#[test]
+fn settings_that_do_nothing_keep_the_server_from_starting() {
+    let folder = tempfile::tempdir().unwrap();
+    let workdir = folder.path().to_str().unwrap();
+    for (flags, words) in [
+        (["--allow-forward", "tpc://10.0.0.5:9090"], "tpc: addresses"),
+        (["--allow-forward", "10.0.0.5"], "tcp://10.0.0.*:9090"),
+        (["--weights", "/no/such/folder"], "/no/such/folder (--weights)"),
+        (["--tvm-ffi", "/no/such/library"], "/no/such/library (--tvm-ffi)"),
+        (["--label", "arch=arm64"], "give --tracker"),
+    ] {
+        let refused = output(&[&["serve", "--listen", "tcp://127.0.0.1:0", "--workdir", workdir], &flags[..]].concat());
+        let stderr = text(&refused.stderr);
+        assert_eq!(refused.status.code(), Some(78), "{flags:?}: {stderr}");
+        assert!(stderr.contains(words), "{flags:?}: {stderr}");
+    }
+}
+
 #[test]
 fn a_flag_overrides_the_environment_and_the_environment_the_file() {
     let folder = tempfile::tempdir().unwrap();

@@ -2,7 +2,7 @@
 //! refusals, and error messages.
 
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use disco::{Hosting, Options, SocketSession};
@@ -52,12 +52,18 @@ async fn try_start(folder: &TempDir, change: impl FnOnce(&mut ServeConfig)) -> R
         workdir: folder.path().join("work"),
         allow_modules: true,
         isolate: Isolate::None,
-        // A path without the library on any machine.
-        tvm_ffi: Some("/nowhere/libtvm_ffi.so".into()),
+        tvm_ffi: Some(no_library(folder.path())),
         ..ServeConfig::default()
     };
     change(&mut config);
     RpcServer::default().config(config).start().await
+}
+
+/// Makes a file with the name of the library that is none, so that loading fails on any machine.
+fn no_library(folder: &Path) -> PathBuf {
+    let file = folder.join("libtvm_ffi.so");
+    fs::write(&file, "none").unwrap();
+    file
 }
 
 fn digest_of(content: &[u8]) -> Digest {
@@ -188,7 +194,7 @@ async fn wrong_module_settings_are_errors_at_the_start() {
 fn server(folder: &Path, flags: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_rpc-server"));
     command.args(["serve", "--listen", "tcp://127.0.0.1:0", "--exit-with-stdin", "--log-level", "error"]);
-    command.args(["--tvm-ffi", "/nowhere/libtvm_ffi.so"]);
+    command.arg("--tvm-ffi").arg(no_library(folder));
     command.arg("--workdir").arg(folder.join("work")).args(flags);
     command
 }

@@ -254,7 +254,9 @@ fn another_abi_is_refused_and_an_absent_library_says_how_to_get_it() {
     let Some(environment) = environment() else { return };
     let other = environment.compile("other_abi.c");
     let module = environment.compile("kernels.c");
-    for (library, words) in [(other.to_str().unwrap(), "ABI"), ("/nowhere/libtvm_ffi.so", "pip install apache-tvm-ffi")]
+    let empty = tempfile::tempdir().unwrap();
+    for (library, words) in
+        [(other.to_str().unwrap(), "ABI"), (empty.path().to_str().unwrap(), "pip install apache-tvm-ffi")]
     {
         let fixture = Fixture::with(&["--allow-modules", "--tvm-ffi", library]);
         let session = fixture.connect();

@@ -1,11 +1,11 @@
 //! Authentication by certificates and tokens, tested through both programs.
 
-#[cfg(feature = "websocket")]
-use std::io::Write as _;
-use std::io::{BufRead, BufReader, Lines};
+use std::io::{BufRead, BufReader, Lines, Write as _};
 use std::path::PathBuf;
 use std::process::{Child, ChildStderr, ChildStdout, Command, Output, Stdio};
+use std::time::{Duration, SystemTime};
 
+use rpc_server::pki::CertificatePlan;
 use rustix::process::{Pid, Signal, kill_process};
 
 fn cli(args: &[&str]) -> Output {
@@ -63,7 +63,7 @@ impl TrustFiles {
         let log = BufReader::new(child.stderr.take().unwrap()).lines();
         let address = |line: String| line.strip_prefix("listening on ").unwrap().to_owned();
         let addresses = addresses.iter().map(|_| address(printed.next().unwrap().unwrap())).collect();
-        Daemon { child, addresses, log, _printed: printed }
+        Daemon { child, addresses, log, printed }
     }
 
     /// Returns the error of a server that does not start.
@@ -80,7 +80,8 @@ struct Daemon {
     child: Child,
     addresses: Vec<String>,
     log: Lines<BufReader<ChildStderr>>,
-    _printed: Lines<BufReader<ChildStdout>>,
+    /// Lines after the addresses.
+    printed: Lines<BufReader<ChildStdout>>,
 }
 
 impl Daemon {
@@ -258,6 +259,45 @@ fn renewed_certificates_are_shown_after_a_hangup() {
     };
     assert!(client(&files.pki("ca.pem")));
     assert!(!client(old.to_str().unwrap()));
+}
+
+/// A regression: servers showed certificates that every client refused.
+#[test]
+fn a_certificate_that_has_expired_is_refused_and_one_that_expires_soon_is_a_warning() {
+    let files = TrustFiles::new();
+    let day = Duration::from_secs(24 * 3600);
+    let issue = |folder: &str, age: Duration| {
+        let plan = CertificatePlan::new(files.path(folder)).validity(30 * day).host("localhost".parse().unwrap());
+        plan.write(SystemTime::now() - age).unwrap();
+        let [cert, key] = ["server.pem", "server.key"].map(|name| files.path(&format!("{folder}/{name}")));
+        (cert, key, files.path(&format!("{folder}/ca.pem")))
+    };
+    let (cert, key, ca) = issue("expired", 31 * day);
+    let listen = ["--listen", "tls://127.0.0.1:0"];
+    let text = files.refused(&[&listen[..], &["--cert", &cert, "--cert-key", &key, "--client-ca", &ca]].concat());
+    assert!(text.contains("has expired on") && text.contains(&cert) && text.contains("rpc-cli cert"), "{text}");
+    let text = files.refused(&["--forward-cert", &cert, "--forward-cert-key", &key]);
+    assert!(text.contains("has expired on"), "{text}");
+
+    let (cert, key, ca) = issue("soon", 25 * day);
+    let trust = ["--cert", &cert, "--cert-key", &key, "--client-ca", &ca, "--metrics", "127.0.0.1:0"];
+    let mut server = files.serve(&["tls://127.0.0.1:0"], &trust);
+    server.await_log("expires soon");
+    let metrics = server.printed.next().unwrap().unwrap();
+    let metrics = metrics.strip_prefix("metrics on http://").unwrap().split('/').next().unwrap().to_owned();
+    let mut stream = std::net::TcpStream::connect(metrics).unwrap();
+    stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n").unwrap();
+    let page = std::io::read_to_string(stream).unwrap();
+    let end = page.lines().find_map(|line| line.strip_prefix("rpc_certificate_expiry_timestamp_seconds "));
+    let end = Duration::from_secs_f64(end.unwrap().parse().unwrap());
+    let left = (SystemTime::UNIX_EPOCH + end).duration_since(SystemTime::now()).unwrap();
+    assert!(left > 4 * day && left < 6 * day, "{left:?}");
+
+    // A renewed certificate that has expired already changes nothing.
+    std::fs::copy(files.path("expired/server.pem"), &cert).unwrap();
+    std::fs::copy(files.path("expired/server.key"), &key).unwrap();
+    server.hang_up();
+    server.await_log("the old ones stay in use");
 }
 
 /// Sends the request of a browser on a page of `origin`, and returns the first line of the answer.

@@ -57,6 +57,14 @@ pub enum AddressError {
         /// The problem with it.
         problem: &'static str,
     },
+    /// Pattern of addresses that stands for none.
+    #[error("{text:?} stands for no address: {problem}; write for example tcp://10.0.0.*:9090")]
+    Pattern {
+        /// The pattern.
+        text: String,
+        /// The problem with it.
+        problem: &'static str,
+    },
     /// Well-formed address that its transport does not accept.
     #[error("bad address {address}: {problem}")]
     Invalid {
@@ -78,6 +86,7 @@ impl AddressError {
             | Self::Port { text }
             | Self::Key { text, .. }
             | Self::Parameters { text, .. }
+            | Self::Pattern { text, .. }
             | Self::Invalid { address: text, .. } => text,
         }
     }

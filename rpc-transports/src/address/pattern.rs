@@ -2,7 +2,7 @@
 
 use std::net::{Ipv4Addr, Ipv6Addr};
 
-use crate::address::Address;
+use crate::address::{Address, AddressError};
 
 /// Returns true if `pattern` stands for `address`, which is in its canonical spelling: see
 /// [`Transports::matches`](crate::Transports::matches).
@@ -37,6 +37,38 @@ pub(crate) fn is_covered(pattern: &str, address: &Address, starts_programs: bool
         && glob(port_pattern.unwrap_or("*"), &port)
         && glob(host_pattern, host)
         && same_family(host_pattern, host)
+}
+
+/// Returns the scheme of a pattern, which may contain `*`; `None` for `*` alone, which stands for
+/// every address with a host.
+///
+/// # Errors
+///
+/// [`AddressError::Pattern`]: no address can match the pattern.
+pub(crate) fn scheme_of_pattern(pattern: &str) -> Result<Option<&str>, AddressError> {
+    let wrong = |problem| AddressError::Pattern { text: pattern.to_owned(), problem };
+    if pattern == "*" {
+        return Ok(None);
+    }
+    let Some((scheme, rest)) = pattern.split_once(':') else { return Err(wrong("it has no scheme")) };
+    let Some(authority) = rest.strip_prefix("//") else {
+        // Paths and commands match only a pattern with their own scheme.
+        return if scheme.contains('*') { Err(wrong("a scheme with * needs a host")) } else { Ok(Some(scheme)) };
+    };
+    let authority = authority.split_once('?').map_or(authority, |(authority, _)| authority);
+    let (host, port) = split(authority.rsplit_once('@').map_or(authority, |(_, authority)| authority));
+    if host.is_empty() {
+        return Err(wrong("it has no host"));
+    }
+    if host.contains('/') || port.is_some_and(|port| port.contains('/')) {
+        return Err(wrong("a pattern has no key"));
+    }
+    match port {
+        Some(port) if port.is_empty() || !port.bytes().all(|byte| byte.is_ascii_digit() || byte == b'*') => {
+            Err(wrong("the port is neither a number nor *"))
+        }
+        _ => Ok(Some(scheme)),
+    }
 }
 
 /// Splits a pattern into host and port. The host may be in brackets.
@@ -82,7 +114,36 @@ pub(crate) fn glob(pattern: &str, text: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::glob;
+    use crate::address::AddressError;
     use crate::transport::Transports;
+
+    /// A regression: a misspelt pattern allowed nothing, and nobody was told.
+    #[test]
+    fn a_pattern_that_stands_for_nothing_is_an_error() {
+        let transports = Transports::default();
+        for right in [
+            "*",
+            "tcp://10.0.0.*:9090",
+            "tcp://10.0.0.*",
+            "*://*.lab:*",
+            "tcp://[fe80::*]:90*",
+            "unix:/run/*",
+            "exec:*",
+            "ssh://me@board?program=/bin/sh",
+            "local:",
+            "tracker+tls://pool.lan:9190",
+        ] {
+            assert_eq!(transports.check_pattern(right), Ok(()), "{right}");
+        }
+        for wrong in ["", "10.0.0.5", "board", "*:/run/x", "tcp://", "tcp://:1", "tcp://h:port", "tcp://h:1/key"] {
+            let error = transports.check_pattern(wrong).unwrap_err();
+            assert!(matches!(error, AddressError::Pattern { .. }), "{wrong}: {error}");
+        }
+        for unknown in ["tpc://10.0.0.5:9090", "10.0.0.5:9090", "x*://h:1"] {
+            let error = transports.check_pattern(unknown).unwrap_err();
+            assert!(matches!(error, AddressError::UnknownScheme { .. }), "{unknown}: {error}");
+        }
+    }
 
     #[test]
     fn a_star_stands_for_anything_and_the_rest_for_itself() {

@@ -4,7 +4,9 @@
 
 use std::fmt::{self, Write as _};
 use std::io;
+use std::ops::Range;
 use std::sync::Arc;
+use std::time::{Duration, SystemTime};
 
 use parking_lot::{Mutex, MutexGuard};
 use rpc_core::proto::ANONYMOUS;
@@ -50,6 +52,26 @@ impl Certificate {
         let key = key.map_err(|error| CertificateError::Key { problem: error.to_string() })?;
         Ok(Self { chain: certificates(chain)?, key })
     }
+
+    /// Returns the time in which all certificates of the chain are valid. `None` if one of them
+    /// cannot be parsed.
+    #[must_use]
+    pub fn validity(&self) -> Option<Range<SystemTime>> {
+        let (mut from, mut until) = (SystemTime::UNIX_EPOCH, None::<SystemTime>);
+        for certificate in &self.chain {
+            let (_, certificate) = x509_parser::parse_x509_certificate(certificate).ok()?;
+            let validity = certificate.validity();
+            from = from.max(system_time(validity.not_before.timestamp())?);
+            let end = system_time(validity.not_after.timestamp())?;
+            until = Some(until.map_or(end, |until| until.min(end)));
+        }
+        Some(from..until?)
+    }
+}
+
+/// Returns the time that is so many seconds after the epoch. Earlier times count as the epoch.
+fn system_time(seconds: i64) -> Option<SystemTime> {
+    SystemTime::UNIX_EPOCH.checked_add(Duration::from_secs(u64::try_from(seconds).unwrap_or(0)))
 }
 
 impl fmt::Debug for Certificate {

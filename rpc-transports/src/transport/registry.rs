@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use super::{Bind, Dial, Properties, Transport};
-use crate::address::{Address, AddressError, is_covered};
+use crate::address::{Address, AddressError, glob, is_covered, scheme_of_pattern};
 use crate::channel::{BlockingChannel, Channel};
 use crate::connect::SessionOpener;
 use crate::error::TransportError;
@@ -206,6 +206,23 @@ impl Transports {
     pub async fn bind(&self, address: &Address, with: &Bind) -> Result<Listener, TransportError> {
         self.check(address)?;
         self.of(address)?.bind(address, with).await
+    }
+
+    /// Checks that `pattern` can stand for an address that these transports serve, by the rules of
+    /// [`matches`](Self::matches). Patterns that stand for nothing are mostly misspelt.
+    ///
+    /// # Errors
+    ///
+    /// [`AddressError::Pattern`]; and [`AddressError::UnknownScheme`], which lists the known ones.
+    pub fn check_pattern(&self, pattern: &str) -> Result<(), AddressError> {
+        let Some(scheme) = scheme_of_pattern(pattern)? else { return Ok(()) };
+        let is_known = self.0.iter().any(|entry| {
+            entry.serves(scheme) || (scheme.contains('*') && entry.schemes().iter().any(|known| glob(scheme, known)))
+        });
+        if is_known {
+            return Ok(());
+        }
+        Err(AddressError::UnknownScheme { scheme: scheme.to_owned(), known: self.schemes().join(", ") })
     }
 
     /// Returns true if `pattern` stands for `address`.
