@@ -52,7 +52,8 @@ pub enum ErrorKind {
     Draining,
     /// The link to the peer broke, or the peer died.
     PeerLost,
-    /// The peer is connected and has been silent for longer than the keep-alive allows.
+    /// The peer is connected and has been silent for longer than the keep-alive allows, or than a
+    /// handshake may take.
     PeerSilent,
     /// A peer broke the protocol.
     Protocol,

@@ -414,7 +414,7 @@ impl Handshake {
             _ => "the peer has not finished the handshake",
         };
         let text = format!("the time for a handshake is over (handshake_timeout), and {missing}");
-        Err(RpcError::new(ErrorKind::Refused, text))
+        Err(RpcError::new(ErrorKind::PeerSilent, text))
     }
 
     /// Returns the error for an end of the stream during the handshake.

@@ -32,6 +32,7 @@ impl ConnectError {
                     }
                     TransportError::Unsupported { .. } | TransportError::EndlessStart { .. } => ErrorKind::Unsupported,
                     TransportError::PermissionDenied { .. } => ErrorKind::Refused,
+                    TransportError::TimedOut { .. } => ErrorKind::PeerSilent,
                     _ => ErrorKind::PeerLost,
                 };
                 let address = error.address().to_owned();

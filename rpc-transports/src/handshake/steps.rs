@@ -168,7 +168,8 @@ impl HandshakeSteps {
         match self.limit {
             Limit::Deadline => {
                 let error = self.handshake.handle_timeout(self.handshake.deadline()).err();
-                let error = error.unwrap_or_else(|| RpcError::new(ErrorKind::Refused, "the handshake took too long"));
+                let error =
+                    error.unwrap_or_else(|| RpcError::new(ErrorKind::PeerSilent, "the handshake took too long"));
                 self.handshake.refuse(&error);
                 error
             }
@@ -302,7 +303,7 @@ mod tests {
         accept.handle_timeout(deadline - Duration::from_millis(1)).unwrap();
         assert!(accept.take_output().is_empty());
         let error = accept.handle_timeout(deadline).unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::Refused);
+        assert_eq!(error.kind(), ErrorKind::PeerSilent);
         assert!(error.message().contains("handshake_timeout"), "{error}");
         assert!(!accept.take_output().is_empty(), "the refusal");
     }

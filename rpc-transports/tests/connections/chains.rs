@@ -193,7 +193,7 @@ async fn a_tunnel_to_a_target_that_is_not_allowed_is_refused() {
     let silent = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let silent = format!("tcp://{}", silent.local_addr().unwrap());
     let connector = tunnel(&open).handshake_timeout(Duration::from_millis(300));
-    assert_eq!(refusal(connector.connect(&silent).await).kind(), ErrorKind::Refused);
+    assert_eq!(refusal(connector.connect(&silent).await).kind(), ErrorKind::PeerSilent);
 }
 
 #[tokio::test]

@@ -70,10 +70,10 @@ async fn a_server_that_draws_its_handshake_out_is_given_up() {
     });
     let connector = Connector::new().handshake_timeout(HANDSHAKE);
     let outcome = tokio::time::timeout(OVER, connector.connect(&address)).await.expect("there is a limit");
-    assert_eq!(outcome.unwrap_err().into_rpc_error().kind(), ErrorKind::Refused);
+    assert_eq!(outcome.unwrap_err().into_rpc_error().kind(), ErrorKind::PeerSilent);
     let blocking = on_thread(move || connector.connect_blocking(&address));
     let outcome = tokio::time::timeout(OVER, blocking).await.expect("there is a limit");
-    assert_eq!(outcome.unwrap_err().into_rpc_error().kind(), ErrorKind::Refused);
+    assert_eq!(outcome.unwrap_err().into_rpc_error().kind(), ErrorKind::PeerSilent);
 }
 
 each! {

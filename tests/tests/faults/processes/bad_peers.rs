@@ -262,10 +262,10 @@ async fn bad_servers_are_clear_errors(transport: Transport, form: Form) {
     let folder = tempfile::tempdir().unwrap();
     // First servers that open no session, then sessions that fail at the first call.
     for (bad, kind, least) in [
-        (BadServer::SaysNothing, ErrorKind::Refused, HANDSHAKE),
+        (BadServer::SaysNothing, ErrorKind::PeerSilent, HANDSHAKE),
         (BadServer::Closes, ErrorKind::Refused, Duration::ZERO),
         (BadServer::SpeaksHttp, ErrorKind::Protocol, Duration::ZERO),
-        (BadServer::StopsInTheHello, ErrorKind::Refused, HANDSHAKE),
+        (BadServer::StopsInTheHello, ErrorKind::PeerSilent, HANDSHAKE),
         (BadServer::ClosesInTheHello, ErrorKind::Refused, Duration::ZERO),
     ] {
         let address = listen(transport, &folder, bad);
