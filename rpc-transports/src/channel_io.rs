@@ -1,6 +1,7 @@
 //! Input and output that the tasks of clients and servers share: reading ahead, vectored writes,
 //! flushing and timers.
 
+use std::fmt;
 use std::future::Future;
 use std::io::{self, IoSlice};
 use std::pin::{Pin, pin};
@@ -172,4 +173,14 @@ impl Alarm {
             None => self.sleep = Some(Box::pin(tokio::time::sleep_until(timeout.into()))),
         }
     }
+}
+
+/// Returns the text of an error of a channel without the reference to the manual of a library, as
+/// that of rustls for a peer that dies.
+pub(crate) fn without_reference(error: &dyn fmt::Display) -> String {
+    let mut text = error.to_string();
+    if let Some(end) = text.find(": https://") {
+        text.truncate(end);
+    }
+    text
 }

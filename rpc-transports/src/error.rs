@@ -24,7 +24,10 @@ pub enum TransportError {
         source: Arc<io::Error>,
     },
     /// Missing answer within the time limit.
-    #[error("no answer from {address} within {limit:?}; is the host up, and does no firewall drop packets?")]
+    #[error(
+        "no answer from {address} within {limit:?}; is the host up, does a server listen there, and does no firewall \
+         drop packets?"
+    )]
     TimedOut {
         /// Address that was dialled.
         address: String,
@@ -47,8 +50,8 @@ pub enum TransportError {
         /// Error of the resolver.
         source: Arc<io::Error>,
     },
-    /// Missing socket file, or missing folder to make it in.
-    #[error("no such file or folder: {address}; has the server been started?")]
+    /// Missing socket file.
+    #[error("no such file: {address}; has the server been started?")]
     NotFound {
         /// Address that was dialled or to be listened on.
         address: String,
@@ -68,6 +71,28 @@ pub enum TransportError {
     AddressInUse {
         /// Address to be listened on.
         address: String,
+        /// Error of the system.
+        source: Arc<io::Error>,
+    },
+    /// Range of ports in which each one is taken.
+    #[error("no port from {first} to {last} is free for {address}; stop what listens there or choose other ports")]
+    PortsInUse {
+        /// Address to be listened on.
+        address: String,
+        /// First port that was tried.
+        first: u16,
+        /// Last port that was tried.
+        last: u16,
+        /// Error of the system.
+        source: Arc<io::Error>,
+    },
+    /// Folder that is missing, so that the socket file cannot be there, nor be made.
+    #[error("the folder {folder} of {address} does not exist; is the path right?")]
+    NoFolder {
+        /// Address that was dialled or to be listened on.
+        address: String,
+        /// The folder.
+        folder: String,
         /// Error of the system.
         source: Arc<io::Error>,
     },
@@ -178,6 +203,8 @@ impl TransportError {
             | Self::NotFound { address, .. }
             | Self::PermissionDenied { address, .. }
             | Self::AddressInUse { address, .. }
+            | Self::PortsInUse { address, .. }
+            | Self::NoFolder { address, .. }
             | Self::Unsupported { address, .. }
             | Self::Insecure { address, .. }
             | Self::Unauthenticated { address, .. }

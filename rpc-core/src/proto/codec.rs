@@ -58,12 +58,17 @@ pub enum CodecError {
     /// continues.
     #[error("unknown operation {0}")]
     UnknownOperation(u64),
+    /// An attribute of a device that this version does not know. Only the request is refused.
+    #[error("unknown attribute {0} of a device")]
+    UnknownAttribute(u64),
 }
 
 impl From<CodecError> for RpcError {
     fn from(error: CodecError) -> Self {
-        let kind =
-            if let CodecError::UnknownOperation(_) = error { ErrorKind::Unsupported } else { ErrorKind::Protocol };
+        let kind = match error {
+            CodecError::UnknownOperation(_) | CodecError::UnknownAttribute(_) => ErrorKind::Unsupported,
+            _ => ErrorKind::Protocol,
+        };
         Self::new(kind, error.to_string())
     }
 }

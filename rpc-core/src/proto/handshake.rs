@@ -436,7 +436,7 @@ impl Handshake {
                     input.iter().take(16).flat_map(|byte| byte.escape_ascii()).map(char::from).collect();
                 return Err(RpcError::new(
                     ErrorKind::Protocol,
-                    format!("the peer does not speak this protocol: it began with \"{shown}\""),
+                    format!("the peer does not speak this protocol: it began with \"{shown}\"{}", hint(input)),
                 ));
             }
             if input.len() < MAGIC.len() {
@@ -629,4 +629,13 @@ impl std::fmt::Debug for Handshake {
 /// Returns the beginning of a text that a peer chose.
 fn clip(text: &str) -> String {
     text.chars().take(64).collect()
+}
+/// Returns a hint at the protocol that a peer speaks by its first bytes.
+fn hint(first: &[u8]) -> &'static str {
+    match first {
+        // An alert, or a part of a handshake.
+        [0x15 | 0x16, 0x03, ..] => "; it speaks TLS: write tls:// or wss:// in its address",
+        [b'H', b'T', b'T', b'P', b'/', ..] => "; it is a web server",
+        _ => "",
+    }
 }

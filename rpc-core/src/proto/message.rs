@@ -208,7 +208,7 @@ pub(super) fn read_request(
             expect(2)?;
             let (device, number) = (reader.device()?, reader.uint()?);
             let attribute = u16::try_from(number).ok().and_then(DeviceAttribute::from_code);
-            Operation::Attribute { device, attribute: attribute.ok_or(CodecError::UnknownOperation(number))? }
+            Operation::Attribute { device, attribute: attribute.ok_or(CodecError::UnknownAttribute(number))? }
         }
         9 => {
             expect(1)?;

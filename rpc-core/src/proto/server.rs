@@ -516,7 +516,9 @@ impl ServerEndpoint {
         match event {
             Ok(event) => self.events.push_back(event),
             // An operation of a later version is an error of that request alone.
-            Err(error @ CodecError::UnknownOperation(_)) => drop(self.reply(id, Err(error.into()))),
+            Err(error @ (CodecError::UnknownOperation(_) | CodecError::UnknownAttribute(_))) => {
+                drop(self.reply(id, Err(error.into())))
+            }
             Err(error) => return Err(error.into()),
         }
         Ok(())

@@ -1,9 +1,10 @@
 //! Addresses as settings, and the checks of the addresses that a server listens on.
 
 use std::fmt;
-use std::net::SocketAddr;
+use std::net::{SocketAddr, ToSocketAddrs};
+use std::sync::Arc;
 
-use rpc_transports::{Address, AddressError, Transports};
+use rpc_transports::{Address, AddressError, TransportError, Transports};
 use serde::{Deserialize, Serialize};
 
 use super::{ConfigError, HttpAddress};
@@ -49,7 +50,8 @@ impl fmt::Display for ListenAddress {
     }
 }
 
-/// Checks that a server may listen on these addresses.
+/// Checks that a server may listen on these addresses. Blocks while it looks for the host of one
+/// that is refused.
 pub(super) fn check_addresses(
     listen: &[ListenAddress],
     trust: &ServerTrust,
@@ -66,6 +68,13 @@ pub(super) fn check_addresses(
         // Without encryption a token proves the identity at the beginning of a connection only.
         let secure = properties.is_local() || (properties.encrypted && trust.demands());
         if !secure && !insecure {
+            // A name without an address is mostly misspelt, which says more than where it leads.
+            if let Some((host, port)) = address.host_and_port()
+                && let Err(source) = (host, port).to_socket_addrs()
+            {
+                let source = TransportError::Resolve { address: address.to_string(), source: Arc::new(source) };
+                return Err(ConfigError::Address { source });
+            }
             return Err(ConfigError::Insecure { address: address.clone() });
         }
         if properties.encrypted && !trust.shows() {

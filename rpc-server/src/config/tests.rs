@@ -196,7 +196,9 @@ fn an_unknown_key_and_a_malformed_value_are_errors_with_their_line() {
 
 #[test]
 fn an_address_on_the_network_is_refused_without_insecure() {
-    for address in ["tcp://0.0.0.0:9090", "tcp://[::]:0", "tcp://board.lan:1"] {
+    let unknown = flags(&["--listen", "tcp://nohost.invalid:1"]).resolve().unwrap_err();
+    assert!(unknown.to_string().contains("cannot find the host of tcp://nohost.invalid:1"), "{unknown}");
+    for address in ["tcp://0.0.0.0:9090", "tcp://[::]:0", "tcp://192.0.2.1:1"] {
         let error = flags(&["--listen", address]).resolve().unwrap_err();
         assert!(matches!(error, ConfigError::Insecure { .. }), "{error:?}");
         assert!(error.to_string().contains("--insecure") && error.to_string().contains("127.0.0.1"), "{error}");

@@ -16,6 +16,7 @@ use rpc_core::proto::{Admission, ClientEndpoint, ClientEvent};
 use rpc_core::reply::ReplyControl;
 use rpc_core::{ErrorKind, Operation, Request, Responder, RpcError, RpcSession, SharedSession, Submission, Value};
 
+use crate::channel_io::without_reference;
 use crate::clock;
 
 /// Mover of a session's bytes, with the state that it needs for that.
@@ -161,7 +162,8 @@ impl<P: Pump> Locked<P> {
 
     /// Ends the session, because the channel is broken.
     pub(super) fn channel_broke(&mut self, error: impl fmt::Display) {
-        self.endpoint.fail(RpcError::new(ErrorKind::PeerLost, format!("the connection broke: {error}")));
+        self.endpoint
+            .fail(RpcError::new(ErrorKind::PeerLost, format!("the connection broke: {}", without_reference(&error))));
     }
 
     /// Returns true once the session has ended.

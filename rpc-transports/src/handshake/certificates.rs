@@ -17,7 +17,8 @@ use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
 use rustls::server::WebPkiClientVerifier;
 #[cfg(feature = "quic")]
 use rustls::server::danger::ClientCertVerifier;
-use rustls::{DigitallySignedStruct, RootCertStore, SignatureScheme};
+use rustls::sign::CertifiedKey;
+use rustls::{DigitallySignedStruct, InconsistentKeys, RootCertStore, SignatureScheme};
 use x509_parser::certificate::X509Certificate;
 use x509_parser::error::X509Error;
 use x509_parser::extensions::GeneralName;
@@ -50,7 +51,13 @@ impl Certificate {
     pub fn from_pem(chain: &[u8], key: &[u8]) -> Result<Self, CertificateError> {
         let key = PrivateKeyDer::from_pem_slice(key);
         let key = key.map_err(|error| CertificateError::Key { problem: error.to_string() })?;
-        Ok(Self { chain: certificates(chain)?, key })
+        let chain = certificates(chain)?;
+        let signer = provider().key_provider.load_private_key(key.clone_key());
+        let signer = signer.map_err(|error| CertificateError::Key { problem: error.to_string() })?;
+        match CertifiedKey::new(chain.clone(), signer).keys_match() {
+            Err(rustls::Error::InconsistentKeys(InconsistentKeys::KeyMismatch)) => Err(CertificateError::Mismatch),
+            _ => Ok(Self { chain, key }),
+        }
     }
 
     /// Returns the time in which all certificates of the chain are valid. `None` if one of them
@@ -96,7 +103,10 @@ pub enum CertificateError {
         /// Description of the problem.
         problem: String,
     },
-    /// The certificate and the key are well-formed, but do not fit each other, or this use.
+    /// The private key is that of another certificate.
+    #[error("the private key belongs to another certificate")]
+    Mismatch,
+    /// The certificate and the key are well-formed, but do not fit this use.
     #[error("the certificates cannot be used: {problem}")]
     Unfit {
         /// Description of the problem.

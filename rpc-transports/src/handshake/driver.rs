@@ -15,6 +15,7 @@ use tokio::io::{AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
 use super::steps::{HandshakeSteps, Step};
 use crate::channel::{BlockingChannel, Channel, ChannelIo};
+use crate::channel_io::without_reference;
 use crate::clock;
 
 /// Performs the dialling side of a handshake. Returns the agreed settings, and the input that was
@@ -232,7 +233,10 @@ fn broken(error: io::Error) -> RpcError {
     if let Some(objection) = crate::transports::tls::objection(&error) {
         return objection;
     }
-    RpcError::new(ErrorKind::PeerLost, format!("the connection broke during the handshake: {error}"))
+    RpcError::new(
+        ErrorKind::PeerLost,
+        format!("the connection broke during the handshake: {}", without_reference(&error)),
+    )
 }
 
 /// Performs the dialling side of a handshake on the calling thread.

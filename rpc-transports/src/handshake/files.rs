@@ -30,6 +30,15 @@ pub enum CredentialFileError {
         /// The problem.
         source: CertificateError,
     },
+    /// A certificate and a private key do not fit each other.
+    #[cfg(feature = "tls")]
+    #[error("the private key in {} is not that of the certificate in {}", key.display(), chain.display())]
+    Mismatch {
+        /// File of the certificate.
+        chain: PathBuf,
+        /// File of the private key.
+        key: PathBuf,
+    },
     /// A file of tokens cannot be used.
     #[error("cannot use the tokens in {}", file.display())]
     Tokens {
@@ -68,7 +77,13 @@ impl Certificate {
         let (chain, key) = (chain.as_ref(), key.as_ref());
         warn_if_readable(key);
         Self::from_pem(&read(chain)?, &read(key)?).map_err(|error| {
-            let file = if matches!(error, CertificateError::Key { .. }) { key } else { chain };
+            let file = match error {
+                CertificateError::Mismatch => {
+                    return CredentialFileError::Mismatch { chain: chain.to_owned(), key: key.to_owned() };
+                }
+                CertificateError::Key { .. } => key,
+                _ => chain,
+            };
             CredentialFileError::Certificate { file: file.to_owned(), source: error }
         })
     }
@@ -142,6 +157,12 @@ mod tests {
             let error = Certificate::from_files(first, second).unwrap_err();
             assert!(error.to_string().contains(&at_fault.display().to_string()), "{error}");
         }
+        // A regression: the error named the file of the authority.
+        let other = folder.path().join("other.key");
+        let made = rcgen::generate_simple_self_signed(vec!["board.lan".to_owned()]).unwrap();
+        fs::write(&other, made.signing_key.serialize_pem()).unwrap();
+        let text = Certificate::from_files(&chain, &other).unwrap_err().to_string();
+        assert!(text.contains("other.key") && text.contains("chain.pem"), "{text}");
         let error = ClientTls::from_file(&key, None).unwrap_err();
         assert!(matches!(error, CredentialFileError::Certificate { .. }), "{error}");
     }

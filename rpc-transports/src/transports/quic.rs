@@ -341,7 +341,7 @@ async fn bind(address: &Address, options: &Bind) -> Result<Listener, TransportEr
     // One channel waits here to be accepted. The others wait in their connections.
     let (channels, accepted) = mpsc::channel(1);
     tokio::spawn(accept_connections(endpoint.clone(), tls, transport, options.connections.clone(), channels));
-    Ok(Listener::new(tcp::named(address, bound), QuicSource { endpoint, accepted }))
+    Ok(Listener::new(tcp::named_as_asked(address, bound), QuicSource { endpoint, accepted }))
 }
 
 fn server_config(tls: &ServerTls, transport: &Arc<TransportConfig>) -> io::Result<ServerConfig> {

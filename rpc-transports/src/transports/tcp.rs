@@ -7,7 +7,7 @@
 use std::io;
 use std::net::{IpAddr, SocketAddr, TcpStream as StdStream, ToSocketAddrs};
 use std::os::fd::AsFd;
-use std::sync::mpsc;
+use std::sync::{Arc, mpsc};
 use std::task::{Context, Poll, ready};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -155,7 +155,15 @@ pub(crate) async fn bind_socket<S>(
             break; // What failed has nothing to do with the port.
         }
     }
-    Err(TransportError::from_io(address.to_string(), failure))
+    Err(match &options.port_range {
+        Some(range) if failure.kind() == io::ErrorKind::AddrInUse => TransportError::PortsInUse {
+            address: address.to_string(),
+            first: *range.start(),
+            last: *range.end(),
+            source: Arc::new(failure),
+        },
+        _ => TransportError::from_io(address.to_string(), failure),
+    })
 }
 
 fn host_and_port(address: &Address) -> Result<(&str, u16), TransportError> {
@@ -292,6 +300,15 @@ pub(crate) fn named(asked: &Address, bound: SocketAddr) -> Address {
     // The fallback is never used, because an IP address is a valid host.
     let at = asked.clone().with_port(bound.port());
     at.clone().with_host(&host_of(bound)).unwrap_or(at)
+}
+
+/// As [`named`], for a listener that shows a certificate: a name that was asked for stays, since
+/// the certificate may be for that name alone.
+pub(crate) fn named_as_asked(asked: &Address, bound: SocketAddr) -> Address {
+    match asked.host().map(str::parse::<IpAddr>) {
+        Some(Err(_)) => asked.clone().with_port(bound.port()),
+        _ => named(asked, bound),
+    }
 }
 
 fn host_of(socket: SocketAddr) -> String {

@@ -187,9 +187,9 @@ pub(crate) fn insecure(address: &Address, source: io::Error) -> TransportError {
     }
     let text = source.to_string();
     let hint = if text.contains("UnknownIssuer") || text.contains("BadSignature") {
-        "its certificate is not by the authority that was given"
+        "its certificate is not by the authority that was given; give the certificate of its own (--ca)"
     } else if text.contains("NotValidForName") || text.contains("not valid for name") {
-        "its certificate is for another name"
+        "its certificate is for another name; use one that it has, or make one for this name: rpc-cli cert --host"
     } else if text.contains("Expired") || text.contains("expired") {
         "its certificate has expired; renew it with: rpc-cli cert"
     } else if text.contains("InvalidContentType")
@@ -197,7 +197,7 @@ pub(crate) fn insecure(address: &Address, source: io::Error) -> TransportError {
         || text.contains("end of file")
         || text.contains("eof")
     {
-        "does it speak TLS at all?"
+        "does it speak TLS at all? The address of a server without TLS begins with tcp://"
     } else {
         "are the certificates of both sides right?"
     };
@@ -257,7 +257,7 @@ async fn bind(address: &Address, options: &Bind) -> Result<Listener, TransportEr
     let Some(tls) = options.tls.clone() else { return Err(TransportError::unsupported(address, NO_SERVER_TLS)) };
     let listener = tcp::bind_socket(address, options, |target| tcp::listen(target, options.backlog)).await?;
     let bound = listener.local_addr().map_err(|error| TransportError::from_io(address.to_string(), error))?;
-    Ok(Listener::new(tcp::named(address, bound), TlsSource { listener, tls }))
+    Ok(Listener::new(tcp::named_as_asked(address, bound), TlsSource { listener, tls }))
 }
 
 struct TlsSource {

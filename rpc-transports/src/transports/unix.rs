@@ -8,6 +8,7 @@ use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
 use std::os::unix::net::UnixStream as StdStream;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -148,7 +149,19 @@ async fn bind(address: &Address, options: &Bind, mode: u32) -> Result<Listener, 
     let path = path_of(address)?;
     match UnixSource::bind(&path, options, mode) {
         Ok(source) => Ok(Listener::new(address.clone(), source)),
-        Err(error) => Err(TransportError::from_io(address.to_string(), error)),
+        Err(error) => Err(failure(address, &path, error)),
+    }
+}
+
+/// Sorts an error of the system. A folder that is missing is another mistake than a server that is
+/// not running.
+fn failure(address: &Address, path: &Path, error: io::Error) -> TransportError {
+    let address = address.to_string();
+    match path.parent().filter(|folder| !folder.as_os_str().is_empty()) {
+        Some(folder) if error.kind() == io::ErrorKind::NotFound && !folder.exists() => {
+            TransportError::NoFolder { address, folder: folder.display().to_string(), source: Arc::new(error) }
+        }
+        _ => TransportError::from_io(address, error),
     }
 }
 
@@ -181,9 +194,7 @@ impl<'a> Attempts<'a> {
             Err(error) if error.kind() == io::ErrorKind::NotADirectory => {
                 Err(TransportError::unsupported(self.address, BEHIND_A_FILE))
             }
-            Err(error) if error.kind() != io::ErrorKind::WouldBlock => {
-                Err(TransportError::from_io(self.address.to_string(), error))
-            }
+            Err(error) if error.kind() != io::ErrorKind::WouldBlock => Err(failure(self.address, &self.path, error)),
             Err(_) if Instant::now() < self.deadline => Ok(None),
             Err(_) => Err(TransportError::TimedOut { address: self.address.to_string(), limit: self.limit }),
         }
@@ -405,6 +416,13 @@ mod tests {
         let (_folder, path, address) = place();
         let error = dial(&address, &Dial::default()).await.unwrap_err();
         assert!(matches!(error, TransportError::NotFound { .. }), "{error:?}");
+        let elsewhere: Address = "unix:/no/such/folder/socket".parse().unwrap();
+        for error in [
+            dial(&elsewhere, &Dial::default()).await.unwrap_err(),
+            bind(&elsewhere, &Bind::default(), 0o600).await.unwrap_err(),
+        ] {
+            assert!(error.to_string().contains("/no/such/folder of unix:") && !error.to_string().contains("started"));
+        }
         drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
         let error = dial_blocking(&address, &Dial::default()).unwrap_err();
         assert!(matches!(error, TransportError::Refused { .. }), "{error:?}");

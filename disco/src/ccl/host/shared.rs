@@ -480,11 +480,13 @@ fn describe(segment: &Segment, own: usize, recorder: &Recorder) -> String {
         let (entered, finished) = (load(Word::Entered), load(Word::Finished));
         let since = Duration::from_millis(wall_millis().wrapping_sub(load(Word::Since)).into());
         let call = segment.announcement(segment.slot(rank, entered.into())).map(|one| one.collective.to_string());
-        let call = call.filter(|_| entered != 0).unwrap_or_else(|| "nothing".to_owned());
+        let call = call.unwrap_or_else(|| "a collective".to_owned());
         _ = write!(text, "rank {rank}: ");
         _ = match load(Word::Transfer) {
             _ if load(Word::Left) != 0 => write!(text, "left the group"),
             0 if finished != entered => write!(text, "in {call} #{entered} for {since:.1?}"),
+            0 if entered == 0 && ahead != 0 => write!(text, "never entered #{ahead}, nor any collective before"),
+            0 if entered == 0 => write!(text, "in no collective, and has been in none"),
             0 if entered != ahead => {
                 write!(text, "never entered #{ahead}; its last call was {call} #{entered}, {since:.1?} ago")
             }
