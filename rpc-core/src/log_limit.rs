@@ -8,18 +8,21 @@ use parking_lot::Mutex;
 #[doc(hidden)]
 pub use tracing;
 
-/// Lines of one kind that are logged within [`INTERVAL`].
+/// Lines of one kind that are logged within [`INTERVAL`], by default.
 const MAX_LINES: u32 = 10;
 
 /// Time over which lines are counted. It begins with the first line after the last interval.
 const INTERVAL: Duration = Duration::from_secs(10);
 
-/// Limit on log lines of one kind: ten within ten seconds. Peers can cause the lines, and must not
-/// fill the operator's disk, or hide other lines among theirs.
+/// Limit on log lines of one kind: ten within ten seconds, or another number. Peers can cause the
+/// lines, and must not fill the operator's disk, or hide other lines among theirs.
 ///
 /// [`log_limited!`](crate::log_limited) makes one for each place that logs.
 #[derive(Debug)]
-pub struct LogLimit(Mutex<LineCount>);
+pub struct LogLimit {
+    max_lines: u32,
+    count: Mutex<LineCount>,
+}
 
 #[derive(Debug)]
 struct LineCount {
@@ -44,25 +47,32 @@ impl LogLimit {
     /// Creates a limit. Nothing is logged so far.
     #[must_use]
     pub const fn new() -> Self {
-        Self(Mutex::new(LineCount { since: None, logged: 0, left_out: 0 }))
+        Self::with_max_lines(MAX_LINES)
+    }
+
+    /// Creates a limit of so many lines within ten seconds.
+    #[must_use]
+    pub const fn with_max_lines(max_lines: u32) -> Self {
+        Self { max_lines, count: Mutex::new(LineCount { since: None, logged: 0, left_out: 0 }) }
     }
 
     /// Counts a line at the time `now`. Returns `None` if it is to be left out; otherwise the
     /// remark that belongs to it, if lines before or after it are left out.
     pub fn admit(&self, now: Instant) -> Option<Option<LeftOut>> {
-        let mut count = self.0.lock();
+        let mut count = self.count.lock();
         let elapsed = count.since.map_or(INTERVAL, |since| now.saturating_duration_since(since));
         if elapsed >= INTERVAL {
             (count.since, count.logged) = (Some(now), 0);
-        } else if count.logged == MAX_LINES {
+        } else if count.logged >= self.max_lines {
             count.left_out += 1;
             return None;
         }
         count.logged += 1;
         let before = std::mem::take(&mut count.left_out);
-        Some(match count.logged {
-            MAX_LINES => Some(LeftOut::AfterFor(INTERVAL.saturating_sub(elapsed))),
-            _ => (before > 0).then_some(LeftOut::Before(before)),
+        Some(if count.logged == self.max_lines {
+            Some(LeftOut::AfterFor(INTERVAL.saturating_sub(elapsed)))
+        } else {
+            (before > 0).then_some(LeftOut::Before(before))
         })
     }
 }

@@ -52,6 +52,7 @@ mod certificate_expiry;
 pub mod child_server;
 pub mod disco_node;
 pub mod exit_code;
+mod functions_used;
 mod local_sessions;
 mod options;
 mod ready_file;

@@ -54,7 +54,9 @@ pub use serve::{
     Dialect, DialectActivity, DialectConnection, DialectRequest, Dialects, MAX_FIRST_BYTES, Receiving, Recognition,
     ServerNotices, Working,
 };
-pub use serve::{Onward, OpenRequest, ParkOptions, ServeObserver, ServeOptions, Server, SessionFactory, TokioSpawner};
+pub use serve::{
+    Onward, OpenRequest, ParkOptions, ServeObserver, ServeOptions, Server, SessionFactory, SessionNote, TokioSpawner,
+};
 pub use transport::{
     AllowedOrigins, Bind, BoxFuture, ConnectionLimits, Dial, Properties, Reach, Transport, Transports,
 };

@@ -1,5 +1,6 @@
 //! Servers: sessions of any kind behind channels of any kind.
 
+mod access_record;
 mod admission;
 mod connection;
 mod dialect;
@@ -16,6 +17,7 @@ mod stall_timeouts;
 mod state;
 mod task;
 
+pub use self::access_record::SessionNote;
 pub use self::dialect::activity::{DialectActivity, Receiving, Working};
 pub use self::dialect::connection::{DialectConnection, DialectRequest, ServerNotices};
 pub use self::dialect::{Dialect, Dialects, MAX_FIRST_BYTES, Recognition};

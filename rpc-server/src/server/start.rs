@@ -11,6 +11,7 @@ use rpc_transports::{
 
 use super::advertisement::{Advertisement, named_relays, offered_devices};
 use super::certificate_expiry::CertificateExpiry;
+use super::functions_used::NotingFactory;
 use super::local_sessions::LocalSessions;
 use super::options::serve_options;
 use super::ready_file::ReadyFile;
@@ -113,6 +114,8 @@ impl Checked {
         if let Some(spans) = &spans {
             factory = spans.traced(factory);
         }
+        // Outside of all others, so that sessions in processes are seen as well.
+        factory = Arc::new(NotingFactory(factory));
         if let Some(gate) = &gate {
             factory = gate.guard(factory);
         }

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::process::{Child, ChildStderr, Command, ExitStatus, Output, Stdio};
 use std::time::{Duration, Instant};
 
-use rpc_core::{ErrorKind, Pending, Session};
+use rpc_core::{DataType, Device, ErrorKind, Pending, Session};
 use rpc_server::ServerProcess;
 use rpc_transports::Connector;
 use rustix::process::{Pid, Signal, kill_process};
@@ -287,6 +287,31 @@ fn a_client_of_a_killed_server_gets_an_error() {
     let mut rest = String::new();
     daemon.log.read_to_string(&mut rest).unwrap();
     assert!(!rest.contains("panicked"), "{rest}");
+}
+
+/// A regression: the log at `info` said nothing of sessions, and of limits that they reached.
+#[test]
+fn the_log_says_what_a_session_did_and_which_limit_it_reached() {
+    let mut daemon = Daemon::start(&["--max-memory", "1KiB", "--log-format", "json"]);
+    let runtime = runtime();
+    let session = connect(&runtime, &daemon.address);
+    let echo = runtime.block_on(session.get_function("rpc.echo").into_future()).unwrap();
+    assert_eq!(runtime.block_on(echo.call::<i64>((7,)).into_future()).unwrap(), 7);
+    let empty = runtime.block_on(session.alloc(Device::cpu(), DataType::F32, &[1000]).into_future());
+    assert_eq!(empty.unwrap_err().kind(), ErrorKind::LimitExceeded);
+    runtime.block_on(session.shutdown().into_future()).unwrap();
+    let json = |line: String| serde_json::from_str::<serde_json::Value>(&line).unwrap();
+    let refused = json(daemon.await_log("refused a request"));
+    assert_eq!(refused["level"], "WARN");
+    assert!(refused["error"].as_str().unwrap().contains("max_memory"), "{refused}");
+    let record = json(daemon.await_log("session ended"));
+    assert_eq!((&*record["level"].to_string(), &record["target"]), ("\"INFO\"", &"rpc_access".into()));
+    assert_eq!((&record["identity"], &record["used"]), (&"anonymous".into(), &"rpc.echo".into()));
+    assert_eq!(record["reason"], "the client closed the session");
+    for number in ["seconds", "requests", "received", "sent"] {
+        assert!(record[number].as_f64().unwrap() > 0.0 || number == "seconds", "{number}: {record}");
+    }
+    assert_eq!(record["peer"], refused["peer"]);
 }
 
 /// A regression: the log at `info` was empty when the disk of the workspaces was full.

@@ -10,6 +10,7 @@ use rpc_core::proto::Hello;
 use rpc_core::{ErrorKind, OpenFileQuota, RpcError, SharedSession};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
+use super::access_record::SessionNote;
 use super::further_servers::Onward;
 use super::mailbox::Mailbox;
 use super::options::OpenRequest;
@@ -34,6 +35,8 @@ pub(super) struct Connection {
     pub(super) entry: Arc<ConnectionEntry>,
     /// Limit on the clients that come through a relay, if this connection leads to one.
     pub(super) park: Option<ParkLimit>,
+    /// Note on what the client uses.
+    pub(super) note: SessionNote,
 }
 
 /// Request for a session of the server's factory. Empty texts stand for none.
@@ -105,6 +108,7 @@ impl Connection {
             ticket: named(request.ticket),
             open_files: self.open_files.clone(),
             onward: Onward::new(self.server.this.clone(), request.path, identity, self.open_files.clone()),
+            note: self.note.clone(),
         };
         self.server.factory.open(&request).await
     }
@@ -123,15 +127,6 @@ pub(super) fn log_refusal(peer: &str, error: &RpcError) {
 /// Logs that a handshake has ended in favour of others.
 pub(super) fn log_eviction(peer: &str, limit: usize) {
     tracing::debug!(peer, limit, "a handshake gave way: too many are in progress, or the server stops");
-}
-
-/// Logs the end of a session. Operators search the log for clients that break rules.
-pub(super) fn log_end(peer: &str, reason: &RpcError) {
-    match reason.kind() {
-        ErrorKind::Protocol => rpc_core::log_limited!(WARN, peer, %reason, "a client broke the protocol"),
-        ErrorKind::LimitExceeded => rpc_core::log_limited!(WARN, peer, %reason, "a client went over a limit"),
-        _ => tracing::debug!(peer, %reason, "session ended"),
-    }
 }
 
 /// Time that a client may take to read the last message.

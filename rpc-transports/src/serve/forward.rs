@@ -103,16 +103,24 @@ impl ServerState {
         Ok(channel.with_additional_guard(open))
     }
 
-    /// Copies bytes between a client and the target of its tunnel, until either is gone.
-    pub(super) async fn run_tunnel(&self, client: &mut Channel, mut to: Channel, input: BytesMut, mailbox: &Mailbox) {
-        let (peer, silence) = (to.peer().to_owned(), self.options.keep_alive.saturating_mul(SILENT_TUNNEL_INTERVALS));
+    /// Copies bytes between a client and the target of its tunnel, until either is gone. Returns
+    /// the reason of the end.
+    pub(super) async fn run_tunnel(
+        &self,
+        client: &mut Channel,
+        mut to: Channel,
+        input: BytesMut,
+        mailbox: &Mailbox,
+    ) -> String {
+        let silence = self.options.keep_alive.saturating_mul(SILENT_TUNNEL_INTERVALS);
         let limit = self.options.session_duration.unwrap_or(UNLIMITED).min(UNLIMITED);
         tokio::select! {
-            ended = splice(client, &mut to, input, silence.min(UNLIMITED), &self.open_files) => {
-                tracing::debug!(to = peer, ?ended, "tunnel ended");
-            }
-            () = mailbox.wait_for(Command::Stop) => tracing::debug!(to = peer, "tunnel cut: the server stops"),
-            () = tokio::time::sleep(limit) => tracing::debug!(to = peer, "tunnel cut: session_duration is over"),
+            ended = splice(client, &mut to, input, silence.min(UNLIMITED), &self.open_files) => match ended {
+                Ok(()) => "the tunnel was closed".to_owned(),
+                Err(error) => format!("the tunnel broke: {error}"),
+            },
+            () = mailbox.wait_for(Command::Stop) => "the server was stopped".to_owned(),
+            () = tokio::time::sleep(limit) => "session_duration is over".to_owned(),
         }
     }
 

@@ -8,6 +8,7 @@ use async_trait::async_trait;
 use rpc_core::proto::KEEP_ALIVE;
 use rpc_core::{ErrorKind, OpenFileQuota, RpcError, SharedSession};
 
+use super::access_record::SessionNote;
 use super::dialect::Dialects;
 use super::further_servers::Onward;
 use super::stall_timeouts::StallLimits;
@@ -41,6 +42,8 @@ pub struct OpenRequest {
     pub open_files: OpenFileQuota,
     /// Access to other servers on the client's behalf, for functions of the session.
     pub onward: Onward,
+    /// Note for the record of the session in the log, which the factory may set.
+    pub note: SessionNote,
 }
 
 /// Factory of clients' sessions. Implemented by closures that need not wait, and by a

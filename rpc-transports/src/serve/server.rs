@@ -11,6 +11,7 @@ use async_trait::async_trait;
 use rpc_core::{ErrorKind, LocalSession, OpenFileQuota, Registry, RpcError, Session, SharedSession, Spawner};
 use tokio::task::JoinHandle;
 
+use super::access_record::SessionNote;
 use super::connection::{Connection, LINGER};
 use super::mailbox::{Command, Mailbox};
 use super::options::{OpenRequest, ServeOptions, SessionFactory};
@@ -167,6 +168,7 @@ impl Server {
                 mailbox,
                 entry: entry.clone(),
                 park,
+                note: SessionNote::default(),
             };
             Accepted { connection, channel, is_dialled, must_be_encrypted, permit }.run().await;
             entry.served.load(Ordering::Relaxed)

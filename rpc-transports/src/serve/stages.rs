@@ -6,16 +6,18 @@
 //! admitted.
 
 use std::io;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use bytes::BytesMut;
 use rpc_core::proto::{ANONYMOUS, Handshake, HandshakeConfig, Hello, Negotiated, Role};
-use rpc_core::{ErrorKind, MemoryQuota, RpcError, SharedSession};
+use rpc_core::{ErrorKind, MemoryQuota, RpcError, SharedSession, printable_line};
 use tokio::io::AsyncWriteExt;
 
+use super::access_record::{AccessRecord, log_fault};
 use super::admission::SessionSlot;
-use super::connection::{Connection, SessionRequest, drain_and_close, log_end, log_eviction, log_refusal};
+use super::connection::{Connection, SessionRequest, drain_and_close, log_eviction, log_refusal};
 use super::dialect::RegisteredDialect;
 use super::dialect::task::{DialectClient, DialectTask};
 use super::mailbox::Command;
@@ -80,7 +82,7 @@ enum Entered {
 
 /// Connection with a session.
 struct Serving {
-    peer: String,
+    record: AccessRecord,
     task: SessionTask,
     _slot: SessionSlot,
 }
@@ -323,6 +325,10 @@ impl Grant {
     async fn open(connection: &Connection, hello: &Hello, identity: &str) -> Result<Self, RpcError> {
         let server = &connection.server;
         connection.takes_sessions()?;
+        if let Some(next) = hello.forward.first() {
+            let how = if hello.tunnel { "a tunnel to" } else { "forwarded to" };
+            connection.note.set(Arc::new(format!("{how} {}", printable_line(next))));
+        }
         if hello.tunnel {
             return server.open_tunnel(hello, &connection.open_files).await.map(Self::Tunnel);
         }
@@ -330,6 +336,7 @@ impl Grant {
             return server.open_next(hello, identity, &connection.open_files).await.map(Self::Session);
         }
         if server.options.relay {
+            connection.note.set(Arc::new(format!("the server '{}'", printable_line(&hello.key))));
             return server.parked.claim(&hello.key).await.map(Self::ParkedServer);
         }
         let Hello { key, workspace, ticket, path, .. } = hello;
@@ -342,18 +349,21 @@ impl Admitted {
     /// Gives the client its grant. Returns `None` after the end of a grant that is not a session.
     async fn serve(self) -> Option<Serving> {
         let Self { connection, mut channel, negotiated, input, grant, slot } = self;
-        let Connection { server, peer, mailbox, entry, .. } = connection;
+        let Connection { server, peer, mailbox, entry, note, .. } = connection;
+        let record = AccessRecord::new(&peer, &negotiated.identity, note);
         let session = match grant {
             Grant::Session(session) => session,
             Grant::Tunnel(to) => {
-                server.run_tunnel(&mut channel, to, input, &mailbox).await;
+                let end = server.run_tunnel(&mut channel, to, input, &mailbox).await;
+                record.log_end(&end, None);
                 return None;
             }
             Grant::ParkedServer(parked) => {
                 let ParkedServer { channel: to, input: early, held: _held } = parked;
                 // A parked server that sends before its client does breaks the protocol.
                 if early.is_empty() {
-                    server.run_tunnel(&mut channel, to, input, &mailbox).await;
+                    let end = server.run_tunnel(&mut channel, to, input, &mailbox).await;
+                    record.log_end(&end, None);
                 }
                 return None;
             }
@@ -365,18 +375,18 @@ impl Admitted {
             }
         };
         entry.served.store(true, Ordering::Relaxed);
-        let parts = SessionParts { session, mailbox, queued: server.queued.clone(), entry };
+        let parts = SessionParts { session, mailbox, queued: server.queued.clone(), entry, peer: record.peer() };
         let task = SessionTask::new(channel, &negotiated, input, parts, &server.options);
-        Some(Serving { peer, task, _slot: slot })
+        Some(Serving { record, task, _slot: slot })
     }
 }
 
 impl Serving {
     /// Serves the session to its end.
     async fn run(&mut self) {
-        let peer = &self.peer;
         let reason = (&mut self.task).await;
-        log_end(peer, &reason);
+        log_fault(&self.record.peer(), &reason);
+        self.record.log_end(&reason.message(), Some(&self.task.traffic));
         if self.task.last_message_sent {
             drain_and_close(&mut *self.task.io).await;
         }

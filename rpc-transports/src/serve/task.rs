@@ -12,12 +12,13 @@ use rpc_core::proto::{EndpointConfig, Negotiated, ServerEndpoint, ServerEvent};
 use rpc_core::reply::{Canceller, Outcome, ReplySink};
 use rpc_core::{ErrorKind, MemoryQuota, Operation, Request, RpcError, RpcSession, SharedSession, Value};
 
+use super::access_record::{Traffic, log_refused_request};
 use super::mailbox::{Command, EndOfSession, Mailbox};
 use super::options::ServeOptions;
 use super::stall_timeouts::StallTimeouts;
 use super::state::ConnectionEntry;
 use crate::channel::{Channel, ChannelGuard, ChannelIo};
-use crate::channel_io::{Alarm, Flush, ReadAhead, SLICES, poll_write};
+use crate::channel_io::{Alarm, Flush, ReadAhead, SLICES, poll_write, without_reference};
 use crate::clock;
 
 /// Number of replies for which memory is kept between two batches: an idle session should be small.
@@ -47,6 +48,8 @@ pub(super) struct SessionTask {
     closing: Option<RpcError>,
     /// True once the client was sent a last message, which it may not have received yet.
     pub(super) last_message_sent: bool,
+    pub(super) traffic: Traffic,
+    peer: Arc<str>,
     entry: Option<Arc<ConnectionEntry>>,
     /// Guard of the channel's resources, such as a child process.
     _guard: Option<ChannelGuard>,
@@ -59,6 +62,8 @@ pub(super) struct SessionParts {
     /// Bytes that all sessions of the server may have queued.
     pub(super) queued: Arc<MemoryQuota>,
     pub(super) entry: Arc<ConnectionEntry>,
+    /// Address of the client, for the log.
+    pub(super) peer: Arc<str>,
 }
 
 impl SessionTask {
@@ -69,7 +74,7 @@ impl SessionTask {
         parts: SessionParts,
         options: &ServeOptions,
     ) -> Self {
-        let SessionParts { session, mailbox, queued, entry } = parts;
+        let SessionParts { session, mailbox, queued, entry, peer } = parts;
         let now = clock::now();
         let (io, _, guard) = channel.into_parts();
         let config = EndpointConfig { keep_alive: options.keep_alive };
@@ -90,6 +95,8 @@ impl SessionTask {
             is_going_away: false,
             closing: None,
             last_message_sent: false,
+            traffic: Traffic::default(),
+            peer,
             entry: Some(entry),
             _guard: guard,
         }
@@ -142,6 +149,9 @@ impl SessionTask {
     }
 
     fn reply(&mut self, id: u64, outcome: Outcome) {
+        if let Err(error) = &outcome {
+            log_refused_request(&self.peer, error);
+        }
         if let Some(rejected) = self.endpoint.reply(id, outcome)
             && let Some(session) = &self.session
         {
@@ -152,6 +162,7 @@ impl SessionTask {
     fn act(&mut self, event: ServerEvent) {
         let Some(session) = &self.session else { return };
         self.timeouts.idle_since = None;
+        self.traffic.requests += u64::from(matches!(event, ServerEvent::Request { .. } | ServerEvent::Written { .. }));
         match event {
             ServerEvent::Request { id, request } => match session.submit(request).try_ready() {
                 Ok(outcome) => self.reply(id, outcome),
@@ -197,6 +208,7 @@ impl SessionTask {
                 }
                 Poll::Ready(Ok(written)) => {
                     self.timeouts.wrote(written);
+                    self.traffic.sent += written as u64;
                     self.flush.want();
                     self.endpoint.advance(written, clock::now());
                 }
@@ -212,6 +224,7 @@ impl SessionTask {
                 Poll::Ready(Ok(count)) if count > 0 => {
                     self.timeouts.idle_since = None;
                     self.timeouts.received(count);
+                    self.traffic.received += count as u64;
                     if let Err(error) = self.endpoint.bulk_filled(count, clock::now()) {
                         return Poll::Ready(Err(error));
                     }
@@ -227,11 +240,13 @@ impl SessionTask {
             Poll::Ready(Ok(0)) => Poll::Ready(Err(self.endpoint.end_of_stream(self.read.buffer.len()))),
             Poll::Ready(Ok(count)) => {
                 self.timeouts.received(count);
+                self.traffic.received += count as u64;
                 Poll::Ready(self.handle_input())
             }
-            Poll::Ready(Err(error)) => {
-                Poll::Ready(Err(RpcError::new(ErrorKind::PeerLost, format!("the connection broke: {error}"))))
-            }
+            Poll::Ready(Err(error)) => Poll::Ready(Err(RpcError::new(
+                ErrorKind::PeerLost,
+                format!("the connection broke: {}", without_reference(&error)),
+            ))),
         }
     }
 
@@ -324,11 +339,9 @@ impl Future for SessionTask {
             if let Err(error) = this.poll_output(cx) {
                 this.end();
                 let reason = this.closing.take();
-                return Poll::Ready(
-                    reason.unwrap_or_else(|| {
-                        RpcError::new(ErrorKind::PeerLost, format!("the connection broke: {error}"))
-                    }),
-                );
+                return Poll::Ready(reason.unwrap_or_else(|| {
+                    RpcError::new(ErrorKind::PeerLost, format!("the connection broke: {}", without_reference(&error)))
+                }));
             }
             // Requests may have waited for replies to be written.
             if this.act_on_events() {

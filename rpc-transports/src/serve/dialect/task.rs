@@ -17,9 +17,8 @@ use crate::channel_io::Alarm;
 use crate::clock;
 use crate::handshake::handshake_slots::HandshakePermit;
 use crate::handshake::identity_proofs::Security;
-use crate::serve::connection::{
-    Connection, LINGER, SessionRequest, drain_and_close, log_end, log_eviction, log_refusal,
-};
+use crate::serve::access_record::{AccessRecord, log_fault};
+use crate::serve::connection::{Connection, LINGER, SessionRequest, drain_and_close, log_eviction, log_refusal};
 use crate::serve::mailbox::{Command, EndOfSession};
 use crate::serve::stall_timeouts::StallTimeouts;
 use crate::wire_limits::WireLimits;
@@ -118,6 +117,7 @@ impl DialectTask {
     pub(in crate::serve) async fn run(mut self) -> Result<(), ErrorKind> {
         let peer = self.connection.peer().to_owned();
         let dialect = self.dialect.name().to_owned();
+        let record = AccessRecord::new(&peer, &self.client.identity, self.client.connection.note.clone());
         let (outcome, was_cut) = match self.serve().await {
             DialectEnd::Returned(outcome) => (outcome, false),
             DialectEnd::Cut(reason) => (Err(reason), true),
@@ -128,8 +128,12 @@ impl DialectTask {
         };
         let had_session = self.connection.session.is_some();
         match outcome {
+            Ok(()) if had_session => record.log_end(&format_args!("the dialect {dialect} has ended"), None),
             Ok(()) => tracing::debug!(peer, dialect, "connection ended"),
-            Err(reason) if had_session => log_end(&peer, &reason),
+            Err(reason) if had_session => {
+                log_fault(&peer, &reason);
+                record.log_end(&reason.message(), None);
+            }
             Err(reason) => {
                 log_refusal(&peer, &reason);
                 return Err(reason.kind());
