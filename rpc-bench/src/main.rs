@@ -66,7 +66,7 @@ fn main() -> ExitCode {
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => {
-            failure.report(&output);
+            failure.report(&output, options.jump());
             ExitCode::from(failure.exit_code())
         }
     }

@@ -20,9 +20,11 @@ mod new_file;
 pub mod npy;
 mod output;
 mod ping;
+mod pool_wait;
 mod show;
 mod status;
 mod tensor;
+mod tracker_pool;
 
 use std::future::Future;
 use std::io;
@@ -47,7 +49,7 @@ Exit codes:
   69    the server or a hop cannot be reached, or was lost
   76    the peer speaks another protocol
   77    the server refused the key, version, identity, session or forwarding
-  124   the time limit has passed
+  124   the time limit has passed, or a peer is silent
   130   interrupted; 143 for SIGTERM
 
 Every flag has an environment variable: --no-such-flag would be RPC_CLI_NO_SUCH_FLAG.";
@@ -126,7 +128,7 @@ pub fn main_with(transports: Transports) -> ExitCode {
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => {
-            failure.report(&output);
+            failure.report(&output, options.jump());
             ExitCode::from(failure.exit_code())
         }
     }
@@ -135,19 +137,23 @@ pub fn main_with(transports: Transports) -> ExitCode {
 fn run(options: &CommonOptions, output: &Output, command: Command) -> Result<(), Failure> {
     match command {
         Command::Call(args) => limited(options, call::call(options, output, args)),
-        Command::Functions(args) => limited(options, info::functions(options, output, args)),
-        Command::Info(args) => limited(options, info::info(options, output, args)),
+        Command::Functions(args) => {
+            limited(options, info::functions(options, output, args)).map_err(Failure::without_effect)
+        }
+        Command::Info(args) => limited(options, info::info(options, output, args)).map_err(Failure::without_effect),
         Command::Put(args) => limited(options, files::put(options, output, args)),
-        Command::Get(args) => limited(options, files::get(options, output, args)),
-        Command::Ls(args) => limited(options, files::ls(options, output, args)),
+        Command::Get(args) => limited(options, files::get(options, output, args)).map_err(Failure::without_effect),
+        Command::Ls(args) => limited(options, files::ls(options, output, args)).map_err(Failure::without_effect),
         Command::Rm(args) => limited(options, files::rm(options, output, args)),
         Command::Time(args) => limited(options, call::time(options, output, args)),
         // These commands apply the limit to each of their steps.
         Command::Status(args) => {
             until_interrupted(async |interruption| status::status(options, output, args, &interruption).await)
+                .map_err(Failure::without_effect)
         }
         Command::Ping(args) => {
             until_interrupted(async |interruption| ping::ping(options, output, args, &interruption).await)
+                .map_err(Failure::without_effect)
         }
         Command::Doctor(args) => on_runtime(doctor::doctor(options, output, args)),
         Command::Cert(args) => credentials::cert(output, args),
@@ -176,7 +182,7 @@ fn limited(options: &CommonOptions, work: impl Future<Output = Result<(), Failur
         match options.timeout() {
             Some(limit) => match tokio::time::timeout(limit, work).await {
                 Ok(outcome) => outcome,
-                Err(_) => Err(Failure::TimedOut { what: "this".to_owned(), limit }),
+                Err(_) => Err(Failure::TimedOut { what: "this".to_owned(), limit, why: options.wait_reason() }),
             },
             None => work.await,
         }

@@ -27,6 +27,7 @@ mod service;
 
 use std::time::Duration;
 
+pub(crate) use self::scheduler::Offer;
 pub use self::serve::RunningTracker;
 pub use self::service::{Tracker, TrackerOptions};
 

@@ -38,8 +38,8 @@ pub(super) async fn call(options: &CommonOptions, output: &Output, args: CallArg
     options
         .with_session(&args.address, Files::Workspace, async |session| {
             let deadline = options.timeout().and_then(|limit| Instant::now().checked_add(limit));
-            let function = args.module.find(&session, output, &args.function).await?;
-            let arguments = Arguments::upload(&session, output, args.args).await?;
+            let function = args.module.find(&session, output, &args.function).await.map_err(Failure::without_effect)?;
+            let arguments = Arguments::upload(&session, output, args.args).await.map_err(Failure::without_effect)?;
             let mut action = function.call::<Value>(&arguments);
             if let Some(deadline) = deadline {
                 action = action.deadline(deadline);
@@ -109,8 +109,8 @@ pub(super) struct TimeArgs {
 pub(super) async fn time(options: &CommonOptions, output: &Output, args: TimeArgs) -> Result<(), Failure> {
     options
         .with_session(&args.address, Files::Workspace, async |session| {
-            let function = args.module.find(&session, output, &args.function).await?;
-            let arguments = Arguments::upload(&session, output, args.args).await?;
+            let function = args.module.find(&session, output, &args.function).await.map_err(Failure::without_effect)?;
+            let arguments = Arguments::upload(&session, output, args.args).await.map_err(Failure::without_effect)?;
             let min_repeat = Duration::from_millis(args.min_repeat_ms);
             let options = TimeOptions { number: args.number, repeat: args.repeat, min_repeat, warmup: args.warmup };
             let samples = time_function(&session, &function, &options, &arguments).await?;

@@ -10,6 +10,7 @@ use rpc_transports::{Address, Connector, Dial, Transports};
 
 use super::failure::Failure;
 use super::output::{ColorChoice, Output};
+use super::pool_wait::{PoolRequest, WaitReason};
 use crate::config::{Label, Span};
 use crate::pki::trust::ClientTrust;
 
@@ -30,6 +31,9 @@ pub struct CommonOptions {
     /// Transports of the program.
     #[arg(skip)]
     transports: Transports,
+    /// Reason of the present wait for a server.
+    #[arg(skip)]
+    waiting: WaitReason,
     /// Hops on the way to the server, in order, as with ssh; may be repeated, or given as a list
     /// with commas
     #[arg(short = 'J', long, global = true, env = "RPC_CLI_JUMP", value_name = "ADDRESS", value_delimiter = ',')]
@@ -46,7 +50,8 @@ pub struct CommonOptions {
     #[arg(value_parser = clap::builder::NonEmptyStringValueParser::new())]
     workspace: String,
     /// Time limit of the command, such as 500ms or 30s; for ping, status and doctor, of each step.
-    /// Default: 10 s for connecting; none for the rest and for waiting for a tracker's servers
+    /// Default: 10 s for connecting; 60 s for waiting while a tracker has no such server; none for
+    /// waiting while it has, and for the rest
     #[arg(long, global = true, env = "RPC_CLI_TIMEOUT", value_name = "TIME")]
     timeout: Option<Span>,
     /// Print JSON, one document a line; errors too, on standard error
@@ -134,6 +139,28 @@ impl CommonOptions {
         Ok(self.wanted().into_iter().fold(connector, Connector::server_request))
     }
 
+    /// Returns the request for a tracker's server with this key.
+    pub(super) fn wanted_of(&self, key: Option<&str>) -> ServerRequest {
+        let mut wanted = self.wanted().unwrap_or_else(ServerRequest::any);
+        key.unwrap_or_default().clone_into(&mut wanted.key);
+        wanted
+    }
+
+    /// Checks that requirements on a tracker's server are given for a tracker alone.
+    ///
+    /// # Errors
+    ///
+    /// [`Failure::Usage`].
+    pub(super) fn check_requirements(&self, address: &str) -> Result<(), Failure> {
+        // In the environment the variables are for all commands, also those that ask no tracker.
+        let are_flags = [WANT, LABEL].iter().all(|variable| std::env::var_os(variable).is_none());
+        if are_flags && self.wanted().is_some() && !is_tracker(address) {
+            let text = format!("--want and --label choose among a tracker's servers, and {address} is no tracker://");
+            return Err(Failure::Usage(text));
+        }
+        Ok(())
+    }
+
     /// Returns the requirements on a tracker's server; `None` without any.
     fn wanted(&self) -> Option<ServerRequest> {
         let labels =
@@ -148,21 +175,33 @@ impl CommonOptions {
             Files::Workspace => self.connector()?.workspace(&self.workspace),
             Files::None => self.connector()?,
         };
-        // In the environment the variables are for all commands, also those that ask no tracker.
-        let are_flags = [WANT, LABEL].iter().all(|variable| std::env::var_os(variable).is_none());
-        if are_flags && self.wanted().is_some() && !is_tracker(address) {
-            let text = format!("--want and --label choose among a tracker's servers, and {address} is no tracker://");
-            return Err(Failure::Usage(text));
-        }
+        self.check_requirements(address)?;
+        let limit = self.connect_limit();
+        let connected = async {
+            let parsed = address.parse::<Address>().ok();
+            let Some((address, tracker)) = parsed.as_ref().and_then(|address| Some((address, address_of(address)?)))
+            else {
+                return connector.connect(address).await.map_err(Failure::Connect);
+            };
+            let wanted = self.wanted_of(address.key());
+            let request = PoolRequest { address, tracker, wanted, limit: self.timeout() };
+            request.connect(&connector, &self.waiting, &self.output()).await
+        };
         if self.timeout.is_none() && is_tracker(address) {
             // All servers may be in use for hours; --timeout limits the wait.
-            return connector.connect(address).await.map_err(Failure::Connect);
+            return connected.await;
         }
-        let limit = self.connect_limit();
-        match tokio::time::timeout(limit, connector.connect(address)).await {
-            Ok(outcome) => outcome.map_err(Failure::Connect),
-            Err(_) => Err(Failure::TimedOut { what: format!("connecting to {address}"), limit }),
+        match tokio::time::timeout(limit, connected).await {
+            Ok(outcome) => outcome,
+            Err(_) => {
+                Err(Failure::TimedOut { what: format!("connecting to {address}"), limit, why: self.wait_reason() })
+            }
         }
+    }
+
+    /// Returns what the command waits for, if that is a server of a tracker.
+    pub(super) fn wait_reason(&self) -> Option<String> {
+        self.waiting.get()
     }
 
     /// As [`connect`](Self::connect), for the duration of `work`.

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use clap::Args;
 use rpc_core::proto::{MAGIC, VERSION_MAX, VERSION_MIN};
 use rpc_core::{ErrorKind, Pack, Packed, RpcError, Session};
-use rpc_transports::tracker::{MESSAGES, Summary, address_of, functions};
+use rpc_transports::tracker::{MESSAGES, ServerRequest, Summary, address_of, functions};
 use rpc_transports::{
     Address, AddressError, Channel, ConnectError, Connector, Dial, TransportError, Transports, exec, unix,
 };
@@ -13,16 +13,16 @@ use serde_json::json;
 
 use self::examination::{Examination, Finding};
 use self::recorder::{Received, Recorder};
-use self::tracker_pool::{PoolVerdict, look_for};
 use super::connect::{CommonOptions, close};
 use super::failure::{Failure, connect_code};
-use super::failure_report::origin;
+use super::failure_report::{TUNNEL, origin};
 use super::output::Output;
+use super::tracker_pool::{PoolVerdict, look_for};
 use crate::builtins::ServerInfo;
+use crate::pki::trust::TrustError;
 
 mod examination;
 mod recorder;
-mod tracker_pool;
 
 #[derive(Args, Debug)]
 pub(super) struct DoctorArgs {
@@ -31,9 +31,12 @@ pub(super) struct DoctorArgs {
 }
 
 pub(super) async fn doctor(options: &CommonOptions, output: &Output, args: DoctorArgs) -> Result<(), Failure> {
-    let (connector, dial) = (options.bare_connector()?, options.dial_options()?);
-    let mut examination = Examination { output, steps: Vec::new(), connector, dial, transports: options.transports() };
-    let outcome = examine(options, &mut examination, &args.address).await;
+    let (connector, dial, transports) = (Connector::new(), Dial::default(), options.transports());
+    let mut examination = Examination { output, steps: Vec::new(), connector, dial, transports };
+    let outcome = match read_credentials(options, &mut examination) {
+        Ok(()) => examine(options, &mut examination, &args.address).await,
+        Err(code) => Err(code),
+    };
     let code = outcome.as_ref().err().copied().unwrap_or(0);
     if output.is_json() {
         output.json(&json!({
@@ -49,24 +52,56 @@ pub(super) async fn doctor(options: &CommonOptions, output: &Output, args: Docto
     if code == 0 { Ok(()) } else { Err(Failure::Reported(code)) }
 }
 
+/// Reads the files of certificates and tokens. An error is the exit code.
+fn read_credentials(options: &CommonOptions, examination: &mut Examination<'_>) -> Result<(), u8> {
+    let read = options.bare_connector().and_then(|connector| Ok((connector, options.dial_options()?)));
+    match read {
+        Ok((connector, dial)) => {
+            (examination.connector, examination.dial) = (connector, dial);
+            Ok(())
+        }
+        Err(failure) => {
+            let advice = match failure {
+                Failure::Trust(TrustError::Expired { .. }) => {
+                    "renew it: rpc-cli cert --out FOLDER, where its authority is"
+                }
+                _ => "correct --ca, --cert, --cert-key or --token-file",
+            };
+            let finding = Finding::new(causes(&failure), advice, failure.exit_code());
+            Err(examination.failed("identity", finding))
+        }
+    }
+}
+
 /// Examines an address. An error is the exit code of the step that failed.
 async fn examine(options: &CommonOptions, examination: &mut Examination<'_>, target: &str) -> Result<(), u8> {
     let limit = options.connect_limit();
     let mut route: Vec<&str> = options.jump().iter().map(String::as_str).collect();
     route.push(target);
     let mut addresses = Vec::with_capacity(route.len());
-    for text in &route {
-        match parse(examination.transports, text) {
-            Ok(address) => addresses.push(address),
+    let mut described = Vec::with_capacity(route.len());
+    for (at, text) in route.iter().enumerate() {
+        // The last stop is no hop.
+        let tunnelled = text.strip_prefix(TUNNEL).filter(|_| at + 1 < route.len());
+        match parse(examination.transports, tunnelled.unwrap_or(text), at == 0) {
+            Ok(address) => {
+                let text = describe(&address);
+                described.push(if tunnelled.is_some() { format!("a tunnel through {text}") } else { text });
+                addresses.push(address);
+            }
             Err(problem) => {
                 return Err(examination.failed("parse", Finding::new(problem, "correct the address", 2)));
             }
         }
     }
-    examination.ok("parse", addresses.iter().map(describe).collect::<Vec<_>>().join(", then "));
+    examination.ok("parse", described.join(", then "));
 
     // A tracker is examined first as a server.
     let asked = addresses.last().filter(|address| address_of(address).is_some()).cloned();
+    if let Err(failure) = options.check_requirements(target) {
+        let advice = "leave them out, or write tracker://HOST:PORT/KEY";
+        return Err(examination.failed("parse", Finding::new(failure.to_string(), advice, failure.exit_code())));
+    }
     let tracker = asked.as_ref().and_then(address_of);
     let tracker_text = tracker.as_ref().map(Address::to_string);
     if let (Some(last), Some(text), Some(address), Some(tracker_text)) =
@@ -108,7 +143,7 @@ async fn examine(options: &CommonOptions, examination: &mut Examination<'_>, tar
     echo(examination, &session, limit).await?;
     modules(examination, &session, limit).await?;
     if let Some(asked) = asked {
-        servers(examination, &session, asked.key(), limit).await?;
+        servers(examination, &session, options.wanted_of(asked.key()), limit).await?;
     }
     close(&session).await;
     Ok(())
@@ -134,11 +169,11 @@ async fn open_without_channel(examination: &mut Examination<'_>, address: &Addre
     }
 }
 
-/// Checks that a tracker has servers for the key.
+/// Checks that a tracker has servers for the request.
 async fn servers(
     examination: &mut Examination<'_>,
     session: &Session,
-    key: Option<&str>,
+    wanted: ServerRequest,
     limit: Duration,
 ) -> Result<(), u8> {
     let ask = async {
@@ -147,7 +182,7 @@ async fn servers(
         MESSAGES.decode::<Summary>(&summary, "the tracker", "this program")
     };
     let finding = match tokio::time::timeout(limit, ask).await {
-        Ok(Ok(summary)) => match look_for(&summary, key) {
+        Ok(Ok(summary)) => match look_for(&summary, &wanted) {
             PoolVerdict::Available(detail) => {
                 examination.ok("servers", detail);
                 return Ok(());
@@ -220,11 +255,13 @@ async fn resolve(examination: &mut Examination<'_>, address: &Address, limit: Du
 }
 
 /// Parses an address, and has its transport check it where this program has that: those of further
-/// hops may be known to the hop before them alone.
-fn parse(transports: &Transports, text: &str) -> Result<Address, String> {
+/// hops may be known to the hop before them alone. `is_first` is for the address that is dialled
+/// from here.
+fn parse(transports: &Transports, text: &str, is_first: bool) -> Result<Address, String> {
     let address: Address = text.parse().map_err(|error: AddressError| error.to_string())?;
-    if let Some(transport) = transports.get(address.scheme()) {
-        transport.check(&address).map_err(|error| error.to_string())?;
+    let is_known = transports.get(address.scheme()).is_some() || transports.opener(address.scheme()).is_some();
+    if is_first || is_known {
+        transports.check(&address).map_err(|error| error.to_string())?;
     }
     Ok(address)
 }
@@ -266,6 +303,11 @@ fn transport_finding(error: &TransportError) -> Finding {
             "start the server (rpc-server serve --listen ADDRESS), or correct the port; a server on \
              127.0.0.1 cannot be reached from other machines",
         ),
+        TransportError::TimedOut { address, .. } if address.starts_with("quic:") => (
+            "timeout: no answer",
+            "check that the machine is up, that a server listens on the UDP port, and that no firewall drops the \
+             packets; --timeout waits longer",
+        ),
         TransportError::TimedOut { .. } => (
             "timeout: no answer",
             "check that the machine is up and that no firewall drops the packets; --timeout waits longer",
@@ -277,6 +319,7 @@ fn transport_finding(error: &TransportError) -> Finding {
         TransportError::NotFound { .. } => {
             ("the socket file is missing", "start the server, or correct the path; the server makes the file")
         }
+        TransportError::NoFolder { .. } => ("the folder of the socket file is missing", "correct the path"),
         TransportError::PermissionDenied { .. } => {
             ("this user may not use the socket", "run as the user of the server, or change the mode of the socket file")
         }
@@ -289,7 +332,7 @@ fn transport_finding(error: &TransportError) -> Finding {
             "give the certificate of its authority (--ca), or a token that it knows (--token-file)",
         ),
         TransportError::Unsupported { why, .. } => ("such addresses cannot be dialled", why.as_ref()),
-        TransportError::Insecure { hint, .. } => ("the two sides cannot agree on encryption", *hint),
+        TransportError::Insecure { hint, .. } => ("no secure channel", *hint),
         TransportError::Unauthenticated { problem, .. } => ("the server refused the connection", *problem),
         TransportError::Closed { .. } => ("the connection was closed at once", "look at the server's log"),
         _ => ("the system reports an error", "look at the cause"),
@@ -344,6 +387,11 @@ async fn greet(
             return Err(examination.failed("protocol", Finding::new(chain(&error), advice, connect_code(&error))));
         }
     };
+    // The server objects to the certificate before it says anything else.
+    if error.kind() == ErrorKind::Unauthenticated && !is_ours {
+        let code = connect_code(&ConnectError::Session(error.clone()));
+        return Err(examination.failed("identity", Finding::new(error.message().to_owned(), PROVE_IDENTITY, code)));
+    }
     if !is_ours {
         return Err(examination.failed("protocol", stranger(&first, &error)));
     }
@@ -356,9 +404,7 @@ async fn greet(
     }
     examination.ok("version", "both sides speak a common version");
     if error.kind() == ErrorKind::Unauthenticated {
-        let advice = "give a token that the server knows (--token-file), or a certificate by an authority that it \
-                      trusts (--cert, --cert-key)";
-        return Err(examination.failed("identity", Finding::new(detail, advice, code)));
+        return Err(examination.failed("identity", Finding::new(detail, PROVE_IDENTITY, code)));
     }
     examination.ok("identity", "accepted");
     // Only a relay answers so: a server needs no key, and nothing else was asked for that could be
@@ -369,6 +415,9 @@ async fn greet(
     }
     Err(examination.failed("session", Finding::new(detail, session_advice(&error), code)))
 }
+
+const PROVE_IDENTITY: &str = "give a token that the server knows (--token-file), or a valid certificate by an \
+     authority that it trusts (--cert, --cert-key)";
 
 fn introduced(examination: &mut Examination<'_>) {
     examination.ok("protocol", "it speaks this protocol");
@@ -383,7 +432,10 @@ fn stranger(first: &[u8], error: &RpcError) -> Finding {
         }
         [b'H', b'T', b'T', b'P', b'/', ..] => "a web server",
         [b'S', b'S', b'H', b'-', ..] => "an SSH server",
-        [0x15, 0x03, ..] => "a TLS server",
+        [0x15, 0x03, ..] => {
+            let detail = format!("the server speaks TLS: it sent {}", said(first));
+            return Finding::new(detail, "write tls:// instead of tcp://, or wss:// instead of ws://", 76);
+        }
         [b'2', b'2', b'0', b' ' | b'-', ..] => "a mail or FTP server",
         [b'-', b'E', b'R', b'R', ..] => "a Redis server",
         _ => "a server of another kind",
@@ -446,12 +498,17 @@ async fn with_key(
 /// Opens a session with the last server of `route` through the others, all of which work.
 async fn through(examination: &mut Examination<'_>, route: &[&str], limit: Duration) -> Result<Session, u8> {
     let Some((target, hops)) = route.split_last() else { return Err(1) };
+    // A stop behind which there is a tunnel is reached like any other server.
+    let target = target.strip_prefix(TUNNEL).unwrap_or(target);
     let step = format!("hop {}", hops.len());
     let connector = hops.iter().fold(examination.connector.clone(), |connector: Connector, hop| connector.via(hop));
-    let last = hops.last().copied().unwrap_or_default();
+    let jump: Vec<_> = hops.iter().map(ToString::to_string).collect();
+    let hop = hops.last().copied().unwrap_or_default();
+    let (last, is_tunnel) = hop.strip_prefix(TUNNEL).map_or((hop, false), |hop| (hop, true));
     match tokio::time::timeout(limit, connector.connect(target)).await {
         Ok(Ok(session)) => {
-            examination.ok(&step, format!("{last} reaches {target}"));
+            let how = if is_tunnel { "passes the bytes to" } else { "reaches" };
+            examination.ok(&step, format!("{last} {how} {target}"));
             Ok(session)
         }
         Ok(Err(error)) => {
@@ -465,9 +522,19 @@ async fn through(examination: &mut Examination<'_>, route: &[&str], limit: Durat
                     ),
                 ),
                 ConnectError::Session(error) => (
-                    format!("{last} cannot reach {target}: {} (at {})", error.message(), origin(error)),
-                    format!("run rpc-cli doctor {target} on the machine of {last}"),
+                    format!("{last} cannot reach {target}: {} (at {})", error.message(), origin(error, &jump)),
+                    match error.kind() {
+                        ErrorKind::Unauthenticated if is_tunnel => PROVE_IDENTITY.to_owned(),
+                        ErrorKind::Unauthenticated => {
+                            format!("have {last} prove its identity there (--forward-token-file, --forward-cert)")
+                        }
+                        _ => format!("run rpc-cli doctor {target} on the machine of {last}"),
+                    },
                 ),
+                ConnectError::Transport(error) => {
+                    let finding = transport_finding(error);
+                    (finding.detail, finding.advice)
+                }
                 error => (chain(error), "look at the cause".to_owned()),
             };
             Err(examination.failed(&step, Finding::new(detail, advice, code)))
@@ -482,11 +549,15 @@ async fn through(examination: &mut Examination<'_>, route: &[&str], limit: Durat
 
 /// Formats an error with its causes on one line.
 fn chain(error: &ConnectError) -> String {
-    let mut text = match error {
-        ConnectError::Session(error) => return error.message().to_owned(),
-        error => error.to_string(),
-    };
-    let mut cause = std::error::Error::source(error);
+    match error {
+        ConnectError::Session(error) => error.message().to_owned(),
+        error => causes(error),
+    }
+}
+
+fn causes(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
     while let Some(error) = cause {
         text += &format!(": {error}");
         cause = error.source();

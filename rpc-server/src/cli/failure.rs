@@ -42,11 +42,23 @@ pub enum Failure {
     #[error("the request failed")]
     Remote(#[from] RpcError),
     /// The time limit passed.
-    #[error("{what} took longer than {limit:?}")]
+    #[error("{what} took longer than {limit:?}{}", why.as_ref().map(|why| format!(": {why}")).unwrap_or_default())]
     TimedOut {
         /// The operation.
         what: String,
         /// The limit.
+        limit: Duration,
+        /// What it was waiting for, if that is known.
+        why: Option<String>,
+    },
+    /// A tracker has had no server that suits for some time.
+    #[error("there has been no such server for {limit:?}: {detail}; {advice}; --timeout waits longer")]
+    NoServer {
+        /// What was asked for, and what is there.
+        detail: String,
+        /// Advice to the user.
+        advice: String,
+        /// The time.
         limit: Duration,
     },
     /// A local file cannot be read or written.
@@ -121,8 +133,11 @@ impl Failure {
             Self::Usage(_)
             | Self::Pki(PkiError::NoHost | PkiError::Token(TokenError::Name | TokenError::Malformed)) => USAGE,
             Self::Connect(error) => connect_code(error),
+            // Every server would refuse it.
+            Self::Trust(TrustError::Expired { .. }) => REFUSED,
             Self::Remote(error) => code_of_kind(error.kind()),
             Self::TimedOut { .. } => TIMEOUT,
+            Self::NoServer { .. } => UNREACHABLE,
             // As a shell reports a program that the signal has killed.
             Self::Interrupted(signal) => {
                 u8::try_from(*signal).map_or(FAILURE, |signal| SIGNALLED.saturating_add(signal))
@@ -138,6 +153,20 @@ impl Failure {
             | Self::Trust(_)
             | Self::Output(_) => FAILURE,
         }
+    }
+
+    /// Returns the failure of a command that only reads, so that nothing can have had an effect.
+    pub(super) fn without_effect(self) -> Self {
+        match self {
+            Self::Remote(error) => Self::Remote(error.may_have_run(false)),
+            other => other,
+        }
+    }
+
+    /// Returns true if a request was sent that may have had an effect. What fails before there is a
+    /// session has none.
+    pub(super) fn may_have_run(&self) -> bool {
+        matches!(self, Self::Remote(error) if error.request_may_have_run())
     }
 
     /// Returns the error of the request or of the session, with its kind and origin.
@@ -172,8 +201,8 @@ fn transport_code(error: &TransportError) -> u8 {
 
 fn code_of_kind(kind: ErrorKind) -> u8 {
     match kind {
-        ErrorKind::DeadlineExceeded | ErrorKind::SessionTimeout => TIMEOUT,
-        ErrorKind::PeerLost | ErrorKind::PeerSilent | ErrorKind::Draining | ErrorKind::Closed => UNREACHABLE,
+        ErrorKind::DeadlineExceeded | ErrorKind::SessionTimeout | ErrorKind::PeerSilent => TIMEOUT,
+        ErrorKind::PeerLost | ErrorKind::Draining | ErrorKind::Closed => UNREACHABLE,
         ErrorKind::Protocol | ErrorKind::VersionMismatch => PROTOCOL,
         ErrorKind::Refused | ErrorKind::Unauthenticated => REFUSED,
         _ => FAILURE,

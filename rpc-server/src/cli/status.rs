@@ -74,7 +74,7 @@ pub(super) async fn status(
 async fn within<T>(limit: Duration, what: &str, work: impl Future<Output = rpc_core::Result<T>>) -> Result<T, Failure> {
     match tokio::time::timeout(limit, work).await {
         Ok(outcome) => Ok(outcome?),
-        Err(_) => Err(Failure::TimedOut { what: what.to_owned(), limit }),
+        Err(_) => Err(Failure::TimedOut { what: what.to_owned(), limit, why: None }),
     }
 }
 

@@ -1,9 +1,11 @@
-//! Servers of a tracker with a key: what `doctor` reports of `tracker://` addresses.
+//! Servers of a tracker that suit a request: what `doctor`, and commands that wait, report of
+//! `tracker://` addresses.
 
-use rpc_transports::tracker::{LossReason, Reach, ServerSummary, Summary};
+use rpc_transports::tracker::{LossReason, Reach, ServerRequest, ServerSummary, Summary};
 
 use crate::cli::output::counted;
-use crate::tracker::display::{for_people, lost};
+use crate::tracker::Offer;
+use crate::tracker::display::{for_people, has, lost};
 
 /// Result for a key.
 #[derive(Debug, PartialEq, Eq)]
@@ -14,13 +16,26 @@ pub(super) enum PoolVerdict {
     Missing { detail: String, advice: String },
 }
 
-/// Finds the servers with `key`, or with any key.
-pub(super) fn look_for(summary: &Summary, key: Option<&str>) -> PoolVerdict {
+/// Finds the servers that a request could get.
+pub(super) fn look_for(summary: &Summary, wanted: &ServerRequest) -> PoolVerdict {
+    let key = Some(&*wanted.key).filter(|key| !key.is_empty());
     let suits = |of: &str| key.is_none_or(|key| key == of);
-    let servers: Vec<_> = summary.servers.iter().filter(|server| suits(&server.key)).collect();
+    let with_key: Vec<_> = summary.servers.iter().filter(|server| suits(&server.key)).collect();
     let named = key.map_or("any key".to_owned(), |key| format!("the key '{key}'"));
-    if servers.is_empty() {
+    if with_key.is_empty() {
         return not_registered(summary, key, &named);
+    }
+    let servers: Vec<_> = with_key.iter().copied().filter(|server| Offer::of(server).suits(wanted)).collect();
+    if servers.is_empty() {
+        let mut found: Vec<_> = with_key.iter().map(|server| has(server)).collect();
+        found.sort_unstable();
+        found.dedup();
+        found.truncate(MAX_LISTED);
+        let (count, found) = (counted(with_key.len() as u64, "server"), found.join("; "));
+        return PoolVerdict::Missing {
+            detail: format!("none of {count} with {named} has what is asked for (--want, --label); they have: {found}"),
+            advice: "correct --want or --label, or start a server that has it".to_owned(),
+        };
     }
     let unreachable = |server: &&ServerSummary| match &server.reach {
         Reach::Unreachable { why } => Some((server.address.join(","), why.clone())),
@@ -42,6 +57,9 @@ pub(super) fn look_for(summary: &Summary, key: Option<&str>) -> PoolVerdict {
     let (servers, waiting) = (counted(servers.len() as u64, "server"), counted(waiting as u64, "request"));
     PoolVerdict::Available(format!("{servers} with {named}, {free} of {slots} free, {waiting} waiting"))
 }
+
+/// Largest number of servers or keys that a text lists.
+const MAX_LISTED: usize = 8;
 
 fn not_registered(summary: &Summary, key: Option<&str>, named: &str) -> PoolVerdict {
     let loss = summary.losses.iter().find(|loss| key.is_none_or(|key| key == loss.key));
@@ -73,7 +91,7 @@ fn not_registered(summary: &Summary, key: Option<&str>, named: &str) -> PoolVerd
                 .to_owned(),
         };
     }
-    others.truncate(8);
+    others.truncate(MAX_LISTED);
     PoolVerdict::Missing {
         detail: format!(
             "key mismatch, or never registered: there is no server with {named}; there are: {}",
@@ -132,7 +150,7 @@ mod tests {
     }
 
     fn missing(summary: &Summary) -> String {
-        match look_for(summary, Some("board")) {
+        match look_for(summary, &ServerRequest::new("board")) {
             PoolVerdict::Missing { detail, .. } => detail,
             there => panic!("{there:?}"),
         }
@@ -156,10 +174,17 @@ mod tests {
         let text = missing(&Summary { servers: vec![server("board", unreachable.clone())], ..summary() });
         assert!(text.starts_with("unreachable address") && text.contains("no server listens"), "{text}");
         let one_of_two = vec![server("board", unreachable), server("board", Reach::Reached)];
-        let there = look_for(&Summary { servers: one_of_two, ..summary() }, Some("board"));
+        let there = look_for(&Summary { servers: one_of_two, ..summary() }, &ServerRequest::new("board"));
         assert_eq!(
             there,
             PoolVerdict::Available("2 servers with the key 'board', 2 of 4 slots free, 0 requests waiting".to_owned())
         );
+        // A regression: labels and devices were not looked at.
+        let mut labelled = server("board", Reach::Reached);
+        labelled.labels.insert("rack".to_owned(), "7".to_owned());
+        let pool = Summary { servers: vec![labelled, server("board", Reach::Reached)], ..summary() };
+        let wanted = |rack: &str| look_for(&pool, &ServerRequest::new("board").label("rack", rack));
+        assert!(matches!(wanted("7"), PoolVerdict::Available(text) if text.starts_with("1 server ")));
+        assert!(matches!(wanted("8"), PoolVerdict::Missing { detail, .. } if detail.contains("rack=7")));
     }
 }

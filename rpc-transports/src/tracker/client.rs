@@ -233,7 +233,8 @@ impl TrackerClient {
             if !is_outage(&error) || limit.is_over_in(pause) || outage.elapsed() + pause > OUTAGE {
                 return Err(error);
             }
-            tracing::debug!(%error, "the tracker is away; asking again");
+            let tracker = &self.0.address;
+            rpc_core::log_limited!(WARN, %tracker, %error, "the tracker is away; asking again");
             tokio::time::sleep(pause).await;
         }
     }

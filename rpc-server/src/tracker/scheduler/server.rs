@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Instant;
 
-use rpc_transports::tracker::{DeviceOffer, ServerRequest};
+use rpc_transports::tracker::{DeviceOffer, ServerRequest, ServerSummary};
 
 use super::types::{ClaimId, Occupancy, OccupancyKind, Offer, ServerId};
 
@@ -65,8 +65,14 @@ impl Server {
 }
 
 impl Offer {
+    /// Returns the offer of a server as clients see it.
+    pub(crate) fn of(server: &ServerSummary) -> Self {
+        let ServerSummary { key, labels, devices, capacity, .. } = server.clone();
+        Self { key, labels, devices, capacity }
+    }
+
     /// Returns true if the server has the properties that a request names.
-    pub(super) fn suits(&self, request: &ServerRequest) -> bool {
+    pub(crate) fn suits(&self, request: &ServerRequest) -> bool {
         let has_device = |wanted: &DeviceOffer| {
             let of_kind = self.devices.iter().filter(|device| device.kind == wanted.kind);
             of_kind.map(|device| u64::from(device.count)).sum::<u64>() >= u64::from(wanted.count)
