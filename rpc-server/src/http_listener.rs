@@ -2,8 +2,11 @@
 //!
 //! Clients are on the same machine and send at most about one request a second. Each connection
 //! serves one request within a few seconds, and the number of connections is small, so this takes
-//! little from the server. Only GET and HEAD are answered: nothing can be changed.
+//! little from the server. For one connection more the oldest is closed: a request is answered at
+//! once, so that the oldest is the slowest, and keeps no other out. Only GET and HEAD are answered:
+//! nothing can be changed.
 
+use std::collections::VecDeque;
 use std::convert::Infallible;
 use std::io;
 use std::net::SocketAddr;
@@ -19,10 +22,9 @@ use hyper::service::service_fn;
 use hyper::{Method, Request, Response, StatusCode};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::Semaphore;
-use tokio::task::{JoinHandle, JoinSet};
+use tokio::task::{AbortHandle, JoinHandle, JoinSet};
 
-/// Maximum number of connections; others wait.
+/// Maximum number of connections; for one more the oldest is closed.
 const MAX_CONNECTIONS: usize = 16;
 
 /// Longest time of a connection.
@@ -84,25 +86,29 @@ pub(crate) fn response(
 }
 
 async fn accept(listener: TcpListener, site: Arc<dyn Site>) {
-    let permits = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+    // Owner of the connections, which end with it.
     let mut connections = JoinSet::new();
+    let mut open: VecDeque<AbortHandle> = VecDeque::with_capacity(MAX_CONNECTIONS);
     loop {
-        // The semaphore is never closed.
-        let Ok(permit) = permits.clone().acquire_owned().await else { return };
         match listener.accept().await {
             Ok((stream, _)) => {
+                while connections.try_join_next().is_some() {}
+                open.retain(|connection| !connection.is_finished());
+                if open.len() >= MAX_CONNECTIONS
+                    && let Some(oldest) = open.pop_front()
+                {
+                    oldest.abort();
+                }
                 let site = site.clone();
-                connections.spawn(async move {
-                    let _permit = permit;
+                open.push_back(connections.spawn(async move {
                     let _ = tokio::time::timeout(CONNECTION_LIMIT, serve(stream, site)).await;
-                });
+                }));
             }
             Err(error) => {
                 tracing::debug!(%error, "cannot accept a connection over HTTP");
                 tokio::time::sleep(ACCEPT_PAUSE).await;
             }
         }
-        while connections.try_join_next().is_some() {}
     }
 }
 

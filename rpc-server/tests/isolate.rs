@@ -57,6 +57,7 @@ fn main() -> ExitCode {
         named_workspaces_are_kept_and_shared
         info_is_about_the_server
         a_dead_spare_process_is_replaced
+        a_stopped_spare_process_is_replaced
         sessions_over_unix_sockets_and_standard_input_are_isolated_too
         signals_to_the_process_group_end_no_session_process
         isolated_sessions_need_tickets_and_a_crash_frees_the_slot
@@ -552,6 +553,10 @@ fn info_is_about_the_server() {
         let mine = info(&first).await;
         assert_eq!((mine.sessions, mine.key.as_deref()), (2, Some("board")));
         assert!(mine.uptime_seconds > 0.0);
+        // A regression: what the session of the caller held was not counted.
+        let own = first.alloc(Device::cpu(), DataType::U8, &[1 << 10]).await.unwrap();
+        assert_eq!(info(&first).await.memory_bytes, 1 << 10);
+        drop(own);
         let _tensor = second.alloc(Device::cpu(), DataType::U8, &[1 << 20]).await.unwrap();
         // The other process reports it in its own time.
         while info(&first).await.memory_bytes != 1 << 20 {}
@@ -570,6 +575,21 @@ fn a_dead_spare_process_is_replaced() {
         reaped(spare);
         let session = fixture.connect().await;
         assert_ne!(process_of(&session).await, spare);
+    });
+}
+
+/// A regression: the next client waited for the process until the handshake's time was over.
+fn a_stopped_spare_process_is_replaced() {
+    run(async {
+        let fixture = Fixture::start(&[]);
+        until("the spare process is there", || fixture.children().len() == 1);
+        let spare = fixture.children()[0];
+        kill_process(spare, Signal::STOP).unwrap();
+        let stat = format!("/proc/{}/stat", spare.as_raw_nonzero());
+        until("it is stopped", || fs::read_to_string(&stat).unwrap().contains(") T "));
+        let session = fixture.connect().await;
+        assert_ne!(process_of(&session).await, spare);
+        reaped(spare);
     });
 }
 

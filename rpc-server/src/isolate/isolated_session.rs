@@ -101,10 +101,14 @@ impl Isolation {
         Ok(opened.unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic()))?)
     }
 
-    /// Returns the spare process if it is alive, or starts another.
+    /// Returns the spare process if it is alive and runs, or starts another.
     async fn process(&self) -> std::io::Result<Started> {
+        let can_serve = |spare: &Started| {
+            let process = spare.process_guard.process();
+            !process.has_ended() && !process.is_stopped()
+        };
         let started = match self.replace_spare(Spare::Missing) {
-            Spare::Ready(spare) if !spare.process_guard.process().has_ended() => spare,
+            Spare::Ready(spare) if can_serve(&spare) => spare,
             _ => start(self.state.clone(), &self.processes).await?,
         };
         self.prepare_spare();

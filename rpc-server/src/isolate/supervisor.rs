@@ -55,6 +55,12 @@ impl Process {
         self.end().exit_cause.is_some()
     }
 
+    /// Returns true if a signal has stopped the process, so that it would not serve.
+    pub(super) fn is_stopped(&self) -> bool {
+        let stopped = WaitIdOptions::STOPPED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
+        !self.has_ended() && matches!(waitid(WaitId::Pid(self.pid), stopped), Ok(Some(_)))
+    }
+
     pub(super) fn usage(&self) -> Usage {
         let read = |number: &AtomicU64| number.load(Ordering::Relaxed);
         Usage { handles: read(&self.handles), memory_bytes: read(&self.memory_bytes) }

@@ -129,8 +129,9 @@ impl ServerState {
         let live: Vec<_> = self.live().values().filter_map(Weak::upgrade).collect();
         let usages: Vec<_> = live.iter().map(|session| session.usage()).collect();
         let memory_bytes = match &self.view {
-            SessionView::Reported => usages.iter().map(|usage| usage.memory_bytes).sum(),
-            SessionView::InProcess | SessionView::Single(_) => self.memory.used(),
+            // The quota of the process of one session is that of the session alone.
+            SessionView::Reported | SessionView::Single(_) => usages.iter().map(|usage| usage.memory_bytes).sum(),
+            SessionView::InProcess => self.memory.used(),
         };
         ServerTotals {
             sessions: usages.len() as u64,
