@@ -114,15 +114,20 @@ fn text(summary: &Summary, width: u16) -> Vec<String> {
         }
         lines.push(table.to_string());
     }
-    if !summary.losses.is_empty() {
-        let mut table = table(&["lost", "key", "server", "from", "why"], width);
-        for loss in &summary.losses {
+    // What was stopped in good order is not lost.
+    for (title, orderly) in [("lost", false), ("stopped", true)] {
+        let mut losses = summary.losses.iter().filter(|loss| loss.orderly == orderly).peekable();
+        if losses.peek().is_none() {
+            continue;
+        }
+        let mut table = table(&[title, "key", "server", "from", "why"], width);
+        for loss in losses {
             table.add_row([
                 format!("{} ago", for_people(loss.ago_ms)),
                 loss.key.clone(),
                 plain(&loss.name),
                 loss.peer.clone(),
-                lost(&loss.reason),
+                lost(loss),
             ]);
         }
         lines.push(table.to_string());

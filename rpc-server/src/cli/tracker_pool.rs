@@ -64,15 +64,16 @@ const MAX_LISTED: usize = 8;
 fn not_registered(summary: &Summary, key: Option<&str>, named: &str) -> PoolVerdict {
     let loss = summary.losses.iter().find(|loss| key.is_none_or(|key| key == loss.key));
     if let Some(loss) = loss {
-        let (ago, why) = (for_people(loss.ago_ms), lost(&loss.reason));
+        let (ago, why) = (for_people(loss.ago_ms), lost(loss));
         let advice = match loss.reason {
             LossReason::Refused { .. } => "correct what the tracker objects to, at the server or at the tracker",
             LossReason::LeaseExpired => {
                 "look whether the server's machine is up, stopped or overloaded, and at the network in between"
             }
-            _ => "start the server again; its log says why it left",
+            _ => "start the server again; its log says why it ended",
         };
         let what = match loss.reason {
+            _ if loss.orderly => "stopped",
             LossReason::Refused { .. } => "not taken",
             LossReason::LeaseExpired => "lease lost",
             _ => "gone",
@@ -146,6 +147,7 @@ mod tests {
             peer: "tcp://10.0.0.5:4".to_owned(),
             ago_ms: 5000,
             reason,
+            orderly: false,
         }
     }
 

@@ -9,8 +9,9 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use rpc_core::{Fault, Pack, Packed, RemoteObject, Result, RpcError, Session};
-use rpc_transports::tracker::{MESSAGES, Reach, Registered, Registration, Renewed, functions};
+use rpc_transports::tracker::{MESSAGES, Reach, Registered, Registration, Renewed, ServerStatus, functions};
 use rpc_transports::{Address, Backoff, Connector, Dial};
+use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
 use super::advertisement::Advertisement;
@@ -19,14 +20,19 @@ use super::ticket_gate::{RegistrationId, TicketGate};
 /// First and longest pause before the next attempt to reach the tracker.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(10));
 
+/// Longest time for telling the trackers that the server leaves.
+const FAREWELL_LIMIT: Duration = Duration::from_millis(500);
+
 /// Least time between two reports; changes in between are reported together.
 const REPORT_INTERVAL: Duration = Duration::from_millis(2);
 
 /// Tasks that keep a server registered with its trackers, until dropped.
 #[derive(Debug)]
 pub(super) struct Registrar {
-    registrations: Vec<JoinHandle<()>>,
+    registrations: Mutex<Vec<JoinHandle<()>>>,
     connector: Arc<Mutex<Connector>>,
+    /// Set to true when the server leaves its trackers.
+    leaving: watch::Sender<bool>,
 }
 
 impl Registrar {
@@ -38,16 +44,18 @@ impl Registrar {
         advertisement: &Advertisement,
     ) -> Self {
         let connector = Arc::new(Mutex::new(connector.clone()));
+        let (leaving, left) = watch::channel(false);
         let start = |tracker: &Address| {
             let registration = TrackerRegistration {
                 tracker: tracker.to_string(),
                 connector: connector.clone(),
                 gate: gate.clone(),
                 advertisement: advertisement.clone(),
+                leaving: left.clone(),
             };
             tokio::spawn(registration.run())
         };
-        Self { registrations: trackers.iter().map(start).collect(), connector }
+        Self { registrations: Mutex::new(trackers.iter().map(start).collect()), connector, leaving }
     }
 
     /// Sets the credentials for all later connections.
@@ -56,15 +64,28 @@ impl Registrar {
         *connector = connector.clone().dial(options);
     }
 
-    /// Leaves the trackers: the end of the sessions with them ends the registrations.
+    /// Leaves the trackers, which are told so.
     pub(super) fn leave(&self) {
-        self.registrations.iter().for_each(JoinHandle::abort);
+        self.leaving.send_replace(true);
+    }
+
+    /// Waits until the trackers have been told, for a moment at most.
+    pub(super) async fn left(&self) {
+        let registrations = std::mem::take(&mut *self.registrations.lock());
+        let left = async {
+            for registration in registrations {
+                // A task that panicked has left as well.
+                let _ = registration.await;
+            }
+        };
+        let _ = tokio::time::timeout(FAREWELL_LIMIT, left).await;
     }
 }
 
 impl Drop for Registrar {
     fn drop(&mut self) {
-        self.leave();
+        // The end of the sessions ends the registrations.
+        self.registrations.get_mut().iter().for_each(JoinHandle::abort);
     }
 }
 
@@ -74,14 +95,16 @@ struct TrackerRegistration {
     connector: Arc<Mutex<Connector>>,
     gate: Arc<TicketGate>,
     advertisement: Advertisement,
+    leaving: watch::Receiver<bool>,
 }
 
 impl TrackerRegistration {
+    /// Keeps the server registered until it leaves.
     async fn run(self) {
         let mut backoff = Backoff::new(PAUSES.0, PAUSES.1);
         let mut last = String::new();
         loop {
-            let (error, was_registered) = self.register_and_renew().await;
+            let Some((error, was_registered)) = self.register_and_renew().await else { return };
             if was_registered {
                 backoff.reset();
                 last.clear();
@@ -98,41 +121,55 @@ impl TrackerRegistration {
                 }
                 last = text;
             }
-            tokio::time::sleep(pause).await;
+            tokio::select! {
+                () = tokio::time::sleep(pause) => {}
+                () = self.left() => return,
+            }
         }
     }
 
-    /// Registers, and renews until an error. Returns the error, and true if the registration had
-    /// succeeded.
-    async fn register_and_renew(&self) -> (RpcError, bool) {
+    /// Resolves when the server leaves its trackers.
+    async fn left(&self) {
+        // Without the sender the registration is over as well.
+        let _ = self.leaving.clone().wait_for(|leaving| *leaving).await;
+    }
+
+    /// Registers, and renews until an error or until the server leaves. Returns the error, and true
+    /// if the registration had succeeded; `None` if the server has left.
+    async fn register_and_renew(&self) -> Option<(RpcError, bool)> {
         let connector = self.connector.lock().clone();
-        let session = match connector.connect(&self.tracker).await {
+        let connected = tokio::select! {
+            connected = connector.connect(&self.tracker) => connected,
+            () = self.left() => return None,
+        };
+        let session = match connected {
             Ok(session) => session,
-            Err(error) => return (error.into_rpc_error(), false),
+            Err(error) => return Some((error.into_rpc_error(), false)),
         };
         let (id, key) = match self.gate.begin() {
             Ok(begun) => begun,
-            Err(error) => return (error, false),
+            Err(error) => return Some((error, false)),
         };
         let _guard = RegistrationGuard { gate: self.gate.clone(), id };
         let mut was_registered = false;
         let outcome = self.renew_until_error(&session, id, key.to_bytes(), &mut was_registered).await;
         let error = match outcome {
-            Ok(never) => match never {},
+            Ok(()) => return None,
             // An error of the link describes the cause better than the call that failed.
             Err(error) if error.fault() == Fault::Link || error.ends_session() => error,
             Err(error) => error.context("the tracker"),
         };
-        (error, was_registered)
+        Some((error, was_registered))
     }
 
+    /// Registers, and renews. Returns `Ok` once the tracker has been told that the server leaves.
     async fn renew_until_error(
         &self,
         session: &Session,
         id: RegistrationId,
         ticket_key: [u8; 32],
         was_registered: &mut bool,
-    ) -> Result<std::convert::Infallible> {
+    ) -> Result<()> {
         let mut changes = self.gate.changes();
         // Both at once, and without a comparison of types, which would cost a round trip more.
         let register = session.get_function(functions::REGISTER).start();
@@ -156,12 +193,17 @@ impl TrackerRegistration {
                 changed = changes.changed() => if changed.is_ok() { tokio::time::sleep(REPORT_INTERVAL).await },
                 () = tokio::time::sleep(lease / 3) => {}
                 ended = session.ended() => return Err(ended),
+                () = self.left() => {}
             }
             changes.mark_unchanged();
-            let status = self.gate.status(id);
+            let status = ServerStatus { leaving: *self.leaving.borrow(), ..self.gate.status(id) };
+            let leaving = status.leaving;
             let spent = status.spent.len();
             // A tracker that does not answer within the lease has dropped this server.
             let Pack(renewed): Pack<Renewed> = renew.call((&registration, Pack(status))).timeout(lease).await?;
+            if leaving {
+                return Ok(());
+            }
             self.gate.acknowledge_spent(id, spent);
             if renewed.reach != reach {
                 if let Reach::Unreachable { why } = &renewed.reach {
@@ -223,6 +265,7 @@ mod tests {
                     capacity: 1,
                     address: vec!["tcp://127.0.0.1:2".to_owned()],
                 },
+                leaving: watch::channel(false).1,
             };
             let mut was_registered = false;
             let outcome = registration.renew_until_error(&session, id, key.to_bytes(), &mut was_registered).await;

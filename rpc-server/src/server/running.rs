@@ -173,6 +173,9 @@ impl Running {
 
     async fn end_within(&self, notify_timeout: Duration, grace: Duration) {
         self.stop();
+        if let Some(registrar) = &self.registrar {
+            registrar.left().await;
+        }
         self.server.stopped(notify_timeout).await;
         if let Some(isolation) = &self.isolation {
             isolation.end(grace).await;

@@ -108,6 +108,7 @@ impl TicketGate {
             now_ms: self.now_ms(),
             uses: state.sessions.iter().map(describe).collect(),
             spent: state.registrations.get(&id).map(|registration| registration.spent.clone()).unwrap_or_default(),
+            leaving: false,
         }
     }
 

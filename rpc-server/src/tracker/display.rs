@@ -1,6 +1,6 @@
 //! Texts for the state of a tracker, shared by `rpc-cli status` and the status page.
 
-use rpc_transports::tracker::{DeviceOffer, Holder, HolderState, LossReason, QueueEntry, ServerSummary};
+use rpc_transports::tracker::{DeviceOffer, Holder, HolderState, Loss, LossReason, QueueEntry, ServerSummary};
 
 /// Describes a client and its slot.
 pub(crate) fn holder(Holder { client, for_ms, state }: &Holder) -> String {
@@ -38,8 +38,9 @@ fn devices(devices: &[DeviceOffer]) -> impl Iterator<Item = String> {
 }
 
 /// Describes the reason for which a server was lost.
-pub(crate) fn lost(reason: &LossReason) -> String {
-    match reason {
+pub(crate) fn lost(loss: &Loss) -> String {
+    match &loss.reason {
+        _ if loss.orderly => "it was stopped".to_owned(),
         LossReason::Gone => "it left, or its connection broke".to_owned(),
         LossReason::LeaseExpired => "it was not heard of for the length of its lease".to_owned(),
         LossReason::Refused { why } => plain(&format!("refused: {why}")),

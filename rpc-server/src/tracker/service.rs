@@ -289,6 +289,7 @@ impl Tracker {
                     peer: client.peer.clone(),
                     ago_ms: 0,
                     reason: LossReason::Refused { why: error.message().to_owned() },
+                    orderly: false,
                 };
                 rpc_core::log_limited!(
                     WARN,
@@ -397,7 +398,7 @@ impl Tracker {
                 Event::TimedOut { claim, wanted, possible } => {
                     state.answer(claim, |key| Err(timed_out(wanted, possible, key)));
                 }
-                Event::LeaseExpired { server } => state.remove_server(now, server, LossReason::LeaseExpired),
+                Event::LeaseExpired { server } => state.remove_server(now, server, Some(LossReason::LeaseExpired)),
             }
         }
         state.history.note(now, state.scheduler.totals());
@@ -457,12 +458,14 @@ impl TrackerState {
     }
 
     /// Removes a server and records the loss.
-    fn remove_server(&mut self, now: Instant, id: ServerId, reason: LossReason) {
+    /// Removes a server, which has stopped if the reason is `None`.
+    fn remove_server(&mut self, now: Instant, id: ServerId, reason: Option<LossReason>) {
         let Some(ServerEntry { description, .. }) = self.servers.remove(&id) else { return };
         rpc_core::log_limited!(INFO, name = description.name, peer = description.peer, ?reason, "a server has left");
         let ServerDescription { name, key, address, peer, .. } = &*description;
         let (name, key, address, peer) = (name.clone(), key.clone(), address.clone(), peer.clone());
-        self.remember(now, Loss { name, key, address, peer, ago_ms: 0, reason });
+        let (orderly, reason) = (reason.is_none(), reason.unwrap_or(LossReason::Gone));
+        self.remember(now, Loss { name, key, address, peer, ago_ms: 0, reason, orderly });
     }
 
     fn remember(&mut self, now: Instant, loss: Loss) {

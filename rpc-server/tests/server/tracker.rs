@@ -670,7 +670,7 @@ async fn a_peer_that_registers_without_end_is_stopped_and_leaves_nothing() {
     }
     let renew = session.get_function(functions::RENEW).await.unwrap();
     let used = Use { id: 1, serial: Some(99), direct: false, client: "c".to_owned(), for_ms: u64::MAX };
-    let wild = ServerStatus { now_ms: u64::MAX, uses: vec![used; 1000], spent: vec![1, 1, u64::MAX] };
+    let wild = ServerStatus { now_ms: u64::MAX, uses: vec![used; 1000], spent: vec![1, 1, u64::MAX], leaving: false };
     let _: Pack<Renewed> = renew.call((&kept[0], Pack(wild))).await.unwrap();
     let wait = session.get_function(functions::WAIT).await.unwrap();
     let error = wait.call::<Value>((&kept[0],)).await.unwrap_err();

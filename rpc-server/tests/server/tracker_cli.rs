@@ -3,6 +3,7 @@
 use std::process::{Command, Stdio};
 
 use rpc_server::ServerProcess;
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value as Json;
 use tempfile::TempDir;
 
@@ -94,6 +95,15 @@ fn a_tracker_and_its_servers_are_used_from_the_shell() {
     until(&["doctor", &key("board")], |text| text.contains("gone: "));
     let (code, text) = cli(&["call", "--timeout", "100ms", &key("board"), "rpc.echo", "42"]);
     assert_eq!(code, 124, "{text}");
+
+    // A regression: a server that was stopped in good order was told as lost.
+    let server = start("serve", &folder, &flags);
+    until(&["status", "--tracker", &at], |text| text.contains("1 server, "));
+    kill_process(Pid::from_raw(server.id() as i32).unwrap(), Signal::TERM).unwrap();
+    until(&["doctor", &key("board")], |text| text.contains("stopped: "));
+    let (code, text) = cli(&["status", "--tracker", &at]);
+    assert_eq!(code, 0, "{text}");
+    assert!(text.contains("it was stopped") && !text.contains("lost"), "{text}");
 }
 
 #[test]

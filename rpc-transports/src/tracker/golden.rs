@@ -49,8 +49,9 @@ fn messages_keep_their_bytes() {
     let cpu =
         DeviceOffer { target: Some(target), memory_scopes: vec!["shared".to_owned()], ..DeviceOffer::new("cpu", 1) };
     let used = Use { id: 1, serial: Some(7), direct: false, client: "tcp://10.0.0.9:1".to_owned(), for_ms: 20 };
-    let status = ServerStatus { now_ms: 5, uses: vec![used], spent: vec![3] };
+    let status = ServerStatus { now_ms: 5, uses: vec![used], spent: vec![3], leaving: false };
     golden.check("server status", &status);
+    golden.check("last server status", &ServerStatus { leaving: true, ..status.clone() });
     let registration = Registration {
         version: 2,
         name: name(),
@@ -110,7 +111,11 @@ fn messages_keep_their_bytes() {
         for_ms: 5,
         possible: 1,
     };
-    let loss = |reason| Loss { name: name(), key: key(), address: Vec::new(), peer: "p".to_owned(), ago_ms: 4, reason };
+    let loss = |reason| {
+        let (address, peer) = (Vec::new(), "p".to_owned());
+        Loss { name: name(), key: key(), address, peer, ago_ms: 4, reason, orderly: false }
+    };
+    golden.check("orderly loss", &Loss { orderly: true, ..loss(LossReason::Gone) });
     let refused = LossReason::Refused { why: "w".to_owned() };
     let summary = Summary {
         version: 2,

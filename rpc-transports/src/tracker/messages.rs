@@ -131,6 +131,9 @@ pub struct ServerStatus {
     /// acknowledged them.
     #[serde(default)]
     pub spent: Vec<u64>,
+    /// True in the last report of a server that stops in good order.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub leaving: bool,
 }
 
 /// One session of a server.
@@ -466,6 +469,9 @@ pub struct Loss {
     pub ago_ms: u64,
     /// Reason.
     pub reason: LossReason,
+    /// True if the server has said that it stops, so that nothing was lost.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub orderly: bool,
 }
 
 /// Reason why a server was lost.

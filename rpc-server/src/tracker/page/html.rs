@@ -145,11 +145,11 @@ fn losses(to: &mut String, losses: &[Loss]) -> fmt::Result {
     if losses.is_empty() {
         return Ok(());
     }
-    let header = ["#Lost", "Key", "Server", "From", "Why"];
-    table(to, "losses-table", "Lost or refused", &header, "", losses, |to, loss| {
+    let header = ["#Gone", "Key", "Server", "From", "Why"];
+    table(to, "losses-table", "Stopped, lost or refused", &header, "", losses, |to, loss| {
         write!(to, "<td class=\"number\">{} ago</td><td>{}</td>", for_people(loss.ago_ms), Text(&loss.key))?;
         write!(to, "<td>{}</td><td>{}</td>", Text(&loss.name), Text(&loss.peer))?;
-        write!(to, "<td>{}</td>", Text(lost(&loss.reason)))
+        write!(to, "<td>{}</td>", Text(lost(loss)))
     })
 }
 
@@ -235,6 +235,7 @@ mod tests {
                 peer: evil(),
                 ago_ms: 0,
                 reason: LossReason::Refused { why: evil() },
+                orderly: false,
             }],
             history: vec![Sample::default()],
         };

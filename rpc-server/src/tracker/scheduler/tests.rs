@@ -123,7 +123,12 @@ impl ModelServer {
 
     fn send_report(&mut self, now: Instant) {
         let uses = self.uses.values().cloned().collect();
-        self.unreceived.push_back(ServerStatus { now_ms: self.clock_ms(now), uses, spent: self.spent.clone() });
+        self.unreceived.push_back(ServerStatus {
+            now_ms: self.clock_ms(now),
+            uses,
+            spent: self.spent.clone(),
+            leaving: false,
+        });
     }
 
     fn suits(&self, request: &ServerRequest) -> bool {
@@ -177,7 +182,7 @@ impl Model {
                     capacity,
                 });
                 let uses: Vec<_> = (0..direct).map(|_| self.new_use(None)).collect();
-                let status = ServerStatus { now_ms: 0, uses: uses.clone(), spent: Vec::new() };
+                let status = ServerStatus { uses: uses.clone(), ..no_uses() };
                 let full = self.servers.len() >= policy().max_servers
                     || self.servers.values().filter(|server| server.peer == peer).count()
                         >= policy().max_servers_per_peer;

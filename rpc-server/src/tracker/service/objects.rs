@@ -31,6 +31,13 @@ impl ServerObject {
             return Err(RpcError::internal("a server is registered of which nothing is known"));
         };
         let reach = entry.reach.clone();
+        if status.leaving {
+            if state.scheduler.unregister(now, self.id) {
+                state.remove_server(now, self.id, None);
+            }
+            self.tracker.apply_events(state, now);
+            return Ok(Renewed { reach });
+        }
         let look_again = matches!(reach, Reach::Unreachable { .. }) && now > entry.probed + PROBE_INTERVAL;
         let address = look_again.then(|| {
             entry.probed = now;
@@ -49,7 +56,7 @@ impl Drop for ServerObject {
         let now = rpc_core::clock::now();
         let mut state = self.tracker.lock();
         if state.scheduler.unregister(now, self.id) {
-            state.remove_server(now, self.id, LossReason::Gone);
+            state.remove_server(now, self.id, Some(LossReason::Gone));
             self.tracker.apply_events(state, now);
         }
     }
