@@ -15,6 +15,7 @@ mod failure_report;
 mod files;
 mod info;
 mod interruption;
+mod kick;
 mod module;
 mod new_file;
 pub mod npy;
@@ -92,6 +93,8 @@ enum Command {
     Time(call::TimeArgs),
     /// Show the servers of a tracker, their clients and the waiting requests
     Status(status::StatusArgs),
+    /// End the session of a client of a tracker's server, where the tracker allows it
+    Kick(kick::KickArgs),
     /// Diagnose an address that does not work
     Doctor(doctor::DoctorArgs),
     /// Make certificates for a server and a client, or renew them
@@ -146,6 +149,7 @@ fn run(options: &CommonOptions, output: &Output, command: Command) -> Result<(),
         Command::Ls(args) => limited(options, files::ls(options, output, args)).map_err(Failure::without_effect),
         Command::Rm(args) => limited(options, files::rm(options, output, args)),
         Command::Time(args) => limited(options, call::time(options, output, args)),
+        Command::Kick(args) => limited(options, kick::kick(options, output, args)),
         // These commands apply the limit to each of their steps.
         Command::Status(args) => {
             until_interrupted(async |interruption| status::status(options, output, args, &interruption).await)

@@ -51,11 +51,12 @@ pub use message_family::MessageFamily;
 pub use rpc_core::log_limited;
 pub use serve::filter::{FilteredSession, FunctionPatterns, RequestPolicy};
 pub use serve::{
-    Dialect, DialectActivity, DialectConnection, DialectRequest, Dialects, MAX_FIRST_BYTES, Receiving, Recognition,
-    ServerNotices, Working,
+    ClientConnection, Onward, OpenRequest, ParkOptions, ServeObserver, ServeOptions, Server, SessionFactory,
+    SessionNote, TokioSpawner,
 };
 pub use serve::{
-    Onward, OpenRequest, ParkOptions, ServeObserver, ServeOptions, Server, SessionFactory, SessionNote, TokioSpawner,
+    Dialect, DialectActivity, DialectConnection, DialectRequest, Dialects, MAX_FIRST_BYTES, Receiving, Recognition,
+    ServerNotices, Working,
 };
 pub use transport::{
     AllowedOrigins, Bind, BoxFuture, ConnectionLimits, Dial, Properties, Reach, Transport, Transports,

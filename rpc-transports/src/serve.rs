@@ -2,6 +2,7 @@
 
 mod access_record;
 mod admission;
+mod client_connection;
 mod connection;
 mod dialect;
 pub(crate) mod filter;
@@ -18,6 +19,7 @@ mod state;
 mod task;
 
 pub use self::access_record::SessionNote;
+pub use self::client_connection::ClientConnection;
 pub use self::dialect::activity::{DialectActivity, Receiving, Working};
 pub use self::dialect::connection::{DialectConnection, DialectRequest, ServerNotices};
 pub use self::dialect::{Dialect, Dialects, MAX_FIRST_BYTES, Recognition};

@@ -377,6 +377,7 @@ impl Member {
                 direct: false,
                 client: "tcp://127.0.0.1:1".to_owned(),
                 for_ms: 0,
+                silent_ms: 0,
             });
             self.report(&uses, Vec::new()).await?;
         }

@@ -168,8 +168,15 @@ mod tests {
     /// A table was as wide as its cells, 160 columns for a small pool.
     #[test]
     fn tables_fit_the_width() {
-        let holder = |client: &str| Holder { client: client.to_owned(), for_ms: 61_000, state: HolderState::InUse };
+        let holder = |client: &str| Holder {
+            client: client.to_owned(),
+            for_ms: 61_000,
+            state: HolderState::InUse,
+            session: Some(1),
+            silent_ms: 12_000,
+        };
         let server = ServerSummary {
+            id: 1,
             name: "machine-with-a-long-name".to_owned(),
             key: "board".to_owned(),
             labels: [("arch".to_owned(), "arm64".to_owned()), ("site".to_owned(), "second floor".to_owned())].into(),
@@ -196,7 +203,7 @@ mod tests {
             let text = text(&summary, width).join("\n");
             let widest = text.lines().map(|line| line.chars().count()).max().unwrap();
             assert!(widest <= usize::from(width), "{widest} > {width}:\n{text}");
-            assert!(text.contains("alice") && text.contains("bob"), "{text}");
+            assert!(text.contains("alice") && text.contains("bob") && text.contains("silent"), "{text}");
         }
     }
 }

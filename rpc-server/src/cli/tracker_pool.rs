@@ -124,6 +124,7 @@ mod tests {
 
     fn server(key: &str, reach: Reach) -> ServerSummary {
         ServerSummary {
+            id: 1,
             name: "machine".to_owned(),
             key: key.to_owned(),
             labels: BTreeMap::new(),

@@ -37,6 +37,9 @@ listener_settings! {
         /// Default: none
         #[arg(value_name = "PATTERN", value_delimiter = ',')]
         allow_advertise: Vec<String> = Vec::new(), "RPC_TRACKER_ALLOW_ADVERTISE";
+        /// Let clients end the sessions of others (rpc-cli kick)
+        #[arg(value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+        allow_kick: bool = false, "RPC_TRACKER_ALLOW_KICK";
         /// Maximum number of servers; more are refused
         max_servers: usize = 8192, "RPC_TRACKER_MAX_SERVERS";
         /// Maximum number of servers of one peer, known by its proven identity or else by the
@@ -143,6 +146,7 @@ impl TrackerConfig {
             max_waiting: self.max_waiting,
             max_waiting_per_client: self.max_waiting_per_client,
             allow_advertise: self.allow_advertise.clone(),
+            allow_kick: self.allow_kick,
             onward: self.serve_config().onward().dial_options()?,
         })
     }

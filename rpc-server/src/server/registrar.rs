@@ -205,6 +205,7 @@ impl TrackerRegistration {
                 return Ok(());
             }
             self.gate.acknowledge_spent(id, spent);
+            renewed.end.iter().for_each(|session| self.gate.kick(*session));
             if renewed.reach != reach {
                 if let Reach::Unreachable { why } = &renewed.reach {
                     rpc_core::log_limited!(
@@ -251,7 +252,7 @@ mod tests {
             registry.add(functions::REGISTER, register);
             registry.add(functions::RENEW, || ());
             let session = Session::new(LocalSession::new(registry));
-            let gate = TicketGate::new(false);
+            let gate = TicketGate::new(false, Duration::from_secs(5));
             let (id, key) = gate.begin().unwrap();
             let registration = TrackerRegistration {
                 tracker: "tcp://127.0.0.1:1".to_owned(),

@@ -6,7 +6,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use parking_lot::{Mutex, MutexGuard};
@@ -17,7 +17,7 @@ use rpc_core::{ErrorKind, Lane, Request, Result, RpcError, RpcSession, SharedSes
 use rpc_transports::tracker::{
     PROBE_ANSWERED, PROBE_TICKET, PROOF_SERIAL, ServerStatus, TICKET_REFUSED, TicketError, TicketKey, Use,
 };
-use rpc_transports::{OpenRequest, SessionFactory};
+use rpc_transports::{ClientConnection, OpenRequest, SessionFactory};
 use tokio::sync::watch;
 
 use crate::tracker::millis;
@@ -32,6 +32,8 @@ pub(super) struct TicketGate {
     /// Start of the clock by which tickets expire.
     started: Instant,
     allow_direct: bool,
+    /// Time after which a client that says nothing is not just idle.
+    longest_silence: Duration,
     state: Mutex<GateState>,
     changes: watch::Sender<u64>,
 }
@@ -59,14 +61,18 @@ struct SessionEntry {
     direct: bool,
     client: String,
     since: Instant,
+    connection: ClientConnection,
 }
 
 impl TicketGate {
-    /// Returns a gate. `allow_direct` admits clients without tickets, too.
-    pub(super) fn new(allow_direct: bool) -> Arc<Self> {
+    /// Returns a gate. `allow_direct` admits clients without tickets, too. Silent clients are
+    /// tested after `keep_alive`.
+    pub(super) fn new(allow_direct: bool, keep_alive: Duration) -> Arc<Self> {
         Arc::new(Self {
             started: rpc_core::clock::now(),
             allow_direct,
+            // Half of it is time enough for the answer.
+            longest_silence: keep_alive.saturating_add(keep_alive / 2),
             state: Mutex::default(),
             changes: watch::channel(0).0,
         })
@@ -103,12 +109,24 @@ impl TicketGate {
             direct: entry.direct,
             client: entry.client.clone(),
             for_ms: millis(now.saturating_duration_since(entry.since)),
+            silent_ms: Some(entry.connection.silent_for())
+                .filter(|silent| *silent > self.longest_silence)
+                .map_or(0, millis),
         };
         ServerStatus {
             now_ms: self.now_ms(),
             uses: state.sessions.iter().map(describe).collect(),
             spent: state.registrations.get(&id).map(|registration| registration.spent.clone()).unwrap_or_default(),
             leaving: false,
+        }
+    }
+
+    /// Ends a session, at the request of the tracker.
+    pub(super) fn kick(&self, session: u64) {
+        let connection = self.lock().sessions.get(&session).map(|entry| entry.connection.clone());
+        if let Some(connection) = connection {
+            let text = "the session was ended at the request of another client of the tracker (rpc-cli kick)";
+            connection.end(RpcError::new(ErrorKind::Closed, text).may_have_run(true));
         }
     }
 
@@ -149,7 +167,13 @@ impl TicketGate {
         };
         let number = state.number();
         let direct = ticket.is_none();
-        let entry = SessionEntry { ticket, direct, client: known_as.clone(), since: rpc_core::clock::now() };
+        let entry = SessionEntry {
+            ticket,
+            direct,
+            client: known_as.clone(),
+            since: rpc_core::clock::now(),
+            connection: request.connection.clone(),
+        };
         state.sessions.insert(number, entry);
         drop(state);
         self.changed();

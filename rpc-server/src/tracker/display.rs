@@ -3,13 +3,17 @@
 use rpc_transports::tracker::{DeviceOffer, Holder, HolderState, Loss, LossReason, QueueEntry, ServerSummary};
 
 /// Describes a client and its slot.
-pub(crate) fn holder(Holder { client, for_ms, state }: &Holder) -> String {
+pub(crate) fn holder(Holder { client, for_ms, state, silent_ms, .. }: &Holder) -> String {
     let how = match state {
         HolderState::Granted => ", on its way",
         HolderState::Direct => ", without a ticket",
         _ => "",
     };
-    format!("{} for {}{how}", plain(client), for_people(*for_ms))
+    let silent = match silent_ms {
+        0 => String::new(),
+        silent_ms => format!(", silent for {}", for_people(*silent_ms)),
+    };
+    format!("{} for {}{how}{silent}", plain(client), for_people(*for_ms))
 }
 
 /// Describes the labels and devices of a server.

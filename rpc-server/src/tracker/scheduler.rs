@@ -219,7 +219,8 @@ impl Scheduler {
                     }
                 };
                 let kind = if used.direct { OccupancyKind::Direct } else { OccupancyKind::InUse };
-                server.uses.insert(used.id, Occupancy { client, since, kind });
+                let (session, silent_ms) = (Some(used.id), used.silent_ms);
+                server.uses.insert(used.id, Occupancy { client, since, kind, session, silent_ms });
             }
             for serial in &status.spent {
                 server.granted.remove(serial);

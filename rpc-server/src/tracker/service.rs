@@ -4,7 +4,7 @@
 //! Registrations and claims are objects of the sessions that made them. The end of the session of a
 //! server ends its registration, and the end of the session of a client cancels its claim.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
@@ -13,7 +13,7 @@ use rpc_core::function::EndProbe;
 use rpc_core::proto::ANONYMOUS;
 use rpc_core::{Context, ErrorKind, Pack, Packed, Registry, Result, RpcError, Shared};
 use rpc_transports::tracker::{
-    Loss, LossReason, MESSAGES, Reach, Registered, Registration, Returned, ServerRequest, ServerStatus, Ticket,
+    Kick, Loss, LossReason, MESSAGES, Reach, Registered, Registration, Returned, ServerRequest, ServerStatus, Ticket,
     TicketKey, functions,
 };
 use rpc_transports::{Connector, Dial, Machine, Transports};
@@ -68,6 +68,8 @@ pub struct TrackerOptions {
     pub max_waiting_per_client: usize,
     /// Patterns of addresses that servers may advertise beside their own. Default: none.
     pub allow_advertise: Vec<String>,
+    /// True if clients may end the sessions of others. Default: false.
+    pub allow_kick: bool,
     /// Options for probing servers: trust and tokens. Default: neither. [`Tracker::set_onward`]
     /// replaces them.
     pub onward: Dial,
@@ -86,6 +88,7 @@ impl Default for TrackerOptions {
             max_waiting: 16384,
             max_waiting_per_client: 1024,
             allow_advertise: Vec::new(),
+            allow_kick: false,
             onward: Dial::default(),
             transports: crate::transports(),
         }
@@ -128,6 +131,8 @@ struct ServerEntry {
     description: Arc<ServerDescription>,
     ticket_key: TicketKey,
     reach: Reach,
+    /// Sessions that the server is asked to end with its next report.
+    to_end: BTreeSet<u64>,
     probed: Instant,
 }
 
@@ -243,6 +248,10 @@ impl Tracker {
             claim.0.give_back(&returned);
         });
         let this = self.clone();
+        registry.add_inline(functions::KICK, move |context: Context, Pack(kick): Pack<Kick>| {
+            this.kick(&client_of(&context), kick)
+        });
+        let this = self.clone();
         // Runs on a thread: the summary of a large pool takes long, and must not delay others.
         registry.add(functions::SUMMARY, move || Pack(this.summary()));
     }
@@ -318,6 +327,7 @@ impl Tracker {
             description: Arc::new(description),
             ticket_key,
             reach: if is_proven { Reach::Reached } else { Reach::Untried },
+            to_end: BTreeSet::new(),
             probed: now,
         };
         state.servers.insert(id, entry);
@@ -346,6 +356,24 @@ impl Tracker {
         state.claims.insert(id, OpenClaim { key, answer: sender });
         self.apply_events(state, now);
         Ok(ClaimObject { tracker: self.clone(), id, answer, session })
+    }
+
+    /// Has a server end a session, with its next report.
+    fn kick(&self, client: &Client, kick: Kick) -> Result<()> {
+        if !self.options.allow_kick {
+            let text = "the operator of the tracker does not let clients end the sessions of others (--allow-kick)";
+            return Err(RpcError::new(ErrorKind::Refused, text));
+        }
+        let mut state = self.lock();
+        let id = ServerId(kick.server);
+        let has_session = state.scheduler.server(id).is_some_and(|server| server.has_session(kick.session));
+        let Some(entry) = state.servers.get_mut(&id).filter(|_| has_session) else {
+            return Err(RpcError::not_found("the session has ended already"));
+        };
+        entry.to_end.insert(kick.session);
+        let (name, session) = (&entry.description.name, kick.session);
+        rpc_core::log_limited!(INFO, name, session, peer = client.peer, "a client has the session of another ended");
+        Ok(())
     }
 
     fn check_addresses(&self, registration: &Registration, client: &Client) -> Result<Admitted> {

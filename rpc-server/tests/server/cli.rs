@@ -513,6 +513,7 @@ fn help_completions_and_manual() {
         "ping",
         "time",
         "status",
+        "kick",
         "doctor",
         "cert",
         "token",

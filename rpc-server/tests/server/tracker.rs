@@ -15,7 +15,7 @@ use rpc_server::server::Client;
 use rpc_server::tracker::{RunningTracker, Tracker, TrackerOptions};
 use rpc_server::{RpcServer, Running};
 use rpc_transports::tracker::{
-    Grant, HolderState, LossReason, MESSAGES, Reach, Registered, Registration, Renewed, Returned, ServerRequest,
+    Grant, HolderState, Kick, LossReason, MESSAGES, Reach, Registered, Registration, Renewed, Returned, ServerRequest,
     ServerStatus, ServerSummary, Summary, TICKET_REFUSED, TrackerClient, Use, functions,
 };
 use rpc_transports::{Address, Connector, Machine};
@@ -275,6 +275,62 @@ async fn an_unused_ticket_expires_and_frees_its_slot() {
     drop(client);
     pool.until_free("board", 1).await;
     drop(server);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_client_whose_process_was_stopped_is_shown_as_silent() {
+    let pool = Pool::with(|config| config.lease = Span(Duration::from_millis(300))).await;
+    let server = pool.server("board", |config| config.keep_alive = Span(Duration::from_millis(400))).await;
+    let address = pool.address().to_string();
+    // It runs only until it has its session.
+    let stopped = tokio::task::spawn_blocking(move || {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        let loan = runtime.block_on(async {
+            let client = TrackerClient::connect(&address).await.unwrap();
+            client.request(&soon(ServerRequest::new("board"))).await.unwrap()
+        });
+        (runtime, loan)
+    });
+    let (runtime, loan) = stopped.await.unwrap();
+    pool.until(|summary| summary.servers[0].holders.iter().any(|held| held.silent_ms > 0)).await;
+    // The server gives it up.
+    pool.until_free("board", 1).await;
+    runtime.shutdown_background();
+    drop((loan, server));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_session_is_ended_from_outside_where_the_operator_allows_it() {
+    for allow_kick in [false, true] {
+        let pool = Pool::with(|config| {
+            config.allow_kick = allow_kick;
+            // The server is told with its next report, three times a lease.
+            config.lease = Span(Duration::from_millis(300));
+        })
+        .await;
+        let server = pool.server("board", |_| {}).await;
+        let loan = pool.client().await.request(&soon(ServerRequest::new("board"))).await.unwrap();
+        let in_use = |summary: &Summary| {
+            summary.servers.iter().any(|server| server.holders.iter().any(|held| held.session.is_some()))
+        };
+        let summary = pool.until(in_use).await;
+        let kick = Kick { server: summary.servers[0].id, session: summary.servers[0].holders[0].session.unwrap() };
+        let client = pool.client().await;
+        let gone = client.kick(Kick { session: 99, ..kick }).await.unwrap_err();
+        if !allow_kick {
+            let refused = client.kick(kick).await.unwrap_err();
+            assert_eq!([gone.kind(), refused.kind()], [ErrorKind::Refused; 2], "{refused}");
+            assert!(refused.message().contains("--allow-kick"), "{refused}");
+            works(loan.session()).await;
+            continue;
+        }
+        assert_eq!(gone.kind(), ErrorKind::NotFound, "{gone}");
+        client.kick(kick).await.unwrap();
+        let told = loan.session().ended().await;
+        assert!(told.message().contains("rpc-cli kick"), "{told}");
+        pool.until_free("board", 1).await;
+        drop(server);
+    }
 }
 
 /// Regression: the slot came back when the ticket expired, 20 s later by default.
@@ -669,7 +725,7 @@ async fn a_peer_that_registers_without_end_is_stopped_and_leaves_nothing() {
         assert!(text.contains(expected), "{expected}: {text}");
     }
     let renew = session.get_function(functions::RENEW).await.unwrap();
-    let used = Use { id: 1, serial: Some(99), direct: false, client: "c".to_owned(), for_ms: u64::MAX };
+    let used = Use { id: 1, serial: Some(99), direct: false, client: "c".to_owned(), for_ms: u64::MAX, silent_ms: 0 };
     let wild = ServerStatus { now_ms: u64::MAX, uses: vec![used; 1000], spent: vec![1, 1, u64::MAX], leaving: false };
     let _: Pack<Renewed> = renew.call((&kept[0], Pack(wild))).await.unwrap();
     let wait = session.get_function(functions::WAIT).await.unwrap();

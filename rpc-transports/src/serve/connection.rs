@@ -11,6 +11,7 @@ use rpc_core::{ErrorKind, OpenFileQuota, RpcError, SharedSession};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 use super::access_record::SessionNote;
+use super::client_connection::ClientConnection;
 use super::further_servers::Onward;
 use super::mailbox::Mailbox;
 use super::options::OpenRequest;
@@ -109,6 +110,7 @@ impl Connection {
             open_files: self.open_files.clone(),
             onward: Onward::new(self.server.this.clone(), request.path, identity, self.open_files.clone()),
             note: self.note.clone(),
+            connection: ClientConnection::new(&self.mailbox),
         };
         self.server.factory.open(&request).await
     }

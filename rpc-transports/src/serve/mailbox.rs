@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::task::{Poll, Waker};
+use std::time::Instant;
 
 use parking_lot::Mutex;
 use rpc_core::RpcError;
@@ -24,6 +25,8 @@ pub(super) struct Mailbox {
     replies: Mutex<Vec<(u64, Outcome)>>,
     /// Reason why the session has ended on its own.
     ended: Mutex<Option<RpcError>>,
+    /// Time when something was last received from the client of the session.
+    heard: Mutex<Option<Instant>>,
     /// The strongest [`Command`] so far, as a number; 0 for none.
     command: AtomicU8,
     task: Mutex<Option<Waker>>,
@@ -64,6 +67,21 @@ impl Mailbox {
         std::mem::swap(&mut *self.replies.lock(), taken);
     }
 
+    /// Ends the session.
+    pub(super) fn end(&self, reason: RpcError) {
+        *self.ended.lock() = Some(reason);
+        self.wake();
+    }
+
+    /// Notes that something was received from the client.
+    pub(super) fn note_heard(&self, now: Instant) {
+        *self.heard.lock() = Some(now);
+    }
+
+    pub(super) fn last_heard(&self) -> Option<Instant> {
+        *self.heard.lock()
+    }
+
     /// Returns the reason why the session has ended, if it has since the last call.
     pub(super) fn take_end(&self) -> Option<RpcError> {
         self.ended.lock().take()
@@ -84,8 +102,7 @@ pub(super) struct EndOfSession(pub(super) Arc<Mailbox>);
 impl ReplySink for EndOfSession {
     fn deliver(&self, _: u64, outcome: Outcome) {
         if let Err(error) = outcome {
-            *self.0.ended.lock() = Some(error);
-            self.0.wake();
+            self.0.end(error);
         }
     }
 }

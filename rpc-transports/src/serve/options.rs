@@ -9,6 +9,7 @@ use rpc_core::proto::KEEP_ALIVE;
 use rpc_core::{ErrorKind, OpenFileQuota, RpcError, SharedSession};
 
 use super::access_record::SessionNote;
+use super::client_connection::ClientConnection;
 use super::dialect::Dialects;
 use super::further_servers::Onward;
 use super::stall_timeouts::StallLimits;
@@ -44,6 +45,8 @@ pub struct OpenRequest {
     pub onward: Onward,
     /// Note for the record of the session in the log, which the factory may set.
     pub note: SessionNote,
+    /// Connection of the client.
+    pub connection: ClientConnection,
 }
 
 /// Factory of clients' sessions. Implemented by closures that need not wait, and by a

@@ -76,6 +76,7 @@ impl SessionTask {
     ) -> Self {
         let SessionParts { session, mailbox, queued, entry, peer } = parts;
         let now = clock::now();
+        mailbox.note_heard(now);
         let (io, _, guard) = channel.into_parts();
         let config = EndpointConfig { keep_alive: options.keep_alive };
         let end_watch = session.ended().reply().deliver_to(Arc::new(EndOfSession(mailbox.clone())), 0);
@@ -225,6 +226,7 @@ impl SessionTask {
                     self.timeouts.idle_since = None;
                     self.timeouts.received(count);
                     self.traffic.received += count as u64;
+                    self.mailbox.note_heard(clock::now());
                     if let Err(error) = self.endpoint.bulk_filled(count, clock::now()) {
                         return Poll::Ready(Err(error));
                     }
@@ -241,6 +243,7 @@ impl SessionTask {
             Poll::Ready(Ok(count)) => {
                 self.timeouts.received(count);
                 self.traffic.received += count as u64;
+                self.mailbox.note_heard(clock::now());
                 Poll::Ready(self.handle_input())
             }
             Poll::Ready(Err(error)) => Poll::Ready(Err(RpcError::new(

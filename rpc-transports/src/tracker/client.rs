@@ -11,7 +11,7 @@ use tokio::task::JoinSet;
 use tokio::time::Instant;
 
 use super::TICKET_REFUSED;
-use super::messages::{Grant, MESSAGES, Returned, ServerRequest, Summary, functions};
+use super::messages::{Grant, Kick, MESSAGES, Returned, ServerRequest, Summary, functions};
 use crate::address::{Address, AddressError, ToAddress};
 use crate::backoff::Backoff;
 use crate::connect::{ConnectError, Connector, Hop};
@@ -159,6 +159,26 @@ impl TrackerClient {
         };
         match summary.await {
             Ok(summary) => Ok(summary),
+            Err(error) => Err(self.failed(&session, error).await),
+        }
+    }
+
+    /// Has a server end the session of a client. The server is told with its next report.
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::Refused`]: the operator of the tracker does not allow it;
+    /// [`ErrorKind::NotFound`]: there is no such session any more.
+    pub async fn kick(&self, kick: Kick) -> Result<()> {
+        let session = self.session().await?;
+        let kicked = async {
+            let function = session.get_function(functions::KICK).await?;
+            function.call((Pack(kick),)).concurrent().await
+        };
+        match kicked.await {
+            Ok(()) => Ok(()),
+            // The session is what was not found.
+            Err(error) if error.hop() > 0 => Err(error),
             Err(error) => Err(self.failed(&session, error).await),
         }
     }

@@ -48,10 +48,14 @@ fn messages_keep_their_bytes() {
     let target: Target = "llvm".parse().unwrap();
     let cpu =
         DeviceOffer { target: Some(target), memory_scopes: vec!["shared".to_owned()], ..DeviceOffer::new("cpu", 1) };
-    let used = Use { id: 1, serial: Some(7), direct: false, client: "tcp://10.0.0.9:1".to_owned(), for_ms: 20 };
+    let used =
+        Use { id: 1, serial: Some(7), direct: false, client: "tcp://10.0.0.9:1".to_owned(), for_ms: 20, silent_ms: 0 };
     let status = ServerStatus { now_ms: 5, uses: vec![used], spent: vec![3], leaving: false };
     golden.check("server status", &status);
     golden.check("last server status", &ServerStatus { leaving: true, ..status.clone() });
+    let silent = Use { id: 1, serial: None, direct: false, client: "c".to_owned(), for_ms: 20, silent_ms: 7000 };
+    let silent = ServerStatus { uses: vec![silent], spent: Vec::new(), ..status.clone() };
+    golden.check("server status: silent client", &silent);
     let registration = Registration {
         version: 2,
         name: name(),
@@ -65,9 +69,12 @@ fn messages_keep_their_bytes() {
     };
     golden.check("registration", &registration);
     golden.check("registered", &Registered { version: 2, lease_ms: 10_000, address: address() });
-    golden.check("renewed: untried", &Renewed { reach: Reach::Untried });
-    golden.check("renewed: reached", &Renewed { reach: Reach::Reached });
-    golden.check("renewed: unreachable", &Renewed { reach: Reach::Unreachable { why: "w".to_owned() } });
+    let renewed = |reach| Renewed { reach, end: Vec::new() };
+    golden.check("renewed: untried", &renewed(Reach::Untried));
+    golden.check("renewed: reached", &renewed(Reach::Reached));
+    golden.check("renewed: unreachable", &renewed(Reach::Unreachable { why: "w".to_owned() }));
+    golden.check("renewed: kick", &Renewed { end: vec![9], ..renewed(Reach::Reached) });
+    golden.check("kick", &Kick { server: 3, session: 9 });
 
     let request = ServerRequest::new("board").count(2).distinct().label("arch", "arm64").device(DeviceType::CUDA, 1);
     let request = request.virtual_device(DeviceType::CUDA).priority(-1).client("me").timeout(Duration::from_secs(1));
@@ -85,8 +92,9 @@ fn messages_keep_their_bytes() {
     golden.check("grants", &vec![grant]);
     golden.check("returned", &vec![Returned { serial: 7, why: "w".to_owned() }]);
 
-    let holder = |state| Holder { client: client(), for_ms: 3, state };
+    let holder = |state| Holder { client: client(), for_ms: 3, state, session: None, silent_ms: 0 };
     let server = ServerSummary {
+        id: 0,
         name: name(),
         key: key(),
         labels: BTreeMap::new(),

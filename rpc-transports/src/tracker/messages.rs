@@ -34,6 +34,13 @@ pub mod functions {
     pub const GIVE_BACK: &str = "tracker.give_back";
     /// `() -> Summary`.
     pub const SUMMARY: &str = "tracker.summary";
+    /// `(Kick) -> null`. Has a server end the session of a client.
+    pub const KICK: &str = "tracker.kick";
+}
+
+/// Returns true for a number that is left out of a message.
+fn is_zero(number: &u64) -> bool {
+    *number == 0
 }
 
 /// Devices of one kind that a server offers.
@@ -151,6 +158,10 @@ pub struct Use {
     pub client: String,
     /// Age of the session.
     pub for_ms: u64,
+    /// Time since the client was heard, if that is longer than a client that lives is silent; else
+    /// 0. Its process may have been stopped.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub silent_ms: u64,
 }
 
 /// The answer to a [`Registration`].
@@ -170,6 +181,9 @@ pub struct Registered {
 pub struct Renewed {
     /// Result of the tracker's attempts to reach the server at its address.
     pub reach: Reach,
+    /// Sessions that the server is asked to end: [`Use::id`].
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub end: Vec<u64>,
 }
 
 /// Reachability of a server at its address, as the tracker knows it.
@@ -356,6 +370,15 @@ pub struct Returned {
     pub why: String,
 }
 
+/// Session that a server is to end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Kick {
+    /// Tracker's number of the registration: [`ServerSummary::id`].
+    pub server: u64,
+    /// Server's number of the session: [`Holder::session`].
+    pub session: u64,
+}
+
 /// State of a tracker.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Summary {
@@ -379,6 +402,9 @@ pub struct Summary {
 /// One server of a [`Summary`].
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ServerSummary {
+    /// Tracker's number of the registration.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub id: u64,
     /// Name of the server for people.
     pub name: String,
     /// Key that clients ask for.
@@ -414,6 +440,12 @@ pub struct Holder {
     pub for_ms: u64,
     /// State of the slot.
     pub state: HolderState,
+    /// Server's number of the client's session, if it has one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub session: Option<u64>,
+    /// Time for which the client has been silent: [`Use::silent_ms`].
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub silent_ms: u64,
 }
 
 /// State of a slot that a client holds.

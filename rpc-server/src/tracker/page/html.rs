@@ -204,6 +204,7 @@ mod tests {
             uptime_ms: 1,
             lease_ms: 1,
             servers: vec![ServerSummary {
+                id: 1,
                 name: evil(),
                 key: evil(),
                 labels: labels.clone(),
@@ -215,7 +216,13 @@ mod tests {
                 reach: Reach::Unreachable { why: evil() },
                 registered_for_ms: 0,
                 heard_ago_ms: 0,
-                holders: vec![Holder { client: evil(), for_ms: 0, state: HolderState::Direct }],
+                holders: vec![Holder {
+                    client: evil(),
+                    for_ms: 0,
+                    state: HolderState::Direct,
+                    session: None,
+                    silent_ms: 0,
+                }],
             }],
             queue: vec![QueueEntry {
                 client: evil(),

@@ -53,12 +53,19 @@ impl Server {
         (free > 0).then_some((!self.reachable, Reverse(free), self.last_granted, id))
     }
 
+    /// Returns true if the server has reported this session.
+    pub(crate) fn has_session(&self, id: u64) -> bool {
+        self.uses.contains_key(&id)
+    }
+
     /// Returns the occupied slots.
     pub(crate) fn holders(&self) -> impl Iterator<Item = Occupancy> {
         let granted = self.granted.values().map(|granted| Occupancy {
             client: granted.client.clone(),
             since: granted.since,
             kind: OccupancyKind::Granted,
+            session: None,
+            silent_ms: 0,
         });
         self.uses.values().cloned().chain(granted)
     }

@@ -295,7 +295,14 @@ impl Model {
 
     fn new_use(&mut self, serial: Option<u64>) -> Use {
         self.next_use += 1;
-        Use { id: self.next_use, serial, direct: serial.is_none(), client: "a client".to_owned(), for_ms: 5 }
+        Use {
+            id: self.next_use,
+            serial,
+            direct: serial.is_none(),
+            client: "a client".to_owned(),
+            for_ms: 5,
+            silent_ms: 0,
+        }
     }
 
     /// Sends a report of a server, and delivers it and all earlier ones.
@@ -671,7 +678,7 @@ fn slots_are_spread_over_servers_and_unreachable_ones_come_last() {
 #[test]
 fn a_server_that_registers_in_use_is_not_granted_again() {
     let (mut scheduler, now) = scheduler();
-    let used = Use { id: 9, serial: Some(1), direct: false, client: "c".to_owned(), for_ms: 1000 };
+    let used = Use { id: 9, serial: Some(1), direct: false, client: "c".to_owned(), for_ms: 1000, silent_ms: 0 };
     let status = ServerStatus { uses: vec![used], ..no_uses() };
     let id = scheduler.register(now, "p", offer("k", 1), &status).unwrap();
     let claim = scheduler.request(now, "c", ServerRequest::new("k")).unwrap();
@@ -710,7 +717,7 @@ fn a_slot_is_not_granted_again_before_the_server_reports_that_it_is_unused() {
         assert!(scheduler.report(heard, id, &ServerStatus { now_ms: said_ms, ..no_uses() }));
         assert_eq!(granted(&mut scheduler), [], "a client may have come in the last millisecond");
     }
-    let used = Use { id: 1, serial: Some(serial), direct: false, client: "c".to_owned(), for_ms: 1 };
+    let used = Use { id: 1, serial: Some(serial), direct: false, client: "c".to_owned(), for_ms: 1, silent_ms: 0 };
     let with_client = ServerStatus { now_ms: expires_ms + 5_000, uses: vec![used], ..no_uses() };
     assert!(scheduler.report(heard, id, &with_client));
     assert_eq!(granted(&mut scheduler), []);
@@ -783,7 +790,8 @@ fn the_unused_slots_of_a_client_that_is_gone_come_back_and_the_used_ones_do_not(
     let next = [1, 2].map(|_| scheduler.request(now, "d", ServerRequest::new("k")).unwrap());
     scheduler.abandon(now, claim, slots.iter().map(|slot| (slot.server, slot.serial)).collect());
     // The client has reached one of them before it died, and the report was on its way.
-    let used = Use { id: 1, serial: Some(slots[0].serial), direct: false, client: "c".to_owned(), for_ms: 1 };
+    let used =
+        Use { id: 1, serial: Some(slots[0].serial), direct: false, client: "c".to_owned(), for_ms: 1, silent_ms: 0 };
     scheduler.report(now, slots[0].server, &ServerStatus { now_ms: 1, uses: vec![used], ..no_uses() });
     assert_eq!(granted(&mut scheduler), []);
     let due = scheduler.next_timeout().unwrap();

@@ -62,6 +62,10 @@ pub(crate) struct Occupancy {
     pub(crate) client: String,
     pub(crate) since: Instant,
     pub(crate) kind: OccupancyKind,
+    /// Server's number of the session, if there is one.
+    pub(crate) session: Option<u64>,
+    /// Time for which the client has been silent, as the server reports it.
+    pub(crate) silent_ms: u64,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

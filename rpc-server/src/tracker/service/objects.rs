@@ -36,8 +36,9 @@ impl ServerObject {
                 state.remove_server(now, self.id, None);
             }
             self.tracker.apply_events(state, now);
-            return Ok(Renewed { reach });
+            return Ok(Renewed { reach, end: Vec::new() });
         }
+        let end = std::mem::take(&mut entry.to_end).into_iter().collect();
         let look_again = matches!(reach, Reach::Unreachable { .. }) && now > entry.probed + PROBE_INTERVAL;
         let address = look_again.then(|| {
             entry.probed = now;
@@ -47,7 +48,7 @@ impl ServerObject {
         if let Some(address) = address {
             self.tracker.spawn_probe(self.id, address);
         }
-        Ok(Renewed { reach })
+        Ok(Renewed { reach, end })
     }
 }
 

@@ -25,8 +25,11 @@ impl Tracker {
                 OccupancyKind::InUse => HolderState::InUse,
                 OccupancyKind::Direct => HolderState::Direct,
             },
+            session: held.session,
+            silent_ms: held.silent_ms,
         };
         let server = |server: ServerSnapshot| ServerSummary {
+            id: server.id.0,
             name: server.description.name.clone(),
             key: server.description.offer.key.clone(),
             labels: server.description.offer.labels.clone(),
@@ -72,6 +75,7 @@ impl Tracker {
         let server = |(id, entry): (&ServerId, &ServerEntry)| {
             let server = scheduler.server(*id)?;
             Some(ServerSnapshot {
+                id: *id,
                 description: entry.description.clone(),
                 reach: entry.reach.clone(),
                 free: server.free(),
@@ -99,6 +103,7 @@ struct Snapshot {
 }
 
 struct ServerSnapshot {
+    id: ServerId,
     description: Arc<ServerDescription>,
     reach: Reach,
     free: u32,
