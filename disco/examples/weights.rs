@@ -3,7 +3,8 @@
 //!
 //! Without arguments it writes a small model in two files into a temporary folder, and starts four
 //! worker processes. Given the path of another one (a `.safetensors` file, an index, or a folder)
-//! it loads that.
+//! it loads that. `rpc-server`, which stands above this crate, is a development dependency for the
+//! places that it offers.
 
 #[path = "digits/place.rs"]
 mod place;

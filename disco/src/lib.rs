@@ -88,6 +88,7 @@ pub mod ccl;
 mod completion;
 mod controller;
 mod error;
+mod held_memory;
 mod launch;
 mod link;
 mod logs;

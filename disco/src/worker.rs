@@ -10,7 +10,6 @@ pub(crate) mod command_feed;
 pub(crate) mod context;
 pub(crate) mod executor;
 mod handlers;
-pub(crate) mod held_memory;
 mod init_ccl;
 pub(crate) mod process_state;
 mod program_handlers;

@@ -4,6 +4,9 @@
 //! lack a hook or call it where their children never come. Whatever is started adds a line to a
 //! file, and ends at once if the file has more than [`MOST_STARTS`] lines; a limit on processes and
 //! a time limit stand behind that.
+//!
+//! `rpc-server`, which stands above this crate, is a development dependency: its servers start
+//! their program again, too.
 
 // It is a test: whatever goes wrong is a reason to panic.
 #![allow(clippy::unwrap_used)]

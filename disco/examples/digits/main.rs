@@ -2,7 +2,8 @@
 //! from its share of the images, and allreduce averages them.
 //!
 //! The program is written once, in `model.rs`; `place.rs` says where the workers run, of which it
-//! knows nothing.
+//! knows nothing. `rpc-server`, which stands above this crate, is a development dependency for the
+//! places that it offers.
 
 #[allow(unreachable_pub, reason = "tests use the file as part of a library")]
 mod model;

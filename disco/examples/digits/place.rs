@@ -1,4 +1,7 @@
 //! Launches of an example's workers, each started from nothing and ended with the program.
+//!
+//! `rpc-server`, which stands above this crate, is a development dependency: its servers and
+//! trackers are places of workers.
 
 use std::process::{Command, ExitCode};
 

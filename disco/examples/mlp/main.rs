@@ -2,7 +2,8 @@
 //! and allreduce adds up what they contribute.
 //!
 //! The kernels are a native module, compiled from C by `build.rs` when the program starts; the
-//! workers load it. It needs a C compiler and TVM-FFI (`pip install apache-tvm-ffi`).
+//! workers load it. It needs a C compiler and TVM-FFI (`pip install apache-tvm-ffi`). `rpc-server`,
+//! which stands above this crate, is a development dependency: its sessions load the module.
 
 mod build;
 #[path = "../digits/place.rs"]

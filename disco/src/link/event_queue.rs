@@ -8,10 +8,10 @@ use std::task::{Context, Poll, Waker};
 use bytes::Bytes;
 use parking_lot::{Mutex, MutexGuard};
 use rpc_core::function::Object;
-use rpc_core::limits::MemoryLease;
 use rpc_core::{LocalValue, Result, Tensor, Value, blocking};
 
 use crate::error::{Failure, WorkerId};
+use crate::held_memory::HeldMemory;
 use crate::wire::event::{Event, EventSink, LocalContent};
 
 /// Number of bytes of a tensor travel in one event.
@@ -31,18 +31,12 @@ const MAX_OTHER: usize = 64 << 20;
 /// Most lines of logs that wait to be fetched; more are dropped, and counted.
 const MAX_LINES: usize = 4096;
 
-/// Bytes by which the charge of what waits grows. What is below one step is not charged.
-const STEP: u64 = 64 << 10;
-
 /// Events that wait for the controller to fetch them. They are charged to its session; if that may
 /// hold no more memory, there is no room for further ones until some have been fetched.
 pub(crate) struct EventQueue {
     state: Mutex<Queue>,
-    /// Context of the session that is charged.
-    context: rpc_core::Context,
 }
 
-#[derive(Default)]
 struct Queue {
     events: VecDeque<Event>,
     tensor_bytes: usize,
@@ -51,9 +45,8 @@ struct Queue {
     line_bytes: usize,
     /// Lines that found no room, since the last one that did.
     lost_lines: u64,
-    /// Charge of the bytes that wait, and its size.
-    lease: Option<MemoryLease>,
-    charged: u64,
+    /// Charge of the bytes that wait.
+    held: HeldMemory,
     /// True if the session may hold no more.
     is_full: bool,
     closed: bool,
@@ -68,27 +61,31 @@ impl Queue {
         (self.tensor_bytes < MAX_WAITING && self.other_bytes < MAX_OTHER && !self.is_full) || self.closed
     }
 
-    /// Charges what waits now.
-    fn charge(&mut self, context: &rpc_core::Context) {
-        let held = (self.tensor_bytes + self.other_bytes + self.line_bytes) as u64;
-        let wanted = held / STEP * STEP;
-        if wanted == self.charged {
-            return;
-        }
-        let charged = match &mut self.lease {
-            Some(lease) => lease.resize(wanted),
-            None => context.reserve_memory(wanted).map(|lease| self.lease = Some(lease)),
-        };
-        self.is_full = charged.is_err();
-        if !self.is_full {
-            self.charged = wanted;
-        }
+    /// Charges the bytes that wait now.
+    fn charge(&mut self) {
+        let waiting = self.tensor_bytes + self.other_bytes + self.line_bytes;
+        self.is_full = self.held.resize(waiting as u64).is_err();
     }
 }
 
 impl EventQueue {
+    /// Makes an empty queue, whose events are charged to the session of `context`.
     pub(crate) fn new(context: rpc_core::Context) -> Self {
-        Self { state: Mutex::default(), context }
+        Self {
+            state: Mutex::new(Queue {
+                events: VecDeque::new(),
+                tensor_bytes: 0,
+                other_bytes: 0,
+                lines: 0,
+                line_bytes: 0,
+                lost_lines: 0,
+                held: HeldMemory::new(context),
+                is_full: false,
+                closed: false,
+                waker: None,
+                waiting: Vec::new(),
+            }),
+        }
     }
 
     /// Returns the events since the last call, once there are any. An empty list is the end.
@@ -117,8 +114,7 @@ impl EventQueue {
                     other => state.other_bytes -= other.size(),
                 }
             }
-            state.is_full = false;
-            state.charge(&self.context);
+            state.charge();
             let waiting = if state.has_room() { std::mem::take(&mut state.waiting) } else { Vec::new() };
             drop(state);
             waiting.into_iter().for_each(Waker::wake);
@@ -163,7 +159,7 @@ impl EventSink for EventQueue {
             }
             other => state.other_bytes += other.size(),
         }
-        state.charge(&self.context);
+        state.charge();
         // Of progress only the latest counts.
         if let (Event::Progress { worker, .. }, Some(Event::Progress { worker: last, .. })) =
             (&event, state.events.back())
@@ -231,8 +227,9 @@ impl EventQueue {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::held_memory::STEP;
+    use crate::held_memory::tests::context;
     use crate::wire::event::{LogLine, decode_events};
-    use crate::worker::held_memory::tests::context;
 
     #[test]
     fn lines_that_find_no_room_are_counted() {

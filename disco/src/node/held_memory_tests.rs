@@ -14,10 +14,11 @@ use crate::error::Failure;
 use crate::options::Hosting;
 use crate::wire::command::{Command, OWN, Operand};
 use crate::wire::event::{Event, decode_events};
+use crate::wire::parameter::ParameterType;
 use crate::wire::plan::Layout;
 use crate::wire::set_up::{MESSAGES, NodeInfo, SetUp};
 
-/// What may be held beyond the limit: by the worker, and by the queue of events.
+/// Bytes that may be held beyond the limit: by the worker, and by the queue of events.
 const UNCHARGED: u64 = 2 * (64 << 10);
 
 /// A controller of one worker, which sends whatever a test wants.
@@ -171,6 +172,27 @@ fn programs_and_their_registers_are_charged_until_they_are_forgotten() {
     let failures = controller.sync();
     assert_eq!(failures.len(), 1);
     assert_eq!(failures[0].cause.kind(), ErrorKind::LimitExceeded);
+}
+
+/// Regression: a parameter whose register a later one names, too, stayed charged for good.
+#[test]
+fn two_parameters_in_one_register_are_charged_once() {
+    let mut controller = Controller::new(1 << 20);
+    let program = Command::Define {
+        program: 1,
+        registers: 1,
+        parameters: vec![(0, ParameterType::Any), (0, ParameterType::Any)],
+        outputs: Vec::new(),
+        steps: vec![failing()],
+    };
+    controller.submit([program]).unwrap();
+    let text = || Value::Str("x".repeat(100 << 10));
+    for _ in 0..40 {
+        controller.submit([Command::Run { program: 1, args: vec![text(), text()], outputs: Vec::new() }]).unwrap();
+        let failures = controller.sync();
+        assert!(failures.iter().all(|failure| failure.cause.kind() != ErrorKind::LimitExceeded), "{failures:?}");
+    }
+    assert!(controller.held() <= UNCHARGED, "{}", controller.held());
 }
 
 /// Regression: 1,320 bytes of commands made 336 MiB of events, and commands behind them waited

@@ -10,11 +10,11 @@ use rpc_core::{ErrorKind, RpcError, blocking};
 
 use super::command_feed::{Feed, Reader};
 use super::context::WorkerContext;
-use super::held_memory::HeldMemory;
 use super::process_state::ProcessState;
 use super::recorded_program::{RunningProgram, StoredProgram};
 use super::register_content::{Fault, Outcome, Slot, UnsettledCommand};
 use crate::error::{Failure, WorkerId};
+use crate::held_memory::HeldMemory;
 use crate::link::loss::ExitGuard;
 use crate::wire::command::{Command, OWN, Register};
 use crate::wire::event::{Event, EventSink};

@@ -55,7 +55,6 @@ impl Worker {
             session_registers: vec![None; stored.registers],
             own: vec![Slot::Empty; stored.registers],
         };
-        let mut parameters = 0;
         for (position, ((at, wanted), arg)) in (1..).zip(stored.parameters.iter().zip(args)) {
             // A failed value fits: the steps inherit its failure.
             let found = match arg {
@@ -82,8 +81,10 @@ impl Worker {
                     Err(fault) => Slot::Poisoned(self.report_failure(command, fault)),
                 },
             };
-            parameters += running.own[at].heap_bytes();
         }
+        // Counted behind the loop: two parameters may name one register, which holds the last
+        // value.
+        let parameters = running.own.iter().map(Slot::heap_bytes).sum();
         if let Err(error) = self.held.add(parameters) {
             self.held.remove(registers);
             return Err(error.into());

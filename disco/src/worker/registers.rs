@@ -6,9 +6,9 @@ use rpc_core::function::{Function, Object};
 use rpc_core::{ErrorKind, LocalValue, Module, RpcError, Tensor, Value};
 
 use super::executor::Worker;
-use super::held_memory::HeldMemory;
 use super::register_content::{Fault, Outcome, Slot};
 use crate::error::Failure;
+use crate::held_memory::HeldMemory;
 use crate::wire::command::{OWN, Register};
 
 /// Most registers beyond those that exist at which a command may set one: numbers are given out one

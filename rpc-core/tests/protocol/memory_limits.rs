@@ -222,7 +222,8 @@ fn frees_that_wait_count_against_the_limit_of_all_sessions() {
     assert_eq!(quota.used(), 0);
 }
 
-/// What others have queued is nothing to a client that frees objects and reads its replies.
+/// A quota that others have filled does not hold up a client that frees objects and reads its
+/// replies.
 #[test]
 fn frees_that_need_not_wait_need_no_room() {
     let quota = MemoryQuota::new("max_total_queued", 256 << 10, None);
