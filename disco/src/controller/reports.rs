@@ -2,10 +2,10 @@
 
 use std::task::Waker;
 
-use bytes::Bytes;
-use rpc_core::{RpcError, Tensor};
+use rpc_core::RpcError;
 
-use crate::controller::dispatch::Controller;
+use crate::controller::dispatch::{Controller, ControllerState};
+use crate::controller::tickets::IncomingTensor;
 use crate::link::loss;
 use crate::link::relayed_data::RelayRequest;
 use crate::link::upstream::Upstream;
@@ -33,15 +33,18 @@ impl Upstream for Controller {
             Event::Fetched { ticket, value } => self.settle(ticket, Some(value)),
             Event::TensorBegins { ticket, dtype, shape } => {
                 // Without memory for it the bytes are let go, and the last event says so.
-                let tensor = Tensor::zeros(shape, dtype).ok();
                 if let Some(ticket) = self.lock().tickets.get_mut(&ticket) {
-                    ticket.incoming = tensor;
+                    ticket.incoming = Some(IncomingTensor::new(dtype, shape));
                 }
             }
             Event::TensorBytes { ticket, offset, bytes } => {
-                let tensor = self.lock().tickets.get(&ticket).and_then(|ticket| ticket.incoming.clone());
-                if let Some(tensor) = tensor {
-                    fill(&tensor, offset, &bytes);
+                let take = |state: &mut ControllerState| state.tickets.get_mut(&ticket)?.incoming.take();
+                let incoming = take(&mut self.lock());
+                // Copied without the lock.
+                let Some(incoming) = incoming else { return };
+                let filled = incoming.and_then(|mut tensor| tensor.fill(offset, &bytes).map(|()| tensor));
+                if let Some(ticket) = self.lock().tickets.get_mut(&ticket) {
+                    ticket.incoming = Some(filled);
                 }
             }
             Event::Failed(failure) => self.lock().failures.push(failure),
@@ -83,15 +86,5 @@ impl Upstream for Controller {
     /// Ends the session.
     fn lose(&self, link: usize, error: RpcError) {
         self.end(loss::of_link(&self.links[link].lost_node(), &error));
-    }
-}
-
-fn fill(tensor: &Tensor, offset: u64, bytes: &Bytes) {
-    let filled = tensor.byte_range(offset, bytes.len() as u64).and_then(|range| {
-        let (_, mut borrow) = tensor.write()?.into_parts();
-        borrow.copy_in(range.start, bytes)
-    });
-    if let Err(error) = filled {
-        rpc_core::log_limited!(ERROR, %error, "a worker sent bytes that do not fit its tensor");
     }
 }

@@ -9,7 +9,7 @@ use rpc_core::{ErrorKind, LocalValue, RpcError, Value};
 
 use crate::completion::Completion;
 use crate::controller::dispatch::Controller;
-use crate::controller::tickets::Ticket;
+use crate::controller::tickets::{IncomingTensor, Ticket};
 use crate::error::{DiscoError, Failure, Result, WorkerId};
 use crate::wire::command::Command;
 use crate::wire::event::LocalContent;
@@ -105,15 +105,17 @@ impl Controller {
         ticket.content = content.map(|content| {
             content.and_then(|content| match content {
                 LocalContent::Value(value) => Ok(value),
-                LocalContent::TensorComplete => match ticket.incoming.take() {
-                    Some(tensor) => Ok(Value::Object(Object::Tensor(tensor))),
-                    None => Err(Failure {
+                LocalContent::TensorComplete => {
+                    let missing = || RpcError::new(ErrorKind::Protocol, "a worker sent the end of a tensor alone");
+                    let incoming = ticket.incoming.take().unwrap_or_else(|| Err(missing()));
+                    let tensor = incoming.and_then(IncomingTensor::finish);
+                    tensor.map(|tensor| Value::Object(Object::Tensor(tensor))).map_err(|cause| Failure {
                         worker: WorkerId(0),
                         sequence: 0,
                         command: "copy".to_owned(),
-                        cause: RpcError::new(ErrorKind::OutOfMemory, "no memory at the controller for the tensor"),
-                    }),
-                },
+                        cause,
+                    })
+                }
             })
         });
         let waker = if ticket.waiting == 0 { ticket.waker.take() } else { None };
