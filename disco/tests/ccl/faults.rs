@@ -178,20 +178,23 @@ fn a_rank_that_never_comes_is_named_and_the_group_stays_broken() {
 #[test]
 fn a_rank_that_went_on_is_named_at_once() {
     for launch in ALL {
-        for (goes_on_to_another, size) in [(false, 10), (true, 10), (true, 100_000)] {
+        // Steps are counted in 64 bits.
+        for (goes_on_to_another, size, step) in
+            [(false, 10, 8), (true, 10, 8), (true, 100_000, 8), (false, 10, 1 << 32)]
+        {
             let given_up = AtomicUsize::new(0);
             on_threads(launch, 3, &long_limits(), |ccl| {
                 ccl.set_step(7);
                 allreduce(ccl, 10).unwrap();
                 let rank = ccl.rank();
-                ccl.set_step(8);
+                ccl.set_step(step);
                 if rank == Rank(1) {
                     ccl.leave_step();
                     // It may not come before the others have given up on it.
                     while !goes_on_to_another && given_up.load(Ordering::Acquire) < 2 {
                         std::thread::yield_now();
                     }
-                    ccl.set_step(9);
+                    ccl.set_step(step + 1);
                 }
                 let breakdown = breakdown(allreduce(ccl, size));
                 given_up.fetch_add(1, Ordering::AcqRel);

@@ -12,7 +12,7 @@
 //! | | staging for large inputs |
 //! | a box for each ordered pair | words and announcements of both ends, and staging |
 
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
 use super::announcement::{Announcement, LEN, MAX_POISON};
@@ -31,7 +31,7 @@ pub(super) const PARCELS: usize = 2;
 pub(super) const PARCEL: usize = 128 * 1024;
 
 const MAGIC: u64 = u64::from_le_bytes(*b"discoccl");
-const VERSION: u32 = 2;
+const VERSION: u32 = 3;
 const HEAD: usize = 8192;
 const BROKEN: usize = 64;
 const BROKEN_LEN: usize = 68;
@@ -86,14 +86,15 @@ pub(super) enum Word {
     ProbeHigh = 52,
     /// The collective of which it has reduced its share last.
     Halfway = 56,
-    /// The last step, as its caller counts, that it is through with without having come to all
-    /// collectives, perhaps.
-    LeftStep = 60,
     /// Count that changes when another rank wakes this one. Written by the others.
     Bell = 64,
     /// 1 while the rank is about to sleep. Read by the others.
     Sleeping = 68,
 }
+
+/// Offset of the last step, as its caller counts, that a rank is through with without having come
+/// to all collectives, perhaps: a `u64`, behind the words.
+const LEFT_STEP: usize = 72;
 
 /// As [`Word::Reads`].
 pub(super) const NEVER: u32 = u32::MAX;
@@ -163,6 +164,17 @@ impl Segment {
         self.atomic(self.block(rank) + word as usize)
     }
 
+    /// Returns the last step that a rank has left; 0 if it has left none.
+    pub(super) fn left_step(&self, rank: usize) -> u64 {
+        self.left_step_word(rank).load(Ordering::Acquire)
+    }
+
+    /// Stores the last step that a rank has left, and wakes the ranks that sleep.
+    pub(super) fn leave_step(&self, rank: usize, step: u64) {
+        self.left_step_word(rank).store(step, Ordering::SeqCst);
+        self.wake_sleepers(rank);
+    }
+
     pub(super) fn box_word(&self, from: usize, to: usize, word: BoxWord) -> &AtomicU32 {
         self.atomic(self.mailbox(from, to) + word as usize)
     }
@@ -217,6 +229,11 @@ impl Segment {
         // In one order with the sleeper's own two steps: either it sees the value, or we see that
         // it sleeps.
         word.store(value, Ordering::SeqCst);
+        self.wake_sleepers(by);
+    }
+
+    /// Wakes the ranks that sleep, all but this one.
+    fn wake_sleepers(&self, by: usize) {
         for rank in (0..self.size).filter(|rank| *rank != by) {
             if self.word(rank, Word::Sleeping).load(Ordering::SeqCst) != 0 {
                 self.ring(rank);
@@ -278,6 +295,14 @@ impl Segment {
 
     fn mailbox(&self, from: usize, to: usize) -> usize {
         HEAD + self.size * BLOCK + (from * self.size + to) * BOX
+    }
+
+    fn left_step_word(&self, rank: usize) -> &AtomicU64 {
+        let word = self.at(self.block(rank) + LEFT_STEP, 8);
+        // SAFETY: in the segment, which lives as long as `self`; aligned, because blocks begin on a
+        // page and the offset is a multiple of eight; and the word is never accessed in another
+        // way.
+        unsafe { AtomicU64::from_ptr(word.cast()) }
     }
 
     fn atomic(&self, offset: usize) -> &AtomicU32 {

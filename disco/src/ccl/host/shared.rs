@@ -294,8 +294,8 @@ impl SharedCcl {
     /// Returns true if the peer has left the step that this rank is in, and so will not enter its
     /// collectives.
     fn has_left_step(&self, peer: usize) -> bool {
-        let left = self.segment.word(peer, Word::LeftStep).load(Ordering::Acquire);
-        left != 0 && reached(left, self.step as u32)
+        let left = self.segment.left_step(peer);
+        left != 0 && left >= self.step
     }
 
     /// Breaks the group because of a failure of `rank`.
@@ -374,7 +374,7 @@ impl Ccl for SharedCcl {
     }
 
     fn leave_step(&mut self) {
-        self.publish(Word::LeftStep, self.step as u32);
+        self.segment.leave_step(self.rank, self.step);
     }
 
     fn control(&self) -> Arc<dyn Control> {
