@@ -33,8 +33,8 @@ type Upgrade = Pin<Box<dyn Future<Output = io::Result<Channel>> + Send>>;
 /// Source of explanations for the end of a channel, where the transport knows one: a child process
 /// has an exit status.
 ///
-/// Called when a channel ends before there is a session. Implementations wait for the facts that
-/// they need, a second at most.
+/// Called when the far side ends a channel, before there is a session or in the middle of one.
+/// Implementations wait for the facts that they need, a second at most.
 #[async_trait]
 pub trait ExplainEnd: Send + Sync {
     /// Returns the explanation as the beginning of a sentence: "the program ended (exit status:

@@ -9,20 +9,21 @@
 
 use std::io::{self, IoSlice, Read};
 use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use bytes::BytesMut;
 use parking_lot::{Condvar, MutexGuard};
-use rpc_core::proto::{ClientEndpoint, EndpointConfig, Negotiated};
-use rpc_core::{Request, RpcSession, SharedSession, Submission};
+use rpc_core::proto::{ClientEndpoint, ClientEvent, EndpointConfig, Negotiated};
+use rpc_core::{Request, Responder, RpcSession, SharedSession, Submission};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendAncillaryBuffer, SendFlags, recv, send, sendmsg};
 
 use super::idle_poller::{IdlePoller, Interest, PolledSession, timespec};
 use super::state::{Change, ClientState, Locked, Pump, SessionRef};
-use crate::channel::{BlockingChannel, BlockingIo, ChannelGuard};
+use crate::channel::{BlockingChannel, BlockingIo, ChannelGuard, ExplainEnd};
 use crate::channel_io::{READ_MAX, SLICES};
 
 /// Time for which a session counts as in use after a call, so that calls in a row do not wake the
@@ -55,6 +56,7 @@ struct SocketPump {
     in_background: AtomicBool,
     /// Time after which a blocking read ends by itself: the socket's own limit.
     read_limit: Duration,
+    end: Option<Arc<dyn ExplainEnd>>,
     /// Guard of the channel's resources, such as a child process.
     _guard: Option<ChannelGuard>,
 }
@@ -93,6 +95,7 @@ impl BlockingClientSession {
         mut input: BytesMut,
         config: EndpointConfig,
     ) -> io::Result<Self> {
+        let end = channel.end().cloned();
         let (io, peer, guard) = channel.into_parts();
         let read_limit = config.keep_alive.max(Duration::from_millis(1));
         io.set_read_timeout(Some(read_limit))?;
@@ -116,6 +119,7 @@ impl BlockingClientSession {
             in_use: AtomicBool::new(false),
             in_background: AtomicBool::new(false),
             read_limit,
+            end,
             _guard: guard,
         };
         let session = ClientState::new(endpoint, (pump, state), peer, false);
@@ -167,7 +171,7 @@ impl Pump for SocketPump {
                 locked.take_events(&mut events);
                 session.flush(&mut locked);
                 drop(locked);
-                session.deliver(events);
+                session.deliver_explained(events);
             }
             Change::Close => {
                 session.flush(&mut locked);
@@ -188,6 +192,10 @@ impl Pump for SocketPump {
             drop(locked);
             wake_idle_poller();
         }
+    }
+
+    fn end(&self) -> Option<&Arc<dyn ExplainEnd>> {
+        self.end.as_ref()
     }
 
     const DRIVEN_BY_CALLERS: bool = true;
@@ -263,6 +271,14 @@ impl ClientState<SocketPump> {
         }
     }
 
+    /// Delivers events, the session's end with its explanation, for which this blocks shortly.
+    fn deliver_explained(&self, events: Vec<ClientEvent<Responder>>) {
+        if let Some(end) = self.unexplained_end(&events) {
+            self.explain(end.explain_blocking());
+        }
+        self.deliver(events);
+    }
+
     /// Reads the input that has arrived, without waiting.
     fn read_to_end(&self, locked: &mut Locked<SocketPump>) {
         let mut buffer = vec![0; READ_MAX];
@@ -290,7 +306,7 @@ impl ClientState<SocketPump> {
             locked.take_events(&mut events);
             if !events.is_empty() {
                 drop(locked);
-                self.deliver(events);
+                self.deliver_explained(events);
                 locked = self.lock();
                 if locked.pump.followers > 0 {
                     self.pump.leader_changed.notify_all();
@@ -443,6 +459,6 @@ impl PolledSession for ClientState<SocketPump> {
     fn deliver_rest(&self) {
         let mut events = Vec::new();
         self.lock().take_events(&mut events);
-        self.deliver(events);
+        self.deliver_explained(events);
     }
 }

@@ -6,8 +6,8 @@
 //! of an async runtime, or the [threads](super::blocking) that wait for replies.
 
 use std::fmt;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use parking_lot::{Mutex, MutexGuard};
@@ -16,6 +16,7 @@ use rpc_core::proto::{Admission, ClientEndpoint, ClientEvent};
 use rpc_core::reply::ReplyControl;
 use rpc_core::{ErrorKind, Operation, Request, Responder, RpcError, RpcSession, SharedSession, Submission, Value};
 
+use crate::channel::ExplainEnd;
 use crate::channel_io::without_reference;
 use crate::clock;
 
@@ -33,6 +34,9 @@ pub(super) trait Pump: Send + Sync + Sized + 'static {
     fn session_ended(&self, error: &RpcError) {
         let _ = error;
     }
+
+    /// Returns the source of explanations for the channel's end, if there is one.
+    fn end(&self) -> Option<&Arc<dyn ExplainEnd>>;
 
     /// Drives the session in the background from now on, because a caller awaits a reply instead of
     /// waiting for it.
@@ -71,6 +75,8 @@ pub(super) struct ClientState<P: Pump> {
     is_encrypted: bool,
     locked: Mutex<Locked<P>>,
     next_id: AtomicU64,
+    /// Explanation of the channel's end; `None` inside if its source knows none.
+    explanation: OnceLock<Option<String>>,
     /// Substitute for the current time in requests without a deadline, which do not use it: reading
     /// the clock costs.
     created: Instant,
@@ -82,6 +88,8 @@ pub(super) struct Locked<P: Pump> {
     pub(super) pump: P::Locked,
     /// Submissions that complete when the session ends.
     end_watchers: Vec<Responder>,
+    /// True once the end watchers have been completed.
+    is_end_reported: bool,
 }
 
 impl<P: Pump> ClientState<P> {
@@ -96,8 +104,9 @@ impl<P: Pump> ClientState<P> {
             pump,
             peer,
             is_encrypted,
-            locked: Mutex::new(Locked { endpoint, pump: locked, end_watchers: Vec::new() }),
+            locked: Mutex::new(Locked { endpoint, pump: locked, end_watchers: Vec::new(), is_end_reported: false }),
             next_id: AtomicU64::new(1),
+            explanation: OnceLock::new(),
             created: clock::now(),
         })
     }
@@ -120,19 +129,55 @@ impl<P: Pump> ClientState<P> {
             match event {
                 ClientEvent::Admitted(responder) => responder.admit(),
                 ClientEvent::Reply(responder, outcome) => {
-                    let local = |error: RpcError| if error.hop() == 0 { error.with_peer(peer) } else { error };
+                    let local =
+                        |error: RpcError| if error.hop() == 0 { self.explained(error).with_peer(peer) } else { error };
                     responder.complete(outcome.map_err(local));
                 }
                 ClientEvent::GoingAway(error) => tracing::debug!(peer, %error, "the server is going away"),
-                ClientEvent::Ended(error) => ended = Some(error.with_peer(peer)),
+                ClientEvent::Ended(error) => ended = Some(self.explained(error).with_peer(peer)),
             }
         }
         let Some(error) = ended else { return };
         self.pump.session_ended(&error);
-        let watchers = std::mem::take(&mut self.lock().end_watchers);
+        let mut locked = self.lock();
+        locked.is_end_reported = true;
+        let watchers = std::mem::take(&mut locked.end_watchers);
+        drop(locked);
         for watcher in watchers {
             watcher.complete(Err(error.clone()));
         }
+    }
+
+    /// Returns the source that can explain the session's end, if these events report that end, the
+    /// far side has caused it, and it has not been explained yet. The end is the last event.
+    pub(super) fn unexplained_end(&self, events: &[ClientEvent<Responder>]) -> Option<&Arc<dyn ExplainEnd>> {
+        let Some(ClientEvent::Ended(error)) = events.last() else { return None };
+        if is_of_the_end(error) && self.explanation.get().is_none() { self.pump.end() } else { None }
+    }
+
+    /// Sets the explanation of the channel's end, before the end is delivered.
+    pub(super) fn explain(&self, explanation: Option<String>) {
+        _ = self.explanation.set(explanation);
+    }
+
+    /// Adds the explanation of the channel's end to an error that stems from it.
+    fn explained(&self, error: RpcError) -> RpcError {
+        match self.explanation.get() {
+            Some(Some(end)) if is_of_the_end(&error) => error.context(end),
+            _ => error,
+        }
+    }
+
+    /// Completes the request of a caller that comes after the session's end with its error: at
+    /// once, or with the end watchers if the end is still being explained.
+    fn refuse(&self, responder: Responder, error: RpcError) {
+        let mut locked = self.lock();
+        if self.pump.end().is_some() && is_of_the_end(&error) && !locked.is_end_reported {
+            locked.end_watchers.push(responder);
+            return;
+        }
+        drop(locked);
+        responder.complete(Err(self.explained(error).with_peer(&*self.peer)));
     }
 
     fn change<T>(&self, change: Change, apply: impl FnOnce(&mut ClientEndpoint<Responder>) -> T) -> T {
@@ -199,6 +244,11 @@ impl<P: Pump> Driver for ClientState<P> {
     fn drive(&self, done: &dyn Fn() -> bool) {
         P::drive(self, done);
     }
+}
+
+/// Returns true if an error stems from the end of the channel to the peer.
+fn is_of_the_end(error: &RpcError) -> bool {
+    error.hop() == 0 && error.kind() == ErrorKind::PeerLost
 }
 
 /// Reference to a session. The session closes in good order when the last clone is gone, while its
@@ -286,9 +336,7 @@ impl<P: Pump> RpcSession for LastReference<P> {
                 match state.change(Change::Request, submit) {
                     Admission::Now => responder.admit(),
                     Admission::Later => {}
-                    Admission::Refused(_, error) => {
-                        responder.complete(Err(error.with_peer(&*state.peer)));
-                    }
+                    Admission::Refused(_, error) => state.refuse(responder, error),
                 }
                 submission
             }
@@ -302,7 +350,7 @@ impl<P: Pump> RpcSession for LastReference<P> {
         match locked.endpoint.ended().cloned() {
             Some(error) => {
                 drop(locked);
-                responder.complete(Err(error.with_peer(&*self.state().peer)));
+                self.state().refuse(responder, error);
             }
             None => locked.end_watchers.push(responder),
         }

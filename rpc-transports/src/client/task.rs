@@ -12,10 +12,11 @@ use rpc_core::{ErrorKind, Request, Responder, RpcError, RpcSession, SharedSessio
 use tokio::io::AsyncWrite;
 
 use super::state::{Change, ClientState, Locked, Pump, SessionRef};
-use crate::channel::{Channel, ChannelGuard, ChannelIo};
+use crate::channel::{Channel, ChannelGuard, ChannelIo, ExplainEnd};
 use crate::channel_io::{Alarm, Flush, ReadAhead, SLICES, poll_write};
 use crate::clock;
 use crate::handshake::identity_proofs::Connection;
+use crate::transport::BoxFuture;
 
 /// A session at the far end of a channel. Cheap to clone; clones are the same session.
 ///
@@ -29,21 +30,23 @@ struct TaskPump {
     /// Connection that the channel shares with other channels, if its transport has such
     /// connections.
     connection: Option<Arc<Connection>>,
+    end: Option<Arc<dyn ExplainEnd>>,
 }
 
 impl ClientSession {
     /// Starts the session after a handshake, and its task. `input` holds the bytes that were read
     /// beyond the handshake.
     pub(crate) fn spawn(channel: Channel, negotiated: &Negotiated, input: BytesMut, config: EndpointConfig) -> Self {
-        let connection = channel.security().connection.clone();
+        let (connection, end) = (channel.security().connection.clone(), channel.end().cloned());
         let is_encrypted = channel.security().is_encrypted() || channel.security().first_link_encrypted;
         let (io, peer, guard) = channel.into_parts();
         let endpoint = ClientEndpoint::new(negotiated, config, clock::now());
-        let session = ClientState::new(endpoint, (TaskPump { connection }, None), peer, is_encrypted);
+        let session = ClientState::new(endpoint, (TaskPump { connection, end }, None), peer, is_encrypted);
         tokio::spawn(PumpTask {
             session: session.clone(),
             wire: Wire { io, read: ReadAhead::new(input), alarm: Alarm::new(), flush: Flush::default() },
             events: Vec::new(),
+            explaining: None,
             _guard: guard,
         });
         Self(SessionRef::new(session))
@@ -87,6 +90,10 @@ impl Pump for TaskPump {
         }
     }
 
+    fn end(&self) -> Option<&Arc<dyn ExplainEnd>> {
+        self.end.as_ref()
+    }
+
     fn session_ended(&self, error: &RpcError) {
         if let Some(connection) = &self.connection
             && error.kind() == ErrorKind::PeerSilent
@@ -105,6 +112,8 @@ struct PumpTask {
     wire: Wire,
     /// Events on their way to callers. Empty between two batches, and kept for its memory.
     events: Vec<ClientEvent<Responder>>,
+    /// Explanation of the session's end, while it is waited for.
+    explaining: Option<BoxFuture<'static, Option<String>>>,
     /// Guard of the channel's resources, such as a child process.
     _guard: Option<ChannelGuard>,
 }
@@ -113,7 +122,7 @@ impl Future for PumpTask {
     type Output = ();
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
-        let Self { session, wire, events, .. } = &mut *self;
+        let Self { session, wire, events, explaining, .. } = &mut *self;
         loop {
             let mut locked = session.lock();
             let outcome = wire.poll(&mut locked, cx);
@@ -127,6 +136,12 @@ impl Future for PumpTask {
                 return Poll::Pending;
             }
             drop(locked);
+            if let Some(end) = session.unexplained_end(events) {
+                let end = Arc::clone(end);
+                let explaining = explaining.get_or_insert_with(|| Box::pin(async move { end.explain().await }));
+                // The events are kept, and no caller learns of the end before.
+                session.explain(ready!(explaining.as_mut().poll(cx)));
+            }
             session.deliver(events.drain(..));
             if events.capacity() > KEPT_EVENTS {
                 *events = Vec::new();

@@ -62,6 +62,7 @@ fn guarded(name: &str, body: impl FnOnce() + Send + 'static) {
 
 /// A session with three workers, and the processes that belong to it.
 struct Site {
+    launch: Launch,
     session: DiscoSession,
     fixture: Fixture,
     pids: Vec<u32>,
@@ -78,7 +79,7 @@ fn over(launches: &[Launch], options: &Options, test: impl Fn(&Site) + Send + Sy
             let fixture = launch.try_start_with(3, 1, options).unwrap();
             let session = fixture.session.clone();
             let pids = pids(&session);
-            let site = Site { session, fixture, pids, folder: tempfile::tempdir().unwrap() };
+            let site = Site { launch, session, fixture, pids, folder: tempfile::tempdir().unwrap() };
             test(&site);
             // The shutdown may fail, but it has to return.
             _ = site.session.shutdown().wait();
@@ -281,6 +282,12 @@ fn killed(state: State) {
         all_hear(site, victim, kinds, copy);
         let took = pace::since(before);
         assert!(took < LIMIT, "{took:?}");
+        // The parent of a process knows what it died of.
+        let is_child = matches!(site.launch, Launch::Processes(_) | Launch::NodeOfProcesses(_));
+        if is_child && kinds == [ErrorKind::PeerLost] {
+            let error = site.session.sync_all().wait().unwrap_err().to_string();
+            assert!(error.contains("the program ended (signal: 9"), "{error}");
+        }
     });
 }
 
