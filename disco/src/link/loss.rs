@@ -84,6 +84,8 @@ pub(crate) struct LostNode<'a> {
     pub(crate) workers: Range<u32>,
     /// Number of nodes, those below included.
     pub(crate) nodes: usize,
+    /// True if the link goes through hops.
+    pub(crate) has_hops: bool,
 }
 
 impl LostNode<'_> {
@@ -100,11 +102,26 @@ impl LostNode<'_> {
         let behind = if middle == end { String::new() } else { format!(", with {} behind", describe(middle..end)) };
         format!("{} at {} was lost{behind}", describe(start..middle), self.name)
     }
+
+    /// Returns the hop at which the way to the node broke, if it is not the node itself that the
+    /// error names.
+    fn broken_hop<'e>(&self, error: &'e RpcError) -> Option<&'e str> {
+        let is_node = |peer: &&str| self.name.starts_with(peer) || peer.starts_with(self.name);
+        error.peer().filter(|_| self.has_hops).filter(|peer| !is_node(peer))
+    }
+}
+
+/// Returns what an error says, and the hop that it happened at if the node itself may still run.
+fn cause(node: &LostNode<'_>, error: &RpcError) -> String {
+    match node.broken_hop(error) {
+        Some(hop) => format!("the way there broke at the hop {hop}, and the rest may still run: {}", error.message()),
+        None => error.message().to_owned(),
+    }
 }
 
 /// Returns the error that ends a session whose controller has lost a link.
 pub(crate) fn of_link(node: &LostNode<'_>, error: &RpcError) -> RpcError {
-    let text = format!("{}: {}", node.describe(), error.message());
+    let text = format!("{}: {}", node.describe(), cause(node, error));
     let kind =
         if error.ends_session() && error.kind() != ErrorKind::Closed { error.kind() } else { ErrorKind::PeerLost };
     RpcError::new(kind, text).may_have_run(true)
@@ -121,6 +138,27 @@ pub(crate) fn of_worker(worker: WorkerId, node: Option<&str>, error: RpcError) -
 ///
 /// A process needs no name beside the number of its worker.
 pub(crate) fn below_node(node: &LostNode<'_>, error: RpcError) -> Event {
-    let error = if node.nodes == 0 { error } else { error.context(node.name) };
+    let error = match node.broken_hop(&error) {
+        _ if node.nodes == 0 => error,
+        Some(hop) => error.clone().context(format_args!("{}: the way there broke at the hop {hop}", node.name)),
+        None => error.context(node.name),
+    };
     Event::Lost { worker: WorkerId(node.workers.start), error }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_hop_that_broke_is_named_and_not_the_worker_behind_it() {
+        let node = LostNode { name: "tcp://node:2", workers: 0..2, nodes: 1, has_hops: true };
+        let broke = |peer: &str| RpcError::new(ErrorKind::PeerLost, "the connection broke").with_peer(peer);
+        let text = of_link(&node, &broke("tcp://hop:1")).message().to_owned();
+        assert!(text.contains("the way there broke at the hop tcp://hop:1, and the rest may still run"), "{text}");
+        let text = of_link(&node, &broke("tcp://node:2")).message().to_owned();
+        assert_eq!(text, "workers 0 to 1 at tcp://node:2 was lost: the connection broke");
+        let Event::Lost { error, .. } = below_node(&node, broke("tcp://hop:1")) else { panic!("another event") };
+        assert!(error.message().contains("broke at the hop tcp://hop:1"), "{error}");
+    }
 }

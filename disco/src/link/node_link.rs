@@ -54,6 +54,8 @@ pub(crate) struct Link {
     /// True if the link or one behind it is encrypted, as far as the processes at its ends can
     /// tell.
     pub(crate) is_encrypted: bool,
+    /// True if it goes through hops.
+    pub(crate) has_hops: bool,
     path: Path,
     /// Open session and host at the other end. Taken when the session ends.
     held: Mutex<Option<OpenHost>>,
@@ -111,6 +113,7 @@ impl Link {
             info,
             name,
             is_encrypted,
+            has_hops: false,
             path,
             held,
             relays: AtomicBool::new(false),
@@ -230,7 +233,7 @@ impl Link {
 
     /// Returns the other end, as errors describe it once it is lost.
     pub(crate) fn lost_node(&self) -> LostNode<'_> {
-        LostNode { name: &self.name, workers: self.workers(), nodes: self.nodes }
+        LostNode { name: &self.name, workers: self.workers(), nodes: self.nodes, has_hops: self.has_hops }
     }
 
     /// Appends a command. `encoded` is there if any link of the session needs it; `bulk` says

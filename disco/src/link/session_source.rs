@@ -24,16 +24,20 @@ impl Source {
     /// Opens a host in a session with it. The session is tested as often as the set-up says.
     async fn open(self, set_up: SetUp) -> rpc_core::Result<Link> {
         let keep_alive = set_up.keep_alive();
+        let mut has_hops = false;
         let (session, name, local) = match self {
             Self::Ready(session, name) => (session, name, None),
             Self::Local(session, local) => (session, "this process".to_owned(), Some(local)),
             Self::Address(connector, address) => {
+                has_hops = connector.has_hops();
                 let session = connector.keep_alive(keep_alive).connect(&address).await;
                 (session.map_err(|error| error.into_rpc_error())?, address, None)
             }
             Self::Onward(onward, address) => (onward.connect(&address, keep_alive).await?, address, None),
         };
-        Link::open(session, name, set_up, local).await
+        let mut link = Link::open(session, name, set_up, local).await?;
+        link.has_hops = has_hops;
+        Ok(link)
     }
 }
 
