@@ -168,6 +168,7 @@ pub async fn join_with(
     let park = ParkOptions { key: NodeRank::key(node_rank), capacity: 1, ..ParkOptions::default() };
     let deadline = Instant::now() + connect_timeout;
     let mut backoff = Backoff::new(FIRST_PAUSE, LONGEST_PAUSE);
+    let mut is_told = false;
     loop {
         let error = match server.park_once(controller, &park).await {
             Ok(true) => return Ok(()),
@@ -185,7 +186,9 @@ pub async fn join_with(
         if !matches!(error, ConnectError::Transport(_)) || Instant::now() + pause >= deadline {
             return Err(error.into_rpc_error().context(format_args!("joining the controller at {controller}")));
         }
-        tracing::debug!(%controller, %error, "the controller is not there yet");
+        if !std::mem::replace(&mut is_told, true) {
+            tracing::warn!(%controller, %error, "the controller is not there; trying again for {connect_timeout:?}");
+        }
         tokio::time::sleep(pause).await;
     }
 }
