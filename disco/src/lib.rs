@@ -108,7 +108,7 @@ pub use controller::session::{Content, DiscoSession};
 pub use error::{DiscoError, Failure, Result, WorkerId};
 pub use launch::{NodeListener, ProcessSession, SocketSession, ThreadedSession};
 pub use logs::WorkerLogLayer;
-pub use node::functions::register;
+pub use node::functions::{refuse, register};
 pub use node::join::{JoinOptions, NodeRank, join, join_with};
 pub use node::settings::NodeSettings;
 pub use node::worker_process::{serve_if_worker, serve_if_worker_with};

@@ -27,7 +27,8 @@
 //! Writers, readers and uploads are objects of the session and go with it.
 //! [`rpc_core::client::Files`] is the client of the file functions, [`rpc_core::client::Modules`]
 //! that of those for modules, which refuse without `--allow-modules`. With them comes the module
-//! loader `tvm_ffi`.
+//! loader `tvm_ffi`. The functions of Disco nodes, `disco.*`, refuse without `--allow-disco` where
+//! clients need not prove who they are.
 
 mod files;
 mod info;
@@ -39,6 +40,8 @@ use std::time::{Duration, Instant};
 
 use rpc_core::function::Rest;
 use rpc_core::{Context, ErrorKind, LocalValue, Registry, RpcError, Shared, Value};
+
+use crate::config::ServeConfig;
 
 pub use files::MAX_READ_BYTES;
 pub(crate) use files::workspace;
@@ -63,6 +66,19 @@ pub fn register(registry: &Registry) {
     timing::register(registry);
     files::register(registry);
     modules::register(registry);
+}
+
+/// Adds the functions of a Disco node to `registry`, or those that refuse controllers.
+pub(crate) fn register_disco(registry: &Registry, config: &ServeConfig) {
+    if config.allow_disco == Some(true) {
+        disco::register(registry);
+    } else {
+        disco::refuse(
+            registry,
+            "this server serves no controllers of Disco: clients need not prove who they are here, and its operator \
+             has not given --allow-disco",
+        );
+    }
 }
 
 /// Object without content, made by `rpc.new_object`.

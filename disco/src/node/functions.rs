@@ -39,6 +39,7 @@ use std::net::IpAddr;
 use std::sync::Arc;
 
 use bytes::Bytes;
+use rpc_core::function::Rest;
 use rpc_core::{Context, ErrorKind, Pack, Packed, Registry, Result, RpcError, Shared as SharedObject};
 
 use crate::link::local::LocalHost;
@@ -83,6 +84,17 @@ pub fn register(registry: &Registry) {
         .add_inline("disco.abort", |host: SharedObject<WorkerHost>| host.0.abort());
     register_relay(registry);
     weights::register(registry);
+}
+
+/// Adds functions to `registry` that refuse every controller for this reason, in place of those of
+/// a node.
+pub fn refuse(registry: &Registry, reason: impl Into<String>) {
+    let reason = reason.into();
+    registry
+        .add_inline("disco.version", || MESSAGES.version())
+        .add_inline("disco.open", move |_: Rest| -> Result<()> {
+            Err(RpcError::new(ErrorKind::Refused, reason.clone()))
+        });
 }
 
 /// Adds the relay's functions to those that drive workers.

@@ -58,7 +58,8 @@ impl WorkerSettings {
     /// # Errors
     ///
     /// The file or the settings are wrong; [`ConfigError::NodeRank`] for the environment of the
-    /// launcher; [`ConfigError::InsecureController`]; [`ConfigError::MpiIsolated`].
+    /// launcher; [`ConfigError::InsecureController`]; [`ConfigError::MpiIsolated`];
+    /// [`ConfigError::NodeWithoutDisco`].
     pub fn resolve(self) -> Result<WorkerConfig, ConfigError> {
         self.resolve_with(&crate::transports())
     }
@@ -85,6 +86,11 @@ impl WorkerSettings {
             }
             serve.isolate = Isolate::None;
         }
+        // Without it the controller that is dialled would be refused.
+        if serve.allow_disco == Some(false) {
+            return Err(ConfigError::NodeWithoutDisco);
+        }
+        serve.allow_disco = Some(true);
         serve.check_with(transports)?;
         // The controller drives this node, so its identity must be proven.
         let properties = transports.check(&self.controller);

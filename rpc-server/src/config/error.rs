@@ -35,6 +35,9 @@ pub enum ConfigError {
     /// The sessions of an MPI process would be in other processes.
     #[error("with --mpi the session runs in this process, which is part of the job: leave out --isolate")]
     MpiIsolated,
+    /// A node that refuses controllers has nothing to do.
+    #[error("a worker serves the controller that it dials: leave out --allow-disco=false")]
+    NodeWithoutDisco,
     /// The address for data is unspecified or multicast.
     #[error("{address} is no address at which other machines find this one: give --data-address one of its own")]
     DataAddress {

@@ -183,6 +183,11 @@ listener_settings! {
     optional {
         /// Name that clients may ask for, so that they do not reach another server by mistake
         key: String, "RPC_SERVER_KEY";
+        /// Serve controllers of Disco, which start workers here that call functions, use memory and
+        /// threads, and connect to workers elsewhere. Default: true where clients must prove who
+        /// they are or all addresses are of this machine, as without --insecure
+        #[arg(value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+        allow_disco: bool, "RPC_SERVER_ALLOW_DISCO";
         /// IP address on which Disco workers here listen for tensors of other workers. Default: the
         /// choice of the controller, which may relay the tensors
         #[arg(value_name = "IP")]
@@ -272,6 +277,14 @@ impl ServeConfig {
             None if self.wants_processes() => ByteSize::UNLIMITED,
             None => machine_memory::most_of_memory(),
         }
+    }
+
+    /// Returns true if controllers of Disco are served: as the setting says, or else if clients
+    /// must prove who they are, or can only be on this machine.
+    pub(crate) fn serves_disco(&self, transports: &Transports) -> bool {
+        let is_local = |address: &ListenAddress| transports.check(&address.0).is_ok_and(|found| found.is_local());
+        let default = || self.trust().demands() || self.listen.iter().chain(&self.relay).all(is_local);
+        self.allow_disco.unwrap_or_else(default)
     }
 
     /// Returns true if native code is run that is not part of this program.

@@ -38,6 +38,27 @@ fn data_addresses_are_those_of_one_machine() {
     }
 }
 
+/// Without a word of the operator, Disco is for clients who prove who they are or are on this
+/// machine.
+#[test]
+fn disco_is_served_to_known_and_to_local_clients() {
+    let serves = |args: &[&str]| flags(args).resolve().unwrap().serves_disco(&crate::transports());
+    let open = ["--listen", "tcp://0.0.0.0:0", "--insecure"];
+    for (args, default) in [
+        (&["--listen", "unix:/a,tcp://127.0.0.1:0", "--insecure"][..], true),
+        (&["--stdio"], true),
+        (&open, false),
+        (&["--listen", "unix:/a,tcp://0.0.0.0:0", "--insecure"], false),
+        (&["--relay", "tcp://10.0.0.1:9290/name", "--insecure"], false),
+        (&[&open[..], &["--token-file", "/token"]].concat(), true),
+        (&[&open[..], &["--client-ca", "/ca"]].concat(), true),
+    ] {
+        assert_eq!(serves(args), default, "{args:?}");
+        assert!(serves(&[args, &["--allow-disco"]].concat()), "{args:?}");
+        assert!(!serves(&[args, &["--allow-disco=false"]].concat()), "{args:?}");
+    }
+}
+
 #[test]
 fn a_flag_overrides_the_file_and_the_file_the_default() {
     let folder = tempfile::tempdir().unwrap();
@@ -90,6 +111,7 @@ fn every_setting_is_a_flag_a_variable_and_a_key_of_the_same_name() {
     let config = ServeConfig {
         key: Some("board".to_owned()),
         tracker_key: Some("rasp4".to_owned()),
+        allow_disco: Some(true),
         data_address: Some("10.0.0.5".parse().unwrap()),
         port_range: Some(PortRange(1..=2)),
         isolate_cpu_time: Some(seconds(60)),

@@ -66,7 +66,7 @@ fn serve(
     process_limits::set(&config)?;
     watch(connection.try_clone()?)?;
     builtins::register(registry);
-    disco::register(registry);
+    builtins::register_disco(registry, &config);
     let native = Native::new(&config);
     native.offer_libraries(registry)?;
     let service = ModuleService::open(&config, module_digests, &native)?;

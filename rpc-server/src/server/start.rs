@@ -48,7 +48,6 @@ pub(super) struct ServerParts {
 /// Starts a server of these parts. An early return stops what has been started.
 pub(super) async fn start(parts: ServerParts) -> Result<Running, ServeError> {
     builtins::register(&parts.registry);
-    disco::register(&parts.registry);
     let checked = Checked::new(parts).await?;
     let prepared = checked.prepare().await?;
     prepared.serve().await
@@ -66,13 +65,16 @@ struct Checked {
 
 impl Checked {
     async fn new(mut parts: ServerParts) -> Result<Self, ServeError> {
-        let ServerParts { config, devices, transports, .. } = &mut parts;
+        let ServerParts { registry, config, devices, transports, .. } = &mut parts;
         if config.isolate == Isolate::Auto {
             config.isolate = choose_isolation(config, devices);
         }
         config.check_with(transports)?;
         config.check_paths()?;
         file_limit::warn_if_exceeded_by(config);
+        // Processes of sessions read it, and may know fewer transports.
+        config.allow_disco = Some(config.serves_disco(transports));
+        builtins::register_disco(registry, config);
         // Done before any step that can fail: the ready file of an earlier server must be gone, or
         // scripts would take it for that of this server.
         let ready_file = config.ready_file.as_deref().map(ReadyFile::claim).transpose()?;

@@ -120,12 +120,56 @@ fn nodes_and_controller_prove_themselves_to_each_other() {
     }
 }
 
+/// Regression: every client that was let in could start workers. Holds for sessions in processes of
+/// their own, too, which get the settings of the server.
+#[test]
+fn controllers_are_served_where_clients_are_known_or_the_operator_says() {
+    let folder = tempfile::tempdir().unwrap();
+    let start = |flags: &[&str]| {
+        let flags = [&["serve", "--exit-with-stdin", "--insecure", "--listen", "tcp://0.0.0.0:0"], flags].concat();
+        let server = ServerProcess::spawn(program(&folder, &flags)).unwrap();
+        let address = server.address().to_string().replace("0.0.0.0", "127.0.0.1");
+        (SocketSession::new([address], 1, 1).start().wait(), server)
+    };
+    for isolate in ["none", "process"] {
+        let (refused, _server) = start(&["--isolate", isolate]);
+        let error = refused.unwrap_err();
+        assert_eq!(error.cause().kind(), ErrorKind::Refused, "{error}");
+        assert!(error.to_string().contains("has not given --allow-disco"), "{error}");
+        let (allowed, _server) = start(&["--isolate", isolate, "--allow-disco"]);
+        allowed.unwrap().shutdown().wait().unwrap();
+    }
+}
+
+/// Regression: a killed hop was told as the loss of a worker, which lived.
+#[test]
+fn a_killed_hop_is_told_as_the_loss_of_a_hop() {
+    let folder = tempfile::tempdir().unwrap();
+    let node = server(&folder, &["serve"]);
+    let mut hop = server(&folder, &["serve", "--allow-forward", "tcp://127.0.0.1:*"]);
+    let hop_address = hop.address().to_owned();
+    let connector = Connector::new().via(&hop_address);
+    let session = SocketSession::new([node.address()], 1, 1).connector(connector).start().wait().unwrap();
+    session.sync_all().wait().unwrap();
+    hop.kill().unwrap();
+    while session.sync_all().wait().is_ok() {}
+    let error = session.sync_all().wait().unwrap_err().to_string();
+    assert!(error.contains(&format!("the way there broke at the hop {hop_address}")), "{error}");
+}
+
 #[test]
 fn a_node_that_cannot_join_says_why() {
     let folder = tempfile::tempdir().unwrap();
     let (code, text) = outcome(worker(&folder, "tcp://127.0.0.1:1", &["--join-timeout", "1ms"]));
     assert_eq!(code, Some(69), "{text}");
     assert!(text.contains("cannot join the controller at tcp://127.0.0.1:1"), "{text}");
+    // Meanwhile the terminal shows that it waits, and for how long.
+    let mut waiting = Command::new(env!("CARGO_BIN_EXE_rpc-server"));
+    waiting.args(["worker", "--controller", "tcp://127.0.0.1:1", "--join-timeout", "300ms"]);
+    waiting.env("XDG_STATE_HOME", folder.path()).stderr(Stdio::piped());
+    let (code, text) = outcome(waiting.spawn().unwrap());
+    assert_eq!(code, Some(69), "{text}");
+    assert!(text.contains("the controller is not there; trying again for 300ms"), "{text}");
     let (code, text) = outcome(worker(&folder, "tcp://192.0.2.1:1", &[]));
     assert_eq!(code, Some(78), "{text}");
     assert!(text.contains("the controller at tcp://192.0.2.1:1 would drive this node"), "{text}");
