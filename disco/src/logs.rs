@@ -20,6 +20,7 @@ use tracing_subscriber::filter::filter_fn;
 use tracing_subscriber::layer::{Context, SubscriberExt};
 use tracing_subscriber::util::SubscriberInitExt;
 
+use crate::ccl::host::OPERATOR_LOG;
 use crate::error::WorkerId;
 use crate::wire::event::LogLine;
 use crate::worker::context::WorkerContext;
@@ -32,7 +33,8 @@ const MAX_LINE: usize = 16 << 10;
 /// the subscriber of a program whose servers are nodes;
 /// [`serve_if_worker`](crate::serve_if_worker) installs it by itself.
 ///
-/// Lines of other threads than the worker's are not passed on.
+/// Lines of other threads than the worker's are not passed on, nor those of the target
+/// `disco::operator`, which tell the operator of a node what a controller may not know.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct WorkerLogLayer;
 
@@ -53,6 +55,9 @@ impl Drop for Done {
 impl<S: Subscriber> Layer<S> for WorkerLogLayer {
     fn on_event(&self, event: &LogEvent<'_>, _: Context<'_, S>) {
         let level = number(*event.metadata().level());
+        if event.metadata().target() == OPERATOR_LOG {
+            return;
+        }
         let Some(worker) = WorkerContext::current().filter(|worker| worker.wants_logs(level)) else { return };
         if PASSING_ON.replace(true) {
             return;

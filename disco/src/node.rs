@@ -15,3 +15,8 @@ pub(crate) mod worker_process;
 
 #[cfg(test)]
 mod held_memory_tests;
+#[cfg(test)]
+#[cfg(target_os = "linux")]
+mod plan_tests;
+#[cfg(test)]
+mod raw_controller;

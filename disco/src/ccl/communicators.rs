@@ -21,7 +21,17 @@ impl CollectiveTimeouts {
         let Options { collective_timeout, stall_timeout, init_timeout, .. } = options;
         Self { entry: *collective_timeout, stall: *stall_timeout, join: *init_timeout }
     }
+
+    /// Returns these limits, none of them beyond [`LONGEST`]: they come from a peer, and times are
+    /// computed from them.
+    pub(crate) fn bounded(self) -> Self {
+        let bounded = |limit: Duration| limit.min(LONGEST);
+        Self { entry: self.entry.map(bounded), stall: bounded(self.stall), join: bounded(self.join) }
+    }
 }
+
+/// Longest time limit: far more than a session lasts, and far from what clocks cannot express.
+const LONGEST: Duration = Duration::from_secs(10 * 365 * 24 * 3600);
 
 /// The communicators of one worker.
 pub(crate) struct Membership {

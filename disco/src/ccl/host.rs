@@ -43,6 +43,7 @@ use rpc_core::{ErrorKind, RpcError};
 
 #[cfg(target_os = "linux")]
 pub use processes::{Offer, Ticket};
+pub(crate) use stream::OPERATOR_LOG;
 pub use stream::{Address, Listener, SessionKey};
 
 use self::algorithm::Reach;

@@ -1,14 +1,14 @@
 //! The data plane, as the controller plans it: how its workers are to join each other for
 //! collectives.
 
-use std::net::{IpAddr, Ipv4Addr};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::Weak;
 
 use rpc_core::{Device, Pack, Packed, RpcError};
 
 use crate::ccl::backend::Backend;
 use crate::ccl::communicators::CollectiveTimeouts;
-use crate::ccl::host::{Address, SessionKey};
+use crate::ccl::host::SessionKey;
 use crate::controller::dispatch::Controller;
 use crate::error::{DiscoError, Result, WorkerId};
 use crate::link::upstream::Upstream;
@@ -131,11 +131,8 @@ impl Controller {
     }
 
     /// Returns the address at which others reach a worker's listener.
-    fn advertised(&self, worker: u32, bound: Address) -> Address {
-        match (bound, &self.options.advertise) {
-            (Address::Tcp(bound), Some(advertise)) => Address::Tcp(advertise.address(WorkerId(worker), bound)),
-            (bound, _) => bound,
-        }
+    fn advertised(&self, worker: u32, bound: SocketAddr) -> SocketAddr {
+        self.options.advertise.as_ref().map_or(bound, |advertise| advertise.address(WorkerId(worker), bound))
     }
 
     fn far_end(&self, link: usize) -> Result<(rpc_core::Session, rpc_core::RemoteObject)> {

@@ -3,97 +3,15 @@
 
 use std::time::{Duration, Instant};
 
-use bytes::Bytes;
-use rpc_core::{
-    Context, ErrorKind, LocalSession, Pack, Registry, RemoteFunction, RemoteObject, Result, Session, SessionLimits,
-    Value,
-};
+use rpc_core::{ErrorKind, Value};
 
-use super::functions::register;
-use crate::error::Failure;
-use crate::options::Hosting;
+use super::raw_controller::RawController;
 use crate::wire::command::{Command, OWN, Operand};
 use crate::wire::event::{Event, decode_events};
 use crate::wire::parameter::ParameterType;
-use crate::wire::plan::Layout;
-use crate::wire::set_up::{MESSAGES, NodeInfo, SetUp};
 
 /// Bytes that may be held beyond the limit: by the worker, and by the queue of events.
 const UNCHARGED: u64 = 2 * (64 << 10);
-
-/// A controller of one worker, which sends whatever a test wants.
-struct Controller {
-    session: Session,
-    submit: RemoteFunction,
-    events: RemoteFunction,
-    host: RemoteObject,
-    sequence: u64,
-    ticket: u64,
-}
-
-impl Controller {
-    /// Opens a host with one worker in a session that may hold so much memory.
-    fn new(max_memory: u64) -> Self {
-        let registry = Registry::new();
-        register(&registry);
-        registry.add_inline("held", |context: Context| context.usage().memory_bytes);
-        let limits = SessionLimits { max_memory, ..SessionLimits::default() };
-        let session = Session::new(LocalSession::builder(registry).limits(limits).build());
-        let set_up = SetUp {
-            version: MESSAGES.version(),
-            layout: Layout { world_size: 1, num_groups: 1 },
-            first: 0,
-            count: 1,
-            hosting: Hosting::Threads,
-            pin: false,
-            logs: None,
-            report_every: u64::MAX,
-            keep_alive_ms: 1000,
-            children: Vec::new(),
-        };
-        let function = |name: &str| session.get_function(name).wait().unwrap();
-        let (host, _): (RemoteObject, Pack<NodeInfo>) = function("disco.open").call((Pack(set_up),)).wait().unwrap();
-        let (submit, events) = (function("disco.submit"), function("disco.events"));
-        Self { session, submit, events, host, sequence: 1, ticket: 0 }
-    }
-
-    fn submit(&mut self, commands: impl IntoIterator<Item = Command>) -> Result<()> {
-        let (mut heads, mut bulk, mut count) = (Vec::new(), Vec::new(), 0);
-        for command in commands {
-            let encoded = command.encode()?;
-            heads.extend_from_slice(&encoded.head);
-            bulk.extend(encoded.bulk);
-            count += 1;
-        }
-        let bulk: Vec<Bytes> = bulk;
-        self.submit.call::<()>((&self.host, self.sequence, Bytes::from(heads), bulk)).wait()?;
-        self.sequence += count;
-        Ok(())
-    }
-
-    /// Waits until the worker has executed everything. Returns the failures on the way.
-    fn sync(&mut self) -> Vec<Failure> {
-        self.ticket += 1;
-        let wanted = self.ticket;
-        self.submit([Command::SyncWorker { ticket: wanted, worker: None }]).unwrap();
-        let mut failures = Vec::new();
-        loop {
-            let events = self.events.call::<Value>((&self.host,)).wait().unwrap();
-            for event in decode_events(events).unwrap() {
-                match event {
-                    Event::Failed(failure) => failures.push(failure),
-                    Event::Reached { ticket } if ticket == wanted => return failures,
-                    _ => {}
-                }
-            }
-        }
-    }
-
-    /// Returns the bytes that the session holds, as they are charged.
-    fn held(&self) -> u64 {
-        self.session.get_function("held").wait().unwrap().call(()).wait().unwrap()
-    }
-}
 
 fn set(to: u32, value: Value<Operand>) -> Command {
     Command::DebugSetRegister { worker: 0, to, value }
@@ -105,7 +23,7 @@ fn failing() -> Command {
 
 #[test]
 fn registers_that_are_killed_make_none() {
-    let mut controller = Controller::new(1 << 20);
+    let mut controller = RawController::new(1 << 20);
     controller.submit((1..=300).map(|number| Command::KillReg { register: number * 65_000 })).unwrap();
     assert!(controller.sync().is_empty());
     assert!(controller.held() <= UNCHARGED, "{}", controller.held());
@@ -114,14 +32,14 @@ fn registers_that_are_killed_make_none() {
 #[test]
 fn registers_and_their_values_are_charged_until_they_are_killed() {
     const LIMIT: u64 = 16 << 20;
-    let mut controller = Controller::new(LIMIT);
+    let mut controller = RawController::new(LIMIT);
     controller.submit((1..=50).map(|number| set(number * 60_000, Value::Int(1)))).unwrap();
     let failures = controller.sync();
     assert!(!failures.is_empty() && failures.len() < 50, "{}", failures.len());
     assert!(failures.iter().any(|failure| failure.cause.kind() == ErrorKind::LimitExceeded), "{failures:?}");
     assert!(controller.held() <= LIMIT);
 
-    let mut controller = Controller::new(LIMIT);
+    let mut controller = RawController::new(LIMIT);
     let text = || Value::Str("x".repeat(1 << 20));
     // The command and its value are there at the same time.
     let mut set_one = |number| {
@@ -140,7 +58,7 @@ fn registers_and_their_values_are_charged_until_they_are_killed() {
 #[test]
 fn programs_and_their_registers_are_charged_until_they_are_forgotten() {
     const STEPS: usize = 10_000;
-    let mut controller = Controller::new(8 << 20);
+    let mut controller = RawController::new(8 << 20);
     let program = |program| Command::Define {
         program,
         registers: 1,
@@ -148,7 +66,7 @@ fn programs_and_their_registers_are_charged_until_they_are_forgotten() {
         outputs: Vec::new(),
         steps: (0..STEPS).map(|_| failing()).collect(),
     };
-    let define = |controller: &mut Controller, number| {
+    let define = |controller: &mut RawController, number| {
         controller.submit([program(number)]).unwrap();
         controller.sync()
     };
@@ -177,7 +95,7 @@ fn programs_and_their_registers_are_charged_until_they_are_forgotten() {
 /// Regression: a parameter whose register a later one names, too, stayed charged for good.
 #[test]
 fn two_parameters_in_one_register_are_charged_once() {
-    let mut controller = Controller::new(1 << 20);
+    let mut controller = RawController::new(1 << 20);
     let program = Command::Define {
         program: 1,
         registers: 1,
@@ -201,7 +119,7 @@ fn two_parameters_in_one_register_are_charged_once() {
 fn a_worker_waits_for_a_controller_that_reads_no_events() {
     const LIMIT: u64 = 4 << 20;
     const FAILURES: usize = 40 * 1000;
-    let mut controller = Controller::new(LIMIT);
+    let mut controller = RawController::new(LIMIT);
     let program = Command::Define {
         program: 1,
         registers: 1,

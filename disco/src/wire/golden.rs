@@ -6,7 +6,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Debug;
-use std::path::{Path, PathBuf};
+use std::net::SocketAddr;
+use std::path::Path;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -22,7 +23,7 @@ use super::plan::{JoinPlan, Layout, ListenAddresses, Plan, WorkerLocation};
 use super::relayed_pair::RelayedPair;
 use super::set_up::{ChildNode, MESSAGES, MpiProcess, NodeInfo, SetUp, WorkerProcess};
 use crate::ccl::communicators::CollectiveTimeouts;
-use crate::ccl::host::{Address, SessionKey};
+use crate::ccl::host::SessionKey;
 use crate::ccl::{BreakCause, Breakdown, Rank, poison_to_bytes};
 use crate::error::{Failure, WorkerId};
 use crate::node::self_start::WorkerSettings;
@@ -123,23 +124,19 @@ fn plans(all: &mut Samples) {
         Plan { epoch: 1, join: JoinPlan::Threads, nccl: true, timeouts, devices: vec![Device::cpu(), Device::cuda(1)] };
     all.packed("Plan", &plan);
     let key: SessionKey = serde_json::from_value(Json::from(vec![7_u8; 32])).unwrap();
-    let tcp = Address::Tcp("10.0.0.1:9".parse().unwrap());
-    let unix = Address::Unix(PathBuf::from("/s"));
-    all.packed("Address Tcp", &tcp);
-    all.packed("Address Tcp over IPv6", &Address::Tcp("[::1]:9".parse().unwrap()));
-    all.packed("Address Unix", &unix);
+    let [world, group]: [SocketAddr; 2] = ["10.0.0.1:9".parse().unwrap(), "[::1]:9".parse().unwrap()];
     let location = WorkerLocation { machine: 1, is_local: true };
     all.packed("WorkerLocation", &location);
-    all.packed("ListenAddresses", &ListenAddresses { world: tcp.clone(), group: Some(unix.clone()) });
+    all.packed("ListenAddresses", &ListenAddresses { world, group: Some(group) });
     all.packed("JoinPlan Threads", &JoinPlan::Threads);
     #[cfg(target_os = "linux")]
     {
-        let ticket = json!({"path": "/proc/1/fd/3", "nonce": vec![9_u8; 16], "size": 2, "epoch": 1});
+        let ticket = json!({"process": 1, "descriptor": 3, "nonce": vec![9_u8; 16], "size": 2, "epoch": 1});
         let ticket: crate::ccl::host::Ticket = serde_json::from_value(ticket).unwrap();
         all.packed("Ticket", &ticket);
         all.packed("JoinPlan Segments", &JoinPlan::Segments(vec![ticket]));
     }
-    let (world, groups) = (vec![tcp], vec![unix]);
+    let (world, groups) = (vec![world], vec![group]);
     let sockets = JoinPlan::Sockets { key: key.clone(), encrypt: true, world, groups, locations: vec![location] };
     all.packed("JoinPlan Sockets", &sockets);
     all.packed("JoinPlan Mpi", &JoinPlan::Mpi { key, encrypt: false, ranks: vec![1, 0] });

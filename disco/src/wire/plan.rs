@@ -1,6 +1,7 @@
 //! Plan of the data plane: the shape of a session, and how its workers join each other for
 //! collectives.
 
+use std::net::SocketAddr;
 use std::ops::Range;
 
 use rpc_core::Device;
@@ -8,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::ccl::Rank;
 use crate::ccl::communicators::CollectiveTimeouts;
-use crate::ccl::host::{self, Address, SessionKey};
+use crate::ccl::host::{self, SessionKey};
 use crate::error::WorkerId;
 use crate::wire::command::On;
 
@@ -71,8 +72,8 @@ pub(crate) enum JoinPlan {
     Sockets {
         key: SessionKey,
         encrypt: bool,
-        world: Vec<Address>,
-        groups: Vec<Address>,
+        world: Vec<SocketAddr>,
+        groups: Vec<SocketAddr>,
         /// Location of each worker.
         locations: Vec<WorkerLocation>,
     },
@@ -94,6 +95,6 @@ pub(crate) struct WorkerLocation {
 /// Addresses at which one worker listens: the reply of `disco.listen`.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct ListenAddresses {
-    pub(crate) world: Address,
-    pub(crate) group: Option<Address>,
+    pub(crate) world: SocketAddr,
+    pub(crate) group: Option<SocketAddr>,
 }

@@ -67,13 +67,17 @@ impl Rendezvous {
     ) -> Result<Vec<ListenAddresses>> {
         let mut all = self.listeners.lock();
         let bind = || Listener::bind(&Address::Tcp(SocketAddr::new(address, 0)));
+        let bound = |listener: &Listener| match listener.address() {
+            Address::Tcp(address) => Ok(*address),
+            other => Err(RpcError::internal(format!("a worker listens at {other}"))),
+        };
         (first..first + count)
             .map(|worker| {
                 let group = layout.has_groups().then(bind).transpose()?;
                 let listeners = Arc::new(Listeners { world: bind()?, group });
                 let listening = ListenAddresses {
-                    world: listeners.world.address().clone(),
-                    group: listeners.group.as_ref().map(|listener| listener.address().clone()),
+                    world: bound(&listeners.world)?,
+                    group: listeners.group.as_ref().map(bound).transpose()?,
                 };
                 all.insert(WorkerId(worker), listeners);
                 Ok(listening)
@@ -92,7 +96,7 @@ impl Rendezvous {
     /// Joins the session's communicators as `worker`, and waits until all workers have. Where
     /// others cannot be dialled their data is relayed.
     pub(crate) fn join(&self, plan: &Plan, layout: Layout, worker: WorkerId, relays: &Relays) -> Result<Membership> {
-        let CollectiveTimeouts { entry, stall, join } = plan.timeouts;
+        let CollectiveTimeouts { entry, stall, join } = plan.timeouts.bounded();
         let mut options = host::Options { epoch: plan.epoch, ..host::Options::default() };
         (options.entry_timeout, options.stall_timeout, options.join_timeout) = (entry, stall, join);
         let (rank, rank_in_group) = (Rank(worker.0), layout.rank_in_group(worker));
@@ -103,9 +107,9 @@ impl Rendezvous {
                 options.ranks_on_machine = Some(layout.world_size as usize);
                 let (world, groups) =
                     tickets.split_first().ok_or_else(|| RpcError::internal("a plan without tickets"))?;
-                let world = world.join(rank, &options)?;
+                let world = join_segment(world, rank, &options)?;
                 let group = groups.get(layout.group(worker) as usize);
-                let group = group.map(|group| group.join(rank_in_group, &options)).transpose()?;
+                let group = group.map(|group| join_segment(group, rank_in_group, &options)).transpose()?;
                 Ok(Membership { epoch: plan.epoch, world, group })
             }
             JoinPlan::Sockets { key, encrypt, world, groups, locations } => {
@@ -113,8 +117,8 @@ impl Rendezvous {
                 let is_beside = |location: &WorkerLocation| Some(location.machine) == own;
                 options.ranks_on_machine = Some(locations.iter().filter(|location| is_beside(location)).count());
                 options.encrypt = *encrypt;
-                let reachable = |(address, location): (&Address, &WorkerLocation)| {
-                    (!location.is_local || is_beside(location)).then(|| address.clone())
+                let reachable = |(address, location): (&SocketAddr, &WorkerLocation)| {
+                    (!location.is_local || is_beside(location)).then_some(Address::Tcp(*address))
                 };
                 let world: Vec<_> = world.iter().zip(locations).map(reachable).collect();
                 let groups: Vec<_> = groups.iter().zip(locations).map(reachable).collect();
@@ -172,6 +176,25 @@ impl Rendezvous {
         });
         taken.ok_or_else(|| RpcError::internal(format!("worker {worker} has joined already")))
     }
+}
+
+/// Joins the group of a ticket, which a controller has named.
+///
+/// # Errors
+///
+/// The same one for everything that is no segment of this session, so that a controller learns
+/// nothing about other files.
+#[cfg(target_os = "linux")]
+fn join_segment(ticket: &host::Ticket, rank: Rank, options: &host::Options) -> Result<Box<dyn Ccl>> {
+    ticket.join(rank, options).map_err(|error| match error.kind() {
+        ErrorKind::NotFound | ErrorKind::Refused => {
+            tracing::debug!(target: host::OPERATOR_LOG, %error, ?ticket, "a segment is not joined");
+            let text = "the session's shared memory cannot be joined: what the plan names is not open, is no such \
+                        memory, or belongs to another session or user; the node's log has more, at level debug";
+            RpcError::new(ErrorKind::Refused, text)
+        }
+        _ => error,
+    })
 }
 
 #[cfg(feature = "mpi")]

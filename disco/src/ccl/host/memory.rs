@@ -66,10 +66,12 @@ impl Drop for Memory {
 mod file {
     use std::fs::File;
     use std::io;
-    use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-    use std::path::Path;
+    use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 
-    use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, fstat, ftruncate, memfd_create};
+    use rustix::fs::{
+        FileType, MemfdFlags, Mode, OFlags, SealFlags, Stat, fcntl_add_seals, fcntl_get_seals, fstat, ftruncate,
+        memfd_create, open,
+    };
     use rustix::mm::{MapFlags, ProtFlags, mmap};
 
     use super::{Kind, Memory, NonNull};
@@ -85,15 +87,29 @@ mod file {
             Ok((Self::map(file.as_fd(), len)?, file))
         }
 
-        /// Maps the memory file that another process has open, at `path`.
-        pub(crate) fn open(path: &Path, len: usize) -> io::Result<Self> {
-            let file = File::options().read(true).write(true).open(path)?;
-            let found = fstat(&file)?.st_size;
-            if u64::try_from(found) != Ok(len as u64) || !fcntl_get_seals(&file)?.contains(SealFlags::SHRINK) {
-                return Err(io::Error::other(format!(
-                    "{} is no segment of {len} bytes ({found} bytes, or not sealed)",
-                    path.display()
-                )));
+        /// Maps the memory file that the process `process` has open as `descriptor`.
+        ///
+        /// The numbers may come from a peer. So the file is opened only once it is known to be a
+        /// memory file of this user: a device, a pipe or a file with a name is never opened. A
+        /// segment of another user is refused because its owner could write any process into it,
+        /// whose memory this one would read.
+        pub(crate) fn open(process: u32, descriptor: u32, len: usize) -> io::Result<Self> {
+            // A descriptor of this kind stands for the file and does not open it.
+            let flags = OFlags::PATH | OFlags::CLOEXEC;
+            let named = open(format!("/proc/{process}/fd/{descriptor}"), flags, Mode::empty())?;
+            let found = fstat(&named)?;
+            if !is_memory_file(&found)? {
+                return Err(io::Error::other("it is no memory file"));
+            }
+            if found.st_uid != rustix::process::geteuid().as_raw() {
+                return Err(io::Error::other("it belongs to another user"));
+            }
+            if u64::try_from(found.st_size) != Ok(len as u64) {
+                return Err(io::Error::other(format!("it has {} bytes, not {len}", found.st_size)));
+            }
+            let file = File::options().read(true).write(true).open(format!("/proc/self/fd/{}", named.as_raw_fd()))?;
+            if !fcntl_get_seals(&file)?.contains(SealFlags::SHRINK) {
+                return Err(io::Error::other("it can shrink"));
             }
             Self::map(file.as_fd(), len)
         }
@@ -106,5 +122,13 @@ mod file {
             let start = NonNull::new(start.cast()).ok_or_else(|| io::Error::other("the kernel mapped address 0"))?;
             Ok(Self { start, len, kind: Kind::Mapped })
         }
+    }
+
+    /// Returns true if a file is one in memory alone: without a name, and on the file system of the
+    /// kernel's own that holds no others.
+    fn is_memory_file(found: &Stat) -> io::Result<bool> {
+        let own = fstat(memfd_create("disco-probe", MemfdFlags::CLOEXEC)?)?;
+        let is_regular = FileType::from_raw_mode(found.st_mode) == FileType::RegularFile;
+        Ok(is_regular && found.st_nlink == 0 && found.st_dev == own.st_dev)
     }
 }

@@ -5,7 +5,6 @@
 //! and knows the nonce.
 
 use std::os::fd::{AsRawFd, OwnedFd};
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -28,7 +27,7 @@ use crate::ccl::{Ccl, Rank};
 #[derive(Debug)]
 pub struct Offer {
     ticket: Ticket,
-    /// Open file that the ticket's path leads to.
+    /// Open file that the ticket names.
     _file: OwnedFd,
 }
 
@@ -36,7 +35,10 @@ pub struct Offer {
 /// for `serde`, and is a secret of the group.
 #[derive(Clone, Serialize, Deserialize)]
 pub struct Ticket {
-    path: PathBuf,
+    /// Process that has the memory file open.
+    process: u32,
+    /// Its number there.
+    descriptor: u32,
     nonce: [u8; 16],
     size: u32,
     epoch: u64,
@@ -44,7 +46,12 @@ pub struct Ticket {
 
 impl std::fmt::Debug for Ticket {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Ticket").field("path", &self.path).field("size", &self.size).finish_non_exhaustive()
+        let Self { process, descriptor, size, .. } = self;
+        f.debug_struct("Ticket")
+            .field("process", process)
+            .field("descriptor", descriptor)
+            .field("size", size)
+            .finish_non_exhaustive()
     }
 }
 
@@ -61,8 +68,9 @@ impl Offer {
         let random = SystemRandom::new().fill(&mut nonce);
         random.map_err(|_| RpcError::internal("the system gives no random numbers"))?;
         drop(Segment::create(memory, size, options.epoch, nonce));
-        let path = PathBuf::from(format!("/proc/{}/fd/{}", std::process::id(), file.as_raw_fd()));
-        Ok(Self { ticket: Ticket { path, nonce, size: size as u32, epoch: options.epoch }, _file: file })
+        let (process, descriptor) = (std::process::id(), file.as_raw_fd() as u32);
+        let ticket = Ticket { process, descriptor, nonce, size: size as u32, epoch: options.epoch };
+        Ok(Self { ticket, _file: file })
     }
 
     /// Returns the ticket, the same for every rank.
@@ -88,11 +96,11 @@ impl Ticket {
         if rank.index() >= size {
             return Err(RpcError::invalid_argument(format!("no rank {rank} in a group of {size}")));
         }
-        let memory = Memory::open(&self.path, segment_bytes(size)?).map_err(|error| {
-            RpcError::new(
-                ErrorKind::NotFound,
-                format!("cannot open the group's segment {}: {error}", self.path.display()),
-            )
+        let Self { process, descriptor, .. } = self;
+        let memory = Memory::open(*process, *descriptor, segment_bytes(size)?).map_err(|error| {
+            let text =
+                format!("cannot open the group's segment, descriptor {descriptor} of process {process}: {error}");
+            RpcError::new(ErrorKind::NotFound, text)
         })?;
         let segment = Segment::open(memory, size, self.epoch, self.nonce);
         let segment = Arc::new(segment.map_err(|text| RpcError::new(ErrorKind::Refused, text))?);
@@ -123,7 +131,7 @@ impl Ticket {
         // All have to go the same way.
         let all_read = from != NEVER && (0..size).all(|peer| word(peer, Word::Reads) == from);
         let reach = if all_read { Reach::Reads((from as usize - 1) * 1024) } else { Reach::Segment };
-        let processes = (0..size).map(|peer| process(word(peer, Word::Pid))).collect();
+        let processes = (0..size).map(|peer| watch(word(peer, Word::Pid))).collect();
         Ok(Box::new(SharedCcl::new(segment, own, options, reach, processes)))
     }
 }
@@ -162,6 +170,6 @@ fn can_read(segment: &Segment, peer: usize, nonce: [u8; 16]) -> bool {
 
 /// Opens a file that becomes readable when the process ends. `None` where the system has none, or
 /// hides the process (as between containers): then its death shows as silence.
-fn process(id: u32) -> Option<OwnedFd> {
+fn watch(id: u32) -> Option<OwnedFd> {
     pidfd_open(Pid::from_raw(i32::try_from(id).ok()?)?, PidfdFlags::empty()).ok()
 }

@@ -39,7 +39,7 @@ const VERSION: u16 = 1;
 /// Time that a handshake may take from the connection on, however little of it comes at a time.
 pub(super) const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Shortest time for a handshake, at the end of the time for all of them.
-const MIN_HANDSHAKE_TIMEOUT: Duration = Duration::from_millis(100);
+pub(super) const MIN_HANDSHAKE_TIMEOUT: Duration = Duration::from_millis(100);
 
 const GO_ON: u8 = 0;
 const OTHER_EPOCH: u8 = 1;
@@ -62,9 +62,7 @@ pub(super) struct Group<'a> {
 
 /// Failure of an attempt to connect.
 pub(super) enum Failure {
-    /// No peer is there. A later attempt may succeed.
-    Unreachable(String),
-    /// The rank may be there later.
+    /// A later attempt may succeed.
     Transient(String),
     Final(RpcError),
 }

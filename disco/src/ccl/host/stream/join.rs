@@ -14,12 +14,16 @@ use rpc_core::{ErrorKind, RpcError};
 use super::address::{Address, SessionKey};
 use super::connection::{Connection, Stream};
 use super::framed_connection::Link;
-use super::handshake::{Failure, Group, HANDSHAKE_TIMEOUT, handshake_timeout};
+use super::handshake::{Failure, Group, HANDSHAKE_TIMEOUT, MIN_HANDSHAKE_TIMEOUT, handshake_timeout};
 use super::{Options, StreamCcl};
 use crate::ccl::{Ccl, Rank};
 
-/// Time limit for an attempt to dial a rank, if there is a [`FallbackDial`].
+/// Time in which a rank has to prove itself at its address before the [`FallbackDial`] is tried,
+/// but no more than a quarter of the time for all of it.
 const DIAL_TIMEOUT_BEFORE_FALLBACK: Duration = Duration::from_secs(2);
+/// Target of log lines about addresses that a controller has named. They are for the operator of
+/// this node: a controller could read there what answers at them.
+pub(crate) const OPERATOR_LOG: &str = "disco::operator";
 /// Ranks that are dialled at a time, so that some that do not answer delay no other.
 const MAX_DIALLED: usize = 16;
 /// Between two attempts to reach a rank that is not there yet.
@@ -96,8 +100,10 @@ impl Listener {
         self.join_by(rank, &addresses, key, options, None)
     }
 
-    /// As [`join`](Self::join), where some addresses are not known or of no use: what cannot be
-    /// dialled is reached by the fallback, if there is one.
+    /// As [`join`](Self::join), where some addresses are not known or of no use: with a fallback,
+    /// ranks that cannot be dialled are reached by that. The addresses may then come from a peer
+    /// that may not learn what is there, unless it proves the key: all else is one error, after the
+    /// same time.
     pub(crate) fn join_by(
         &self,
         rank: Rank,
@@ -241,12 +247,17 @@ impl Group<'_> {
         let count = links.len();
         let mut errors: Vec<Option<RpcError>> = vec![None; count];
         let ranks = Mutex::new(links.iter_mut().zip(&mut errors).zip(addresses).enumerate());
-        let silent = Mutex::new(HashSet::new());
+        let failed = Mutex::new(HashSet::new());
         let dial_some = || {
             loop {
                 let next = ranks.lock().next();
                 let Some((peer, ((link, error), address))) = next else { return };
-                match self.dial(peer as u32, address.as_ref(), fallback.map(|way| (way, &silent)), until) {
+                let (peer, address) = (peer as u32, address.as_ref());
+                let dialled = match fallback {
+                    Some(fallback) => self.dial_without_disclosure(peer, address, fallback, &failed, until),
+                    None => self.dial(peer, address, until),
+                };
+                match dialled {
                     Ok(dialled) => *link = Some(dialled),
                     Err(failure) => *error = Some(failure),
                 }
@@ -264,78 +275,116 @@ impl Group<'_> {
         errors.into_iter().flatten().collect()
     }
 
-    /// Connects to `peer`, by as many attempts as it takes. `fallback` comes with the hosts that
-    /// have not answered: further ranks at these hosts are not dialled.
-    fn dial(
-        &self,
-        peer: u32,
-        address: Option<&Address>,
-        fallback: Option<(&FallbackDial<'_>, &Mutex<HashSet<IpAddr>>)>,
-        until: Instant,
-    ) -> Result<Link, RpcError> {
-        let mut fallback = fallback;
-        let mut fallback_error = String::new();
+    /// Connects to `peer`, by as many attempts as it takes.
+    fn dial(&self, peer: u32, address: Option<&Address>, until: Instant) -> Result<Link, RpcError> {
+        let unknown = || RpcError::invalid_argument(format!("rank {peer} has no address"));
+        let address = address.ok_or_else(unknown)?;
         loop {
-            let mut attempt = match address {
-                Some(address) => self.try_dial(peer, address, fallback.map(|(_, silent)| silent), until),
-                None => Err(Failure::Unreachable("its address is not known here".to_owned())),
-            };
-            if let (Err(Failure::Unreachable(text)), Some((way, _))) = (&attempt, fallback) {
-                attempt = match way(Rank(peer), until) {
-                    Ok(stream) => self.introduce(peer, Connection::Unix(stream), until),
-                    Err(error) => {
-                        fallback = None;
-                        fallback_error = format!(", nor by other means: {}", error.message());
-                        Err(Failure::Unreachable(text.clone()))
-                    }
-                };
-            }
-            let (text, is_hopeless) = match attempt {
+            let text = match self.try_dial(peer, address, until) {
                 Ok(link) => return Ok(link),
                 Err(Failure::Final(error)) => return Err(error),
-                Err(Failure::Unreachable(text)) => (text, address.is_none()),
-                Err(Failure::Transient(text)) => (text, false),
+                Err(Failure::Transient(text)) => text,
             };
-            if is_hopeless || Instant::now() >= until {
-                let at = address.map_or_else(String::new, |address| format!(" at {address}"));
-                let text = format!("rank {} cannot reach rank {peer}{at}: {text}{fallback_error}", self.rank);
+            if Instant::now() >= until {
+                let text = format!("rank {} cannot reach rank {peer} at {address}: {text}", self.rank);
                 return Err(RpcError::new(ErrorKind::DeadlineExceeded, text));
             }
             std::thread::sleep(PAUSE);
         }
     }
 
-    fn try_dial(
+    /// As [`dial`](Self::dial), for an address that a peer has named. `failed` has the hosts at
+    /// whose addresses no rank has proven itself: further ranks there are reached by the fallback
+    /// alone, at first.
+    fn dial_without_disclosure(
         &self,
         peer: u32,
-        address: &Address,
-        silent: Option<&Mutex<HashSet<IpAddr>>>,
+        address: Option<&Address>,
+        fallback: &FallbackDial<'_>,
+        failed: &Mutex<HashSet<IpAddr>>,
         until: Instant,
-    ) -> Result<Link, Failure> {
-        let connected = match (address, silent) {
-            (Address::Tcp(address), None) => TcpStream::connect_timeout(address, handshake_timeout(until)),
-            (Address::Tcp(address), Some(silent)) => {
-                let mut known = silent.lock();
-                if known.contains(&address.ip()) {
-                    return Err(Failure::Unreachable("its host did not answer".to_owned()));
-                }
-                drop(known);
-                let connected =
-                    TcpStream::connect_timeout(address, handshake_timeout(until).min(DIAL_TIMEOUT_BEFORE_FALLBACK));
-                if connected.as_ref().is_err_and(|error| error.kind() == io::ErrorKind::TimedOut) {
-                    known = silent.lock();
-                    known.insert(address.ip());
-                }
-                connected
-            }
-            (Address::Unix(path), _) => {
-                let connected = UnixStream::connect(path).map_err(|error| Failure::Unreachable(error.to_string()))?;
-                return self.introduce(peer, Connection::Unix(connected), until);
-            }
+    ) -> Result<Link, RpcError> {
+        let host = match address {
+            Some(Address::Tcp(address)) => Some(address.ip()),
+            _ => None,
         };
-        let connected = connected.map_err(|error| Failure::Unreachable(error.to_string()))?;
-        self.introduce(peer, Connection::Tcp(connected), until)
+        if let Some(address) = address
+            && !host.is_some_and(|host| failed.lock().contains(&host))
+        {
+            let before_fallback = Instant::now() + DIAL_TIMEOUT_BEFORE_FALLBACK.min(left(until) / 4);
+            if let Some(link) = self.dial_until(peer, address, before_fallback) {
+                return Ok(link);
+            }
+            failed.lock().extend(host);
+        }
+        let fallback_error = loop {
+            // It leads to the rank's own listener, so that its errors tell nothing of an address.
+            let text = match fallback(Rank(peer), until) {
+                Ok(stream) => match self.introduce(peer, Connection::Unix(stream), until) {
+                    Ok(link) => return Ok(link),
+                    Err(Failure::Final(error)) => return Err(error),
+                    Err(Failure::Transient(text)) => text,
+                },
+                Err(error) => break error.message().to_owned(),
+            };
+            if Instant::now() >= until {
+                break text;
+            }
+            std::thread::sleep(PAUSE);
+        };
+        let Some(address) = address else {
+            let text = format!(
+                "rank {} cannot reach rank {peer}: its address is not known here, nor by other means: {fallback_error}",
+                self.rank
+            );
+            return Err(RpcError::new(ErrorKind::DeadlineExceeded, text));
+        };
+        if let Some(link) = self.dial_until(peer, address, until) {
+            return Ok(link);
+        }
+        let text = format!(
+            "rank {} cannot reach rank {peer} at {address}: it has not proven there in time that it belongs to this \
+             session, which the log of rank {} has more of, at level debug; nor by other means: {fallback_error}",
+            self.rank, self.rank
+        );
+        Err(RpcError::new(ErrorKind::DeadlineExceeded, text))
     }
+
+    /// Dials until `until`, whatever the address answers: only a peer that proves the session's key
+    /// makes a difference, in the result or in the time that it takes.
+    fn dial_until(&self, peer: u32, address: &Address, until: Instant) -> Option<Link> {
+        let text = loop {
+            let (text, pause) = match self.try_dial(peer, address, until) {
+                Ok(link) => return Some(link),
+                Err(Failure::Transient(text)) => (text, PAUSE),
+                // Further attempts would fail in the same way.
+                Err(Failure::Final(error)) => (error.message().to_owned(), left(until)),
+            };
+            if Instant::now() >= until {
+                break text;
+            }
+            std::thread::sleep(pause);
+        };
+        tracing::debug!(
+            target: OPERATOR_LOG,
+            rank = self.rank, peer, %address, error = text, "a rank has not proven itself at its address"
+        );
+        // The last attempt may have taken so much longer.
+        std::thread::sleep(left(until + MIN_HANDSHAKE_TIMEOUT));
+        None
+    }
+
+    fn try_dial(&self, peer: u32, address: &Address, until: Instant) -> Result<Link, Failure> {
+        let connection = match address {
+            Address::Tcp(address) => Connection::Tcp(TcpStream::connect_timeout(address, handshake_timeout(until))?),
+            Address::Unix(path) => Connection::Unix(UnixStream::connect(path)?),
+        };
+        self.introduce(peer, connection, until)
+    }
+}
+
+fn left(until: Instant) -> Duration {
+    until.saturating_duration_since(Instant::now())
 }
 
 /// The most errors of one join that are told in full.

@@ -1,0 +1,151 @@
+//! Tests with controllers whose plans name what is none of their session's: a node opens none of
+//! it, and answers alike whatever is there.
+
+use std::fs::File;
+use std::io::Read;
+use std::net::{SocketAddr, TcpListener};
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::net::UnixListener;
+use std::time::Duration;
+
+use rpc_core::{Pack, Packed};
+use serde_json::{Value as Json, json};
+
+use super::raw_controller::RawController;
+use crate::ccl::communicators::CollectiveTimeouts;
+use crate::ccl::host;
+use crate::wire::command::Command;
+use crate::wire::plan::{JoinPlan, ListenAddresses, Plan};
+
+const KEY: [u8; 32] = [7; 32];
+const NONCE: [u8; 16] = [1; 16];
+
+/// Returns the error of a worker whose controller plans `join`: of worker 1 of 2, which dials
+/// worker 0. Worker 1 listens.
+fn refusal(join: &Json) -> String {
+    let mut controller = RawController::of_worker(1, 2, u64::MAX);
+    let listen = controller.session.get_function("disco.listen").wait().unwrap();
+    let address: std::net::IpAddr = [127, 0, 0, 1].into();
+    let _: Pack<Vec<ListenAddresses>> = listen.call((&controller.host, Pack(vec![address]))).wait().unwrap();
+    let timeouts = CollectiveTimeouts { entry: None, stall: Duration::MAX, join: Duration::from_millis(200) };
+    let plan =
+        Plan { epoch: 0, join: JoinPlan::Threads, nccl: false, timeouts, devices: Vec::new() };
+    let mut plan = serde_json::to_value(&plan).unwrap();
+    plan["join"] = join.clone();
+    controller.submit([Command::InitCcl { plan: Packed::encode(&plan).unwrap() }]).unwrap();
+    let mut failures = controller.sync();
+    let failure = failures.pop().unwrap();
+    assert!(failures.is_empty());
+    failure.cause.to_string()
+}
+
+/// Returns an address as messages have it.
+fn tcp(address: SocketAddr) -> Json {
+    Packed::encode(&address).unwrap().decode().unwrap()
+}
+
+/// Returns a plan in which worker 0 has this address.
+fn sockets(worker_0: &Json) -> Json {
+    let location = json!({"machine": 0, "is_local": false});
+    let own = tcp(SocketAddr::from(([127, 0, 0, 1], 1)));
+    let world = [worker_0, &own];
+    json!({"Sockets": {"key": KEY, "encrypt": false, "world": world, "groups": [], "locations": [location, location]}})
+}
+
+/// Regression: a controller learned from errors where something listens.
+#[test]
+fn open_and_closed_ports_are_not_told_apart() {
+    let open = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+    let rude = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+    let (open_at, rude_at) = (open.local_addr().unwrap(), rude.local_addr().unwrap());
+    // Bound, so that no other program takes the port, and not listened on.
+    let closed = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).unwrap();
+    closed.bind(&SocketAddr::from(([127, 0, 0, 1], 0)).into()).unwrap();
+    let closed_at = closed.local_addr().unwrap().as_socket().unwrap();
+    // It answers with what is no handshake. Ends with the test's process.
+    std::thread::spawn(move || {
+        for stream in rude.incoming() {
+            _ = stream.and_then(|mut stream| std::io::Write::write_all(&mut stream, &[9; 64]));
+        }
+    });
+    let ask = |address: SocketAddr| {
+        move || {
+            let told = refusal(&sockets(&tcp(address)));
+            assert!(told.contains(&address.to_string()), "{told}");
+            told.replace(&address.to_string(), "ADDRESS")
+        }
+    };
+    let told = [open_at, rude_at, closed_at].map(|address| std::thread::spawn(ask(address)));
+    let told = told.map(|one| one.join().unwrap());
+    assert!(told[0].contains("has not proven there in time that it belongs to this session"), "{}", told[0]);
+    assert_eq!(told[0], told[1]);
+    assert_eq!(told[0], told[2]);
+}
+
+/// Regression: the same for sockets in the file system, of which no plan needs any.
+#[test]
+fn paths_of_sockets_are_not_dialled() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("open");
+    let listener = UnixListener::bind(&path).unwrap();
+    listener.set_nonblocking(true).unwrap();
+    let told = ["open", "missing"].map(|name| refusal(&sockets(&json!({"Unix": folder.path().join(name)}))));
+    assert_eq!(told[0], told[1]);
+    assert_eq!(listener.accept().unwrap_err().kind(), std::io::ErrorKind::WouldBlock, "it was dialled");
+}
+
+/// Returns a plan with a segment that this process, or another one, has open as `descriptor`.
+fn segment(process: u32, descriptor: i32) -> Json {
+    json!({"Segments": [{"process": process, "descriptor": descriptor, "nonce": NONCE, "size": 2, "epoch": 0}]})
+}
+
+/// Regression: a controller made a node open any path, and learned size and permissions from the
+/// error.
+#[test]
+fn files_that_are_no_segments_are_not_told_apart() {
+    let secret = tempfile::NamedTempFile::new().unwrap();
+    let of_right_size = tempfile::tempfile().unwrap();
+    let (real, _memory) = memory_file();
+    of_right_size.set_len(real.metadata().unwrap().len()).unwrap();
+    let (mut pipe, _writer) = std::io::pipe().unwrap();
+    let own = std::process::id();
+    let path = json!({"Segments": [{"path": secret.path(), "nonce": NONCE, "size": 2, "epoch": 0}]});
+    let malformed = json!({"Segments": [{"path": "/nowhere", "nonce": NONCE, "size": 2, "epoch": 0}]});
+    assert_eq!(refusal(&path), refusal(&malformed));
+
+    let told = refusal(&segment(own, i32::MAX));
+    assert!(told.contains("shared memory cannot be joined"), "{told}");
+    let files = [of_right_size.as_raw_fd(), secret.as_file().as_raw_fd(), pipe.as_raw_fd(), real.as_raw_fd()];
+    for descriptor in files {
+        assert_eq!(refusal(&segment(own, descriptor)), told);
+    }
+    assert_eq!(refusal(&segment(1, 0)), told);
+    drop(_writer);
+    assert_eq!(pipe.read(&mut [0]).unwrap(), 0);
+}
+
+/// Returns the memory file of an offer of another session, and the offer, which keeps it.
+fn memory_file() -> (File, host::Offer) {
+    let offer = host::Offer::new(2, &host::Options::default()).unwrap();
+    let ticket = serde_json::to_value(offer.ticket()).unwrap();
+    let path = format!("/proc/self/fd/{}", ticket["descriptor"]);
+    (File::options().read(true).write(true).open(path).unwrap(), offer)
+}
+
+/// A segment of another user is refused before it is looked at: that user could write any process
+/// into it, whose memory a server of the superuser would then read.
+#[test]
+fn a_segment_of_another_user_is_refused() {
+    let offer = host::Offer::new(1, &host::Options::default()).unwrap();
+    let ticket = serde_json::to_value(offer.ticket()).unwrap();
+    let path = format!("/proc/self/fd/{}", ticket["descriptor"]);
+    let file = OwnedFd::from(File::options().read(true).write(true).open(path).unwrap());
+    let nobody = rustix::process::Uid::from_raw(65534);
+    if rustix::fs::fchown(&file, Some(nobody), None).is_err() {
+        // Only the superuser can make a file of another user.
+        assert!(!rustix::process::geteuid().is_root());
+        return;
+    }
+    let error = offer.ticket().join(crate::ccl::Rank(0), &host::Options::default()).err().unwrap();
+    assert!(error.message().contains("belongs to another user"), "{error}");
+}

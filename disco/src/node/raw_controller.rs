@@ -1,0 +1,95 @@
+//! A controller for tests of a node, below the API of sessions: it sends the commands that a test
+//! gives it.
+
+use bytes::Bytes;
+use rpc_core::{
+    Context, LocalSession, Pack, Registry, RemoteFunction, RemoteObject, Result, Session, SessionLimits, Value,
+};
+
+use super::functions::register;
+use crate::error::Failure;
+use crate::options::Hosting;
+use crate::wire::command::Command;
+use crate::wire::event::{Event, decode_events};
+use crate::wire::plan::Layout;
+use crate::wire::set_up::{MESSAGES, NodeInfo, SetUp};
+
+/// A controller of one worker, which sends whatever a test wants.
+pub(super) struct RawController {
+    pub(super) session: Session,
+    submit: RemoteFunction,
+    pub(super) events: RemoteFunction,
+    pub(super) host: RemoteObject,
+    sequence: u64,
+    ticket: u64,
+}
+
+impl RawController {
+    /// Opens a host with one worker in a session that may hold so much memory.
+    pub(super) fn new(max_memory: u64) -> Self {
+        Self::of_worker(0, 1, max_memory)
+    }
+
+    /// As [`new`](Self::new), for one worker of a session of so many.
+    pub(super) fn of_worker(worker: u32, world_size: u32, max_memory: u64) -> Self {
+        let registry = Registry::new();
+        register(&registry);
+        registry.add_inline("held", |context: Context| context.usage().memory_bytes);
+        let limits = SessionLimits { max_memory, ..SessionLimits::default() };
+        let session = Session::new(LocalSession::builder(registry).limits(limits).build());
+        let set_up = SetUp {
+            version: MESSAGES.version(),
+            layout: Layout { world_size, num_groups: 1 },
+            first: worker,
+            count: 1,
+            hosting: Hosting::Threads,
+            pin: false,
+            logs: None,
+            report_every: u64::MAX,
+            keep_alive_ms: 1000,
+            children: Vec::new(),
+        };
+        let function = |name: &str| session.get_function(name).wait().unwrap();
+        let (host, _): (RemoteObject, Pack<NodeInfo>) = function("disco.open").call((Pack(set_up),)).wait().unwrap();
+        let (submit, events) = (function("disco.submit"), function("disco.events"));
+        Self { session, submit, events, host, sequence: 1, ticket: 0 }
+    }
+
+    /// Sends commands in one batch.
+    pub(super) fn submit(&mut self, commands: impl IntoIterator<Item = Command>) -> Result<()> {
+        let (mut heads, mut bulk, mut count) = (Vec::new(), Vec::new(), 0);
+        for command in commands {
+            let encoded = command.encode()?;
+            heads.extend_from_slice(&encoded.head);
+            bulk.extend(encoded.bulk);
+            count += 1;
+        }
+        let bulk: Vec<Bytes> = bulk;
+        self.submit.call::<()>((&self.host, self.sequence, Bytes::from(heads), bulk)).wait()?;
+        self.sequence += count;
+        Ok(())
+    }
+
+    /// Waits until the worker has executed everything. Returns the failures on the way.
+    pub(super) fn sync(&mut self) -> Vec<Failure> {
+        self.ticket += 1;
+        let wanted = self.ticket;
+        self.submit([Command::SyncWorker { ticket: wanted, worker: None }]).unwrap();
+        let mut failures = Vec::new();
+        loop {
+            let events = self.events.call::<Value>((&self.host,)).wait().unwrap();
+            for event in decode_events(events).unwrap() {
+                match event {
+                    Event::Failed(failure) => failures.push(failure),
+                    Event::Reached { ticket } if ticket == wanted => return failures,
+                    _ => {}
+                }
+            }
+        }
+    }
+
+    /// Returns the bytes that the session holds, as they are charged.
+    pub(super) fn held(&self) -> u64 {
+        self.session.get_function("held").wait().unwrap().call(()).wait().unwrap()
+    }
+}
