@@ -9,6 +9,9 @@
 //!      └── all have joined ────┘       └── some did not come ────────┘
 //! ```
 //!
+//! From Running the attempt is tentative: the old communicators stay until all workers have joined
+//! the new ones, and if some did not come the state is Running again.
+//!
 //! Each making of the communicators has a number, its *epoch*; reports of an earlier one are of no
 //! interest.
 
@@ -58,8 +61,10 @@ pub struct Breakage {
 /// The controller's knowledge of its workers' communicators.
 #[derive(Debug, Default)]
 pub(crate) struct Collectives {
-    /// Epoch of the communicators that are there, or are being made.
+    /// Epoch of the communicators that are there, or are being made in place of broken ones.
     epoch: u64,
+    /// The last epoch that was given to an attempt.
+    last_epoch: u64,
     backend: Backend,
     being_made: bool,
     broken: Option<Breakage>,
@@ -68,6 +73,17 @@ pub(crate) struct Collectives {
 impl Collectives {
     pub(crate) fn epoch(&self) -> u64 {
         self.epoch
+    }
+
+    /// Takes an epoch that no attempt has had.
+    pub(crate) fn next_epoch(&mut self) -> u64 {
+        self.last_epoch += 1;
+        self.last_epoch
+    }
+
+    /// Returns true if the communicators are broken.
+    pub(crate) fn is_broken(&self) -> bool {
+        self.broken.is_some()
     }
 
     /// Returns the backend that they are made with, until another one is chosen.
@@ -135,6 +151,23 @@ impl Collectives {
         self.broken = None;
     }
 
+    /// Records that a tentative attempt has succeeded. Returns the reason of an abort that came
+    /// meanwhile, which holds for the new communicators, too.
+    pub(crate) fn change_over(&mut self, epoch: u64, backend: Backend) -> Option<RpcError> {
+        let aborted = self.broken.take().map(|breakage| breakage.cause);
+        let aborted = aborted.filter(|cause| cause.kind() == ErrorKind::Cancelled);
+        self.advance(epoch, backend);
+        if let Some(cause) = &aborted {
+            self.abort(cause.clone());
+        }
+        aborted
+    }
+
+    /// Records that an attempt has failed, so that the next one has this backend again.
+    pub(crate) fn restore(&mut self, backend: Backend) {
+        self.backend = backend;
+    }
+
     /// Ends the attempt. Its outcome is in the workers' reports.
     pub(crate) fn finish(&mut self) {
         self.being_made = false;
@@ -161,6 +194,27 @@ mod tests {
         assert_eq!((breakage.culprit, breakage.cause.message()), (Some(WorkerId(1)), "died"));
         assert_eq!(breakage.noticed_by, [WorkerId(2), WorkerId(0)]);
         assert!(!collectives.abort(RpcError::internal("too late")));
+    }
+
+    #[test]
+    fn an_abort_during_a_tentative_attempt_holds_for_the_new_communicators() {
+        let mut collectives = Collectives::default();
+        collectives.begin().unwrap();
+        let epoch = collectives.next_epoch();
+        assert_eq!(collectives.change_over(epoch, Backend::Nccl), None);
+        collectives.finish();
+        assert_eq!(
+            (collectives.state(), collectives.backend(), collectives.epoch()),
+            (CclState::Running, Backend::Nccl, 1)
+        );
+        collectives.begin().unwrap();
+        // One that fails leaves its number unused for good.
+        assert_eq!([collectives.next_epoch(), collectives.next_epoch()], [2, 3]);
+        assert!(collectives.abort(RpcError::new(ErrorKind::Cancelled, "enough")));
+        assert!(collectives.change_over(3, Backend::Host).is_some());
+        collectives.finish();
+        assert_eq!(collectives.state().breakage().unwrap().cause.message(), "enough");
+        assert!(collectives.is_broken());
     }
 
     #[test]

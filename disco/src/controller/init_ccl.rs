@@ -9,7 +9,7 @@ use rpc_core::{Device, DeviceType, ErrorKind, RpcError};
 
 use crate::ccl::backend::Backend;
 use crate::completion::Completion;
-use crate::controller::dispatch::Controller;
+use crate::controller::dispatch::{Controller, ControllerState};
 use crate::error::{DiscoError, Failure, Result};
 use crate::wire::command::Command;
 
@@ -69,22 +69,45 @@ impl Controller {
     async fn make_anew(self: &Arc<Self>, backend: Backend, devices: Vec<Device>) -> Result<()> {
         let limit = self.options.init_timeout;
         self.drain(limit, "still busy with what was issued before").await?;
-        let epoch = self.lock().collectives.epoch() + 1;
-        let meeting = tokio::time::timeout(limit, self.meet(epoch, backend, devices)).await;
+        // A future that holds the guard's variable cannot move between threads.
+        let attempt = |state: &mut ControllerState| {
+            let collectives = &mut state.collectives;
+            (collectives.next_epoch(), collectives.backend(), !collectives.is_broken())
+        };
+        let (epoch, before, is_tentative) = attempt(&mut self.lock());
+        let meeting = tokio::time::timeout(limit, self.meet(epoch, backend, devices, is_tentative)).await;
         let sequence = meeting.unwrap_or_else(|_| {
             let text = format!("the nodes have not said within {limit:?} where their workers can be reached");
             Err(RpcError::new(ErrorKind::DeadlineExceeded, text).into())
         })?;
         // The workers have the same limit for meeting all others, and for meeting those of their
         // group, and say more of what went wrong.
-        self.drain(3 * limit, "not back from making the collectives anew").await?;
-        let mut state = self.lock();
-        let of_this = |failure: &Failure| failure.sequence == sequence;
-        let (failed, others) = std::mem::take(&mut state.failures).into_iter().partition(of_this);
-        // Those have been issued by others, who will ask for them.
-        state.failures = others;
-        let failed: Vec<Failure> = failed;
-        if failed.is_empty() { Ok(()) } else { Err(DiscoError::Workers(failed)) }
+        let met = self.drain(3 * limit, "not back from making the collectives anew").await;
+        let met = met.and_then(|()| {
+            let mut state = self.lock();
+            let of_this = |failure: &Failure| failure.sequence == sequence;
+            let (failed, others) = std::mem::take(&mut state.failures).into_iter().partition(of_this);
+            // Those have been issued by others, who will ask for them.
+            state.failures = others;
+            let failed: Vec<Failure> = failed;
+            if failed.is_empty() { Ok(()) } else { Err(DiscoError::Workers(failed)) }
+        });
+        if is_tentative {
+            self.finish_tentative(epoch, backend, met.is_ok())?;
+        } else if met.is_err() {
+            self.lock().collectives.restore(before);
+        }
+        met
+    }
+
+    /// Has all workers enter the communicators that they have joined, or let go of them.
+    fn finish_tentative(&self, epoch: u64, backend: Backend, enter: bool) -> Result<()> {
+        let aborted = if enter { self.lock().collectives.change_over(epoch, backend) } else { None };
+        self.push(Command::FinishInitCcl { epoch, enter })?;
+        if let Some(cause) = aborted {
+            self.links.iter().for_each(|link| link.break_collectives(epoch, cause.message()));
+        }
+        Ok(())
     }
 
     /// Waits until all workers have executed the commands that were issued. In broken collectives

@@ -23,12 +23,18 @@ impl Controller {
         for (number, link) in self.links.iter().enumerate() {
             link.start(number, &this).await?;
         }
-        self.meet(0, Backend::default(), Vec::new()).await.map(drop)
+        self.meet(0, Backend::default(), Vec::new(), false).await.map(drop)
     }
 
-    /// Lets the workers join each other in this epoch. Returns the number of the command; after an
-    /// error none was issued.
-    pub(crate) async fn meet(&self, epoch: u64, backend: Backend, devices: Vec<Device>) -> Result<u64> {
+    /// Lets the workers join each other in this epoch; if that is tentative they stay where they
+    /// are. Returns the number of the command; after an error none was issued.
+    pub(crate) async fn meet(
+        &self,
+        epoch: u64,
+        backend: Backend,
+        devices: Vec<Device>,
+        is_tentative: bool,
+    ) -> Result<u64> {
         let join = match backend {
             // NCCL knows nothing of failures: beside it the ranks have the same means as on host
             // memory.
@@ -36,8 +42,11 @@ impl Controller {
             Backend::Mpi => self.plan_mpi()?,
         };
         let timeouts = CollectiveTimeouts::of(&self.options);
-        let plan = Packed::encode(&Plan { epoch, join, nccl: backend == Backend::Nccl, timeouts, devices })?;
-        self.lock().collectives.advance(epoch, backend);
+        let nccl = backend == Backend::Nccl;
+        let plan = Packed::encode(&Plan { epoch, join, nccl, timeouts, devices, is_tentative })?;
+        if !is_tentative {
+            self.lock().collectives.advance(epoch, backend);
+        }
         self.push(Command::InitCcl { plan })
     }
 

@@ -368,6 +368,10 @@ impl DiscoSession {
     /// old collectives is refused. Issue other collectives when this has
     /// resolved: until then they may still meet the old ones.
     ///
+    /// Collectives that run are left once all workers have met, so that a failure changes nothing:
+    /// they still run, with the backend and the default devices that they had. Until then the
+    /// workers have both.
+    ///
     /// In broken collectives no worker waits, so that a worker holds this up only by being busy
     /// with something else.
     ///
@@ -378,7 +382,8 @@ impl DiscoSession {
     ///   answer for as long: the collectives stay as they were. Or workers are not back from
     ///   meeting the others, after three times as long. Try again when those workers are back.
     /// * [`Busy`](ErrorKind::Busy): they are being made anew already.
-    /// * failures of workers that have not met the others: the collectives are broken.
+    /// * failures of workers that have not met the others: the collectives are as they were, running
+    ///   or broken, with the same default devices.
     /// * what has ended the session.
     pub fn reinit_ccl(&self) -> Completion<()> {
         self.0.reinit(None, Vec::new())

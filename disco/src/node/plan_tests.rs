@@ -29,7 +29,7 @@ fn refusal(join: &Json) -> String {
     let _: Pack<Vec<ListenAddresses>> = listen.call((&controller.host, Pack(vec![address]))).wait().unwrap();
     let timeouts = CollectiveTimeouts { entry: None, stall: Duration::MAX, join: Duration::from_millis(200) };
     let plan =
-        Plan { epoch: 0, join: JoinPlan::Threads, nccl: false, timeouts, devices: Vec::new() };
+        Plan { epoch: 0, join: JoinPlan::Threads, nccl: false, timeouts, devices: Vec::new(), is_tentative: false };
     let mut plan = serde_json::to_value(&plan).unwrap();
     plan["join"] = join.clone();
     controller.submit([Command::InitCcl { plan: Packed::encode(&plan).unwrap() }]).unwrap();

@@ -102,6 +102,7 @@ impl Command {
                 .list(steps, |out, step| step.write(out)),
             Self::Run { program, args, outputs } => out.code(17).u32(*program).registers(outputs).operands(args),
             Self::Forget { program } => out.code(18).u32(*program),
+            Self::FinishInitCcl { epoch, enter } => out.code(19).u64(*epoch).bool(*enter),
         };
     }
 
@@ -167,6 +168,7 @@ impl Command {
                 Self::Run { program, outputs, args: input.operands()? }
             }
             18 => Self::Forget { program: input.u32()? },
+            19 => Self::FinishInitCcl { epoch: input.u64()?, enter: input.bool()? },
             _ => return Err(malformed()),
         })
     }
@@ -585,6 +587,7 @@ pub(crate) mod tests {
         for kind in reductions.chain(others) {
             commands.push(Command::Collective { kind, scope: Scope::World, from: 1, to: 2, fresh: true });
         }
+        commands.push(Command::FinishInitCcl { epoch: 2, enter: true });
         commands
     }
 

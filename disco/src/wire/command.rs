@@ -151,6 +151,12 @@ pub(crate) enum Command {
     InitCcl {
         plan: Packed,
     },
+    /// Ends a tentative [`InitCcl`](Self::InitCcl) of this epoch: the workers enter the
+    /// communicators that they have joined, or let go of them.
+    FinishInitCcl {
+        epoch: u64,
+        enter: bool,
+    },
     Shutdown {
         ticket: u64,
     },
@@ -201,7 +207,7 @@ impl Command {
             },
             Self::SendRecv { .. } => "send_recv",
             Self::SyncWorker { .. } => "sync_worker",
-            Self::InitCcl { .. } => "init_ccl",
+            Self::InitCcl { .. } | Self::FinishInitCcl { .. } => "init_ccl",
             Self::Shutdown { .. } => "shutdown",
             Self::Define { .. } => "record",
             Self::Run { .. } => "run",

@@ -120,8 +120,8 @@ fn set_ups(all: &mut Samples) {
 fn plans(all: &mut Samples) {
     let timeouts = CollectiveTimeouts { entry: None, stall: Duration::from_secs(15), join: Duration::from_secs(30) };
     all.packed("CollectiveTimeouts", &timeouts);
-    let plan =
-        Plan { epoch: 1, join: JoinPlan::Threads, nccl: true, timeouts, devices: vec![Device::cpu(), Device::cuda(1)] };
+    let devices = vec![Device::cpu(), Device::cuda(1)];
+    let plan = Plan { epoch: 1, join: JoinPlan::Threads, nccl: true, timeouts, devices, is_tentative: true };
     all.packed("Plan", &plan);
     let key: SessionKey = serde_json::from_value(Json::from(vec![7_u8; 32])).unwrap();
     let [world, group]: [SocketAddr; 2] = ["10.0.0.1:9".parse().unwrap(), "[::1]:9".parse().unwrap()];

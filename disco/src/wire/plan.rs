@@ -58,6 +58,9 @@ pub(crate) struct Plan {
     pub(crate) timeouts: CollectiveTimeouts,
     /// The default device of each worker; empty where those stay as they are.
     pub(crate) devices: Vec<Device>,
+    /// True if the workers stay in their present communicators, which run, until
+    /// [`FinishInitCcl`](super::command::Command::FinishInitCcl).
+    pub(crate) is_tentative: bool,
 }
 
 /// Means by which the workers of a session reach each other.

@@ -10,6 +10,7 @@ use rpc_core::{ErrorKind, RpcError, blocking};
 
 use super::command_feed::{Feed, Reader};
 use super::context::WorkerContext;
+use super::init_ccl::JoinedCcl;
 use super::process_state::ProcessState;
 use super::recorded_program::{RunningProgram, StoredProgram};
 use super::register_content::{Fault, Outcome, Slot, UnsettledCommand};
@@ -40,6 +41,8 @@ pub(crate) struct Worker {
     pub(super) steps: u64,
     pub(super) programs: HashMap<u32, Arc<StoredProgram>>,
     pub(super) running: Option<RunningProgram>,
+    /// Communicators that a tentative `init_ccl` has joined.
+    pub(super) tentative: Option<JoinedCcl>,
     /// True if collectives leave work to a device.
     pub(super) is_accelerated: bool,
     /// The registers that would be lost with that.
@@ -68,6 +71,7 @@ impl Worker {
             steps: 0,
             programs: HashMap::new(),
             running: None,
+            tentative: None,
             is_accelerated: false,
             unsettled: HashMap::new(),
             executed: 0,
@@ -95,6 +99,7 @@ impl Worker {
             }
         }
         exit.expect_exit();
+        self.tentative = None;
         self.this.set_membership(Err(RpcError::new(ErrorKind::Closed, "the worker has ended")));
         WorkerContext::leave();
     }
@@ -249,6 +254,7 @@ impl Worker {
             }
             Command::SendRecv { from, to, pairs } => self.send_recv(command, *from, *to, pairs),
             Command::InitCcl { plan } => self.init_ccl(plan),
+            Command::FinishInitCcl { epoch, enter } => self.finish_init_ccl(*epoch, *enter),
             Command::Define { program, registers, parameters, outputs, steps } => {
                 let stored = StoredProgram {
                     registers: *registers as usize,

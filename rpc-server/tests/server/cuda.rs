@@ -428,9 +428,15 @@ fn groups_are_split_and_unsupported_operations_are_errors() {
     let session = SocketSession::new([without.address()], 2, 1).options(as_threads()).start().wait().unwrap();
     let error = session.init_ccl("nccl", &[0, 1]).wait().unwrap_err().to_string();
     assert!(error.contains("libnccl.so.2") && error.contains("libnccl.so"), "{error}");
-    session.init_ccl("host", &[]).wait().unwrap();
-    let sum = session.broadcast(&Tensor::from_slice([1], &[3.0_f32]).unwrap(), None, Scope::World).unwrap();
-    assert_eq!(fetch(&session, &sum, 1), [3.0]);
+    // That changed nothing: neither the collectives nor the default devices.
+    for _ in 0..2 {
+        let one = session.broadcast(&Tensor::from_slice([1], &[3.0_f32]).unwrap(), None, Scope::World).unwrap();
+        let sum = session.allreduce(&one, None, ReduceOp::Sum, Scope::World).unwrap();
+        session.empty(&[1], DataType::F32, None).unwrap();
+        assert_eq!(fetch(&session, &sum, 1), [6.0]);
+        session.sync_all().wait().unwrap();
+        session.init_ccl("host", &[]).wait().unwrap();
+    }
     session.shutdown().wait().unwrap();
 }
 

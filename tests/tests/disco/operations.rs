@@ -266,6 +266,27 @@ fn collectives() {
     });
 }
 
+/// Regression: the collectives were gone, and tensors were made on devices that there were not.
+#[test]
+fn a_backend_that_is_not_there_changes_nothing() {
+    for launch in [Launch::Threads, Launch::Processes(NODE), Launch::Tcp { per_node: 2, data: Data::Tcp }] {
+        let fixture = launch.start(4, 2);
+        let session = &fixture.session;
+        let n = session.num_workers();
+        let error = session.init_ccl("nccl", &[]).wait().unwrap_err();
+        assert_eq!(error.failures().len(), n as usize, "{error}");
+        assert_eq!(session.ccl_state(), disco::CclState::Running);
+        let sum = session.get_global_func("sum_of_ids").unwrap().call((1,)).unwrap();
+        assert_eq!(value(session, &sum, n - 1), Value::Float((0..n).sum::<u32>().into()));
+        let device = session.get_global_func("device").unwrap().call(()).unwrap();
+        assert_eq!(value(session, &device, 0), Value::Device(Device::cpu()));
+        // The backend, too, is still the one that it was.
+        session.reinit_ccl().wait().unwrap();
+        session.barrier(Scope::World).unwrap();
+        session.sync_all().wait().unwrap();
+    }
+}
+
 #[test]
 fn backends_take_a_device_for_each_worker_or_for_each_of_a_node() {
     everywhere(NODE, &[(2, 1), (4, 2)], |session| {
