@@ -14,6 +14,9 @@ pub(crate) mod subtree;
 pub(crate) mod worker_process;
 
 #[cfg(test)]
+#[cfg(target_os = "linux")]
+pub(crate) mod flood_tests;
+#[cfg(test)]
 mod held_memory_tests;
 #[cfg(test)]
 #[cfg(target_os = "linux")]

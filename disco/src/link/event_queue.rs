@@ -11,7 +11,7 @@ use rpc_core::function::Object;
 use rpc_core::{LocalValue, Result, Tensor, Value, blocking};
 
 use crate::error::{Failure, WorkerId};
-use crate::held_memory::HeldMemory;
+use crate::held_memory::{HeldMemory, STEP};
 use crate::wire::event::{Event, EventSink, LocalContent};
 
 /// Number of bytes of a tensor travel in one event.
@@ -63,8 +63,13 @@ impl Queue {
 
     /// Charges the bytes that wait now.
     fn charge(&mut self) {
-        let waiting = self.tensor_bytes + self.other_bytes + self.line_bytes;
-        self.is_full = self.held.resize(waiting as u64).is_err();
+        self.is_full = self.charge_with(0).is_err();
+    }
+
+    /// Charges the bytes that wait now, and so many more.
+    fn charge_with(&mut self, more: usize) -> Result<()> {
+        let waiting = self.tensor_bytes + self.other_bytes + self.line_bytes + more;
+        self.held.resize(waiting as u64)
     }
 }
 
@@ -196,7 +201,16 @@ impl EventSink for EventQueue {
             },
             content => content.map(LocalContent::Value),
         };
-        self.send(Event::Fetched { ticket, value });
+        let event = Event::Fetched { ticket, value };
+        // A value may be large. One that the session may not hold is not put here first.
+        let refused = if event.size() as u64 > STEP { self.lock().charge_with(event.size()).err() } else { None };
+        self.send(match refused {
+            Some(cause) => {
+                let failure = Failure { worker: WorkerId(0), sequence: 0, command: "copy".to_owned(), cause };
+                Event::Fetched { ticket, value: Err(failure) }
+            }
+            None => event,
+        });
     }
 }
 
@@ -227,7 +241,6 @@ impl EventQueue {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::held_memory::STEP;
     use crate::held_memory::tests::context;
     use crate::wire::event::{LogLine, decode_events};
 

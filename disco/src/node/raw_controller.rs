@@ -88,6 +88,18 @@ impl RawController {
         }
     }
 
+    /// Waits until the worker has executed everything, or waits itself for this controller to read
+    /// events: until many calls have seen no change.
+    pub(super) fn settle(&self) {
+        let (mut unchanged, mut before) = (0, self.held());
+        while unchanged < 300 {
+            std::thread::yield_now();
+            let now = self.held();
+            unchanged = if now == before { unchanged + 1 } else { 0 };
+            before = now;
+        }
+    }
+
     /// Returns the bytes that the session holds, as they are charged.
     pub(super) fn held(&self) -> u64 {
         self.session.get_function("held").wait().unwrap().call(()).wait().unwrap()

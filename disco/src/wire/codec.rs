@@ -592,6 +592,15 @@ pub(crate) mod tests {
     }
 
     #[test]
+    fn every_command_is_among_the_samples() {
+        let samples = all();
+        let names: std::collections::HashSet<_> = samples.iter().map(std::mem::discriminant).collect();
+        for command in crate::node::flood_tests::of_each_kind() {
+            assert!(names.contains(&std::mem::discriminant(&command)), "{}", command.name());
+        }
+    }
+
+    #[test]
     fn commands_survive_a_batch() {
         let (mut heads, mut bulk) = (BytesMut::new(), Vec::new());
         for command in all() {

@@ -223,7 +223,7 @@ pub(crate) trait EventSink: Send + Sync {
     /// Passes the event on. Never waits.
     fn send(&self, event: Event);
 
-    /// Returns ready once more bytes of tensors can be taken. The task is woken then.
+    /// Returns ready once there is room for more. The task is woken then.
     fn poll_room(&self, _: &mut Context<'_>) -> Poll<()> {
         Poll::Ready(())
     }

@@ -3,12 +3,13 @@
 
 use std::cell::RefCell;
 use std::fmt;
+use std::future::poll_fn;
 use std::sync::Arc;
 
 use parking_lot::{Mutex, MutexGuard};
 use rpc_core::function::{FromCall, Invocation};
 use rpc_core::tensor::Access;
-use rpc_core::{Context, DataType, Device, DeviceType, ErrorKind, Result, RpcError, Tensor, VirtualDevice};
+use rpc_core::{Context, DataType, Device, DeviceType, ErrorKind, Result, RpcError, Tensor, VirtualDevice, blocking};
 
 use super::tensor_loan::{fit, lend};
 use crate::ccl::communicators::Membership;
@@ -468,13 +469,22 @@ impl WorkerContext {
             return;
         }
         drop(controls);
+        self.wait_for_room();
         self.0.sink.send(Event::CclBroken { worker: self.0.id, report });
     }
 
     /// Tells the controller that so many more bytes of weights have come, which this loader waits
     /// for.
     pub(crate) fn report_loaded(&self, loader: u64, bytes: u64) {
+        self.wait_for_room();
         self.0.sink.send(Event::Loaded { worker: self.0.id, loader, bytes });
+    }
+
+    /// Waits until events have room: few bytes of commands can lead to any number of events, before
+    /// a controller that reads none.
+    pub(crate) fn wait_for_room(&self) {
+        // A worker has a thread of its own, which may wait. The end of the host makes room.
+        _ = blocking::block_on(poll_fn(|cx| self.0.sink.poll_room(cx)));
     }
 
     /// Returns the error of a collective whose communicator is broken, and reports it to the

@@ -3,10 +3,9 @@
 //! The handlers are in `handlers`, `collectives`, `init_ccl` and `program_handlers`.
 
 use std::collections::HashMap;
-use std::future::poll_fn;
 use std::sync::Arc;
 
-use rpc_core::{ErrorKind, RpcError, blocking};
+use rpc_core::{ErrorKind, RpcError};
 
 use super::command_feed::{Feed, Reader};
 use super::context::WorkerContext;
@@ -105,6 +104,7 @@ impl Worker {
     }
 
     pub(super) fn report(&mut self) {
+        self.this.wait_for_room();
         self.reported = self.executed;
         self.sink.send(Event::Progress { worker: self.id, sequence: self.sequence, cost: self.executed });
     }
@@ -125,6 +125,7 @@ impl Worker {
         {
             self.report_failure(command, cause.into());
         }
+        // It waits for room, so that there is room for the other event, too.
         self.report();
         self.sink.send(Event::Reached { ticket });
     }
@@ -207,11 +208,9 @@ impl Worker {
         }
     }
 
-    /// Sends a failure once there is room for it: a program of few bytes can fail any number of
-    /// times, before a controller that reads nothing.
+    /// Sends a failure once there is room for it.
     fn send_failure(&self, failure: &Failure) {
-        // A worker has a thread of its own, which may wait. The end of the host makes room.
-        _ = blocking::block_on(poll_fn(|cx| self.sink.poll_room(cx)));
+        self.this.wait_for_room();
         self.sink.send(Event::Failed(failure.clone()));
     }
 
