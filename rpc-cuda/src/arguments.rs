@@ -11,8 +11,8 @@ use rpc_core::value::Value;
 /// Packed parameters of one launch.
 ///
 /// The driver reads as many parameters, and as many bytes of each, as the kernel has. If the driver
-/// does not report these numbers, the arrays are large enough for any kernel, so that a wrong call
-/// reads zeros and not unrelated memory.
+/// does not report these numbers itself, the arrays are large enough for any kernel, so that a
+/// wrong call reads zeros and not unrelated memory.
 pub(super) struct Arguments {
     /// Parameter bytes in words; each parameter begins with a word of its own. Zeros follow.
     words: Vec<u64>,
@@ -22,12 +22,13 @@ pub(super) struct Arguments {
 
 impl Arguments {
     /// Packs `values` for a kernel with parameters of these sizes in bytes, if they are known.
+    /// `are_reported` is true if the driver has reported them.
     ///
     /// # Errors
     ///
     /// [`ErrorKind::InvalidArgument`](rpc_core::ErrorKind::InvalidArgument), naming the parameter
     /// and the reason.
-    pub(super) fn pack(values: &[LocalValue], sizes: Option<&[usize]>) -> Result<Self> {
+    pub(super) fn pack(values: &[LocalValue], sizes: Option<&[usize]>, are_reported: bool) -> Result<Self> {
         if let Some(sizes) = sizes
             && sizes.len() != values.len()
         {
@@ -48,7 +49,7 @@ impl Arguments {
                 u64::from_ne_bytes(word)
             }));
         }
-        if sizes.is_none() {
+        if !are_reported {
             let zeros = packed.words.len();
             packed.words.resize(zeros + MAX_PARAMETER_BYTES / 8, 0);
             packed.starts.resize(MAX_PARAMETERS, zeros);
@@ -86,7 +87,12 @@ fn bytes_of(value: &LocalValue, size: Option<usize>) -> Result<Vec<u8>> {
                 unfit(&format!("{int}"))
             }
         }
-        (Value::Float(float), None | Some(8)) => Ok(float.to_ne_bytes().into()),
+        (Value::Float(_), None) => wrong(
+            "the width of a float is not known: the driver, older than CUDA 12.4, does not report it, and the module \
+             is no PTX that tells; give the parameter as bytes, 4 for a float and 8 for a double"
+                .to_owned(),
+        ),
+        (Value::Float(float), Some(8)) => Ok(float.to_ne_bytes().into()),
         (Value::Float(float), Some(4)) => Ok((*float as f32).to_ne_bytes().into()),
         (Value::Float(_), Some(2)) => {
             wrong("a parameter of 2 bytes may be half or bfloat16: give its bits as an int".to_owned())
@@ -179,12 +185,15 @@ mod tests {
 
     #[test]
     fn a_kernel_of_unknown_parameters_reads_zeros_behind_the_given_ones() {
-        let mut arguments = Arguments::pack(&[Value::Int(5), Value::Bool(true)], None).unwrap();
+        let mut arguments = Arguments::pack(&[Value::Int(5), Value::Bool(true)], None, false).unwrap();
         let pointers = arguments.pointers();
         assert_eq!(pointers.len(), MAX_PARAMETERS);
         let end = arguments.words.as_ptr_range().end.addr();
         assert!(pointers.iter().all(|pointer| pointer.addr() + MAX_PARAMETER_BYTES <= end));
         assert_eq!(&arguments.words[..3], &[5, 1, 0]);
-        assert!(Arguments::pack(&[Value::Int(5)], Some(&[])).is_err());
+        assert!(Arguments::pack(&[Value::Int(5)], Some(&[]), true).is_err());
+        // Half of a double would be taken for a float.
+        let error = Arguments::pack(&[Value::Float(0.5)], None, false).err().unwrap();
+        assert!(error.message().contains("give the parameter as bytes"), "{error}");
     }
 }

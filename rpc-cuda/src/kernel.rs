@@ -13,7 +13,9 @@ use crate::gpu::Gpu;
 use crate::handle::Handle;
 use crate::loaded_module::LoadedModule;
 use crate::memory::CudaMemory;
+use crate::module_image::ModuleImage;
 use crate::opened_gpu::OpenedGpu;
+use crate::ptx_signature;
 use crate::stream::CudaStream;
 use crate::stream_order;
 use rpc_core::dlpack::Device;
@@ -25,8 +27,10 @@ use rpc_core::value::Value;
 pub(super) struct Kernel {
     gpu: &'static OpenedGpu,
     raw: Handle<CUfunc_st>,
-    /// Sizes of the parameters in bytes, if the driver reports them.
+    /// Sizes of the parameters in bytes, if the driver reports them or the module is PTX.
     pub(super) sizes: Option<Vec<usize>>,
+    /// True if the driver reports the sizes.
+    are_reported: bool,
     /// Largest number of threads in a block, limited by the kernel's registers.
     max_threads: c_int,
     /// Keeps the code loaded.
@@ -38,12 +42,12 @@ pub(super) struct Kernel {
 struct Extent([c_uint; 3]);
 
 impl Kernel {
-    /// Looks up a kernel of a module by its name.
+    /// Looks up a kernel of a module, which was loaded from `image`, by its name.
     ///
     /// # Errors
     ///
     /// [`ErrorKind::NotFound`](rpc_core::ErrorKind::NotFound), and errors of the device.
-    pub(super) fn find(module: &Arc<LoadedModule>, name: &str) -> Result<Self> {
+    pub(super) fn find(module: &Arc<LoadedModule>, name: &str, image: &ModuleImage) -> Result<Self> {
         module.gpu.enter()?;
         let gpu = module.gpu.context.gpu;
         let absent = || RpcError::not_found("the module has no such kernel");
@@ -60,8 +64,10 @@ impl Kernel {
         let attribute = Attribute::CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK as u32;
         // SAFETY: there is room for the number.
         gpu.check(unsafe { gpu.driver.func_get_attribute(&raw mut max_threads, attribute, raw) })?;
-        let sizes = parameter_sizes(gpu, raw)?;
-        Ok(Self { gpu: module.gpu, raw: Handle(raw), sizes, max_threads, module: module.clone() })
+        let reported = parameter_sizes(gpu, raw)?;
+        let are_reported = reported.is_some();
+        let sizes = reported.or_else(|| ptx_signature::parameter_sizes(image.ptx()?, name));
+        Ok(Self { gpu: module.gpu, raw: Handle(raw), sizes, are_reported, max_threads, module: module.clone() })
     }
 
     /// Starts the kernel on a stream of its device, or on the default one. `args` are the grid, the
@@ -89,7 +95,7 @@ impl Kernel {
         };
         let shared_bytes = shared_bytes
             .ok_or_else(|| RpcError::invalid_argument("expected the bytes of shared memory as an int of 0 or more"))?;
-        let mut packed = Arguments::pack(values, self.sizes.as_deref())?;
+        let mut packed = Arguments::pack(values, self.sizes.as_deref(), self.are_reported)?;
         let mut memories = Vec::new();
         for (index, memory) in self.memories(values) {
             let memory = memory?;

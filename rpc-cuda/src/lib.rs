@@ -63,6 +63,7 @@ mod on_demand;
 mod opened_gpu;
 mod other_stream_work;
 mod pinned_ranges;
+mod ptx_signature;
 mod release_thread;
 mod retired_modules;
 mod stream;

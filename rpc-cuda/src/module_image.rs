@@ -44,6 +44,13 @@ impl ModuleImage {
         }
     }
 
+    /// Returns the text of a PTX file; `None` for files of machine code.
+    pub(super) fn ptx(&self) -> Option<&str> {
+        let is_code = self.bytes.starts_with(&ELF_MAGIC) || self.bytes.starts_with(&FATBIN_MAGIC);
+        let text = std::str::from_utf8(&self.bytes).ok().filter(|_| !is_code)?;
+        Some(text.trim_end_matches('\0'))
+    }
+
     pub(super) fn bytes(&self) -> &[u8] {
         &self.bytes
     }

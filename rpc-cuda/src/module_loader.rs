@@ -37,8 +37,9 @@ use rpc_core::value::Value;
 /// * bytes are a struct by value, of that size exactly.
 ///
 /// Drivers since CUDA 12.4 report the number and widths of the parameters, which are then checked.
-/// With older ones an int and a float take 8 bytes, a bool 1, nothing is checked, and missing
-/// parameters read as zeros.
+/// With older ones they are taken from the module if that is PTX. For the kernels of others an int
+/// takes 8 bytes there and a bool 1, a float is refused (it can be given as bytes), nothing is
+/// checked, and missing parameters read as zeros.
 ///
 /// The kernel runs on the device of its first tensor, on which all others must be, or on the
 /// loader's. It is submitted to the stream that the call's lane has set for the device, or to the
@@ -140,7 +141,7 @@ impl Module for CudaModule {
         });
         let describe = |name: String| {
             let loaded = self.code.on(self.code.index).ok()?;
-            let kernel = Kernel::find(&loaded, &name).ok()?;
+            let kernel = Kernel::find(&loaded, &name, &self.code.image).ok()?;
             Some((name, signature(kernel.sizes.as_deref())))
         };
         named.into_iter().filter_map(describe).collect()
@@ -172,7 +173,7 @@ impl KernelOnDevices {
             return Ok(kernel.clone());
         }
         let loaded = self.code.on(index)?;
-        let kernel = Arc::new(Kernel::find(&loaded, &self.name)?);
+        let kernel = Arc::new(Kernel::find(&loaded, &self.name, &self.code.image)?);
         self.found.lock().insert(index, kernel.clone());
         Ok(kernel)
     }

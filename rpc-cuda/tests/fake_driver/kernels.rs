@@ -366,6 +366,28 @@ fn an_old_driver_accepts_unchecked_calls_without_harm() {
     });
 }
 
+/// Regression: a float took 8 bytes there, of which a kernel that wants a `float` read zeros.
+#[test]
+fn an_old_driver_gets_floats_as_the_module_declares_them() {
+    let name = "kernels::an_old_driver_gets_floats_as_the_module_declares_them";
+    with_driver(name, &["-DOLD_DRIVER"], &[], |_| {
+        let (session, folder) = session();
+        let parameters =
+            ["u64 out", "u8 a", "s16 b", "u32 c", "s64 d", "f32 e", "f64 f"].map(|one| format!(".param .{one}"));
+        folder.write("typed.ptx", format!(".entry widths({}) {{}} ", parameters.join(", ")).as_bytes());
+        let typed = session.load_module("typed.ptx").wait().unwrap().function("widths").wait().unwrap();
+        let out = tensor(&session, Device::cuda(0), DataType::U8, &[27], vec![0; 27]);
+        typed.call::<()>((1, 1, 0, &out, true, -2, 7, 8, 0.5, 0.25)).wait().unwrap();
+        let bytes = session.copy_from_remote(&out).wait().unwrap();
+        assert_eq!(bytes[15..19], 0.5_f32.to_le_bytes());
+        assert_eq!(bytes[19..27], 0.25_f64.to_le_bytes());
+        assert!(refusal(&typed, (1, 1, 0, &out, true)).message().contains("expected 7 parameters, got 2"));
+        // Without a declaration the width is not guessed.
+        let error = refusal(&kernel(&session, "widths"), (1, 1, 0, &out, true, -2, 7, 8, 0.5, 0.25));
+        assert!(error.message().contains("parameter 5: the width of a float is not known"), "{error}");
+    });
+}
+
 /// Idle memory of the pools is returned when the driver or cuBLAS needs memory.
 #[test]
 fn a_full_device_returns_idle_memory_for_modules_streams_and_products() {
