@@ -11,6 +11,7 @@ use crate::device_api::CudaDevice;
 use crate::kernel::Kernel;
 use crate::loaded_module::LoadedModule;
 use crate::module_image::ModuleImage;
+use rpc_core::dlpack::DeviceType;
 use rpc_core::error::{Result, RpcError};
 use rpc_core::function::{Context, Function, LoadRequest, LocalValue, Module, ModuleLoader, Object, Signature};
 use rpc_core::value::Value;
@@ -41,13 +42,15 @@ use rpc_core::value::Value;
 /// takes 8 bytes there and a bool 1, a float is refused (it can be given as bytes), nothing is
 /// checked, and missing parameters read as zeros.
 ///
-/// The kernel runs on the device of its first tensor, on which all others must be, or on the
-/// loader's. It is submitted to the stream that the call's lane has set for the device, or to the
-/// default one. The call returns null at once, or, if one of the tensors is in pinned memory, when
-/// the kernel is done. Tensors are borrowed for writing, a storage that is given several times only
-/// once, because the accesses of a kernel are not known. The kernel may also access memory beyond
-/// them, as any code on the device may. Errors while it runs are reported by a later call, and
-/// certainly by waiting for the stream.
+/// A module is loaded on the device of the context
+/// ([`Context::on_device`](rpc_core::Context::on_device)), or on the loader's, and on others once a
+/// kernel runs there. The kernel runs on the device of its first tensor, on which all others must
+/// be, or on the one that the module was loaded on. It is submitted to the stream that the call's
+/// lane has set for the device, or to the default one. The call returns null at once, or, if one of
+/// the tensors is in pinned memory, when the kernel is done. Tensors are borrowed for writing, a
+/// storage that is given several times only once, because the accesses of a kernel are not known.
+/// The kernel may also access memory beyond them, as any code on the device may. Errors while it
+/// runs are reported by a later call, and certainly by waiting for the stream.
 #[derive(Clone, Copy, Debug)]
 pub struct CudaModules {
     cuda: CudaDevice,
@@ -69,8 +72,8 @@ impl CudaModules {
         Self::on(cuda, 0)
     }
 
-    /// Creates the loader for another device: modules are first loaded there, and kernels without
-    /// tensors run there.
+    /// Creates the loader for another device: for contexts without one, modules are first loaded
+    /// there, and kernels without tensors run there.
     pub fn on(cuda: CudaDevice, index: i32) -> Self {
         Self { cuda, index }
     }
@@ -98,8 +101,10 @@ impl ModuleLoader for CudaModules {
         }
         let in_file = |error: RpcError| error.context(format_args!("'{}'", request.path));
         let image = ModuleImage::new(std::fs::read(&path)?).map_err(in_file)?;
-        let code = ModuleSource { cuda: self.cuda, index: self.index, image, loaded: Mutex::default() };
-        code.on(self.index).map_err(in_file)?;
+        let chosen = request.context.chosen_device().filter(|device| device.kind == DeviceType::CUDA);
+        let index = chosen.map_or(self.index, |device| device.index);
+        let code = ModuleSource { cuda: self.cuda, index, image, loaded: Mutex::default() };
+        code.on(index).map_err(in_file)?;
         Ok(Arc::new(CudaModule { name: request.path.to_owned(), code: Arc::new(code) }))
     }
 }

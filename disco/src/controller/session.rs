@@ -94,12 +94,12 @@ impl DiscoSession {
         function.call(args)
     }
 
-    /// Loads a module on every worker, once in each process. `path` is what a loader there takes: a
-    /// name, a path in the workspace, on servers that allow modules also a path of theirs, or
-    /// `sha256:` and the digest of one that they have.
+    /// Loads a module on every worker, once for each device in a process. `path` is what a loader
+    /// there takes: a name, a path in the workspace, on servers that allow modules also a path of
+    /// theirs, or `sha256:` and the digest of one that they have.
     ///
-    /// With a `device`, a module that has to be set up for one, such as a model for TVM's virtual
-    /// machine, is set up for that on each worker by itself
+    /// It is loaded on `device`, or else on each worker's default device. A module that has to be
+    /// set up, such as a model for TVM's virtual machine, is set up there on each worker by itself
     /// ([`Module::instance`](rpc_core::Module::instance)).
     ///
     /// # Errors
@@ -382,8 +382,8 @@ impl DiscoSession {
     ///   answer for as long: the collectives stay as they were. Or workers are not back from
     ///   meeting the others, after three times as long. Try again when those workers are back.
     /// * [`Busy`](ErrorKind::Busy): they are being made anew already.
-    /// * failures of workers that have not met the others: the collectives are as they were, running
-    ///   or broken, with the same default devices.
+    /// * failures of workers that have not met the others: the collectives are as they were,
+    ///   running or broken, with the same default devices.
     /// * what has ended the session.
     pub fn reinit_ccl(&self) -> Completion<()> {
         self.0.reinit(None, Vec::new())

@@ -40,14 +40,14 @@ impl Worker {
         Ok(self.set(to, Slot::Value(result?))?)
     }
 
-    /// Loads a module, or takes it from another worker of the process.
+    /// Loads a module on a device, by default the worker's own, or takes it from another worker of
+    /// the process.
     pub(super) fn load_module(&mut self, to: Register, path: &str, device: Option<Device>) -> Outcome {
-        let context = self.this.context();
-        let mut module = self.shared.load_module(context, path)?;
-        if let Some(device) = device {
-            // One for each worker: a module that is set up serves one caller at a time.
-            module = module.instance(context, device)?.unwrap_or(module);
-        }
+        let device = device.unwrap_or_else(|| self.this.device());
+        let context = self.this.context().on_device(device);
+        let module = self.shared.load_module(&context, path)?;
+        // One for each worker: a module that is set up serves one caller at a time.
+        let module = module.instance(&context, device)?.unwrap_or(module);
         Ok(self.set_object(to, Object::Module(module))?)
     }
 

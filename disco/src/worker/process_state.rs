@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
-use rpc_core::{Context, Module, Result};
+use rpc_core::{Context, Device, Module, Result};
 
 use crate::link::relayed_data::Relays;
 use crate::wire::event::EventSink;
@@ -18,8 +18,11 @@ pub(crate) struct ProcessState {
     set_up: SetUp,
     rendezvous: Rendezvous,
     relays: Arc<Relays>,
-    modules: Mutex<HashMap<String, Arc<LoadedModule>>>,
+    modules: Mutex<Modules>,
 }
+
+/// Modules by their paths and the devices that they were loaded on.
+type Modules = HashMap<(String, Option<Device>), Arc<LoadedModule>>;
 
 /// A module, once it is loaded.
 type LoadedModule = Mutex<Option<Arc<dyn Module>>>;
@@ -45,11 +48,12 @@ impl ProcessState {
         &self.relays
     }
 
-    /// Loads a module, or finds it where another worker of this process has.
+    /// Loads a module on the device of `context`, or finds it where another worker of this process
+    /// has.
     pub(crate) fn load_module(&self, context: &Context, path: &str) -> Result<Arc<dyn Module>> {
         let slot = {
             let mut modules = self.modules.lock();
-            Arc::clone(modules.entry(path.to_owned()).or_default())
+            Arc::clone(modules.entry((path.to_owned(), context.chosen_device())).or_default())
         };
         // Held while it loads, so that it is loaded once. Others may load others meanwhile.
         let mut slot = slot.lock();

@@ -29,6 +29,8 @@ pub struct Context {
     deadline: Option<Instant>,
     trace: Option<TraceContext>,
     responder: Option<Responder>,
+    /// Device of the work, if its owner has chosen one.
+    device: Option<Device>,
 }
 
 /// The session as its functions see it. Implemented by sessions.
@@ -174,7 +176,7 @@ impl Context {
         trace: Option<TraceContext>,
         responder: Option<Responder>,
     ) -> Self {
-        Self { host, lane, deadline, trace, responder }
+        Self { host, lane, deadline, trace, responder, device: None }
     }
 
     /// Returns a context for work that continues after the call has returned, such as that of a
@@ -182,7 +184,21 @@ impl Context {
     /// caller.
     #[must_use]
     pub fn detached(&self) -> Self {
-        Self { host: self.host.clone(), lane: self.lane, deadline: None, trace: None, responder: None }
+        let Self { host, lane, device, .. } = self;
+        Self { host: host.clone(), lane: *lane, deadline: None, trace: None, responder: None, device: *device }
+    }
+
+    /// Returns this context for work on `device`: a module that is loaded with it is loaded there,
+    /// if its loader has a choice.
+    #[must_use]
+    pub fn on_device(&self, device: Device) -> Self {
+        Self { device: Some(device), ..self.clone() }
+    }
+
+    /// Returns the device of the work, if its owner has chosen one by
+    /// [`on_device`](Self::on_device).
+    pub fn chosen_device(&self) -> Option<Device> {
+        self.device
     }
 
     /// Counts one thread that the function starts for itself, for work that outlives the call,

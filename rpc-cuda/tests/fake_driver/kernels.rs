@@ -388,6 +388,27 @@ fn an_old_driver_gets_floats_as_the_module_declares_them() {
     });
 }
 
+/// Regression: every worker opened the first GPU, whichever one was its own.
+#[test]
+fn a_module_is_loaded_on_the_device_of_its_context() {
+    with_driver("kernels::a_module_is_loaded_on_the_device_of_its_context", &[], &[], |fake| {
+        let device = CudaDevice::open().unwrap();
+        let (registry, folder) = (Registry::new(), Folder::new());
+        registry.add_loader(Arc::new(CudaModules::new(device)));
+        registry.add("load_on_1", |context: Context| -> Result<()> {
+            let module = context.on_device(Device::cuda(1)).load_module("kernels.ptx", None)?;
+            module.function("nothing").map(drop)
+        });
+        folder.write("kernels.ptx", b".entry nothing ");
+        let devices = Devices::new().with(Arc::new(device));
+        let session = Session::new(LocalSession::builder(registry).devices(devices).workspace(folder).build());
+        // CUDA_ERROR_ILLEGAL_ADDRESS: nothing works on the first device any more.
+        fake.fail(0, 700);
+        session.get_function("load_on_1").wait().unwrap().call::<()>(()).wait().unwrap();
+        session.load_module("kernels.ptx").wait().err().unwrap();
+    });
+}
+
 /// Idle memory of the pools is returned when the driver or cuBLAS needs memory.
 #[test]
 fn a_full_device_returns_idle_memory_for_modules_streams_and_products() {
