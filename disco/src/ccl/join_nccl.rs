@@ -7,11 +7,11 @@ use std::sync::{Arc, LazyLock};
 use rpc_core::{DataType, Device, ErrorKind, Result, RpcError};
 
 use crate::ccl::communicators::{CollectiveTimeouts, Membership};
-use crate::ccl::nccl::{DeviceStream, Library, NcclCcl, Options, UniqueId, Version};
+use crate::ccl::nccl::{DeviceStream, Library, NcclCcl, OnStuck, Options, UniqueId, Version};
 use crate::ccl::{Buffers, Ccl, CollectiveInput, Rank};
 
 /// Turns the control communicators of a worker of group `group_number` into NCCL communicators on
-/// its `device`. All workers call it.
+/// its `device`. All workers call it. `on_stuck` replaces the callback of NCCL's options.
 ///
 /// # Errors
 ///
@@ -22,6 +22,7 @@ pub(crate) fn join(
     limits: CollectiveTimeouts,
     device: Device,
     group_number: u32,
+    on_stuck: Option<OnStuck>,
 ) -> Result<Membership> {
     let Membership { epoch, world: mut control, group } = membership;
     // All ranks learn of one that cannot join.
@@ -29,7 +30,10 @@ pub(crate) fn join(
     let own = ready.as_ref().map(|(library, _)| RankFacts::new(library, device)).map_err(Clone::clone);
     RankFacts::compare(&mut *control, own)?;
     let (library, stream) = ready?;
-    let options = options(limits, Options::default());
+    let mut options = options(limits, Options::default());
+    if let Some(on_stuck) = on_stuck {
+        options.on_stuck = on_stuck;
+    }
     let id = share_id(&mut *control, &library)?;
     let (rank, size) = (control.rank(), control.size());
     let mut world = NcclCcl::new(Arc::clone(&library), id, rank, size, control, Arc::clone(&stream), options.clone())?;

@@ -135,8 +135,7 @@ impl WorkerHost {
             Hosting::Auto => set_up.count > 1 && has_gpus(context) && can_be_processes(),
         };
         if !in_processes {
-            let yield_time = if events.is_none() { YIELD } else { Duration::ZERO };
-            threads = Some(Threads::start(context, set_up, &sink, &relays, yield_time)?);
+            threads = Some(Threads::start(context, set_up, &sink, &relays, events.is_none())?);
             info.processes.push(WorkerProcess { count: set_up.count, machine: machine(), mpi: own_mpi_process() });
         }
         let mut subtree = None;
@@ -260,16 +259,19 @@ impl WorkerDirectory for WorkerHost {
 }
 
 impl Threads {
-    /// Starts the threads. An idle worker looks for commands for `yield_time` before it sleeps.
+    /// Starts the threads. Beside their controller, idle workers look for commands for a while
+    /// before they sleep.
     fn start(
         context: &Context,
         set_up: &SetUp,
         sink: &Arc<dyn EventSink>,
         relays: &Arc<Relays>,
-        yield_time: Duration,
+        are_beside_controller: bool,
     ) -> Result<Self> {
+        let yield_time = if are_beside_controller { YIELD } else { Duration::ZERO };
         let (feed, readers) = Feed::new(set_up.count as usize, yield_time);
-        let shared = Arc::new(ProcessState::new(Arc::clone(sink), set_up.clone(), Arc::clone(relays)));
+        let shared =
+            Arc::new(ProcessState::new(Arc::clone(sink), set_up.clone(), Arc::clone(relays), are_beside_controller));
         let mut threads = Self { shared, workers: Vec::new(), feed };
         for (id, reader) in (set_up.first..).zip(readers) {
             let (shared, feed) = (Arc::clone(&threads.shared), Arc::clone(&threads.feed));

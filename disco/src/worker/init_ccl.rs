@@ -5,13 +5,17 @@
 //! ones and stay in the old ones, and with the second, once the controller knows that all have
 //! joined, they change over. So an attempt that fails on one worker changes nothing on any.
 
-use rpc_core::{Device, Packed, Result, RpcError};
+use std::sync::Arc;
+
+use rpc_core::{Device, ErrorKind, Packed, Result, RpcError};
 
 use super::executor::Worker;
 use super::register_content::Outcome;
 use crate::ccl::communicators::Membership;
 use crate::ccl::join_nccl;
-use crate::wire::event::Report;
+use crate::ccl::nccl::OnStuck;
+use crate::error::WorkerId;
+use crate::wire::event::{Event, EventSink, Report};
 use crate::wire::plan::{JoinPlan, Plan};
 
 /// Communicators that a worker has joined and has not entered yet.
@@ -70,7 +74,9 @@ impl Worker {
         let device = plan.devices.get(self.id.index()).copied().unwrap_or_else(|| self.this.device());
         let mut membership = self.shared.rendezvous().join(plan, self.layout, self.id, self.shared.relays())?;
         if plan.nccl {
-            membership = join_nccl::join(membership, plan.timeouts, device, self.layout.group(self.id))?;
+            // Elsewhere NCCL's own callback ends the process, which is the worker's alone.
+            let on_stuck = self.shared.is_beside_controller().then(|| lose_worker(self.id, self.shared.sink()));
+            membership = join_nccl::join(membership, plan.timeouts, device, self.layout.group(self.id), on_stuck)?;
         }
         Ok(JoinedCcl { membership, is_accelerated: plan.nccl, device })
     }
@@ -82,5 +88,40 @@ impl Worker {
         if self.feed.is_aborted() {
             self.this.abort_collectives("the session has ended");
         }
+    }
+}
+
+/// Returns the callback for a communicator of NCCL that hangs for good in the process of the
+/// controller: it ends the session and not the process. What the device still writes to is used by
+/// no later work, which is behind it on the stream.
+fn lose_worker(worker: WorkerId, sink: Arc<dyn EventSink>) -> OnStuck {
+    Arc::new(move |breakdown| {
+        tracing::error!(worker = worker.0, %breakdown, "an abort of NCCL hangs: the session ends");
+        let text = format!("NCCL hangs on its device, which stays in use until this process ends: {breakdown}");
+        sink.send(Event::Lost { worker, error: RpcError::new(ErrorKind::DeviceLost, text) });
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ccl::{BreakCause, Breakdown, Rank};
+    use crate::held_memory::tests::context;
+    use crate::link::event_queue::EventQueue;
+    use crate::wire::event::decode_events;
+
+    /// Regression: a controller whose workers are threads was aborted with them.
+    #[test]
+    fn a_communicator_that_hangs_beside_the_controller_is_the_loss_of_its_worker() {
+        let queue = Arc::new(EventQueue::new(context(u64::MAX)));
+        let sink: Arc<dyn EventSink> = Arc::<EventQueue>::clone(&queue);
+        let (cause, rank) = (BreakCause::Backend("it hangs".to_owned()), Rank(1));
+        let (during, flights) = (String::new(), String::new());
+        lose_worker(WorkerId(1), sink)(&Breakdown { cause, rank, noticed_by: rank, during, flights });
+        let events = rpc_core::blocking::block_on(queue.next()).unwrap().unwrap();
+        let events = events.try_map(&mut |_| Err::<rpc_core::Reference, _>(())).unwrap();
+        let [Event::Lost { worker: WorkerId(1), error }] = &decode_events(events).unwrap()[..] else { panic!() };
+        assert_eq!(error.kind(), ErrorKind::DeviceLost);
+        assert!(error.message().contains("it hangs"), "{error}");
     }
 }

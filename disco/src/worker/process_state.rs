@@ -16,6 +16,8 @@ use crate::worker::rendezvous::Rendezvous;
 pub(crate) struct ProcessState {
     sink: Arc<dyn EventSink>,
     set_up: SetUp,
+    /// True if the controller is in this process, too.
+    is_beside_controller: bool,
     rendezvous: Rendezvous,
     relays: Arc<Relays>,
     modules: Mutex<Modules>,
@@ -28,8 +30,18 @@ type Modules = HashMap<(String, Option<Device>), Arc<LoadedModule>>;
 type LoadedModule = Mutex<Option<Arc<dyn Module>>>;
 
 impl ProcessState {
-    pub(crate) fn new(sink: Arc<dyn EventSink>, set_up: SetUp, relays: Arc<Relays>) -> Self {
-        Self { sink, set_up, rendezvous: Rendezvous::default(), relays, modules: Mutex::default() }
+    pub(crate) fn new(
+        sink: Arc<dyn EventSink>,
+        set_up: SetUp,
+        relays: Arc<Relays>,
+        is_beside_controller: bool,
+    ) -> Self {
+        let (rendezvous, modules) = (Rendezvous::default(), Mutex::default());
+        Self { sink, set_up, is_beside_controller, rendezvous, relays, modules }
+    }
+
+    pub(crate) fn is_beside_controller(&self) -> bool {
+        self.is_beside_controller
     }
 
     pub(crate) fn sink(&self) -> Arc<dyn EventSink> {

@@ -43,7 +43,8 @@ pub struct Options {
     /// Maximum number of thread blocks: `maxCTAs`, as [`min_ctas`](Self::min_ctas).
     pub max_ctas: Option<u16>,
     /// Callback for an abort that hangs. Default: logs the breakdown and ends this process with
-    /// `abort`, so that no exit handler can hang in turn. After any other callback, device memory
+    /// `abort`, so that no exit handler can hang in turn. Workers that are threads of their
+    /// controller's process end the session instead. After any other callback, device memory
     /// that was lent to the call must not be used or freed any more.
     pub on_stuck: OnStuck,
 }
