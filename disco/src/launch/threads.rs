@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use rpc_core::{LocalSession, Registry, Session, SessionLimits};
+use rpc_core::{Devices, LocalSession, Registry, Session, SessionLimits};
 
 use super::launch;
 use crate::completion::Completion;
@@ -19,6 +19,7 @@ pub struct ThreadedSession {
     num_workers: u32,
     num_groups: u32,
     registry: Registry,
+    devices: Devices,
     options: Options,
 }
 
@@ -26,13 +27,21 @@ impl ThreadedSession {
     /// Creates a session with `num_workers` workers in `num_groups` groups of equal size.
     #[must_use]
     pub fn new(num_workers: u32, num_groups: u32) -> Self {
-        Self { num_workers, num_groups, registry: Registry::new(), options: Options::default() }
+        let (registry, devices, options) = (Registry::new(), Devices::new(), Options::default());
+        Self { num_workers, num_groups, registry, devices, options }
     }
 
     /// Sets the functions of the workers. Those of disco are added.
     #[must_use]
     pub fn registry(mut self, registry: Registry) -> Self {
         self.registry = registry;
+        self
+    }
+
+    /// Sets the devices of the workers. Default: `cpu` alone.
+    #[must_use]
+    pub fn devices(mut self, devices: Devices) -> Self {
+        self.devices = devices;
         self
     }
 
@@ -51,7 +60,7 @@ impl ThreadedSession {
         let mut limits = SessionLimits::default();
         limits.max_threads = limits.max_threads.saturating_add(self.num_workers as usize);
         // Its workers read what this process may.
-        let session = LocalSession::builder(self.registry).limits(limits);
+        let session = LocalSession::builder(self.registry).devices(self.devices).limits(limits);
         let local = Arc::new(LocalLink::default());
         let session = session.extension(Arc::new(WeightFolders::anywhere())).extension(Arc::clone(&local));
         let node = Source::Local(Session::new(session.build()), local);
@@ -63,8 +72,31 @@ impl ThreadedSession {
 
 #[cfg(test)]
 mod tests {
+    use rpc_core::device::{AllocRequest, CpuAllocator, CpuDevice, Memory};
+    use rpc_core::{DataType, ErrorKind, RpcError};
+
     use super::*;
     use crate::link::node_link::Link;
+
+    #[test]
+    fn workers_have_the_devices_that_the_launch_is_given() {
+        /// Memory that a test can tell from the system's.
+        struct Exhausted;
+
+        impl CpuAllocator for Exhausted {
+            fn allocate(&self, _: &AllocRequest<'_>) -> rpc_core::Result<Box<dyn Memory>> {
+                Err(RpcError::new(ErrorKind::OutOfMemory, "this device has no memory"))
+            }
+        }
+
+        let devices = Devices::new().with(Arc::new(CpuDevice::with_allocator(Arc::new(Exhausted))));
+        let session = ThreadedSession::new(2, 1).devices(devices).start().wait().unwrap();
+        session.empty(&[1], DataType::F32, None).unwrap();
+        let error = session.sync_all().wait().unwrap_err();
+        assert_eq!(error.failures().len(), 2, "{error}");
+        assert!(error.to_string().contains("this device has no memory"), "{error}");
+        session.shutdown().wait().unwrap();
+    }
 
     /// A session of this process that the caller has made is driven like one over a network.
     #[test]
