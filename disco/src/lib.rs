@@ -35,7 +35,7 @@
 //! | `SocketSession` | [`SocketSession`] (addresses, a tracker, nodes that dial in) |
 //! | none | [`DiscoSession::over`] any sessions |
 //! | the programs of workers | [`serve_if_worker`], `rpc-server worker` |
-//! | the programs of remote nodes | [`join`]; every `rpc-server` is a node |
+//! | the programs of remote nodes | [`join`]; an `rpc-server` is a node |
 //! | `Session.num_workers`, `GetNumWorkers` | [`DiscoSession::num_workers`] |
 //! | `get_global_func`, `GetGlobalFunc` | [`DiscoSession::get_global_func`] |
 //! | `call_packed`, `CallPacked` | [`DPackedFunc::call`], with a tuple or a list of [`Argument`]s |
