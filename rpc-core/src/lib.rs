@@ -22,6 +22,7 @@ pub mod device;
 #[allow(unsafe_code)]
 pub mod dlpack;
 pub mod error;
+mod free_memory;
 pub mod function;
 pub mod handle;
 pub mod limits;
@@ -44,6 +45,7 @@ pub mod value;
 // For every part of a program.
 pub use dlpack::{DataType, DataTypeCode, Device, DeviceType, Element};
 pub use error::{ErrorKind, Fault, Result, RpcError};
+pub use free_memory::give_back_free_memory;
 pub use handle::{Handle, HandleQuota, HandleTable};
 pub use printable::{printable, printable_line};
 pub use trace::TraceContext;

@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use async_trait::async_trait;
 use parking_lot::Mutex;
@@ -17,15 +18,20 @@ const MAX_NAMES: usize = 16;
 /// Maximum length of a name in characters. Names come from clients.
 const MAX_NAME_CHARS: usize = 64;
 
-/// Factory whose sessions note the functions that their clients fetch.
-pub(super) struct NotingFactory(pub(super) Arc<dyn SessionFactory>);
+/// Factory whose sessions note the functions that their clients fetch, and are counted when they
+/// have ended.
+pub(super) struct NotingFactory {
+    pub(super) inner: Arc<dyn SessionFactory>,
+    /// Number of sessions that have ended.
+    pub(super) ended: Arc<AtomicU64>,
+}
 
 #[async_trait]
 impl SessionFactory for NotingFactory {
     async fn open(&self, request: &OpenRequest) -> Result<SharedSession, RpcError> {
-        let (inner, used) = (self.0.open(request).await?, Arc::new(FunctionsUsed::default()));
+        let (inner, used) = (self.inner.open(request).await?, Arc::new(FunctionsUsed::default()));
         request.note.set(used.clone());
-        Ok(Arc::new(NotingSession { inner, used }))
+        Ok(Arc::new(NotingSession { inner, used, ended: self.ended.clone() }))
     }
 }
 
@@ -72,6 +78,13 @@ impl fmt::Display for FunctionsUsed {
 struct NotingSession {
     inner: SharedSession,
     used: Arc<FunctionsUsed>,
+    ended: Arc<AtomicU64>,
+}
+
+impl Drop for NotingSession {
+    fn drop(&mut self) {
+        self.ended.fetch_add(1, Ordering::Relaxed);
+    }
 }
 
 impl RpcSession for NotingSession {

@@ -72,7 +72,8 @@ pub struct Running {
     pub(super) state: Arc<ServerState>,
     pub(super) drain_timeout: Duration,
     pub(super) expiry: Arc<CertificateExpiry>,
-    /// Housekeeping task, which removes expired workspaces and warns of the certificate's end.
+    /// Housekeeping task, which removes expired workspaces, warns of the certificate's end, and
+    /// gives memory back.
     pub(super) housekeeping: JoinHandle<()>,
     /// Ready file, which is removed from the file system on drop.
     pub(super) ready_file: Option<ReadyFile>,

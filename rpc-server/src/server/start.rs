@@ -2,6 +2,7 @@
 //! the [`Running`] server with its addresses bound.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime};
 
 use rpc_core::{DeviceType, Devices, Registry};
@@ -31,6 +32,12 @@ use crate::{builtins, file_limit, isolate, modules};
 
 /// Interval at which named workspaces that have expired are looked for.
 const EXPIRY_INTERVAL: Duration = Duration::from_secs(3600);
+
+/// Interval at which the memory of ended sessions is given back.
+const MEMORY_INTERVAL: Duration = Duration::from_secs(20);
+
+/// Number of ended sessions whose memory is worth giving back: about 5 MiB.
+const MANY_SESSIONS: u64 = 256;
 
 /// Functions, devices and settings of a server that has not been started.
 pub(super) struct ServerParts {
@@ -117,7 +124,8 @@ impl Checked {
             factory = spans.traced(factory);
         }
         // Outside of all others, so that sessions in processes are seen as well.
-        factory = Arc::new(NotingFactory(factory));
+        let ended = Arc::new(AtomicU64::new(0));
+        factory = Arc::new(NotingFactory { inner: factory, ended: ended.clone() });
         if let Some(gate) = &gate {
             factory = gate.guard(factory);
         }
@@ -125,7 +133,7 @@ impl Checked {
         let expiry = CertificateExpiry::new(credentials.validity, gauge);
         let housekeeping = {
             let expiry = expiry.clone();
-            async move { _ = tokio::join!(remove_expired(workspaces), expiry.warn_daily()) }
+            async move { _ = tokio::join!(remove_expired(workspaces), expiry.warn_daily(), give_back_memory(&ended)) }
         };
         let observer = monitoring.as_ref().map(Monitoring::observer);
         let options =
@@ -268,6 +276,22 @@ async fn open_workspaces(config: &ServeConfig) -> Result<WorkspaceRoot, ServeErr
     let opened = tokio::task::spawn_blocking(move || WorkspaceRoot::open(&folder, limits)).await;
     let opened = opened.unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic()));
     opened.map_err(|source| ServeError::Workdir { workdir, source })
+}
+
+/// Gives the memory of ended sessions back to the system, once in each interval in which many have
+/// ended.
+async fn give_back_memory(ended: &AtomicU64) {
+    let (mut ticks, mut before) = (tokio::time::interval(MEMORY_INTERVAL), 0);
+    loop {
+        ticks.tick().await;
+        let now = ended.load(Ordering::Relaxed);
+        if now - before >= MANY_SESSIONS {
+            before = now;
+            if let Err(error) = tokio::task::spawn_blocking(rpc_core::give_back_free_memory).await {
+                tracing::error!(%error, "giving back memory failed");
+            }
+        }
+    }
 }
 
 /// Removes expired named workspaces once in each interval.
