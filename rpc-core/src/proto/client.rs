@@ -60,6 +60,8 @@ struct InFlight<T> {
     into: Option<ReadBuffer>,
     order: u64,
     cancel: CancelState,
+    /// True if the caller is gone, and the request counts as orphaned until it has been sent whole.
+    is_orphan: bool,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -97,6 +99,11 @@ pub struct ClientEndpoint<T> {
     /// Released objects, each with the number of submissions before it, sent or not: a free must
     /// not overtake those.
     frees: VecDeque<(u64, Handle)>,
+    /// Size in bytes of the requests whose caller is gone, and that have not been sent whole.
+    orphaned: u64,
+    /// Most memory in bytes that `frees` and orphaned requests may take: the peer reads too little
+    /// then.
+    max_held: u64,
     submissions: u64,
     unsent: Unsent,
     /// Number of the numbered ping to answer. The answer must not overtake requests either.
@@ -120,6 +127,8 @@ impl<T: Clone> ClientEndpoint<T> {
             queued: AdmissionQueue::default(),
             deadlines: BinaryHeap::new(),
             frees: VecDeque::new(),
+            orphaned: 0,
+            max_held: negotiated.ours.window,
             submissions: 0,
             unsent: Unsent::default(),
             pong: None,
@@ -306,6 +315,18 @@ impl<T: Clone> ClientEndpoint<T> {
         if !matches!(self.state, SessionState::CloseSent(_) | SessionState::Ended(_)) {
             let submissions = self.submissions;
             self.frees.extend(handles.into_iter().map(|handle| (submissions, handle)));
+            self.check_held();
+        }
+    }
+
+    /// Ends the session if the peer makes this side hold too much that no caller waits for.
+    fn check_held(&mut self) {
+        // A growing list has up to twice the room that it needs.
+        let frees = 2 * size_of::<(u64, Handle)>() * self.frees.len();
+        let held = self.orphaned + frees as u64;
+        if held > self.max_held {
+            let error = RpcError::limit("window", self.max_held, held);
+            self.fail(error.context("the peer does not read what callers release or no longer wait for"));
         }
     }
 
@@ -325,6 +346,10 @@ impl<T: Clone> ClientEndpoint<T> {
                 self.finish(id, Err(cancelled()));
             } else {
                 request.cancel = CancelState::Requested;
+                if request.token.is_none() && !std::mem::replace(&mut request.is_orphan, true) {
+                    self.orphaned += request.cost;
+                    self.check_held();
+                }
             }
         } else if request.cancel != CancelState::Sent {
             request.cancel = CancelState::Sent;
@@ -379,7 +404,9 @@ impl<T: Clone> ClientEndpoint<T> {
     pub fn stage(&mut self) {
         self.common.output.stage();
         self.note_sent();
-        let mut more = self.stage_frees();
+        // What cannot be written soon waits in the list, which is bounded.
+        let most = if self.common.output.is_full() { 0 } else { 8 * FREES_PER_FRAME };
+        let mut more = self.stage_frees(most);
         if self.unsent.is_empty()
             && let Some(id) = self.pong.take()
         {
@@ -436,7 +463,10 @@ impl<T: Clone> ClientEndpoint<T> {
         self.window -= cost;
         // Each concurrent request is a lane of its own.
         let order = if lane == Lane::CONCURRENT { id | 1 << 63 } else { lane.0.into() };
-        self.in_flight.insert(id, InFlight { token: Some(token), cost, into, order, cancel: CancelState::None });
+        self.in_flight.insert(
+            id,
+            InFlight { token: Some(token), cost, into, order, cancel: CancelState::None, is_orphan: false },
+        );
         self.common.output.message(order, message);
         // Most requests are staged whole at once.
         if self.common.output.sent.pop_if(|sent| *sent == id).is_none() {
@@ -466,9 +496,11 @@ impl<T: Clone> ClientEndpoint<T> {
         let mut cancelled = false;
         while let Some(id) = self.common.output.sent.pop() {
             self.unsent.remove(id);
-            if let Some(request) = self.in_flight.get_mut(&id)
-                && request.cancel == CancelState::Requested
-            {
+            let Some(request) = self.in_flight.get_mut(&id) else { continue };
+            if std::mem::take(&mut request.is_orphan) {
+                self.orphaned -= request.cost;
+            }
+            if request.cancel == CancelState::Requested {
                 request.cancel = CancelState::Sent;
                 self.common.control(Kind::Cancel, id, &[]);
                 cancelled = true;
@@ -479,13 +511,14 @@ impl<T: Clone> ClientEndpoint<T> {
         }
     }
 
-    /// Queues the frees that no request holds back. Returns true if there were any.
-    fn stage_frees(&mut self) -> bool {
-        if self.frees.is_empty() {
+    /// Queues at most `most` of the frees that no request holds back. Returns true if there were
+    /// any.
+    fn stage_frees(&mut self, most: usize) -> bool {
+        if self.frees.is_empty() || most == 0 {
             return false;
         }
         let limit = self.unsent.oldest().into_iter().chain(self.queued.oldest()).min().unwrap_or(u64::MAX);
-        let count = self.frees.iter().take_while(|(submissions, _)| *submissions < limit).count();
+        let count = self.frees.iter().take(most).take_while(|(submissions, _)| *submissions < limit).count();
         let mut body = Vec::with_capacity(8 * count.min(FREES_PER_FRAME));
         for (at, (_, handle)) in self.frees.drain(..count).enumerate() {
             body.extend_from_slice(&handle.to_bits().to_le_bytes());
@@ -546,6 +579,11 @@ impl<T: Clone> ClientEndpoint<T> {
         if !self.in_flight.contains_key(&id) {
             return Err(unexpected_reply(id));
         }
+        // A peer that guesses ids must not make this side forget requests that it still holds.
+        if self.unsent.contains(id) {
+            let text = format!("the peer sent a reply to request {id} before the request was sent");
+            return Err(RpcError::new(ErrorKind::Protocol, text));
+        }
         let (outcome, size) = match payload {
             Payload::Bytes(payload) => {
                 let len = body.len() + payload.len();
@@ -589,7 +627,7 @@ impl<T: Clone> ClientEndpoint<T> {
             && self.in_flight.values().all(|request| request.token.is_none() && request.cancel == CancelState::Sent)
         {
             self.state = SessionState::CloseSent(std::mem::take(tokens));
-            self.stage_frees();
+            self.stage_frees(usize::MAX);
             self.common.control(Kind::Close, 0, &[]);
         }
     }
@@ -616,6 +654,7 @@ impl<T: Clone> ClientEndpoint<T> {
             }
         }
         self.frees.clear();
+        self.orphaned = 0;
         self.deadlines.clear();
         self.pong = None;
         self.events.push_back(ClientEvent::Ended(error));

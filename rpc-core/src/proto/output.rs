@@ -35,6 +35,8 @@ pub(super) struct Message {
     body_sent: usize,
     payload: VecDeque<Bytes>,
     payload_len: usize,
+    /// True once a part of the message has been staged: then all of it has to be sent.
+    begun: bool,
     /// Size of the whole message: its length, or more if it has many values.
     pub(super) size: usize,
 }
@@ -43,7 +45,7 @@ impl Message {
     pub(super) fn new(kind: Kind, id: u64, lane: u32, body: Vec<u8>, payload: Vec<Bytes>, values: usize) -> Self {
         let payload_len = payload.iter().map(Bytes::len).sum::<usize>();
         let size = (body.len() + payload_len).max(values * VALUE_SIZE);
-        Self { kind, id, lane, body, body_sent: 0, payload: payload.into(), payload_len, size }
+        Self { kind, id, lane, body, body_sent: 0, payload: payload.into(), payload_len, begun: false, size }
     }
 
     pub(super) fn len(&self) -> usize {
@@ -118,12 +120,16 @@ impl Output {
         queue.push_back(message);
     }
 
-    /// Removes a message from its queue, unless a part of it may have been sent.
+    /// Removes a message from its queue, unless a part of it has been staged.
     pub(super) fn remove(&mut self, key: OrderKey, id: u64) -> Option<Message> {
         let queue = self.queues.get_mut(&key)?;
-        // The first message may have been sent in part, so it has to be finished.
-        let at = queue.iter().skip(1).position(|message| message.id == id)? + 1;
-        queue.remove(at)
+        let at = queue.iter().position(|message| message.id == id && !message.begun)?;
+        let removed = queue.remove(at);
+        if queue.is_empty() {
+            self.queues.remove(&key);
+            self.turns.retain(|turn| *turn != key);
+        }
+        removed
     }
 
     /// Returns true if no more is staged until bytes are written.
@@ -179,10 +185,20 @@ impl Output {
     fn split(&self, message: &mut Message) -> Message {
         let body = message.body_left();
         let body = body[..body.len().min(MAX_BODY_PART)].to_vec();
+        message.begun = true;
         message.body_sent += body.len();
         let Message { kind, id, lane, .. } = *message;
-        let mut part =
-            Message { kind, id, lane, body, body_sent: 0, payload: VecDeque::new(), payload_len: 0, size: 0 };
+        let mut part = Message {
+            kind,
+            id,
+            lane,
+            body,
+            body_sent: 0,
+            payload: VecDeque::new(),
+            payload_len: 0,
+            begun: true,
+            size: 0,
+        };
         // The whole body goes first, so that a receiver knows the request before its payload.
         while message.body_left().is_empty() && part.payload_len < self.chunk {
             let Some(piece) = message.payload.front_mut() else { break };

@@ -8,8 +8,8 @@ use crate::hostile::{feed, header, pair_with_a_request, request, setup};
 use crate::pair::{Pair, Setup, call, call_with, frame, object};
 use crate::peak_memory::{held_memory, peak_memory_of};
 use bytes::{Bytes, BytesMut};
-use rpc_core::proto::{Admission, Kind, ServerEvent, decode_value};
-use rpc_core::{ErrorKind, MemoryQuota, Value};
+use rpc_core::proto::{Admission, ClientEndpoint, ClientEvent, Kind, ServerEvent, decode_value};
+use rpc_core::{ErrorKind, Handle, MemoryQuota, Value};
 
 #[test]
 fn no_memory_is_reserved_for_claimed_lengths() {
@@ -350,6 +350,88 @@ fn not_all_pings_of_a_peer_that_does_not_read_are_answered() {
     let mut slices = [std::io::IoSlice::new(&[])];
     assert_eq!(client.slices(&mut slices), 1);
     assert_eq!(slices[0][..], frame(Kind::Pong, 1_000, 0, false, &[], &[]));
+}
+
+/// Client whose peer reads nothing, such as that of a gateway towards the next server. It has a
+/// window of 4 MiB, and its peer one of 1 GiB.
+fn unread_client() -> (ClientEndpoint<u64>, Instant) {
+    let mut setup = setup().limits(4 << 20, 4 << 20, 1 << 20, 1024);
+    setup.server.window = 1 << 30;
+    let pair = setup.build();
+    (pair.client, pair.now)
+}
+
+/// Regression: a client of a gateway could pile up frees there, for a server that reads nothing.
+#[test]
+fn frees_for_a_peer_that_does_not_read_are_bounded() {
+    let (mut client, _) = unread_client();
+    let peak = peak_memory_of(|| {
+        for number in 0..1_000_000 {
+            client.release([Handle::from_bits(number)]);
+            client.stage();
+        }
+    });
+    assert_eq!(client.ended().unwrap().kind(), ErrorKind::LimitExceeded);
+    assert!(peak < 7 << 20, "{peak}");
+}
+
+/// Regression: a request that a caller gave up was kept until the peer had read it, and counted for
+/// nobody.
+#[test]
+fn requests_that_no_caller_waits_for_are_not_kept() {
+    let (mut client, mut now) = unread_client();
+    let peak = peak_memory_of(|| {
+        for id in 1..=200 {
+            let mut request = call(id as u32, 2 << 20);
+            request.deadline = Some(now + Duration::from_millis(1));
+            client.submit(id, request, id, now);
+            client.stage();
+            now += Duration::from_millis(2);
+            client.handle_timeout(now).unwrap();
+            while client.poll_event().is_some() {}
+        }
+    });
+    assert!(client.ended().is_none());
+    assert!(peak < 10 << 20, "{peak}");
+}
+
+/// A message of which the peer has read a part has to be sent whole, or the session has to end.
+#[test]
+fn requests_that_no_caller_waits_for_and_that_have_begun_are_bounded() {
+    let (mut client, now) = unread_client();
+    for id in 1..=8 {
+        let mut request = call(id as u32, 3 << 20);
+        request.deadline = Some(now + Duration::from_millis(1));
+        client.submit(id, request, id, now);
+    }
+    // The peer reads a frame of each.
+    for _ in 0..8 {
+        client.stage();
+        let mut slices = [std::io::IoSlice::new(&[]); 4];
+        let count = client.slices(&mut slices);
+        let len = slices[..count].iter().map(|slice| slice.len()).sum();
+        client.advance(len, now);
+    }
+    assert!(client.ended().is_none());
+    client.handle_timeout(now + Duration::from_millis(2)).unwrap();
+    assert_eq!(client.ended().unwrap().kind(), ErrorKind::LimitExceeded);
+    // Each has one end nevertheless.
+    let ends = std::iter::from_fn(|| client.poll_event()).filter(|event| matches!(event, ClientEvent::Reply(..)));
+    assert_eq!(ends.count(), 8);
+}
+
+/// Regression: with a reply to each request before it read any, a peer made the client forget what
+/// it still held for it.
+#[test]
+fn a_reply_to_a_request_that_was_not_sent_breaks_the_protocol() {
+    let (mut client, now) = unread_client();
+    for id in 1..=3 {
+        client.submit(id, call(id as u32, 2 << 20), id, now);
+    }
+    client.stage();
+    let mut reply = BytesMut::from(&frame(Kind::Reply, 3, 0, false, &[0xc0], &[])[..]);
+    let error = client.handle_input(&mut reply, now).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Protocol, "{error}");
 }
 
 /// Regression: the deadlines of completed requests were kept until they had passed: an hour's worth
