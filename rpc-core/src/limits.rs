@@ -15,6 +15,9 @@ pub struct SessionLimits {
     /// ([`Value::size_hint`](crate::Value::size_hint)); more wait for admission, and a single
     /// request that is larger is admitted alone. 128 MiB by default.
     ///
+    /// A read from a device whose memory the host cannot access counts with its length, because it
+    /// is copied to the host; a single one that is larger is an error.
+    ///
     /// Requests that wait for admission are in memory, too. Their submitter must bound them: a
     /// program by waiting for admission, a server by the credit that it grants its clients.
     /// [`LocalSession::backlog`](crate::LocalSession::backlog) returns their size.

@@ -259,6 +259,7 @@ impl LocalSessionBuilder {
         if let Some(quota) = self.total_handles {
             table = table.within(quota);
         }
+        let staging = MemoryQuota::new("max_queued", limits.max_queued_bytes as u64, self.total_memory.clone());
         let memory = MemoryQuota::new("max_memory", limits.max_memory, self.total_memory);
         let inner = Arc::new_cyclic(|this| LocalInner {
             this: this.clone(),
@@ -266,6 +267,7 @@ impl LocalSessionBuilder {
             registry: self.registry,
             devices: self.devices,
             memory,
+            staging,
             open_files: self.open_files.unwrap_or_else(|| OpenFileQuota::new("max_open_files", u64::MAX, None)),
             workspace: self.workspace,
             extensions: self.extensions,

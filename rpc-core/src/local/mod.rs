@@ -32,7 +32,7 @@ use self::lane_runner::FirstOutcome;
 use self::lanes::{AdmittedJob, Lanes, QueueEntry, Removed, WaitingRequest};
 use self::resolve::{PinnedOperation, RunsOn};
 use crate::device::Devices;
-use crate::dlpack::Device;
+use crate::dlpack::{Device, DeviceType};
 use crate::error::{ErrorKind, RpcError};
 use crate::function::context::WorkspaceFiles;
 use crate::function::object::Object;
@@ -67,6 +67,8 @@ struct LocalInner {
     devices: Devices,
     memory: Arc<MemoryQuota>,
     open_files: OpenFileQuota,
+    /// Host memory for reads from devices whose memory the host cannot access.
+    staging: Arc<MemoryQuota>,
     workspace: Option<Arc<dyn WorkspaceFiles>>,
     extensions: HashMap<TypeId, Arc<dyn Any + Send + Sync>>,
     spawner: Option<Arc<dyn Spawner>>,
@@ -334,7 +336,9 @@ fn request_bytes(operation: &Operation) -> usize {
     match operation {
         Operation::Call { args, .. } => args.iter().map(Value::size_hint).sum(),
         Operation::Write { to, data, .. } => data.len() + to.heap_bytes(),
-        Operation::Read { from, .. } => from.heap_bytes(),
+        Operation::Read { from, .. } if from.device.kind == DeviceType::CPU => from.heap_bytes(),
+        // The bytes are copied to host memory first.
+        Operation::Read { from, len, .. } => from.heap_bytes().saturating_add(usize::try_from(*len).unwrap_or(usize::MAX)),
         Operation::Copy { from, to } => from.heap_bytes() + to.heap_bytes(),
         Operation::Alloc { shape, scope, .. } => {
             size_of::<i64>() * shape.capacity() + scope.as_ref().map_or(0, String::capacity)

@@ -58,6 +58,9 @@ impl LocalInner {
                         .map(Value::Bytes)
                         .ok_or_else(|| RpcError::internal("a checked range was out of bounds"));
                 }
+                let _staging = self.staging.reserve(len).map_err(|error| {
+                    error.context("memory of this device is read by way of the host's: read it in smaller pieces")
+                })?;
                 // A range that was checked against memory fits memory.
                 let mut bytes = vec![0; len as usize];
                 borrow = borrow.share().unwrap_or(borrow);
