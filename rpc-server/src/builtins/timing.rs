@@ -102,6 +102,8 @@ fn serve(
         .map_err(|_| RpcError::invalid_argument(format!("min_repeat_ms must be positive, and was {min_repeat_ms}")))?;
     let mut timer = Timer { context: &context, function: &function, args: &args, per_call: CANCEL_CHECK };
     timer.calls(warmup)?;
+    // Once as numbers, and once as the values of the reply.
+    let _samples = context.reserve_memory(repeat * (size_of::<f64>() + size_of::<LocalValue>()) as u64)?;
     let mut number = number;
     let mut samples = Vec::new();
     while (samples.len() as u64) < repeat {
