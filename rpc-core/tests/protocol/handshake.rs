@@ -505,7 +505,7 @@ fn the_errors_for_end_of_stream_and_time_limit_name_the_stage() {
     let late = acceptor.handle_timeout(acceptor.deadline()).unwrap_err();
     assert!(late.message().contains("not finished"), "{late}");
     assert!(acceptor.end_of_stream().message().contains("middle"));
-    assert_eq!((early.kind(), late.kind()), (ErrorKind::Refused, ErrorKind::Refused));
+    assert_eq!((early.kind(), late.kind()), (ErrorKind::PeerSilent, ErrorKind::PeerSilent));
 }
 
 #[test]
