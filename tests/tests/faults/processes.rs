@@ -19,6 +19,7 @@ use rpc_transports::{BlockingIo, ConnectError, Connector};
 use rustix::process::Signal;
 use tokio::task::JoinHandle;
 
+use crate::peers::arrivals::Arrivals;
 use crate::peers::{
     self, Calls, ClientPeer, DEAD, KEEP_ALIVE, LIMIT, RawPeer, ServerPeer, Transport, at_pace, is_running, pace,
     signal, within,
@@ -296,9 +297,9 @@ async fn a_server_killed_in_the_handshake_is_lost(transport: Transport, form: Fo
     server.signal(Signal::STOP);
     let connector = client(transport).connect_timeout(LIMIT).handshake_timeout(TIME_LIMIT);
     let address = server.address().to_owned();
+    let arrivals = Arrivals::at(&address);
     let attempt = tokio::spawn(async move { (connect(form, connector, &address).await, pace::now()) });
-    // The pause is part of the tested situation: the client waits for an answer.
-    tokio::time::sleep(KEEP_ALIVE).await;
+    within(TIME_LIMIT, "the client waits for an answer", async || arrivals.have_come()).await;
     if attempt.is_finished() {
         panic!("{transport:?}: over before the server died: {:?}", attempt.await);
     }

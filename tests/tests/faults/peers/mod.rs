@@ -3,6 +3,7 @@
 // Each test program uses a part of this module.
 #![allow(dead_code, unreachable_pub)]
 
+pub mod arrivals;
 pub mod forge;
 pub mod pace;
 pub mod raw;
