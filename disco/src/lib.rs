@@ -117,6 +117,8 @@ pub use program::recorder::{Program, Recorder};
 pub use weights::folders::WeightFolders;
 pub use weights::{Part, ShardLoader, TensorInfo, Unreadable, WeightReader};
 pub use wire::command::Scope;
+#[doc(hidden)]
+pub use wire::fuzzing;
 pub use wire::parameter::ParameterType;
 pub use worker::context::WorkerContext;
 pub use worker::rendezvous::DataAddress;

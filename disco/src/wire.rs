@@ -4,6 +4,7 @@
 pub(crate) mod codec;
 pub(crate) mod command;
 pub(crate) mod event;
+pub mod fuzzing;
 #[cfg(test)]
 pub(crate) mod golden;
 pub(crate) mod parameter;

@@ -11,6 +11,7 @@ pub mod accelerator;
 pub mod digits;
 mod documents;
 pub mod forwarder;
+pub mod fuzz_targets;
 pub mod native;
 pub mod simulated_network;
 pub mod spmd;

@@ -81,9 +81,9 @@ impl SimulatedNetwork {
         })))
     }
 
-    /// Returns the transports of a host: the native ones, and `sim:` from that host.
+    /// Returns the transports of a host: this network's alone, so that nothing leaves it.
     pub fn host(&self, name: &str) -> Transports {
-        Transports::default().with(Host { network: self.clone(), name: name.into() })
+        Transports::empty().with(Host { network: self.clone(), name: name.into() })
     }
 
     /// Resets all connections between two hosts. New ones can be made.

@@ -6,6 +6,7 @@
 mod browser;
 mod cancel_safety;
 mod disco;
+mod fuzz_targets;
 mod hostile;
 mod hostile_indirect;
 mod network;
