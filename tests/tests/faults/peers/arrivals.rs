@@ -33,11 +33,18 @@ impl Arrivals {
         Self { listener, before }
     }
 
-    /// Returns true once a new connection is there, with bytes where the kernel tells.
+    /// Returns true once a new connection is there, with bytes where the kernel tells. A socket of
+    /// QUIC serves all connections: there it is so much more that a client has begun.
     pub fn have_come(&self) -> bool {
-        let least = if matches!(self.listener, Listener::Udp(_)) { FIRST_DATAGRAM } else { 1 };
-        let had = |connection| self.before.get(connection).copied().unwrap_or_default();
-        self.listener.received().iter().any(|(connection, bytes)| *bytes >= had(connection) + least)
+        let received = self.listener.received();
+        let mut received = received.iter();
+        match self.listener {
+            Listener::Udp(_) => received.any(|(socket, bytes)| {
+                let had = self.before.get(socket).copied().unwrap_or_default();
+                *bytes >= had + FIRST_DATAGRAM
+            }),
+            _ => received.any(|(connection, bytes)| *bytes > 0 && !self.before.contains_key(connection)),
+        }
     }
 }
 
