@@ -114,11 +114,10 @@ impl fmt::Debug for Listener {
     }
 }
 
-/// Opens a descriptor of no use but to be closed. `None` if the process can open no more.
+/// Opens a descriptor of no use but to be closed. `None` if the process can open no more. A socket,
+/// since no permission on any file is needed for one.
 fn open_reserve() -> Option<OwnedFd> {
-    use rustix::fs::{Mode, OFlags, open};
-
-    open("/", OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty()).ok()
+    std::os::unix::net::UnixDatagram::unbound().ok().map(OwnedFd::from)
 }
 
 /// Scope of an error of `accept`.
