@@ -101,6 +101,8 @@ pub struct ClientEndpoint<T> {
     frees: VecDeque<(u64, Handle)>,
     /// Size in bytes of the requests whose caller is gone, and that have not been sent whole.
     orphaned: u64,
+    /// Size of the largest of them so far.
+    largest_orphan: u64,
     /// Most memory in bytes that `frees` and orphaned requests may take: the peer reads too little
     /// then.
     max_held: u64,
@@ -128,6 +130,7 @@ impl<T: Clone> ClientEndpoint<T> {
             deadlines: BinaryHeap::new(),
             frees: VecDeque::new(),
             orphaned: 0,
+            largest_orphan: 0,
             max_held: negotiated.ours.window,
             submissions: 0,
             unsent: Unsent::default(),
@@ -324,8 +327,10 @@ impl<T: Clone> ClientEndpoint<T> {
         // A growing list has up to twice the room that it needs.
         let frees = 2 * size_of::<(u64, Handle)>() * self.frees.len();
         let held = self.orphaned + frees as u64;
-        if held > self.max_held {
-            let error = RpcError::limit("window", self.max_held, held);
+        // One request may be larger than the window of this side, which is for what it receives.
+        let limit = self.max_held.saturating_add(self.largest_orphan);
+        if held > limit {
+            let error = RpcError::limit("window", limit, held);
             self.fail(error.context("the peer does not read what callers release or no longer wait for"));
         }
     }
@@ -348,6 +353,7 @@ impl<T: Clone> ClientEndpoint<T> {
                 request.cancel = CancelState::Requested;
                 if request.token.is_none() && !std::mem::replace(&mut request.is_orphan, true) {
                     self.orphaned += request.cost;
+                    self.largest_orphan = self.largest_orphan.max(request.cost);
                     self.check_held();
                 }
             }
