@@ -436,7 +436,10 @@ impl Handshake {
                     input.iter().take(16).flat_map(|byte| byte.escape_ascii()).map(char::from).collect();
                 return Err(RpcError::new(
                     ErrorKind::Protocol,
-                    format!("the peer does not speak this protocol: it began with \"{shown}\"{}", hint(input)),
+                    format!(
+                        "the peer does not speak this protocol: it began with \"{shown}\"{}",
+                        hint(input, self.dialler)
+                    ),
                 ));
             }
             if input.len() < MAGIC.len() {
@@ -630,11 +633,14 @@ impl std::fmt::Debug for Handshake {
 fn clip(text: &str) -> String {
     text.chars().take(64).collect()
 }
-/// Returns a hint at the protocol that a peer speaks by its first bytes.
-fn hint(first: &[u8]) -> &'static str {
+
+/// Returns a hint at the protocol that a peer speaks by its first bytes, for the side that dialled
+/// it, or was dialled by it.
+fn hint(first: &[u8], dialled: bool) -> &'static str {
     match first {
         // An alert, or a part of a handshake.
-        [0x15 | 0x16, 0x03, ..] => "; it speaks TLS: write tls:// or wss:// in its address",
+        [0x15 | 0x16, 0x03, ..] if dialled => "; it speaks TLS: write tls:// or wss:// in its address",
+        [0x15 | 0x16, 0x03, ..] => "; it speaks TLS, and this address is not encrypted",
         [b'H', b'T', b'T', b'P', b'/', ..] => "; it is a web server",
         _ => "",
     }
