@@ -6,6 +6,7 @@ use std::io::{self, IoSlice};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
+use std::time::Instant;
 
 use bytes::BytesMut;
 use rpc_core::proto::{EndpointConfig, Negotiated, ServerEndpoint, ServerEvent};
@@ -226,8 +227,9 @@ impl SessionTask {
                     self.timeouts.idle_since = None;
                     self.timeouts.received(count);
                     self.traffic.received += count as u64;
-                    self.mailbox.note_heard(clock::now());
-                    if let Err(error) = self.endpoint.bulk_filled(count, clock::now()) {
+                    let now = clock::now();
+                    self.mailbox.note_heard(now);
+                    if let Err(error) = self.endpoint.bulk_filled(count, now) {
                         return Poll::Ready(Err(error));
                     }
                     self.act_on_events();
@@ -243,8 +245,9 @@ impl SessionTask {
             Poll::Ready(Ok(count)) => {
                 self.timeouts.received(count);
                 self.traffic.received += count as u64;
-                self.mailbox.note_heard(clock::now());
-                Poll::Ready(self.handle_input())
+                let now = clock::now();
+                self.mailbox.note_heard(now);
+                Poll::Ready(self.handle_input(now))
             }
             Poll::Ready(Err(error)) => Poll::Ready(Err(RpcError::new(
                 ErrorKind::PeerLost,
@@ -253,8 +256,7 @@ impl SessionTask {
         }
     }
 
-    fn handle_input(&mut self) -> Result<(), RpcError> {
-        let now = clock::now();
+    fn handle_input(&mut self, now: Instant) -> Result<(), RpcError> {
         loop {
             let session = &self.session;
             let mut place = |lane, to: &rpc_core::TensorRef, offset, len| {
