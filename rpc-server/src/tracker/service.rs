@@ -19,7 +19,7 @@ use rpc_transports::tracker::{
 use rpc_transports::{Connector, Dial, Machine, Transports};
 use tokio::runtime::Handle;
 use tokio::sync::{Notify, Semaphore, watch};
-use tokio::task::JoinError;
+use tokio::task::{JoinError, JoinHandle};
 
 use self::grants::grants;
 use self::objects::{ClaimObject, ServerObject};
@@ -206,15 +206,16 @@ impl Tracker {
         registry.add_async(functions::REGISTER, move |context: Context, registration: Packed| {
             let (this, client) = (this.clone(), client_of(&context));
             // A session may have no runtime, and going to the server needs one.
-            let registered = this.runtime.clone().spawn(async move {
+            let registering = this.runtime.clone().spawn(async move {
                 let registration =
                     MESSAGES.decode(&registration, "the server", "the tracker").inspect_err(|error| {
                         rpc_core::log_limited!(WARN, peer = client.peer, %error, "refused a server");
                     })?;
                 this.add_server(&client, registration).await
             });
+            let mut registering = AbortOnDrop(registering);
             async move {
-                let (server, registered) = match registered.await.map_err(JoinError::try_into_panic) {
+                let (server, registered) = match (&mut registering.0).await.map_err(JoinError::try_into_panic) {
                     Ok(outcome) => outcome?,
                     Err(Ok(panic)) => std::panic::resume_unwind(panic),
                     Err(Err(_)) => return Err(RpcError::new(ErrorKind::Closed, "the tracker has been stopped")),
@@ -272,6 +273,7 @@ impl Tracker {
         client: &Client,
         registration: Registration,
     ) -> Result<(ServerObject, Registered)> {
+        let asked = rpc_core::clock::now();
         let ticket_key = TicketKey::from_bytes(registration.ticket_key);
         let checked = check_registration(&registration).and_then(|()| self.check_addresses(&registration, client));
         let checked = match checked {
@@ -281,7 +283,9 @@ impl Tracker {
         let now = rpc_core::clock::now();
         let Registration { name, key, labels, devices, capacity, address: told, status, .. } = registration;
         let (name, shown_key) = (clip(&name), clip(&key));
-        let status = clipped(status);
+        let mut status = clipped(status);
+        // The server's clock has gone on while it proved where it is.
+        status.now_ms = status.now_ms.saturating_add(millis(now.saturating_duration_since(asked)));
         let offer = Arc::new(Offer { key, labels, devices, capacity });
         let mut state = self.lock();
         let registered = checked.and_then(|admitted| {
@@ -485,8 +489,7 @@ impl TrackerState {
         }
     }
 
-    /// Removes a server and records the loss.
-    /// Removes a server, which has stopped if the reason is `None`.
+    /// Removes a server, and records the loss. `None` is an orderly stop.
     fn remove_server(&mut self, now: Instant, id: ServerId, reason: Option<LossReason>) {
         let Some(ServerEntry { description, .. }) = self.servers.remove(&id) else { return };
         rpc_core::log_limited!(INFO, name = description.name, peer = description.peer, ?reason, "a server has left");
@@ -506,6 +509,15 @@ impl TrackerState {
     /// Removes the losses of a server that has come back.
     fn forget_losses(&mut self, name: &str, key: &str) {
         self.losses.retain(|(_, loss)| loss.name != name || loss.key != key);
+    }
+}
+
+/// Task that ends with the call that waits for it.
+struct AbortOnDrop<T>(JoinHandle<T>);
+
+impl<T> Drop for AbortOnDrop<T> {
+    fn drop(&mut self) {
+        self.0.abort();
     }
 }
 
