@@ -71,14 +71,16 @@ impl Registrar {
 
     /// Waits until the trackers have been told, for a moment at most.
     pub(super) async fn left(&self) {
-        let registrations = std::mem::take(&mut *self.registrations.lock());
+        let mut registrations = std::mem::take(&mut *self.registrations.lock());
         let left = async {
-            for registration in registrations {
+            for registration in &mut registrations {
                 // A task that panicked has left as well.
                 let _ = registration.await;
             }
         };
         let _ = tokio::time::timeout(FAREWELL_LIMIT, left).await;
+        // The end of its session tells a tracker as well, in less orderly words.
+        registrations.iter().for_each(JoinHandle::abort);
     }
 }
 
@@ -205,7 +207,7 @@ impl TrackerRegistration {
                 return Ok(());
             }
             self.gate.acknowledge_spent(id, spent);
-            renewed.end.iter().for_each(|session| self.gate.kick(*session));
+            renewed.end.iter().for_each(|session| self.gate.kick(id, *session));
             if renewed.reach != reach {
                 if let Reach::Unreachable { why } = &renewed.reach {
                     rpc_core::log_limited!(

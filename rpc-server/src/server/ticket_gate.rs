@@ -121,9 +121,11 @@ impl TicketGate {
         }
     }
 
-    /// Ends a session, at the request of the tracker.
-    pub(super) fn kick(&self, session: u64) {
-        let connection = self.lock().sessions.get(&session).map(|entry| entry.connection.clone());
+    /// Ends a session, at the request of the tracker of this registration: one that it has granted,
+    /// or one without a ticket. Those of other trackers go on.
+    pub(super) fn kick(&self, id: RegistrationId, session: u64) {
+        let is_its_own = |entry: &&SessionEntry| entry.ticket.is_none_or(|(of, _)| of == id);
+        let connection = self.lock().sessions.get(&session).filter(is_its_own).map(|entry| entry.connection.clone());
         if let Some(connection) = connection {
             let text = "the session was ended at the request of another client of the tracker (rpc-cli kick)";
             connection.end(RpcError::new(ErrorKind::Closed, text).may_have_run(true));
