@@ -50,13 +50,15 @@ impl CertificateExpiry {
     /// Warns if the certificate ends soon.
     pub(super) fn warn_if_soon(&self) {
         let validity = self.validity.lock().clone();
-        if let Some(validity) = validity
-            && ends_soon(&validity, SystemTime::now())
-        {
-            tracing::warn!(
-                expires = rfc3339(validity.end),
-                "the server's certificate expires soon: renew it (rpc-cli cert), and send SIGHUP"
+        let Some(validity) = validity else { return };
+        let (now, expires) = (SystemTime::now(), rfc3339(validity.end));
+        if validity.end <= now {
+            tracing::error!(
+                expires,
+                "the server's certificate has expired, and clients refuse it: renew it (rpc-cli cert), and send SIGHUP"
             );
+        } else if ends_soon(&validity, now) {
+            tracing::warn!(expires, "the server's certificate expires soon: renew it (rpc-cli cert), and send SIGHUP");
         }
     }
 }
