@@ -75,8 +75,8 @@ pub(crate) fn register_disco(registry: &Registry, config: &ServeConfig) {
     } else {
         disco::refuse(
             registry,
-            "this server serves no controllers of Disco: clients need not prove who they are here, and its operator \
-             has not given --allow-disco",
+            "this server serves no controllers of Disco: its operator has switched that off, or has not given \
+             --allow-disco where clients need not prove who they are",
         );
     }
 }
