@@ -76,7 +76,7 @@ use rpc_core::{Devices, Registry};
 use crate::config::{ConfigError, Isolate, ServeConfig};
 use crate::modules;
 
-pub(crate) use isolated_session::Isolation;
+pub(crate) use isolated_session::{FILES_OF_SESSION, Isolation};
 
 /// Time that a session process has to end after its session: enough to free its objects, and short
 /// enough that an endless loop is over within a second.

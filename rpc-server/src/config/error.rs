@@ -195,6 +195,14 @@ pub enum ConfigError {
         /// The memory of all sessions.
         max_total_memory: ByteSize,
     },
+    /// No session could begin with so few open files.
+    #[error("--max-open-files {max_open_files} is too few: a session takes {needed} of them itself")]
+    TooFewOpenFiles {
+        /// Maximum number of open files of one session.
+        max_open_files: u64,
+        /// Number of them that a session needs.
+        needed: u64,
+    },
     /// A session process could not open enough files.
     #[error("--isolate-files {isolate_files} is too few: a session process needs about {MIN_FILES} for itself")]
     TooFewFiles {

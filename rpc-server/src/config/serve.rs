@@ -16,7 +16,9 @@ use super::{
     ByteSize, ConfigError, Label, ListenAddress, OtlpEndpoint, PortRange, Span, TrackerAddress, machine_memory,
 };
 use crate::file_limit;
+use crate::isolate::FILES_OF_SESSION;
 use crate::pki::trust::{ClientTrust, ServerTrust};
+use crate::server::session_workspace::FILES_OF_WORKSPACE;
 
 listener_settings! {
     ServeSettings => ServeConfig, "RPC_SERVER", "a server";
@@ -397,6 +399,10 @@ impl ServeConfig {
         }
         if (self.runs_native_code() || self.tvm_ffi.is_some()) && !crate::modules::CAN_LOAD {
             return Err(ConfigError::NoTvmFfi);
+        }
+        let needed = if self.wants_processes() { FILES_OF_SESSION } else { FILES_OF_WORKSPACE };
+        if self.max_open_files < needed {
+            return Err(ConfigError::TooFewOpenFiles { max_open_files: self.max_open_files, needed });
         }
         if self.wants_processes() {
             if self.max_memory > self.total_memory() {

@@ -188,7 +188,7 @@ enum Spare {
 
 /// Files of the server that a session in a process of its own takes beside its connection: the
 /// workspace, its staging folder and its lock, the process, and two sockets to it.
-const FILES_OF_SESSION: u64 = 6;
+pub(crate) const FILES_OF_SESSION: u64 = 6;
 
 /// Starts a process that is counted until it has ended.
 async fn start(state: Arc<ServerState>, processes: &Arc<ProcessCount>) -> std::io::Result<Started> {
