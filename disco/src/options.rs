@@ -91,7 +91,7 @@ pub struct Options {
     /// waits for another in turn, which has time to name that one. Default: 15 seconds.
     pub stall_timeout: Duration,
     /// Longest time for making the collectives: to finish what was issued before, and then until
-    /// all workers have met. Default: 30 seconds.
+    /// all workers have met, for which a worker waits an hour at most. Default: 30 seconds.
     pub init_timeout: Duration,
     /// Longest time that workers may take at a shutdown to finish what was issued. Later ones are
     /// left behind. Default: 5 seconds.

@@ -22,16 +22,19 @@ impl CollectiveTimeouts {
         Self { entry: *collective_timeout, stall: *stall_timeout, join: *init_timeout }
     }
 
-    /// Returns these limits, none of them beyond [`LONGEST`]: they come from a peer, and times are
-    /// computed from them.
+    /// Returns these limits, none of them beyond [`LONGEST`] and [`LONGEST_JOIN`]: they come from a
+    /// peer, and times are computed from them.
     pub(crate) fn bounded(self) -> Self {
         let bounded = |limit: Duration| limit.min(LONGEST);
-        Self { entry: self.entry.map(bounded), stall: bounded(self.stall), join: bounded(self.join) }
+        Self { entry: self.entry.map(bounded), stall: bounded(self.stall), join: self.join.min(LONGEST_JOIN) }
     }
 }
 
 /// Longest time limit: far more than a session lasts, and far from what clocks cannot express.
 const LONGEST: Duration = Duration::from_secs(10 * 365 * 24 * 3600);
+
+/// Longest time for joining, in which a worker does nothing else.
+const LONGEST_JOIN: Duration = Duration::from_secs(3600);
 
 /// The communicators of one worker.
 pub(crate) struct Membership {

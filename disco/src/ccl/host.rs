@@ -18,6 +18,7 @@
 mod algorithm;
 mod announcement;
 mod check;
+mod join_deadline;
 #[allow(unsafe_code)]
 mod kernel;
 #[allow(unsafe_code)]
@@ -37,6 +38,7 @@ mod shared;
 mod stream;
 
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use rpc_core::{ErrorKind, RpcError};
@@ -82,6 +84,9 @@ pub struct Options {
     /// True if bytes on connections between ranks are encrypted and authenticated, under keys
     /// derived from the session's. Shared memory is not concerned. Default: false.
     pub encrypt: bool,
+    /// Flag that is set once the session of the group has ended: then a rank that joins waits for
+    /// no other.
+    pub(crate) has_ended: Arc<AtomicBool>,
 }
 
 impl Default for Options {
@@ -94,6 +99,7 @@ impl Default for Options {
             epoch: 0,
             read_from: Some(4 << 20),
             encrypt: false,
+            has_ended: Arc::default(),
         }
     }
 }

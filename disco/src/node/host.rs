@@ -284,8 +284,9 @@ impl Threads {
 
     fn abort(&self) {
         self.feed.abort();
+        self.shared.rendezvous().close();
         for worker in &self.workers {
-            worker.abort_collectives("the session has ended");
+            worker.end_collectives();
         }
     }
 }

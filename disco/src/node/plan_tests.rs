@@ -6,7 +6,7 @@ use std::io::Read;
 use std::net::{SocketAddr, TcpListener};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::net::UnixListener;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rpc_core::{Pack, Packed};
 use serde_json::{Value as Json, json};
@@ -122,6 +122,81 @@ fn files_that_are_no_segments_are_not_told_apart() {
     assert_eq!(refusal(&segment(1, 0)), told);
     drop(_writer);
     assert_eq!(pipe.read(&mut [0]).unwrap(), 0);
+}
+
+/// Returns a plan that lets workers join for ever, as far as the controller may decide.
+fn endless(join: &Json, nccl: bool) -> Packed {
+    let timeouts = CollectiveTimeouts { entry: None, stall: Duration::MAX, join: Duration::MAX };
+    let plan = Plan { epoch: 0, join: JoinPlan::Threads, nccl, timeouts, devices: Vec::new(), is_tentative: false };
+    let mut plan = serde_json::to_value(&plan).unwrap();
+    plan["join"] = join.clone();
+    Packed::encode(&plan).unwrap()
+}
+
+/// Returns true if this process has a thread of the worker.
+fn has_thread(worker: u32) -> bool {
+    let tasks = std::fs::read_dir("/proc/self/task").unwrap();
+    let names = tasks.filter_map(|task| std::fs::read_to_string(task.unwrap().path().join("comm")).ok());
+    names.into_iter().any(|name| name.trim() == format!("disco-{worker}"))
+}
+
+/// Waits until the worker's thread has ended.
+fn await_end_of_thread(worker: u32) {
+    let within = Instant::now() + Duration::from_secs(60);
+    while has_thread(worker) {
+        assert!(Instant::now() < within, "worker {worker} outlives its session");
+        std::thread::yield_now();
+    }
+}
+
+/// Sends the plan, and returns when the worker is about to execute it.
+fn begin(controller: &mut RawController, plan: Packed) {
+    controller.sync_before([Command::InitCcl { plan }]);
+}
+
+/// Regression: a worker looked for others until the end of the controller's time limit, also after
+/// the session, whether it dialled them or waited for them.
+#[test]
+fn a_worker_that_looks_for_others_ends_with_its_session() {
+    let (worker, size) = (20, 22);
+    let mut controller = RawController::of_worker(worker, size, u64::MAX);
+    let listen = controller.session.get_function("disco.listen").wait().unwrap();
+    let address: std::net::IpAddr = [127, 0, 0, 1].into();
+    let _: Pack<Vec<ListenAddresses>> = listen.call((&controller.host, Pack(vec![address]))).wait().unwrap();
+    let other = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+    let addresses = vec![tcp(other.local_addr().unwrap()); size as usize];
+    let locations = vec![json!({"machine": 0, "is_local": false}); size as usize];
+    let join =
+        json!({"Sockets": {"key": KEY, "encrypt": false, "world": addresses, "groups": [], "locations": locations}});
+    begin(&mut controller, endless(&join, false));
+    // It dials, and later attempts are refused at once.
+    drop(other.accept().unwrap());
+    drop(other);
+    assert!(has_thread(worker));
+    drop(controller);
+    await_end_of_thread(worker);
+}
+
+/// Regression: the same in a segment that no other process joins.
+#[test]
+fn a_worker_alone_in_a_segment_ends_with_its_session() {
+    let (worker, size) = (3, 5);
+    let offer = host::Offer::new(size, &host::Options::default()).unwrap();
+    let mut controller = RawController::of_worker(worker, size as u32, u64::MAX);
+    let join = json!({"Segments": [offer.ticket()]});
+    begin(&mut controller, endless(&join, false));
+    drop(controller);
+    await_end_of_thread(worker);
+}
+
+/// Regression: the same in the collectives by which ranks agree on NCCL, which no abort reached.
+#[test]
+fn a_worker_that_joins_nccl_alone_ends_with_its_session() {
+    let worker = 4;
+    let mut controller = RawController::of_worker(worker, 5, u64::MAX);
+    begin(&mut controller, endless(&json!("Threads"), true));
+    drop(controller);
+    await_end_of_thread(worker);
 }
 
 /// Returns the memory file of an offer of another session, and the offer, which keeps it.

@@ -72,9 +72,15 @@ impl RawController {
 
     /// Waits until the worker has executed everything. Returns the failures on the way.
     pub(super) fn sync(&mut self) -> Vec<Failure> {
+        self.sync_before([])
+    }
+
+    /// As [`sync`](Self::sync), with commands that the worker executes next, in the same batch.
+    pub(super) fn sync_before(&mut self, next: impl IntoIterator<Item = Command>) -> Vec<Failure> {
         self.ticket += 1;
         let wanted = self.ticket;
-        self.submit([Command::SyncWorker { ticket: wanted, worker: None }]).unwrap();
+        let sync = Command::SyncWorker { ticket: wanted, worker: None };
+        self.submit([sync].into_iter().chain(next)).unwrap();
         let mut failures = Vec::new();
         loop {
             let events = self.events.call::<Value>((&self.host,)).wait().unwrap();

@@ -4,7 +4,7 @@
 use std::net::SocketAddr;
 use std::ops::Range;
 
-use rpc_core::Device;
+use rpc_core::{Device, Packed, Result};
 use serde::{Deserialize, Serialize};
 
 use crate::ccl::Rank;
@@ -63,6 +63,19 @@ pub(crate) struct Plan {
     pub(crate) is_tentative: bool,
 }
 
+impl Plan {
+    /// Decodes the plan of a controller, with its time limits
+    /// [bounded](CollectiveTimeouts::bounded).
+    ///
+    /// # Errors
+    ///
+    /// It is no plan.
+    pub(crate) fn decode(packed: &Packed) -> Result<Self> {
+        let plan: Self = packed.decode()?;
+        Ok(Self { timeouts: plan.timeouts.bounded(), ..plan })
+    }
+}
+
 /// Means by which the workers of a session reach each other.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) enum JoinPlan {
@@ -100,4 +113,22 @@ pub(crate) struct WorkerLocation {
 pub(crate) struct ListenAddresses {
     pub(crate) world: SocketAddr,
     pub(crate) group: Option<SocketAddr>,
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::{Duration, Instant};
+
+    use super::*;
+
+    /// Regression: NCCL got the limits as they came, and a time computed from them overflowed.
+    #[test]
+    fn the_time_limits_of_a_plan_are_bounded_where_it_is_decoded() {
+        let timeouts = CollectiveTimeouts { entry: Some(Duration::MAX), stall: Duration::MAX, join: Duration::MAX };
+        let join = JoinPlan::Threads;
+        let plan = Plan { epoch: 0, join, nccl: true, timeouts, devices: Vec::new(), is_tentative: false };
+        let CollectiveTimeouts { entry, stall, join } = Plan::decode(&Packed::encode(&plan).unwrap()).unwrap().timeouts;
+        assert!(Instant::now().checked_add(entry.unwrap() + 2 * stall).is_some());
+        assert_eq!(join, Duration::from_secs(3600));
+    }
 }

@@ -66,6 +66,8 @@ struct ContextState {
     membership: Mutex<Result<Membership>>,
     /// Controls of the membership, to be reached while it is in use.
     controls: Mutex<Controls>,
+    /// Controls of communicators that the worker is joining others over.
+    joining: Mutex<Vec<Arc<dyn Control>>>,
 }
 
 /// Controls of a membership's communicators, for any thread.
@@ -122,6 +124,7 @@ impl WorkerContext {
             sink,
             membership: Mutex::new(Err(RpcError::unsupported("it has not joined the others"))),
             controls: Mutex::default(),
+            joining: Mutex::default(),
         }))
     }
 
@@ -442,6 +445,19 @@ impl WorkerContext {
         }
         let old = std::mem::replace(&mut *lock(&self.0.membership), membership);
         drop(old);
+    }
+
+    /// Sets the communicators that the worker is joining others over; none once it has joined.
+    pub(crate) fn set_joining(&self, controls: Vec<Arc<dyn Control>>) {
+        *lock(&self.0.joining) = controls;
+    }
+
+    /// Ends all collectives, also those by which the worker joins others: the session has ended.
+    pub(crate) fn end_collectives(&self) {
+        let reason = "the session has ended";
+        self.abort_collectives(reason);
+        let joining = lock(&self.0.joining).clone();
+        joining.iter().for_each(|control| control.abort(reason));
     }
 
     /// Ends the collective that the worker is in, and all later ones.

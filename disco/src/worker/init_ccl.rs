@@ -30,7 +30,7 @@ impl Worker {
     pub(super) fn init_ccl(&mut self, plan: &Packed) -> Outcome {
         // Collectives in progress end first. A lost one is reported, and poisons its registers.
         self.settle();
-        let plan: Plan = plan.decode()?;
+        let plan = Plan::decode(plan)?;
         self.tentative = None;
         if plan.is_tentative {
             // A worker that waits for this one in an older command waits no more.
@@ -76,7 +76,14 @@ impl Worker {
         if plan.nccl {
             // Elsewhere NCCL's own callback ends the process, which is the worker's alone.
             let on_stuck = self.shared.is_beside_controller().then(|| lose_worker(self.id, self.shared.sink()));
-            membership = join_nccl::join(membership, plan.timeouts, device, self.layout.group(self.id), on_stuck)?;
+            // It begins with collectives of these communicators, which the end of the session ends.
+            self.this.set_joining(membership.controls());
+            if self.feed.is_aborted() {
+                self.this.end_collectives();
+            }
+            let joined = join_nccl::join(membership, plan.timeouts, device, self.layout.group(self.id), on_stuck);
+            self.this.set_joining(Vec::new());
+            membership = joined?;
         }
         Ok(JoinedCcl { membership, is_accelerated: plan.nccl, device })
     }
@@ -86,7 +93,7 @@ impl Worker {
         self.is_accelerated = joined.is_accelerated;
         self.this.set_membership(Ok(joined.membership));
         if self.feed.is_aborted() {
-            self.this.abort_collectives("the session has ended");
+            self.this.end_collectives();
         }
     }
 }

@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use parking_lot::Mutex;
@@ -29,6 +30,7 @@ pub(crate) struct Rendezvous {
     #[cfg(target_os = "linux")]
     offers: Mutex<Vec<host::Offer>>,
     listeners: Mutex<HashMap<WorkerId, Arc<Listeners>>>,
+    has_ended: Arc<AtomicBool>,
 }
 
 /// The communicators of threads that have not been taken yet.
@@ -93,11 +95,17 @@ impl Rendezvous {
         listener.map(|listener| listener.address().clone())
     }
 
+    /// Ends all joins, also later ones: the session has ended.
+    pub(crate) fn close(&self) {
+        self.has_ended.store(true, Ordering::Relaxed);
+    }
+
     /// Joins the session's communicators as `worker`, and waits until all workers have. Where
     /// others cannot be dialled their data is relayed.
     pub(crate) fn join(&self, plan: &Plan, layout: Layout, worker: WorkerId, relays: &Relays) -> Result<Membership> {
-        let CollectiveTimeouts { entry, stall, join } = plan.timeouts.bounded();
-        let mut options = host::Options { epoch: plan.epoch, ..host::Options::default() };
+        let CollectiveTimeouts { entry, stall, join } = plan.timeouts;
+        let has_ended = Arc::clone(&self.has_ended);
+        let mut options = host::Options { epoch: plan.epoch, has_ended, ..host::Options::default() };
         (options.entry_timeout, options.stall_timeout, options.join_timeout) = (entry, stall, join);
         let (rank, rank_in_group) = (Rank(worker.0), layout.rank_in_group(worker));
         match &plan.join {

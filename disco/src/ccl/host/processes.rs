@@ -7,7 +7,7 @@
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use ring::rand::{SecureRandom, SystemRandom};
 use rpc_core::{ErrorKind, RpcError};
@@ -15,6 +15,7 @@ use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use serde::{Deserialize, Serialize};
 
 use super::algorithm::Reach;
+use super::join_deadline::JoinDeadline;
 use super::memory::Memory;
 use super::process_memory;
 use super::segment::{NEVER, Segment, Word};
@@ -118,7 +119,7 @@ impl Ticket {
         segment.publish(joined, 2, own);
         // From here on the others find a rank that has left, if this one gives up.
         let options = Options { epoch: self.epoch, ..options.clone() };
-        let until = Instant::now() + options.join_timeout;
+        let until = JoinDeadline::of(&options);
         await_all(&segment, own, until, &options, |peer| {
             segment.word(peer, Word::Joined).load(Ordering::Acquire) == 2
         })?;
@@ -140,18 +141,18 @@ impl Ticket {
 fn await_all(
     segment: &Segment,
     own: usize,
-    until: Instant,
+    until: JoinDeadline<'_>,
     options: &Options,
     is_there: impl Fn(usize) -> bool,
 ) -> Result<(), RpcError> {
     let size = segment.size();
     while let Some(missing) = (0..size).find(|peer| !is_there(*peer)) {
-        if Instant::now() >= until {
+        if until.is_over() {
             segment.publish(segment.word(own, Word::Left), 1, own);
             let missing: Vec<String> =
                 (missing..size).filter(|peer| !is_there(*peer)).map(|peer| peer.to_string()).collect();
             let text = format!("rank {} did not join within {:?}", missing.join(", "), options.join_timeout);
-            return Err(RpcError::new(ErrorKind::DeadlineExceeded, text));
+            return Err(until.error(text));
         }
         segment.sleep(own, Duration::from_millis(50), || is_there(missing));
     }

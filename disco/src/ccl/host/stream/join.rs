@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 use rpc_core::{ErrorKind, RpcError};
 
+use super::super::join_deadline::JoinDeadline;
 use super::address::{Address, SessionKey};
 use super::connection::{Connection, Stream};
 use super::framed_connection::Link;
@@ -117,7 +118,7 @@ impl Listener {
         }
         let (size, encrypt) = (addresses.len() as u32, options.encrypt);
         let group = Group { rank: rank.0, size, epoch: options.epoch, key, encrypt };
-        let until = Instant::now() + options.join_timeout;
+        let until = JoinDeadline::of(options);
         let mut links: Vec<Option<Link>> = addresses.iter().map(|_| None).collect();
         let (below, above) = links.split_at_mut(rank.index());
         std::thread::scope(|scope| {
@@ -132,7 +133,12 @@ impl Listener {
 
     /// Takes one connection from each rank above this one. Each handshake has a thread, so that a
     /// silent stranger delays no rank.
-    fn accept_all(&self, group: &Group<'_>, links: &mut [Option<Link>], until: Instant) -> Result<(), RpcError> {
+    fn accept_all(
+        &self,
+        group: &Group<'_>,
+        links: &mut [Option<Link>],
+        until: JoinDeadline<'_>,
+    ) -> Result<(), RpcError> {
         std::thread::scope(|scope| {
             let (sender, receiver) = mpsc::channel();
             let mut handshakes = Handshakes::default();
@@ -144,6 +150,15 @@ impl Listener {
                     if let Some(slot) = slot.filter(|slot| slot.is_none()) {
                         *slot = Some(link);
                     }
+                }
+                // Before the next connection, so that strangers who keep connecting delay nothing.
+                if until.is_over() && links.iter().any(Option::is_none) {
+                    let missing: Vec<String> = (missing..links.len())
+                        .filter(|at| links[*at].is_none())
+                        .map(|at| (group.rank as usize + 1 + at).to_string())
+                        .collect();
+                    let text = format!("rank {} did not connect to rank {}", missing.join(", "), group.rank);
+                    return Err(until.error(text));
                 }
                 let accepted = if handshakes.0.len() < MAX_HANDSHAKES { self.accept()? } else { None };
                 if let Some(stream) = accepted {
@@ -158,14 +173,6 @@ impl Listener {
                         _ = sender.send((number, welcomed.ok()));
                     });
                     continue;
-                }
-                if Instant::now() >= until {
-                    let missing: Vec<String> = (missing..links.len())
-                        .filter(|at| links[*at].is_none())
-                        .map(|at| (group.rank as usize + 1 + at).to_string())
-                        .collect();
-                    let text = format!("rank {} did not connect to rank {}", missing.join(", "), group.rank);
-                    return Err(RpcError::new(ErrorKind::DeadlineExceeded, text));
                 }
                 if links.iter().any(Option::is_none) {
                     let is_busy = !handshakes.0.is_empty();
@@ -242,7 +249,7 @@ impl Group<'_> {
         links: &mut [Option<Link>],
         addresses: &[Option<Address>],
         fallback: Option<&FallbackDial<'_>>,
-        until: Instant,
+        until: JoinDeadline<'_>,
     ) -> Vec<RpcError> {
         let count = links.len();
         let mut errors: Vec<Option<RpcError>> = vec![None; count];
@@ -276,7 +283,7 @@ impl Group<'_> {
     }
 
     /// Connects to `peer`, by as many attempts as it takes.
-    fn dial(&self, peer: u32, address: Option<&Address>, until: Instant) -> Result<Link, RpcError> {
+    fn dial(&self, peer: u32, address: Option<&Address>, until: JoinDeadline<'_>) -> Result<Link, RpcError> {
         let unknown = || RpcError::invalid_argument(format!("rank {peer} has no address"));
         let address = address.ok_or_else(unknown)?;
         loop {
@@ -285,11 +292,11 @@ impl Group<'_> {
                 Err(Failure::Final(error)) => return Err(error),
                 Err(Failure::Transient(text)) => text,
             };
-            if Instant::now() >= until {
+            if until.is_over() {
                 let text = format!("rank {} cannot reach rank {peer} at {address}: {text}", self.rank);
-                return Err(RpcError::new(ErrorKind::DeadlineExceeded, text));
+                return Err(until.error(text));
             }
-            std::thread::sleep(PAUSE);
+            until.sleep(PAUSE);
         }
     }
 
@@ -302,7 +309,7 @@ impl Group<'_> {
         address: Option<&Address>,
         fallback: &FallbackDial<'_>,
         failed: &Mutex<HashSet<IpAddr>>,
-        until: Instant,
+        until: JoinDeadline<'_>,
     ) -> Result<Link, RpcError> {
         let host = match address {
             Some(Address::Tcp(address)) => Some(address.ip()),
@@ -311,7 +318,7 @@ impl Group<'_> {
         if let Some(address) = address
             && !host.is_some_and(|host| failed.lock().contains(&host))
         {
-            let before_fallback = Instant::now() + DIAL_TIMEOUT_BEFORE_FALLBACK.min(left(until) / 4);
+            let before_fallback = until.at(Instant::now() + DIAL_TIMEOUT_BEFORE_FALLBACK.min(until.left() / 4));
             if let Some(link) = self.dial_until(peer, address, before_fallback) {
                 return Ok(link);
             }
@@ -319,25 +326,25 @@ impl Group<'_> {
         }
         let fallback_error = loop {
             // It leads to the rank's own listener, so that its errors tell nothing of an address.
-            let text = match fallback(Rank(peer), until) {
-                Ok(stream) => match self.introduce(peer, Connection::Unix(stream), until) {
+            let text = match fallback(Rank(peer), until.until) {
+                Ok(stream) => match self.introduce(peer, Connection::Unix(stream), until.until) {
                     Ok(link) => return Ok(link),
                     Err(Failure::Final(error)) => return Err(error),
                     Err(Failure::Transient(text)) => text,
                 },
                 Err(error) => break error.message().to_owned(),
             };
-            if Instant::now() >= until {
+            if until.is_over() {
                 break text;
             }
-            std::thread::sleep(PAUSE);
+            until.sleep(PAUSE);
         };
         let Some(address) = address else {
             let text = format!(
                 "rank {} cannot reach rank {peer}: its address is not known here, nor by other means: {fallback_error}",
                 self.rank
             );
-            return Err(RpcError::new(ErrorKind::DeadlineExceeded, text));
+            return Err(until.error(text));
         };
         if let Some(link) = self.dial_until(peer, address, until) {
             return Ok(link);
@@ -347,44 +354,46 @@ impl Group<'_> {
              session, which the log of rank {} has more of, at level debug; nor by other means: {fallback_error}",
             self.rank, self.rank
         );
-        Err(RpcError::new(ErrorKind::DeadlineExceeded, text))
+        Err(until.error(text))
     }
 
     /// Dials until `until`, whatever the address answers: only a peer that proves the session's key
     /// makes a difference, in the result or in the time that it takes.
-    fn dial_until(&self, peer: u32, address: &Address, until: Instant) -> Option<Link> {
+    fn dial_until(&self, peer: u32, address: &Address, until: JoinDeadline<'_>) -> Option<Link> {
         let text = loop {
             let (text, pause) = match self.try_dial(peer, address, until) {
                 Ok(link) => return Some(link),
                 Err(Failure::Transient(text)) => (text, PAUSE),
                 // Further attempts would fail in the same way.
-                Err(Failure::Final(error)) => (error.message().to_owned(), left(until)),
+                Err(Failure::Final(error)) => (error.message().to_owned(), until.left()),
             };
-            if Instant::now() >= until {
+            if until.is_over() {
                 break text;
             }
-            std::thread::sleep(pause);
+            until.sleep(pause);
         };
         tracing::debug!(
             target: OPERATOR_LOG,
             rank = self.rank, peer, %address, error = text, "a rank has not proven itself at its address"
         );
         // The last attempt may have taken so much longer.
-        std::thread::sleep(left(until + MIN_HANDSHAKE_TIMEOUT));
+        until.sleep(until.at(until.until + MIN_HANDSHAKE_TIMEOUT).left());
         None
     }
 
-    fn try_dial(&self, peer: u32, address: &Address, until: Instant) -> Result<Link, Failure> {
+    fn try_dial(&self, peer: u32, address: &Address, until: JoinDeadline<'_>) -> Result<Link, Failure> {
+        // Each attempt may take seconds, and there may be many ranks.
+        if until.has_ended() {
+            return Err(Failure::Transient("the session has ended".to_owned()));
+        }
         let connection = match address {
-            Address::Tcp(address) => Connection::Tcp(TcpStream::connect_timeout(address, handshake_timeout(until))?),
+            Address::Tcp(address) => {
+                Connection::Tcp(TcpStream::connect_timeout(address, handshake_timeout(until.until))?)
+            }
             Address::Unix(path) => Connection::Unix(UnixStream::connect(path)?),
         };
-        self.introduce(peer, connection, until)
+        self.introduce(peer, connection, until.until)
     }
-}
-
-fn left(until: Instant) -> Duration {
-    until.saturating_duration_since(Instant::now())
 }
 
 /// The most errors of one join that are told in full.

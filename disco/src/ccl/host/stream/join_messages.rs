@@ -2,10 +2,11 @@
 //! stream introduce themselves at the same time.
 
 use std::io;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use rpc_core::{ErrorKind, RpcError};
 
+use super::super::join_deadline::JoinDeadline;
 use super::address::{SessionKey, random};
 use super::connection::boxed;
 use super::framed_connection::Link;
@@ -43,7 +44,7 @@ pub(in super::super) fn by_messages<S: Socket + 'static>(
 ) -> Result<Box<dyn Ccl>, RpcError> {
     let Member { rank, size, key, options } = member;
     let group = Group { rank: rank.0, size: Rank::of(*size).0, epoch: options.epoch, key, encrypt: options.encrypt };
-    let until = Instant::now() + options.join_timeout;
+    let until = JoinDeadline::of(options);
     let mut introductions = Vec::new();
     for peer in (0..group.size).filter(|peer| *peer != group.rank) {
         let hello = group.hello(peer, &random()?);
@@ -69,10 +70,10 @@ pub(in super::super) fn by_messages<S: Socket + 'static>(
         if missing.is_empty() {
             break;
         }
-        if Instant::now() >= until {
+        if until.is_over() {
             let text =
                 format!("rank {rank} has waited for {:?} and not heard of ranks {missing:?}", options.join_timeout);
-            return Err(RpcError::new(ErrorKind::DeadlineExceeded, text));
+            return Err(until.error(text));
         }
         std::thread::sleep(LOOK);
     }
