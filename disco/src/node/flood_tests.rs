@@ -51,7 +51,7 @@ floods! { number;
     Command::KillReg { .. } => Command::KillReg { register: number.wrapping_mul(60_000) & !OWN },
     Command::GetGlobalFunc { .. } => Command::GetGlobalFunc { to: number, name: "held".to_owned() },
     Command::CallPacked { .. } => Command::CallPacked { to: number, function: 0, args: vec![Value::Int(1)] },
-    Command::LoadModule { .. } => Command::LoadModule { to: number, path: "/nowhere".to_owned(), device: None },
+    Command::LoadModule { .. } => Command::LoadModule { to: number, path: format!("{number:04000}"), device: None },
     Command::ModuleFunction { .. } => Command::ModuleFunction { to: number, module: 0, name: "f".to_owned() },
     Command::Empty { .. } => {
         Command::Empty { to: number, device: None, dtype: DataType::U8, shape: vec![1 << 16], on: On::All }

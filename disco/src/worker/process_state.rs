@@ -5,8 +5,9 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
-use rpc_core::{Context, Device, Module, Result};
+use rpc_core::{Context, Device, Module, Result, RpcError};
 
+use crate::held_memory::HeldMemory;
 use crate::link::relayed_data::Relays;
 use crate::wire::event::EventSink;
 use crate::wire::set_up::SetUp;
@@ -23,11 +24,25 @@ pub(crate) struct ProcessState {
     modules: Mutex<Modules>,
 }
 
-/// Modules by their paths and the devices that they were loaded on.
-type Modules = HashMap<(String, Option<Device>), Arc<LoadedModule>>;
+/// Modules that are loaded, or are being loaded.
+#[derive(Default)]
+struct Modules {
+    slots: HashMap<ModuleKey, Arc<ModuleSlot>>,
+    /// Charge for the entries; `None` before the first.
+    held: Option<HeldMemory>,
+}
+
+/// Path of a module, and the device that it is loaded on.
+type ModuleKey = (String, Option<Device>);
 
 /// A module, once it is loaded.
-type LoadedModule = Mutex<Option<Arc<dyn Module>>>;
+type ModuleSlot = Mutex<Option<Arc<dyn Module>>>;
+
+/// Longest path of a module, in bytes: the longest that systems open.
+const MAX_PATH: usize = 4096;
+
+/// Bytes that an entry is charged with beside its path, for its place in the table and its slot.
+const ENTRY_COST: usize = 256;
 
 impl ProcessState {
     pub(crate) fn new(
@@ -61,19 +76,54 @@ impl ProcessState {
     }
 
     /// Loads a module on the device of `context`, or finds it where another worker of this process
-    /// has.
+    /// has. A module that is loaded stays so, and is charged to the session; one that cannot be
+    /// loaded leaves nothing behind.
+    ///
+    /// # Errors
+    ///
+    /// Those of the loader; [`ErrorKind::LimitExceeded`](rpc_core::ErrorKind::LimitExceeded): the
+    /// path is longer than [`MAX_PATH`], or the session may hold no more.
     pub(crate) fn load_module(&self, context: &Context, path: &str) -> Result<Arc<dyn Module>> {
-        let slot = {
-            let mut modules = self.modules.lock();
-            Arc::clone(modules.entry((path.to_owned(), context.chosen_device())).or_default())
-        };
+        if path.len() > MAX_PATH {
+            return Err(RpcError::limit("bytes of a module's path", MAX_PATH as u64, path.len() as u64));
+        }
+        let key = (path.to_owned(), context.chosen_device());
+        let slot = self.modules.lock().slot(&key, context)?;
         // Held while it loads, so that it is loaded once. Others may load others meanwhile.
-        let mut slot = slot.lock();
-        if let Some(module) = &*slot {
+        let mut loaded = slot.lock();
+        if let Some(module) = &*loaded {
             return Ok(Arc::clone(module));
         }
-        let module = context.load_module(path, None)?;
-        *slot = Some(Arc::clone(&module));
-        Ok(module)
+        match context.load_module(path, None) {
+            Ok(module) => Ok(Arc::clone(loaded.insert(module))),
+            Err(error) => {
+                self.modules.lock().remove_unused(&key, &slot);
+                Err(error)
+            }
+        }
     }
+}
+
+impl Modules {
+    /// Returns the slot of a module; charges a new one.
+    fn slot(&mut self, key: &ModuleKey, context: &Context) -> Result<Arc<ModuleSlot>> {
+        if let Some(slot) = self.slots.get(key) {
+            return Ok(Arc::clone(slot));
+        }
+        self.held.get_or_insert_with(|| HeldMemory::new(context.detached())).add(cost(key))?;
+        Ok(Arc::clone(self.slots.entry(key.clone()).or_default()))
+    }
+
+    /// Removes a slot that is empty, and that no other worker waits for: the last of those that
+    /// wait removes it, unless it loads the module.
+    fn remove_unused(&mut self, key: &ModuleKey, slot: &Arc<ModuleSlot>) {
+        // One is the table's, one the caller's.
+        if Arc::strong_count(slot) == 2 && self.slots.remove(key).is_some() {
+            self.held.iter_mut().for_each(|held| held.remove(cost(key)));
+        }
+    }
+}
+
+fn cost(key: &ModuleKey) -> usize {
+    key.0.len() + ENTRY_COST
 }
