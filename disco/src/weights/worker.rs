@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use rpc_core::dlpack::dense_size;
 use rpc_core::function::{FunctionKind, Object, Opaque};
+use rpc_core::limits::MemoryLease;
 use rpc_core::{
     Context, DataType, ErrorKind, LocalValue, Pack, Registry, Result, RpcError, Shared, Tensor, Value, blocking,
 };
@@ -27,7 +28,7 @@ pub(crate) fn register(registry: &Registry) {
             OpenFiles::open(&context, wanted.0).map(|files| Shared(Arc::new(files)))
         })
         .add("disco.weights.unreadable", |files: Shared<OpenFiles>| {
-            let told = files.0.0.iter().map(|file| file.as_ref().err().map(|error| error.message().to_owned()));
+            let told = files.0.files.iter().map(|file| file.as_ref().err().map(|error| error.message().to_owned()));
             Pack(told.collect::<Vec<_>>())
         })
         .add("disco.weights.load", |worker: WorkerContext, files: Shared<OpenFiles>, request: Pack<LoadRequest>| {
@@ -42,13 +43,22 @@ pub(crate) fn register(registry: &Registry) {
 const MAX_FILES: usize = 4096;
 
 /// The files of a loader on one worker, or the errors because of which it cannot read them.
-struct OpenFiles(Vec<Result<MatchingFile>>);
+struct OpenFiles {
+    files: Vec<Result<MatchingFile>>,
+    _charge: MemoryLease,
+}
+
+/// Bytes that a file is charged with beside its path: its entry, and the text of an error.
+const FILE_COST: u64 = 1024;
 
 impl OpenFiles {
     fn open(context: &Context, wanted: Vec<RequestedFile>) -> Result<Self> {
         if wanted.len() > MAX_FILES {
             return Err(RpcError::limit("files of one loader", MAX_FILES as u64, wanted.len() as u64));
         }
+        // The path is there once, or in an error, which may quote it.
+        let paths: u64 = wanted.iter().map(|wanted| wanted.path.len() as u64).sum();
+        let charge = context.reserve_memory(2 * paths + FILE_COST * wanted.len() as u64)?;
         let folders = context.extension::<WeightFolders>();
         let open = |wanted: RequestedFile| {
             let Some(folders) = &folders else {
@@ -58,7 +68,7 @@ impl OpenFiles {
             };
             MatchingFile::find(folders.admit(&PathBuf::from(wanted.path))?, &wanted.identity)
         };
-        Ok(Self(wanted.into_iter().map(open).collect()))
+        Ok(Self { files: wanted.into_iter().map(open).collect(), _charge: charge })
     }
 }
 
@@ -140,7 +150,7 @@ fn call(context: &Context, function: &str, reader: Arc<WeightReader>) -> Result<
 
 /// Opens the file of the tensor on this worker.
 fn open(files: &OpenFiles, request: &LoadRequest) -> Result<InFile> {
-    let file = files.0.get(request.file as usize);
+    let file = files.files.get(request.file as usize);
     let file = file.ok_or_else(|| RpcError::internal("a load from a file that there is not"))?;
     let file = file.as_ref().map_err(RpcError::clone)?;
     let end = dense_size(&request.shape, request.dtype)?.checked_add(request.start);
@@ -178,4 +188,32 @@ fn as_bytes(tensor: &Tensor) -> Result<Tensor> {
     let len =
         i64::try_from(tensor.size_bytes()).map_err(|_| RpcError::invalid_argument("a tensor that is too large"))?;
     tensor.view(0, [len], None, DataType::U8)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::held_memory::tests::context;
+    use crate::weights::messages::FileIdentity;
+
+    /// Regression: a controller that kept many loaders made a node hold their lists uncharged.
+    #[test]
+    fn the_files_of_loaders_are_charged_while_the_loaders_live() {
+        const LIMIT: u64 = 8 << 20;
+        let context = context(LIMIT);
+        let identity = FileIdentity { len: 8, header_len: 0, header: [0; 32] };
+        let wanted = vec![RequestedFile { path: "/nowhere".to_owned(), identity }; MAX_FILES];
+        let mut open = Vec::new();
+        let error = loop {
+            match OpenFiles::open(&context, wanted.clone()) {
+                Ok(files) => open.push(files),
+                Err(error) => break error,
+            }
+            assert!(open.len() < 10, "{} bytes are held", context.usage().memory_bytes);
+        };
+        assert_eq!(error.kind(), ErrorKind::LimitExceeded);
+        assert!(!open.is_empty());
+        drop(open);
+        assert_eq!(context.usage().memory_bytes, 0);
+    }
 }
