@@ -19,6 +19,7 @@ mod module;
 mod object;
 mod options;
 mod signature;
+mod taking_lock;
 mod tensor;
 mod value;
 

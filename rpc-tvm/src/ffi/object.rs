@@ -6,7 +6,7 @@ use std::ptr::NonNull;
 
 use super::abi::{Any, ByteArray, DlTensor, ErrorCell, ObjectHeader, ShapeCell, slice_of, type_index};
 use super::bindings::Bindings;
-use super::tensor::TakingGuard;
+use super::taking_lock::TakingGuard;
 use rpc_core::error::{Result, RpcError};
 
 /// A reference to an object, with a count of its own.

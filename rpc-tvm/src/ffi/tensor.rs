@@ -1,7 +1,6 @@
 //! Tensors in foreign code: borrowed as `DLTensor`, shared as tensor objects, and taken over from
 //! foreign code.
 
-use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::ffi::c_void;
 use std::ptr::{self, NonNull};
@@ -13,6 +12,7 @@ use super::abi::{self, DlTensor, ManagedTensor, slice_of};
 use super::api::Api;
 use super::call_frame;
 use super::object::Ref;
+use super::taking_lock::TakingGuard;
 use rpc_core::dlpack::{self, DataType, Device, DeviceType, dense_strides};
 use rpc_core::error::{Result, RpcError};
 use rpc_core::function::Context;
@@ -276,34 +276,6 @@ pub(super) fn take(context: &Context, object: Ref) -> Result<Tensor> {
     let tensor = context.adopt(device, memory, layout)?;
     shared().note(tensor.storage());
     Ok(tensor)
-}
-
-/// Lock under which tensors are taken over from foreign code.
-pub(super) struct TakingGuard(#[expect(dead_code, reason = "held")] MutexGuard<'static, ()>);
-
-thread_local! {
-    /// True while this thread has the lock.
-    static TAKING: Cell<bool> = const { Cell::new(false) };
-}
-
-impl TakingGuard {
-    fn lock() -> Self {
-        static LOCK: Mutex<()> = Mutex::new(());
-        let guard = LOCK.lock();
-        TAKING.set(true);
-        Self(guard)
-    }
-
-    /// Returns true if this thread has the lock, and so must not free what is foreign.
-    pub(super) fn is_held() -> bool {
-        TAKING.get()
-    }
-}
-
-impl Drop for TakingGuard {
-    fn drop(&mut self) {
-        TAKING.set(false);
-    }
 }
 
 /// Returns the tensor of a borrowed `DLTensor`: the session's own if it lies in one of its
