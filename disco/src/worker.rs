@@ -11,6 +11,7 @@ pub(crate) mod context;
 pub(crate) mod executor;
 mod handlers;
 mod init_ccl;
+mod joined_ccl;
 pub(crate) mod process_state;
 mod program_handlers;
 mod recorded_program;

@@ -9,7 +9,7 @@ use rpc_core::{ErrorKind, RpcError};
 
 use super::command_feed::{Feed, Reader};
 use super::context::WorkerContext;
-use super::init_ccl::JoinedCcl;
+use super::joined_ccl::JoinedCcl;
 use super::process_state::ProcessState;
 use super::recorded_program::{RunningProgram, StoredProgram};
 use super::register_content::{Fault, Outcome, Slot, UnsettledCommand};

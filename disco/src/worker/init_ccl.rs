@@ -7,23 +7,16 @@
 
 use std::sync::Arc;
 
-use rpc_core::{Device, ErrorKind, Packed, Result, RpcError};
+use rpc_core::{ErrorKind, Packed, Result, RpcError};
 
 use super::executor::Worker;
+use super::joined_ccl::JoinedCcl;
 use super::register_content::Outcome;
-use crate::ccl::communicators::Membership;
 use crate::ccl::join_nccl;
 use crate::ccl::nccl::OnStuck;
 use crate::error::WorkerId;
 use crate::wire::event::{Event, EventSink, Report};
 use crate::wire::plan::{JoinPlan, Plan};
-
-/// Communicators that a worker has joined and has not entered yet.
-pub(super) struct JoinedCcl {
-    membership: Membership,
-    is_accelerated: bool,
-    device: Device,
-}
 
 impl Worker {
     /// Joins the other workers for collectives as `plan` says.
