@@ -1,10 +1,6 @@
-//! The fuzz targets over the inputs that are kept in `fuzz/corpus`, and over mutations of those: on
-//! a stable compiler, a fixed number from fixed seeds.
+//! The fuzz targets of the protocol over the inputs that are kept, on a stable compiler.
 
-use std::fs;
-use std::path::Path;
-
-use crate::fuzz::{for_seeds, mutate};
+use crate::kept_inputs;
 use crate::pair::Rng;
 use crate::targets;
 
@@ -13,22 +9,11 @@ const MUTATIONS: u64 = 3_000;
 
 /// Runs a target over its folder.
 fn over(name: &str, target: fn(&[u8])) {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fuzz/corpus").join(name);
-    let mut paths: Vec<_> = fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().path()).collect();
-    paths.sort();
-    assert!(!paths.is_empty(), "{} is empty", folder.display());
-    let inputs: Vec<_> = paths.iter().map(|path| fs::read(path).unwrap()).collect();
-    for (path, input) in paths.iter().zip(&inputs) {
-        println!("{}", path.display());
-        target(input);
-    }
-    for_seeds(&[], MUTATIONS, |seed| {
+    let generator = |seed| {
         let mut rng = Rng(seed);
-        let at = rng.below(inputs.len());
-        let mut input = inputs[at].clone();
-        mutate(&mut rng, &mut input);
-        target(&input);
-    });
+        move |limit| rng.below(limit)
+    };
+    kept_inputs::run(name, MUTATIONS, generator, target);
 }
 
 #[test]

@@ -4,6 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
+use crate::kept_inputs;
 use crate::pair::{Arrived, Cut, Pair, Rng, Setup, call, call_with, frame, object};
 use bytes::{Bytes, BytesMut};
 use rpc_core::proto::{
@@ -20,7 +21,7 @@ use rpc_core::{
 const SEEDS: &[u64] = &[];
 
 /// Runs the explicit seeds, and `count` others. None is left out, however slow the machine is.
-pub(crate) fn for_seeds(explicit: &[u64], count: u64, mut run: impl FnMut(u64)) {
+fn for_seeds(explicit: &[u64], count: u64, mut run: impl FnMut(u64)) {
     for seed in explicit.iter().copied().chain(1..=count) {
         let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| run(seed)));
         if let Err(panic) = outcome {
@@ -98,28 +99,8 @@ fn random_trace(rng: &mut Rng) -> Option<TraceContext> {
 }
 
 /// Changes a few bytes, or drops, repeats or inserts some.
-pub(crate) fn mutate(rng: &mut Rng, bytes: &mut Vec<u8>) {
-    for _ in 0..=rng.below(4) {
-        if bytes.is_empty() {
-            return;
-        }
-        let at = rng.below(bytes.len());
-        match rng.below(6) {
-            0 => bytes[at] ^= 1 << rng.below(8),
-            1 => bytes[at] = [0, 1, 0x7f, 0x80, 0xc1, 0xdd, 0xff][rng.below(7)],
-            2 => drop(bytes.drain(at..(at + rng.below(40)).min(bytes.len()))),
-            3 => bytes.truncate(at),
-            4 => {
-                let piece = bytes[at..(at + rng.below(80)).min(bytes.len())].to_vec();
-                bytes.splice(at..at, piece);
-            }
-            _ => {
-                let len = rng.below(30);
-                let piece = rng.bytes(len);
-                bytes.splice(at..at, piece);
-            }
-        }
-    }
+fn mutate(rng: &mut Rng, bytes: &mut Vec<u8>) {
+    kept_inputs::mutate(&mut |limit| rng.below(limit), bytes);
 }
 
 #[test]

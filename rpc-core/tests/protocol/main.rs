@@ -9,6 +9,7 @@ mod fuzz;
 mod handshake;
 mod hostile;
 mod keep_alive;
+mod kept_inputs;
 mod memory_limits;
 mod pair;
 mod peak_memory;

@@ -9,6 +9,8 @@ mod disco;
 mod fuzz_targets;
 mod hostile;
 mod hostile_indirect;
+#[path = "../../../rpc-core/tests/protocol/kept_inputs.rs"]
+mod kept_inputs;
 mod network;
 mod peers;
 mod pool;
