@@ -410,7 +410,7 @@ impl<T: Clone> ClientEndpoint<T> {
     pub fn stage(&mut self) {
         self.common.output.stage();
         self.note_sent();
-        // What cannot be written soon waits in the list, which is bounded.
+        // Frees that cannot be written soon wait in the list, which is bounded.
         let most = if self.common.output.is_full() { 0 } else { 8 * FREES_PER_FRAME };
         let mut more = self.stage_frees(most);
         if self.unsent.is_empty()

@@ -48,13 +48,13 @@ pub enum Failure {
         what: String,
         /// The limit.
         limit: Duration,
-        /// What it was waiting for, if that is known.
+        /// The reason of the wait, if it is known.
         why: Option<String>,
     },
     /// A tracker has had no server that suits for some time.
     #[error("there has been no such server for {limit:?}: {detail}; {advice}; --timeout waits longer")]
     NoServer {
-        /// What was asked for, and what is there.
+        /// The request, and the servers that are there.
         detail: String,
         /// Advice to the user.
         advice: String,

@@ -114,7 +114,7 @@ fn text(summary: &Summary, width: u16) -> Vec<String> {
         }
         lines.push(table.to_string());
     }
-    // What was stopped in good order is not lost.
+    // A server that was stopped in good order is not lost.
     for (title, orderly) in [("lost", false), ("stopped", true)] {
         let mut losses = summary.losses.iter().filter(|loss| loss.orderly == orderly).peekable();
         if losses.peek().is_none() {

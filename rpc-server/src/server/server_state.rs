@@ -54,7 +54,7 @@ pub(crate) trait UsageSource: Send + Sync {
     fn usage(&self) -> Usage;
 }
 
-/// What all sessions of a server hold.
+/// Objects and memory of all sessions of a server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ServerTotals {
     /// Live sessions.

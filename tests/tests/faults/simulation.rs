@@ -122,7 +122,7 @@ fn connector(network: &SimulatedNetwork, host: &str) -> Connector {
     Connector::new().transports(network.host(host)).keep_alive(KEEP_ALIVE)
 }
 
-/// What the functions of all servers have done.
+/// Record of what the functions of all servers have done.
 #[derive(Default)]
 struct Ledger {
     /// Number of times that each call has run, by the number that its client has given it.

@@ -49,7 +49,7 @@ const QUOTA: u64 = MAX_MEMORY
     // One piece of a file for each thread that reads one.
     + MAX_THREADS * MAX_READ_BYTES;
 
-/// What a session may take beside its quota: buffers of the connection and of the frames in
+/// Memory that a session may take beside its quota: buffers of the connection and of the frames in
 /// progress, half a MiB of staged output, and the growth of lists.
 const CONSTANT: u64 = 4 * MIB;
 

@@ -1,4 +1,4 @@
-//! What the kernel has received for a stopped process, from `/proc/net`.
+//! Bytes that the kernel has received for a stopped process, from `/proc/net`.
 
 use std::collections::HashMap;
 use std::fs;
