@@ -74,10 +74,14 @@ pub(crate) mod tests {
 
     /// Returns a context of a session that may hold so many bytes.
     pub(crate) fn context(max_memory: u64) -> Context {
+        limited(SessionLimits { max_memory, ..SessionLimits::default() })
+    }
+
+    /// Returns a context of a session with these limits.
+    pub(crate) fn limited(limits: SessionLimits) -> Context {
         let (registry, taken) = (Registry::new(), Arc::new(Mutex::new(None)));
         let context = Arc::clone(&taken);
         registry.add("context", move |call: Context| *context.lock().unwrap() = Some(call.detached()));
-        let limits = SessionLimits { max_memory, ..SessionLimits::default() };
         let session = Session::new(LocalSession::builder(registry).limits(limits).build());
         session.get_function("context").wait().unwrap().call::<()>(()).wait().unwrap();
         taken.lock().unwrap().take().unwrap()

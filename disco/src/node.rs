@@ -20,6 +20,9 @@ pub(crate) mod flood_tests;
 mod held_memory_tests;
 #[cfg(test)]
 #[cfg(target_os = "linux")]
+mod open_file_tests;
+#[cfg(test)]
+#[cfg(target_os = "linux")]
 mod plan_tests;
 #[cfg(test)]
 mod raw_controller;

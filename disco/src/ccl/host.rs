@@ -36,6 +36,7 @@ mod segment;
 mod shared;
 #[allow(unsafe_code)]
 mod stream;
+mod watched_processes;
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -53,7 +54,9 @@ use self::memory::Memory;
 use self::segment::Segment;
 use self::shared::SharedCcl;
 use super::Ccl;
+use self::watched_processes::WatchedProcesses;
 
+use crate::open_files::OpenFiles;
 /// The most ranks of a group that shares memory.
 pub const MAX_SHARED_RANKS: usize = 256;
 
@@ -87,6 +90,8 @@ pub struct Options {
     /// Flag that is set once the session of the group has ended: then a rank that joins waits for
     /// no other.
     pub(crate) has_ended: Arc<AtomicBool>,
+    /// Session that the group's descriptors are charged to. Default: none.
+    pub(crate) open_files: OpenFiles,
 }
 
 impl Default for Options {
@@ -100,6 +105,7 @@ impl Default for Options {
             read_from: Some(4 << 20),
             encrypt: false,
             has_ended: Arc::default(),
+            open_files: OpenFiles::default(),
         }
     }
 }
@@ -116,7 +122,9 @@ pub fn threads(size: usize, options: &Options) -> Result<Vec<Box<dyn Ccl>>, RpcE
     let memory = Memory::heap(segment_bytes(size)?)
         .ok_or_else(|| RpcError::new(ErrorKind::OutOfMemory, "no memory for a group of collectives"))?;
     let segment = Arc::new(Segment::create(memory, size, options.epoch, [0; 16]));
-    let rank = |rank| SharedCcl::new(Arc::clone(&segment), rank, options.clone(), Reach::Addresses, Vec::new());
+    let rank = |rank| {
+        SharedCcl::new(Arc::clone(&segment), rank, options.clone(), Reach::Addresses, WatchedProcesses::default())
+    };
     Ok((0..size).map(|number| Box::new(rank(number)) as Box<dyn Ccl>).collect())
 }
 

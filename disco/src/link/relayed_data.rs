@@ -19,14 +19,16 @@ use std::time::Instant;
 
 use bytes::{Bytes, BytesMut};
 use parking_lot::Mutex as SyncMutex;
+use rpc_core::limits::OpenFileLease;
 use rpc_core::{
-    ErrorKind, Lane, RemoteFunction, RemoteObject, Result, RpcError, Session, SessionLimits, Shared as SharedObject,
+    Context, ErrorKind, Lane, RemoteFunction, RemoteObject, Result, RpcError, Session, Shared as SharedObject,
 };
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, ReadBuf};
 use tokio::net::{TcpStream, UnixStream};
 use tokio::sync::{Mutex, OwnedSemaphorePermit, Semaphore, mpsc};
 
 use crate::ccl::host::Address;
+use crate::open_files::OpenFiles;
 use crate::wire::relayed_pair::RelayedPair;
 
 /// Most bytes that are carried at a time, and the room that is kept while none have come.
@@ -164,8 +166,8 @@ pub(crate) trait WorkerDirectory: Send + Sync {
 
 /// Address at which a worker's listener can be dialled.
 pub(crate) enum Destination {
-    /// Address of a listener in this process.
-    LocalEnd(Address),
+    /// Address of a listener in this process, and the session that the connection is charged to.
+    LocalEnd(Address, OpenFiles),
     /// The host at the other end of a link.
     RemoteEnd { session: Session, host: RemoteObject, worker: u32, is_world: bool },
 }
@@ -173,12 +175,13 @@ pub(crate) enum Destination {
 impl Destination {
     pub(crate) async fn open(self) -> Result<End> {
         match self {
-            Self::LocalEnd(address) => {
+            Self::LocalEnd(address, open_files) => {
+                let charged = open_files.reserve(1, "relayed data")?;
                 // Its descriptors belong to the runtime of links, no matter which thread polls
                 // them.
                 let dialling = crate::runtime::runtime()?.spawn(dial(address));
                 let stream = dialling.await.unwrap_or_else(|error| Err(RpcError::internal(error.to_string())))?;
-                Ok(End::here(stream, None))
+                Ok(End::here(stream, None, charged))
             }
             Self::RemoteEnd { session, host, worker, is_world } => {
                 let connect = session.get_function("disco.connect").await?;
@@ -215,10 +218,11 @@ enum Socket {
 }
 
 impl End {
-    fn here(stream: Box<dyn Duplex>, answer: Option<Answer>) -> Self {
+    fn here(stream: Box<dyn Duplex>, answer: Option<Answer>, open_file: Option<OpenFileLease>) -> Self {
         let (reader, writer) = tokio::io::split(stream);
         let (reader, writer) = (Mutex::new(Box::new(reader) as _), Mutex::new(Box::new(writer) as _));
-        Self { socket: Socket::LocalEnd(LocalEnd { reader, writer, answer: SyncMutex::new(answer) }), _permit: None }
+        let here = LocalEnd { reader, writer, answer: SyncMutex::new(answer), _open_file: open_file };
+        Self { socket: Socket::LocalEnd(here), _permit: None }
     }
 
     /// Returns an end that is an object of a session.
@@ -278,6 +282,8 @@ struct LocalEnd {
     reader: Mutex<Box<dyn AsyncRead + Send + Unpin>>,
     writer: Mutex<Box<dyn AsyncWrite + Send + Unpin>>,
     answer: SyncMutex<Option<Answer>>,
+    /// Charge for the socket.
+    _open_file: Option<OpenFileLease>,
 }
 
 impl LocalEnd {
@@ -323,11 +329,13 @@ pub(crate) struct Relays {
     waiting: Mutex<mpsc::Receiver<RelayRequest>>,
     permits: Arc<Semaphore>,
     open: Arc<ClosedFlag>,
+    open_files: OpenFiles,
 }
 
 impl Relays {
-    pub(crate) fn new(limits: &SessionLimits) -> Arc<Self> {
-        let ends = (limits.max_requests / 8).clamp(1, MAX_ENDS);
+    /// Creates the relays of a host that `context`'s session has opened.
+    pub(crate) fn new(context: &Context) -> Arc<Self> {
+        let ends = (context.limits().max_requests / 8).clamp(1, MAX_ENDS);
         // All that wait have a permit.
         let (above, waiting) = mpsc::channel(ends);
         Arc::new(Self {
@@ -336,6 +344,7 @@ impl Relays {
             waiting: Mutex::new(waiting),
             permits: Arc::new(Semaphore::new(ends)),
             open: Arc::default(),
+            open_files: OpenFiles::of(context),
         })
     }
 
@@ -412,13 +421,15 @@ impl Relays {
     /// No node and no controller may relay, or can; there was no answer in time; or the session has
     /// ended.
     pub(crate) fn connect(&self, between: RelayedPair, until: Instant) -> Result<unix::UnixStream> {
+        // The worker's own end is charged as the connection that it becomes.
+        let charged = self.open_files.reserve(1, "relayed data")?;
         let (own, other) = unix::UnixStream::pair()?;
         other.set_nonblocking(true)?;
         let (sender, answer) = sync::channel();
         let entered = crate::runtime::runtime()?.enter();
         let other = UnixStream::from_std(other)?;
         drop(entered);
-        self.request(RelayRequest { between, end: End::here(Box::new(other), Some(sender)) });
+        self.request(RelayRequest { between, end: End::here(Box::new(other), Some(sender), charged) });
         match answer.recv_timeout(until.saturating_duration_since(Instant::now())) {
             Ok(None) => Ok(own),
             Ok(Some(reason)) => Err(RpcError::unsupported(reason)),
@@ -436,7 +447,10 @@ impl Relays {
 mod tests {
     use std::io::Read;
 
+    use rpc_core::SessionLimits;
+
     use super::*;
+    use crate::held_memory::tests::limited;
 
     /// An end closes also during a call on it, whose result has no receiver any more.
     #[test]
@@ -445,7 +459,7 @@ mod tests {
         let (own, mut other) = unix::UnixStream::pair().unwrap();
         own.set_nonblocking(true).unwrap();
         let entered = runtime.enter();
-        let end = End::here(Box::new(UnixStream::from_std(own).unwrap()), None);
+        let end = End::here(Box::new(UnixStream::from_std(own).unwrap()), None, None);
         drop(entered);
         let held = EndObject::share(end);
         let lent = SharedObject(Arc::clone(&held.0));
@@ -459,7 +473,7 @@ mod tests {
     #[test]
     fn a_host_has_as_many_ends_as_its_session_has_room_for() {
         let limits = SessionLimits { max_requests: 16, ..SessionLimits::default() };
-        let relays = Relays::new(&limits);
+        let relays = Relays::new(&limited(limits));
         let permits: Vec<_> = (0..2).map(|_| relays.take_permit().unwrap()).collect();
         assert_eq!(relays.take_permit().unwrap_err().kind(), ErrorKind::LimitExceeded);
         drop(permits);
@@ -470,7 +484,7 @@ mod tests {
     /// fetched or not.
     #[test]
     fn a_worker_that_waits_for_a_relay_hears_of_the_end() {
-        let relays = Relays::new(&SessionLimits::default());
+        let relays = Relays::new(&limited(SessionLimits::default()));
         let until = Instant::now() + std::time::Duration::from_secs(60);
         std::thread::scope(|scope| {
             let waiting = scope.spawn(|| relays.connect(RelayedPair { from: 1, to: 0, is_world: true }, until));

@@ -22,6 +22,7 @@ use crate::link::local::{LocalHost, LocalLink};
 use crate::link::relayed_data::{Destination, Relays, WorkerDirectory};
 use crate::node::self_start::can_serve_workers;
 use crate::node::subtree::Subtree;
+use crate::open_files::OpenFiles;
 use crate::options::Hosting;
 use crate::wire::codec::{decode_batch, split_batch};
 use crate::wire::command::{MAX_HELD, Queued};
@@ -124,7 +125,7 @@ impl WorkerHost {
                 (Some(Arc::clone(&events)), events as Arc<dyn EventSink>)
             }
         };
-        let relays = Relays::new(context.limits());
+        let relays = Relays::new(context);
         let own = context.extension::<DataAddress>().map(|address| address.0);
         let mut info = NodeInfo { processes: Vec::new(), is_encrypted_below: false, data_addresses: vec![own] };
         let mut threads = None;
@@ -193,7 +194,10 @@ impl WorkerHost {
     #[cfg(target_os = "linux")]
     pub(super) fn offer(&self, epoch: u64) -> Result<Pack<Vec<crate::ccl::host::Ticket>>> {
         match (&self.threads, &self.subtree) {
-            (Some(Threads { shared, .. }), _) => shared.rendezvous().offer(shared.set_up().layout, epoch).map(Pack),
+            (Some(Threads { shared, .. }), _) => {
+                let open_files = OpenFiles::of(&self.context);
+                shared.rendezvous().offer(shared.set_up().layout, epoch, &open_files).map(Pack)
+            }
             (None, Some(subtree)) => subtree.offer(epoch),
             (None, None) => Err(RpcError::internal("a host without workers")),
         }
@@ -211,7 +215,8 @@ impl WorkerHost {
         let mut all = Vec::new();
         if let Some(Threads { shared, .. }) = &self.threads {
             let SetUp { layout, first, count, .. } = *shared.set_up();
-            all = shared.rendezvous().listen(layout, first, count, *own)?;
+            let open_files = OpenFiles::of(&self.context);
+            all = shared.rendezvous().listen(layout, first..first + count, *own, &open_files)?;
         }
         if let Some(subtree) = &self.subtree {
             all.extend(subtree.listen(addresses)?);
@@ -252,7 +257,7 @@ impl WorkerDirectory for WorkerHost {
     fn destination(&self, worker: u32, is_world: bool) -> Option<Result<Destination>> {
         let listening = |threads: &Threads| threads.shared.rendezvous().address(WorkerId(worker), is_world);
         match self.threads.as_ref().and_then(listening) {
-            Some(address) => Some(Ok(Destination::LocalEnd(address))),
+            Some(address) => Some(Ok(Destination::LocalEnd(address, OpenFiles::of(&self.context)))),
             None => self.subtree.as_ref()?.destination(worker, is_world),
         }
     }

@@ -24,10 +24,8 @@ const NONCE: [u8; 16] = [1; 16];
 /// worker 0. Worker 1 listens.
 fn refusal(join: &Json) -> String {
     let mut controller = RawController::of_worker(1, 2, u64::MAX);
-    let listen = controller.session.get_function("disco.listen").wait().unwrap();
-    let address: std::net::IpAddr = [127, 0, 0, 1].into();
-    let _: Pack<Vec<ListenAddresses>> = listen.call((&controller.host, Pack(vec![address]))).wait().unwrap();
-    let timeouts = CollectiveTimeouts { entry: None, stall: Duration::MAX, join: Duration::from_millis(200) };
+    controller.listen().unwrap();
+    let timeouts = timeouts(Duration::from_millis(200));
     let plan =
         Plan { epoch: 0, join: JoinPlan::Threads, nccl: false, timeouts, devices: Vec::new(), is_tentative: false };
     let mut plan = serde_json::to_value(&plan).unwrap();
@@ -160,9 +158,7 @@ fn begin(controller: &mut RawController, plan: Packed) {
 fn a_worker_that_looks_for_others_ends_with_its_session() {
     let (worker, size) = (20, 22);
     let mut controller = RawController::of_worker(worker, size, u64::MAX);
-    let listen = controller.session.get_function("disco.listen").wait().unwrap();
-    let address: std::net::IpAddr = [127, 0, 0, 1].into();
-    let _: Pack<Vec<ListenAddresses>> = listen.call((&controller.host, Pack(vec![address]))).wait().unwrap();
+    controller.listen().unwrap();
     let other = TcpListener::bind(("127.0.0.1", 0)).unwrap();
     let addresses = vec![tcp(other.local_addr().unwrap()); size as usize];
     let locations = vec![json!({"machine": 0, "is_local": false}); size as usize];

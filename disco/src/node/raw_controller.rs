@@ -1,9 +1,12 @@
 //! A controller for tests of a node, below the API of sessions: it sends the commands that a test
 //! gives it.
 
+use std::net::IpAddr;
+
 use bytes::Bytes;
 use rpc_core::{
-    Context, LocalSession, Pack, Registry, RemoteFunction, RemoteObject, Result, Session, SessionLimits, Value,
+    Context, LocalSession, LocalSessionBuilder, Pack, Registry, RemoteFunction, RemoteObject, Result, Session,
+    SessionLimits, Value,
 };
 
 use super::functions::register;
@@ -11,8 +14,32 @@ use crate::error::Failure;
 use crate::options::Hosting;
 use crate::wire::command::Command;
 use crate::wire::event::{Event, decode_events};
-use crate::wire::plan::Layout;
+use crate::wire::plan::{Layout, ListenAddresses};
 use crate::wire::set_up::{MESSAGES, NodeInfo, SetUp};
+
+/// Returns a session with the functions of a node.
+pub(super) fn session() -> LocalSessionBuilder {
+    let registry = Registry::new();
+    register(&registry);
+    registry.add_inline("held", |context: Context| context.usage().memory_bytes);
+    LocalSession::builder(registry)
+}
+
+/// Returns the set-up of a host with one worker, a thread.
+pub(super) fn set_up(worker: u32, layout: Layout) -> SetUp {
+    SetUp {
+        version: MESSAGES.version(),
+        layout,
+        first: worker,
+        count: 1,
+        hosting: Hosting::Threads,
+        pin: false,
+        logs: None,
+        report_every: u64::MAX,
+        keep_alive_ms: 1000,
+        children: Vec::new(),
+    }
+}
 
 /// A controller of one worker, which sends whatever a test wants.
 pub(super) struct RawController {
@@ -32,27 +59,26 @@ impl RawController {
 
     /// As [`new`](Self::new), for one worker of a session of so many.
     pub(super) fn of_worker(worker: u32, world_size: u32, max_memory: u64) -> Self {
-        let registry = Registry::new();
-        register(&registry);
-        registry.add_inline("held", |context: Context| context.usage().memory_bytes);
         let limits = SessionLimits { max_memory, ..SessionLimits::default() };
-        let session = Session::new(LocalSession::builder(registry).limits(limits).build());
-        let set_up = SetUp {
-            version: MESSAGES.version(),
-            layout: Layout { world_size, num_groups: 1 },
-            first: worker,
-            count: 1,
-            hosting: Hosting::Threads,
-            pin: false,
-            logs: None,
-            report_every: u64::MAX,
-            keep_alive_ms: 1000,
-            children: Vec::new(),
-        };
+        let set_up = set_up(worker, Layout { world_size, num_groups: 1 });
+        Self::open(session().limits(limits), &set_up).unwrap()
+    }
+
+    /// Opens the host of a set-up in a session.
+    pub(super) fn open(session: LocalSessionBuilder, set_up: &SetUp) -> Result<Self> {
+        let session = Session::new(session.build());
         let function = |name: &str| session.get_function(name).wait().unwrap();
-        let (host, _): (RemoteObject, Pack<NodeInfo>) = function("disco.open").call((Pack(set_up),)).wait().unwrap();
+        let (host, _): (RemoteObject, Pack<NodeInfo>) = function("disco.open").call((Pack(set_up),)).wait()?;
         let (submit, events) = (function("disco.submit"), function("disco.events"));
-        Self { session, submit, events, host, sequence: 1, ticket: 0 }
+        Ok(Self { session, submit, events, host, sequence: 1, ticket: 0 })
+    }
+
+    /// Lets the workers listen for data on this machine; returns their addresses.
+    pub(super) fn listen(&self) -> Result<Vec<ListenAddresses>> {
+        let listen = self.session.get_function("disco.listen").wait()?;
+        let addresses: Vec<IpAddr> = vec![[127, 0, 0, 1].into()];
+        let listening: Pack<Vec<ListenAddresses>> = listen.call((&self.host, Pack(addresses))).wait()?;
+        Ok(listening.0)
     }
 
     /// Sends commands in one batch.

@@ -8,6 +8,7 @@ use std::task::{Context, Poll};
 
 use bytes::Bytes;
 use parking_lot::Mutex;
+use rpc_core::limits::OpenFileLease;
 use rpc_core::{Pack, Result, RpcError, ThreadPermit, blocking};
 use rpc_transports::{Connector, Onward};
 
@@ -20,6 +21,7 @@ use crate::link::session_source::{Source, open_links};
 use crate::link::upstream::Upstream;
 use crate::logs;
 use crate::node::self_start::{WorkerSettings, this_program_as_worker};
+use crate::open_files::OpenFiles;
 use crate::options::Hosting;
 use crate::wire::codec::Encoded;
 use crate::wire::command::Queued;
@@ -27,6 +29,10 @@ use crate::wire::event::{Event, EventSink};
 use crate::wire::plan::{Layout, ListenAddresses};
 use crate::wire::set_up::{ChildNode, SetUp, WorkerProcess};
 use crate::worker::command_feed::out_of_order;
+
+/// Descriptors of a worker's process here: two owners of the socket that is its standard input and
+/// output, and its standard error.
+const FILES_OF_PROCESS: usize = 3;
 
 /// The processes of one node and the nodes below it, and the links to them.
 pub(crate) struct Subtree {
@@ -45,6 +51,8 @@ struct ParentLink {
     relays: Arc<Relays>,
     /// Each process and each node counts as a thread of the node's session.
     _permits: Vec<ThreadPermit>,
+    /// Charge for the descriptors of its processes.
+    _open_files: Option<OpenFileLease>,
 }
 
 impl Drop for ParentLink {
@@ -65,7 +73,11 @@ impl Subtree {
     ) -> Result<Self> {
         let relays = Arc::clone(relays);
         let (mut children, mut permits, mut nodes) = (Vec::new(), Vec::new(), Vec::new());
+        let mut charged = None;
         if in_processes {
+            let files = (set_up.count as usize).saturating_mul(FILES_OF_PROCESS);
+            let purpose = format_args!("{} processes of workers", set_up.count);
+            charged = OpenFiles::of(context).reserve(files, purpose)?;
             (children, permits) = processes(context, set_up, &sink)?;
             nodes = vec![0; children.len()];
         }
@@ -79,7 +91,7 @@ impl Subtree {
         }
         let opening = crate::runtime::runtime()?.spawn(async move {
             let links = open_links(children).await?;
-            let above = Arc::new(ParentLink { links, nodes, sink, relays, _permits: permits });
+            let above = Arc::new(ParentLink { links, nodes, sink, relays, _permits: permits, _open_files: charged });
             let weak: Weak<dyn Upstream> = Arc::downgrade(&above) as Weak<dyn Upstream>;
             for (number, link) in above.links.iter().enumerate() {
                 link.start(number, &weak).await?;

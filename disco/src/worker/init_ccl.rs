@@ -15,6 +15,7 @@ use super::register_content::Outcome;
 use crate::ccl::join_nccl;
 use crate::ccl::nccl::OnStuck;
 use crate::error::WorkerId;
+use crate::open_files::OpenFiles;
 use crate::wire::event::{Event, EventSink, Report};
 use crate::wire::plan::{JoinPlan, Plan};
 
@@ -65,7 +66,8 @@ impl Worker {
 
     fn join(&self, plan: &Plan) -> Result<JoinedCcl> {
         let device = plan.devices.get(self.id.index()).copied().unwrap_or_else(|| self.this.device());
-        let mut membership = self.shared.rendezvous().join(plan, self.layout, self.id, self.shared.relays())?;
+        let (rendezvous, open_files) = (self.shared.rendezvous(), OpenFiles::of(self.this.context()));
+        let mut membership = rendezvous.join(plan, self.layout, self.id, self.shared.relays(), open_files)?;
         if plan.nccl {
             // Elsewhere NCCL's own callback ends the process, which is the worker's alone.
             let on_stuck = self.shared.is_beside_controller().then(|| lose_worker(self.id, self.shared.sink()));

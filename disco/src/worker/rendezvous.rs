@@ -2,11 +2,13 @@
 
 use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr};
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use parking_lot::Mutex;
+use rpc_core::limits::OpenFileLease;
 use rpc_core::{ErrorKind, Result, RpcError};
 
 use crate::ccl::communicators::{CollectiveTimeouts, Membership};
@@ -14,6 +16,7 @@ use crate::ccl::host::{self, Address, Listener, SessionKey};
 use crate::ccl::{Ccl, Rank};
 use crate::error::WorkerId;
 use crate::link::relayed_data::Relays;
+use crate::open_files::OpenFiles;
 use crate::wire::plan::{JoinPlan, Layout, ListenAddresses, Plan, WorkerLocation};
 use crate::wire::relayed_pair::RelayedPair;
 
@@ -43,13 +46,17 @@ struct Threads {
 struct Listeners {
     world: Listener,
     group: Option<Listener>,
+    /// Charge for both.
+    _open_files: Option<OpenFileLease>,
 }
 
 impl Rendezvous {
     /// Makes segments for the whole session, which stay until others are made.
     #[cfg(target_os = "linux")]
-    pub(crate) fn offer(&self, layout: Layout, epoch: u64) -> Result<Vec<host::Ticket>> {
-        let options = host::Options { epoch, ..host::Options::default() };
+    pub(crate) fn offer(&self, layout: Layout, epoch: u64, open_files: &OpenFiles) -> Result<Vec<host::Ticket>> {
+        let options = host::Options { epoch, open_files: open_files.clone(), ..host::Options::default() };
+        // All workers that were to join these have: a controller makes no others before.
+        self.offers.lock().clear();
         let groups = if layout.has_groups() { layout.num_groups as usize } else { 0 };
         let sizes = [layout.world_size].into_iter().chain(std::iter::repeat_n(layout.group_size(), groups));
         let offers = sizes.map(|size| host::Offer::new(size as usize, &options)).collect::<Result<Vec<_>>>()?;
@@ -58,14 +65,13 @@ impl Rendezvous {
         Ok(tickets)
     }
 
-    /// Listens for the workers from `first` on at an address of this machine that the others can
-    /// reach.
+    /// Listens for these workers at an address of this machine that the others can reach.
     pub(crate) fn listen(
         &self,
         layout: Layout,
-        first: u32,
-        count: u32,
+        workers: Range<u32>,
         address: IpAddr,
+        open_files: &OpenFiles,
     ) -> Result<Vec<ListenAddresses>> {
         let mut all = self.listeners.lock();
         let bind = || Listener::bind(&Address::Tcp(SocketAddr::new(address, 0)));
@@ -73,10 +79,12 @@ impl Rendezvous {
             Address::Tcp(address) => Ok(*address),
             other => Err(RpcError::internal(format!("a worker listens at {other}"))),
         };
-        (first..first + count)
+        let count = if layout.has_groups() { 2 } else { 1 };
+        workers
             .map(|worker| {
+                let charged = open_files.reserve(count, format_args!("the data listeners of worker {worker}"))?;
                 let group = layout.has_groups().then(bind).transpose()?;
-                let listeners = Arc::new(Listeners { world: bind()?, group });
+                let listeners = Arc::new(Listeners { world: bind()?, group, _open_files: charged });
                 let listening = ListenAddresses {
                     world: bound(&listeners.world)?,
                     group: listeners.group.as_ref().map(bound).transpose()?,
@@ -102,10 +110,17 @@ impl Rendezvous {
 
     /// Joins the session's communicators as `worker`, and waits until all workers have. Where
     /// others cannot be dialled their data is relayed.
-    pub(crate) fn join(&self, plan: &Plan, layout: Layout, worker: WorkerId, relays: &Relays) -> Result<Membership> {
+    pub(crate) fn join(
+        &self,
+        plan: &Plan,
+        layout: Layout,
+        worker: WorkerId,
+        relays: &Relays,
+        open_files: OpenFiles,
+    ) -> Result<Membership> {
         let CollectiveTimeouts { entry, stall, join } = plan.timeouts;
         let has_ended = Arc::clone(&self.has_ended);
-        let mut options = host::Options { epoch: plan.epoch, has_ended, ..host::Options::default() };
+        let mut options = host::Options { epoch: plan.epoch, has_ended, open_files, ..host::Options::default() };
         (options.entry_timeout, options.stall_timeout, options.join_timeout) = (entry, stall, join);
         let (rank, rank_in_group) = (Rank(worker.0), layout.rank_in_group(worker));
         match &plan.join {

@@ -87,6 +87,9 @@ mod file {
             Ok((Self::map(file.as_fd(), len)?, file))
         }
 
+        /// Most descriptors that [`open`](Self::open) has open at a time; it leaves none.
+        pub(crate) const OPEN_AT_A_TIME: usize = 2;
+
         /// Maps the memory file that the process `process` has open as `descriptor`.
         ///
         /// The numbers may come from a peer. So the file is opened only once it is known to be a

@@ -10,8 +10,8 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use ring::rand::{SecureRandom, SystemRandom};
+use rpc_core::limits::OpenFileLease;
 use rpc_core::{ErrorKind, RpcError};
-use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use serde::{Deserialize, Serialize};
 
 use super::algorithm::Reach;
@@ -20,6 +20,7 @@ use super::memory::Memory;
 use super::process_memory;
 use super::segment::{NEVER, Segment, Word};
 use super::shared::SharedCcl;
+use super::watched_processes::WatchedProcesses;
 use super::{Options, segment_bytes};
 use crate::ccl::{Ccl, Rank};
 
@@ -30,6 +31,8 @@ pub struct Offer {
     ticket: Ticket,
     /// Open file that the ticket names.
     _file: OwnedFd,
+    /// Charge for that file.
+    _open_file: Option<OpenFileLease>,
 }
 
 /// Ticket by which a rank joins. The program that starts the ranks hands it to each. It has a form
@@ -64,6 +67,7 @@ impl Offer {
     /// A size of 0 or above [`MAX_SHARED_RANKS`](super::MAX_SHARED_RANKS); no memory, or no such
     /// files on this system.
     pub fn new(size: usize, options: &Options) -> Result<Self, RpcError> {
+        let open_file = options.open_files.reserve(1, "a segment")?;
         let (memory, file) = Memory::create(segment_bytes(size)?)?;
         let mut nonce = [0; 16];
         let random = SystemRandom::new().fill(&mut nonce);
@@ -71,7 +75,7 @@ impl Offer {
         drop(Segment::create(memory, size, options.epoch, nonce));
         let (process, descriptor) = (std::process::id(), file.as_raw_fd() as u32);
         let ticket = Ticket { process, descriptor, nonce, size: size as u32, epoch: options.epoch };
-        Ok(Self { ticket, _file: file })
+        Ok(Self { ticket, _file: file, _open_file: open_file })
     }
 
     /// Returns the ticket, the same for every rank.
@@ -98,11 +102,13 @@ impl Ticket {
             return Err(RpcError::invalid_argument(format!("no rank {rank} in a group of {size}")));
         }
         let Self { process, descriptor, .. } = self;
+        let opening = options.open_files.reserve(Memory::OPEN_AT_A_TIME, "opening a segment")?;
         let memory = Memory::open(*process, *descriptor, segment_bytes(size)?).map_err(|error| {
             let text =
                 format!("cannot open the group's segment, descriptor {descriptor} of process {process}: {error}");
             RpcError::new(ErrorKind::NotFound, text)
         })?;
+        drop(opening);
         let segment = Segment::open(memory, size, self.epoch, self.nonce);
         let segment = Arc::new(segment.map_err(|text| RpcError::new(ErrorKind::Refused, text))?);
         let own = rank.index();
@@ -132,7 +138,8 @@ impl Ticket {
         // All have to go the same way.
         let all_read = from != NEVER && (0..size).all(|peer| word(peer, Word::Reads) == from);
         let reach = if all_read { Reach::Reads((from as usize - 1) * 1024) } else { Reach::Segment };
-        let processes = (0..size).map(|peer| watch(word(peer, Word::Pid))).collect();
+        let pids: Vec<u32> = (0..size).map(|peer| word(peer, Word::Pid)).collect();
+        let processes = WatchedProcesses::open(&pids, &options.open_files)?;
         Ok(Box::new(SharedCcl::new(segment, own, options, reach, processes)))
     }
 }
@@ -167,10 +174,4 @@ fn can_read(segment: &Segment, peer: usize, nonce: [u8; 16]) -> bool {
     // SAFETY: `found` is ours, and as long.
     let read = unsafe { process_memory::read(word(Word::Pid), address, found.as_mut_ptr(), found.len()) };
     read.is_ok() && found == nonce
-}
-
-/// Opens a file that becomes readable when the process ends. `None` where the system has none, or
-/// hides the process (as between containers): then its death shows as silence.
-fn watch(id: u32) -> Option<OwnedFd> {
-    pidfd_open(Pid::from_raw(i32::try_from(id).ok()?)?, PidfdFlags::empty()).ok()
 }

@@ -17,7 +17,6 @@ mod read;
 mod small;
 mod staged;
 
-use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
@@ -30,6 +29,7 @@ use super::memory::Memory;
 use super::segment::{Segment, Word, reached, wall_millis};
 use super::{Options, check, kernel};
 use crate::ccl::error::{poison_from_bytes, poison_to_bytes};
+use super::watched_processes::WatchedProcesses;
 use crate::ccl::{
     Agreement, BreakCause, Breakdown, Ccl, CclError, Collective, CollectiveInput, Control, Flight, Lent, Operation,
     Rank, Recorder,
@@ -53,8 +53,8 @@ pub(super) struct SharedCcl {
     rank: usize,
     options: Options,
     reach: Reach,
-    /// Descriptors of the other ranks' processes, which show when these die.
-    processes: Vec<Option<OwnedFd>>,
+    /// The other ranks' processes, each of which may die.
+    processes: WatchedProcesses,
     recorder: Arc<Recorder>,
     spins: u32,
     /// Number of cores that this rank may run on.
@@ -91,7 +91,7 @@ impl SharedCcl {
         rank: usize,
         options: Options,
         reach: Reach,
-        processes: Vec<Option<OwnedFd>>,
+        processes: WatchedProcesses,
     ) -> Self {
         let size = segment.size();
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
@@ -261,7 +261,7 @@ impl SharedCcl {
             };
             let gone = if self.segment.word(peer, Word::Left).load(Ordering::Acquire) != 0 {
                 Some(BreakCause::Left)
-            } else if self.is_dead(peer) {
+            } else if self.processes.is_dead(peer) {
                 Some(BreakCause::Died)
             } else if matches!(phase, Phase::Entry) && self.has_left_step(peer) {
                 Some(BreakCause::OutOfStep)
@@ -275,20 +275,6 @@ impl SharedCcl {
                 return Err(self.break_up(cause, peer));
             }
         }
-    }
-
-    #[cfg(target_os = "linux")]
-    fn is_dead(&self, peer: usize) -> bool {
-        use rustix::event::{PollFd, PollFlags, Timespec, poll};
-
-        let Some(Some(process)) = self.processes.get(peer) else { return false };
-        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
-        poll(&mut [PollFd::new(process, PollFlags::IN)], Some(&now)).is_ok_and(|ready| ready > 0)
-    }
-
-    #[cfg(not(target_os = "linux"))]
-    fn is_dead(&self, _: usize) -> bool {
-        false
     }
 
     /// Returns true if the peer has left the step that this rank is in, and so will not enter its
@@ -405,7 +391,7 @@ impl Agreement for SharedCcl {
         }
         // A rank that leaves sets its word before its process ends.
         let has_left = |peer| self.segment.word(peer, Word::Left).load(Ordering::Acquire) != 0;
-        match self.peers().find(|peer| self.is_dead(*peer) && !has_left(*peer)) {
+        match self.peers().find(|peer| self.processes.is_dead(*peer) && !has_left(*peer)) {
             Some(peer) => Err(self.break_up(BreakCause::Died, peer)),
             None => Ok(()),
         }

@@ -149,7 +149,7 @@ impl SharedCcl {
             return Err(self.broken());
         }
         read.map_err(|error| {
-            let cause = if self.is_dead(peer) {
+            let cause = if self.processes.is_dead(peer) {
                 BreakCause::Died
             } else {
                 BreakCause::Link(format!("its buffer cannot be read: {error}"))

@@ -8,6 +8,8 @@
 use std::io::{ErrorKind, Read, Write};
 use std::time::{Duration, Instant};
 
+use rpc_core::limits::OpenFileLease;
+
 use super::socket::Socket;
 
 /// Time that the others may take to read the notice.
@@ -24,11 +26,13 @@ pub(super) struct AbortNotice {
     sent: usize,
     /// True once all has been sent, and the other side knows that nothing follows.
     finished: bool,
+    /// Charge for the connection's descriptor.
+    _open_file: Option<OpenFileLease>,
 }
 
 impl AbortNotice {
-    pub(super) fn new(socket: Box<dyn Socket>, rest: Vec<u8>) -> Self {
-        Self { socket, rest, sent: 0, finished: false }
+    pub(super) fn new(socket: Box<dyn Socket>, rest: Vec<u8>, open_file: Option<OpenFileLease>) -> Self {
+        Self { socket, rest, sent: 0, finished: false, _open_file: open_file }
     }
 
     /// Sends and reads as far as that is possible now. Returns true if there is more to do.

@@ -11,6 +11,8 @@ use std::io::{ErrorKind, IoSlice};
 use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
 
+use rpc_core::limits::OpenFileLease;
+
 use super::super::announcement::{LEN, MAX_POISON};
 use super::super::segment::INLINE;
 use super::abort_notice::AbortNotice;
@@ -144,6 +146,8 @@ pub(super) struct Link {
     progress: u64,
     /// Reason why no more comes; empty if the peer has left.
     gone: Option<String>,
+    /// Charge for the connection's descriptor.
+    open_file: Option<OpenFileLease>,
 }
 
 impl Link {
@@ -169,7 +173,13 @@ impl Link {
             waited: None,
             progress: 0,
             gone: None,
+            open_file: None,
         }
+    }
+
+    /// Sets the charge for the connection's descriptor, which ends with that.
+    pub(super) fn set_charge(&mut self, open_file: Option<OpenFileLease>) {
+        self.open_file = open_file;
     }
 
     /// Returns the readiness source of the connection, if there is one.
@@ -278,7 +288,7 @@ impl Link {
         for (at, frame) in self.queued.iter().enumerate() {
             rest.extend_from_slice(&frame[if at == 0 { self.queued_written } else { 0 }..]);
         }
-        Some(AbortNotice::new(self.socket, rest))
+        Some(AbortNotice::new(self.socket, rest, self.open_file))
     }
 
     /// Writes as much as the socket takes; says whether that was anything.

@@ -8,10 +8,12 @@ use std::time::Duration;
 
 use parking_lot::{Mutex, MutexGuard};
 use rpc_core::RpcError;
+use rpc_core::limits::OpenFileLease;
 
 use super::abort_notice;
 use super::framed_connection::Link;
 use crate::ccl::{BreakCause, Breakdown, CclError, Control, Flight, Rank, Recorder};
+use crate::open_files::OpenFiles;
 
 /// The longest sleep between two looks at the clock.
 const SLEEP: Duration = Duration::from_millis(100);
@@ -34,6 +36,8 @@ pub(super) struct GroupState {
     pub(super) announced: Vec<AtomicU64>,
     /// A byte in it wakes the communicator.
     waker: UnixStream,
+    /// Charge for both ends of that.
+    _open_files: Option<OpenFileLease>,
 }
 
 /// The connections of one rank.
@@ -90,8 +94,9 @@ impl Links {
 
 impl GroupState {
     /// Creates the state of `rank`, with its links in the order of ranks.
-    pub(super) fn new(rank: usize, peers: Vec<Option<Link>>) -> Result<Self, RpcError> {
+    pub(super) fn new(rank: usize, peers: Vec<Option<Link>>, open_files: &OpenFiles) -> Result<Self, RpcError> {
         let size = peers.len();
+        let charged = open_files.reserve(2, "waking a communicator")?;
         let (waker, wake) = UnixStream::pair()?;
         waker.set_nonblocking(true)?;
         wake.set_nonblocking(true)?;
@@ -102,6 +107,7 @@ impl GroupState {
             recorder: Recorder::default(),
             announced: (0..size).map(|_| AtomicU64::new(0)).collect(),
             waker,
+            _open_files: charged,
         })
     }
 

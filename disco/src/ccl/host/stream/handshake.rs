@@ -25,6 +25,7 @@ use std::time::{Duration, Instant};
 use ring::hmac;
 use rpc_core::{ErrorKind, RpcError};
 
+use super::super::join_deadline::JoinDeadline;
 use super::address::{SessionKey, random};
 use super::connection::{Connection, Stream};
 use super::framed_connection::Link;
@@ -75,8 +76,14 @@ impl From<io::Error> for Failure {
 
 impl Group<'_> {
     /// Performs the dialling side's part of the handshake.
-    pub(super) fn introduce(&self, peer: u32, connection: Connection, until: Instant) -> Result<Link, Failure> {
-        let mut stream = Stream::new(connection, handshake_timeout(until))?;
+    pub(super) fn introduce(
+        &self,
+        peer: u32,
+        connection: Connection,
+        until: JoinDeadline<'_>,
+    ) -> Result<Link, Failure> {
+        let given_up = || until.has_ended();
+        let mut stream = Stream::new(connection, handshake_timeout(until.until), &given_up)?;
         let hello = self.hello(peer, &random().map_err(Failure::Final)?);
         stream.write_all(&hello)?;
         let mut answer = [0; 1 + NONCE];
@@ -102,7 +109,7 @@ impl Group<'_> {
     }
 
     /// Performs the accepting side's part of the handshake.
-    pub(super) fn welcome(&self, mut stream: Stream) -> Result<(u32, Link), RpcError> {
+    pub(super) fn welcome(&self, mut stream: Stream<'_>) -> Result<(u32, Link), RpcError> {
         let mut hello = [0; HELLO];
         stream.read_exact(&mut hello)?;
         let u32_at = |at: usize| u32::from_le_bytes([hello[at], hello[at + 1], hello[at + 2], hello[at + 3]]);
@@ -202,12 +209,17 @@ pub(super) const BY_MESSAGES: &[u8] = b"disco data 1: by messages";
 mod tests {
     use std::os::unix::net::UnixStream;
 
+    use super::super::Options;
     use super::*;
 
     const KEY: SessionKey = SessionKey([7; 32]);
 
     fn group(rank: u32) -> Group<'static> {
         Group { rank, size: 3, epoch: 5, key: &KEY, encrypt: true }
+    }
+
+    fn stream(socket: UnixStream) -> Stream<'static> {
+        Stream::new(Connection::Unix(socket), HANDSHAKE_TIMEOUT, &|| false).unwrap()
     }
 
     #[test]
@@ -232,10 +244,10 @@ mod tests {
     fn a_rank_of_another_version_is_refused_in_words() {
         let (ours, theirs) = UnixStream::pair().unwrap();
         let accepting = std::thread::spawn(move || {
-            let error = group(1).welcome(Stream::new(Connection::Unix(ours), HANDSHAKE_TIMEOUT).unwrap()).err();
+            let error = group(1).welcome(stream(ours)).err();
             error.unwrap().message().to_owned()
         });
-        let mut theirs = Stream::new(Connection::Unix(theirs), HANDSHAKE_TIMEOUT).unwrap();
+        let mut theirs = stream(theirs);
         let mut hello = group(2).hello(1, &[9; NONCE]);
         hello[4] += 1;
         theirs.write_all(&hello).unwrap();
@@ -246,11 +258,12 @@ mod tests {
         // The same from the other side.
         let (ours, theirs) = UnixStream::pair().unwrap();
         let accepting = std::thread::spawn(move || {
-            let mut stream = Stream::new(Connection::Unix(theirs), HANDSHAKE_TIMEOUT).unwrap();
+            let mut stream = stream(theirs);
             stream.read_exact(&mut [0; HELLO]).unwrap();
             stream.write_all(&[OTHER_VERSION; 1 + NONCE]).unwrap();
         });
-        let until = Instant::now() + HANDSHAKE_TIMEOUT;
+        let options = Options::default();
+        let until = JoinDeadline::of(&options);
         let Err(Failure::Final(error)) = group(2).introduce(1, Connection::Unix(ours), until) else { panic!() };
         assert_eq!(error.message(), format!("rank 2 is not accepted by rank 1: {OTHER_VERSION_TEXT}"));
         accepting.join().unwrap();

@@ -1,10 +1,11 @@
 //! Joining of ranks over sockets: each dials those below it and accepts those above it. The
 //! handshake is in [`handshake`](super::handshake).
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashSet;
 use std::io;
-use std::net::{IpAddr, Shutdown, TcpListener, TcpStream};
+use std::net::{IpAddr, TcpListener};
 use std::os::unix::net::{UnixListener, UnixStream};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
@@ -13,7 +14,7 @@ use rpc_core::{ErrorKind, RpcError};
 
 use super::super::join_deadline::JoinDeadline;
 use super::address::{Address, SessionKey};
-use super::connection::{Connection, Stream};
+use super::connection::{Connection, GivenUp, Stream, connect};
 use super::framed_connection::Link;
 use super::handshake::{Failure, Group, HANDSHAKE_TIMEOUT, MIN_HANDSHAKE_TIMEOUT, handshake_timeout};
 use super::{Options, StreamCcl};
@@ -26,6 +27,8 @@ const DIAL_TIMEOUT_BEFORE_FALLBACK: Duration = Duration::from_secs(2);
 /// this node: a controller could read there what answers at them.
 pub(crate) const OPERATOR_LOG: &str = "disco::operator";
 /// Ranks that are dialled at a time, so that some that do not answer delay no other.
+/// Between two looks for the outcome of handshakes.
+const PAUSE_IN_HANDSHAKE: Duration = Duration::from_millis(1);
 const MAX_DIALLED: usize = 16;
 /// Between two attempts to reach a rank that is not there yet.
 const PAUSE: Duration = Duration::from_millis(20);
@@ -121,18 +124,24 @@ impl Listener {
         let until = JoinDeadline::of(options);
         let mut links: Vec<Option<Link>> = addresses.iter().map(|_| None).collect();
         let (below, above) = links.split_at_mut(rank.index());
+        // Before the first is made: a connection that is made leaves no room for an error.
+        let purpose = format_args!("the connections of rank {rank} with {} others", size - 1);
+        let mut charges = options.open_files.reserve_each(addresses.len() - 1, purpose)?;
         std::thread::scope(|scope| {
             // Others dial us while we dial others, so that no workers wait in a circle.
-            let accepting = scope.spawn(|| self.accept_all(&group, &mut above[1..], until));
+            let accepting = scope.spawn(|| self.accept_all(&group, &mut above[1..], until, options));
             let dialled = group.dial_all(below, addresses, fallback, until);
             let accepted = accepting.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
             all_of(dialled.into_iter().chain(accepted.err()))
         })?;
         Ok(Box::new(StreamCcl::new(rank.index(), links, options.clone())?))
     }
+        links.iter_mut().flatten().for_each(|link| link.set_charge(charges.pop()));
 
     /// Takes one connection from each rank above this one. Each handshake has a thread, so that a
-    /// silent stranger delays no rank.
+    /// silent stranger delays no rank. The connections of the ranks are charged already; those of
+    /// strangers are charged here, and wait in the listener's queue if the session may open no
+    /// more.
     fn accept_all(
         &self,
         group: &Group<'_>,
@@ -140,11 +149,17 @@ impl Listener {
         until: JoinDeadline<'_>,
     ) -> Result<(), RpcError> {
         std::thread::scope(|scope| {
+        options: &Options,
             let (sender, receiver) = mpsc::channel();
-            let mut handshakes = Handshakes::default();
+        let have_come = AtomicBool::new(false);
+        let given_up = || have_come.load(Ordering::Relaxed) || until.has_ended();
+        let given_up: &GivenUp<'_> = &given_up;
+            let mut in_handshake = 0;
+            // Handshakes that are left at the end are not needed any more.
+            let _end = SetOnDrop(&have_come);
             while let Some(missing) = links.iter().position(Option::is_none) {
-                while let Ok((number, welcomed)) = receiver.try_recv() {
-                    handshakes.0.remove(&number);
+                while let Ok(welcomed) = receiver.try_recv() {
+                    in_handshake -= 1;
                     let Some((peer, link)) = welcomed else { continue };
                     let slot: Option<&mut Option<Link>> = links.get_mut((peer - group.rank - 1) as usize);
                     if let Some(slot) = slot.filter(|slot| slot.is_none()) {
@@ -160,36 +175,44 @@ impl Listener {
                     let text = format!("rank {} did not connect to rank {}", missing.join(", "), group.rank);
                     return Err(until.error(text));
                 }
-                let accepted = if handshakes.0.len() < MAX_HANDSHAKES { self.accept()? } else { None };
-                if let Some(stream) = accepted {
-                    let number = handshakes.add(&stream)?;
+                let is_charged = in_handshake < links.iter().filter(|link| link.is_none()).count();
+                let charge = || options.open_files.reserve(1, "a handshake");
+                let charged = if is_charged { Ok(None) } else { charge() };
+                let Some(charged) = charged.ok().filter(|_| in_handshake < MAX_HANDSHAKES) else {
+                    // The listener is readable meanwhile.
+                    until.sleep(PAUSE_IN_HANDSHAKE);
+                    continue;
+                };
+                if let Some(connection) = self.accept()? {
+                    in_handshake += 1;
                     let sender = sender.clone();
                     scope.spawn(move || {
-                        let welcomed = group.welcome(stream);
+                        let stream = Stream::new(connection, HANDSHAKE_TIMEOUT, given_up);
+                        let welcomed = stream.map_err(RpcError::from).and_then(|stream| group.welcome(stream));
+                        drop(charged);
                         if let Err(error) = &welcomed {
                             rpc_core::log_limited!(WARN, rank = group.rank, %error, "a data connection was refused");
                         }
                         // The receiver is gone when all others have come.
-                        _ = sender.send((number, welcomed.ok()));
+                        _ = sender.send(welcomed.ok());
                     });
                     continue;
                 }
                 if links.iter().any(Option::is_none) {
-                    let is_busy = !handshakes.0.is_empty();
-                    self.await_connection(if is_busy { Duration::from_millis(1) } else { PAUSE });
+                    self.await_connection(if in_handshake > 0 { PAUSE_IN_HANDSHAKE } else { PAUSE });
                 }
             }
             Ok(())
         })
     }
 
-    fn accept(&self) -> io::Result<Option<Stream>> {
+    fn accept(&self) -> io::Result<Option<Connection>> {
         let accepted = match &self.socket {
             Bound::Tcp(socket) => socket.accept().map(|(stream, _)| Connection::Tcp(stream)),
             Bound::Unix(socket) => socket.accept().map(|(stream, _)| Connection::Unix(stream)),
         };
-        match accepted.and_then(|connection| Stream::new(connection, HANDSHAKE_TIMEOUT)) {
-            Ok(stream) => Ok(Some(stream)),
+        match accepted {
+            Ok(connection) => Ok(Some(connection)),
             Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::ConnectionAborted) => {
                 Ok(None)
             }
@@ -217,28 +240,12 @@ impl Drop for Listener {
     }
 }
 
-/// The connections whose handshakes go on, by number. Those that are left when this is dropped are
-/// not needed any more, and end.
-#[derive(Default)]
-struct Handshakes(HashMap<u64, Connection>, u64);
+/// Guard that sets a flag when it is dropped.
+struct SetOnDrop<'a>(&'a AtomicBool);
 
-impl Handshakes {
-    fn add(&mut self, stream: &Stream) -> io::Result<u64> {
-        self.1 += 1;
-        self.0.insert(self.1, stream.connection.try_clone()?);
-        Ok(self.1)
-    }
-}
-
-impl Drop for Handshakes {
+impl Drop for SetOnDrop<'_> {
     fn drop(&mut self) {
-        for connection in self.0.values() {
-            // One that has ended by itself needs no more.
-            _ = match connection {
-                Connection::Tcp(stream) => stream.shutdown(Shutdown::Both),
-                Connection::Unix(stream) => stream.shutdown(Shutdown::Both),
-            };
-        }
+        self.0.store(true, Ordering::Relaxed);
     }
 }
 
@@ -327,7 +334,7 @@ impl Group<'_> {
         let fallback_error = loop {
             // It leads to the rank's own listener, so that its errors tell nothing of an address.
             let text = match fallback(Rank(peer), until.until) {
-                Ok(stream) => match self.introduce(peer, Connection::Unix(stream), until.until) {
+                Ok(stream) => match self.introduce(peer, Connection::Unix(stream), until) {
                     Ok(link) => return Ok(link),
                     Err(Failure::Final(error)) => return Err(error),
                     Err(Failure::Transient(text)) => text,
@@ -388,11 +395,11 @@ impl Group<'_> {
         }
         let connection = match address {
             Address::Tcp(address) => {
-                Connection::Tcp(TcpStream::connect_timeout(address, handshake_timeout(until.until))?)
+                Connection::Tcp(connect(*address, handshake_timeout(until.until), &|| until.has_ended())?)
             }
             Address::Unix(path) => Connection::Unix(UnixStream::connect(path)?),
         };
-        self.introduce(peer, connection, until.until)
+        self.introduce(peer, connection, until)
     }
 }
 

@@ -1,0 +1,144 @@
+//! Tests with controllers that make a node open descriptors: they are charged to their session
+//! before they are opened, for as long as they are, and beyond the limit are an error to them.
+
+use std::time::{Duration, Instant};
+
+use rpc_core::{ErrorKind, OpenFileQuota, Pack, Packed, RemoteObject, RpcError};
+
+use super::raw_controller::{RawController, session, set_up};
+use crate::ccl::communicators::CollectiveTimeouts;
+use crate::ccl::host::{SessionKey, Ticket};
+use crate::options::Hosting;
+use crate::wire::command::Command;
+use crate::wire::plan::{JoinPlan, Layout, ListenAddresses, Plan, WorkerLocation};
+use crate::wire::set_up::SetUp;
+
+/// Two groups of two workers.
+const GROUPS: Layout = Layout { world_size: 4, num_groups: 2 };
+/// Two workers.
+const PAIR: Layout = Layout { world_size: 2, num_groups: 1 };
+
+/// Opens the host of a set-up in a session that may have so many descriptors open.
+fn open(limit: u64, set_up: &SetUp) -> Result<(RawController, OpenFileQuota), RpcError> {
+    let quota = OpenFileQuota::new("max_open_files", limit, None);
+    Ok((RawController::open(session().open_files(quota.clone()), set_up)?, quota))
+}
+
+fn assert_refused<T>(result: Result<T, RpcError>, purpose: &str) {
+    let Err(error) = result else { panic!("{purpose} was not refused") };
+    assert_eq!(error.kind(), ErrorKind::LimitExceeded, "{error}");
+    assert!(error.message().contains(purpose) && error.message().contains("--max-open-files"), "{error}");
+}
+
+/// Waits until so many descriptors are charged.
+fn await_use(quota: &OpenFileQuota, used: u64) {
+    let within = Instant::now() + Duration::from_secs(60);
+    while quota.used() != used {
+        assert!(Instant::now() < within, "{} descriptors are charged, not {used}", quota.used());
+        std::thread::yield_now();
+    }
+}
+
+#[test]
+fn segments_are_charged_until_others_are_offered_or_the_session_ends() {
+    let offer = |controller: &RawController, epoch: u64| {
+        let offer = controller.session.get_function("disco.offer").wait().unwrap();
+        offer.call::<Pack<Vec<Ticket>>>((&controller.host, epoch)).wait()
+    };
+    let (controller, quota) = open(3, &set_up(0, GROUPS)).unwrap();
+    for epoch in 0..10 {
+        assert_eq!(offer(&controller, epoch).unwrap().0.len(), 3);
+        assert_eq!(quota.used(), 3);
+    }
+    drop(controller);
+    await_use(&quota, 0);
+    let (controller, quota) = open(2, &set_up(0, GROUPS)).unwrap();
+    assert_refused(offer(&controller, 0), "a segment");
+    assert_eq!(quota.used(), 0);
+}
+
+#[test]
+fn listeners_are_charged_until_others_are_bound_or_the_session_ends() {
+    let all = SetUp { count: 4, ..set_up(0, GROUPS) };
+    // For each worker one for the world and one for its group, and two more while some are bound
+    // anew.
+    let (controller, quota) = open(10, &all).unwrap();
+    for _ in 0..10 {
+        assert_eq!(controller.listen().unwrap().len(), 4);
+        assert_eq!(quota.used(), 8);
+    }
+    drop(controller);
+    await_use(&quota, 0);
+    let (controller, _) = open(7, &all).unwrap();
+    assert_refused(controller.listen(), "the data listeners of worker 3");
+}
+
+#[test]
+fn processes_are_charged_before_they_are_started() {
+    let processes = SetUp { count: 4, hosting: Hosting::Processes, ..set_up(0, GROUPS) };
+    assert_refused(open(11, &processes), "4 processes of workers");
+}
+
+/// Returns a plan by which the workers at these addresses join each other.
+fn sockets(listening: &[ListenAddresses], epoch: u64, is_tentative: bool, key: &SessionKey) -> Command {
+    let locations = vec![WorkerLocation { machine: 0, is_local: false }; listening.len()];
+    let world = listening.iter().map(|one| one.world).collect();
+    let join = JoinPlan::Sockets { key: key.clone(), encrypt: false, world, groups: Vec::new(), locations };
+    let long = Duration::from_secs(60);
+    let timeouts = CollectiveTimeouts { entry: None, stall: long, join: long };
+    let plan = Plan { epoch, join, nccl: false, timeouts, devices: Vec::new(), is_tentative };
+    Command::InitCcl { plan: Packed::encode(&plan).unwrap() }
+}
+
+/// Of each of two workers: its listener, its connection, and two for waking it.
+#[test]
+fn data_connections_are_charged_until_they_close() {
+    let key = SessionKey::generate().unwrap();
+    let nodes = [0, 1].map(|worker| open(100, &set_up(worker, PAIR)).unwrap());
+    let listening: Vec<_> = nodes.iter().map(|(node, _)| node.listen().unwrap().remove(0)).collect();
+    let quotas = nodes.each_ref().map(|(_, quota)| quota.clone());
+    let join = |mut node: RawController, epoch, is_tentative| {
+        node.submit([sockets(&listening, epoch, is_tentative, &key)]).unwrap();
+        let failures = node.sync();
+        (node, failures)
+    };
+    let mut nodes = nodes.map(|(node, _)| node);
+    // The second attempt joins beside the first, and the next one in its place.
+    for (epoch, is_tentative, used) in [(0, false, 4), (1, true, 7), (2, true, 7), (3, false, 4)] {
+        let joined = std::thread::scope(|scope| {
+            let each = nodes.map(|node| scope.spawn(|| join(node, epoch, is_tentative)));
+            each.map(|one| one.join().unwrap())
+        });
+        assert!(joined.iter().all(|(_, failures)| failures.is_empty()), "{:?}", joined.map(|(_, failures)| failures));
+        nodes = joined.map(|(node, _)| node);
+        quotas.iter().for_each(|quota| await_use(quota, used));
+    }
+    drop(nodes);
+    quotas.iter().for_each(|quota| await_use(quota, 0));
+}
+
+#[test]
+fn a_worker_joins_no_more_others_than_its_session_has_descriptors_for() {
+    let key = SessionKey::generate().unwrap();
+    let layout = Layout { world_size: 9, num_groups: 1 };
+    let (mut controller, quota) = open(8, &set_up(8, layout)).unwrap();
+    let listening = vec![controller.listen().unwrap().remove(0); 9];
+    controller.submit([sockets(&listening, 0, false, &key)]).unwrap();
+    let mut failures = controller.sync();
+    assert_refused(Err::<(), _>(failures.remove(0).cause), "the connections of rank 8 with 8 others");
+    assert_eq!(quota.used(), 1);
+}
+
+/// An end holds a socket, in a worker's node and in that of the other worker.
+#[test]
+fn relayed_connections_are_charged_until_they_close() {
+    let (controller, quota) = open(3, &set_up(0, PAIR)).unwrap();
+    controller.listen().unwrap();
+    let connect = controller.session.get_function("disco.connect").wait().unwrap();
+    let connect = || connect.call::<RemoteObject>((&controller.host, 0, true)).wait();
+    let ends = [connect().unwrap(), connect().unwrap()];
+    assert_refused(connect(), "relayed data");
+    drop(ends);
+    await_use(&quota, 1);
+    connect().unwrap();
+}
