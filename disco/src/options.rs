@@ -11,6 +11,9 @@ use tracing::Level;
 
 use crate::error::WorkerId;
 
+/// Default of [`Options::direct_timeout`].
+pub(crate) const DIRECT_TIMEOUT: Duration = Duration::from_secs(2);
+
 /// Kind of the workers of one node: threads or processes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 pub enum Hosting {
@@ -93,6 +96,11 @@ pub struct Options {
     /// Longest time for making the collectives: to finish what was issued before, and then until
     /// all workers have met, for which a worker waits an hour at most. Default: 30 seconds.
     pub init_timeout: Duration,
+    /// Time in which a worker has to reach another one at its data address, before their data is
+    /// relayed; at most a quarter of [`init_timeout`](Self::init_timeout). Workers without another
+    /// way wait for all of it, because a node does not tell its controller what answers at an
+    /// address, nor how soon. Default: 2 seconds.
+    pub direct_timeout: Duration,
     /// Longest time that workers may take at a shutdown to finish what was issued. Later ones are
     /// left behind. Default: 5 seconds.
     pub shutdown_timeout: Duration,
@@ -112,6 +120,7 @@ impl Default for Options {
             collective_timeout: Some(Duration::from_secs(300)),
             stall_timeout: Duration::from_secs(15),
             init_timeout: Duration::from_secs(30),
+            direct_timeout: DIRECT_TIMEOUT,
             shutdown_timeout: Duration::from_secs(5),
         }
     }

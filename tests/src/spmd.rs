@@ -207,6 +207,7 @@ impl Data {
         }
         if self == Self::Relayed {
             options.allow_controller_relay = true;
+            options.direct_timeout = Duration::from_millis(100);
             // Nothing listens at that address.
             options.advertise = Some(Advertise::new(|_, _| (Ipv4Addr::new(127, 7, 7, 7), 1).into()));
         }

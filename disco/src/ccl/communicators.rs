@@ -14,19 +14,22 @@ pub(crate) struct CollectiveTimeouts {
     pub(crate) entry: Option<Duration>,
     pub(crate) stall: Duration,
     pub(crate) join: Duration,
+    /// Time for reaching another worker directly, before its data is relayed.
+    pub(crate) direct: Duration,
 }
 
 impl CollectiveTimeouts {
     pub(crate) fn of(options: &Options) -> Self {
-        let Options { collective_timeout, stall_timeout, init_timeout, .. } = options;
-        Self { entry: *collective_timeout, stall: *stall_timeout, join: *init_timeout }
+        let Options { collective_timeout, stall_timeout, init_timeout, direct_timeout, .. } = options;
+        Self { entry: *collective_timeout, stall: *stall_timeout, join: *init_timeout, direct: *direct_timeout }
     }
 
     /// Returns these limits, none of them beyond [`LONGEST`] and [`LONGEST_JOIN`]: they come from a
     /// peer, and times are computed from them.
     pub(crate) fn bounded(self) -> Self {
         let bounded = |limit: Duration| limit.min(LONGEST);
-        Self { entry: self.entry.map(bounded), stall: bounded(self.stall), join: self.join.min(LONGEST_JOIN) }
+        let (entry, stall) = (self.entry.map(bounded), bounded(self.stall));
+        Self { entry, stall, join: self.join.min(LONGEST_JOIN), direct: self.direct.min(LONGEST_JOIN) }
     }
 }
 

@@ -46,17 +46,18 @@ use rpc_core::{ErrorKind, RpcError};
 
 #[cfg(target_os = "linux")]
 pub use processes::{Offer, Ticket};
-pub(crate) use stream::OPERATOR_LOG;
 pub use stream::{Address, Listener, SessionKey};
+pub(crate) use stream::{OPERATOR_LOG, UnprovenHosts};
 
 use self::algorithm::Reach;
 use self::memory::Memory;
 use self::segment::Segment;
 use self::shared::SharedCcl;
-use super::Ccl;
 use self::watched_processes::WatchedProcesses;
-
+use super::Ccl;
 use crate::open_files::OpenFiles;
+use crate::options::DIRECT_TIMEOUT;
+
 /// The most ranks of a group that shares memory.
 pub const MAX_SHARED_RANKS: usize = 256;
 
@@ -90,6 +91,9 @@ pub struct Options {
     /// Flag that is set once the session of the group has ended: then a rank that joins waits for
     /// no other.
     pub(crate) has_ended: Arc<AtomicBool>,
+    /// Time in which a rank has to prove itself at its address before it is reached by other means,
+    /// where there are any; at most a quarter of the join timeout. Default: 2 seconds.
+    pub(crate) direct_timeout: Duration,
     /// Session that the group's descriptors are charged to. Default: none.
     pub(crate) open_files: OpenFiles,
 }
@@ -105,6 +109,7 @@ impl Default for Options {
             read_from: Some(4 << 20),
             encrypt: false,
             has_ended: Arc::default(),
+            direct_timeout: DIRECT_TIMEOUT,
             open_files: OpenFiles::default(),
         }
     }

@@ -101,7 +101,7 @@ fn set(to: u32, len: usize) -> Command {
 
 fn plan(epoch: u32) -> Packed {
     let second = std::time::Duration::from_secs(1);
-    let timeouts = CollectiveTimeouts { entry: None, stall: second, join: second };
+    let timeouts = CollectiveTimeouts { entry: None, stall: second, join: second, direct: second };
     let join = JoinPlan::Unconnected { reason: "none".to_owned() };
     let (epoch, devices) = (epoch.into(), Vec::new());
     Packed::encode(&Plan { epoch, join, nccl: false, timeouts, devices, is_tentative: false }).unwrap()

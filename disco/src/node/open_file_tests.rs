@@ -85,7 +85,7 @@ fn sockets(listening: &[ListenAddresses], epoch: u64, is_tentative: bool, key: &
     let world = listening.iter().map(|one| one.world).collect();
     let join = JoinPlan::Sockets { key: key.clone(), encrypt: false, world, groups: Vec::new(), locations };
     let long = Duration::from_secs(60);
-    let timeouts = CollectiveTimeouts { entry: None, stall: long, join: long };
+    let timeouts = CollectiveTimeouts { entry: None, stall: long, join: long, direct: long };
     let plan = Plan { epoch, join, nccl: false, timeouts, devices: Vec::new(), is_tentative };
     Command::InitCcl { plan: Packed::encode(&plan).unwrap() }
 }

@@ -37,6 +37,10 @@ fn refusal(join: &Json) -> String {
     failure.cause.to_string()
 }
 
+fn timeouts(join: Duration) -> CollectiveTimeouts {
+    CollectiveTimeouts { entry: None, stall: Duration::MAX, join, direct: Duration::MAX }
+}
+
 /// Returns an address as messages have it.
 fn tcp(address: SocketAddr) -> Json {
     Packed::encode(&address).unwrap().decode().unwrap()
@@ -124,7 +128,7 @@ fn files_that_are_no_segments_are_not_told_apart() {
 
 /// Returns a plan that lets workers join for ever, as far as the controller may decide.
 fn endless(join: &Json, nccl: bool) -> Packed {
-    let timeouts = CollectiveTimeouts { entry: None, stall: Duration::MAX, join: Duration::MAX };
+    let timeouts = timeouts(Duration::MAX);
     let plan = Plan { epoch: 0, join: JoinPlan::Threads, nccl, timeouts, devices: Vec::new(), is_tentative: false };
     let mut plan = serde_json::to_value(&plan).unwrap();
     plan["join"] = join.clone();

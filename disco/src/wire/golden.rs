@@ -118,7 +118,8 @@ fn set_ups(all: &mut Samples) {
 }
 
 fn plans(all: &mut Samples) {
-    let timeouts = CollectiveTimeouts { entry: None, stall: Duration::from_secs(15), join: Duration::from_secs(30) };
+    let [stall, join, direct] = [15, 30, 2].map(Duration::from_secs);
+    let timeouts = CollectiveTimeouts { entry: None, stall, join, direct };
     all.packed("CollectiveTimeouts", &timeouts);
     let devices = vec![Device::cpu(), Device::cuda(1)];
     let plan = Plan { epoch: 1, join: JoinPlan::Threads, nccl: true, timeouts, devices, is_tentative: true };

@@ -124,11 +124,13 @@ mod tests {
     /// Regression: NCCL got the limits as they came, and a time computed from them overflowed.
     #[test]
     fn the_time_limits_of_a_plan_are_bounded_where_it_is_decoded() {
-        let timeouts = CollectiveTimeouts { entry: Some(Duration::MAX), stall: Duration::MAX, join: Duration::MAX };
+        let longest = Duration::MAX;
+        let timeouts = CollectiveTimeouts { entry: Some(longest), stall: longest, join: longest, direct: longest };
         let join = JoinPlan::Threads;
         let plan = Plan { epoch: 0, join, nccl: true, timeouts, devices: Vec::new(), is_tentative: false };
-        let CollectiveTimeouts { entry, stall, join } = Plan::decode(&Packed::encode(&plan).unwrap()).unwrap().timeouts;
+        let timeouts = Plan::decode(&Packed::encode(&plan).unwrap()).unwrap().timeouts;
+        let CollectiveTimeouts { entry, stall, join, direct } = timeouts;
         assert!(Instant::now().checked_add(entry.unwrap() + 2 * stall).is_some());
-        assert_eq!(join, Duration::from_secs(3600));
+        assert_eq!([join, direct], [Duration::from_secs(3600); 2]);
     }
 }

@@ -12,7 +12,7 @@ use rpc_core::limits::OpenFileLease;
 use rpc_core::{ErrorKind, Result, RpcError};
 
 use crate::ccl::communicators::{CollectiveTimeouts, Membership};
-use crate::ccl::host::{self, Address, Listener, SessionKey};
+use crate::ccl::host::{self, Address, Listener, SessionKey, UnprovenHosts};
 use crate::ccl::{Ccl, Rank};
 use crate::error::WorkerId;
 use crate::link::relayed_data::Relays;
@@ -118,10 +118,11 @@ impl Rendezvous {
         relays: &Relays,
         open_files: OpenFiles,
     ) -> Result<Membership> {
-        let CollectiveTimeouts { entry, stall, join } = plan.timeouts;
+        let CollectiveTimeouts { entry, stall, join, direct } = plan.timeouts;
         let has_ended = Arc::clone(&self.has_ended);
         let mut options = host::Options { epoch: plan.epoch, has_ended, open_files, ..host::Options::default() };
         (options.entry_timeout, options.stall_timeout, options.join_timeout) = (entry, stall, join);
+        options.direct_timeout = direct;
         let (rank, rank_in_group) = (Rank(worker.0), layout.rank_in_group(worker));
         match &plan.join {
             JoinPlan::Threads => self.take_thread(layout, worker, &options),
@@ -150,7 +151,8 @@ impl Rendezvous {
                 let fallback = |peer: Rank, until: Instant| {
                     relays.connect(RelayedPair { from: worker.0, to: peer.0, is_world: true }, until)
                 };
-                let joined = listeners.world.join_by(rank, &world, key, &options, Some(&fallback))?;
+                let unproven = UnprovenHosts::default();
+                let joined = listeners.world.join_by(rank, &world, key, &options, Some((&fallback, &unproven)))?;
                 let group = match &listeners.group {
                     Some(listener) => {
                         let size = layout.group_size() as usize;
@@ -161,7 +163,8 @@ impl Rendezvous {
                             let to = first as u32 + peer.0;
                             relays.connect(RelayedPair { from: worker.0, to, is_world: false }, until)
                         };
-                        Some(listener.join_by(rank_in_group, members, key, &options, Some(&fallback))?)
+                        let fallback = Some((&fallback as _, &unproven));
+                        Some(listener.join_by(rank_in_group, members, key, &options, fallback)?)
                     }
                     None => None,
                 };

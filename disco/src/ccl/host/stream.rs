@@ -29,7 +29,7 @@ pub use self::address::{Address, SessionKey};
 use self::framed_connection::{FrameKind, Link};
 use self::group_state::{GroupState, Lending, Links};
 pub use self::join::Listener;
-pub(crate) use self::join::OPERATOR_LOG;
+pub(crate) use self::join::{OPERATOR_LOG, UnprovenHosts};
 #[cfg(feature = "mpi")]
 pub(super) use self::join_messages::{Member, by_messages};
 #[cfg(feature = "mpi")]

@@ -20,24 +20,26 @@ use super::handshake::{Failure, Group, HANDSHAKE_TIMEOUT, MIN_HANDSHAKE_TIMEOUT,
 use super::{Options, StreamCcl};
 use crate::ccl::{Ccl, Rank};
 
-/// Time in which a rank has to prove itself at its address before the [`FallbackDial`] is tried,
-/// but no more than a quarter of the time for all of it.
-const DIAL_TIMEOUT_BEFORE_FALLBACK: Duration = Duration::from_secs(2);
 /// Target of log lines about addresses that a controller has named. They are for the operator of
 /// this node: a controller could read there what answers at them.
 pub(crate) const OPERATOR_LOG: &str = "disco::operator";
 /// Ranks that are dialled at a time, so that some that do not answer delay no other.
-/// Between two looks for the outcome of handshakes.
-const PAUSE_IN_HANDSHAKE: Duration = Duration::from_millis(1);
 const MAX_DIALLED: usize = 16;
 /// Between two attempts to reach a rank that is not there yet.
 const PAUSE: Duration = Duration::from_millis(20);
+/// Between two looks for the outcome of handshakes.
+const PAUSE_IN_HANDSHAKE: Duration = Duration::from_millis(1);
 /// Handshakes at a time. More connections wait in the listener's queue.
 const MAX_HANDSHAKES: usize = 64;
 
 /// Function that connects to the listener of a rank that cannot be dialled, by other means such as
 /// a relay, until the given time. Returns the error because of which it cannot.
 pub(crate) type FallbackDial<'a> = dyn Fn(Rank, Instant) -> Result<UnixStream, RpcError> + Sync + 'a;
+
+/// Hosts at whose addresses no rank has proven itself in time. Further ranks there, also those of a
+/// group that is made next, are reached by the [`FallbackDial`] alone, at first.
+#[derive(Default)]
+pub(crate) struct UnprovenHosts(Mutex<HashSet<IpAddr>>);
 
 /// Listener of one rank, before the group is made and each time that it is made anew.
 #[derive(Debug)]
@@ -114,7 +116,7 @@ impl Listener {
         addresses: &[Option<Address>],
         key: &SessionKey,
         options: &Options,
-        fallback: Option<&FallbackDial<'_>>,
+        fallback: Option<(&FallbackDial<'_>, &UnprovenHosts)>,
     ) -> Result<Box<dyn Ccl>, RpcError> {
         if rank.index() >= addresses.len() {
             return Err(RpcError::invalid_argument(format!("no rank {rank} in a group of {}", addresses.len())));
@@ -122,21 +124,21 @@ impl Listener {
         let (size, encrypt) = (addresses.len() as u32, options.encrypt);
         let group = Group { rank: rank.0, size, epoch: options.epoch, key, encrypt };
         let until = JoinDeadline::of(options);
-        let mut links: Vec<Option<Link>> = addresses.iter().map(|_| None).collect();
-        let (below, above) = links.split_at_mut(rank.index());
         // Before the first is made: a connection that is made leaves no room for an error.
         let purpose = format_args!("the connections of rank {rank} with {} others", size - 1);
         let mut charges = options.open_files.reserve_each(addresses.len() - 1, purpose)?;
+        let mut links: Vec<Option<Link>> = addresses.iter().map(|_| None).collect();
+        let (below, above) = links.split_at_mut(rank.index());
         std::thread::scope(|scope| {
             // Others dial us while we dial others, so that no workers wait in a circle.
             let accepting = scope.spawn(|| self.accept_all(&group, &mut above[1..], until, options));
-            let dialled = group.dial_all(below, addresses, fallback, until);
+            let dialled = group.dial_all(below, addresses, fallback, (until, options.direct_timeout));
             let accepted = accepting.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
             all_of(dialled.into_iter().chain(accepted.err()))
         })?;
+        links.iter_mut().flatten().for_each(|link| link.set_charge(charges.pop()));
         Ok(Box::new(StreamCcl::new(rank.index(), links, options.clone())?))
     }
-        links.iter_mut().flatten().for_each(|link| link.set_charge(charges.pop()));
 
     /// Takes one connection from each rank above this one. Each handshake has a thread, so that a
     /// silent stranger delays no rank. The connections of the ranks are charged already; those of
@@ -147,16 +149,16 @@ impl Listener {
         group: &Group<'_>,
         links: &mut [Option<Link>],
         until: JoinDeadline<'_>,
-    ) -> Result<(), RpcError> {
-        std::thread::scope(|scope| {
         options: &Options,
-            let (sender, receiver) = mpsc::channel();
+    ) -> Result<(), RpcError> {
         let have_come = AtomicBool::new(false);
         let given_up = || have_come.load(Ordering::Relaxed) || until.has_ended();
         let given_up: &GivenUp<'_> = &given_up;
-            let mut in_handshake = 0;
+        std::thread::scope(|scope| {
             // Handshakes that are left at the end are not needed any more.
             let _end = SetOnDrop(&have_come);
+            let (sender, receiver) = mpsc::channel();
+            let mut in_handshake = 0;
             while let Some(missing) = links.iter().position(Option::is_none) {
                 while let Ok(welcomed) = receiver.try_recv() {
                     in_handshake -= 1;
@@ -255,20 +257,22 @@ impl Group<'_> {
         &self,
         links: &mut [Option<Link>],
         addresses: &[Option<Address>],
-        fallback: Option<&FallbackDial<'_>>,
-        until: JoinDeadline<'_>,
+        fallback: Option<(&FallbackDial<'_>, &UnprovenHosts)>,
+        (until, direct_timeout): (JoinDeadline<'_>, Duration),
     ) -> Vec<RpcError> {
         let count = links.len();
         let mut errors: Vec<Option<RpcError>> = vec![None; count];
         let ranks = Mutex::new(links.iter_mut().zip(&mut errors).zip(addresses).enumerate());
-        let failed = Mutex::new(HashSet::new());
         let dial_some = || {
             loop {
                 let next = ranks.lock().next();
                 let Some((peer, ((link, error), address))) = next else { return };
                 let (peer, address) = (peer as u32, address.as_ref());
                 let dialled = match fallback {
-                    Some(fallback) => self.dial_without_disclosure(peer, address, fallback, &failed, until),
+                    Some(fallback) => {
+                        let limits = (until, direct_timeout);
+                        self.dial_without_disclosure(peer, address, fallback, limits)
+                    }
                     None => self.dial(peer, address, until),
                 };
                 match dialled {
@@ -307,16 +311,19 @@ impl Group<'_> {
         }
     }
 
-    /// As [`dial`](Self::dial), for an address that a peer has named. `failed` has the hosts at
-    /// whose addresses no rank has proven itself: further ranks there are reached by the fallback
-    /// alone, at first.
+    /// As [`dial`](Self::dial), for an address that a peer has named.
+    ///
+    /// The fallback begins after `direct_timeout`, also where the address refuses at once: the
+    /// request for a relay goes to the controller, which would learn from an earlier one that
+    /// nothing listens at the address that it has named. Nor can the fallback begin together with
+    /// the dialling and be used as soon as that fails, since the controller carries its bytes and
+    /// sees when they begin.
     fn dial_without_disclosure(
         &self,
         peer: u32,
         address: Option<&Address>,
-        fallback: &FallbackDial<'_>,
-        failed: &Mutex<HashSet<IpAddr>>,
-        until: JoinDeadline<'_>,
+        (fallback, UnprovenHosts(failed)): (&FallbackDial<'_>, &UnprovenHosts),
+        (until, direct_timeout): (JoinDeadline<'_>, Duration),
     ) -> Result<Link, RpcError> {
         let host = match address {
             Some(Address::Tcp(address)) => Some(address.ip()),
@@ -325,7 +332,7 @@ impl Group<'_> {
         if let Some(address) = address
             && !host.is_some_and(|host| failed.lock().contains(&host))
         {
-            let before_fallback = until.at(Instant::now() + DIAL_TIMEOUT_BEFORE_FALLBACK.min(until.left() / 4));
+            let before_fallback = until.at(Instant::now() + direct_timeout.min(until.left() / 4));
             if let Some(link) = self.dial_until(peer, address, before_fallback) {
                 return Ok(link);
             }
