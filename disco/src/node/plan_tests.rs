@@ -8,14 +8,14 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::net::UnixListener;
 use std::time::{Duration, Instant};
 
-use rpc_core::{Pack, Packed};
+use rpc_core::{Device, DeviceType, ErrorKind, Packed};
 use serde_json::{Value as Json, json};
 
 use super::raw_controller::RawController;
 use crate::ccl::communicators::CollectiveTimeouts;
 use crate::ccl::host;
 use crate::wire::command::Command;
-use crate::wire::plan::{JoinPlan, ListenAddresses, Plan};
+use crate::wire::plan::{JoinPlan, Plan};
 
 const KEY: [u8; 32] = [7; 32];
 const NONCE: [u8; 16] = [1; 16];
@@ -82,6 +82,26 @@ fn open_and_closed_ports_are_not_told_apart() {
     assert!(told[0].contains("has not proven there in time that it belongs to this session"), "{}", told[0]);
     assert_eq!(told[0], told[1]);
     assert_eq!(told[0], told[2]);
+}
+
+/// Regression: a loader was asked for a module on whatever device a controller named.
+#[test]
+fn modules_are_loaded_on_devices_of_the_session_alone() {
+    let mut controller = RawController::new(u64::MAX);
+    let load = |device| Command::LoadModule { to: 0, path: "no module".to_owned(), device };
+    for index in [5, -1] {
+        controller.submit([load(Some(Device::new(DeviceType::CUDA, index)))]).unwrap();
+        controller.submit([load(Some(Device::new(DeviceType::CPU, index)))]).unwrap();
+        let failures = controller.sync();
+        assert_eq!(failures.len(), 2, "{failures:?}");
+        for (failure, kind) in failures.iter().zip(["cuda", "cpu"]) {
+            assert_eq!(failure.cause.kind(), ErrorKind::DeviceUnavailable, "{failure}");
+            assert!(failure.cause.message().contains(&format!("no device {kind}:{index}, but cpu:0")), "{failure}");
+        }
+    }
+    controller.submit([load(None), load(Some(Device::cpu()))]).unwrap();
+    let kinds: Vec<ErrorKind> = controller.sync().iter().map(|failure| failure.cause.kind()).collect();
+    assert_eq!(kinds, [ErrorKind::NotFound; 2]);
 }
 
 /// Regression: the same for sockets in the file system, of which no plan needs any.

@@ -2,7 +2,7 @@
 //! controller.
 
 use rpc_core::function::{FunctionKind, Object};
-use rpc_core::{DataType, Device, ErrorKind, LocalValue, RpcError, Tensor, Value, VirtualDevice, blocking};
+use rpc_core::{DataType, Device, Devices, ErrorKind, LocalValue, RpcError, Tensor, Value, VirtualDevice, blocking};
 
 use super::executor::Worker;
 use super::register_content::{Fault, Outcome, Slot};
@@ -44,6 +44,7 @@ impl Worker {
     /// the process.
     pub(super) fn load_module(&mut self, to: Register, path: &str, device: Option<Device>) -> Outcome {
         let device = device.unwrap_or_else(|| self.this.device());
+        check_device(self.this.context().devices(), device)?;
         let context = self.this.context().on_device(device);
         let module = self.shared.load_module(&context, path)?;
         // One for each worker: a module that is set up serves one caller at a time.
@@ -221,4 +222,17 @@ impl Worker {
         });
         self.sink.send_content(ticket, content);
     }
+}
+
+/// Checks that a session has a device.
+///
+/// # Errors
+///
+/// [`ErrorKind::DeviceUnavailable`], with the device, the reason and the devices that there are.
+fn check_device(devices: &Devices, device: Device) -> Result<(), RpcError> {
+    devices.get(device).map(drop).map_err(|error| {
+        let there_are: Vec<String> = devices.describe().map(|one| one.device.to_string()).collect();
+        let text = format!("this worker has no device {device}, but {}: {}", there_are.join(", "), error.message());
+        RpcError::new(ErrorKind::DeviceUnavailable, text)
+    })
 }
