@@ -2,8 +2,9 @@
 //! the workers.
 //!
 //! [`dispatch`] has the controller itself, which numbers commands and passes each to all links. The
-//! other files add to it: [`sync`] the waits for workers, [`reports`] the reports of workers, the
-//! [`join_plan`] and [`init_ccl`]. Operations of users are in [`session`].
+//! other files add to it: [`sync`] the waits for workers, [`reports`] the reports of workers,
+//! [`unsynced_failures`] what failed, the [`join_plan`] and [`init_ccl`]. Operations of users are
+//! in [`session`].
 
 pub(crate) mod ccl_state;
 pub(crate) mod dispatch;
@@ -15,3 +16,4 @@ mod reports;
 pub(crate) mod session;
 mod sync;
 mod tickets;
+mod unsynced_failures;

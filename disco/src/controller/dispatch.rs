@@ -11,7 +11,8 @@ use rpc_core::{ErrorKind, RpcError, blocking};
 
 use crate::controller::ccl_state::{CclState, Collectives};
 use crate::controller::tickets::Ticket;
-use crate::error::{DiscoError, Failure, Result, WorkerId};
+use crate::controller::unsynced_failures::UnsyncedFailures;
+use crate::error::{DiscoError, Result, WorkerId};
 use crate::link::node_link::Link;
 use crate::link::relayed_data::ClosedFlag;
 use crate::options::{Hosting, Options};
@@ -48,8 +49,8 @@ pub(crate) struct ControllerState {
     pub(super) reporters: HashMap<u64, Arc<ProgressReporter>>,
     pub(super) last_ticket: u64,
     pub(super) tickets: HashMap<u64, Ticket>,
-    /// Failures that have not been reported yet, in the order in which they came.
-    pub(crate) failures: Vec<Failure>,
+    /// Failures that have not been reported yet.
+    pub(crate) failures: UnsyncedFailures,
     pub(crate) collectives: Collectives,
     pub(crate) ended: Option<RpcError>,
     /// Tasks that wait for credit.
@@ -77,7 +78,7 @@ impl Controller {
             reporters: HashMap::new(),
             last_ticket: 0,
             tickets: HashMap::new(),
-            failures: Vec::new(),
+            failures: UnsyncedFailures::default(),
             collectives: Collectives::default(),
             ended: None,
             room: Vec::new(),
@@ -198,6 +199,7 @@ impl Controller {
     pub(crate) fn push(&self, command: Command) -> Result<u64> {
         let encoded = if self.encodes { Some(command.encode()?) } else { None };
         let on = command.on();
+        let is_watched = matches!(command, Command::InitCcl { .. });
         let queued = Queued { cost: command.cost(), command: Arc::new(command), charge: None };
         let mut state = self.lock();
         if let Some(error) = &state.ended {
@@ -205,6 +207,10 @@ impl Controller {
         }
         state.sequence += 1;
         state.issued += queued.cost;
+        if is_watched {
+            let sequence = state.sequence;
+            state.failures.watch(sequence);
+        }
         // Under the lock, so that all links have all commands in one order.
         for link in &self.links {
             let bulk = self.layout.concerns(on, link.workers());

@@ -10,7 +10,7 @@ use rpc_core::{Device, DeviceType, ErrorKind, RpcError};
 use crate::ccl::backend::Backend;
 use crate::completion::Completion;
 use crate::controller::dispatch::{Controller, ControllerState};
-use crate::error::{DiscoError, Failure, Result};
+use crate::error::{DiscoError, Result};
 use crate::wire::command::Command;
 
 impl Controller {
@@ -84,12 +84,8 @@ impl Controller {
         // group, and say more of what went wrong.
         let met = self.drain(3 * limit, "not back from making the collectives anew").await;
         let met = met.and_then(|()| {
-            let mut state = self.lock();
-            let of_this = |failure: &Failure| failure.sequence == sequence;
-            let (failed, others) = std::mem::take(&mut state.failures).into_iter().partition(of_this);
-            // Those have been issued by others, who will ask for them.
-            state.failures = others;
-            let failed: Vec<Failure> = failed;
+            // The others are of commands that other callers have issued, who will ask for them.
+            let failed = self.lock().failures.take_of(sequence);
             if failed.is_empty() { Ok(()) } else { Err(DiscoError::Workers(failed)) }
         });
         if is_tentative {

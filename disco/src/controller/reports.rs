@@ -47,7 +47,7 @@ impl Upstream for Controller {
                     ticket.incoming = Some(filled);
                 }
             }
-            Event::Failed(failure) => self.lock().failures.push(failure),
+            Event::Failed(failure) => self.lock().failures.add(failure),
             Event::CclBroken { worker, report } => {
                 let cause = report.cause.message().to_owned();
                 let mut state = self.lock();

@@ -53,13 +53,7 @@ impl Controller {
         }
         Completion::new(async move {
             poll_fn(|cx| guard.controller.poll_ticket(guard.ticket, cx)).await?;
-            let mut state = guard.controller.lock();
-            let all = std::mem::take(&mut state.failures);
-            let (told, kept) = all.into_iter().partition(|one| worker.is_none_or(|worker| worker == one.worker));
-            state.failures = kept;
-            drop(state);
-            let mut told: Vec<Failure> = told;
-            told.sort_by_key(|failure| (failure.sequence, failure.worker));
+            let told = guard.controller.lock().failures.take(worker);
             if told.is_empty() { Ok(()) } else { Err(DiscoError::Workers(told)) }
         })
     }
