@@ -97,6 +97,7 @@ mod open_files;
 mod options;
 mod program;
 mod runtime;
+mod sync;
 mod weights;
 mod wire;
 mod worker;

@@ -5,14 +5,13 @@
 //! one, so that a block goes when the slowest has read it. Commands are read where they lie: no
 //! lock is taken and no reference counted for a command.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
-use std::sync::{Arc, OnceLock};
-use std::thread::{self, Thread};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use parking_lot::Mutex;
 use rpc_core::{ErrorKind, Result, RpcError};
 
+use crate::sync::{AtomicBool, AtomicU64, Mutex, OnceLock, Thread, current, fence, park, yield_now};
 use crate::wire::command::Queued;
 
 /// The commands of one block.
@@ -198,7 +197,7 @@ impl Reader {
         let began = (!yield_time.is_zero()).then(Instant::now);
         while began.is_some_and(|began| began.elapsed() < yield_time) {
             for _ in 0..8 {
-                thread::yield_now();
+                yield_now();
                 if self.is_ready() {
                     return;
                 }
@@ -206,7 +205,7 @@ impl Reader {
         }
         let feed = Arc::clone(&self.feed);
         let sleeper = &feed.sleepers[self.worker];
-        sleeper.thread.get_or_init(thread::current);
+        sleeper.thread.get_or_init(current);
         loop {
             sleeper.asleep.store(true, Ordering::Relaxed);
             fence(Ordering::SeqCst);
@@ -215,7 +214,7 @@ impl Reader {
                 return;
             }
             while sleeper.asleep.load(Ordering::Relaxed) {
-                thread::park();
+                park();
             }
         }
     }
@@ -236,17 +235,22 @@ impl Reader {
 }
 
 #[cfg(test)]
+mod models;
+
+#[cfg(test)]
 mod tests {
+    use std::thread;
+
     use super::*;
     use crate::wire::command::Command;
 
-    fn queued(number: u64, bytes: u64) -> Queued {
+    pub(super) fn queued(number: u64, bytes: u64) -> Queued {
         let outputs = vec![0; bytes as usize / size_of::<u32>()];
         let command = Command::Run { program: number as u32, args: Vec::new(), outputs };
         Queued { cost: command.cost(), command: Arc::new(command), charge: None }
     }
 
-    fn number(queued: &Queued) -> u64 {
+    pub(super) fn number(queued: &Queued) -> u64 {
         match &*queued.command {
             Command::Run { program, .. } => (*program).into(),
             other => panic!("{other:?}"),

@@ -12,12 +12,13 @@
 //! | | staging for large inputs |
 //! | a box for each ordered pair | words and announcements of both ends, and staging |
 
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use super::announcement::{Announcement, LEN, MAX_POISON};
 use super::memory::Memory;
 use crate::ccl::Breakdown;
+use crate::sync::{AtomicU32, AtomicU64, wait_on, wake};
 
 /// The largest input that travels in an announcement's slot, in bytes.
 pub(super) const INLINE: usize = 16 * 1024;
@@ -348,29 +349,3 @@ pub(super) fn wall_millis() -> u32 {
     let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
     now.as_millis() as u32
 }
-
-#[cfg(target_os = "linux")]
-fn wait_on(word: &AtomicU32, value: u32, at_most: Duration) {
-    use rustix::thread::futex;
-
-    let timeout = futex::Timespec { tv_sec: at_most.as_secs() as i64, tv_nsec: at_most.subsec_nanos().into() };
-    // Not `PRIVATE`: the word may be in several processes. The reason of the wake-up does not
-    // matter: the waiter looks for itself.
-    _ = futex::wait(word, futex::Flags::empty(), value, Some(&timeout));
-}
-
-#[cfg(target_os = "linux")]
-fn wake(word: &AtomicU32) {
-    use rustix::thread::futex;
-
-    _ = futex::wake(word, futex::Flags::empty(), u32::MAX >> 1);
-}
-
-/// Waits without a futex: a sleeper looks every millisecond.
-#[cfg(not(target_os = "linux"))]
-fn wait_on(_: &AtomicU32, _: u32, at_most: Duration) {
-    std::thread::sleep(at_most.min(Duration::from_millis(1)));
-}
-
-#[cfg(not(target_os = "linux"))]
-fn wake(_: &AtomicU32) {}

@@ -11,6 +11,8 @@
 //! segment, and breaking the group wakes all ranks.
 
 mod direct;
+#[cfg(test)]
+mod models;
 mod pair;
 mod pieces;
 mod read;
@@ -18,7 +20,7 @@ mod small;
 mod staged;
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use rpc_core::RpcError;
@@ -27,13 +29,14 @@ use super::algorithm::{Algorithm, Reach, has_input, input_bytes, travels_inline}
 use super::announcement::{Announcement, MAX_POISON, agree, ahead};
 use super::memory::Memory;
 use super::segment::{Segment, Word, reached, wall_millis};
+use super::watched_processes::WatchedProcesses;
 use super::{Options, check, kernel};
 use crate::ccl::error::{poison_from_bytes, poison_to_bytes};
-use super::watched_processes::WatchedProcesses;
 use crate::ccl::{
     Agreement, BreakCause, Breakdown, Ccl, CclError, Collective, CollectiveInput, Control, Flight, Lent, Operation,
     Rank, Recorder,
 };
+use crate::sync::{AtomicU32, yield_now};
 
 /// Time for which a rank yields before it sleeps: longer than a collective takes, and not so long
 /// that it costs more than a wake-up.
@@ -57,6 +60,8 @@ pub(super) struct SharedCcl {
     processes: WatchedProcesses,
     recorder: Arc<Recorder>,
     spins: u32,
+    /// Time for which the rank yields before it sleeps.
+    yield_time: Duration,
     /// Number of cores that this rank may run on.
     cores: usize,
     /// Number of the last collective.
@@ -105,6 +110,7 @@ impl SharedCcl {
             processes,
             recorder: Arc::default(),
             spins,
+            yield_time: YIELD,
             cores,
             sequence: 0,
             step: 0,
@@ -229,6 +235,9 @@ impl SharedCcl {
     /// for the `phase` has passed.
     fn wait(&self, word: &AtomicU32, target: u32, peer: usize, phase: Phase) -> Result<(), CclError> {
         let ready = || reached(word.load(Ordering::Acquire), target);
+        let has_left = || self.segment.word(peer, Word::Left).load(Ordering::Acquire) != 0;
+        let is_out_of_step = || matches!(phase, Phase::Entry) && self.has_left_step(peer);
+        let has_gone = || has_left() || is_out_of_step();
         for _ in 0..=self.spins {
             if ready() {
                 return Ok(());
@@ -236,9 +245,9 @@ impl SharedCcl {
             std::hint::spin_loop();
         }
         let began = Instant::now();
-        while began.elapsed() < YIELD {
+        while began.elapsed() < self.yield_time {
             for _ in 0..16 {
-                std::thread::yield_now();
+                yield_now();
                 if ready() {
                     return Ok(());
                 }
@@ -248,7 +257,8 @@ impl SharedCcl {
             }
         }
         loop {
-            self.segment.sleep(self.rank, SLEEP, ready);
+            // A peer that goes before this rank says that it sleeps does not wake it.
+            self.segment.sleep(self.rank, SLEEP, || ready() || has_gone());
             if ready() {
                 return Ok(());
             }
@@ -259,11 +269,11 @@ impl SharedCcl {
                 Phase::Entry => (self.options.entry_timeout, BreakCause::NeverEntered),
                 Phase::Progress => (Some(self.options.stall_timeout), BreakCause::Silent),
             };
-            let gone = if self.segment.word(peer, Word::Left).load(Ordering::Acquire) != 0 {
+            let gone = if has_left() {
                 Some(BreakCause::Left)
             } else if self.processes.is_dead(peer) {
                 Some(BreakCause::Died)
-            } else if matches!(phase, Phase::Entry) && self.has_left_step(peer) {
+            } else if is_out_of_step() {
                 Some(BreakCause::OutOfStep)
             } else {
                 limit.is_some_and(|limit| began.elapsed() >= limit).then_some(late)
@@ -316,7 +326,7 @@ impl SharedCcl {
                     flights: String::new(),
                 }));
             }
-            std::thread::yield_now();
+            yield_now();
         }
     }
 
@@ -326,7 +336,7 @@ impl SharedCcl {
     fn take_back_buffers(&self) {
         for peer in self.peers() {
             while self.reach == Reach::Addresses && self.segment.word(peer, Word::Busy).load(Ordering::SeqCst) != 0 {
-                std::thread::yield_now();
+                yield_now();
             }
         }
     }

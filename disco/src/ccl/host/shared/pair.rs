@@ -26,6 +26,12 @@ pub(super) struct Count {
 }
 
 impl Count {
+    /// Returns the count after so many transfers and chunks.
+    #[cfg(test)]
+    pub(super) fn after(transfers: u64, chunks: u32) -> Self {
+        Self { transfers, chunks }
+    }
+
     /// Counts another transfer, and returns its number.
     pub(super) fn next(&mut self) -> u64 {
         self.transfers += 1;
