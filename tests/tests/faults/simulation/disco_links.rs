@@ -1,0 +1,277 @@
+//! Controllers of Disco and their nodes on the simulated network.
+//!
+//! Links and controllers are tasks of Disco's own runtime, workers are threads. The virtual clock
+//! waits for all of them: it moves on only while every other thread sleeps. Which of two threads
+//! comes first is not drawn from the seed.
+//!
+//! Beside what holds for all sessions: each worker runs the commands of its controller once, in
+//! order, and all of them before a sync succeeds; each failure is told once; a session that is lost
+//! says so in all that follows; no worker's thread is left.
+
+use std::time::Duration;
+
+use disco::{DRef, DiscoError, DiscoSession, Hosting, Options, WorkerContext};
+use rpc_core::{DataType, Tensor};
+use rpc_tests::quiet_threads::{alone_in_process, threads_named, wait_until_others_sleep};
+
+use super::*;
+
+/// Seeds of an ordinary run. `RPC_SIMULATION_SEEDS=FIRST..END` runs others.
+const SEEDS: std::ops::Range<u64> = 0..100;
+
+/// Number of controllers, each at a host of its own.
+const CONTROLLERS: usize = 2;
+
+/// Hosts of servers: two nodes, and a hop to either.
+const HOSTS: [&str; 3] = ["hop", "near", "far"];
+
+/// Interval of keep-alive. While nothing happens, the pings are what costs time.
+const KEEP_ALIVE: Duration = Duration::from_secs(4);
+
+/// What the workers of all sessions have done.
+#[derive(Default)]
+pub(super) struct Steps {
+    /// Number of the last step, by session and worker.
+    last: Mutex<HashMap<(u64, u32), u64>>,
+    /// Steps that came twice or too early.
+    faults: Mutex<Vec<String>>,
+}
+
+impl Steps {
+    fn take(&self, session: u64, worker: u32, step: u64) {
+        let mut last = self.last.lock();
+        let last = last.entry((session, worker)).or_default();
+        if step != *last + 1 {
+            let fault = format!("session {session}, worker {worker}: step {step} after step {last}");
+            self.faults.lock().push(fault);
+        }
+        *last = step;
+    }
+}
+
+/// Adds the functions that workers call.
+pub(super) fn register(registry: &Registry, steps: &Arc<Steps>) {
+    let steps = Arc::clone(steps);
+    registry.add_inline("step", move |worker: WorkerContext, session: u64, step: u64| {
+        steps.take(session, worker.worker_id().0, step);
+    });
+    registry.add_inline("fail", |text: String| -> Result<()> { Err(RpcError::invalid_argument(text)) });
+}
+
+#[test]
+fn controllers_and_workers_agree_until_they_lose_each_other() {
+    let test = "simulation::disco_links::controllers_and_workers_agree_until_they_lose_each_other";
+    if !alone_in_process(test) {
+        return;
+    }
+    let (seeds, mut tally) = (seeds(SEEDS), Tally::new());
+    for seed in seeds.clone() {
+        let mut runtime = tokio::runtime::Builder::new_current_thread();
+        let runtime = runtime.enable_all().start_paused(true).on_thread_park(wait_until_others_sleep).build().unwrap();
+        println!("seed {seed}");
+        for (what, count) in runtime.block_on(history(seed)) {
+            *tally.entry(what).or_default() += count;
+        }
+    }
+    println!("{tally:#?}");
+    // Histories in which nothing happens would prove nothing.
+    let histories = seeds.end - seeds.start;
+    let least =
+        [("sessions", 1), ("syncs", 2), ("steps", 20), ("copies", 1)].map(|(what, times)| (what, times * histories));
+    for (what, least) in least.into_iter().chain([("failures told", histories / 2), ("losses", histories / 4)]) {
+        let count = tally.remove(what).unwrap_or_default();
+        assert!(count >= least || histories < 50, "{what}: {count} in {histories} histories");
+    }
+}
+
+async fn history(seed: u64) -> Tally {
+    let mut random = Random::new(seed);
+    let conditions = conditions(&mut random);
+    let network = SimulatedNetwork::new(random.number(), conditions);
+    let mut world = World::start(network.clone(), &HOSTS, KEEP_ALIVE).await;
+    let controllers = (0..CONTROLLERS).map(|index| {
+        let controller = Controller {
+            connector: connector(&network, &format!("client-{index}"), KEEP_ALIVE),
+            random: Random::new(random.number()),
+            ledger: Arc::clone(&world.ledger),
+        };
+        tokio::spawn(controller.run())
+    });
+    let controllers: Vec<_> = controllers.collect();
+    for _ in 0..1 + random.below(5) {
+        sleep(Duration::from_millis(random.below(1_000) as u64)).await;
+        world.disturb(&mut random).await;
+    }
+    world.network.heal();
+    for controller in controllers {
+        patiently("a controller", controller).await.expect("a controller has failed");
+    }
+    world.is_clean().await;
+    let no_workers = async {
+        // One of Disco's own runtime stays.
+        while threads_named("disco-") > threads_named("disco-io") {
+            sleep(Duration::from_millis(100)).await;
+        }
+    };
+    patiently("the threads of workers", no_workers).await;
+    assert_eq!(*world.ledger.steps.faults.lock(), [""; 0]);
+    std::mem::take(&mut world.ledger.tally.lock())
+}
+
+/// One controller: it opens a session, works, and ends it, several times.
+struct Controller {
+    connector: Connector,
+    random: Random,
+    ledger: Arc<Ledger>,
+}
+
+/// A session, and what has been asked of it.
+struct Open {
+    session: DiscoSession,
+    /// Number by which the steps name it.
+    number: u64,
+    steps: u64,
+    /// Commands that fail and have not been told.
+    failing: usize,
+    objects: Vec<DRef>,
+}
+
+impl Controller {
+    async fn run(mut self) {
+        for _ in 0..3 {
+            let mut nodes = Vec::new();
+            for _ in 0..1 + self.random.below(2) {
+                let node = ["sim://near:1", "sim://far:1"][self.random.below(2)];
+                let connector = match self.random.below(2) {
+                    0 => self.connector.clone(),
+                    _ => self.connector.clone().via("sim://hop:1"),
+                };
+                match patiently("a connection", connector.connect(node)).await {
+                    Ok(session) => nodes.push(session),
+                    Err(error) => check_loss(&error.into_rpc_error()),
+                }
+            }
+            if nodes.is_empty() {
+                continue;
+            }
+            let mut options = Options::default();
+            options.hosting = Hosting::Threads;
+            let per_node = 1 + self.random.below(2) as u32;
+            match patiently("the start of a session", DiscoSession::over(nodes, per_node, 1, options)).await {
+                Ok(session) => {
+                    self.ledger.count("sessions");
+                    self.work(session).await;
+                }
+                Err(error) => self.check(&error),
+            }
+        }
+    }
+
+    async fn work(&mut self, session: DiscoSession) {
+        let number = call_number(&mut self.random);
+        let mut open = Open { session, number, steps: 0, failing: 0, objects: Vec::new() };
+        for _ in 0..1 + self.random.below(12) {
+            if let Err(error) = patiently("an operation", self.operation(&mut open)).await {
+                self.check(&error);
+                self.ledger.count("losses");
+                let later = patiently("a sync after the loss", open.session.sync_all()).await;
+                assert!(matches!(later, Err(DiscoError::Session(_))), "{later:?} after {error}");
+                return;
+            }
+            sleep(Duration::from_millis(self.random.below(200) as u64)).await;
+        }
+        if self.random.below(2) == 0 {
+            // A session that is lost already is shut down, too.
+            match patiently("a shutdown", open.session.shutdown()).await {
+                Ok(()) | Err(DiscoError::Workers(_)) => {}
+                Err(error) => self.check(&error),
+            }
+        }
+    }
+
+    /// Does one thing.
+    ///
+    /// # Errors
+    ///
+    /// The session is lost.
+    async fn operation(&mut self, open: &mut Open) -> disco::Result<()> {
+        open.session.room().await?;
+        match self.random.below(7) {
+            0 | 1 => {
+                let step = open.session.get_global_func("step")?;
+                for _ in 0..1 + self.random.below(100) {
+                    step.call((open.number, open.steps + 1))?;
+                    open.steps += 1;
+                    self.ledger.count("steps");
+                }
+                Ok(())
+            }
+            2 => {
+                let told = open.session.sync_all().await;
+                self.synced(open, told)
+            }
+            3 => {
+                // Dropped at any moment: the sync is given up.
+                let limit = Duration::from_millis(self.random.below(300) as u64);
+                match timeout(limit, open.session.sync_all()).await {
+                    Ok(told) => self.synced(open, told),
+                    Err(_) => Ok(()),
+                }
+            }
+            4 => {
+                let data = self.random.bytes_up_to(300_000);
+                let tensor = Tensor::from_slice([data.len() as i64], &data)?;
+                let there = open.session.copy_to_worker_0(&tensor, None)?;
+                let back = open.session.copy_from_worker_0(&there).await?;
+                assert_eq!(back.read()?.as_slice::<u8>()?, data, "what came back from worker 0");
+                self.ledger.count("copies");
+                Ok(())
+            }
+            5 => {
+                let fail = open.session.get_global_func("fail")?;
+                fail.call(("on purpose",))?;
+                open.failing += 1;
+                Ok(())
+            }
+            _ => {
+                let keep = self.random.below(4);
+                open.objects.truncate(keep);
+                let object = open.session.get_global_func("object")?;
+                open.objects.push(object.call(())?);
+                open.session.empty(&[self.random.below(10_000) as i64], DataType::F32, None)?;
+                Ok(())
+            }
+        }
+    }
+
+    /// Checks the outcome of a sync of all workers.
+    fn synced(&self, open: &mut Open, told: disco::Result<()>) -> disco::Result<()> {
+        let failures = match told {
+            Ok(()) => 0,
+            Err(DiscoError::Workers(failures)) => failures.len(),
+            Err(error) => return Err(error),
+        };
+        let expected = std::mem::take(&mut open.failing) * open.session.num_workers() as usize;
+        assert_eq!(failures, expected, "failures that a sync tells");
+        self.has_run(open);
+        self.ledger.count("syncs");
+        *self.ledger.tally.lock().entry("failures told".into()).or_default() += failures as u64;
+        Ok(())
+    }
+
+    /// Checks that every worker has run all steps.
+    fn has_run(&self, open: &Open) {
+        let last = self.ledger.steps.last.lock();
+        for worker in 0..open.session.num_workers() {
+            let ran = last.get(&(open.number, worker)).copied().unwrap_or_default();
+            assert_eq!(ran, open.steps, "last step of worker {worker}");
+        }
+    }
+
+    fn check(&self, error: &DiscoError) {
+        match error {
+            DiscoError::Session(error) => check_loss(error),
+            _ => panic!("not the loss of a session: {error}"),
+        }
+    }
+}
