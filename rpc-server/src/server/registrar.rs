@@ -254,7 +254,7 @@ mod tests {
             registry.add(functions::REGISTER, register);
             registry.add(functions::RENEW, || ());
             let session = Session::new(LocalSession::new(registry));
-            let gate = TicketGate::new(false, Duration::from_secs(5));
+            let gate = TicketGate::new(false, 1, Duration::from_secs(5));
             let (id, key) = gate.begin().unwrap();
             let registration = TrackerRegistration {
                 tracker: "tcp://127.0.0.1:1".to_owned(),

@@ -104,7 +104,8 @@ impl Checked {
             Some(address) => Some(Monitoring::start(address.0, registry.clone(), state.clone(), gauges).await?),
             None => None,
         };
-        let gate = (!config.tracker.is_empty()).then(|| TicketGate::new(config.allow_direct, config.keep_alive.0));
+        let gate = (!config.tracker.is_empty())
+            .then(|| TicketGate::new(config.allow_direct, config.capacity, config.keep_alive.0));
         let offered = if gate.is_some() { offered_devices(devices.clone()).await } else { Vec::new() };
         let cleaner = Cleaner::start();
         let (mut factory, isolation): (Arc<dyn SessionFactory>, _) = if isolated {

@@ -32,6 +32,9 @@ pub(super) struct TicketGate {
     /// Start of the clock by which tickets expire.
     started: Instant,
     allow_direct: bool,
+    /// Maximum number of sessions with tickets at one time. The tracker grants no more either, but
+    /// takes the ticket of a client that is gone back before it expires.
+    capacity: u32,
     /// Time after which a client that says nothing is not just idle.
     longest_silence: Duration,
     state: Mutex<GateState>,
@@ -65,12 +68,14 @@ struct SessionEntry {
 }
 
 impl TicketGate {
-    /// Returns a gate. `allow_direct` admits clients without tickets, too. Silent clients are
-    /// tested after `keep_alive`.
-    pub(super) fn new(allow_direct: bool, keep_alive: Duration) -> Arc<Self> {
+    /// Returns a gate that admits `capacity` clients with tickets at one time. `allow_direct` lets
+    /// in clients without tickets, too, and these do not count. Silent clients are tested after
+    /// `keep_alive`.
+    pub(super) fn new(allow_direct: bool, capacity: u32, keep_alive: Duration) -> Arc<Self> {
         Arc::new(Self {
             started: rpc_core::clock::now(),
             allow_direct,
+            capacity,
             // Half of it is time enough for the answer.
             longest_silence: keep_alive.saturating_add(keep_alive / 2),
             state: Mutex::default(),
@@ -157,6 +162,14 @@ impl TicketGate {
             Some(PROBE_TICKET) => return Err(probe_answered()),
             Some(text) => match state.take_ticket(text, self.now_ms())? {
                 (_, PROOF_SERIAL) => return Err(probe_answered()),
+                (id, serial) if state.with_ticket() >= self.capacity as usize => {
+                    state.spend(id, serial);
+                    drop(state);
+                    self.changed();
+                    return Err(refused(
+                        "the ticket comes too late: the tracker has given its place to another client; ask it again",
+                    ));
+                }
                 ticket => Some(ticket),
             },
             None if self.allow_direct => None,
@@ -199,6 +212,18 @@ impl GateState {
     fn number(&mut self) -> u64 {
         self.next += 1;
         self.next
+    }
+
+    /// Returns the number of sessions with tickets.
+    fn with_ticket(&self) -> usize {
+        self.sessions.values().filter(|entry| entry.ticket.is_some()).count()
+    }
+
+    /// Adds a used ticket without a session to the next report, if its registration lasts.
+    fn spend(&mut self, id: RegistrationId, serial: u64) {
+        if let Some(registration) = self.registrations.get_mut(&id) {
+            registration.spent.push(serial);
+        }
     }
 
     /// Marks a ticket as used.
@@ -250,10 +275,8 @@ pub(super) struct SessionPermit {
 impl Drop for SessionPermit {
     fn drop(&mut self) {
         let mut state = self.gate.lock();
-        if let Some(SessionEntry { ticket: Some((id, serial)), .. }) = state.sessions.remove(&self.number)
-            && let Some(registration) = state.registrations.get_mut(&id)
-        {
-            registration.spent.push(serial);
+        if let Some(SessionEntry { ticket: Some((id, serial)), .. }) = state.sessions.remove(&self.number) {
+            state.spend(id, serial);
         }
         drop(state);
         self.gate.changed();

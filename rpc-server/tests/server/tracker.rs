@@ -338,16 +338,54 @@ async fn a_session_is_ended_from_outside_where_the_operator_allows_it() {
 async fn a_requester_that_dies_with_an_unused_ticket_gives_its_slot_back() {
     let pool = Pool::with(|config| config.ticket_lifetime = Span(Duration::from_secs(3600))).await;
     let server = pool.server("board", |_| {}).await;
+    // It holds the entry in the queue to its end, and never goes to the server.
+    ask_and_leave(&pool, 1).await;
+    drop(server);
+}
+
+/// Returns the grants of a client that has asked for all slots of the server, which are free again
+/// because its session with the tracker has ended.
+async fn ask_and_leave(pool: &Pool, slots: u32) -> Vec<Grant> {
     let session = Connector::new().connect(&pool.address().to_string()).await.unwrap();
     let ask = session.get_function(functions::REQUEST).await.unwrap();
-    let place: RemoteObject = ask.call((Pack(ServerRequest::new("board")),)).await.unwrap();
+    let place: RemoteObject = ask.call((Pack(ServerRequest::new("board").count(slots)),)).await.unwrap();
     let wait = session.get_function(functions::WAIT).await.unwrap();
     let Pack(grants): Pack<Vec<Grant>> = wait.call((&place,)).await.unwrap();
-    assert_eq!((grants.len(), pool.servers("board")[0].free), (1, 0));
-    // It holds the entry in the queue to its end, and never goes to the server.
+    assert_eq!((grants.len(), pool.servers("board")[0].free), (slots as usize, 0));
     session.shutdown().await.unwrap();
-    pool.until_free("board", 1).await;
-    drop((place, server));
+    pool.until_free("board", slots).await;
+    drop(place);
+    grants
+}
+
+/// Regression: each ticket of a client that had left its tracker opened one session more than the
+/// server's capacity, since the tracker had given the slot to others meanwhile.
+#[tokio::test(flavor = "multi_thread")]
+async fn tickets_of_clients_that_left_do_not_pass_the_capacity() {
+    let pool = Pool::with(|config| config.ticket_lifetime = Span(Duration::from_secs(3600))).await;
+    let server = pool.server("board", |config| config.capacity = 2).await;
+    let late = ask_and_leave(&pool, 2).await;
+    let use_ticket = async |grant: &Grant| Connector::new().ticket(&grant.ticket).connect(&grant.address[0]).await;
+    let both = soon(ServerRequest::new("board").count(2));
+    let client = pool.client().await;
+    let loans = client.request_many(&both).await.unwrap();
+    let error = use_ticket(&late[0]).await.unwrap_err().into_rpc_error();
+    assert_eq!((error.kind(), error.application_kind()), (ErrorKind::Refused, Some(TICKET_REFUSED)), "{error}");
+    assert!(error.message().contains("another client"), "{error}");
+    for loan in &loans {
+        works(loan.session()).await;
+    }
+    drop(loans);
+    pool.until_free("board", 2).await;
+
+    // A late ticket is good for a slot that is free, and others wait for that.
+    let session = use_ticket(&late[1]).await.unwrap();
+    let next = tokio::spawn(async move { client.request_many(&both).await });
+    works(&session).await;
+    drop(session);
+    assert_eq!(next.await.unwrap().unwrap().len(), 2);
+    pool.until_free("board", 2).await;
+    drop(server);
 }
 
 #[tokio::test(flavor = "multi_thread")]
