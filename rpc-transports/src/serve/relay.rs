@@ -2,7 +2,8 @@
 //! them.
 
 mod dial_out;
+mod park_places;
 pub(super) mod pool;
 
-pub(super) use self::dial_out::ParkLimit;
 pub use self::dial_out::ParkOptions;
+pub(super) use self::park_places::ParkLimit;

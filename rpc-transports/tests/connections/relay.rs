@@ -168,6 +168,50 @@ async fn clients_that_stop_behind_the_relay_keep_nobody_out() {
     Connector::new().connect(&format!("{address}?key=board")).await.unwrap();
 }
 
+/// Regression: a client that was slow in its handshake took the last place, and the server, which
+/// waited at the relay again, took one client more there and refused it.
+#[tokio::test]
+async fn a_server_waits_at_the_relay_for_as_many_clients_as_it_has_places() {
+    let (relay, server) = (relay(|_| {}), server(|_| {}));
+    let address = listen(&relay, "memory:slow-client", None).await;
+    server.park(&address, &board(2));
+    waiting(&relay, 2).await;
+    let (client, far) = tokio::io::duplex(1 << 16);
+    let (near, at_relay) = tokio::io::duplex(1 << 16);
+    relay.serve_channel(Channel::new(at_relay, "a slow client"));
+    let (go_on, told) = tokio::sync::oneshot::channel();
+    tokio::spawn(async move {
+        let ((mut from_client, mut to_client), (mut from_relay, mut to_relay)) =
+            (tokio::io::split(far), tokio::io::split(near));
+        let mut to_the_relay = vec![0; 1 << 16];
+        let length = from_client.read(&mut to_the_relay).await.unwrap();
+        to_relay.write_all(&to_the_relay[..length]).await.unwrap();
+        let to_the_server = async {
+            told.await.unwrap();
+            tokio::io::copy(&mut from_client, &mut to_relay).await
+        };
+        let _ = tokio::join!(to_the_server, tokio::io::copy(&mut from_relay, &mut to_client));
+    });
+    let slow = Connector::new().key("board").handshake_timeout(LIMIT);
+    let slow = tokio::spawn(async move { slow.connect_channel(Channel::new(client, "a relay")).await });
+    waiting(&relay, 1).await;
+    // The server does not wait for the client's handshake.
+    waiting(&relay, 2).await;
+    go_on.send(()).unwrap();
+    let slow = slow.await.unwrap().unwrap();
+    assert_eq!(whoami(&slow).await, "anonymous");
+    // Nor for the end of its session, while there is a place for another client.
+    waiting(&relay, 1).await;
+    let target = format!("{address}?key=board");
+    let second = Connector::new().connect(&target).await.unwrap();
+    let error = refusal(Connector::new().connect(&target).await);
+    assert_eq!(error.kind(), ErrorKind::NotFound, "{error}");
+    assert_eq!((whoami(&slow).await, whoami(&second).await), ("anonymous".into(), "anonymous".into()));
+    drop(slow);
+    waiting(&relay, 1).await;
+    assert_eq!(whoami(&second).await, "anonymous");
+}
+
 #[tokio::test]
 async fn a_relay_is_reached_through_hops_and_tunnels() {
     let (relay, server) = (relay(|_| {}), server(|_| {}));

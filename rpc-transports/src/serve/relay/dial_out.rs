@@ -4,10 +4,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use rpc_core::proto::{HandshakeConfig, Hello, Role};
-use rpc_core::{ErrorKind, RpcError};
-use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
 use tokio::time::Instant;
 
+use super::park_places::{ParkLimit, ParkPlaces};
 use crate::address::Address;
 use crate::backoff::Backoff;
 use crate::channel::Channel;
@@ -35,8 +34,9 @@ pub struct ParkOptions {
     /// server's other key.
     pub key: String,
     /// Number of clients that may be served through the relay at one time. Each has a channel of
-    /// its own, which waits at the relay. A client that is slow in its handshake does not count
-    /// until it has a session; if others have taken its place by then, it is refused.
+    /// its own: as many channels wait at the relay as further clients may come. A client that is
+    /// slow in its handshake does not count until it has a session, and then takes the place of a
+    /// channel that waits; if there is none any more, it is refused.
     pub capacity: usize,
     /// Longest time for the handshake with the relay, before the wait begins. Default 10 s.
     pub handshake_timeout: Duration,
@@ -57,7 +57,7 @@ impl Server {
     /// handshake is between client and server, which prove themselves to each other. For limits on
     /// peers, all these clients count as the relay's machine.
     pub fn park(&self, relay: &Address, options: &ParkOptions) {
-        let places = Arc::new(Semaphore::new(options.capacity.min(Semaphore::MAX_PERMITS)));
+        let places = ParkPlaces::new(options.capacity);
         for _ in 0..options.capacity {
             let (server, relay, options, places) = (self.clone(), relay.clone(), options.clone(), places.clone());
             tokio::spawn(async move {
@@ -87,60 +87,45 @@ impl Server {
     }
 }
 
-/// Limit on the clients of a server that come through a relay, as one of their connections sees it.
-#[derive(Clone)]
-pub(in crate::serve) struct ParkLimit {
-    places: Arc<Semaphore>,
-    /// Notified once the client of the connection is admitted.
-    admitted: Arc<Notify>,
-}
-
-impl ParkLimit {
-    /// Counts a client that has proven its identity.
-    ///
-    /// # Errors
-    ///
-    /// [`ErrorKind::LimitExceeded`]: while its handshake lasted, others have taken all places.
-    pub(in crate::serve) fn admit(&self) -> Result<OwnedSemaphorePermit, RpcError> {
-        let place = self.places.clone().try_acquire_owned().map_err(|_| {
-            let text = "the server has as many clients through this relay as it takes: try again later";
-            RpcError::new(ErrorKind::LimitExceeded, text)
-        })?;
-        self.admitted.notify_one();
-        Ok(place)
-    }
-}
-
 /// Keeps one channel at the relay: waits for a client, serves it, and waits again. A client that is
 /// slow in its handshake goes on in the background: one that never finishes it would keep others
 /// out until its time is over.
-async fn keep_parked(server: &Server, relay: &Address, options: &ParkOptions, places: &Arc<Semaphore>) {
+async fn keep_parked(server: &Server, relay: &Address, options: &ParkOptions, places: &Arc<ParkPlaces>) {
     let mut backoff = Backoff::new(FIRST_PAUSE, LONGEST_PAUSE);
     let mut lost = false;
     loop {
-        // A client that was slow in its handshake may have taken the last place.
-        drop(places.acquire().await);
-        match wait_at(relay, options, server.transports(), &server.onward()).await {
+        let reservation = places.reserve().await;
+        let onward = server.onward();
+        let parked = tokio::select! {
+            // A client that has come already is served, or told that it is too late.
+            biased;
+            parked = wait_at(relay, options, server.transports(), &onward) => parked,
+            // A client that was slow in its handshake has the place: none may come here for it.
+            () = reservation.taken() => continue,
+        };
+        match parked {
             Ok(channel) => {
                 if std::mem::take(&mut lost) {
                     rpc_core::log_limited!(INFO, %relay, "back at the relay");
                 }
                 backoff.reset();
                 let begun = Instant::now();
-                let limit = ParkLimit { places: places.clone(), admitted: Arc::default() };
+                let limit = ParkLimit::new(places, reservation);
                 let mut served = server.start_parked(channel, options.key.clone(), limit.clone());
                 // A task that panicked has ended as well.
                 let had_session = tokio::select! {
                     served = &mut served => served.unwrap_or(true),
-                    () = limit.admitted.notified() => (&mut served).await.unwrap_or(true),
+                    () = limit.admitted() => (&mut served).await.unwrap_or(true),
                     () = tokio::time::sleep(HANDSHAKE_PATIENCE) => false,
                 };
+                limit.release();
                 if !had_session {
                     // A relay that accepts and closes at once must not be dialled in a busy loop.
                     tokio::time::sleep_until(begun + SHORTEST).await;
                 }
             }
             Err(error) => {
+                drop(reservation);
                 let error = error.into_rpc_error();
                 if !std::mem::replace(&mut lost, true) {
                     rpc_core::log_limited!(WARN, %relay, %error, "not at the relay; trying again");
