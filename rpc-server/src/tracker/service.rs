@@ -23,6 +23,7 @@ use tokio::task::{JoinError, JoinHandle};
 
 use self::grants::grants;
 use self::objects::{ClaimObject, ServerObject};
+use self::proof_queue::ProofQueue;
 use super::advertised_addresses::{self, Admitted};
 use super::history::History;
 use super::limits::{check_registration, check_request, clip, clipped};
@@ -32,6 +33,7 @@ use crate::server::server_state::Client;
 
 mod grants;
 mod objects;
+mod proof_queue;
 mod summary;
 
 /// Maximum length of the answer to one request in bytes.
@@ -42,10 +44,6 @@ const MAX_LOSSES: usize = 256;
 
 /// Maximum number of concurrent probes.
 const PROBES: usize = 32;
-
-/// Maximum number of servers that prove where they are, or wait for that. Further ones are refused,
-/// and try again.
-const MAX_PROOFS: usize = 1024;
 
 /// Interval of probes of a server that was not found.
 const PROBE_INTERVAL: Duration = Duration::from_secs(30);
@@ -108,11 +106,9 @@ pub struct Tracker {
     /// Notified when the next timeout may have changed.
     changed: Arc<Notify>,
     probes: Semaphore,
-    /// Permits of registrations whose servers prove where they are. Apart from the probes, which
-    /// nobody waits for.
-    proofs: Semaphore,
-    /// Permits of these registrations with those that wait for their turn.
-    queued_proofs: Semaphore,
+    /// Registrations whose servers prove where they are. Apart from the probes, which nobody waits
+    /// for.
+    proofs: ProofQueue,
 }
 
 #[derive(Debug)]
@@ -193,8 +189,7 @@ impl Tracker {
             state: Mutex::new(state),
             changed: changed.clone(),
             probes: Semaphore::new(PROBES),
-            proofs: Semaphore::new(PROBES),
-            queued_proofs: Semaphore::new(MAX_PROOFS),
+            proofs: ProofQueue::new(),
         });
         tokio::spawn(run_timers(Arc::downgrade(&this), changed));
         this
@@ -277,7 +272,7 @@ impl Tracker {
         let ticket_key = TicketKey::from_bytes(registration.ticket_key);
         let checked = check_registration(&registration).and_then(|()| self.check_addresses(&registration, client));
         let checked = match checked {
-            Ok(admitted) if admitted.to_prove => self.prove(admitted, &ticket_key).await,
+            Ok(admitted) if admitted.to_prove => self.prove(&limit_key(client), admitted, &ticket_key).await,
             checked => checked,
         };
         let now = rpc_core::clock::now();
@@ -385,17 +380,15 @@ impl Tracker {
         advertised_addresses::admit(&registration.address, client.machine, client.through_hop, allowed, transports)
     }
 
-    /// Has a server prove that it is at its addresses.
+    /// Has a server of `peer` prove that it is at its addresses.
     ///
     /// # Errors
     ///
     /// [`ErrorKind::Refused`], which tells nothing of what is at the addresses; and
-    /// [`ErrorKind::LimitExceeded`]: too many do it at this time.
-    async fn prove(&self, admitted: Admitted, key: &TicketKey) -> Result<Admitted> {
-        let Ok(_queued) = self.queued_proofs.try_acquire() else {
-            return Err(RpcError::limit("servers that prove where they are", MAX_PROOFS as u64, MAX_PROOFS as u64 + 1));
-        };
-        let _permit = self.proofs.acquire().await;
+    /// [`ErrorKind::LimitExceeded`]: too many do it at this time, in all or of this peer.
+    async fn prove(&self, peer: &str, admitted: Admitted, key: &TicketKey) -> Result<Admitted> {
+        let queued = self.proofs.enter(peer)?;
+        let _permit = queued.turn().await;
         let address = admitted.addresses.join(",");
         let Err(why) = advertised_addresses::prove(&self.connector(), &admitted.addresses, key).await else {
             return Ok(admitted);
