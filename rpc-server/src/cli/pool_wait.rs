@@ -67,9 +67,12 @@ impl PoolRequest<'_> {
         reason: &WaitReason,
         output: &Output,
     ) -> Result<Session, Failure> {
+        // The command says more than the tracker when no server comes.
+        let wanted = self.wanted.clone().unservable_timeout(Duration::MAX);
+        let asking = connector.clone().server_request(wanted);
         let outcome = tokio::select! {
             biased;
-            opened = connector.connect(self.address) => opened.map_err(Failure::Connect),
+            opened = asking.connect(self.address) => opened.map_err(Failure::Connect),
             given_up = self.report(connector, reason, output) => match given_up {
                 Ok(never) => match never {},
                 Err(failure) => Err(failure),

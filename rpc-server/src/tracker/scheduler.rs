@@ -15,7 +15,8 @@
 //!    So slots accumulate for a request for many, and single requests do not take them one by one.
 //!    Requests that compete for none of these slots overtake it.
 //! 3. A request that all servers together could not serve, even if they were free, reserves
-//!    nothing: it waits for servers that may never register.
+//!    nothing: it waits for servers that may never register, and fails when it has waited so for
+//!    longer than it allows.
 //! 4. Slots are taken from as many servers as possible: one from each, reachable servers first,
 //!    then those with most free slots, then those with the least recent grant.
 //!
@@ -36,6 +37,7 @@ use rpc_core::{ErrorKind, Result, RpcError};
 use rpc_transports::tracker::{ServerRequest, ServerStatus};
 
 use self::property_index::PropertyIndex;
+use self::request_classes::{ClassId, RequestClasses};
 use self::server::{GrantOrder, GrantedTicket, Server, usable};
 use super::millis;
 
@@ -45,6 +47,7 @@ pub(crate) use self::types::{
 
 mod next_grants;
 mod property_index;
+mod request_classes;
 mod server;
 #[cfg(test)]
 mod tests;
@@ -54,6 +57,7 @@ mod types;
 enum Timer {
     Lease(ServerId),
     Claim(ClaimId),
+    Unservable(ClaimId),
     Abandoned(ClaimId),
 }
 
@@ -70,10 +74,9 @@ pub(crate) struct PendingRequest {
     /// Peer that the request counts against.
     peer: String,
     pub(crate) since: Instant,
-    until: Option<Instant>,
-    /// Number of slots that could serve the request if they were free. Kept up to date, because it
-    /// is read more often than it changes.
-    pub(crate) possible: u64,
+    /// Timer of the request. One has at most one.
+    timer: Option<(Instant, Timer)>,
+    class: ClassId,
 }
 
 /// Servers with one key.
@@ -94,8 +97,7 @@ pub(crate) struct Scheduler {
     properties: PropertyIndex,
     by_peer: HashMap<String, usize>,
     waiting: BTreeMap<QueueOrder, PendingRequest>,
-    /// Waiting requests by key. The empty key is for requests that accept any key.
-    queues: HashMap<String, BTreeSet<QueueOrder>>,
+    classes: RequestClasses,
     priorities: HashMap<ClaimId, i32>,
     waiting_by_peer: HashMap<String, usize>,
     timers: BTreeSet<(Instant, Timer)>,
@@ -120,7 +122,7 @@ impl Scheduler {
             properties: PropertyIndex::default(),
             by_peer: HashMap::new(),
             waiting: BTreeMap::new(),
-            queues: HashMap::new(),
+            classes: RequestClasses::default(),
             priorities: HashMap::new(),
             waiting_by_peer: HashMap::new(),
             timers: BTreeSet::new(),
@@ -168,7 +170,7 @@ impl Scheduler {
             last_granted: 0,
         };
         let offer = server.offer.clone();
-        self.count_possible(&offer, |possible, slots| *possible += slots);
+        self.count_possible(now, &offer, |possible, slots| *possible += slots);
         self.properties.insert(id, &offer);
         let pool = self.pools.entry(offer.key.clone()).or_default();
         pool.servers.insert(id);
@@ -239,7 +241,7 @@ impl Scheduler {
 
     /// Removes a server with all its grants.
     pub(crate) fn unregister(&mut self, now: Instant, id: ServerId) -> bool {
-        let Some(server) = self.forget(id) else { return false };
+        let Some(server) = self.forget(now, id) else { return false };
         // A request that cannot be served without this server no longer reserves slots.
         self.serve(now, Some(&server.offer.key));
         true
@@ -257,18 +259,22 @@ impl Scheduler {
         check_room("max_waiting_per_client", policy.max_waiting_per_client, of_peer)?;
         let id = ClaimId(self.next_claim);
         self.next_claim += 1;
-        let until = request.timeout_ms.and_then(|millis| now.checked_add(Duration::from_millis(millis)));
-        if let Some(until) = until {
-            self.timers.insert((until, Timer::Claim(id)));
-        }
+        let timer = match request.timeout_ms {
+            Some(millis) => after(now, Some(millis), Timer::Claim(id)),
+            None => after(now, request.unservable_timeout_ms, Timer::Unservable(id)),
+        };
+        self.timers.extend(timer);
         let priority = request.priority;
         self.priorities.insert(id, priority);
         *self.waiting_by_peer.entry(peer.to_owned()).or_default() += 1;
-        self.queues.entry(request.key.clone()).or_default().insert((Reverse(priority), id));
-        let possible = self.candidates(&request).map(|server| u64::from(usable(&request, server.offer.capacity))).sum();
-        let (key, request) = (request.key.clone(), Arc::new(request));
-        let waiting = PendingRequest { request, peer: peer.to_owned(), since: now, until, possible };
-        self.waiting.insert((Reverse(priority), id), waiting);
+        let (key, request, order) = (request.key.clone(), Arc::new(request), (Reverse(priority), id));
+        let mut classes = std::mem::take(&mut self.classes);
+        let class = classes.insert(now, order, &request, || {
+            self.candidates(&request).map(|server| u64::from(usable(&request, server.offer.capacity))).sum()
+        });
+        self.classes = classes;
+        let waiting = PendingRequest { request, peer: peer.to_owned(), since: now, timer, class };
+        self.waiting.insert(order, waiting);
         self.serve(now, Some(&key));
         // A request with a time limit of zero is served at once or not at all.
         self.handle_timeout(now);
@@ -321,7 +327,7 @@ impl Scheduler {
             self.timers.pop_first();
             match timer {
                 Timer::Lease(server) => {
-                    if self.forget(server).is_some() {
+                    if self.forget(now, server).is_some() {
                         freed = true;
                         self.events.push_back(Event::LeaseExpired { server });
                     }
@@ -331,16 +337,49 @@ impl Scheduler {
                     freed |= self.take_back(claim, &slots) > 0;
                 }
                 Timer::Claim(claim) => {
-                    if let Some(PendingRequest { request, possible, .. }) = self.remove_waiting(claim) {
+                    let possible = self.possible(claim);
+                    if let Some(PendingRequest { request, .. }) = self.remove_waiting(claim) {
                         self.events.push_back(Event::TimedOut { claim, wanted: request.count, possible });
                         freed = true;
                     }
                 }
+                Timer::Unservable(claim) => self.check_servable(now, claim),
             }
         }
         if freed {
             self.serve(now, None);
         }
+    }
+
+    /// Ends a request that has been impossible for as long as it allows. Otherwise looks again when
+    /// that may be so.
+    fn check_servable(&mut self, now: Instant, claim: ClaimId) {
+        let Some(order) = self.priorities.get(&claim).map(|priority| (Reverse(*priority), claim)) else { return };
+        let Some(waiting) = self.waiting.get_mut(&order) else { return };
+        let Some(class) = self.classes.get(waiting.class) else { return };
+        // A server that has come and gone meanwhile begins the time anew.
+        let since = if class.is_possible() { now } else { class.decreased.max(waiting.since) };
+        waiting.timer = after(since, waiting.request.unservable_timeout_ms, Timer::Unservable(claim));
+        match waiting.timer.filter(|(due, _)| *due <= now && !class.is_possible()) {
+            Some(_) => {
+                let (request, possible) = (waiting.request.clone(), class.possible);
+                self.remove_waiting(claim);
+                self.events.push_back(Event::Unservable { claim, request, possible });
+            }
+            None => self.timers.extend(waiting.timer),
+        }
+    }
+
+    /// Returns the number of slots that could serve a waiting request if they were free.
+    fn possible(&self, claim: ClaimId) -> u64 {
+        let order = self.priorities.get(&claim).map(|priority| (Reverse(*priority), claim));
+        let waiting = order.and_then(|order| self.waiting.get(&order));
+        waiting.and_then(|waiting| self.classes.get(waiting.class)).map_or(0, |class| class.possible)
+    }
+
+    /// Returns the keys of registered servers.
+    pub(crate) fn keys(&self) -> impl Iterator<Item = &str> {
+        self.pools.keys().map(String::as_str)
     }
 
     /// Returns the next consequence. Must be called until it returns `None`.
@@ -361,9 +400,11 @@ impl Scheduler {
         self.servers.get(&id)
     }
 
-    /// Returns the waiting requests in the order of rule 1.
-    pub(crate) fn waiting(&self) -> impl Iterator<Item = &PendingRequest> {
-        self.waiting.values()
+    /// Returns the waiting requests in the order of rule 1, each with the number of slots that
+    /// could serve it if they were free.
+    pub(crate) fn waiting(&self) -> impl Iterator<Item = (&PendingRequest, u64)> {
+        let possible = |waiting: &PendingRequest| self.classes.get(waiting.class).map_or(0, |class| class.possible);
+        self.waiting.values().map(move |waiting| (waiting, possible(waiting)))
     }
 
     /// Grants slots after a change for servers or requests of `key`, or of any key.
@@ -377,12 +418,12 @@ impl Scheduler {
     }
 
     /// Removes a server like [`unregister`](Self::unregister), without serving requests.
-    fn forget(&mut self, id: ServerId) -> Option<Server> {
+    fn forget(&mut self, now: Instant, id: ServerId) -> Option<Server> {
         let server = self.servers.remove(&id)?;
         self.timers.remove(&(server.lease_end, Timer::Lease(id)));
         let offer = server.offer.clone();
         self.properties.remove(id, &offer);
-        self.count_possible(&offer, |possible, slots| *possible -= slots);
+        self.count_possible(now, &offer, |possible, slots| *possible -= slots);
         self.totals.capacity -= u64::from(offer.capacity);
         self.totals.free -= u64::from(server.free());
         if let Some(pool) = self.pools.get_mut(&offer.key) {
@@ -400,12 +441,21 @@ impl Scheduler {
     }
 
     /// Updates the possible slots of waiting requests when a server with this offer comes or goes.
-    fn count_possible(&mut self, offer: &Offer, count: impl Fn(&mut u64, u64)) {
-        for order in ["", &offer.key].into_iter().filter_map(|key| self.queues.get(key)).flatten() {
-            if let Some(waiting) = self.waiting.get_mut(order).filter(|waiting| offer.suits(&waiting.request)) {
-                count(&mut waiting.possible, u64::from(usable(&waiting.request, offer.capacity)));
+    fn count_possible(&mut self, now: Instant, offer: &Offer, count: impl Fn(&mut u64, u64)) {
+        #[cfg(test)]
+        let compared = &self.compared;
+        self.classes.for_offer(offer, |class| {
+            #[cfg(test)]
+            compared.set(compared.get() + 1);
+            if !offer.suits(&class.request) {
+                return;
             }
-        }
+            let before = class.possible;
+            count(&mut class.possible, u64::from(usable(&class.request, offer.capacity)));
+            if class.possible < before {
+                class.decreased = now;
+            }
+        });
     }
 
     fn grant(&mut self, now: Instant, order: QueueOrder, servers: Vec<ServerId>) {
@@ -433,15 +483,10 @@ impl Scheduler {
     fn remove_waiting(&mut self, id: ClaimId) -> Option<PendingRequest> {
         let priority = self.priorities.remove(&id)?;
         let waiting = self.waiting.remove(&(Reverse(priority), id))?;
-        if let Some(until) = waiting.until {
-            self.timers.remove(&(until, Timer::Claim(id)));
+        if let Some(timer) = waiting.timer {
+            self.timers.remove(&timer);
         }
-        if let Some(queue) = self.queues.get_mut(&waiting.request.key) {
-            queue.remove(&(Reverse(priority), id));
-            if queue.is_empty() {
-                self.queues.remove(&waiting.request.key);
-            }
-        }
+        self.classes.remove(waiting.class, (Reverse(priority), id));
         count_down(&mut self.waiting_by_peer, &waiting.peer);
         Some(waiting)
     }
@@ -491,6 +536,11 @@ impl Scheduler {
     }
 }
 
+/// Returns a timer that is due so long after `now`, if that is not for ever.
+fn after(now: Instant, millis: Option<u64>, timer: Timer) -> Option<(Instant, Timer)> {
+    Some((now.checked_add(Duration::from_millis(millis?))?, timer))
+}
+
 /// Checks that a limit allows one more.
 fn check_room(limit: &'static str, max: usize, now: usize) -> Result<()> {
     if now < max { Ok(()) } else { Err(RpcError::limit(limit, max as u64, now as u64 + 1)) }
@@ -515,5 +565,39 @@ pub(crate) fn timed_out(wanted: u32, possible: u64, key: &str) -> RpcError {
     } else {
         format!("the time is over: {wanted} of {possible} slots{what} were asked for, and others have them")
     };
+    RpcError::new(ErrorKind::DeadlineExceeded, text)
+}
+
+/// Largest number of keys that an error lists.
+const MAX_LISTED: usize = 8;
+
+/// Returns the error of a request that no servers with the keys `registered` could have served for
+/// the time that it allows.
+pub(crate) fn unservable<'a>(
+    request: &ServerRequest,
+    possible: u64,
+    registered: impl Iterator<Item = &'a str>,
+) -> RpcError {
+    let key = if request.key.is_empty() { String::new() } else { format!(" with the key '{}'", request.key) };
+    let labels: String = request.labels.iter().map(|(name, value)| format!(", label {name}={value}")).collect();
+    let kinds: String =
+        request.devices.iter().map(|device| format!(", {} devices of {}", device.count, device.kind)).collect();
+    let constraints: String = request.virtual_devices.iter().map(|device| format!(", device {device}")).collect();
+    let mut keys: Vec<_> = registered.collect();
+    keys.sort_unstable();
+    let others = keys.len().saturating_sub(MAX_LISTED);
+    keys.truncate(MAX_LISTED);
+    let keys = match (keys.is_empty(), others) {
+        (true, _) => "no server is registered".to_owned(),
+        (false, 0) => format!("servers are registered with the keys: {}", keys.join(", ")),
+        (false, others) => format!("servers are registered with the keys: {} and {others} others", keys.join(", ")),
+    };
+    let (wanted, limit) = (request.count, Duration::from_millis(request.unservable_timeout_ms.unwrap_or_default()));
+    let slots = if wanted == 1 { "slot" } else { "slots" };
+    let distinct = if request.distinct && wanted > 1 { ", each at another server" } else { "" };
+    let text = format!(
+        "no servers that could serve the request have come for {limit:?}: {wanted} {slots}{key}{labels}{kinds}\
+         {constraints}{distinct} were asked for, and the servers that are registered have {possible}; {keys}"
+    );
     RpcError::new(ErrorKind::DeadlineExceeded, text)
 }

@@ -28,7 +28,9 @@ use super::advertised_addresses::{self, Admitted};
 use super::history::History;
 use super::limits::{check_registration, check_request, clip, clipped};
 use super::millis;
-use super::scheduler::{ClaimId, Event, GrantedSlot, Offer, Policy, Scheduler, ServerId, SlotTotals, timed_out};
+use super::scheduler::{
+    ClaimId, Event, GrantedSlot, Offer, Policy, Scheduler, ServerId, SlotTotals, timed_out, unservable,
+};
 use crate::server::server_state::Client;
 
 mod grants;
@@ -422,6 +424,10 @@ impl Tracker {
                 }
                 Event::TimedOut { claim, wanted, possible } => {
                     state.answer(claim, |key| Err(timed_out(wanted, possible, key)));
+                }
+                Event::Unservable { claim, request, possible } => {
+                    let error = unservable(&request, possible, state.scheduler.keys());
+                    state.answer(claim, |_| Err(error));
                 }
                 Event::LeaseExpired { server } => state.remove_server(now, server, Some(LossReason::LeaseExpired)),
             }

@@ -27,6 +27,9 @@ use crate::tracker::ServerRequest;
 use crate::transport::{Dial, Properties, Transports};
 use crate::wire_limits::WireLimits;
 
+/// Default of [`Connector::tracker_outage`].
+const TRACKER_OUTAGE: Duration = Duration::from_secs(15);
+
 /// Opener of sessions with servers, directly or through hops.
 ///
 /// ```no_run
@@ -51,6 +54,7 @@ pub struct Connector {
     dial: Dial,
     handshake_timeout: Duration,
     queue_timeout: Option<Duration>,
+    tracker_outage: Duration,
     limits: WireLimits,
     local: Option<Registry>,
     /// Requirements for a server that a tracker gives out.
@@ -80,6 +84,7 @@ impl Connector {
             dial: Dial::default(),
             handshake_timeout: Duration::from_secs(10),
             queue_timeout: None,
+            tracker_outage: TRACKER_OUTAGE,
             limits: WireLimits::default(),
             local: None,
             server_request: None,
@@ -195,10 +200,20 @@ impl Connector {
     }
 
     /// Sets the time to wait for a server at a `tracker://` address while all servers are taken.
-    /// Default: no limit.
+    /// Default: no limit while the tracker has a server that suits, and 60 s while it has none
+    /// ([`ServerRequest::unservable_timeout`]).
     #[must_use]
     pub fn queue_timeout(mut self, timeout: Duration) -> Self {
         self.queue_timeout = Some(timeout);
+        self
+    }
+
+    /// Sets the longest outage of a tracker in which a request that waits there is repeated. The
+    /// silence by which an outage is noticed counts. Default: 15 s, the silence after which a peer
+    /// is given up by default.
+    #[must_use]
+    pub fn tracker_outage(mut self, limit: Duration) -> Self {
+        self.tracker_outage = limit;
         self
     }
 
@@ -529,6 +544,15 @@ impl Connector {
     }
 
     /// Returns the time to wait for a server of a tracker. `None` for no limit.
+    pub(crate) fn outage_limit(&self) -> Duration {
+        self.tracker_outage
+    }
+
+    /// Returns the silence after which a peer is given up.
+    pub(crate) fn silence_limit(&self) -> Duration {
+        self.dial.keep_alive.saturating_mul(3)
+    }
+
     pub(crate) fn queue_limit(&self) -> Option<Duration> {
         self.queue_timeout
     }

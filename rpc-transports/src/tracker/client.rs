@@ -17,10 +17,6 @@ use crate::backoff::Backoff;
 use crate::connect::{ConnectError, Connector, Hop};
 use crate::runtime::run_in_background;
 
-/// Longest outage of a tracker that has been reached before, unless the request's own time limit is
-/// shorter.
-const OUTAGE: Duration = Duration::from_secs(120);
-
 /// Number of unreachable servers that are tried, one after the other, for a request without a time
 /// limit.
 const ATTEMPTS: u32 = 8;
@@ -38,7 +34,8 @@ const ANSWER_GRACE: Duration = Duration::from_secs(2);
 /// A client of one tracker. Cheap to clone; clones share a session with it.
 ///
 /// When the tracker goes away and comes back, for example after a restart, waiting requests are
-/// repeated automatically.
+/// repeated automatically, for as long as [`Connector::tracker_outage`] says. Requests that no
+/// servers could serve end, too: [`ServerRequest::unservable_timeout`].
 #[derive(Clone, Debug)]
 pub struct TrackerClient(Arc<Inner>);
 
@@ -97,7 +94,10 @@ impl TrackerClient {
     ///
     /// # Errors
     ///
-    /// * [`ErrorKind::DeadlineExceeded`]: the time is over.
+    /// * [`ErrorKind::DeadlineExceeded`]: the time is over, or no servers that could serve the
+    ///   request have been registered for a while. The error says what was asked for, and what the
+    ///   tracker has.
+    /// * The tracker has been away for too long.
     /// * Refusals of the tracker, for example by a limit.
     /// * [`ErrorKind::VersionMismatch`]: the tracker speaks another version.
     /// * Errors of the server that another server would repeat: it does not know the client, or
@@ -238,20 +238,29 @@ impl TrackerClient {
         let mut backoff = Backoff::new(PAUSES.0, PAUSES.1);
         let mut outage = None;
         loop {
-            let asked = Instant::now();
-            let error = match self.ask(request, limit).await {
+            let mut queued = None;
+            let error = match self.ask(request, limit, &mut queued).await {
                 Ok(claim) => return Ok(claim),
                 Err(error) => error,
             };
-            if asked.elapsed() > PAUSES.1 {
-                // The tracker was reachable meanwhile.
+            if !is_outage(&error) {
+                return Err(error);
+            }
+            if queued.is_some_and(|queued: Instant| queued.elapsed() > PAUSES.1) {
+                // The tracker was there meanwhile.
                 backoff.reset();
                 outage = None;
             }
-            let outage = *outage.get_or_insert_with(Instant::now);
+            // A tracker that fell silent has been away for as long as that.
+            let silence = match error.kind() {
+                ErrorKind::PeerSilent if queued.is_some() => self.0.connector.silence_limit(),
+                _ => Duration::ZERO,
+            };
+            let now = Instant::now();
+            let outage = *outage.get_or_insert_with(|| now.checked_sub(silence).unwrap_or(now));
             let pause = backoff.pause();
-            if !is_outage(&error) || limit.is_over_in(pause) || outage.elapsed() + pause > OUTAGE {
-                return Err(error);
+            if limit.is_over_in(pause) || outage.elapsed() + pause > self.0.connector.outage_limit() {
+                return Err(error.context(format_args!("the tracker at {} is away", self.0.address)));
             }
             let tracker = &self.0.address;
             rpc_core::log_limited!(WARN, %tracker, %error, "the tracker is away; asking again");
@@ -259,8 +268,8 @@ impl TrackerClient {
         }
     }
 
-    /// Asks the tracker once.
-    async fn ask(&self, request: &ServerRequest, limit: Limit) -> Result<Claim> {
+    /// Asks the tracker once. Sets `queued` to the time at which the request is in the queue.
+    async fn ask(&self, request: &ServerRequest, limit: Limit, queued: &mut Option<Instant>) -> Result<Claim> {
         let session = limit.within("the tracker", self.session()).await?;
         let request = ServerRequest { timeout_ms: limit.left_ms(), ..request.clone() };
         let asked = async {
@@ -270,6 +279,7 @@ impl TrackerClient {
             let wait = session.get_function(functions::WAIT).start();
             let (ask, wait) = (ask.await?, wait.await?);
             let queue_entry: RemoteObject = ask.call((Pack(request),)).concurrent().await?;
+            *queued = Some(Instant::now());
             let Pack(grants) = wait.call((&queue_entry,)).concurrent().await?;
             Ok(Claim { queue_entry, grants })
         };

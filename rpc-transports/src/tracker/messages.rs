@@ -251,7 +251,15 @@ pub struct ServerRequest {
     /// Longest time to wait. `None` waits without limit.
     #[serde(default)]
     pub timeout_ms: Option<u64>,
+    /// Longest time to wait while all registered servers together could not serve the request, even
+    /// if they were free. Only for requests without `timeout_ms`. `None` waits without limit.
+    #[serde(default)]
+    pub unservable_timeout_ms: Option<u64>,
 }
+
+/// Default of [`ServerRequest::unservable_timeout_ms`]: servers that start at the same time, or
+/// register again after a restart of the tracker, come much sooner.
+const UNSERVABLE_MS: u64 = 60_000;
 
 impl ServerRequest {
     /// Requests one server with this key.
@@ -267,6 +275,7 @@ impl ServerRequest {
             priority: 0,
             client: this_user(),
             timeout_ms: None,
+            unservable_timeout_ms: Some(UNSERVABLE_MS),
         }
     }
 
@@ -319,10 +328,22 @@ impl ServerRequest {
         self
     }
 
-    /// Limits the time to wait for the servers and to reach them. Default: no limit.
+    /// Limits the time to wait for the servers and to reach them. Default: no limit while servers
+    /// that could serve the request are registered; see
+    /// [`unservable_timeout`](Self::unservable_timeout).
     #[must_use]
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.timeout_ms = Some(u64::try_from(timeout.as_millis()).unwrap_or(u64::MAX));
+        self
+    }
+
+    /// Limits the time to wait while all registered servers together could not serve the request,
+    /// even if they were free: none has the key, or fewer are there than were asked for. The error
+    /// says what was asked for, and what is registered. Default: 60 s. A request with a
+    /// [`timeout`](Self::timeout) waits for that instead.
+    #[must_use]
+    pub fn unservable_timeout(mut self, timeout: Duration) -> Self {
+        self.unservable_timeout_ms = Some(u64::try_from(timeout.as_millis()).unwrap_or(u64::MAX));
         self
     }
 

@@ -220,6 +220,27 @@ async fn killed(victim: Victim, transport: Transport) {
     }
 }
 
+/// Regression: a request waited without end at a tracker whose process was stopped, and two minutes
+/// at one that was gone.
+#[test]
+fn a_request_that_waits_at_a_lost_tracker_fails() {
+    peers::run(|| async {
+        for signal in [Signal::KILL, Signal::STOP] {
+            let mut tracker = TrackerPeer::start(&TRACKER);
+            let connector = peers::connector().keep_alive(KEEP_ALIVE).tracker_outage(peers::DEAD);
+            let client = TrackerClient::connect_with(connector, tracker.address()).await.unwrap();
+            let asking = client.clone();
+            let asking = tokio::spawn(async move { asking.request(&ServerRequest::new("board")).await.map(drop) });
+            let queued = async { while client.summary().await.unwrap().queue.is_empty() {} };
+            soon("the request is in the queue", queued).await;
+            peers::signal(tracker.pid(), signal);
+            let error = soon("the request fails", asking).await.unwrap().unwrap_err();
+            assert!(error.message().contains("is away"), "{signal:?}: {error}");
+            tracker.kill();
+        }
+    });
+}
+
 /// Kills a client that has been granted the server. The server is stopped, so that the client waits
 /// there with its ticket.
 async fn a_client_dies_on_its_way(pool: &Pool) {

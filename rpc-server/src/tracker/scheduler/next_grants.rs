@@ -6,18 +6,19 @@ use std::ops::Bound;
 
 use rpc_transports::tracker::ServerRequest;
 
+use super::request_classes::ClassId;
 use super::server::{GrantOrder, usable};
 use super::types::ServerId;
-use super::{PendingRequest, QueueOrder, Scheduler};
+use super::{QueueOrder, Scheduler};
 
 /// Number of servers in a pool for each server with a rare property, from which on a request for
 /// one slot looks at these, and not for the first suitable server of the pool.
 const FIRST_IS_OFTEN_ENOUGH: usize = 8;
 
 impl Scheduler {
-    /// Returns the next grants: rules 1 to 3. Considers only keys with free slots, and skips
-    /// requests equal to one that got no slots, so that a long queue costs little while there are
-    /// no slots for it.
+    /// Returns the next grants: rules 1 to 3. Considers only keys with free slots, and of equal
+    /// requests none behind one that got no slots, so that a long queue costs little while there
+    /// are no slots for it.
     pub(super) fn next_grants(&self, changed: Option<&str>) -> Vec<(QueueOrder, Vec<ServerId>)> {
         let mut grants = Vec::new();
         let mut left = self.totals.free;
@@ -28,48 +29,50 @@ impl Scheduler {
         let mut nothing_for = HashSet::new();
         let free_of = |key: &str| self.pools.get(key).map_or(0, |pool| pool.free);
         // Requests of different keys affect each other only through requests for any key.
-        let alone = changed.filter(|key| !key.is_empty() && !self.queues.contains_key(""));
-        let queues: Vec<(&str, &BTreeSet<QueueOrder>)> = match alone {
-            Some(key) => self.queues.get_key_value(key).map(|(key, queue)| (key.as_str(), queue)).into_iter().collect(),
-            None => self.queues.iter().map(|(key, queue)| (key.as_str(), queue)).collect(),
+        let alone = changed.filter(|key| !key.is_empty() && !self.classes.has_key(""));
+        let keys: Vec<&str> = match alone {
+            Some(key) => vec![key],
+            None => self.classes.keys().collect(),
         };
-        let with_free = queues.into_iter().filter(|(key, _)| key.is_empty() || free_of(key) > 0);
-        // Next request of each queue.
-        let mut next: BTreeSet<(QueueOrder, &str)> =
-            with_free.filter_map(|(key, queue)| Some((*queue.first()?, key))).collect();
-        while let Some((order, key)) = next.pop_first().filter(|_| left > 0) {
-            if let Some(PendingRequest { request, possible, .. }) = self.waiting.get(&order)
-                && *possible >= u64::from(request.count)
-            {
-                let wants = (key, &request.labels, &request.devices, &request.virtual_devices);
-                if !nothing_for.contains(&wants) {
-                    let found = self.find(request, &taken);
-                    let total: u64 = found.iter().map(|(_, slots)| u64::from(*slots)).sum();
-                    let is_served = total >= u64::from(request.count);
-                    let took: Vec<(ServerId, u32)> = if is_served {
-                        let slots = choose(request.count, found);
-                        grants.push((order, slots.clone()));
-                        slots.into_iter().map(|id| (id, 1)).collect()
-                    } else {
-                        if !request.distinct {
-                            nothing_for.insert(wants);
-                        }
-                        found.into_iter().map(|((.., id), slots)| (id, slots)).collect()
-                    };
-                    for (id, slots) in took {
-                        *taken.entry(id).or_default() += slots;
-                        left -= u64::from(slots);
-                        if let Some(server) = self.servers.get(&id) {
-                            *taken_of.entry(&server.offer.key).or_default() += u64::from(slots);
-                        }
-                    }
+        let with_free = keys.into_iter().filter(|key| key.is_empty() || free_of(key) > 0);
+        let possible = with_free.flat_map(|key| self.classes.of_key(key)).filter(|(_, class)| class.is_possible());
+        // Next request of each class.
+        let mut next: BTreeSet<(QueueOrder, ClassId)> =
+            possible.filter_map(|(id, class)| Some((*class.members.first()?, id))).collect();
+        while let Some((order, id)) = next.pop_first().filter(|_| left > 0) {
+            let Some(class) = self.classes.get(id) else { continue };
+            let request = &*class.request;
+            let key = request.key.as_str();
+            if !key.is_empty() && free_of(key) <= taken_of.get(key).copied().unwrap_or_default() {
+                continue;
+            }
+            let wants = (key, &request.labels, &request.devices, &request.virtual_devices);
+            if nothing_for.contains(&wants) {
+                continue;
+            }
+            let found = self.find(request, &taken);
+            let total: u64 = found.iter().map(|(_, slots)| u64::from(*slots)).sum();
+            let is_served = total >= u64::from(request.count);
+            let took: Vec<(ServerId, u32)> = if is_served {
+                let slots = choose(request.count, found);
+                grants.push((order, slots.clone()));
+                slots.into_iter().map(|id| (id, 1)).collect()
+            } else {
+                found.into_iter().map(|((.., id), slots)| (id, slots)).collect()
+            };
+            for (id, slots) in took {
+                *taken.entry(id).or_default() += slots;
+                left -= u64::from(slots);
+                if let Some(server) = self.servers.get(&id) {
+                    *taken_of.entry(&server.offer.key).or_default() += u64::from(slots);
                 }
             }
-            let is_over = !key.is_empty() && free_of(key) <= taken_of.get(key).copied().unwrap_or_default();
-            let behind = self.queues.get(key).filter(|_| !is_over);
-            if let Some(order) = behind.and_then(|queue| queue.range((Bound::Excluded(order), Bound::Unbounded)).next())
-            {
-                next.insert((*order, key));
+            if !is_served && !request.distinct {
+                nothing_for.insert(wants);
+                continue;
+            }
+            if let Some(order) = class.members.range((Bound::Excluded(order), Bound::Unbounded)).next() {
+                next.insert((*order, id));
             }
         }
         grants

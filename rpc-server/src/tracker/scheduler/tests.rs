@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use rpc_transports::tracker::{DeviceOffer, ServerRequest, ServerStatus, Use};
 
-use super::{ClaimId, Event, GrantedSlot, Offer, Policy, Scheduler};
+use super::{ClaimId, Event, GrantedSlot, Offer, Policy, Scheduler, unservable};
 
 const LEASE: Duration = Duration::from_secs(10);
 const TICKET: Duration = Duration::from_secs(20);
@@ -291,4 +291,72 @@ fn the_unused_slots_of_a_client_that_is_gone_come_back_and_the_used_ones_do_not(
     let [(claim, slots_of_next)] = &granted(&mut scheduler)[..] else { panic!() };
     assert_eq!((*claim, slots_of_next[0].server), (next[0], slots[1].server));
     assert!(ids.contains(&slots_of_next[0].server) && scheduler.abandoned.is_empty());
+}
+
+/// Regression: a server that came or went was compared with each request that waited for its key.
+#[test]
+fn a_registration_looks_at_few_of_the_requests_that_wait() {
+    const REQUESTS: u64 = 5000;
+    let limits = Policy { max_servers: 10, max_servers_per_peer: 10, max_waiting: 10_000, ..policy() };
+    let (mut scheduler, now) = (Scheduler::new(Policy { max_waiting_per_client: 10_000, ..limits }), Instant::now());
+    for number in 0..REQUESTS {
+        let request = match number % 4 {
+            0 => ServerRequest::new("k").count(1000),
+            1 => ServerRequest::any().count(1000),
+            2 => ServerRequest::new("k").label("host", &format!("node{number}")),
+            _ => ServerRequest::any().device(format!("ext{number}").parse().unwrap_or(rpc_core::DeviceType::CUDA), 1),
+        };
+        scheduler.request(now, "c", request.priority(i32::try_from(number).unwrap())).unwrap();
+    }
+    assert!(granted(&mut scheduler).is_empty() && scheduler.totals().waiting == REQUESTS);
+    scheduler.compared.set(0);
+    let id = scheduler.register(now, "p", offer("k", 4), &no_uses()).unwrap();
+    scheduler.report(now, id, &no_uses());
+    scheduler.unregister(now, id);
+    let compared = scheduler.compared.get();
+    assert!((2..20).contains(&compared), "{compared} comparisons for {REQUESTS} requests");
+    assert!(granted(&mut scheduler).is_empty());
+}
+
+#[test]
+fn a_request_that_can_never_be_served_fails_after_its_time_and_says_why() {
+    let (mut scheduler, now) = scheduler();
+    let second = Duration::from_secs(1);
+    let wanted = || ServerRequest::new("k").count(2).unservable_timeout(60 * second);
+    let first = scheduler.register(now, "p", offer("k", 1), &no_uses()).unwrap();
+    let report = |scheduler: &mut Scheduler, id, now| assert!(scheduler.report(now, id, &no_uses()));
+    let claim = scheduler.request(now, "c", wanted()).unwrap();
+    // A server that comes and goes begins the time anew.
+    let mut now = now;
+    let pass = |scheduler: &mut Scheduler, now: &mut Instant, time: Duration| {
+        let end = *now + time;
+        while *now < end {
+            *now += second;
+            scheduler.handle_timeout(*now);
+            report(scheduler, first, *now);
+        }
+    };
+    pass(&mut scheduler, &mut now, 50 * second);
+    let busy = Use { id: 1, serial: None, direct: true, client: "c".to_owned(), for_ms: 0, silent_ms: 0 };
+    let status = ServerStatus { uses: vec![busy], ..no_uses() };
+    let other = scheduler.register(now, "p", offer("k", 1), &status).unwrap();
+    scheduler.unregister(now, other);
+    pass(&mut scheduler, &mut now, 59 * second);
+    assert_eq!(scheduler.poll_event(), None);
+    pass(&mut scheduler, &mut now, second);
+    let Some(Event::Unservable { claim: told, request, possible }) = scheduler.poll_event() else { panic!() };
+    assert_eq!((told, possible), (claim, 1));
+    let error = unservable(&request, possible, scheduler.keys());
+    let text = error.message();
+    assert!(text.contains("for 60s: 2 slots with the key 'k'") && text.contains("have 1; "), "{text}");
+    assert!(text.ends_with("keys: k"), "{text}");
+
+    // Requests that could be served, or that have a time limit of their own, wait.
+    let patient = scheduler.request(now, "c", wanted().timeout(3600 * second)).unwrap();
+    let endless = scheduler.request(now, "c", wanted().unservable_timeout(Duration::MAX)).unwrap();
+    pass(&mut scheduler, &mut now, 3599 * second);
+    assert_eq!(scheduler.poll_event(), None);
+    [patient, endless].iter().for_each(|claim| scheduler.cancel(now, *claim));
+    scheduler.unregister(now, first);
+    assert_eq!((scheduler.next_timeout(), scheduler.classes.checked_len()), (None, 0));
 }

@@ -1,9 +1,10 @@
 //! Types of the scheduler: ids, policy, offers, events, slots.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use rpc_transports::tracker::DeviceOffer;
+use rpc_transports::tracker::{DeviceOffer, ServerRequest};
 
 /// Id of a registration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -42,6 +43,8 @@ pub(crate) enum Event {
     Granted { claim: ClaimId, slots: Vec<GrantedSlot> },
     /// A request has timed out. `possible` slots could serve it if they were free.
     TimedOut { claim: ClaimId, wanted: u32, possible: u64 },
+    /// For as long as a request allows, all servers together could not serve it.
+    Unservable { claim: ClaimId, request: Arc<ServerRequest>, possible: u64 },
     /// A server was silent for the length of its lease, and is dropped.
     LeaseExpired { server: ServerId },
 }

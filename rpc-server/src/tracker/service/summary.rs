@@ -86,7 +86,7 @@ impl Tracker {
         };
         Snapshot {
             servers: servers.iter().filter_map(server).collect(),
-            queue: scheduler.waiting().map(|w| (w.request.clone(), w.since, w.possible)).collect(),
+            queue: scheduler.waiting().map(|(w, possible)| (w.request.clone(), w.since, possible)).collect(),
             losses: losses.iter().cloned().collect(),
             history: history.samples(now),
         }

@@ -225,6 +225,7 @@ impl Model {
                 }
                 request.devices.push(DeviceOffer::new("cuda", gpus));
                 request.timeout_ms = timeout.map(u64::from);
+                request.unservable_timeout_ms = None;
                 let of_peer = self.waiting.iter().filter(|(_, of, _, _)| *of == peer).count();
                 let full = self.waiting.len() >= policy().max_waiting || of_peer >= policy().max_waiting_per_client;
                 match self.scheduler.request(now, &format!("p{peer}"), request.clone()) {
@@ -347,6 +348,7 @@ impl Model {
                     assert!(timed_out.insert(claim));
                 }
                 Event::Granted { claim, slots } => granted.push((claim, slots)),
+                Event::Unservable { .. } => panic!("no request asks for that"),
             }
         }
         assert!(overdue.is_empty(), "servers are still there whose lease is over: {overdue:?}");
@@ -458,13 +460,13 @@ impl Model {
             let usable = if request.distinct { 1 } else { server.offer.capacity };
             if server.suits(request) { u64::from(usable) } else { 0 }
         };
-        for waiting in self.scheduler.waiting() {
+        for (waiting, told) in self.scheduler.waiting() {
             let possible: u64 = self.servers.values().map(|server| slots(&waiting.request, server)).sum();
-            assert_eq!(waiting.possible, possible, "{waiting:?}");
+            assert_eq!(told, possible, "{waiting:?}");
         }
         assert_eq!(self.scheduler.pools.values().map(|pool| pool.servers.len()).sum::<usize>(), self.servers.len());
         assert_eq!(self.scheduler.priorities.len(), self.waiting.len());
-        assert_eq!(self.scheduler.queues.values().map(BTreeSet::len).sum::<usize>(), self.waiting.len());
+        assert_eq!(self.scheduler.classes.checked_len(), self.waiting.len());
     }
 
     /// Ends all sessions and requests, and checks that all slots are free. Then removes all
