@@ -2,7 +2,15 @@
 //!
 //! A client keeps its connection to a server while channels use it and for a moment longer, and
 //! opens further channels on it. Each connection of a client has a socket of its own. It outlives a
-//! change of the client's address.
+//! change of the client's address. On Linux a client learns within a second that the server's port
+//! is closed, where the server's system says so. A server finds clients that are gone by their
+//! silence: one that changes its address leaves a closed port behind as well, and its session goes
+//! on.
+
+#[cfg_attr(not(target_os = "linux"), allow(dead_code, reason = "only Linux tells of closed ports"))]
+mod closed_port;
+#[cfg(target_os = "linux")]
+mod watched_socket;
 
 use std::collections::HashMap;
 use std::io::{self, IoSlice};
@@ -21,6 +29,7 @@ use socket2::{Domain, Protocol, Socket, Type};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::sync::{Notify, Semaphore, mpsc};
 
+use self::closed_port::PeerPort;
 use crate::address::{Address, AddressError};
 use crate::channel::{Channel, Machine, Peer};
 use crate::error::TransportError;
@@ -59,6 +68,9 @@ const ROOM: Duration = Duration::from_secs(1);
 
 /// Code of a connection that was closed in good order.
 const DONE: VarInt = VarInt::from_u32(0);
+
+/// Code of a connection whose peer has a closed port, and so does not learn it.
+const PORT_CLOSED: VarInt = VarInt::from_u32(3);
 
 /// Code of a connection that was closed because no session used it.
 const IDLE: VarInt = VarInt::from_u32(1);
@@ -121,6 +133,8 @@ struct Pooled {
     /// addresses by which [`PoolKey`] names them.
     _trust: (ClientTls, Tokens),
     security: Security,
+    /// Port of the server, if it is watched.
+    port: Option<Arc<PeerPort>>,
     /// Notified whenever a channel is dropped.
     released: Arc<Notify>,
 }
@@ -215,7 +229,8 @@ async fn open(address: &Address, pooled: &Arc<Pooled>) -> Result<Channel, quinn:
     let (send, recv) = pooled.connection.open_bi().await?;
     let guard = Guard { pooled: Some(pooled.clone()), released: pooled.released.clone() };
     let machine = Machine::At(pooled.connection.remote_address().ip().to_canonical());
-    let channel = Channel::new(QuicIo { send, recv }, Peer::new(address.to_string()).on(machine));
+    let io = QuicIo { send, recv, port: pooled.port.clone() };
+    let channel = Channel::new(io, Peer::new(address.to_string()).on(machine));
     Ok(channel.with_security(pooled.security.duplicate()).with_guard(Box::new(guard)))
 }
 
@@ -242,15 +257,21 @@ async fn connect(
             if target.is_ipv6() { IpAddr::V6(Ipv6Addr::UNSPECIFIED) } else { IpAddr::V4(Ipv4Addr::UNSPECIFIED) };
         let io_error = |error| TransportError::from_io(address.to_string(), error);
         let socket = udp(SocketAddr::new(local, 0)).map_err(io_error)?;
-        let endpoint = Endpoint::new(EndpointConfig::default(), None, socket, Arc::new(TokioRuntime));
-        let endpoint = endpoint.map_err(io_error)?;
-        let connecting = endpoint.connect_with(config.clone(), *target, name).map_err(|error| other(&error))?;
+        let client = ClientEndpoint::new(socket, *target).map_err(io_error)?;
+        let connecting = client.endpoint.connect_with(config.clone(), *target, name).map_err(|error| other(&error))?;
         // An address that does not answer must leave time for the others.
         let sharers = u32::try_from(resolved.len() - tried).unwrap_or(u32::MAX);
         let share = deadline.saturating_duration_since(Instant::now()) / sharers;
-        match tokio::time::timeout(share, connecting).await {
+        let connected = tokio::select! {
+            connected = tokio::time::timeout(share, connecting) => connected,
+            () = client.port_closed(|| true) => {
+                failure = io_error(io::Error::new(io::ErrorKind::ConnectionRefused, "no program uses the UDP port"));
+                continue;
+            }
+        };
+        match connected {
             Ok(Ok(connection)) => {
-                return pool_connection(connection, endpoint, (tls.clone(), options.tokens.clone()), key)
+                return pool_connection(connection, client, (tls.clone(), options.tokens.clone()), key)
                     .map_err(|error| insecure(address, error));
             }
             Ok(Err(error)) => failure = unconnected(address, options, error),
@@ -272,7 +293,7 @@ fn unconnected(address: &Address, options: &Dial, error: quinn::ConnectionError)
 
 fn pool_connection(
     connection: quinn::Connection,
-    endpoint: Endpoint,
+    client: ClientEndpoint,
     trust: (ClientTls, Tokens),
     key: PoolKey,
 ) -> io::Result<Arc<Pooled>> {
@@ -285,13 +306,63 @@ fn pool_connection(
         connection: Some(Arc::new(identity_proofs::Connection::with_pulse(pulse))),
         ..Security::default()
     };
-    let pooled = Arc::new(Pooled { connection, _trust: trust, security, released: Arc::new(Notify::new()) });
+    let released = Arc::new(Notify::new());
+    let (endpoint, port) = (client.endpoint.clone(), client.port.clone());
+    let pooled = Arc::new(Pooled { connection, _trust: trust, security, port, released });
     let mut pool = pool().lock();
     pool.retain(|_, pooled| pooled.strong_count() > 0);
     pool.insert(key, Arc::downgrade(&pooled));
     drop(pool);
+    tokio::spawn(client.watch(pooled.connection.clone(), Arc::downgrade(&pooled)));
     tokio::spawn(keep(pooled.clone(), endpoint));
     Ok(pooled)
+}
+
+/// Endpoint of a client, for one connection.
+struct ClientEndpoint {
+    endpoint: Endpoint,
+    /// Port of the server, where the system tells that one is closed.
+    port: Option<Arc<PeerPort>>,
+    #[cfg(target_os = "linux")]
+    socket: Arc<watched_socket::WatchedSocket>,
+}
+
+impl ClientEndpoint {
+    #[cfg(target_os = "linux")]
+    fn new(socket: UdpSocket, server: SocketAddr) -> io::Result<Self> {
+        let port = Arc::new(PeerPort::new(Instant::now()));
+        let socket = watched_socket::WatchedSocket::new(socket, server, port.clone())?;
+        let (config, runtime) = (EndpointConfig::default(), Arc::new(TokioRuntime));
+        let endpoint = Endpoint::new_with_abstract_socket(config, None, socket.clone(), runtime)?;
+        Ok(Self { endpoint, port: Some(port), socket })
+    }
+
+    #[cfg(not(target_os = "linux"))]
+    fn new(socket: UdpSocket, _: SocketAddr) -> io::Result<Self> {
+        let endpoint = Endpoint::new(EndpointConfig::default(), None, socket, Arc::new(TokioRuntime))?;
+        Ok(Self { endpoint, port: None })
+    }
+
+    /// Closes the connection once its server's port is closed. Returns when it has ended. While
+    /// channels use it, a server that is silent is sent packets that it drops.
+    async fn watch(self, connection: quinn::Connection, pooled: Weak<Pooled>) {
+        tokio::select! {
+            _ = connection.closed() => {}
+            () = self.port_closed(|| pooled.strong_count() > 1) => connection.close(PORT_CLOSED, b""),
+        }
+    }
+
+    /// Resolves once the server's port is closed. A server that is silent is sent packets while
+    /// `is_used`.
+    #[cfg(target_os = "linux")]
+    async fn port_closed(&self, is_used: impl Fn() -> bool) {
+        self.socket.closed(is_used).await;
+    }
+
+    #[cfg(not(target_os = "linux"))]
+    async fn port_closed(&self, _: impl Fn() -> bool) {
+        std::future::pending().await
+    }
 }
 
 /// Holds a connection until no channel has used it for the time `LINGER`, and then closes it.
@@ -540,7 +611,7 @@ async fn accept_channels(
             (security.certificate, security.connection) = (None, None);
         }
         // The client's address may have changed since the last channel.
-        let channel = Channel::new(QuicIo { send, recv }, peer_at(connection.remote_address()));
+        let channel = Channel::new(QuicIo { send, recv, port: None }, peer_at(connection.remote_address()));
         let channel =
             channel.with_security(security).with_parent_connection(over.clone()).with_guard(Box::new(used.clone()));
         // Once the listener is gone, the stream is dropped, which refuses it.
@@ -552,17 +623,34 @@ async fn accept_channels(
 struct QuicIo {
     send: SendStream,
     recv: RecvStream,
+    /// Port of the server, if it is watched.
+    port: Option<Arc<PeerPort>>,
 }
+
+impl QuicIo {
+    /// Returns the cause of an error, if it is known better than by QUIC.
+    fn explain(&self, error: io::Error) -> io::Error {
+        match &self.port {
+            Some(port) if port.is_closed() => io::Error::new(io::ErrorKind::ConnectionReset, PORT_CLOSED_TEXT),
+            _ => error,
+        }
+    }
+}
+
+/// Error of a channel whose peer's port is closed.
+const PORT_CLOSED_TEXT: &str = "the peer's port is closed: its system says that no program uses it any more";
 
 impl AsyncRead for QuicIo {
     fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
-        AsyncRead::poll_read(Pin::new(&mut self.recv), cx, buffer)
+        let outcome = AsyncRead::poll_read(Pin::new(&mut self.recv), cx, buffer);
+        outcome.map_err(|error| self.explain(error))
     }
 }
 
 impl AsyncWrite for QuicIo {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
-        AsyncWrite::poll_write(Pin::new(&mut self.send), cx, bytes)
+        let outcome = AsyncWrite::poll_write(Pin::new(&mut self.send), cx, bytes);
+        outcome.map_err(|error| self.explain(error))
     }
 
     fn poll_write_vectored(
@@ -582,7 +670,7 @@ impl AsyncWrite for QuicIo {
                 // The bytes already taken are reported first. An error comes again at the next
                 // write.
                 _ if written > 0 => break,
-                other => return other,
+                other => return other.map_err(|error| self.explain(error)),
             }
         }
         Poll::Ready(Ok(written))

@@ -463,3 +463,14 @@ async fn sessions_on_one_connection_prove_an_identity_once_and_do_not_mix() {
     drop(sessions);
     tokio::time::timeout(Duration::from_secs(10), server.idle()).await.unwrap();
 }
+
+/// Regression: over QUIC, a port on which no server listens was an error only when the whole time
+/// for connecting was over.
+#[cfg(target_os = "linux")]
+#[tokio::test]
+async fn a_closed_port_refuses_a_quic_client() {
+    let trust = ClientTls::new(Authority::new().pem.as_bytes(), None).unwrap();
+    let connector = Connector::new().tls(trust).connect_timeout(Duration::from_secs(3600));
+    let error = connector.connect("quic://127.0.0.1:1").await.unwrap_err();
+    assert!(matches!(error, ConnectError::Transport(TransportError::Refused { .. })), "{error}");
+}

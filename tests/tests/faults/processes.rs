@@ -93,11 +93,6 @@ fn quick() -> Connector {
     peers::connector().keep_alive(KEEP_ALIVE)
 }
 
-/// Returns a connector that notices the death of its peer: from the system, or else by the silence.
-fn client(transport: Transport) -> Connector {
-    if transport == Transport::Quic { quick() } else { peers::connector() }
-}
-
 /// Pending operation, which yields its result and the time of its end by [`pace`].
 struct Watched {
     what: &'static str,
@@ -279,10 +274,10 @@ async fn a_killed_server_is_lost_to_all_pending_calls(transport: Transport, form
     // The client has to notice it, so that the server has a long keep-alive.
     let mut server = ServerPeer::with(transport, &[]);
     let watcher = Calls::to(server.address()).await;
-    let open = async || connect(form, client(transport), server.address()).await.unwrap();
+    let open = async || connect(form, peers::connector(), server.address()).await.unwrap();
     let busy = Busy::new(form, "killed", &watcher, open).await;
     let idle = open().await;
-    let kind = transport.end_of_the_killed();
+    let kind = ErrorKind::PeerLost;
     let since = pace::now();
     server.kill();
     let took = idle_ends(idle, kind, since).await;
@@ -295,7 +290,7 @@ async fn a_server_killed_in_the_handshake_is_lost(transport: Transport, form: Fo
     let mut server = ServerPeer::start(transport);
     // The server is stopped, and its system still accepts connections for it.
     server.signal(Signal::STOP);
-    let connector = client(transport).connect_timeout(LIMIT).handshake_timeout(TIME_LIMIT);
+    let connector = peers::connector().connect_timeout(LIMIT).handshake_timeout(TIME_LIMIT);
     let address = server.address().to_owned();
     let arrivals = Arrivals::at(&address);
     let attempt = tokio::spawn(async move { (connect(form, connector, &address).await, pace::now()) });
@@ -359,14 +354,14 @@ async fn a_killed_hop_is_lost_to_the_client_and_the_origin_frees(transport: Tran
     let mut hop = ServerPeer::with(transport, &[]);
     let watcher = Calls::to(origin.address()).await;
     let before = watcher.info().await;
-    let connector = client(transport).via(hop.address());
+    let connector = peers::connector().via(hop.address());
     let open = async || connect(form, connector.clone(), origin.address()).await.unwrap();
     let busy = Busy::new(form, "hop", &watcher, open).await;
     assert_ne!(watcher.info().await.handles, before.handles);
     let since = pace::now();
     hop.kill();
     let freed = freed(&watcher, &before);
-    let (took, ()) = tokio::join!(freed, busy.fails(transport.end_of_the_killed(), 0, since));
+    let (took, ()) = tokio::join!(freed, busy.fails(ErrorKind::PeerLost, 0, since));
     println!("{transport:?}: the origin has freed everything after {took:?}");
     at_pace(LIMIT, "no call runs", async || watcher.run::<i64>("tagged.alive", ("hop",)).await == 0).await;
 }
@@ -374,8 +369,8 @@ async fn a_killed_hop_is_lost_to_the_client_and_the_origin_frees(transport: Tran
 async fn a_killed_origin_is_an_error_of_another_hop(transport: Transport, form: Form) {
     let mut origin = ServerPeer::with(transport, &[]);
     let other = ServerPeer::with(transport, &[]);
-    // The hop has to notice it.
-    let hop = ServerPeer::start(transport);
+    // The hop has to notice it, from the system.
+    let hop = ServerPeer::with(transport, &[]);
     let watcher = Calls::to(origin.address()).await;
     let connector = peers::connector().via(hop.address());
     let neighbour = Calls::over(connect(form, connector.clone(), other.address()).await.unwrap());
@@ -383,15 +378,13 @@ async fn a_killed_origin_is_an_error_of_another_hop(transport: Transport, form: 
     let busy = Busy::new(form, "origin", &watcher, open).await;
     let since = pace::now();
     origin.kill();
-    busy.fails(transport.end_of_the_killed(), 1, since).await;
+    busy.fails(ErrorKind::PeerLost, 1, since).await;
     assert_eq!(neighbour.run::<i64>("add", (20, 22)).await, 42);
     let next = Calls::over(connect(form, connector.clone(), other.address()).await.unwrap());
     assert_eq!(next.run::<i64>("add", (20, 22)).await, 42);
     // The hop refuses to connect to the dead origin, and gives the reason.
     let refused = connect(form, connector, origin.address()).await.unwrap_err().into_rpc_error();
-    // Over QUIC, a host where nobody listens does not answer.
-    let kind = if matches!(transport, Transport::Quic) { ErrorKind::PeerSilent } else { ErrorKind::PeerLost };
-    assert_eq!((refused.kind(), refused.hop()), (kind, 1), "{refused}");
+    assert_eq!((refused.kind(), refused.hop()), (ErrorKind::PeerLost, 1), "{refused}");
 }
 
 mod a_child_process {
@@ -501,6 +494,27 @@ async fn a_server_that_drains_finishes_what_was_asked(transport: Transport, form
     assert_eq!(server.exit_code(), Some(0));
     let refused = connect(form, Connector::new(), server.address()).await.unwrap_err();
     assert!(matches!(refused, ConnectError::Transport(_)), "{refused}");
+}
+
+/// Regression: a killed server was noticed by its silence alone, although its system says at once
+/// that the port is closed.
+#[test]
+fn a_killed_quic_server_is_noticed_by_its_closed_port() {
+    peers::run(|| async {
+        for form in [Form::Async, Form::Blocking] {
+            let mut server = ServerPeer::start(Transport::Quic);
+            // Silence tells nothing in the time of the test.
+            let connector = peers::connector().keep_alive(Duration::from_secs(3600));
+            let session = connect(form, connector, server.address()).await.unwrap();
+            let hold = session.get_function("hold.tagged").await.unwrap();
+            let call = watch(form, "a running call", hold.call::<()>(("closed port",)).start());
+            server.kill();
+            let (outcome, _) = soon(call.outcome).await.unwrap();
+            let error = outcome.unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::PeerLost, "{error}");
+            assert!(error.message().contains("port is closed"), "{error}");
+        }
+    });
 }
 
 /// The next session once waited for the whole time limit of a handshake, over a connection whose

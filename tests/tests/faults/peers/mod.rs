@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 use std::{fs, io, panic, thread};
 
 use rpc_core::proto::{FrameHeader, HEADER_LEN, Hello, Kind, MAGIC, Role};
-use rpc_core::{ErrorKind, FromReply, IntoArgs, Pack, Packed, Session};
+use rpc_core::{FromReply, IntoArgs, Pack, Packed, Session};
 use rpc_server::builtins::ServerInfo;
 use rpc_transports::{Address, BlockingIo, ClientTls, Connector, Dial, Transports};
 use rustix::process::{Pid, Signal, kill_process};
@@ -100,12 +100,6 @@ impl Transport {
             Self::Tls => "tls",
             Self::Quic => "quic",
         }
-    }
-
-    /// Returns the error for a peer that was killed: the system reports it over a stream, and
-    /// nothing does over QUIC.
-    pub fn end_of_the_killed(self) -> ErrorKind {
-        if self == Self::Quic { ErrorKind::PeerSilent } else { ErrorKind::PeerLost }
     }
 }
 
