@@ -6,6 +6,8 @@
 //! it loads that. `rpc-server`, which stands above this crate, is a development dependency for the
 //! places that it offers.
 
+#[path = "digits/model_folder.rs"]
+mod model_folder;
 #[path = "digits/place.rs"]
 mod place;
 
@@ -16,6 +18,7 @@ use std::time::{Duration, Instant};
 use clap::Parser;
 use disco::{DRef, DiscoSession, Part, ReduceOp, Scope, ShardLoader, TensorInfo};
 use indicatif::{BinaryBytes, ProgressBar, ProgressStyle};
+use model_folder::ModelFolder;
 use place::{Place, PlaceArgs, Role};
 use rpc_core::{DataType, Registry, Result, TensorView, TensorViewMut};
 use rpc_server::isolate;
@@ -68,10 +71,12 @@ fn add_bytes(mut sum: TensorViewMut, weight: TensorView) -> Result<()> {
 }
 
 fn run(args: Args, registry: Registry) -> Result<(), Failure> {
-    let temporary = tempfile::tempdir()?;
-    let model = match args.model {
-        Some(model) => model,
-        None => write_model(temporary.path())?,
+    let (model, _temporary) = match args.model {
+        Some(model) => (model, None),
+        None => {
+            let temporary = ModelFolder::create_in(&std::env::temp_dir())?;
+            (write_model(temporary.path())?, Some(temporary))
+        }
     };
     let folder = if model.is_dir() { &model } else { model.parent().unwrap_or(Path::new(".")) };
     let folder = folder.canonicalize()?;

@@ -16,6 +16,11 @@ use rpc_tests::spmd::{self, Data, Launch, Node, readable_folder, registry, runti
 use safetensors::tensor::{Dtype, TensorView, serialize};
 use tempfile::TempDir;
 
+use self::model_folder::ModelFolder;
+
+#[path = "../../../disco/examples/digits/model_folder.rs"]
+mod model_folder;
+
 const NODE: &str = env!("CARGO_BIN_EXE_disco_node");
 
 /// Runs the test with one worker, with two, and with four in two groups.
@@ -583,4 +588,32 @@ fn elements_of_all_types_are_unchanged() {
         assert_eq!(loader.tensor("F4").unwrap().dtype.to_string().parse::<DataType>().unwrap().bits, 4);
     }
     session.shutdown().wait().unwrap();
+}
+
+/// Regression: each killed `weights` example left 22 MiB in the folder for temporary files.
+#[test]
+fn the_folder_of_a_killed_example_is_removed_at_the_next_start() {
+    let parent = tempfile::tempdir().unwrap();
+    let lives = ModelFolder::create_in(parent.path()).unwrap();
+    // A killed program's folder is one whose lock the system has freed.
+    let killed = parent.path().join("rpc-model-killed");
+    fs::create_dir(&killed).unwrap();
+    fs::copy(lives.path().join("lock"), killed.join("lock")).unwrap();
+    fs::write(killed.join("model.safetensors"), [0; 64]).unwrap();
+    let elsewhere = tempfile::tempdir().unwrap();
+    fs::copy(killed.join("lock"), elsewhere.path().join("lock")).unwrap();
+    std::os::unix::fs::symlink(elsewhere.path(), parent.path().join("rpc-model-link")).unwrap();
+    for (name, is_locked) in [("rpc-model-begun", false), ("others", true)] {
+        fs::create_dir(parent.path().join(name)).unwrap();
+        fs::write(parent.path().join(name).join("lock"), if is_locked { "locked" } else { "" }).unwrap();
+    }
+
+    let next = ModelFolder::create_in(parent.path()).unwrap();
+    assert!(!killed.exists());
+    assert!(lives.path().exists() && next.path() != lives.path());
+    for name in ["rpc-model-link", "rpc-model-begun", "others"] {
+        assert!(parent.path().join(name).join("lock").exists(), "{name}");
+    }
+    drop((lives, next));
+    assert_eq!(fs::read_dir(parent.path()).unwrap().count(), 3);
 }
