@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-pub use crate::memory_quota::{MemoryLease, MemoryQuota};
+pub use crate::memory_quota::{MemoryLease, MemoryQuota, StagingLease};
 pub use crate::open_file_quota::{OpenFileLease, OpenFileQuota};
 
 /// Limits on the objects, requests, bytes and threads of a session. The defaults suit one of
@@ -16,7 +16,8 @@ pub struct SessionLimits {
     /// request that is larger is admitted alone. 128 MiB by default.
     ///
     /// A read from a device whose memory the host cannot access counts with its length, because it
-    /// is copied to the host; a single one that is larger is an error.
+    /// is copied to the host; a single one that is larger is an error. So does what functions
+    /// [stage](crate::Context::stage).
     ///
     /// Requests that wait for admission are in memory, too. Their submitter must bound them: a
     /// program by waiting for admission, a server by the credit that it grants its clients.

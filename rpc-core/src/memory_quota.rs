@@ -3,6 +3,8 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use parking_lot::{FairMutex, FairMutexGuard};
+
 use crate::error::{Result, RpcError};
 
 /// Limit on bytes, possibly inside an outer one. Bytes count from [`reserve`](Self::reserve) until
@@ -13,13 +15,16 @@ pub struct MemoryQuota {
     limit: u64,
     used: AtomicU64,
     within: Option<Arc<Self>>,
+    /// Turn of the stagings for which this quota has no room left. One at a time goes beyond the
+    /// limit, and the lock hands itself to the oldest waiter.
+    turn: FairMutex<()>,
 }
 
 impl MemoryQuota {
     /// Creates a quota of `limit` bytes. Errors call it `name`. With `within`, every byte counts
     /// against that outer quota, too.
     pub fn new(name: &'static str, limit: u64, within: Option<Arc<Self>>) -> Arc<Self> {
-        Arc::new(Self { name, limit, used: AtomicU64::new(0), within })
+        Arc::new(Self { name, limit, used: AtomicU64::new(0), within, turn: FairMutex::new(()) })
     }
 
     /// Reserves `bytes`.
@@ -30,11 +35,42 @@ impl MemoryQuota {
     /// reached.
     pub fn reserve(self: &Arc<Self>, bytes: u64) -> Result<MemoryLease> {
         let outer = self.within.as_ref().map(|outer| outer.reserve(bytes)).transpose()?;
-        let reserve = |used: u64| used.checked_add(bytes).filter(|used| *used <= self.limit);
-        self.used
-            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, reserve)
-            .map_err(|used| RpcError::limit(self.name, self.limit, used.saturating_add(bytes)))?;
+        self.count(bytes)?;
         Ok(MemoryLease { quota: self.clone(), bytes, outer: outer.map(Box::new) })
+    }
+
+    /// Reserves `bytes` that are needed for a moment only, such as for data on their way to a
+    /// client.
+    ///
+    /// They count against this quota and the outer one. A staging for which one of these has no
+    /// room waits for its turn there: one at a time goes beyond the limit, the oldest first. So
+    /// what others hold makes nobody's data unreadable. A thread may have one such lease, since it
+    /// could wait for itself with two.
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::LimitExceeded`](crate::ErrorKind::LimitExceeded): `bytes` alone are more than
+    /// this quota.
+    pub fn stage(&self, bytes: u64) -> Result<StagingLease<'_>> {
+        if bytes > self.limit {
+            return Err(RpcError::limit(self.name, self.limit, bytes));
+        }
+        let own = StagedShare::of(self, bytes);
+        Ok(StagingLease {
+            bytes,
+            own,
+            outer: self.within.as_deref().map(|outer| StagedShare::of(outer, bytes)),
+            quota: self,
+        })
+    }
+
+    /// Counts `bytes` of this quota alone.
+    fn count(&self, bytes: u64) -> Result<()> {
+        let reserve = |used: u64| used.checked_add(bytes).filter(|used| *used <= self.limit);
+        match self.used.fetch_update(Ordering::Relaxed, Ordering::Relaxed, reserve) {
+            Ok(_) => Ok(()),
+            Err(used) => Err(RpcError::limit(self.name, self.limit, used.saturating_add(bytes))),
+        }
     }
 
     /// Returns the bytes that are reserved at present.
@@ -87,6 +123,83 @@ impl Drop for MemoryLease {
     }
 }
 
+/// Reserved bytes of data on their way, returned when dropped. See [`MemoryQuota::stage`].
+#[derive(Debug)]
+pub struct StagingLease<'a> {
+    quota: &'a MemoryQuota,
+    bytes: u64,
+    own: StagedShare<'a>,
+    outer: Option<StagedShare<'a>>,
+}
+
+/// Share of a staging in one quota.
+#[derive(Debug)]
+enum StagedShare<'a> {
+    /// So many bytes, which the quota has counted.
+    Within(&'a MemoryQuota, u64),
+    /// The quota has no room, and it is this staging's turn to go beyond it.
+    #[allow(dead_code, reason = "held for its drop")]
+    Beyond(FairMutexGuard<'a, ()>),
+}
+
+impl<'a> StagedShare<'a> {
+    /// Counts `bytes`, or waits for the turn to go beyond the quota.
+    fn of(quota: &'a MemoryQuota, bytes: u64) -> Self {
+        match quota.count(bytes) {
+            Ok(()) => Self::Within(quota, bytes),
+            Err(_) => Self::Beyond(quota.turn.lock()),
+        }
+    }
+
+    /// Counts `all` bytes in place of the fewer ones before. Returns false if there is no room.
+    fn try_grow(&mut self, all: u64) -> bool {
+        match self {
+            Self::Within(quota, bytes) => {
+                let fits = quota.count(all - *bytes).is_ok();
+                if fits {
+                    *bytes = all;
+                }
+                fits
+            }
+            Self::Beyond(_) => true,
+        }
+    }
+}
+
+impl Drop for StagedShare<'_> {
+    fn drop(&mut self) {
+        if let Self::Within(quota, bytes) = self {
+            quota.used.fetch_sub(*bytes, Ordering::Relaxed);
+        }
+    }
+}
+
+impl StagingLease<'_> {
+    /// Adds `bytes`. May wait as [`MemoryQuota::stage`] does.
+    ///
+    /// # Errors
+    ///
+    /// As [`MemoryQuota::stage`]; the lease keeps its size then.
+    pub fn grow(&mut self, bytes: u64) -> Result<()> {
+        let all = self.bytes.saturating_add(bytes);
+        if all > self.quota.limit {
+            return Err(RpcError::limit(self.quota.name, self.quota.limit, all));
+        }
+        self.bytes = all;
+        let within = self.quota.within.as_deref();
+        if !self.own.try_grow(all) {
+            // A turn of the inner quota comes before one of the outer quota, so that no two leases
+            // wait for each other.
+            self.outer = None;
+            self.own = StagedShare::of(self.quota, all);
+            self.outer = within.map(|outer| StagedShare::of(outer, all));
+        } else if !self.outer.as_mut().is_none_or(|outer| outer.try_grow(all)) {
+            self.outer = within.map(|outer| StagedShare::of(outer, all));
+        }
+        Ok(())
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -123,5 +236,38 @@ mod tests {
         assert_eq!((quota.used(), total.used()), (5, 5));
         drop(lease);
         assert_eq!((quota.used(), total.used()), (0, 0));
+    }
+
+    #[test]
+    fn stagings_go_beyond_a_full_quota_one_at_a_time() {
+        let total = MemoryQuota::new("max_total_memory", 100, None);
+        let first = MemoryQuota::new("max_queued", 50, Some(total.clone()));
+        let second = MemoryQuota::new("max_queued", 50, Some(total.clone()));
+        let mut within = first.stage(30).unwrap();
+        let held = total.reserve(70).unwrap();
+        let beyond = second.stage(40).unwrap();
+        assert_eq!((second.used(), total.used()), (40, 100));
+        std::thread::scope(|scope| {
+            let waiter = scope.spawn(|| second.stage(10).map(drop));
+            // It counts before it waits, and cannot be done: the turn is taken.
+            while second.used() != 50 {
+                std::thread::yield_now();
+            }
+            assert!(total.turn.try_lock().is_none() && !waiter.is_finished());
+            drop(beyond);
+            waiter.join().unwrap().unwrap();
+        });
+        assert!(total.turn.try_lock().is_some());
+        within.grow(10).unwrap();
+        assert!(total.turn.try_lock().is_none(), "70 bytes are held, and 40 do not fit in");
+        assert_eq!((first.used(), second.used(), total.used()), (40, 0, 70));
+        assert!(within.grow(20).unwrap_err().message().contains("max_queued"));
+        // Beyond its own session's limit, too.
+        drop(held);
+        let other = first.stage(20).unwrap();
+        assert!(first.turn.try_lock().is_none() && first.used() == 40);
+        drop((within, other));
+        assert_eq!((first.used(), total.used()), (0, 0));
+        assert!(first.turn.try_lock().is_some() && total.turn.try_lock().is_some());
     }
 }

@@ -15,7 +15,7 @@ use crate::error::{ErrorKind, Result, RpcError};
 use crate::function::function::{Function, Signature, Started};
 use crate::function::invocation::Invocation;
 use crate::function::object::{LocalValue, Module};
-use crate::limits::{MemoryLease, OpenFileLease, SessionLimits};
+use crate::limits::{MemoryLease, OpenFileLease, SessionLimits, StagingLease};
 use crate::reply::Responder;
 use crate::session::Lane;
 use crate::tensor::{Access, Borrow, Layout, Tensor};
@@ -87,6 +87,13 @@ pub trait Host: Send + Sync {
     ///
     /// [`ErrorKind::LimitExceeded`].
     fn reserve_memory(&self, bytes: u64) -> Result<MemoryLease>;
+
+    /// Counts bytes of data on their way against the session's staging memory. May wait.
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::LimitExceeded`].
+    fn stage(&self, bytes: u64) -> Result<StagingLease<'_>>;
 
     /// Counts descriptors that a function is about to open against the session's open files.
     ///
@@ -219,6 +226,19 @@ impl Context {
     /// [`ErrorKind::LimitExceeded`], naming the limit that was reached.
     pub fn reserve_memory(&self, bytes: u64) -> Result<MemoryLease> {
         self.host.reserve_memory(bytes)
+    }
+
+    /// Counts bytes that the function holds while it runs, such as those of its result, against the
+    /// session's [`max_queued_bytes`](SessionLimits::max_queued_bytes), until the lease is dropped.
+    /// Waits for its turn where the session, or all sessions together, have used up their limits
+    /// ([`MemoryQuota::stage`](crate::limits::MemoryQuota::stage)). A function may have one such
+    /// lease at a time, and calls no other function with it.
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::LimitExceeded`]: `bytes` alone are more than the session's limit.
+    pub fn stage(&self, bytes: u64) -> Result<StagingLease<'_>> {
+        self.host.stage(bytes)
     }
 
     /// Counts files, sockets and other descriptors that the function is about to open, and keeps

@@ -13,7 +13,7 @@ use crate::function::context::{Context, Host, ThreadPermit, Usage, WorkspaceFile
 use crate::function::function::{Function, Signature};
 use crate::function::loader::LoadRequest;
 use crate::function::object::Module;
-use crate::limits::{MemoryLease, OpenFileLease, SessionLimits};
+use crate::limits::{MemoryLease, OpenFileLease, SessionLimits, StagingLease};
 use crate::session::Lane;
 use crate::tensor::{Layout, Storage, Tensor};
 
@@ -68,6 +68,10 @@ impl Host for LocalInner {
 
     fn reserve_memory(&self, bytes: u64) -> Result<MemoryLease> {
         self.memory.reserve(bytes)
+    }
+
+    fn stage(&self, bytes: u64) -> Result<StagingLease<'_>> {
+        self.staging.stage(bytes)
     }
 
     fn reserve_open_files(&self, count: u64) -> Result<OpenFileLease> {

@@ -67,7 +67,8 @@ struct LocalInner {
     devices: Devices,
     memory: Arc<MemoryQuota>,
     open_files: OpenFileQuota,
-    /// Host memory for reads from devices whose memory the host cannot access.
+    /// Host memory for reads from devices whose memory the host cannot access, and for what
+    /// functions stage.
     staging: Arc<MemoryQuota>,
     workspace: Option<Arc<dyn WorkspaceFiles>>,
     extensions: HashMap<TypeId, Arc<dyn Any + Send + Sync>>,

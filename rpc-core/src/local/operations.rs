@@ -6,7 +6,7 @@ use super::LocalInner;
 use super::job::LaneKey;
 use super::resolve::{self, PinnedOperation};
 use crate::dlpack::DeviceType;
-use crate::error::{Result, RpcError};
+use crate::error::{ErrorKind, Result, RpcError};
 use crate::function::context::{Context, Host};
 use crate::function::loader::LoadRequest;
 use crate::function::object::{LocalValue, Object};
@@ -58,9 +58,13 @@ impl LocalInner {
                         .map(Value::Bytes)
                         .ok_or_else(|| RpcError::internal("a checked range was out of bounds"));
                 }
-                let _staging = self.staging.reserve(len).map_err(|error| {
+                let _staging = self.staging.stage(len).map_err(|error| {
                     error.context("memory of this device is read by way of the host's: read it in smaller pieces")
                 })?;
+                // It may have waited for its turn.
+                if context.is_cancelled() || self.has_ended() {
+                    return Err(RpcError::new(ErrorKind::Cancelled, "no caller waits for the bytes any more"));
+                }
                 // A range that was checked against memory fits memory.
                 let mut bytes = vec![0; len as usize];
                 borrow = borrow.share().unwrap_or(borrow);

@@ -1,5 +1,5 @@
 //! Tests of sessions: the conformance suite over every kind of session, placed graphs, a client in
-//! Python, `ssh`, and modules of TVM-FFI.
+//! Python, `ssh`, modules of TVM-FFI, and staging.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on should stop")]
 
@@ -7,4 +7,5 @@ mod conformance;
 mod placement;
 mod python_client;
 mod ssh;
+mod staging;
 mod tvm_ffi;
