@@ -26,6 +26,7 @@ mod workspace_root;
 use std::fmt;
 use std::fs::File;
 use std::io;
+use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::SystemTime;
@@ -129,6 +130,20 @@ impl Workspace {
     ///
     /// The path is malformed or leads outside, or nothing is there.
     pub fn list(&self, folder: &str) -> Result<Vec<Entry>, WorkspaceError> {
+        self.list_counted(folder, |_| Ok(()))
+    }
+
+    /// Lists files as [`list`](Self::list) does, and calls `count` with the length of each name in
+    /// bytes, of folders too, before the name is kept. An error of `count` ends the listing.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`list`](Self::list), and those of `count`.
+    pub(crate) fn list_counted<E: From<WorkspaceError>>(
+        &self,
+        folder: &str,
+        mut count: impl FnMut(usize) -> Result<(), E>,
+    ) -> Result<Vec<Entry>, E> {
         let start = if folder.is_empty() { String::new() } else { normalize(folder)? };
         if !start.is_empty() {
             let metadata = self.0.files.metadata(&start).map_err(at(folder))?;
@@ -139,6 +154,9 @@ impl Workspace {
         }
         let mut entries = Vec::new();
         let visited = walk(&self.0.files, &start, |name, kind, found| {
+            if let Err(error) = count(name.len()) {
+                return ControlFlow::Break(error);
+            }
             let metadata = match kind {
                 kind if kind.is_file() => found.metadata().ok(),
                 kind if kind.is_symlink() => self.0.files.metadata(&name).ok(),
@@ -147,8 +165,11 @@ impl Workspace {
             if let Some(metadata) = metadata.filter(Metadata::is_file) {
                 entries.push(entry(name, &metadata));
             }
+            ControlFlow::Continue(())
         });
-        visited.map_err(at(folder))?;
+        if let ControlFlow::Break(error) = visited.map_err(at(folder))? {
+            return Err(error);
+        }
         entries.sort_unstable_by(|a, b| a.name.cmp(&b.name));
         Ok(entries)
     }

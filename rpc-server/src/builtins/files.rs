@@ -6,7 +6,7 @@ use bytes::{Bytes, BytesMut};
 use parking_lot::{Mutex, MutexGuard};
 use rpc_core::client::FileEntry;
 use rpc_core::limits::OpenFileLease;
-use rpc_core::{Context, ErrorKind, Pack, Registry, Result, RpcError, Shared};
+use rpc_core::{Context, ErrorKind, Packed, Registry, Result, RpcError, Shared};
 
 use crate::server::session_workspace::SessionWorkspace;
 use crate::workspace::{Entry, FileReader, FileWriter, Workspace, WorkspaceError};
@@ -54,13 +54,11 @@ pub(super) fn register(registry: &Registry) {
             Ok((Shared(Arc::new(OpenFile { file, _open })), len))
         })
         .add("rpc.file.read", read)
-        .add("rpc.file.ls", |context: Context, folder: String| -> Result<_> {
-            Ok(Pack(workspace(&context)?.list(&folder)?.into_iter().map(listed).collect::<Vec<_>>()))
-        })
+        .add("rpc.file.ls", |context: Context, folder: String| list(&context, &folder))
         .add("rpc.file.rm", |context: Context, path: String| -> Result<()> { Ok(workspace(&context)?.remove(&path)?) });
 }
 
-fn read(Shared(reader): Shared<OpenFile<FileReader>>, offset: u64, len: u64) -> Result<Bytes> {
+fn read(context: Context, Shared(reader): Shared<OpenFile<FileReader>>, offset: u64, len: u64) -> Result<Bytes> {
     if len > MAX_READ_BYTES {
         return Err(RpcError::invalid_argument(format!(
             "{len} bytes are more than one read gives, at most {MAX_READ_BYTES}"
@@ -68,10 +66,29 @@ fn read(Shared(reader): Shared<OpenFile<FileReader>>, offset: u64, len: u64) -> 
     }
     // No memory is reserved for bytes beyond the end.
     let len = len.min(reader.file.len().saturating_sub(offset));
+    let _staged = context.stage(len)?;
     let mut buffer = BytesMut::zeroed(len as usize);
     let filled = reader.file.read_at(offset, &mut buffer)?;
     buffer.truncate(filled);
     Ok(buffer.freeze())
+}
+
+/// Bytes of a listing that are counted together.
+const LIST_STEP: u64 = 64 << 10;
+
+fn list(context: &Context, folder: &str) -> Result<Packed> {
+    let mut staged = context.stage(0)?;
+    let (mut counted, mut held) = (0, 0);
+    let entries = workspace(context)?.list_counted(folder, |name_bytes| {
+        // The names are there as entries, and then as what is packed.
+        held += 2 * (name_bytes + size_of::<Entry>()) as u64;
+        if held > counted {
+            staged.grow(LIST_STEP)?;
+            counted += LIST_STEP;
+        }
+        Ok::<_, RpcError>(())
+    })?;
+    Packed::encode(&entries.into_iter().map(listed).collect::<Vec<_>>())
 }
 
 /// Returns the workspace of the session.

@@ -8,7 +8,7 @@ use rpc_core::client::Digest;
 use rpc_core::{Context, Module, Registry, Result, Shared, TensorView};
 
 use super::files::OpenFile;
-use crate::modules::{ModuleError, ModuleService, ModuleUpload, StoreLoader};
+use crate::modules::{ModuleError, ModuleService, ModuleUpload, PIECE, StoreLoader};
 
 /// Object of an upload; empty after the commit.
 struct Upload(Mutex<Option<OpenFile<ModuleUpload>>>);
@@ -46,7 +46,7 @@ pub(super) fn register(registry: &Registry) {
         })
         .add("rpc.module.import_tensor", |context: Context, digest: String, tensor: TensorView| -> Result<()> {
             let service = ModuleService::of(&context)?;
-            import_tensor(&service, parse(&digest)?, &tensor)
+            import_tensor(&context, &service, parse(&digest)?, &tensor)
         })
         .add("rpc.module.functions", |module: Arc<dyn Module>| {
             let functions = module.functions().into_iter();
@@ -56,7 +56,8 @@ pub(super) fn register(registry: &Registry) {
 
 /// Imports the module whose bytes are those of `tensor`, on any device: the way by which a Disco
 /// worker gets a module from another one.
-fn import_tensor(service: &ModuleService, digest: Digest, tensor: &TensorView) -> Result<()> {
+fn import_tensor(context: &Context, service: &ModuleService, digest: Digest, tensor: &TensorView) -> Result<()> {
+    let _staged = context.stage(PIECE as u64)?;
     // Workers on one machine import it at the same time.
     let _alone = service.store().importing()?;
     if service.store().contains(&digest)? {
@@ -64,11 +65,11 @@ fn import_tensor(service: &ModuleService, digest: Digest, tensor: &TensorView) -
     }
     let bytes = tensor.tensor().byte_range(0, tensor.tensor().size_bytes())?;
     let mut upload = service.store().begin_upload(digest, bytes.end - bytes.start)?;
-    let mut piece = vec![0; 1 << 20];
+    let mut piece = vec![0; PIECE];
     while upload.len() < bytes.end - bytes.start {
         let at = bytes.start + upload.len();
         // At most one piece, which fits memory.
-        let piece = &mut piece[..(bytes.end - at).min(1 << 20) as usize];
+        let piece = &mut piece[..(bytes.end - at).min(PIECE as u64) as usize];
         tensor.guard().copy_out(at, piece)?;
         upload.write(upload.len(), piece)?;
     }

@@ -9,10 +9,11 @@ use std::time::{Duration, SystemTime};
 
 use parking_lot::{Mutex, MutexGuard};
 use rpc_core::client::Digest;
+use rpc_core::limits::MemoryLease;
 use rpc_core::{Context, Module, Result, RpcError};
 use rustix::fs::OFlags;
 
-use super::store::{ModuleStore, StoreLimits};
+use super::store::{ModuleStore, PIECE, StoreLimits};
 use super::tvm_ffi::{Native, NativeLoader};
 use super::{DigestList, ModuleError, worker_modules};
 use crate::builtins::workspace;
@@ -23,6 +24,7 @@ pub(crate) struct ModuleService {
     store: ModuleStore,
     loader: Arc<dyn NativeLoader>,
     /// Loaded modules, which are never unloaded, because other code may have pointers into them.
+    /// Each is charged to the session that loaded it, and so to all together, for good.
     loaded: Mutex<HashMap<Digest, Arc<ModuleSlot>>>,
     /// Imported files with their times and digests, by device and inode.
     imported: Mutex<HashMap<(u64, u64), (Fingerprint, Digest)>>,
@@ -30,7 +32,15 @@ pub(crate) struct ModuleService {
 
 /// A module, once it is loaded. The lock is held while it is being loaded, so that it is loaded
 /// once.
-type ModuleSlot = Mutex<Option<Arc<dyn Module>>>;
+type ModuleSlot = Mutex<Option<LoadedModule>>;
+
+struct LoadedModule {
+    module: Arc<dyn Module>,
+    _charge: MemoryLease,
+}
+
+/// Bytes that a loaded module is charged with beside the length of its file.
+const ENTRY_COST: u64 = 1024;
 
 /// Fingerprint of a file: its length, and the times of the last change of its bytes and of its
 /// inode, in seconds and nanoseconds.
@@ -109,29 +119,36 @@ impl ModuleService {
             None => (self.import(context, path)?, path.to_owned()),
         };
         let slot = lock(&self.loaded).entry(digest).or_default().clone();
-        let mut module = lock(&slot);
-        if let Some(module) = &*module {
-            return Ok(module.clone());
+        let mut loaded = lock(&slot);
+        if let Some(loaded) = &*loaded {
+            return Ok(Arc::clone(&loaded.module));
         }
-        let loaded = self.store.verified(&digest).map_err(RpcError::from);
-        let loaded = loaded.and_then(|file| self.loader.load(&file, &name));
-        match &loaded {
-            Ok(loaded) => *module = Some(loaded.clone()),
+        match self.load_stored(context, &digest, &name) {
+            Ok(new) => Ok(Arc::clone(&loaded.insert(new).module)),
             // A failed load must leave no entry behind.
-            Err(_) => {
+            Err(error) => {
                 // Another thread may be waiting for this slot to fill it, or may have replaced it.
                 let mut slots = lock(&self.loaded);
                 if slots.get(&digest).is_some_and(|known| Arc::ptr_eq(known, &slot) && Arc::strong_count(known) == 2) {
                     slots.remove(&digest);
                 }
+                Err(error)
             }
         }
-        loaded
+    }
+
+    /// Loads a stored module, which is charged before it is loaded.
+    fn load_stored(&self, context: &Context, digest: &Digest, name: &str) -> Result<LoadedModule> {
+        let file = self.store.verified(digest)?;
+        let len = file.metadata().map_err(RpcError::from)?.len();
+        let charge = context.reserve_memory(len.saturating_add(ENTRY_COST))?;
+        Ok(LoadedModule { module: self.loader.load(&file, name)?, _charge: charge })
     }
 
     /// Imports a file of the session's workspace, or one of the server at an absolute path, into
     /// the store. Blocks.
     pub(crate) fn import(&self, context: &Context, path: &str) -> Result<Digest> {
+        let _staged = context.stage(PIECE as u64)?;
         if !path.starts_with('/') {
             let file = workspace(context)?.open_read(path)?;
             return Ok(self.import_file(path, file.as_file())?);

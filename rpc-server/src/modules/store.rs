@@ -69,6 +69,9 @@ struct StoreInner {
 /// modules do not exceed the limit.
 const LEAST: u64 = 4096;
 
+/// Bytes of a module that are copied into the store at a time.
+pub(crate) const PIECE: usize = 1 << 20;
+
 /// Maximum number of uploads in progress, of all processes.
 const MAX_UPLOADS: usize = 64;
 
@@ -191,7 +194,7 @@ impl ModuleStore {
         // The file is read twice, so that no byte of a refused module is written.
         let mut upload = self.begin_upload(digest, len)?;
         from_start.rewind().map_err(unreadable)?;
-        let mut piece = vec![0; 1 << 20];
+        let mut piece = vec![0; PIECE];
         loop {
             match from_start.read(&mut piece) {
                 Ok(0) => break,

@@ -6,6 +6,7 @@
 
 use std::ffi::OsStr;
 use std::io;
+use std::ops::ControlFlow;
 
 use cap_std::fs::{Dir, DirEntry, FileType, Permissions, PermissionsExt};
 
@@ -35,8 +36,8 @@ impl Usage {
     }
 }
 
-/// Calls `visit` with each entry below `start` (a cleaned path, empty for all of `root`), named
-/// from `root` on.
+/// Calls `visit`, until it breaks, with each entry below `start` (a cleaned path, empty for all of
+/// `root`), named from `root` on.
 ///
 /// Links are visited and not followed. What cannot be named by a caller (a name that is not UTF-8,
 /// or a path too long) or read is left out, and so is what vanishes meanwhile.
@@ -44,7 +45,11 @@ impl Usage {
 /// # Errors
 ///
 /// `start` cannot be opened as a folder.
-pub(super) fn walk(root: &Dir, start: &str, mut visit: impl FnMut(String, FileType, &DirEntry)) -> io::Result<()> {
+pub(super) fn walk<B>(
+    root: &Dir,
+    start: &str,
+    mut visit: impl FnMut(String, FileType, &DirEntry) -> ControlFlow<B>,
+) -> io::Result<ControlFlow<B>> {
     let first = root.open_dir(if start.is_empty() { "." } else { start })?;
     let mut folders = vec![start.to_owned()];
     let mut opened = Some(first);
@@ -65,19 +70,23 @@ pub(super) fn walk(root: &Dir, start: &str, mut visit: impl FnMut(String, FileTy
             if kind.is_dir() {
                 folders.push(name.clone());
             }
-            visit(name, kind, &entry);
+            let visited = visit(name, kind, &entry);
+            if visited.is_break() {
+                return Ok(visited);
+            }
         }
     }
-    Ok(())
+    Ok(ControlFlow::Continue(()))
 }
 
 /// Returns the sum over all entries in `root`.
 pub(super) fn measure(root: &Dir) -> io::Result<Usage> {
     let mut usage = Usage::default();
-    walk(root, "", |_, _, entry| {
+    let _: ControlFlow<()> = walk(root, "", |_, _, entry| {
         if let Ok(metadata) = entry.metadata() {
             usage = usage.plus(Usage::of(&metadata));
         }
+        ControlFlow::Continue(())
     })?;
     Ok(usage)
 }

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use rpc_core::client::Modules;
-use rpc_core::{ErrorKind, FunctionModule, LocalSession, Registry, Session};
+use rpc_core::{ErrorKind, FunctionModule, LocalSession, Registry, Session, SessionLimits};
 
 use super::*;
 use crate::builtins;
@@ -46,6 +46,10 @@ struct Fixture {
 
 impl Fixture {
     fn new(admitted: Option<DigestList>) -> Self {
+        Self::with_limits(admitted, SessionLimits::default())
+    }
+
+    fn with_limits(admitted: Option<DigestList>, limits: SessionLimits) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let store = folder.path().join("modules");
         let store = ModuleStore::open(&store, StoreLimits::default(), admitted.map(Arc::new)).unwrap();
@@ -57,7 +61,8 @@ impl Fixture {
         // Programs that are their own server register twice; the loader must be there once
         // nevertheless.
         builtins::register(&registry);
-        let session = LocalSession::builder(registry).workspace(Arc::new(workspace)).extension(service).build();
+        let session = LocalSession::builder(registry).limits(limits);
+        let session = session.workspace(Arc::new(workspace)).extension(service).build();
         Self { session: Session::new(session), pretence, folder }
     }
 
@@ -86,6 +91,28 @@ impl Fixture {
 
 fn digest_of(content: &str) -> Digest {
     hash(content.as_bytes()).unwrap().0
+}
+
+#[test]
+fn modules_are_charged_as_long_as_they_stay_loaded() {
+    let limits = SessionLimits { max_memory: 1 << 20, ..SessionLimits::default() };
+    let fixture = Fixture::with_limits(None, limits);
+    let load = |start: &str| {
+        fixture.put("module.so", &start.repeat((300 << 10) / start.len()));
+        fixture.session.load_module("module.so").wait()
+    };
+    // None of these stays.
+    for _ in 0..8 {
+        assert_eq!(load("broken").unwrap_err().kind(), ErrorKind::InvalidArgument);
+    }
+    for start in ["a", "b", "c"] {
+        load(start).unwrap();
+    }
+    let error = load("d").unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::LimitExceeded);
+    assert!(error.message().contains("max_memory"), "{error}");
+    // It is loaded already, and takes no more.
+    load("a").unwrap();
 }
 
 #[test]
