@@ -79,11 +79,23 @@ pub fn register(registry: &Registry) {
             host.0.listen(&addresses.0).map(Pack)
         })
         .add_inline("disco.break_ccl", |host: SharedObject<WorkerHost>, epoch: u64, reason: String| {
-            host.0.break_collectives(epoch, &reason);
+            host.0.break_collectives(epoch, shortened(&reason));
         })
         .add_inline("disco.abort", |host: SharedObject<WorkerHost>| host.0.abort());
     register_relay(registry);
     weights::register(registry);
+}
+
+/// Longest reason that workers keep, in bytes.
+const MAX_REASON: usize = 4096;
+
+/// Returns the beginning of a reason, which each worker keeps.
+fn shortened(reason: &str) -> &str {
+    let mut end = reason.len().min(MAX_REASON);
+    while !reason.is_char_boundary(end) {
+        end -= 1;
+    }
+    &reason[..end]
 }
 
 /// Adds functions to `registry` that refuse every controller for this reason, in place of those of
