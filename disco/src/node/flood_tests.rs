@@ -2,10 +2,14 @@
 //! worker holds no more than the limit of its session and a constant.
 //!
 //! The table of commands is also a `match` without a wildcard, so that a new command has to be in
-//! it.
+//! it. The functions that only workers can call are here, too; those of nodes, `disco.*`, are
+//! flooded over a connection by `tests/tests/held_memory`, which lists them from the registry.
 
+use rpc_conformance::threads::wait_for_rest;
 use rpc_core::{DataType, ErrorKind, Packed, Value};
+use serde::Serialize;
 
+use super::held_memory_tests::UNCHARGED;
 use super::raw_controller::RawController;
 use crate::ccl::communicators::CollectiveTimeouts;
 use crate::wire::command::{Command, Kind, OWN, On, Operand, Scope};
@@ -22,6 +26,13 @@ const COUNT: u32 = 40_000;
 
 /// Commands that are sent together.
 const BATCH: u32 = 500;
+
+/// The first of the registers that floods write to; those below are set before.
+const FIRST: u32 = 16;
+
+/// Loads of missing modules, and how many of them travel together.
+const LOADS: u32 = 10_000;
+const LOADS_AT_A_TIME: u32 = 100;
 
 /// Bytes of the value in register 1, which is there twice while it is set.
 const LARGE: usize = 256 << 10;
@@ -49,15 +60,15 @@ macro_rules! floods {
 floods! { number;
     Command::Nothing => Command::Nothing,
     Command::KillReg { .. } => Command::KillReg { register: number.wrapping_mul(60_000) & !OWN },
-    Command::GetGlobalFunc { .. } => Command::GetGlobalFunc { to: number, name: "held".to_owned() },
-    Command::CallPacked { .. } => Command::CallPacked { to: number, function: 0, args: vec![Value::Int(1)] },
-    Command::LoadModule { .. } => Command::LoadModule { to: number, path: format!("{number:04000}"), device: None },
-    Command::ModuleFunction { .. } => Command::ModuleFunction { to: number, module: 0, name: "f".to_owned() },
+    Command::GetGlobalFunc { .. } => Command::GetGlobalFunc { to: FIRST + number, name: "held".to_owned() },
+    Command::CallPacked { .. } => Command::CallPacked { to: FIRST + number, function: 0, args: vec![Value::Int(1)] },
+    Command::LoadModule { .. } => load(FIRST + number, number),
+    Command::ModuleFunction { .. } => Command::ModuleFunction { to: FIRST + number, module: 3, name: "f".to_owned() },
     Command::Empty { .. } => {
-        Command::Empty { to: number, device: None, dtype: DataType::U8, shape: vec![1 << 16], on: On::All }
+        Command::Empty { to: FIRST + number, device: None, dtype: DataType::U8, shape: vec![1 << 16], on: On::All }
     },
     Command::CopyToWorker0 { .. } => Command::CopyToWorker0 {
-        to: number,
+        to: FIRST + number,
         fresh: true,
         dtype: DataType::U8,
         shape: vec![1 << 16],
@@ -69,11 +80,11 @@ floods! { number;
     Command::DebugGetFromRemote { .. } => {
         Command::DebugGetFromRemote { ticket: number.into(), worker: 0, from: 1 }
     },
-    Command::DebugSetRegister { .. } => set(number, 64),
+    Command::DebugSetRegister { .. } => set(FIRST + number, 64),
     Command::Collective { .. } => {
-        Command::Collective { kind: Kind::Allgather, scope: Scope::World, from: 2, to: number, fresh: true }
+        Command::Collective { kind: Kind::Allgather, scope: Scope::World, from: 2, to: FIRST + number, fresh: true }
     },
-    Command::SendRecv { .. } => Command::SendRecv { from: 2, to: number, pairs: vec![(0, 0); 10] },
+    Command::SendRecv { .. } => Command::SendRecv { from: 2, to: FIRST + number, pairs: vec![(0, 0); 10] },
     Command::SyncWorker { .. } => Command::SyncWorker { ticket: number.into(), worker: None },
     Command::InitCcl { .. } => Command::InitCcl { plan: plan(number) },
     Command::FinishInitCcl { .. } => Command::FinishInitCcl { epoch: number.into(), enter: true },
@@ -87,6 +98,60 @@ floods! { number;
     },
     Command::Run { .. } => Command::Run { program: 0, args: Vec::new(), outputs: Vec::new() },
     Command::Forget { .. } => Command::Forget { program: number },
+}
+
+/// Returns the command that loads a module by a long path, which is not there.
+fn load(to: u32, number: u32) -> Command {
+    Command::LoadModule { to, path: format!("{number:04000}"), device: None }
+}
+
+/// Returns the command that loads one more module, which is there.
+fn load_of_a_module(number: u32) -> Command {
+    Command::LoadModule { to: FIRST + number, path: format!("test:{number:04000}"), device: None }
+}
+
+/// Registers of functions that only workers can call, and of the files that one of them takes.
+const TAKE: u32 = 4;
+const LOAD: u32 = 5;
+const FILES: u32 = 7;
+
+/// Returns the command that makes a worker's part of a tensor of bytes that are there.
+fn take_of_weights(number: u32) -> Command {
+    of_weights(number, TAKE, 2)
+}
+
+/// Returns the command that makes it of a file, which there is not.
+fn load_of_weights(number: u32) -> Command {
+    of_weights(number, LOAD, FILES)
+}
+
+fn of_weights(number: u32, function: u32, from: u32) -> Command {
+    /// Message of that name, see PROTOCOL.md, section 16.1.
+    #[derive(Serialize)]
+    struct LoadRequest {
+        file: u32,
+        name: String,
+        dtype: DataType,
+        shape: [i64; 1],
+        start: u64,
+        part: &'static str,
+        device: Option<()>,
+        readers: [u32; 1],
+        loader: u64,
+    }
+    let request = LoadRequest {
+        file: 0,
+        name: "x".repeat(1000),
+        dtype: DataType::U8,
+        shape: [64],
+        start: 0,
+        part: "Whole",
+        device: None,
+        readers: [0],
+        loader: 0,
+    };
+    let args = vec![Value::Object(Operand::Register(from)), Value::Packed(Packed::encode(&request).unwrap())];
+    Command::CallPacked { to: FIRST + number, function, args }
 }
 
 /// Returns one command of each kind.
@@ -111,7 +176,14 @@ fn plan(epoch: u32) -> Packed {
 fn send(make: fn(u32) -> Command) {
     let mut controller = RawController::new(LIMIT);
     let tensor = Command::Empty { to: 2, device: None, dtype: DataType::U8, shape: vec![64], on: On::All };
-    controller.submit([set(1, LARGE), tensor]).unwrap();
+    let module = Command::LoadModule { to: 3, path: "test:".to_owned(), device: None };
+    let function = |to, name: &str| Command::GetGlobalFunc { to, name: name.to_owned() };
+    let (take, load) = (function(TAKE, "disco.weights.take"), function(LOAD, "disco.weights.load"));
+    let no_files = Packed::encode(&[(); 0]).unwrap();
+    let files = Command::CallPacked { to: FILES, function: 6, args: vec![Value::Packed(no_files)] };
+    let before = [set(1, LARGE), tensor, module, take, load, function(6, "disco.weights.open"), files];
+    controller.submit(before).unwrap();
+    assert!(controller.sync().is_empty());
     for batch in 0..COUNT / BATCH {
         let numbers = batch * BATCH..(batch + 1) * BATCH;
         let sent = controller.submit(numbers.map(make));
@@ -121,7 +193,8 @@ fn send(make: fn(u32) -> Command) {
             break;
         }
     }
-    controller.settle();
+    // The worker has executed everything, or waits for this controller to read events.
+    wait_for_rest();
 }
 
 /// Variable that makes [`floods_of_a_process`] send floods.
@@ -147,14 +220,37 @@ fn floods_of_a_process() {
     // Threads, their arenas and all else that is there once.
     send(floods()[0]);
     for make in floods() {
-        let command = make(1);
-        let before = memory("VmRSS:");
-        std::fs::write("/proc/self/clear_refs", "5").unwrap();
-        send(make);
-        let grown = memory("VmHWM:").saturating_sub(before);
-        println!("{}: {} KiB", command.name(), grown >> 10);
-        assert!(grown <= LIMIT + CONSTANT, "{} took {grown} bytes", command.name());
+        check_growth(make(1).name(), || send(make));
     }
+    check_growth("loads of modules", || send(load_of_a_module));
+    check_growth("disco.weights.take", || send(take_of_weights));
+    check_growth("disco.weights.load", || send(load_of_weights));
+    check_growth("loads of missing modules", load_missing_modules);
+}
+
+/// Makes a worker fail to load more modules than may stay, each by another long path. Reads all
+/// events: a worker that has to wait for that loads no more.
+fn load_missing_modules() {
+    let mut controller = RawController::new(LIMIT);
+    for batch in 0..LOADS / LOADS_AT_A_TIME {
+        let numbers = batch * LOADS_AT_A_TIME..(batch + 1) * LOADS_AT_A_TIME;
+        controller.submit(numbers.map(|number| load(FIRST, number))).unwrap();
+        let failures = controller.sync();
+        assert!(!failures.is_empty());
+        assert!(failures.iter().all(|failure| failure.cause.kind() == ErrorKind::NotFound), "{failures:?}");
+    }
+    assert!(controller.begin_block().is_empty());
+    assert!(controller.held() <= UNCHARGED, "{}", controller.held());
+}
+
+/// Runs `work`, and checks how much memory the process takes for it.
+fn check_growth(name: &str, work: impl FnOnce()) {
+    let before = memory("VmRSS:");
+    std::fs::write("/proc/self/clear_refs", "5").unwrap();
+    work();
+    let grown = memory("VmHWM:").saturating_sub(before);
+    println!("{name}: {} KiB", grown >> 10);
+    assert!(grown <= LIMIT + CONSTANT, "{name} took {grown} bytes");
 }
 
 /// Returns an amount of memory of this process.

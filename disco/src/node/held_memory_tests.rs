@@ -11,7 +11,7 @@ use crate::wire::event::{Event, decode_events};
 use crate::wire::parameter::ParameterType;
 
 /// Bytes that may be held beyond the limit: by the worker, and by the queue of events.
-const UNCHARGED: u64 = 2 * (64 << 10);
+pub(super) const UNCHARGED: u64 = 2 * (64 << 10);
 
 fn set(to: u32, value: Value<Operand>) -> Command {
     Command::DebugSetRegister { worker: 0, to, value }

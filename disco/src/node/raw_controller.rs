@@ -2,11 +2,12 @@
 //! gives it.
 
 use std::net::IpAddr;
+use std::sync::Arc;
 
 use bytes::Bytes;
 use rpc_core::{
-    Context, LocalSession, LocalSessionBuilder, Pack, Registry, RemoteFunction, RemoteObject, Result, Session,
-    SessionLimits, Value,
+    Context, FunctionModule, LoadRequest, LocalSession, LocalSessionBuilder, Module, ModuleLoader, Pack, Registry,
+    RemoteFunction, RemoteObject, Result, Session, SessionLimits, Value,
 };
 
 use super::functions::register;
@@ -16,11 +17,30 @@ use crate::wire::command::Command;
 use crate::wire::event::{Event, decode_events};
 use crate::wire::plan::{Layout, ListenAddresses};
 use crate::wire::set_up::{MESSAGES, NodeInfo, SetUp};
+use crate::worker::command_feed::BLOCK;
+
+/// Loader of modules `test:…`, each of which has a function `f`.
+struct TestLoader;
+
+impl ModuleLoader for TestLoader {
+    fn name(&self) -> &str {
+        "test"
+    }
+
+    fn accepts(&self, path: &str) -> bool {
+        path.starts_with("test:")
+    }
+
+    fn load(&self, _: &LoadRequest<'_>) -> Result<Arc<dyn Module>> {
+        Ok(Arc::new(FunctionModule::new("test").add("f", || 1_i64)))
+    }
+}
 
 /// Returns a session with the functions of a node.
 pub(super) fn session() -> LocalSessionBuilder {
     let registry = Registry::new();
     register(&registry);
+    registry.add_loader(Arc::new(TestLoader));
     registry.add_inline("held", |context: Context| context.usage().memory_bytes);
     LocalSession::builder(registry)
 }
@@ -120,16 +140,11 @@ impl RawController {
         }
     }
 
-    /// Waits until the worker has executed everything, or waits itself for this controller to read
-    /// events: until many calls have seen no change.
-    pub(super) fn settle(&self) {
-        let (mut unchanged, mut before) = (0, self.held());
-        while unchanged < 300 {
-            std::thread::yield_now();
-            let now = self.held();
-            unchanged = if now == before { unchanged + 1 } else { 0 };
-            before = now;
-        }
+    /// Makes the worker give up the commands of the last batches: a block of commands is kept, with
+    /// the charge of its batch, until the next one is begun.
+    pub(super) fn begin_block(&mut self) -> Vec<Failure> {
+        self.submit((0..BLOCK).map(|_| Command::Nothing)).unwrap();
+        self.sync()
     }
 
     /// Returns the bytes that the session holds, as they are charged.

@@ -15,7 +15,7 @@ use crate::sync::{AtomicBool, AtomicU64, Mutex, OnceLock, Thread, current, fence
 use crate::wire::command::Queued;
 
 /// The commands of one block.
-const BLOCK: usize = 64;
+pub(crate) const BLOCK: usize = 64;
 
 /// A block that holds so many bytes takes no more, so that large data goes as soon as all have read
 /// it, and not with its neighbours.

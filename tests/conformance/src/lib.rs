@@ -37,3 +37,4 @@ pub mod fixture;
 pub mod functions;
 pub mod harness;
 mod suite;
+pub mod threads;

@@ -5,27 +5,35 @@
 //! new fails the test until it has a recipe. The allocator counts, and this is the only test of the
 //! binary, so that nothing else is counted. What a device holds counts, too: it is host memory
 //! here.
+//!
+//! A flood goes on until the client has sent several times what would be allowed to stay, or the
+//! server has ended the connection, or takes no more. The last is proven: the connection is full,
+//! and every thread of the process waits. What was held is read at such moments, too, so that
+//! everything that was taken has been worked on.
+//!
+//! The commands of Disco, and the functions that only its workers can call, have floods of their
+//! own in `disco/src/node/flood_tests.rs`.
 
+#![cfg(target_os = "linux")]
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on should stop")]
 
 mod allocator;
+mod disco_recipes;
 mod peer;
 mod recipes;
 
 use std::path::Path;
-use std::sync::Mutex;
-use std::sync::mpsc::{self, Receiver};
 use std::time::{Duration, Instant};
 
-use rpc_core::{Devices, Operation, Registry};
-use rpc_server::builtins::MAX_READ_BYTES;
+use rpc_conformance::threads::wait_for_rest;
+use rpc_core::{Devices, Registry};
 use rpc_server::config::{ByteSize, Isolate, ServeConfig};
 use rpc_server::{RpcServer, builtins};
 use rpc_tests::accelerator::Accelerator;
 
 use allocator::{held_bytes, peak_bytes, reset_peak};
-use peer::Peer;
-use recipes::Flood;
+use peer::{Peer, Written, header_of};
+use recipes::{Answer, Flood, Recipe};
 
 const MIB: u64 = 1 << 20;
 
@@ -41,35 +49,34 @@ const MAX_REQUESTS: u32 = 64;
 const QUOTA: u64 = MAX_MEMORY
     // Arguments, beside what counts for all sessions, and staging buffers.
     + 2 * MAX_QUEUED
+    // Replies that are not read, before they become errors.
+    + 8 * MAX_QUEUED
     + MAX_TOTAL_QUEUED
     // Eight frames of each session do not count.
     + 8 * MAX_FRAME
     // A handle with a small object.
-    + MAX_HANDLES * 1024
-    // One piece of a file for each thread that reads one.
-    + MAX_THREADS * MAX_READ_BYTES;
+    + MAX_HANDLES * 1024;
 
 /// Memory that a session may take beside its quota: buffers of the connection and of the frames in
 /// progress, half a MiB of staged output, and the growth of lists.
 const CONSTANT: u64 = 4 * MIB;
 
-/// Bytes that a flood of large frames goes on for: more than would be allowed to stay.
-const FLOOD: u64 = 48 * MIB;
+/// Bytes that a flood of large frames goes on for, unless the server stops it.
+const FLOOD: u64 = 4 * QUOTA;
 
-/// Number of frames that a flood goes on for: as many small ones would be too much to stay as well,
-/// since each takes several hundred bytes if it is kept as a request.
-const FRAMES: u64 = 100_000;
+/// Number of frames that a flood goes on for, unless the server stops it: as many small ones would
+/// be too much to stay as well, since each takes several hundred bytes if it is kept as a request.
+const FRAMES: u64 = 60_000;
 
-/// Time to wait for a request that the server may never begin.
-const MAYBE: Duration = Duration::from_millis(50);
+/// Length in bytes from which a request counts against the server's window.
+const COSTS_NOTHING: usize = 4096;
 
 /// Time limit of events that are expected.
 const LIMIT: Duration = Duration::from_secs(20);
 
-/// A server with small limits, whose function `mark` tells that it has been called.
+/// A server with small limits.
 struct Fixture {
     folder: tempfile::TempDir,
-    marks: Receiver<()>,
     /// Bytes that the process holds without sessions.
     idle: usize,
     findings: Vec<String>,
@@ -90,16 +97,16 @@ impl Fixture {
             max_handles: MAX_HANDLES as usize,
             max_threads: MAX_THREADS as usize,
             max_requests: MAX_REQUESTS,
+            allow_modules: true,
+            allow_disco: Some(true),
             ..ServeConfig::default()
         };
         let registry = Registry::new();
-        let (marked, marks) = mpsc::channel();
-        let marked = Mutex::new(marked);
-        registry.add_inline("mark", move || _ = marked.lock().unwrap().send(()));
+        registry.add_loader(std::sync::Arc::new(recipes::TestLoader));
         let devices = Devices::new().with(std::sync::Arc::new(Accelerator::default()));
         let server = RpcServer::new(registry.clone()).devices(devices).config(config);
         let running = server.start().await.unwrap();
-        (Self { folder, marks, idle: 0, findings: Vec::new() }, running, registry)
+        (Self { folder, idle: 0, findings: Vec::new() }, running, registry)
     }
 
     fn socket(&self) -> std::path::PathBuf {
@@ -107,41 +114,42 @@ impl Fixture {
     }
 
     /// Floods the server: first within the client's credit, then beyond it. Records what it held.
-    fn flood(&mut self, name: &str, make: impl FnOnce(&mut Peer) -> Option<Flood>) {
+    ///
+    /// # Panics
+    ///
+    /// The first request of the flood is not answered as the recipe says, or the server ends the
+    /// connection although the recipe keeps to the protocol and the client to its credit.
+    fn flood(&mut self, name: &str, make: impl FnOnce(&mut Peer) -> Recipe) {
         let mut peer = Peer::connect(&self.socket());
-        let mark = peer.function("mark");
-        let Some(mut flood) = make(&mut peer) else { return };
+        let Recipe { mut frames, answer } = make(&mut peer);
+        if !matches!(answer, Answer::EndsConnection | Answer::NoRequest) {
+            let frame = frames(&mut peer, 1);
+            answer.check(name, &mut peer, &frame);
+        }
         peer.begin_flood();
-        while self.marks.try_recv().is_ok() {}
+        wait_for_rest();
         let before = reset_peak();
-        let mut takes_more = true;
-        for number in 1..u64::from(MAX_REQUESTS) {
-            let frame = flood(&mut peer, number);
-            takes_more = takes_more && peer.write(&frame);
-        }
-        // Runs behind the requests on its lane, if there is room for their replies.
-        let frame = peer.request(1, Operation::Call { function: mark, args: Vec::new() });
-        if takes_more && peer.write(&frame) {
-            let _ = self.marks.recv_timeout(MAYBE);
-        }
-        let mut sent = 0;
-        let mut number = u64::from(MAX_REQUESTS);
-        let mut batch = Vec::new();
-        while takes_more && sent < FLOOD && number < FRAMES {
-            batch.clear();
-            while batch.len() < 64 << 10 {
-                batch.extend(flood(&mut peer, number));
-                number += 1;
-            }
-            takes_more = peer.write(&batch);
-            sent += batch.len() as u64;
-        }
+        // The first request is in flight already, if the server has not answered it.
+        let mut flood = FloodProgress { number: 1, sent: 0, written: Written::All, next: Vec::new() };
+        flood.send_within_credit(&mut peer, &mut frames);
+        let within_credit = flood.number;
+        let has_ended = flood.written == Written::Ended || peer.unread().has_ended;
+        assert!(
+            has_ended == matches!(answer, Answer::EndsConnection),
+            "{name}: after {within_credit} frames within the client's credit the connection has ended: {has_ended}"
+        );
+        flood.send_the_rest(&mut peer, &mut frames);
+        let FloodProgress { number, sent, written, .. } = flood;
         let held = peak_bytes().saturating_sub(before) as u64;
-        println!("{name}: {:.1} MiB held, {:.1} MiB sent", held as f64 / MIB as f64, sent as f64 / MIB as f64);
+        println!(
+            "{name}: {:.1} MiB held, {:.1} MiB sent in {number} frames, {within_credit} within the credit: {written:?}",
+            held as f64 / MIB as f64,
+            sent as f64 / MIB as f64
+        );
         if held > QUOTA + CONSTANT {
             self.findings.push(format!("{name}: {held} bytes were held"));
         }
-        drop((peer, flood));
+        drop((peer, frames));
         self.settle(name);
     }
 
@@ -158,6 +166,75 @@ impl Fixture {
     }
 }
 
+/// A flood, as far as it has been sent.
+struct FloodProgress {
+    /// Number of the last frame.
+    number: u64,
+    sent: u64,
+    /// Fate of the last bytes.
+    written: Written,
+    /// Frame that has found no credit.
+    next: Vec<u8>,
+}
+
+impl FloodProgress {
+    fn goes_on(&self) -> bool {
+        self.written == Written::All && self.sent < FLOOD && self.number < FRAMES
+    }
+
+    fn write(&mut self, peer: &mut Peer, bytes: &[u8]) {
+        self.written = peer.write(bytes);
+        self.sent += bytes.len() as u64;
+    }
+
+    /// Sends as much as a client may whose requests are unanswered until their replies have come.
+    fn send_within_credit(&mut self, peer: &mut Peer, frames: &mut Flood) {
+        let mut unanswered: Vec<(u64, u64)> = Vec::new();
+        loop {
+            let before = self.sent;
+            // One more may be in flight from before the flood.
+            while self.goes_on() && unanswered.len() < MAX_REQUESTS as usize - 1 {
+                if self.next.is_empty() {
+                    self.number += 1;
+                    self.next = frames(peer, self.number);
+                }
+                let len = self.next.len();
+                let cost = if len > COSTS_NOTHING { len as u64 } else { 0 };
+                if unanswered.iter().map(|(_, cost)| cost).sum::<u64>() + cost > peer.window() {
+                    break;
+                }
+                let frame = std::mem::take(&mut self.next);
+                unanswered.push((header_of(&frame).id, cost));
+                self.write(peer, &frame);
+            }
+            if self.sent == before {
+                return;
+            }
+            wait_for_rest();
+            let unread = peer.unread();
+            if unread.has_ended {
+                return;
+            }
+            unanswered.retain(|(id, _)| !unread.answered.contains(id));
+        }
+    }
+
+    /// Sends the rest of the flood without regard to credit, until the server stops it. A server
+    /// that has ended the connection keeps no more either of what still comes.
+    fn send_the_rest(&mut self, peer: &mut Peer, frames: &mut Flood) {
+        let mut batch = std::mem::take(&mut self.next);
+        while self.goes_on() {
+            while batch.len() < 64 << 10 {
+                self.number += 1;
+                batch.extend(frames(peer, self.number));
+            }
+            self.write(peer, &batch);
+            batch.clear();
+        }
+        wait_for_rest();
+    }
+}
+
 #[test]
 fn a_client_that_reads_nothing_makes_its_server_hold_no_more_than_the_limits_say() {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
@@ -169,19 +246,18 @@ fn a_client_that_reads_nothing_makes_its_server_hold_no_more_than_the_limits_say
     let kinds = recipes::frame_kinds();
     assert!(kinds.contains(&rpc_core::proto::Kind::Hello) && kinds.contains(&rpc_core::proto::Kind::Close));
     for kind in kinds {
-        fixture.flood(&format!("{kind:?} frames"), |_| Some(recipes::of_frames(kind)));
+        fixture.flood(&format!("{kind:?} frames"), |_| recipes::of_frames(kind));
     }
     let operations = recipes::operations();
     assert!(operations.starts_with(&[1, 2, 3]), "{operations:?}");
     for number in operations {
-        fixture.flood(&format!("operation {number}"), |peer| Some(recipes::of_operation(number, peer)));
+        fixture.flood(&format!("operation {number}"), |peer| recipes::of_operation(number, peer));
     }
-    fixture.flood("reads of a device", |peer| Some(recipes::of_device_reads(peer)));
+    fixture.flood("reads of a device", recipes::of_device_reads);
+    fixture.flood("loads of missing modules", recipes::of_failing_loads);
     builtins::register(&registry);
     for (name, _) in registry.functions() {
-        if name != "mark" {
-            fixture.flood(&name, |peer| recipes::of_function(&name, peer));
-        }
+        fixture.flood(&name, |peer| recipes::of_function(&name, peer));
     }
     assert!(fixture.findings.is_empty(), "the limits admit {}:\n{}", QUOTA + CONSTANT, fixture.findings.join("\n"));
     running.stop();

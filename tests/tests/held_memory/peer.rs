@@ -1,59 +1,134 @@
 //! A client that writes raw frames, and reads nothing once it floods its server.
 
+use std::collections::HashSet;
 use std::io::{ErrorKind, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
+use rpc_conformance::threads::all_others_wait;
 use rpc_core::proto::{FrameHeader, HEADER_LEN, Hello, Kind, MAGIC, Role, decode_reply, encode_request};
-use rpc_core::{Handle, Lane, Operation, Packed, Request, TensorRef, Value};
+use rpc_core::{Handle, Lane, Operation, Packed, Request, Result, TensorRef, Value};
+use rustix::io::Errno;
+use rustix::net::RecvFlags;
 
-/// Time without progress after which the server counts as one that takes no more.
-const STUCK: Duration = Duration::from_millis(100);
+/// Time limit of everything that a peer waits for.
+const LIMIT: Duration = Duration::from_secs(60);
 
 pub(crate) struct Peer {
     stream: UnixStream,
     next: u64,
+    /// Bytes of large requests that the server takes before it has answered one.
+    window: u64,
+    /// Room for what the server has sent, unread.
+    unread: Vec<u8>,
+}
+
+/// More bytes than the kernel keeps of what a server has sent.
+const MAX_UNREAD: usize = 1 << 20;
+
+/// What a server has sent, and its client has not read.
+pub(crate) struct Unread {
+    /// Requests with a whole reply.
+    pub(crate) answered: HashSet<u64>,
+    /// True if the server has ended the connection.
+    pub(crate) has_ended: bool,
+}
+
+/// Fate of bytes that a peer has written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Written {
+    /// The connection took all of them.
+    All,
+    /// The connection is full, and every thread of the server waits: it takes no more until
+    /// something is read.
+    Blocked,
+    /// The server has ended the connection.
+    Ended,
 }
 
 impl Peer {
     /// Connects, and opens a session. The peer promises to take replies of any size.
     pub(crate) fn connect(path: &Path) -> Self {
         let stream = UnixStream::connect(path).unwrap();
-        stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
-        stream.set_write_timeout(Some(Duration::from_secs(20))).unwrap();
-        let mut peer = Self { stream, next: 1 };
+        stream.set_read_timeout(Some(LIMIT)).unwrap();
+        stream.set_write_timeout(Some(LIMIT)).unwrap();
+        let mut peer = Self { stream, next: 1, window: 0, unread: vec![0; MAX_UNREAD] };
         let mut hello = Hello::new(Role::Client);
         hello.identities = vec!["none".into()];
         (hello.window, hello.max_message, hello.chunk) = (1 << 40, 1 << 40, 1 << 20);
         let body = Packed::encode(&hello).unwrap();
         let accept = FrameHeader::control(Kind::Accept, 0).encode();
         let greeting = [&MAGIC[..], &control(Kind::Hello, 0, body.as_bytes()), &accept].concat();
-        assert!(peer.write(&greeting));
+        peer.stream.write_all(&greeting).unwrap();
         let mut magic = [0; MAGIC.len()];
         peer.stream.read_exact(&mut magic).unwrap();
-        assert_eq!(peer.read_frame().0.kind, Kind::Hello);
+        let (header, body, _) = peer.read_frame();
+        assert_eq!(header.kind, Kind::Hello);
+        peer.window = Packed::from_bytes(body.into()).decode::<Hello>().unwrap().window;
         assert_eq!(peer.read_frame().0.kind, Kind::Accept);
         peer
     }
 
-    /// Reads nothing from now on, and gives up writing when the server takes no more.
-    pub(crate) fn begin_flood(&mut self) {
-        self.stream.set_write_timeout(Some(STUCK)).unwrap();
+    /// Returns the bytes of large requests that the server takes before it has answered one.
+    pub(crate) fn window(&self) -> u64 {
+        self.window
     }
 
-    /// Writes bytes. Returns false if the server takes no more.
-    pub(crate) fn write(&mut self, bytes: &[u8]) -> bool {
-        match self.stream.write_all(bytes) {
-            Ok(()) => true,
-            Err(error) => {
-                let expected =
-                    [ErrorKind::WouldBlock, ErrorKind::TimedOut, ErrorKind::BrokenPipe, ErrorKind::ConnectionReset];
-                assert!(expected.contains(&error.kind()), "{error}");
-                false
+    /// Reads nothing from now on.
+    pub(crate) fn begin_flood(&mut self) {
+        self.stream.set_nonblocking(true).unwrap();
+    }
+
+    /// Returns what the server has sent, as far as it lies in the connection, unread.
+    pub(crate) fn unread(&mut self) -> Unread {
+        let peeked = rustix::net::recv(&self.stream, &mut self.unread[..], RecvFlags::PEEK);
+        let len = match peeked {
+            Ok((len, _)) => len,
+            Err(Errno::WOULDBLOCK | Errno::CONNRESET) => 0,
+            Err(error) => panic!("{error}"),
+        };
+        let (mut rest, mut answered, mut has_ended) = (&self.unread[..len], HashSet::new(), false);
+        while let Some((header, behind)) = rest.split_at_checked(HEADER_LEN) {
+            let header = header_of(header);
+            if matches!(header.kind, Kind::Reply | Kind::Error) && !header.more {
+                answered.insert(header.id);
+            }
+            has_ended |= header.kind == Kind::Close;
+            let Some(behind) = behind.get(header.body_len as usize + header.payload_len as usize..) else { break };
+            rest = behind;
+        }
+        Unread { answered, has_ended }
+    }
+
+    /// Writes bytes of a flood, as far as the server takes them.
+    pub(crate) fn write(&mut self, mut bytes: &[u8]) -> Written {
+        let start = Instant::now();
+        let mut is_last_try = false;
+        while !bytes.is_empty() {
+            match self.stream.write(bytes) {
+                Ok(count) => {
+                    bytes = &bytes[count..];
+                    is_last_try = false;
+                }
+                Err(error) if error.kind() == ErrorKind::WouldBlock => {
+                    // Full after a moment at which every thread waited: nothing will be read.
+                    if is_last_try {
+                        return Written::Blocked;
+                    }
+                    assert!(start.elapsed() < LIMIT, "the server reads nothing, and its threads are at work");
+                    std::thread::yield_now();
+                    is_last_try = all_others_wait();
+                }
+                Err(error) => {
+                    let ended = [ErrorKind::BrokenPipe, ErrorKind::ConnectionReset].contains(&error.kind());
+                    assert!(ended, "{error}");
+                    return Written::Ended;
+                }
             }
         }
+        Written::All
     }
 
     /// Returns the frame of a request with a new id.
@@ -69,13 +144,31 @@ impl Peer {
 
     /// Makes a request, and reads its reply.
     pub(crate) fn ask(&mut self, operation: Operation) -> Value {
-        let id = self.next;
         let frame = self.request(1, operation);
-        assert!(self.write(&frame));
+        self.reply_to(&frame).unwrap()
+    }
+
+    /// Sends a frame before the flood.
+    pub(crate) fn send(&mut self, frame: &[u8]) {
+        self.stream.write_all(frame).unwrap();
+    }
+
+    /// Sends the frame of the last request, and reads its reply.
+    pub(crate) fn reply_to(&mut self, frame: &[u8]) -> Result<Value> {
+        let id = self.next - 1;
+        self.send(frame);
+        let mut pieces = Vec::new();
         loop {
             let (header, body, payload) = self.read_frame();
-            if header.id == id && matches!(header.kind, Kind::Reply | Kind::Error) {
-                return decode_reply(header.kind == Kind::Error, &body, payload).unwrap().unwrap();
+            let is_answer = header.id == id && matches!(header.kind, Kind::Reply | Kind::Error);
+            if !is_answer {
+                assert!(!header.more, "only replies have several frames: {:?}", header.kind);
+                continue;
+            }
+            pieces.push((body, payload));
+            if !header.more {
+                let (bodies, payloads): (Vec<_>, Vec<_>) = pieces.into_iter().unzip();
+                return decode_reply(header.kind == Kind::Error, &bodies.concat(), payloads.concat().into()).unwrap();
             }
         }
     }
@@ -101,13 +194,18 @@ impl Peer {
     fn read_frame(&mut self) -> (FrameHeader, Vec<u8>, Bytes) {
         let mut header = [0; HEADER_LEN];
         self.stream.read_exact(&mut header).unwrap();
-        let header = FrameHeader::decode(&header, usize::MAX, usize::MAX).unwrap();
-        assert!(!header.more, "replies of several frames are not read");
+        let header = header_of(&header);
         let (mut body, mut payload) = (vec![0; header.body_len as usize], vec![0; header.payload_len as usize]);
         self.stream.read_exact(&mut body).unwrap();
         self.stream.read_exact(&mut payload).unwrap();
         (header, body, payload.into())
     }
+}
+
+/// Returns the header at the beginning of a frame.
+pub(crate) fn header_of(frame: &[u8]) -> FrameHeader {
+    let header = frame[..HEADER_LEN].try_into().unwrap();
+    FrameHeader::decode(header, usize::MAX, usize::MAX).unwrap()
 }
 
 /// Returns a frame that is no part of a message.

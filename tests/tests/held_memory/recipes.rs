@@ -1,18 +1,63 @@
 //! Floods: for each kind of frame, each operation and each built-in function, the frames of a
 //! client that wants its server to hold as much as it can.
 
+use std::sync::Arc;
+
 use bytes::Bytes;
 use rpc_core::proto::{CodecError, FrameHeader, HEADER_LEN, Kind, decode_request};
-use rpc_core::{DataType, Device, DeviceAttribute, Handle, Lane, Operation, Reference, Value};
+use rpc_core::{
+    DataType, Device, DeviceAttribute, ErrorKind, FunctionModule, Handle, Lane, LoadRequest, Module, ModuleLoader,
+    Operation, Reference, Result, Value,
+};
 use rpc_tests::accelerator::Accelerator;
 
+use super::disco_recipes;
 use super::peer::{Peer, control};
 
 /// Maker of the frames of a flood, by their number.
 pub(crate) type Flood = Box<dyn FnMut(&mut Peer, u64) -> Vec<u8>>;
 
+/// A flood, and what the server is to say to its first frame.
+pub(crate) struct Recipe {
+    pub(crate) frames: Flood,
+    pub(crate) answer: Answer,
+}
+
+/// Answer of the server to the first frame of a flood. It shows that the flood reaches what it is
+/// meant for, and is not refused at the door.
+pub(crate) enum Answer {
+    /// A value.
+    Value,
+    /// An error of this kind.
+    Error(ErrorKind),
+    /// The request is answered later than the flood ends, if at all.
+    Later,
+    /// The frame is no request, and has no answer.
+    NoRequest,
+    /// The server ends the connection.
+    EndsConnection,
+}
+
+impl Answer {
+    /// Sends the first frame of the flood `name`, and checks the server's answer.
+    pub(crate) fn check(&self, name: &str, peer: &mut Peer, frame: &[u8]) {
+        match self {
+            Self::Value => _ = peer.reply_to(frame).unwrap_or_else(|error| panic!("{name}: {error}")),
+            Self::Error(kind) => match peer.reply_to(frame) {
+                Err(error) => assert_eq!(error.kind(), *kind, "{name}: {error}"),
+                Ok(value) => panic!("{name}: not an error, but {value:?}"),
+            },
+            Self::Later => peer.send(frame),
+            Self::NoRequest | Self::EndsConnection => {}
+        }
+    }
+}
+
 /// Bytes of a large argument: half of the largest message.
 pub(crate) const LARGE: usize = 128 << 10;
+
+/// Length of a long text in bytes: half of what the body of one frame may have.
+pub(crate) const LONG: usize = 32 << 10;
 
 /// Returns all kinds of frames that this version of the protocol knows.
 pub(crate) fn frame_kinds() -> Vec<Kind> {
@@ -39,11 +84,13 @@ pub(crate) fn operations() -> Vec<u8> {
 }
 
 /// Returns the flood of frames of one kind.
-pub(crate) fn of_frames(kind: Kind) -> Flood {
-    match kind {
+pub(crate) fn of_frames(kind: Kind) -> Recipe {
+    let mut answer = Answer::NoRequest;
+    let frames: Flood = match kind {
         // After the handshake those of the handshake break the protocol, and so do those of
         // servers. What is sent before the server has noticed is not kept.
         Kind::Hello | Kind::Accept | Kind::Reject | Kind::Proof | Kind::Reply | Kind::Error | Kind::GoAway => {
+            answer = Answer::EndsConnection;
             Box::new(move |_, number| control(kind, number, &[0xc0; 4096]))
         }
         // A first frame that no other follows.
@@ -60,23 +107,31 @@ pub(crate) fn of_frames(kind: Kind) -> Flood {
         // Numbered and unnumbered.
         Kind::Ping | Kind::Pong => Box::new(move |_, number| control(kind, number % 2 * number, &[])),
         Kind::Cancel => Box::new(|_, number| control(Kind::Cancel, number, &[])),
-        Kind::Free => Box::new(|_, number| {
-            let handles = (0..4000).flat_map(|handle| (number << 32 | handle).to_le_bytes());
-            control(Kind::Free, 0, &handles.collect::<Vec<u8>>())
-        }),
+        Kind::Free => {
+            let mut handles: Vec<u8> = (0..4000_u64).flat_map(u64::to_le_bytes).collect();
+            Box::new(move |_, number| {
+                handles[..8].copy_from_slice(&(number << 32).to_le_bytes());
+                control(Kind::Free, 0, &handles)
+            })
+        }
         // One request and one byte, time and again.
         Kind::Credit => Box::new(|_, _| {
             let body = [&1_u32.to_le_bytes()[..], &1_u64.to_le_bytes()].concat();
             control(Kind::Credit, 0, &body)
         }),
-        Kind::Close => Box::new(|_, _| control(Kind::Close, 0, &[])),
+        Kind::Close => {
+            answer = Answer::EndsConnection;
+            Box::new(|_, _| control(Kind::Close, 0, &[]))
+        }
         other => panic!("frames of the kind {other:?} have no recipe here: add one"),
-    }
+    };
+    Recipe { frames, answer }
 }
 
 /// Returns the flood of requests for one operation.
-pub(crate) fn of_operation(number: u8, peer: &mut Peer) -> Flood {
+pub(crate) fn of_operation(number: u8, peer: &mut Peer) -> Recipe {
     let cpu = Device::cpu();
+    let mut answer = Answer::Value;
     let mut operation: Box<dyn FnMut(u64) -> (u32, Operation)> = match number {
         1 => Box::new(|_| (1, Operation::GetFunction { name: "rpc.echo".into() })),
         2 => {
@@ -100,7 +155,10 @@ pub(crate) fn of_operation(number: u8, peer: &mut Peer) -> Flood {
             let from = rpc_core::TensorRef { shape: vec![1 << 19], ..from };
             Box::new(move |_| (1, Operation::Copy { from: from.clone(), to: to.clone() }))
         }
-        7 => Box::new(|number| (1, Operation::Free { handle: Handle::from_bits(number) })),
+        7 => {
+            answer = Answer::Error(ErrorKind::InvalidHandle);
+            Box::new(|number| (1, Operation::Free { handle: Handle::from_bits(number) }))
+        }
         8 => Box::new(move |_| (1, Operation::Attribute { device: cpu, attribute: DeviceAttribute::Target })),
         9 => Box::new(move |_| (1, Operation::CreateStream { device: cpu })),
         // A lane of its own for each, which has its own stream.
@@ -109,104 +167,234 @@ pub(crate) fn of_operation(number: u8, peer: &mut Peer) -> Flood {
             Box::new(move |number| (number as u32, Operation::SetStream { device: cpu, stream: Some(stream) }))
         }
         11 => Box::new(move |number| (number as u32, Operation::StreamWait { device: cpu, stream: None })),
-        12 => Box::new(|_| (1, Operation::LoadModule { path: "x".repeat(LARGE / 2), loader: None })),
-        13 => Box::new(|_| {
-            let (module, name) = (Handle::from_bits(1), "x".repeat(LARGE / 2));
-            (1, Operation::ModuleFunction { module, name })
-        }),
+        12 => Box::new(|number| (1, Operation::LoadModule { path: format!("test:{number}"), loader: None })),
+        13 => {
+            let module = module(peer);
+            Box::new(move |_| (1, Operation::ModuleFunction { module, name: "function".into() }))
+        }
         other => panic!("operation {other} has no recipe here: add one"),
     };
-    Box::new(move |peer, number| {
+    let frames = Box::new(move |peer: &mut Peer, number| {
         let (lane, operation) = operation(number);
         peer.request(lane, operation)
-    })
+    });
+    Recipe { frames, answer }
+}
+
+/// Returns the flood of requests for modules that are not there, each by another path.
+pub(crate) fn of_failing_loads(_: &mut Peer) -> Recipe {
+    let frames = Box::new(|peer: &mut Peer, number| {
+        let path = format!("{number:0length$}.so", length = LONG);
+        peer.request(1, Operation::LoadModule { path, loader: None })
+    });
+    Recipe { frames, answer: Answer::Error(ErrorKind::InvalidArgument) }
 }
 
 /// Returns the flood of reads of a whole tensor on a device whose memory the host cannot access.
-pub(crate) fn of_device_reads(peer: &mut Peer) -> Flood {
+pub(crate) fn of_device_reads(peer: &mut Peer) -> Recipe {
     let (dtype, device) = (DataType::U8, Device::new(rpc_core::DeviceApi::kind(&Accelerator::default()), 0));
-    let alloc = Operation::Alloc { device, dtype, shape: vec![super::MAX_MEMORY as i64], scope: None };
+    let len = super::MAX_QUEUED;
+    let alloc = Operation::Alloc { device, dtype, shape: vec![len as i64], scope: None };
     let Value::Object(Reference::Tensor(from)) = peer.ask(alloc) else { panic!("no tensor") };
-    Box::new(move |peer, number| {
+    let frames = Box::new(move |peer: &mut Peer, number| {
         let from = from.clone();
         // Each on a lane of its own.
-        peer.request(number as u32, Operation::Read { from, offset: 0, len: super::MAX_MEMORY, into: None })
-    })
+        peer.request(number as u32, Operation::Read { from, offset: 0, len, into: None })
+    });
+    Recipe { frames, answer: Answer::Value }
 }
 
-/// Returns the flood of calls of one built-in function. `None` for those of Disco, whose commands
-/// have a test of their own.
-pub(crate) fn of_function(name: &str, peer: &mut Peer) -> Option<Flood> {
-    if name.starts_with("disco.") {
-        return None;
+/// Calls of one function in a flood.
+pub(crate) struct Calls {
+    args: Box<dyn FnMut(u64) -> Vec<Value>>,
+    answer: Answer,
+    lane: fn(u64) -> u32,
+}
+
+impl Calls {
+    /// Returns calls with these arguments, by the number of the call, which are answered by values.
+    /// Each has a lane of its own, so that none waits for another.
+    pub(crate) fn new(args: impl FnMut(u64) -> Vec<Value> + 'static) -> Self {
+        Self { args: Box::new(args), answer: Answer::Value, lane: |number| number as u32 }
     }
+
+    /// Returns the calls, of which the first one is answered so.
+    pub(crate) fn answered(self, answer: Answer) -> Self {
+        Self { answer, ..self }
+    }
+
+    /// Returns the calls on these lanes.
+    pub(crate) fn on_lane(self, lane: fn(u64) -> u32) -> Self {
+        Self { lane, ..self }
+    }
+}
+
+/// Returns the flood of calls of one built-in function.
+pub(crate) fn of_function(name: &str, peer: &mut Peer) -> Recipe {
+    let is_of_disco = name.starts_with("disco.");
+    let Calls { mut args, answer, lane } =
+        if is_of_disco { disco_recipes::calls(name, peer) } else { calls(name, peer) };
     let function = peer.function(name);
-    let text = |text: &str| Value::Str(text.into());
-    let large = || Value::Bytes(vec![1; LARGE].into());
-    let mut args: Box<dyn FnMut(u64) -> Vec<Value>> = match name {
-        "rpc.echo" | "rpc.noop" => Box::new(move |_| vec![large()]),
-        "rpc.new_object" | "rpc.functions" | "rpc.info" | "rpc.callback.create" => Box::new(|_| Vec::new()),
-        "rpc.signature" => Box::new(move |_| vec![text("rpc.echo")]),
-        "rpc.sleep" => Box::new(|_| vec![Value::Float(3600.0)]),
+    let frames = Box::new(move |peer: &mut Peer, number| {
+        let args = args(number);
+        peer.request(lane(number), Operation::Call { function, args })
+    });
+    Recipe { frames, answer }
+}
+
+fn text(text: &str) -> Value {
+    Value::Str(text.into())
+}
+
+/// Returns a large argument.
+pub(crate) fn large() -> Value {
+    Value::Bytes(vec![1; LARGE].into())
+}
+
+/// Returns the calls of one function of `rpc_server::builtins`.
+fn calls(name: &str, peer: &mut Peer) -> Calls {
+    match name {
+        "rpc.echo" | "rpc.noop" => Calls::new(|_| vec![large()]),
+        "rpc.new_object" | "rpc.functions" | "rpc.info" | "rpc.callback.create" => Calls::new(|_| Vec::new()),
+        "rpc.signature" => Calls::new(|_| vec![text("rpc.echo")]),
+        "rpc.sleep" => Calls::new(|_| vec![Value::Float(3600.0)]).answered(Answer::Later),
         "rpc.time_function" => {
-            let noop = function_value(peer, "rpc.echo");
-            let (samples, warmup) = (Value::Int(1_000_000), Value::Int(0));
-            Box::new(move |_| vec![noop.clone(), Value::Int(1), samples.clone(), Value::Float(0.0), warmup.clone()])
+            let echo = peer.ask(Operation::GetFunction { name: "rpc.echo".into() });
+            let (number, samples, warmup) = (Value::Int(1), Value::Int(5_000), Value::Int(0));
+            let args = vec![echo, number, samples, Value::Float(0.0), warmup];
+            Calls::new(move |_| args.clone())
         }
         "rpc.callback.next" => {
-            let source = callback_source(peer);
-            Box::new(move |_| vec![source.clone()])
+            let (_, source) = callback(peer);
+            Calls::new(move |_| vec![source.clone()]).answered(Answer::Later)
         }
-        "rpc.callback.done" => Box::new(move |_| vec![Value::Null, large(), Value::Null]),
+        "rpc.callback.done" => {
+            let call = taken_call(peer);
+            Calls::new(move |_| vec![call.clone(), large(), Value::Null])
+        }
         "rpc.file.begin_write" => {
-            Box::new(move |number| vec![text(&format!("{number}/{}", "x".repeat(200))), Value::Null])
+            Calls::new(|number| vec![text(&format!("{number}/{}", "x".repeat(200))), Value::Null])
         }
         "rpc.file.write" => {
             let writer = writer(peer, "written");
-            Box::new(move |number| vec![writer.clone(), Value::Int((number as i64 % 16) << 17), large()])
+            Calls::new(move |number| vec![writer.clone(), Value::Int((number as i64 % 16) << 17), large()])
         }
         "rpc.file.commit" | "rpc.file.abort" => {
             let writer = writer(peer, "ended");
-            Box::new(move |_| vec![writer.clone()])
+            Calls::new(move |_| vec![writer.clone()])
         }
         "rpc.file.open" => {
             file(peer, 1);
-            Box::new(move |_| vec![text("file")])
+            Calls::new(|_| vec![text("file")])
         }
         "rpc.file.read" => {
-            file(peer, 32);
+            file(peer, 8);
             let Value::List(opened) = peer.call("rpc.file.open", vec![text("file")]) else { panic!("no reader") };
-            Box::new(move |_| vec![opened[0].clone(), Value::Int(0), Value::Int(4 << 20)])
+            Calls::new(move |_| vec![opened[0].clone(), Value::Int(0), Value::Int(1 << 20)])
         }
         "rpc.file.ls" => {
-            file(peer, 1);
-            Box::new(move |_| vec![text("")])
+            // Each with a name of its own, which takes more memory than the file.
+            for number in 0..LISTED {
+                let writer = writer(peer, &format!("{number}{}", "x".repeat(200)));
+                peer.call("rpc.file.commit", vec![writer]);
+            }
+            Calls::new(|_| vec![text("")])
         }
-        "rpc.file.rm" => Box::new(move |_| vec![text(&"x".repeat(LARGE / 2))]),
-        // Without --allow-modules all of them refuse.
-        "rpc.module.find" | "rpc.module.import" => Box::new(move |_| vec![text(&"x".repeat(LARGE / 2))]),
-        "rpc.module.begin_upload" => Box::new(move |_| vec![text(&"0".repeat(64)), Value::Int(1 << 20)]),
-        "rpc.module.write" => Box::new(move |_| vec![Value::Null, Value::Int(0), large()]),
-        "rpc.module.commit" | "rpc.module.functions" => Box::new(move |_| vec![large()]),
-        "rpc.module.import_tensor" => Box::new(move |_| vec![text(&"0".repeat(64)), large()]),
+        "rpc.file.rm" => {
+            Calls::new(|_| vec![text(&"x".repeat(LONG))]).answered(Answer::Error(ErrorKind::InvalidArgument))
+        }
+        "rpc.module.find" => {
+            let upload = upload(peer);
+            peer.call("rpc.module.commit", vec![upload]);
+            Calls::new(|_| vec![text(&digest_of(&MODULE))])
+        }
+        "rpc.module.import" => {
+            file(peer, 1);
+            Calls::new(|_| vec![text("file")])
+        }
+        "rpc.module.begin_upload" => Calls::new(|number| vec![text(&format!("{number:064x}")), Value::Int(1 << 20)]),
+        // In order, and so on one lane.
+        "rpc.module.write" => {
+            let upload = peer.call("rpc.module.begin_upload", vec![text(&"0".repeat(64)), Value::Int(256 << 20)]);
+            Calls::new(move |number| vec![upload.clone(), Value::Int((number as i64 - 1) << 17), large()])
+                .on_lane(|_| 1)
+        }
+        "rpc.module.commit" => {
+            let upload = upload(peer);
+            Calls::new(move |_| vec![upload.clone()])
+        }
+        "rpc.module.import_tensor" => {
+            let tensor = Value::Object(Reference::Tensor(peer.tensor(LARGE as i64)));
+            Calls::new(move |_| vec![text(&digest_of(&[0; LARGE])), tensor.clone()])
+        }
+        "rpc.module.functions" => {
+            let module = Value::Object(Reference::Module(module(peer)));
+            Calls::new(move |_| vec![module.clone()])
+        }
         other => panic!("the built-in function {other} has no recipe here: add one"),
-    };
-    // Lanes of their own, so that calls need not wait for each other.
-    Some(Box::new(move |peer, number| {
-        let args = args(number);
-        peer.request(number as u32, Operation::Call { function, args })
-    }))
+    }
 }
 
-fn function_value(peer: &mut Peer, name: &str) -> Value {
-    peer.ask(Operation::GetFunction { name: name.into() })
-}
+/// Number of files in the folder that a flood lists: each has taken three handles.
+const LISTED: usize = 300;
 
-fn callback_source(peer: &mut Peer) -> Value {
+/// Creates a callback. Returns the function, and the source of its calls.
+fn callback(peer: &mut Peer) -> (Handle, Value) {
     match peer.call("rpc.callback.create", Vec::new()) {
-        Value::List(mut ends) => ends.remove(1),
+        Value::List(mut ends) => {
+            let source = ends.remove(1);
+            (ends[0].handles()[0], source)
+        }
         other => panic!("{other:?}"),
     }
+}
+
+/// Calls a callback, and takes the call, so that it can be answered.
+fn taken_call(peer: &mut Peer) -> Value {
+    let (function, source) = callback(peer);
+    // On a lane of its own: it runs until it has been answered.
+    let call = peer.request(u32::MAX, Operation::Call { function, args: Vec::new() });
+    peer.send(&call);
+    match peer.call("rpc.callback.next", vec![source]) {
+        Value::List(mut taken) => taken.remove(0),
+        other => panic!("{other:?}"),
+    }
+}
+
+/// Bytes of a stored module. The server looks at their digest alone.
+const MODULE: [u8; 4096] = [7; 4096];
+
+fn digest_of(module: &[u8]) -> String {
+    rpc_server::modules::hash(module).unwrap().0.to_string()
+}
+
+/// Uploads [`MODULE`], without the commit.
+fn upload(peer: &mut Peer) -> Value {
+    let digest = Value::Str(digest_of(&MODULE));
+    let upload = peer.call("rpc.module.begin_upload", vec![digest, Value::Int(MODULE.len() as i64)]);
+    peer.call("rpc.module.write", vec![upload.clone(), Value::Int(0), Value::Bytes(MODULE.to_vec().into())]);
+    upload
+}
+
+/// Loader of modules `test:…`, each time a new one.
+pub(crate) struct TestLoader;
+
+impl ModuleLoader for TestLoader {
+    fn name(&self) -> &str {
+        "test"
+    }
+
+    fn accepts(&self, path: &str) -> bool {
+        path.starts_with("test:")
+    }
+
+    fn load(&self, request: &LoadRequest<'_>) -> Result<Arc<dyn Module>> {
+        Ok(Arc::new(FunctionModule::new(request.path).add("function", || 1_i64)))
+    }
+}
+
+fn module(peer: &mut Peer) -> Handle {
+    peer.ask(Operation::LoadModule { path: "test:module".into(), loader: None }).handles()[0]
 }
 
 fn writer(peer: &mut Peer, path: &str) -> Value {

@@ -1,0 +1,174 @@
+//! Floods of the functions by which controllers drive the workers of a Disco node. Their structures
+//! are those of PROTOCOL.md, section 16.1.
+
+use std::net::{IpAddr, Ipv4Addr};
+
+use rpc_core::{ErrorKind, Packed, Value};
+use serde::Serialize;
+
+use super::peer::Peer;
+use super::recipes::{Answer, Calls, LONG, large};
+
+#[derive(Serialize)]
+struct SetUp {
+    version: i64,
+    layout: Layout,
+    first: u32,
+    count: u32,
+    hosting: &'static str,
+    pin: bool,
+    logs: Option<u8>,
+    report_every: u64,
+    keep_alive_ms: u64,
+    children: [(); 0],
+}
+
+#[derive(Serialize)]
+struct Layout {
+    world_size: u32,
+    num_groups: u32,
+}
+
+#[derive(Serialize)]
+struct RequestedFile {
+    path: String,
+    identity: FileIdentity,
+}
+
+#[derive(Serialize)]
+struct FileIdentity {
+    len: u64,
+    header_len: u64,
+    header: [u8; 32],
+}
+
+/// Files of one loader.
+const FILES: usize = 100;
+
+/// Returns the calls of one function.
+pub(crate) fn calls(name: &str, peer: &mut Peer) -> Calls {
+    match name {
+        "disco.version" => Calls::new(|_| Vec::new()),
+        "disco.open" => {
+            let set_up = set_up(peer);
+            Calls::new(move |_| vec![set_up.clone()])
+        }
+        // In order, and so on one lane.
+        "disco.submit" => {
+            let host = host(peer);
+            let submit = move |number| vec![host.clone(), Value::Int(number as i64), loads(), Value::List(Vec::new())];
+            Calls::new(submit).on_lane(|_| 1)
+        }
+        "disco.events" | "disco.relays" => {
+            let host = host(peer);
+            Calls::new(move |_| vec![host.clone()]).answered(Answer::Later)
+        }
+        "disco.offer" => {
+            let host = host(peer);
+            Calls::new(move |number| vec![host.clone(), Value::Int(number as i64)])
+        }
+        "disco.listen" => {
+            let (host, addresses) = (host(peer), addresses());
+            Calls::new(move |_| vec![host.clone(), addresses.clone()])
+        }
+        "disco.break_ccl" => {
+            let host = host(peer);
+            Calls::new(move |number| vec![host.clone(), Value::Int(number as i64), Value::Str("x".repeat(LONG))])
+        }
+        "disco.abort" => {
+            let host = host(peer);
+            Calls::new(move |_| vec![host.clone()])
+        }
+        "disco.connect" => {
+            let host = listening_host(peer);
+            Calls::new(move |_| vec![host.clone(), Value::Int(0), Value::Bool(true)])
+        }
+        "disco.answer" => {
+            let end = end(peer);
+            Calls::new(move |_| vec![end.clone(), Value::Str("x".repeat(LONG))])
+        }
+        "disco.take" => {
+            let end = end(peer);
+            Calls::new(move |_| vec![end.clone()]).answered(Answer::Later)
+        }
+        "disco.give" => {
+            let end = end(peer);
+            Calls::new(move |_| vec![end.clone(), large()])
+        }
+        "disco.weights.open" => Calls::new(|_| vec![files()]),
+        "disco.weights.unreadable" => {
+            let opened = peer.call("disco.weights.open", vec![files()]);
+            Calls::new(move |_| vec![opened.clone()])
+        }
+        // Only workers have what these need; the commands by which workers call them have floods of
+        // their own.
+        "disco.weights.load" | "disco.weights.take" => {
+            Calls::new(|_| vec![large(), Value::Packed(Packed::from_bytes(vec![0xc0; LONG].into()))])
+                .answered(Answer::Error(ErrorKind::ApiMisuse))
+        }
+        other => panic!("the built-in function {other} has no recipe here: add one"),
+    }
+}
+
+fn packed(value: &impl Serialize) -> Value {
+    Value::Packed(Packed::encode(value).unwrap())
+}
+
+/// Returns the set-up of the first one of two workers.
+fn set_up(peer: &mut Peer) -> Value {
+    let Value::Int(version) = peer.call("disco.version", Vec::new()) else { panic!("no version") };
+    packed(&SetUp {
+        version,
+        layout: Layout { world_size: 2, num_groups: 1 },
+        first: 0,
+        count: 1,
+        hosting: "Threads",
+        pin: false,
+        logs: None,
+        report_every: 1,
+        keep_alive_ms: 1000,
+        children: [],
+    })
+}
+
+/// Opens the host of a worker.
+fn host(peer: &mut Peer) -> Value {
+    let set_up = set_up(peer);
+    match peer.call("disco.open", vec![set_up]) {
+        Value::List(mut opened) => opened.remove(0),
+        other => panic!("{other:?}"),
+    }
+}
+
+fn addresses() -> Value {
+    packed(&[IpAddr::V4(Ipv4Addr::LOCALHOST)])
+}
+
+/// Opens the host of a worker that listens for the data of others.
+fn listening_host(peer: &mut Peer) -> Value {
+    let host = host(peer);
+    peer.call("disco.listen", vec![host.clone(), addresses()]);
+    host
+}
+
+/// Opens a connection to a worker, which never reads from it.
+fn end(peer: &mut Peer) -> Value {
+    let host = listening_host(peer);
+    peer.call("disco.connect", vec![host, Value::Int(0), Value::Bool(true)])
+}
+
+/// Returns the batch of one command: to load a module whose path is too long, which makes an event.
+fn loads() -> Value {
+    let path = [b'x'; LONG];
+    // No tensors, the number of the command, a register, the path, and no device.
+    let body = [&[0; 4][..], &[4], &[0; 4], &(LONG as u32).to_le_bytes(), &path, &[0; 4]].concat();
+    let head = [&1_u64.to_le_bytes()[..], &(body.len() as u32).to_le_bytes(), &[0; 4]].concat();
+    Value::Bytes([head, body].concat().into())
+}
+
+/// Returns a list of files that there are not.
+fn files() -> Value {
+    let identity = || FileIdentity { len: 1 << 20, header_len: 100, header: [7; 32] };
+    let files = (0..FILES).map(|number| RequestedFile { path: format!("/{number:0200}"), identity: identity() });
+    packed(&files.collect::<Vec<_>>())
+}
