@@ -24,12 +24,12 @@ use crate::sync::{AtomicU32, AtomicU64, wait_on, wake};
 pub(super) const INLINE: usize = 16 * 1024;
 /// Staging of one rank: this many chunks, used in turn.
 pub(super) const STAGES: usize = 4;
-/// The bytes of one such chunk.
-pub(super) const STAGE: usize = 256 * 1024;
+/// The bytes of one such chunk. Fewer in unit tests, whose models move many chunks.
+pub(super) const STAGE: usize = if cfg!(test) { 16 * 1024 } else { 256 * 1024 };
 /// Staging from one rank to another: this many chunks, used in turn.
 pub(super) const PARCELS: usize = 2;
-/// The bytes of one such chunk.
-pub(super) const PARCEL: usize = 128 * 1024;
+/// The bytes of one such chunk. Fewer in unit tests.
+pub(super) const PARCEL: usize = if cfg!(test) { 4 * 1024 } else { 128 * 1024 };
 
 const MAGIC: u64 = u64::from_le_bytes(*b"discoccl");
 const VERSION: u32 = 3;

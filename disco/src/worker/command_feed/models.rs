@@ -46,19 +46,20 @@ fn every_reader_gets_every_command_and_sleeps_only_without() {
 
 #[test]
 fn an_abort_ends_every_reader_wherever_it_is() {
-    explore(|| {
-        let (feed, readers) = Feed::new(2, Duration::ZERO);
-        let readers: Vec<_> = readers.into_iter().map(|reader| thread::spawn(move || read(reader, u64::MAX))).collect();
-        let writer = {
-            let feed = feed.clone();
-            thread::spawn(move || {
-                (1..=COUNT).for_each(|at| feed.push(at, [queued(at, size(at))], u64::MAX).unwrap());
-            })
-        };
-        feed.abort();
-        writer.join().unwrap();
-        readers.into_iter().for_each(|reader| assert!(reader.join().unwrap() <= COUNT));
-    });
+    for commands in [0, COUNT] {
+        explore(move || {
+            let (feed, readers) = Feed::new(2, Duration::ZERO);
+            let spawn = |reader| thread::spawn(move || read(reader, u64::MAX));
+            let readers: Vec<_> = readers.into_iter().map(spawn).collect();
+            let aborting = {
+                let feed = feed.clone();
+                thread::spawn(move || feed.abort())
+            };
+            (1..=commands).for_each(|at| feed.push(at, [queued(at, size(at))], u64::MAX).unwrap());
+            aborting.join().unwrap();
+            readers.into_iter().for_each(|reader| assert!(reader.join().unwrap() <= commands));
+        });
+    }
 }
 
 /// Of two writers that have the same number only one appends its command.

@@ -17,9 +17,11 @@ use crate::ccl::host::watched_processes::WatchedProcesses;
 use crate::ccl::{BreakCause, Buffers, Ccl, CclError, Collective, Operation, Rank, ReduceOp};
 use crate::sync::modelled::explore;
 
-/// Elements of data that travels with the announcements, and of data that goes through the stages.
+/// Elements of data that travels with the announcements, of data that goes through the stages, and
+/// of data that does not fit into them at once.
 const SMALL: usize = 3;
 const LARGE: usize = 5000;
+const HUGE: usize = 30_000;
 
 /// Returns the ranks of a group that goes through its segment, after so many collectives,
 /// transfers and chunks. They do not yield before they sleep.
@@ -64,18 +66,28 @@ fn each<const N: usize, T: Send + 'static>(
     threads.map(|thread| thread.join().unwrap())
 }
 
-/// Adds up `count` times `value` and the rank's number, in place.
+/// Returns numbers from `first` on, as bytes. They differ, so that no chunk is taken for another.
+fn numbers(first: i32, count: usize) -> Vec<u8> {
+    (first..).take(count).flat_map(i32::to_ne_bytes).collect()
+}
+
+/// Adds up all ranks' [`numbers`] from `value` and the rank's own number on, in place.
 fn sum(ccl: &mut SharedCcl, value: i32, count: usize) -> Result<Vec<i32>, CclError> {
-    let mut data: Vec<u8> = (value + ccl.rank as i32).to_ne_bytes().repeat(count);
+    let mut data = numbers(value + ccl.rank as i32, count);
     let collective = Collective::new(Operation::Allreduce(ReduceOp::Sum), DataType::I32, count);
     ccl.run(collective, Buffers::in_place(&mut data).into())?;
     Ok(data.as_chunks().0.iter().copied().map(i32::from_ne_bytes).collect())
 }
 
-/// Sends a value to the next rank, and returns what came from the one before.
+/// Returns the result of [`sum`] on two ranks.
+fn sums(value: i32, count: usize) -> Vec<i32> {
+    (value..).take(count).map(|value| 2 * value + 1).collect()
+}
+
+/// Sends [`numbers`] to the next rank, and returns what came from the one before.
 fn pass_on(ccl: &mut SharedCcl, value: i32, count: usize) -> Result<Vec<i32>, CclError> {
     let (size, rank) = (ccl.size(), ccl.rank);
-    let input = (value + rank as i32).to_ne_bytes().repeat(count);
+    let input = numbers(value + rank as i32, count);
     let mut output = vec![0; input.len()];
     let [to, from] = [rank + 1, rank + size - 1].map(|peer| Rank::of(peer % size));
     let [send, receive] =
@@ -97,8 +109,8 @@ fn collectives_add_up_whatever_the_order_of_steps() {
     for (collectives, chunks) in [(0, 0), ((1 << 31) - 2, (1 << 31) - 5), ((1 << 32) - 2, u32::MAX - 4)] {
         explore(move || {
             let rounds = |mut ccl: SharedCcl| {
-                for (round, count) in (1..).zip([SMALL, LARGE, LARGE, SMALL]) {
-                    assert_eq!(sum(&mut ccl, round, count).unwrap(), vec![2 * round + 1; count]);
+                for (round, count) in (1..).zip([SMALL, LARGE, HUGE, SMALL]) {
+                    assert_eq!(sum(&mut ccl, round, count).unwrap(), sums(round, count));
                 }
             };
             each(ranks_after::<2>(collectives, chunks), rounds);
@@ -113,7 +125,10 @@ fn transfers_arrive_whatever_the_order_of_steps() {
             let rounds = |mut ccl: SharedCcl| {
                 let before = (ccl.rank as i32 + 1) % 2;
                 for (round, count) in (1..).zip([SMALL, LARGE, SMALL]) {
-                    assert_eq!(pass_on(&mut ccl, round, count).unwrap(), vec![round + before; count]);
+                    assert_eq!(
+                        pass_on(&mut ccl, round, count).unwrap(),
+                        (round + before..).take(count).collect::<Vec<_>>()
+                    );
                 }
             };
             each(ranks_after::<2>(transfers, chunks), rounds);
@@ -132,7 +147,7 @@ fn broken(error: CclError) -> (BreakCause, Rank) {
 fn a_rank_that_leaves_is_noticed_by_all() {
     explore(|| {
         let told = each(ranks::<3>(), |mut ccl| {
-            assert_eq!(sum(&mut ccl, 1, SMALL).unwrap(), vec![6; SMALL]);
+            assert_eq!(sum(&mut ccl, 1, SMALL).unwrap(), [6, 9, 12]);
             // Dropping it leaves the group.
             if ccl.rank == 2 { None } else { Some(broken(sum(&mut ccl, 2, LARGE).unwrap_err())) }
         });
@@ -153,7 +168,7 @@ fn a_rank_that_leaves_its_step_is_noticed_after_any_number_of_steps() {
                     ccl.leave_step();
                     ccl.set_step(step);
                 }
-                assert_eq!(sum(&mut ccl, 1, SMALL).unwrap(), vec![3; SMALL]);
+                assert_eq!(sum(&mut ccl, 1, SMALL).unwrap(), sums(1, SMALL));
                 if ccl.rank == 0 {
                     return Some(broken(sum(&mut ccl, 2, SMALL).unwrap_err()));
                 }
@@ -210,7 +225,7 @@ fn a_poisoned_collective_changes_nothing_for_the_next_one() {
                 }
             };
             assert!(matches!(error, CclError::Poisoned { .. }), "{error}");
-            assert_eq!(sum(&mut ccl, 1, SMALL).unwrap(), vec![3; SMALL]);
+            assert_eq!(sum(&mut ccl, 1, SMALL).unwrap(), sums(1, SMALL));
         });
     });
 }
