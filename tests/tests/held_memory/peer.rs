@@ -23,6 +23,10 @@ pub(crate) struct Peer {
     window: u64,
     /// Room for what the server has sent, unread.
     unread: Vec<u8>,
+    /// Bytes of it that have been parsed.
+    parsed: usize,
+    /// True once the end of the connection is among them.
+    has_ended: bool,
 }
 
 /// More bytes than the kernel keeps of what a server has sent.
@@ -30,7 +34,7 @@ const MAX_UNREAD: usize = 1 << 20;
 
 /// What a server has sent, and its client has not read.
 pub(crate) struct Unread {
-    /// Requests with a whole reply.
+    /// Requests with a whole reply, since the last look.
     pub(crate) answered: HashSet<u64>,
     /// True if the server has ended the connection.
     pub(crate) has_ended: bool,
@@ -54,7 +58,7 @@ impl Peer {
         let stream = UnixStream::connect(path).unwrap();
         stream.set_read_timeout(Some(LIMIT)).unwrap();
         stream.set_write_timeout(Some(LIMIT)).unwrap();
-        let mut peer = Self { stream, next: 1, window: 0, unread: vec![0; MAX_UNREAD] };
+        let mut peer = Self { stream, next: 1, window: 0, unread: vec![0; MAX_UNREAD], parsed: 0, has_ended: false };
         let mut hello = Hello::new(Role::Client);
         hello.identities = vec!["none".into()];
         (hello.window, hello.max_message, hello.chunk) = (1 << 40, 1 << 40, 1 << 20);
@@ -81,7 +85,7 @@ impl Peer {
         self.stream.set_nonblocking(true).unwrap();
     }
 
-    /// Returns what the server has sent, as far as it lies in the connection, unread.
+    /// Returns what the server has sent since the last look, as it lies in the connection, unread.
     pub(crate) fn unread(&mut self) -> Unread {
         let peeked = rustix::net::recv(&self.stream, &mut self.unread[..], RecvFlags::PEEK);
         let len = match peeked {
@@ -89,17 +93,20 @@ impl Peer {
             Err(Errno::WOULDBLOCK | Errno::CONNRESET) => 0,
             Err(error) => panic!("{error}"),
         };
-        let (mut rest, mut answered, mut has_ended) = (&self.unread[..len], HashSet::new(), false);
-        while let Some((header, behind)) = rest.split_at_checked(HEADER_LEN) {
+        let mut answered = HashSet::new();
+        while let Some(header) = self.unread[..len].get(self.parsed..self.parsed + HEADER_LEN) {
             let header = header_of(header);
+            let end = self.parsed + HEADER_LEN + header.body_len as usize + header.payload_len as usize;
+            if end > len {
+                break;
+            }
             if matches!(header.kind, Kind::Reply | Kind::Error) && !header.more {
                 answered.insert(header.id);
             }
-            has_ended |= header.kind == Kind::Close;
-            let Some(behind) = behind.get(header.body_len as usize + header.payload_len as usize..) else { break };
-            rest = behind;
+            self.has_ended |= header.kind == Kind::Close;
+            self.parsed = end;
         }
-        Unread { answered, has_ended }
+        Unread { answered, has_ended: self.has_ended }
     }
 
     /// Writes bytes of a flood, as far as the server takes them.
