@@ -4,7 +4,8 @@
 set -u
 cd "$(dirname "$0")/.." || exit 1
 
-gpus=$(nvidia-smi --query-gpu=index,name,driver_version,memory.total --format=csv,noheader 2>/dev/null)
+# Without a driver it fails, and says so where the list would be.
+gpus=$(nvidia-smi --query-gpu=index,name,driver_version,memory.total --format=csv,noheader 2>/dev/null) || gpus=
 if [ -z "$gpus" ]; then
     echo "no GPU: nvidia-smi finds none"
     exit 0
