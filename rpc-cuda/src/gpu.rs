@@ -89,7 +89,8 @@ impl Gpu {
         }
         let mut raw = ptr::null_mut();
         // SAFETY: there is room for the handle.
-        self.check(unsafe { self.driver.primary_ctx_retain(&raw mut raw, self.device) })?;
+        let retained = unsafe { self.driver.primary_ctx_retain(&raw mut raw, self.device) };
+        self.check(retained).map_err(|error| self.explain_refusal(error))?;
         // SAFETY: it has just been retained.
         self.check(unsafe { self.driver.ctx_set_current(raw) })?;
         let context = PrimaryContext {
@@ -101,6 +102,23 @@ impl Gpu {
             idle_memory: OnceLock::new(),
         };
         Ok(self.context.get_or_init(|| context))
+    }
+
+    /// Returns the error of a context that the driver has not opened, with the reason if that is
+    /// the compute mode, which the driver's own error does not name.
+    fn explain_refusal(&self, error: RpcError) -> RpcError {
+        let device = self.as_device();
+        let reason = match self.attribute(CUdevice_attribute_enum::CU_DEVICE_ATTRIBUTE_COMPUTE_MODE) {
+            Ok(PROHIBITED) => "its compute mode is 'prohibited'",
+            Ok(EXCLUSIVE_PROCESS) => "its compute mode is 'exclusive process', and another process has it",
+            _ => return error,
+        };
+        let text = format!("{device} cannot be used: {reason}; nvidia-smi --compute-mode=0 changes that: {error}");
+        let explained = RpcError::new(ErrorKind::DeviceUnavailable, text);
+        match error.application_kind() {
+            Some(kind) => explained.with_application_kind(kind),
+            None => explained,
+        }
     }
 
     /// Creates a stream in the GPU's context, which is current.
@@ -224,3 +242,10 @@ impl PrimaryContext {
         }
     }
 }
+
+/// Compute mode in which a GPU has no contexts: `CU_COMPUTEMODE_PROHIBITED`.
+const PROHIBITED: c_int = 2;
+
+/// Compute mode in which a GPU has the contexts of one process at a time:
+/// `CU_COMPUTEMODE_EXCLUSIVE_PROCESS`.
+const EXCLUSIVE_PROCESS: c_int = 3;

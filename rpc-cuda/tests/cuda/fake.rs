@@ -130,16 +130,50 @@ impl Fake {
         context
     }
 
+    /// Lets one GPU access the memory of another, as another library would.
+    pub(crate) fn enable_peer_access(&self, cuda: &rpc_cuda::CudaDevice, from: i32, to: i32) {
+        type Enable = unsafe extern "C" fn(*mut std::ffi::c_void, u32) -> i32;
+        let peer = cuda.context(to).unwrap();
+        cuda.context(from).unwrap();
+        // SAFETY: the type is that of the function, and both contexts are open.
+        assert_eq!(unsafe { self.0.get::<Enable>(b"cuCtxEnablePeerAccess").unwrap()(peer, 0) }, 0);
+    }
+
+    /// Frees memory of another library on the first GPU, during which the driver's lock is held
+    /// until the flag is set.
+    pub(crate) fn free_under_the_lock(&self, cuda: &rpc_cuda::CudaDevice, until: &'static AtomicBool) {
+        type Hold = unsafe extern "C" fn(Work, *mut std::ffi::c_void);
+        let mut address = 0_u64;
+        cuda.context(0).unwrap();
+        // SAFETY: the types are those of the functions, there is room for the address, and the flag
+        // lives for ever.
+        let codes = unsafe {
+            let allocated = self.0.get::<unsafe extern "C" fn(*mut u64, usize) -> i32>(b"cuMemAlloc_v2").unwrap()(
+                &raw mut address,
+                4096,
+            );
+            self.0.get::<Hold>(b"fake_hold_free").unwrap()(is_set, std::ptr::from_ref(until).cast_mut().cast());
+            [allocated, self.0.get::<unsafe extern "C" fn(u64) -> i32>(b"cuMemFree_v2").unwrap()(address)]
+        };
+        assert_eq!(codes, [0, 0]);
+    }
+
     /// Submits work to a stream that completes when the flag is set.
     pub(crate) fn hold(&self, stream: *mut std::ffi::c_void, until: &'static AtomicBool) {
-        type Work = unsafe extern "C" fn(*mut std::ffi::c_void) -> i32;
-        unsafe extern "C" fn is_set(flag: *mut std::ffi::c_void) -> i32 {
-            // SAFETY: it is the flag below, which lives for ever.
-            unsafe { &*flag.cast::<AtomicBool>() }.load(Ordering::SeqCst).into()
-        }
         type Submit = unsafe extern "C" fn(*mut std::ffi::c_void, Work, *mut std::ffi::c_void);
         let flag = std::ptr::from_ref(until).cast_mut().cast();
         // SAFETY: the type is that of the function, and the stream is alive.
         unsafe { self.0.get::<Submit>(b"fake_submit_other").unwrap()(stream, is_set, flag) }
     }
+}
+
+/// Function of a test that the fake driver calls.
+type Work = unsafe extern "C" fn(*mut std::ffi::c_void) -> i32;
+
+/// # Safety
+///
+/// `flag` is an [`AtomicBool`] that lives for ever.
+unsafe extern "C" fn is_set(flag: *mut std::ffi::c_void) -> i32 {
+    // SAFETY: the caller's promise.
+    unsafe { &*flag.cast::<AtomicBool>() }.load(Ordering::SeqCst).into()
 }

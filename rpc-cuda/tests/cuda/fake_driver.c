@@ -5,26 +5,43 @@
  * is reused too early, memory that is freed too early. Addresses of devices are none of the processor's, and every access is
  * checked against the blocks that are allocated.
  *
+ * Pinned memory is guarded: while submitted work will write to it, the processor may not touch it, and while submitted work
+ * will read it, the processor may not write to it. An access that may not be is counted as a violation, and goes on.
+ *
  * Environment: FAKE_CUDA_DEVICES (2), FAKE_CUDA_MEMORY (bytes of each device, 1 GiB), FAKE_CUDA_INIT (what cuInit returns),
- * FAKE_CUDA_OVERHEAD (bytes that a stream, a module and cuBLAS take of a device, 0).
- * Build with -DOLD_DRIVER for one without the functions that came with CUDA 12.
+ * FAKE_CUDA_OVERHEAD (bytes that a stream, a module and cuBLAS take of a device, 0), FAKE_CUDA_COMPUTE_MODE (of all devices,
+ * by CUDA's numbers; 3 is that of a device which another process has taken), FAKE_CUDA_PEERS (0: no device reaches another).
+ * Build with -DOLD_DRIVER for that of CUDA 12.2, which lacks later functions and refuses later PTX, and with
+ * -DANCIENT_DRIVER for one that is too old.
  */
 
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <sched.h>
+#include <signal.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 enum {
-    SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, INVALID_DEVICE = 101, INVALID_CONTEXT = 201,
-    INVALID_PTX = 218, INVALID_HANDLE = 400, NOT_FOUND = 500, NOT_READY = 600, ILLEGAL_ADDRESS = 700, LAUNCH_FAILED = 719,
-    FAR_FUTURE = 987654,
+    SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, DEVICE_UNAVAILABLE = 46, INVALID_DEVICE = 101,
+    INVALID_CONTEXT = 201, PEER_ACCESS_UNSUPPORTED = 217, INVALID_PTX = 218, UNSUPPORTED_PTX_VERSION = 222, INVALID_HANDLE = 400, NOT_FOUND = 500, NOT_READY = 600, ILLEGAL_ADDRESS = 700,
+    PEER_ACCESS_ALREADY_ENABLED = 704, LAUNCH_FAILED = 719, UNKNOWN = 999, FAR_FUTURE = 987654,
 };
 
+#ifdef OLD_DRIVER
+#define DRIVER_VERSION 12020
+#else
+#define DRIVER_VERSION 12040
+#endif
+/* CUDA 12.x comes with PTX 8.x. */
+#define PTX_MINOR (DRIVER_VERSION % 1000 / 10)
+
 #define MAX_DEVICES 8
+#define PAGE ((uint64_t)4096)
 #define EXPORT __attribute__((visibility("default")))
 
 typedef struct Context { int device; } Context;
@@ -50,7 +67,7 @@ typedef struct Op {
     unsigned threads;
     uint64_t args[12];
     void (*host)(void *); /* a function of the caller's */
-    int (*other)(void *); /* work of another library: whether it is done */
+    int (*other)(void *); /* work of another library: whether it is done; it writes to `to` */
     void *other_arg;
 } Op;
 
@@ -64,7 +81,14 @@ static Block *device_blocks, *host_blocks;
 static Stream *streams;
 static Function *functions;
 static uint64_t next_address = 0x700000000000;
-static uint64_t violations, driver_allocations, peer_copies, host_waits, inits, device_waits;
+static uint64_t violations, driver_allocations, peer_copies, direct_copies, host_waits, inits, device_waits;
+static int compute_mode, has_peers, reaches[MAX_DEVICES][MAX_DEVICES];
+/* Calls that wait for the driver's lock. */
+static uint64_t waiting;
+/* While this is set, cuMemFree keeps the driver's lock until it returns true. */
+static int (*free_until)(void *);
+static void *free_arg;
+static struct sigaction former_action;
 static __thread Context *current;
 
 static size_t number(const char *name, size_t otherwise) {
@@ -77,8 +101,14 @@ static void violation(const char *what) {
     fprintf(stderr, "fake driver: %s\n", what);
 }
 
+static void lock(void) {
+    __atomic_add_fetch(&waiting, 1, __ATOMIC_SEQ_CST);
+    pthread_mutex_lock(&mutex);
+    __atomic_sub_fetch(&waiting, 1, __ATOMIC_SEQ_CST);
+}
+
 #define ENTER() \
-    pthread_mutex_lock(&mutex); \
+    lock(); \
     int result = device_count < 0 ? NOT_INITIALIZED : !current ? INVALID_CONTEXT : sticky[current->device]; \
     if (!result) { result = fail_next; fail_next = 0; } \
     if (result) goto out;
@@ -93,6 +123,66 @@ static Block *find(Block *blocks, uint64_t address, size_t size) {
     return NULL;
 }
 
+/* ---- the guard of pinned memory ---- */
+
+static int overlaps(uint64_t a, size_t a_size, Block *block) {
+    return a < block->address + block->size && block->address < a + a_size;
+}
+
+/* Lets the processor use those pages of a pinned block that overlap the range as `protection` says. */
+static void protect(Block *block, uint64_t address, size_t size, int protection) {
+    uint64_t end = block->address + block->size, to = address + size < end ? address + size : end;
+    uint64_t from = (address > block->address ? address : block->address) & ~(PAGE - 1);
+    to = (to + PAGE - 1) & ~(PAGE - 1);
+    if (mprotect((void *)from, to - from, protection)) abort();
+}
+
+static void guard_block(Block *block) {
+    protect(block, block->address, block->size, PROT_READ | PROT_WRITE);
+    for (int writes = 0; writes < 2; writes++)
+        for (Stream *stream = streams; stream; stream = stream->next)
+            for (Op *op = stream->first; op; op = op->next) {
+                int reads_it = op->kind == COPY && !op->staged && overlaps(op->from, op->size, block);
+                int writes_it = (op->kind == FILL || op->kind == COPY || op->kind == OTHER) && overlaps(op->to, op->size, block);
+                if (!writes && reads_it) protect(block, op->from, op->size, PROT_READ);
+                if (writes && writes_it) protect(block, op->to, op->size, PROT_NONE);
+                /* A kernel may do anything with what it is given. */
+                for (int i = 0; writes && op->kind == LAUNCH && i < op->kernel->count; i++)
+                    if (overlaps(op->args[i], 1, block)) protect(block, block->address, block->size, PROT_NONE);
+            }
+}
+
+static int concerns(const Op *op, Block *block) {
+    int uses = (op->size && overlaps(op->to, op->size, block)) || (op->kind == COPY && op->from && overlaps(op->from, op->size, block));
+    for (int i = 0; op->kind == LAUNCH && i < op->kernel->count; i++) uses |= overlaps(op->args[i], 1, block);
+    return uses;
+}
+
+/* Guards the pinned blocks that an operation uses, or opens them for it. */
+static void guard(const Op *op, int is_open) {
+    for (Block *block = host_blocks; block; block = block->next) {
+        if (!concerns(op, block)) continue;
+        if (is_open) protect(block, block->address, block->size, PROT_READ | PROT_WRITE);
+        else guard_block(block);
+    }
+}
+
+/* The processor has touched what is guarded, or there is another reason. The stack of signals has no room for fprintf. */
+static void on_fault(int signal_number, siginfo_t *info, void *context) {
+    static const char WHAT[] = "fake driver: the processor uses pinned memory that the device is not done with\n";
+    pthread_mutex_lock(&mutex);
+    Block *block = find(host_blocks, (uint64_t)info->si_addr & ~(PAGE - 1), 1);
+    if (block) {
+        violations++;
+        if (write(2, WHAT, sizeof WHAT - 1) < 0) abort();
+        protect(block, block->address, block->size, PROT_READ | PROT_WRITE);
+    }
+    pthread_mutex_unlock(&mutex);
+    if (block) return;
+    if (former_action.sa_flags & SA_SIGINFO && former_action.sa_sigaction) former_action.sa_sigaction(signal_number, info, context);
+    else signal(signal_number, SIG_DFL);
+}
+
 /* Where an address of a device lies for the processor; NULL if that is nowhere. Pinned memory has one address for both. */
 static char *resolve(uint64_t address, size_t size) {
     Block *block = find(device_blocks, address, size);
@@ -100,14 +190,10 @@ static char *resolve(uint64_t address, size_t size) {
     return block ? block->bytes + (address - block->address) : NULL;
 }
 
-static int overlaps(uint64_t a, size_t a_size, Block *block) {
-    return a < block->address + block->size && block->address < a + a_size;
-}
-
 static void check_unused(Block *block) {
     for (Stream *stream = streams; stream; stream = stream->next)
         for (Op *op = stream->first; op; op = op->next) {
-            int uses = (op->kind == FILL || op->kind == COPY)
+            int uses = (op->kind == FILL || op->kind == COPY || op->kind == OTHER)
                 && (overlaps(op->to, op->size, block) || (!op->staged && op->from && overlaps(op->from, op->size, block)));
             for (int i = 0; op->kind == LAUNCH && i < op->kernel->count; i++)
                 uses |= op->args[i] >= block->address && op->args[i] < block->address + block->size;
@@ -122,7 +208,8 @@ static int release(Block **list, uint64_t address) {
             check_unused(block);
             *link = block->next;
             if (block->device >= 0) used[block->device] -= block->size;
-            free(block->bytes);
+            if (block->device >= 0) free(block->bytes);
+            else munmap(block->bytes, (block->size + PAGE - 1) & ~(PAGE - 1));
             free(block);
             return SUCCESS;
         }
@@ -169,8 +256,14 @@ static void run_until(Stream *stream, Mark *mark);
 static int run_one(Stream *stream) {
     Op *op = stream->first;
     int code = SUCCESS;
-    if (op->kind == OTHER && !op->other(op->other_arg)) return 0;
+    if (op->kind == OTHER) {
+        guard(op, 1);
+        int is_done = op->other(op->other_arg);
+        guard(op, 0);
+        if (!is_done) return 0;
+    }
     if (op->kind == WAIT && op->mark) run_until(op->mark->stream, op->mark);
+    guard(op, 1);
     if (!sticky[stream->device]) switch (op->kind) {
     case FILL: {
         char *to = resolve(op->to, op->size);
@@ -194,6 +287,7 @@ static int run_one(Stream *stream) {
     if (code) sticky[stream->device] = code;
     stream->first = op->next;
     if (!stream->first) stream->last = &stream->first;
+    guard(op, 0);
     free(op->staged);
     free(op);
     return 1;
@@ -206,7 +300,7 @@ static void run_until(Stream *stream, Mark *mark) {
         /* It takes others, on other threads. */
         pthread_mutex_unlock(&mutex);
         sched_yield();
-        pthread_mutex_lock(&mutex);
+        lock();
     }
 }
 
@@ -240,16 +334,23 @@ EXPORT int cuInit(unsigned flags) {
     device_count = (int)number("FAKE_CUDA_DEVICES", 2);
     capacity = number("FAKE_CUDA_MEMORY", (size_t)1 << 30);
     overhead = number("FAKE_CUDA_OVERHEAD", 0);
+    compute_mode = (int)number("FAKE_CUDA_COMPUTE_MODE", 0);
+    has_peers = (int)number("FAKE_CUDA_PEERS", 1);
+    struct sigaction action = { .sa_sigaction = on_fault, .sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER };
+    if (inits == 1) sigaction(SIGSEGV, &action, &former_action);
     for (int i = 0; i < MAX_DEVICES; i++) contexts[i].device = i;
     pthread_mutex_unlock(&mutex);
     return SUCCESS;
 }
 
-EXPORT int cuDriverGetVersion(int *version) { *version = 12040; return SUCCESS; }
+EXPORT int cuDriverGetVersion(int *version) { *version = DRIVER_VERSION; return SUCCESS; }
 
 static const struct { int code; const char *name, *text; } TEXTS[] = {
     { INVALID_VALUE, "CUDA_ERROR_INVALID_VALUE", "invalid argument" },
     { OUT_OF_MEMORY, "CUDA_ERROR_OUT_OF_MEMORY", "out of memory" },
+    { DEVICE_UNAVAILABLE, "CUDA_ERROR_DEVICE_UNAVAILABLE", "CUDA-capable device(s) is/are busy or unavailable" },
+    { UNSUPPORTED_PTX_VERSION, "CUDA_ERROR_UNSUPPORTED_PTX_VERSION", "the provided PTX was compiled with an unsupported toolchain." },
+    { UNKNOWN, "CUDA_ERROR_UNKNOWN", "unknown error" },
     { 100, "CUDA_ERROR_NO_DEVICE", "no CUDA-capable device is detected" },
     { INVALID_PTX, "CUDA_ERROR_INVALID_PTX", "a PTX JIT compilation failed" },
     { NOT_FOUND, "CUDA_ERROR_NOT_FOUND", "named symbol not found" },
@@ -285,6 +386,8 @@ EXPORT int cuDeviceGetAttribute(int *value, int attribute, int device) {
     static const int KNOWN[][2] = { { 1, 1024 }, { 2, 1024 }, { 3, 512 }, { 4, 64 }, { 5, 2147483647 }, { 6, 65535 }, { 7, 65535 },
         { 8, 49152 }, { 10, 32 }, { 12, 65536 }, { 13, 1980000 }, { 16, 132 }, { 38, 52428800 }, { 41, 1 }, { 51, 32 },
         { 75, 9 }, { 76, 0 }, { 97, 232448 } };
+    /* CU_DEVICE_ATTRIBUTE_COMPUTE_MODE. */
+    if (attribute == 20) { *value = compute_mode; return SUCCESS; }
     for (size_t i = 0; i < sizeof KNOWN / sizeof *KNOWN; i++)
         if (KNOWN[i][0] == attribute) { *value = KNOWN[i][1]; return SUCCESS; }
     return INVALID_VALUE;
@@ -294,8 +397,27 @@ EXPORT int cuDeviceTotalMem_v2(size_t *bytes, int device) { (void)device; *bytes
 
 EXPORT int cuDevicePrimaryCtxRetain(Context **context, int device) {
     if (device < 0 || device >= device_count) return INVALID_DEVICE;
+    /* Prohibited, and exclusive to another process: the codes that the driver has for them. */
+    if (compute_mode == 2) return UNKNOWN;
+    if (compute_mode == 3) return DEVICE_UNAVAILABLE;
     *context = &contexts[device];
     return SUCCESS;
+}
+
+EXPORT int cuDeviceCanAccessPeer(int *can, int device, int peer) {
+    if (device < 0 || device >= device_count || peer < 0 || peer >= device_count) return INVALID_DEVICE;
+    *can = has_peers && device != peer;
+    return SUCCESS;
+}
+
+EXPORT int cuCtxEnablePeerAccess(Context *peer, unsigned flags) {
+    ENTER()
+    int *access = &reaches[current->device][peer->device];
+    if (flags || peer == current) result = INVALID_VALUE;
+    else if (!has_peers) result = PEER_ACCESS_UNSUPPORTED;
+    else if (*access) result = PEER_ACCESS_ALREADY_ENABLED;
+    else *access = 1;
+    LEAVE()
 }
 
 EXPORT int cuCtxSetCurrent(Context *context) { current = context; return SUCCESS; }
@@ -320,6 +442,8 @@ EXPORT int cuMemAlloc_v2(uint64_t *address, size_t size) {
 EXPORT int cuMemFree_v2(uint64_t address) {
     ENTER()
     wait_for_device();
+    while (free_until && !free_until(free_arg)) usleep(100);
+    free_until = NULL;
     result = release(&device_blocks, address);
     LEAVE()
 }
@@ -329,7 +453,8 @@ EXPORT int cuMemHostAlloc(void **address, size_t size, unsigned flags) {
     (void)flags;
     driver_allocations++;
     Block *block = calloc(1, sizeof *block);
-    char *bytes = aligned_alloc(4096, (size + 4095) & ~(size_t)4095);
+    char *bytes = mmap(NULL, (size + PAGE - 1) & ~(PAGE - 1), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (bytes == MAP_FAILED) abort();
     memset(bytes, 0x5a, size);
     *block = (Block){ host_blocks, (uint64_t)bytes, size, bytes, -1 };
     host_blocks = block;
@@ -356,6 +481,7 @@ EXPORT int cuMemsetD8Async(uint64_t to, unsigned char value, size_t size, Stream
     if (!usable(stream)) { result = INVALID_HANDLE; goto out; }
     Op *op = submit(stream, FILL);
     op->to = to, op->value = value, op->size = size;
+    guard(op, 0);
     LEAVE()
 }
 
@@ -363,6 +489,7 @@ static int copy(uint64_t to, uint64_t from, size_t size, Stream *stream) {
     if (!usable(stream)) return INVALID_HANDLE;
     Op *op = submit(stream, COPY);
     op->to = to, op->from = from, op->size = size;
+    guard(op, 0);
     return SUCCESS;
 }
 
@@ -415,6 +542,7 @@ EXPORT int cuMemcpyPeerAsync(uint64_t to, Context *to_context, uint64_t from, Co
         goto out;
     }
     peer_copies++;
+    direct_copies += (uint64_t)reaches[source->device][target->device];
     result = copy(to, from, size, stream);
     LEAVE()
 }
@@ -508,6 +636,7 @@ EXPORT int cuEventSynchronize(Event *event) {
     LEAVE()
 }
 
+#ifndef ANCIENT_DRIVER
 EXPORT int cuLaunchHostFunc(Stream *stream, void (*function)(void *), void *arg) {
     ENTER()
     if (!usable(stream)) { result = INVALID_HANDLE; goto out; }
@@ -515,6 +644,7 @@ EXPORT int cuLaunchHostFunc(Stream *stream, void (*function)(void *), void *arg)
     op->host = function, op->other_arg = arg;
     LEAVE()
 }
+#endif
 
 EXPORT int cuModuleLoadDataEx(Module **module, const void *image, unsigned count, int *options, void **values) {
     ENTER()
@@ -525,6 +655,8 @@ EXPORT int cuModuleLoadDataEx(Module **module, const void *image, unsigned count
         result = INVALID_PTX;
         goto out;
     }
+    const char *version = strstr(image, ".version 8.");
+    if (version && atoi(version + strlen(".version 8.")) > PTX_MINOR) { result = UNSUPPORTED_PTX_VERSION; goto out; }
     if (overhead > capacity - used[current->device]) { result = OUT_OF_MEMORY; goto out; }
     used[current->device] += overhead;
     *module = calloc(1, sizeof **module);
@@ -587,6 +719,7 @@ EXPORT int cuLaunchKernel(Function *function, unsigned gx, unsigned gy, unsigned
     op->module = function->module;
     op->threads = gx * gy * gz * bx * by * bz;
     for (int i = 0; i < op->kernel->count; i++) memcpy(&op->args[i], params[i], op->kernel->sizes[i]);
+    guard(op, 0);
     LEAVE()
 }
 
@@ -624,8 +757,12 @@ EXPORT int cuFuncGetName(const char **name, Function *function) { *name = functi
 /* ---- what the tests ask ---- */
 
 EXPORT uint64_t fake_violations(void) { return violations; }
+/* Those so far, which are forgotten. */
+EXPORT uint64_t fake_take_violations(void) { return __atomic_exchange_n(&violations, 0, __ATOMIC_SEQ_CST); }
 EXPORT uint64_t fake_driver_allocations(void) { return driver_allocations; }
 EXPORT uint64_t fake_peer_copies(void) { return peer_copies; }
+/* Those between devices that reach each other. */
+EXPORT uint64_t fake_direct_copies(void) { return direct_copies; }
 EXPORT uint64_t fake_inits(void) { return inits; }
 EXPORT uint64_t fake_host_waits(void) { return host_waits; }
 /* How often a call has waited for all work of a device. */
@@ -643,13 +780,28 @@ EXPORT uint64_t fake_run_all(void) {
     return 0;
 }
 
-/* Submits work of another library, which is called until it is done. */
-EXPORT void fake_submit_other(Stream *stream, int (*other)(void *), void *arg) {
+/* Submits work of another library, which is called until it is done, and which writes to these bytes. */
+EXPORT void fake_submit_writing(Stream *stream, int (*other)(void *), void *arg, uint64_t to, size_t size) {
     pthread_mutex_lock(&mutex);
     Op *op = submit(stream, OTHER);
     op->other = other, op->other_arg = arg;
+    op->to = to, op->size = size;
+    guard(op, 0);
     pthread_mutex_unlock(&mutex);
 }
+
+/* Submits such work without memory. */
+EXPORT void fake_submit_other(Stream *stream, int (*other)(void *), void *arg) { fake_submit_writing(stream, other, arg, 0, 0); }
+
+/* Lets the next cuMemFree keep the driver's lock until a function returns true, as the driver does that waits for the device. */
+EXPORT void fake_hold_free(int (*until)(void *), void *arg) {
+    pthread_mutex_lock(&mutex);
+    free_until = until, free_arg = arg;
+    pthread_mutex_unlock(&mutex);
+}
+
+/* How many calls wait for the driver's lock. */
+EXPORT uint64_t fake_waiting(void) { return __atomic_load_n(&waiting, __ATOMIC_SEQ_CST); }
 
 /* How many pieces of work wait in a stream. */
 EXPORT uint64_t fake_pending(Stream *stream) {

@@ -60,3 +60,50 @@ fn the_stub_for_linkers_is_not_taken_for_the_driver() {
     let name = "driver::the_stub_for_linkers_is_not_taken_for_the_driver";
     with_driver(name, &[WITH_A_STUB], &[], |_| assert_eq!(CudaDevice::open().unwrap().count().unwrap(), 2));
 }
+
+#[test]
+fn a_device_that_its_compute_mode_withholds_is_unavailable_with_the_reason() {
+    let name = "driver::a_device_that_its_compute_mode_withholds_is_unavailable_with_the_reason";
+    for mode in ["2", "3"] {
+        with_driver(name, &[], &[("FAKE_CUDA_COMPUTE_MODE", mode)], |_| {
+            // In the child it is the mode of either turn.
+            let (reason, kind) = if std::env::var("FAKE_CUDA_COMPUTE_MODE").unwrap() == "2" {
+                ("its compute mode is 'prohibited'", "CUDA_ERROR_UNKNOWN")
+            } else {
+                ("'exclusive process', and another process has it", "CUDA_ERROR_DEVICE_UNAVAILABLE")
+            };
+            let cuda = CudaDevice::open().unwrap();
+            let error = cuda.stream(0).unwrap_err();
+            assert_eq!((error.kind(), error.application_kind()), (ErrorKind::DeviceUnavailable, Some(kind)), "{error}");
+            assert!(error.message().contains(reason), "{error}");
+            assert!(error.message().contains("nvidia-smi --compute-mode=0"), "{error}");
+            // It is not lost: the mode may change.
+            assert_eq!(cuda.attribute(0, DeviceAttribute::Name).unwrap(), "Fake GPU 0".into());
+        });
+    }
+}
+
+#[test]
+fn a_driver_that_is_too_old_is_reported() {
+    with_driver("driver::a_driver_that_is_too_old_is_reported", &["-DANCIENT_DRIVER"], &[], |_| {
+        let error = CudaDevice::open().unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::DeviceUnavailable);
+        assert!(error.message().contains("no cuLaunchHostFunc: it is older than CUDA 11.4"), "{error}");
+    });
+}
+
+/// Regression: the message of an `nvidia-smi` that finds no driver was taken for a list of GPUs.
+#[test]
+fn the_script_for_gpus_says_in_one_line_that_there_is_none() {
+    use std::os::unix::fs::PermissionsExt;
+
+    let folder = tempfile::tempdir().unwrap();
+    let program = folder.path().join("nvidia-smi");
+    std::fs::write(&program, "#!/bin/sh\necho 'NVIDIA-SMI has failed'\nexit 9\n").unwrap();
+    std::fs::set_permissions(&program, std::fs::Permissions::from_mode(0o755)).unwrap();
+    let path = format!("{}:/usr/bin:/bin", folder.path().display());
+    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/gpu.sh");
+    let output = std::process::Command::new("sh").arg(script).env("PATH", path).output().unwrap();
+    assert!(output.status.success());
+    assert_eq!(String::from_utf8(output.stdout).unwrap(), "no GPU: nvidia-smi finds none\n");
+}

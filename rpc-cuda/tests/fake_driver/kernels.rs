@@ -366,6 +366,22 @@ fn an_old_driver_accepts_unchecked_calls_without_harm() {
     });
 }
 
+#[test]
+fn an_old_driver_tells_its_version_and_refuses_later_ptx() {
+    let name = "kernels::an_old_driver_tells_its_version_and_refuses_later_ptx";
+    with_driver(name, &["-DOLD_DRIVER"], &[], |_| {
+        let (session, folder) = session();
+        let version = CudaDevice::open().unwrap().attribute(0, DeviceAttribute::ApiVersion).unwrap();
+        assert_eq!(version, Value::Int(12_020));
+        folder.write("later.ptx", b".version 8.4 .entry nothing() {}");
+        let error = session.load_module("later.ptx").wait().err().unwrap();
+        assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+        assert!(error.message().contains("CUDA_ERROR_UNSUPPORTED_PTX_VERSION"), "{error}");
+        folder.write("fitting.ptx", b".version 8.2 .entry nothing() {}");
+        session.load_module("fitting.ptx").wait().unwrap();
+    });
+}
+
 /// Regression: a float took 8 bytes there, of which a kernel that wants a `float` read zeros.
 #[test]
 fn an_old_driver_gets_floats_as_the_module_declares_them() {
