@@ -190,7 +190,8 @@ impl DeviceApi for CudaDevice {
             target.let_default_stream_follow()?;
             let from = DeviceRange { gpu: source.gpu(), start: source.address(from_offset) };
             let to = DeviceRange { gpu: target.gpu(), start: target.address(to_offset) };
-            // SAFETY: the caller's promises are the same.
+            // SAFETY: the caller's promises are the same; later uses of the memory, and its
+            // release, come behind the copy on the default streams.
             return unsafe { transfer::between(from, to, len) };
         }
         let mut gpus = [source, target].into_iter().flatten().map(CudaMemory::gpu).collect::<Vec<_>>();
@@ -200,9 +201,9 @@ impl DeviceApi for CudaDevice {
         if [source, target].into_iter().flatten().any(CudaMemory::is_pinned) {
             gpus.iter().try_for_each(|gpu| gpu.synchronize())?;
         }
+        // Copies to and from pinned memory wait for the device themselves.
         // SAFETY: the caller's promises are the same.
-        unsafe { copy_by_host(from, from_offset, to, to_offset, len)? };
-        gpus.iter().try_for_each(|gpu| gpu.synchronize())
+        unsafe { copy_by_host(from, from_offset, to, to_offset, len) }
     }
 }
 

@@ -103,6 +103,8 @@ functions! {
         primary_ctx_retain = "cuDevicePrimaryCtxRetain" (context: *mut CUcontext, device: CUdevice);
         ctx_set_current = "cuCtxSetCurrent" (context: CUcontext);
         ctx_get_current = "cuCtxGetCurrent" (context: *mut CUcontext);
+        device_can_access_peer = "cuDeviceCanAccessPeer" (can: *mut c_int, device: CUdevice, peer: CUdevice);
+        ctx_enable_peer_access = "cuCtxEnablePeerAccess" (peer: CUcontext, flags: c_uint);
         mem_alloc = "cuMemAlloc_v2" (address: *mut CUdeviceptr, bytes: usize);
         mem_free = "cuMemFree_v2" (address: CUdeviceptr);
         mem_host_alloc = "cuMemHostAlloc" (address: *mut *mut c_void, bytes: usize, flags: c_uint);

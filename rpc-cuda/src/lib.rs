@@ -12,8 +12,9 @@
 //! A lane that has set another stream has its kernels and products there. They begin behind the
 //! default stream's work at that time, and later work on one of their tensors runs behind them, on
 //! any stream; other work of the default stream, such as the copies of the next tensors, runs
-//! beside them. The duties of functions that use streams of their own are documented at
-//! [`CudaMemory::device_pointer`].
+//! beside them. A copy between two devices is on the default stream of the source, and the default
+//! stream of the destination goes on behind it. The duties of functions that use streams of their
+//! own are documented at [`CudaMemory::device_pointer`].
 //!
 //! No thread waits for a stream on behalf of a session, or of another CUDA stream:
 //! [`Stream::when_done`] and [`Stream::wait_for`] do not block. One thread of the process notifies
@@ -62,6 +63,7 @@ mod notifier;
 mod on_demand;
 mod opened_gpu;
 mod other_stream_work;
+mod peer_access;
 mod pinned_ranges;
 mod ptx_signature;
 mod release_thread;

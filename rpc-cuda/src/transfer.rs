@@ -1,5 +1,8 @@
 //! Copies between host and device, and between devices.
 //!
+//! Copies of devices' memory are submitted, and nothing waits for them: whatever uses the memory
+//! later comes behind, on the default stream.
+//!
 //! Host memory that is not pinned is copied through two pinned buffers of 1 MiB: while the device
 //! copies one, the processor fills or empties the other. All copies are on the default stream. A
 //! device has a bounded number of such buffers: while its stream is busy, writes are accepted until
@@ -15,7 +18,7 @@ use crate::driver::Outcome;
 use crate::event::Event;
 use crate::memory_pool::{Block, Space};
 use crate::opened_gpu::OpenedGpu;
-use crate::pinned_ranges;
+use crate::{peer_access, pinned_ranges};
 use rpc_core::error::Result;
 
 /// Copies `data` to the device at `to`, and returns when `data` has been read.
@@ -106,13 +109,13 @@ pub(super) struct DeviceRange {
     pub(super) start: u64,
 }
 
-/// Copies `len` bytes between the memories of devices, behind the default streams of both, and
-/// returns when it is done.
+/// Copies `len` bytes between the memories of devices, behind the default streams of both. Returns
+/// when the copy has been submitted. Later work of both default streams begins behind it.
 ///
 /// # Safety
 ///
-/// Both ranges lie within memory of their devices, and until this returns nothing else writes to
-/// the source or accesses the destination.
+/// Both ranges lie within memory of their devices. Until their default streams have executed the
+/// copy, nothing else writes to the source or accesses the destination, and neither is freed.
 pub(super) unsafe fn between(from: DeviceRange, to: DeviceRange, len: u64) -> Result<()> {
     let opened = to.gpu;
     if len == 0 {
@@ -130,7 +133,7 @@ pub(super) unsafe fn between(from: DeviceRange, to: DeviceRange, len: u64) -> Re
         // SAFETY: the caller's promise.
         unsafe { shift(opened, from.start, to.start, len)? };
     }
-    opened.synchronize()
+    Ok(())
 }
 
 /// Copies on one device, in the order of the default stream.
@@ -177,8 +180,8 @@ unsafe fn shift(opened: &'static OpenedGpu, from: u64, to: u64, len: u64) -> Res
     Ok(())
 }
 
-/// Copies to another device, on the default stream of the source, while that of the destination
-/// waits. If the devices cannot access each other, the driver copies through the host.
+/// Copies to another device, on the default stream of the source, between work of the destination's
+/// default stream. If the devices cannot access each other, the driver copies through the host.
 ///
 /// # Safety
 ///
@@ -186,7 +189,7 @@ unsafe fn shift(opened: &'static OpenedGpu, from: u64, to: u64, len: u64) -> Res
 unsafe fn to_peer(from: DeviceRange, to: DeviceRange, len: u64) -> Result<()> {
     let (source, target) = (from.gpu.context, to.gpu.context);
     target.enter()?;
-    source.enter()?;
+    peer_access::enable(source, target)?;
     from.gpu.default_stream.wait_for_stream(&to.gpu.default_stream)?;
     source.enter()?;
     // SAFETY: the caller's promise, and both contexts are retained.
@@ -195,9 +198,7 @@ unsafe fn to_peer(from: DeviceRange, to: DeviceRange, len: u64) -> Result<()> {
         source.gpu.driver.memcpy_peer_async(to.start, target.raw.0, from.start, source.raw.0, bytes, stream)
     };
     source.gpu.check(outcome)?;
-    from.gpu.synchronize()?;
-    // The copy is done, so nothing is left to wait for.
-    target.gpu.check_not_lost()
+    to.gpu.default_stream.wait_for_stream(&from.gpu.default_stream)
 }
 
 /// The buffers of one copy: one, or two in turn. They return to the pool behind the device's use of

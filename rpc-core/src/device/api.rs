@@ -111,8 +111,9 @@ pub trait DeviceApi: Send + Sync {
 
     /// Copies `len` bytes between two memories of this kind, or between one of this kind and host
     /// memory, behind all work that was submitted to the default stream. Returns when the bytes are
-    /// there. Within one memory the ranges may overlap; the destination then holds the source's
-    /// former content.
+    /// there, or when every later use of either memory, and its release, comes behind the copy.
+    /// Within one memory the ranges may overlap; the destination then holds the source's former
+    /// content.
     ///
     /// [`Borrow::copy_from`](crate::tensor::Borrow::copy_from) is the safe way to call it.
     ///

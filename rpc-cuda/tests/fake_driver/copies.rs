@@ -176,3 +176,67 @@ fn writes_behind_a_busy_stream_wait_when_all_buffers_are_in_use() {
         assert!(total() <= bound);
     });
 }
+
+/// Regression: each copy held its thread until the device had done it, and went through the host.
+#[test]
+fn copies_of_device_memory_are_direct_and_hold_no_thread() {
+    static MAY_GO_ON: AtomicBool = AtomicBool::new(false);
+    with_driver("copies::copies_of_device_memory_are_direct_and_hold_no_thread", &[], &[], |fake| {
+        let _end = ReleaseOnDrop(&MAY_GO_ON);
+        let cuda = CudaDevice::open().unwrap();
+        let [first, second] = [0, 0].map(|index| allocate(&cuda, index, 1000));
+        let far = allocate(&cuda, 1, 1000);
+        // Another library has enabled one direction.
+        fake.enable_peer_access(&cuda, 1, 0);
+        write(&*first, 0, &pattern(1000, 4));
+        fake.hold(cuda.stream(0).unwrap().raw(), &MAY_GO_ON);
+        let waits = fake.count("fake_host_waits");
+        copy(&cuda, (&*first, 0), (&*second, 0), 1000);
+        copy(&cuda, (&*second, 10), (&*second, 11), 900);
+        copy(&cuda, (&*second, 0), (&*far, 0), 1000);
+        copy(&cuda, (&*far, 5), (&*first, 0), 900);
+        assert_eq!(fake.count("fake_host_waits"), waits);
+        assert_eq!((fake.count("fake_peer_copies"), fake.count("fake_direct_copies")), (2, 2));
+        // Memory that is freed behind a copy is not reused too early.
+        drop(second);
+        let again = allocate(&cuda, 0, 1000);
+        MAY_GO_ON.store(true, Ordering::SeqCst);
+        let mut expected = pattern(1000, 4);
+        expected.copy_within(10..910, 11);
+        assert!(read(&*far, 0, 1000) == expected);
+        assert!(read(&*first, 0, 900) == expected[5..905]);
+        assert_eq!(read(&*again, 0, 1000), [0; 1000]);
+    });
+}
+
+#[test]
+fn devices_that_do_not_reach_each_other_copy_through_the_host() {
+    let name = "copies::devices_that_do_not_reach_each_other_copy_through_the_host";
+    with_driver(name, &[], &[("FAKE_CUDA_PEERS", "0")], |fake| {
+        let cuda = CudaDevice::open().unwrap();
+        let (near, far) = (allocate(&cuda, 0, 10), allocate(&cuda, 1, 10));
+        write(&*near, 0, &[7; 10]);
+        copy(&cuda, (&*near, 0), (&*far, 0), 10);
+        assert_eq!(read(&*far, 0, 10), [7; 10]);
+        assert_eq!((fake.count("fake_peer_copies"), fake.count("fake_direct_copies")), (1, 0));
+    });
+}
+
+/// Test of the fake driver itself: pinned memory that the device is not done with.
+#[test]
+fn the_fake_driver_notices_a_processor_that_is_too_early() {
+    static MAY_GO_ON: AtomicBool = AtomicBool::new(false);
+    with_driver("copies::the_fake_driver_notices_a_processor_that_is_too_early", &[], &[], |fake| {
+        let _end = ReleaseOnDrop(&MAY_GO_ON);
+        let cuda = CudaDevice::open().unwrap();
+        let (stream, bytes) = (cuda.stream(0).unwrap(), pinned(&cuda, 10));
+        fake.hold(stream.raw(), &MAY_GO_ON);
+        fake.fill(of(&*bytes), 7, 10, &stream);
+        assert_eq!(fake.count("fake_take_violations"), 0);
+        read(&*bytes, 0, 10);
+        assert_eq!(fake.count("fake_take_violations"), 1);
+        MAY_GO_ON.store(true, Ordering::SeqCst);
+        fake.run_all();
+        assert_eq!(read(&*bytes, 0, 10), [7; 10]);
+    });
+}
