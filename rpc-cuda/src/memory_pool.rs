@@ -17,6 +17,8 @@
 //! * P-5: A bounded pool never has more than its limit, in use or idle. An allocation beyond it
 //!   waits for a block to come back, the oldest first, instead of asking the driver. A thread that
 //!   holds a block of the pool never waits, so that blocks in use do come back.
+//! * P-6: The pool's lock is not held during a call of the driver, which may wait behind the
+//!   driver's own lock for as long as another thread frees memory.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ffi::c_void;
@@ -82,7 +84,7 @@ struct PoolState {
     statistics: PoolStatistics,
     /// Limit in bytes.
     limit: u64,
-    /// Idle bytes that a trim is returning to the driver.
+    /// Idle bytes that are on their way back to the driver.
     leaving: u64,
 }
 
@@ -200,26 +202,35 @@ impl Pool {
 
     fn take_idle(&self, context: &'static PrimaryContext, size: u64) -> Result<Option<Block>> {
         let mut state = self.state.lock();
-        let Some(blocks) = state.idle.get_mut(&size) else { return Ok(None) };
-        match self.space {
-            Space::Device => {
-                let Some(idle) = blocks.back() else { return Ok(None) };
-                // P-1.
-                for event in &idle.other_streams {
-                    event.precede(context, context.default_stream)?;
-                }
-            }
-            Space::Host => {
-                // P-2: the first block that came back is done first.
-                match blocks.front() {
-                    Some(idle) if idle.is_done()? => {}
-                    _ => return Ok(None),
-                }
-            }
-        }
-        let idle = if self.space == Space::Device { blocks.pop_back() } else { blocks.pop_front() };
+        let blocks = state.idle.get_mut(&size);
+        let idle = match self.space {
+            Space::Device => blocks.and_then(VecDeque::pop_back),
+            // P-2: the first block that came back is done first.
+            Space::Host => blocks.and_then(VecDeque::pop_front),
+        };
         let Some(idle) = idle else { return Ok(None) };
         state.forget_empty(size);
+        drop(state);
+        // P-6. The block counts as idle until then, and belongs to this thread.
+        let may_be_taken = match self.space {
+            // P-1.
+            Space::Device => {
+                let mut others = idle.other_streams.iter();
+                others.try_for_each(|event| event.precede(context, context.default_stream)).map(|()| true)
+            }
+            Space::Host => idle.is_done(),
+        };
+        let mut state = self.state.lock();
+        if !matches!(may_be_taken, Ok(true)) {
+            let blocks = state.idle.entry(size).or_default();
+            match self.space {
+                Space::Device => blocks.push_back(idle),
+                Space::Host => blocks.push_front(idle),
+            }
+            drop(state);
+            self.block_returned.notify_all();
+            return may_be_taken.map(|_| None);
+        }
         state.statistics.cached_bytes -= size;
         state.statistics.hits += 1;
         state.took(size);
@@ -268,38 +279,50 @@ impl Pool {
 
     /// Returns idle memory above the limit to the driver (P-4), large blocks first.
     fn evict(&self, gpu: &Gpu) {
-        self.return_blocks_while(gpu, |state| {
-            if state.statistics.cached_bytes - state.leaving <= state.limit {
-                return None;
-            }
-            state.idle.iter().rev().find(|(_, blocks)| blocks.front().is_some_and(Idle::is_done_now))
-        });
+        self.return_blocks(gpu, |state, _| state.statistics.cached_bytes - state.leaving > state.limit);
     }
 
     /// Returns memory that has been idle for `time` to the driver, except for memory that P-3
     /// keeps. Returns the time at which the oldest of the rest became idle. It may wait for the
     /// device. The caller has entered the GPU.
     pub(super) fn release_idle(&self, gpu: &Gpu, time: Duration) -> Option<Instant> {
-        self.return_blocks_while(gpu, |state| {
-            let is_due = |idle: &Idle| idle.since.elapsed() >= time && idle.is_done_now();
-            state.idle.iter().find(|(_, blocks)| blocks.front().is_some_and(is_due))
-        });
-        self.block_returned.notify_all();
+        self.return_blocks(gpu, |_, idle| idle.since.elapsed() >= time);
         self.state.lock().idle.values().filter_map(VecDeque::front).map(|idle| idle.since).min()
     }
 
-    /// Returns blocks to the driver one by one, the first of the queue that `choose` finds; they
-    /// are done (P-3).
-    fn return_blocks_while(&self, gpu: &Gpu, choose: impl Fn(&PoolState) -> Option<(&u64, &VecDeque<Idle>)>) {
-        loop {
-            let mut state = self.state.lock();
-            let Some(size) = choose(&state).map(|(size, _)| *size) else { return };
-            let Some(idle) = state.idle.get_mut(&size).and_then(VecDeque::pop_front) else { return };
-            state.forget_empty(size);
-            state.statistics.cached_bytes -= size;
-            drop(state);
-            if let Err(error) = self.return_to_driver(gpu, idle.block) {
-                rpc_core::log_limited!(WARN, %error, bytes = size, "memory is leaked");
+    /// Returns blocks to the driver one by one, large ones first, and of each size those that came
+    /// back first, for as long as they are `due`, and done (P-3).
+    fn return_blocks(&self, gpu: &Gpu, due: impl Fn(&PoolState, &Idle) -> bool) {
+        let sizes: Vec<u64> = self.state.lock().idle.keys().rev().copied().collect();
+        for size in sizes {
+            let mut is_done = true;
+            while is_done {
+                let mut state = self.state.lock();
+                if !state.idle.get(&size).and_then(VecDeque::front).is_some_and(|idle| due(&state, idle)) {
+                    break;
+                }
+                let Some(idle) = state.idle.get_mut(&size).and_then(VecDeque::pop_front) else { break };
+                state.forget_empty(size);
+                state.leaving += size;
+                drop(state);
+                // P-6. The block counts until it has been freed (P-5).
+                is_done = idle.is_done_now();
+                let kept = if is_done {
+                    if let Err(error) = self.return_to_driver(gpu, idle.block) {
+                        rpc_core::log_limited!(WARN, %error, bytes = size, "memory is leaked");
+                    }
+                    None
+                } else {
+                    Some(idle)
+                };
+                let mut state = self.state.lock();
+                state.leaving -= size;
+                match kept {
+                    Some(idle) => state.idle.entry(size).or_default().push_front(idle),
+                    None => state.statistics.cached_bytes -= size,
+                }
+                drop(state);
+                self.block_returned.notify_all();
             }
         }
     }

@@ -9,7 +9,7 @@ use rpc_cuda::CudaDevice;
 
 use crate::fake::with_driver;
 use crate::memory_access::{read, write};
-use crate::{BUFFER, LIMIT, allocate, of, pattern, pinned, stream};
+use crate::{BUFFER, LIMIT, ReleaseOnDrop, allocate, of, pattern, pinned, stream};
 
 #[test]
 fn memory_reads_as_zeros_and_keeps_what_is_written_at_every_size() {
@@ -192,6 +192,39 @@ fn memory_that_stays_idle_goes_back_to_the_driver() {
         is_gone();
         assert_eq!(read(&*kept, 9, 2), [5, 0]);
         assert_eq!(cuda.statistics(0).unwrap().allocated_bytes, 1 << 20);
+    });
+}
+
+/// P-6. Regression: a thread that asked for the state of idle memory held the pool's lock
+/// meanwhile.
+#[test]
+fn a_pool_answers_while_its_idle_memory_waits_for_the_driver() {
+    static MAY_GO_ON: AtomicBool = AtomicBool::new(false);
+    with_driver("memory::a_pool_answers_while_its_idle_memory_waits_for_the_driver", &[], &[], |fake| {
+        let cuda = CudaDevice::open().unwrap();
+        cuda.set_idle_time(0, Duration::from_secs(3600)).unwrap();
+        drop(allocate(&cuda, 0, 1 << 20));
+        drop(pinned(&cuda, 1 << 20));
+        fake.run_all();
+        let idle = || (cuda.statistics(0).unwrap().cached_bytes, cuda.pinned_statistics(0).unwrap().cached_bytes);
+        let eventually = |is: &dyn Fn() -> bool| {
+            let since = std::time::Instant::now();
+            while !is() {
+                assert!(since.elapsed() < LIMIT, "{:?}", idle());
+                std::thread::yield_now();
+            }
+        };
+        std::thread::scope(|scope| {
+            let _end = ReleaseOnDrop(&MAY_GO_ON);
+            let waits = fake.count("fake_device_waits");
+            scope.spawn(|| fake.free_under_the_lock(&cuda, &MAY_GO_ON));
+            eventually(&|| fake.count("fake_device_waits") > waits);
+            cuda.set_idle_time(0, Duration::ZERO).unwrap();
+            // The thread that frees idle memory asks the driver if it is done.
+            eventually(&|| fake.count("fake_waiting") > 0);
+            assert_eq!(idle(), (1 << 20, 1 << 20));
+        });
+        eventually(&|| idle() == (0, 0));
     });
 }
 
