@@ -105,7 +105,7 @@ impl CudaMemory {
     /// work on another stream first [waits for it](rpc_core::device::Stream::wait_for), because the
     /// memory is zeroed and copied there, and before the borrow ends the default stream waits for
     /// the other stream. Pinned memory is read by the processor, too, so work on it must be done
-    /// when the borrow ends.
+    /// when the borrow ends: [synchronize](rpc_core::device::Stream::synchronize) with the stream.
     ///
     /// From this call on, the default stream is behind the pending work of kernels on other streams
     /// that use the memory.

@@ -15,8 +15,12 @@ mod kernels;
 mod memory;
 #[path = "../cuda/memory_access.rs"]
 mod memory_access;
+mod native_modules;
 mod sessions;
 mod streams;
+#[allow(dead_code, unreachable_pub, reason = "other tests use more of it")]
+#[path = "../../../tests/src/tvm_ffi.rs"]
+mod tvm_ffi;
 #[path = "../cuda/workspace.rs"]
 mod workspace;
 

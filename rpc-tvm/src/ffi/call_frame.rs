@@ -9,7 +9,8 @@ use std::sync::{Arc, mpsc};
 
 use super::lane_stream::LaneStream;
 use super::object::Ref;
-use rpc_core::error::RpcError;
+use rpc_core::dlpack::DeviceType;
+use rpc_core::error::{Result, RpcError};
 use rpc_core::function::{Context, FunctionKind};
 use rpc_core::tensor::{Access, Borrow, Storage, borrow_all};
 
@@ -57,6 +58,14 @@ impl CallFrameGuard {
     }
 }
 
+impl std::ops::Deref for CallFrameGuard {
+    type Target = CallFrame;
+
+    fn deref(&self) -> &CallFrame {
+        &self.0
+    }
+}
+
 impl Drop for CallFrameGuard {
     fn drop(&mut self) {
         let ended = STACK.with_borrow_mut(Vec::pop);
@@ -66,12 +75,33 @@ impl Drop for CallFrameGuard {
 }
 
 impl CallFrame {
+    /// Waits for the work that foreign code has submitted to its streams so far, if it was given
+    /// memory of a device that the processor reaches, too, such as pinned memory. The next user of
+    /// that memory may be the processor, which is in no stream's order.
+    ///
+    /// # Errors
+    ///
+    /// The error of that work.
+    pub(super) fn wait_for_host_memory(&self) -> Result<()> {
+        let is_on_host =
+            |storage: &Arc<Storage>| storage.device().kind != DeviceType::CPU && storage.memory().host().is_some();
+        if self.storages.iter().any(is_on_host) {
+            self.lanes.borrow().iter().try_for_each(|lane| lane.stream.synchronize())?;
+        }
+        Ok(())
+    }
+
     /// Releases the borrows of the call's tensors until the returned guard is dropped: foreign code
     /// that calls back does not access them meanwhile, and the called function may need them. An
     /// inline function keeps its borrows, because it could not wait for them afterwards. The called
-    /// function's work runs behind all work that foreign code has submitted to its streams so far.
+    /// function's work runs behind all work that foreign code has submitted to its streams so far,
+    /// which is done already if the processor reaches some of the memory.
     pub(super) fn suspend(&self) -> (Suspended<'_>, Vec<Borrow>) {
         self.lanes.borrow().iter().for_each(|lane| lane.end());
+        if let Err(error) = self.wait_for_host_memory() {
+            // Every use of the device reports it.
+            tracing::debug!(%error, "the work of a function that calls back has failed");
+        }
         let given = if self.kind == FunctionKind::Inline { Vec::new() } else { self.borrows.take() };
         (Suspended(self), given)
     }

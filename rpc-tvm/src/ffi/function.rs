@@ -56,7 +56,11 @@ impl FfiFunction {
         // Behind everything that converting the tensors' addresses has made the default stream wait
         // for.
         streams.begin()?;
-        let returned = self.api.call(&self.object, arguments.as_mut_slice())?;
+        let returned = self.api.call(&self.object, arguments.as_mut_slice());
+        // Also after an error: some work may have been submitted.
+        let waited = frame.wait_for_host_memory();
+        let returned = returned?;
+        waited.map_err(|error| error.may_have_run(true))?;
         // SAFETY: it is complete, and alive until it is dropped.
         let value = unsafe { value::from_any(self.api, context, &returned.view()) };
         value.map_err(|error| error.context("the return").may_have_run(true))

@@ -56,6 +56,10 @@ use rpc_core::function::{FunctionKind, LoadRequest, Module, ModuleLoader, Regist
 /// listed functions promise not to block, and run where the request was read. If metadata tell the
 /// number of arguments, calls with another number are refused.
 ///
+/// Work that a function submits to the stream of its lane may go on after the call: later work on
+/// its tensors comes behind. If the processor reaches one of them, as it does with pinned memory
+/// (scope `host` of `cuda`), the call waits for that work, and returns its error.
+///
 /// While a function calls back, its tensors are passed to the called function, or are free for
 /// others (except those of inline functions, which keep them): it must not access them meanwhile,
 /// on other threads for example. Session memory that it holds beyond the call, as a `Tensor` object
