@@ -138,7 +138,6 @@ impl Destination {
     }
 
     pub(super) fn allocate(&self, worker: &WorkerContext, dtype: DataType, shape: &[i64]) -> Result<Tensor> {
-        worker.note_use(self.device);
         worker.context().allocate_in_scope(self.device, dtype, shape, self.memory_scope.as_deref())
     }
 }

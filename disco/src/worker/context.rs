@@ -7,9 +7,9 @@ use std::future::poll_fn;
 use std::sync::Arc;
 
 use parking_lot::{Mutex, MutexGuard};
-use rpc_core::function::{FromCall, Invocation};
+use rpc_core::function::{FromCall, Invocation, UsedDevices};
 use rpc_core::tensor::Access;
-use rpc_core::{Context, DataType, Device, DeviceType, ErrorKind, Result, RpcError, Tensor, VirtualDevice, blocking};
+use rpc_core::{Context, DataType, Device, ErrorKind, Result, RpcError, Tensor, VirtualDevice, blocking};
 
 use super::tensor_loan::{fit, lend};
 use crate::ccl::communicators::Membership;
@@ -56,8 +56,9 @@ struct ContextState {
     context: Context,
     logs: Option<u8>,
     device: Mutex<Device>,
-    /// Devices on which there may be work to wait for.
-    used: Mutex<Vec<Device>>,
+    /// Devices on which there may be work to wait for: this worker's own, and those of functions
+    /// and native code.
+    used: Arc<UsedDevices>,
     /// Error of collectives that are lost, until the worker has dealt with it.
     lost: Mutex<Option<RpcError>>,
     /// Sink for log lines, and for reports of broken communicators.
@@ -113,13 +114,14 @@ impl WorkerContext {
         sink: Arc<dyn EventSink>,
         logs: Option<u8>,
     ) -> Self {
+        let used = Arc::new(UsedDevices::default());
         Self(Arc::new(ContextState {
             id,
             layout,
-            context,
+            context: context.recording_devices(Arc::clone(&used)),
             logs,
             device: Mutex::new(Device::cpu()),
-            used: Mutex::default(),
+            used,
             lost: Mutex::default(),
             sink,
             membership: Mutex::new(Err(RpcError::unsupported("it has not joined the others"))),
@@ -203,24 +205,16 @@ impl WorkerContext {
         wanted.map_or(Ok(own), |wanted| self.context().devices().choose(wanted, own))
     }
 
-    /// Records that there may be work on this device from now on.
-    pub(crate) fn note_use(&self, device: Device) {
-        let mut used = lock(&self.0.used);
-        if device.kind != DeviceType::CPU && !used.contains(&device) {
-            used.push(device);
-        }
-    }
-
-    /// Waits until the devices that this worker has tensors on have done what was submitted to
-    /// their default streams. One that fails is told of once.
+    /// Waits until the devices that this worker has tensors on, or that its functions and native
+    /// code have used, have done what was submitted to their default streams. One that fails is
+    /// told of once.
     pub(crate) fn synchronize(&self) -> Result<()> {
-        let used = lock(&self.0.used).clone();
         let mut outcome = Ok(());
-        for device in used {
+        for device in self.0.used.all() {
             let stream =
                 self.context().devices().get(device).and_then(|api| api.default_stream(device.index)?.synchronize());
             if stream.is_err() {
-                lock(&self.0.used).retain(|other| *other != device);
+                self.0.used.remove(device);
             }
             outcome = outcome.and(stream);
         }
@@ -269,9 +263,7 @@ impl WorkerContext {
     /// The device's, and a limit that is reached.
     pub fn allocate(&self, dtype: DataType, shape: &[i64]) -> Result<Tensor> {
         let device = self.device();
-        let tensor = self.0.context.allocate(device, dtype, shape)?;
-        self.note_use(device);
-        Ok(tensor)
+        self.0.context.allocate(device, dtype, shape)
     }
 
     /// Reduces the elements of all workers' `from` into the `to` of all.

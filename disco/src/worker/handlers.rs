@@ -71,7 +71,6 @@ impl Worker {
             let (wanted, context) = (device, self.this.context());
             let (device, scope) = (self.this.choose(wanted)?, wanted.and_then(VirtualDevice::memory_scope));
             let tensor = context.allocate_in_scope(device, dtype, shape, scope)?;
-            self.this.note_use(device);
             Value::Object(Object::Tensor(tensor))
         } else {
             Value::Null

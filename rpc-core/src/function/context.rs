@@ -9,8 +9,10 @@ use std::path::PathBuf;
 use std::sync::{Arc, Weak};
 use std::time::Instant;
 
+use parking_lot::Mutex;
+
 use crate::device::{Devices, Memory, Stream};
-use crate::dlpack::{DataType, Device};
+use crate::dlpack::{DataType, Device, DeviceType};
 use crate::error::{ErrorKind, Result, RpcError};
 use crate::function::function::{Function, Signature, Started};
 use crate::function::invocation::Invocation;
@@ -31,6 +33,33 @@ pub struct Context {
     responder: Option<Responder>,
     /// Device of the work, if its owner has chosen one.
     device: Option<Device>,
+    /// Record of the devices that functions use, if an owner keeps one.
+    used: Option<Arc<UsedDevices>>,
+}
+
+/// Record of the devices on which functions have memory or submit work, as far as they get those
+/// from a [`Context`] that [records](Context::recording_devices) it. Host memory is not among them.
+#[derive(Debug, Default)]
+pub struct UsedDevices(Mutex<Vec<Device>>);
+
+impl UsedDevices {
+    /// Adds a device, unless it is there or is the host.
+    pub fn add(&self, device: Device) {
+        let mut devices = self.0.lock();
+        if device.kind != DeviceType::CPU && !devices.contains(&device) {
+            devices.push(device);
+        }
+    }
+
+    /// Removes a device, until it is used again.
+    pub fn remove(&self, device: Device) {
+        self.0.lock().retain(|other| *other != device);
+    }
+
+    /// Returns the devices, in the order of their first use.
+    pub fn all(&self) -> Vec<Device> {
+        self.0.lock().clone()
+    }
 }
 
 /// The session as its functions see it. Implemented by sessions.
@@ -183,7 +212,7 @@ impl Context {
         trace: Option<TraceContext>,
         responder: Option<Responder>,
     ) -> Self {
-        Self { host, lane, deadline, trace, responder, device: None }
+        Self { host, lane, deadline, trace, responder, device: None, used: None }
     }
 
     /// Returns a context for work that continues after the call has returned, such as that of a
@@ -191,8 +220,9 @@ impl Context {
     /// caller.
     #[must_use]
     pub fn detached(&self) -> Self {
-        let Self { host, lane, device, .. } = self;
-        Self { host: host.clone(), lane: *lane, deadline: None, trace: None, responder: None, device: *device }
+        let Self { host, lane, device, used, .. } = self;
+        let (host, used) = (host.clone(), used.clone());
+        Self { host, lane: *lane, deadline: None, trace: None, responder: None, device: *device, used }
     }
 
     /// Returns this context for work on `device`: a module that is loaded with it is loaded there,
@@ -200,6 +230,22 @@ impl Context {
     #[must_use]
     pub fn on_device(&self, device: Device) -> Self {
         Self { device: Some(device), ..self.clone() }
+    }
+
+    /// Returns this context with a record of the devices that functions use by it: those on which
+    /// they allocate or adopt memory, and whose streams they request. Its owner can so wait for
+    /// them.
+    #[must_use]
+    pub fn recording_devices(&self, used: Arc<UsedDevices>) -> Self {
+        Self { used: Some(used), ..self.clone() }
+    }
+
+    /// Adds a device to the record, if there is one and the device could be used.
+    fn record<T>(&self, device: Device, outcome: Result<T>) -> Result<T> {
+        if let (Some(used), Ok(_)) = (&self.used, &outcome) {
+            used.add(device);
+        }
+        outcome
     }
 
     /// Returns the device of the work, if its owner has chosen one by
@@ -302,7 +348,7 @@ impl Context {
     ///
     /// Errors of the device, and a limit that is reached.
     pub fn allocate(&self, device: Device, dtype: DataType, shape: &[i64]) -> Result<Tensor> {
-        self.host.allocate(device, dtype, shape, None)
+        self.allocate_in_scope(device, dtype, shape, None)
     }
 
     /// Allocates like [`allocate`](Self::allocate), in a memory scope of the device, such as
@@ -318,7 +364,7 @@ impl Context {
         shape: &[i64],
         scope: Option<&str>,
     ) -> Result<Tensor> {
-        self.host.allocate(device, dtype, shape, scope)
+        self.record(device, self.host.allocate(device, dtype, shape, scope))
     }
 
     /// Returns the stream of `device` for the work of this call: the one that its lane has set, or
@@ -328,7 +374,7 @@ impl Context {
     ///
     /// Errors of the device.
     pub fn stream(&self, device: Device) -> Result<Arc<dyn Stream>> {
-        self.host.stream(self.lane, device)
+        self.record(device, self.host.stream(self.lane, device))
     }
 
     /// Creates a tensor in memory on `device` that other code, such as a library, has allocated. It
@@ -339,7 +385,7 @@ impl Context {
     /// A limit that is reached; [`ErrorKind::InvalidArgument`] for a layout that reaches beyond the
     /// memory.
     pub fn adopt(&self, device: Device, memory: Box<dyn Memory>, layout: Layout<'_>) -> Result<Tensor> {
-        self.host.adopt(device, memory, layout)
+        self.record(device, self.host.adopt(device, memory, layout))
     }
 
     /// Returns the session's current use of handles and memory.

@@ -20,7 +20,7 @@ pub(crate) mod object;
 pub(crate) mod registry;
 pub(crate) mod signature_check;
 
-pub use context::{Context, EndProbe, Host, ThreadPermit, Usage, WorkspaceFiles};
+pub use context::{Context, EndProbe, Host, ThreadPermit, Usage, UsedDevices, WorkspaceFiles};
 pub use convert::{ArgScope, FromArg, FromReply, IntoArg, IntoArgs, IntoReturn, Pack, Shape, Shared};
 pub use function::{BoxFuture, Function, FunctionKind, Signature};
 pub use handler::{AsyncHandler, FromCall, Handler, Rest};
