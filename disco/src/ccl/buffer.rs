@@ -15,6 +15,8 @@ pub struct Buffers<'a> {
     input: Option<Span>,
     output: Option<Span>,
     in_place: bool,
+    /// True if the call returns only when the device is done with the memory.
+    is_until_done: bool,
     device: Device,
     lent: PhantomData<&'a mut [u8]>,
 }
@@ -61,7 +63,14 @@ impl<'a> Buffers<'a> {
     /// Makes no buffers, for a barrier.
     #[must_use]
     pub fn none() -> Self {
-        Self { input: None, output: None, in_place: false, device: Device::cpu(), lent: PhantomData }
+        Self {
+            input: None,
+            output: None,
+            in_place: false,
+            is_until_done: false,
+            device: Device::cpu(),
+            lent: PhantomData,
+        }
     }
 
     /// Makes buffers by address and length, for memory of `device` that no slice can stand for. The
@@ -78,7 +87,8 @@ impl<'a> Buffers<'a> {
     /// For `'a` the input must be valid for reads and the output for reads and writes, on that
     /// device and from any thread. No other code may write to the input or touch the output. Memory
     /// of a device that is not the host's is so until the stream of the communicator has done the
-    /// call's work, or [`Ccl::complete`](super::Ccl::complete) has returned.
+    /// call's work, or [`Ccl::complete`](super::Ccl::complete) has returned; once `nccl` has called
+    /// [`on_stuck`](super::nccl::Options::on_stuck), the former alone counts.
     pub unsafe fn from_raw(
         device: Device,
         input: Option<(*const u8, usize)>,
@@ -99,7 +109,7 @@ impl<'a> Buffers<'a> {
             }
             in_place = true;
         }
-        Ok(Self { input, output, in_place, device, lent: PhantomData })
+        Ok(Self { input, output, in_place, is_until_done: false, device, lent: PhantomData })
     }
 
     /// Makes one buffer for both, as [`in_place`](Self::in_place), by address and length.
@@ -110,7 +120,18 @@ impl<'a> Buffers<'a> {
     /// and no other code may touch it.
     pub(crate) unsafe fn in_place_raw(device: Device, start: *mut u8, len: usize) -> Self {
         let span = Some(Span { start, len });
-        Self { input: span, output: span, in_place: true, device, lent: PhantomData }
+        Self { input: span, output: span, in_place: true, is_until_done: false, device, lent: PhantomData }
+    }
+
+    /// Lets the call return only when the device is done with the memory, because the processor,
+    /// which is not in the order of the device's stream, reaches it too.
+    pub(crate) fn until_done(self) -> Self {
+        Self { is_until_done: true, ..self }
+    }
+
+    /// Returns true if the call returns only when the device is done with the memory.
+    pub(crate) fn is_until_done(&self) -> bool {
+        self.is_until_done
     }
 
     /// Returns the device that the memory belongs to.

@@ -139,9 +139,12 @@ impl Ccl for NcclCcl {
     }
 
     /// Returns once the collective has been enqueued. A barrier, or a collective on host memory
-    /// (which tests let the device use), is done when this returns.
+    /// (pinned memory, or that which tests let the device use), is done when this returns.
     fn run(&mut self, collective: Collective, data: CollectiveInput<'_>) -> Result<(), CclError> {
-        let is_lent = matches!(&data, CollectiveInput::Ready(buffers) if buffers.device().kind == DeviceType::CPU);
+        let is_lent = matches!(
+            &data,
+            CollectiveInput::Ready(buffers) if buffers.device().kind == DeviceType::CPU || buffers.is_until_done()
+        );
         let mut member = Lending(self.watched.member());
         member.0.run(collective, &data)?;
         let waits = is_lent || collective.operation == Operation::Barrier;

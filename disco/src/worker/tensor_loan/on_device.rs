@@ -24,6 +24,8 @@ pub(super) fn lend<R>(
         );
         return Err(RpcError::unsupported(text));
     }
+    // Pinned memory: the next user of its storage may be the processor.
+    let is_on_host = [from, to].into_iter().flatten().any(|tensor| tensor.storage().memory().host().is_some());
     if let (Some(from), Some(to)) = (from, to)
         && Arc::ptr_eq(from.storage(), to.storage())
     {
@@ -57,7 +59,7 @@ pub(super) fn lend<R>(
     // and the other for writing, until `run` returns. Who borrows them next, or frees them, comes
     // behind on the device's stream.
     let buffers = unsafe { Buffers::from_raw(device, input, output)? };
-    let result = run(buffers);
+    let result = run(if is_on_host { buffers.until_done() } else { buffers });
     drop((read, written));
     Ok(result)
 }
