@@ -94,7 +94,8 @@ pub struct Options {
     /// waits for another in turn, which has time to name that one. Default: 15 seconds.
     pub stall_timeout: Duration,
     /// Longest time for making the collectives: to finish what was issued before, and then until
-    /// all workers have met, for which a worker waits an hour at most. Default: 30 seconds.
+    /// all workers have met, for which a worker waits an hour at most. NCCL then has two minutes
+    /// for each of its groups, or this time if that is longer. Default: 30 seconds.
     pub init_timeout: Duration,
     /// Time in which a worker has to reach another one at its data address, before their data is
     /// relayed; at most a quarter of [`init_timeout`](Self::init_timeout). Workers without another

@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::hash::{BuildHasher, RandomState};
 use std::sync::{Arc, LazyLock};
+use std::time::Duration;
 
 use rpc_core::{DataType, Device, ErrorKind, Result, RpcError};
 
@@ -11,7 +12,7 @@ use crate::ccl::nccl::{DeviceStream, Library, NcclCcl, OnStuck, Options, UniqueI
 use crate::ccl::{Buffers, Ccl, CollectiveInput, Rank};
 
 /// Turns the control communicators of a worker of group `group_number` into NCCL communicators on
-/// its `device`. All workers call it. `on_stuck` replaces the callback of NCCL's options.
+/// its `device`. All workers call it. `on_stuck` is the callback of NCCL's options.
 ///
 /// # Errors
 ///
@@ -22,7 +23,7 @@ pub(crate) fn join(
     limits: CollectiveTimeouts,
     device: Device,
     group_number: u32,
-    on_stuck: Option<OnStuck>,
+    on_stuck: OnStuck,
 ) -> Result<Membership> {
     let Membership { epoch, world: mut control, group } = membership;
     // All ranks learn of one that cannot join.
@@ -30,10 +31,8 @@ pub(crate) fn join(
     let own = ready.as_ref().map(|(library, _)| RankFacts::new(library, device)).map_err(Clone::clone);
     RankFacts::compare(&mut *control, own)?;
     let (library, stream) = ready?;
-    let mut options = options(limits, Options::default());
-    if let Some(on_stuck) = on_stuck {
-        options.on_stuck = on_stuck;
-    }
+    let mut options = options(limits);
+    options.on_stuck = on_stuck;
     let id = share_id(&mut *control, &library)?;
     let (rank, size) = (control.rank(), control.size());
     let mut world = NcclCcl::new(Arc::clone(&library), id, rank, size, control, Arc::clone(&stream), options.clone())?;
@@ -53,13 +52,20 @@ pub(crate) fn join(
     Ok(Membership { epoch, world: Box::new(world), group: group.map(|group| Box::new(group) as Box<dyn Ccl>) })
 }
 
-/// Sets the time limits of the session in `options`. The controller waits for the groups no longer
-/// than these.
-fn options(limits: CollectiveTimeouts, mut options: Options) -> Options {
-    options.join_timeout = limits.join;
+/// Returns the settings of NCCL under the time limits of the session.
+fn options(limits: CollectiveTimeouts) -> Options {
+    let mut options = Options::default();
+    options.join_timeout = limits.join.max(options.join_timeout);
     options.stall_timeout = limits.stall.max(options.stall_timeout);
     options.drain_timeout = limits.entry;
     options
+}
+
+/// Returns the longest time that [`join`] spends in NCCL, for a controller whose limit for making
+/// collectives is `init_timeout`: NCCL has a limit of its own, for the world's group and for that
+/// within it.
+pub(crate) fn longest_join(init_timeout: Duration) -> Duration {
+    2 * init_timeout.max(Options::default().join_timeout)
 }
 
 /// The first version with `ncclCommSplit`.
@@ -163,4 +169,21 @@ fn share_id(control: &mut dyn Ccl, library: &Library) -> Result<UniqueId> {
     };
     control.broadcast(Rank(0), DataType::U8, UniqueId::LEN, input)?;
     Ok(UniqueId::from_bytes(bytes))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Regression: NCCL had the session's limit, which is too short for many devices.
+    #[test]
+    fn nccl_joins_under_its_own_limit_and_the_controller_waits_for_it() {
+        let minutes = |count: u64| Duration::from_secs(60 * count);
+        for (init_timeout, join) in [(Duration::from_secs(30), minutes(2)), (minutes(10), minutes(10))] {
+            let (stall, direct) = (minutes(1), Duration::from_secs(2));
+            let limits = CollectiveTimeouts { entry: None, stall, join: init_timeout, direct };
+            assert_eq!(options(limits).join_timeout, join);
+            assert_eq!(longest_join(init_timeout), 2 * join);
+        }
+    }
 }

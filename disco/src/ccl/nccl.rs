@@ -30,9 +30,10 @@
 //! A rank whose group is broken aborts its communicator of NCCL, no matter which rank broke the
 //! group. An abort can itself hang, so it runs on a thread of its own. If it takes longer than
 //! [`Options::abort_timeout`], not counting other work of the caller on the stream,
-//! [`Options::on_stuck`] is called. By default that ends the process, because nothing else releases
-//! the buffers: the device may still write to them. **Ranks with GPUs should therefore be
-//! processes**, not threads of one.
+//! [`Options::on_stuck`] is called. Nothing but the end of the process releases the buffers then:
+//! the device may still write to them. **Ranks with GPUs should therefore be processes**, not
+//! threads of one, and end when they are [stuck](end_process_when_stuck), as Disco's workers do.
+//! The default only logs it, because the process may be a controller's, or serve others.
 //!
 //! The first half costs the processor as much as a barrier of the control communicator. If a call
 //! of NCCL blocks although the communicator is one that does not block, its rank blocks too. The
@@ -108,7 +109,7 @@ mod watch;
 pub use backend::NcclCcl;
 pub use error::{Attempt, LoadError, NcclError};
 pub use library::{Library, UniqueId};
-pub use options::{OnStuck, Options};
+pub use options::{OnStuck, Options, end_process_when_stuck};
 pub use search_path::LIBRARY_VARIABLE;
 pub use stream::{DeviceStream, Mark};
 pub use version::Version;

@@ -8,6 +8,7 @@ use std::time::Duration;
 use rpc_core::{Device, DeviceType, ErrorKind, RpcError};
 
 use crate::ccl::backend::Backend;
+use crate::ccl::join_nccl::longest_join;
 use crate::completion::Completion;
 use crate::controller::dispatch::{Controller, ControllerState};
 use crate::error::{DiscoError, Result};
@@ -82,7 +83,8 @@ impl Controller {
         })?;
         // The workers have the same limit for meeting all others, and for meeting those of their
         // group, and say more of what went wrong.
-        let met = self.drain(3 * limit, "not back from making the collectives anew").await;
+        let nccl = if backend == Backend::Nccl { longest_join(limit) } else { Duration::ZERO };
+        let met = self.drain(3 * limit + nccl, "not back from making the collectives anew").await;
         let met = met.and_then(|()| {
             // The others are of commands that other callers have issued, who will ask for them.
             let failed = self.lock().failures.take_of(sequence);

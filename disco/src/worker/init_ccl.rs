@@ -13,7 +13,7 @@ use super::executor::Worker;
 use super::joined_ccl::JoinedCcl;
 use super::register_content::Outcome;
 use crate::ccl::join_nccl;
-use crate::ccl::nccl::OnStuck;
+use crate::ccl::nccl::{OnStuck, end_process_when_stuck};
 use crate::error::WorkerId;
 use crate::open_files::OpenFiles;
 use crate::wire::event::{Event, EventSink, Report};
@@ -69,8 +69,11 @@ impl Worker {
         let (rendezvous, open_files) = (self.shared.rendezvous(), OpenFiles::of(self.this.context()));
         let mut membership = rendezvous.join(plan, self.layout, self.id, self.shared.relays(), open_files)?;
         if plan.nccl {
-            // Elsewhere NCCL's own callback ends the process, which is the worker's alone.
-            let on_stuck = self.shared.is_beside_controller().then(|| lose_worker(self.id, self.shared.sink()));
+            // Elsewhere the process is the worker's alone, or that of one session.
+            let on_stuck = match self.shared.is_beside_controller() {
+                true => lose_worker(self.id, self.shared.sink()),
+                false => end_process_when_stuck(),
+            };
             // It begins with collectives of these communicators, which the end of the session ends.
             self.this.set_joining(membership.controls());
             if self.feed.is_aborted() {

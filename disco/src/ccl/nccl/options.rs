@@ -11,6 +11,16 @@ use crate::ccl::Breakdown;
 /// in progress.
 pub type OnStuck = Arc<dyn Fn(&Breakdown) + Send + Sync>;
 
+/// Returns a callback that logs the breakdown and ends this process with `abort`, so that no exit
+/// handler can hang in turn. For a rank that has a process of its own.
+#[must_use]
+pub fn end_process_when_stuck() -> OnStuck {
+    Arc::new(|breakdown| {
+        tracing::error!(%breakdown, "an abort of NCCL hangs: this process ends");
+        std::process::abort();
+    })
+}
+
 /// Settings of [`NcclCcl`](super::NcclCcl). All ranks of a group should have the same. The time for
 /// which ranks wait for each other before NCCL is called is a setting of the control communicator.
 #[derive(Clone)]
@@ -42,10 +52,11 @@ pub struct Options {
     pub min_ctas: Option<u16>,
     /// Maximum number of thread blocks: `maxCTAs`, as [`min_ctas`](Self::min_ctas).
     pub max_ctas: Option<u16>,
-    /// Callback for an abort that hangs. Default: logs the breakdown and ends this process with
-    /// `abort`, so that no exit handler can hang in turn. Workers that are threads of their
-    /// controller's process end the session instead. After any other callback, device memory
-    /// that was lent to the call must not be used or freed any more.
+    /// Callback for an abort that hangs. Default: logs the breakdown, and the process goes on: it
+    /// may be a controller's, or serve others. Device memory that was lent to the call must not be
+    /// used or freed after a callback that returns, except behind the work of the same stream.
+    /// Ranks that are processes of their own have [`end_process_when_stuck`]. Disco's workers have
+    /// that, too, except for threads of their controller's process, which end the session.
     pub on_stuck: OnStuck,
 }
 
@@ -67,8 +78,7 @@ impl Default for Options {
             min_ctas: None,
             max_ctas: None,
             on_stuck: Arc::new(|breakdown| {
-                tracing::error!(%breakdown, "an abort of NCCL hangs: this process ends");
-                std::process::abort();
+                tracing::error!(%breakdown, "an abort of NCCL hangs: the memory of its calls stays in use");
             }),
         }
     }
@@ -85,5 +95,19 @@ impl fmt::Debug for Options {
             .field("min_ctas", &self.min_ctas)
             .field("max_ctas", &self.max_ctas)
             .finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ccl::{BreakCause, Rank};
+
+    /// Regression: a program whose ranks were threads was aborted with them.
+    #[test]
+    fn a_process_survives_a_hanging_abort_unless_it_wants_to_end() {
+        let (cause, rank) = (BreakCause::Backend("it hangs".to_owned()), Rank(1));
+        let (during, flights) = (String::new(), String::new());
+        (Options::default().on_stuck)(&Breakdown { cause, rank, noticed_by: rank, during, flights });
     }
 }
