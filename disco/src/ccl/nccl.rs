@@ -50,7 +50,10 @@
 //!   The call has ended when `ncclCommGetAsyncError` no longer returns that state, and only then is
 //!   its operation on the stream.
 //! * While a communicator is aborted, no other thread is in a call with it: all calls hold one
-//!   lock, which the abort holds until it has ended.
+//!   lock, under which the abort takes the communicator from them.
+//! * An abort needs no thread that stands in a call of the device's driver. Such a call, a query of
+//!   a mark included, may wait for a thread that frees memory, which waits for the device, and that
+//!   for the abort.
 //! * When one rank fails, all ranks abort. Communicators that were [split](NcclCcl::split) from one
 //!   another are aborted separately, each when its own group breaks. Code that breaks one group
 //!   because a rank is gone has to [abort](super::Control::abort) the other groups of that rank as
@@ -83,6 +86,8 @@
 
 #[allow(unsafe_code)]
 mod backend;
+#[allow(unsafe_code)]
+mod comm_handle;
 #[allow(unsafe_code)]
 mod communicator;
 mod config;

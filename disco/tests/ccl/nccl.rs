@@ -659,6 +659,32 @@ fn an_abort_reaches_ranks_that_have_left_all_to_the_device() {
     fake.assert_tidy();
 }
 
+/// Regression: the thread that should have aborted stood in a query of the device, which waited for
+/// the driver's lock, and so for the collective that hung.
+#[test]
+fn an_abort_does_not_wait_for_a_query_that_waits_for_the_driver() {
+    let Some(fake) = Fake::new() else { return };
+    let ready = Barrier::new(2);
+    on_devices(&fake, 2, &long_limits(), |mut member| {
+        let mut data = vec![1.0; 8];
+        double(&mut member.ccl, &mut data).unwrap();
+        member.ccl.complete().unwrap();
+        fake.steer("fake_hang", 1, 0);
+        ready.wait();
+        let lock = member.stream.driver_lock();
+        lock.is_held.store(true, Ordering::SeqCst);
+        double(&mut member.ccl, &mut data).unwrap();
+        eventually("a query waits for the driver", || lock.waits.load(Ordering::SeqCst) > 0);
+        ready.wait();
+        member.ccl.control().abort("enough");
+        eventually("all have aborted", || fake.ask("fake_aborts") == 2);
+        // The end of the hanging collective is not taken for its result.
+        assert_eq!(breakdown(member.ccl.complete()).cause, BreakCause::Aborted("enough".to_owned()));
+        member.ccl.complete().unwrap();
+    });
+    fake.assert_tidy();
+}
+
 #[test]
 fn a_rank_that_goes_waits_for_what_is_under_way() {
     let Some(fake) = Fake::new() else { return };

@@ -3,7 +3,7 @@
 use std::ffi::{c_int, c_long, c_void};
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 use disco::ccl::nccl::{DeviceStream, Library, Mark, NcclCcl, Options};
@@ -53,13 +53,14 @@ impl Fake {
     /// Makes a stream on the memory of this process, which calls itself `device`.
     pub(crate) fn stream(&self, device: Device) -> Arc<FakeStream> {
         // SAFETY: the functions have these types.
-        let (make, query, hold, mark, reached) = unsafe {
+        let (make, query, hold, mark, reached, aborts) = unsafe {
             (
                 *self.symbols.get::<unsafe extern "C" fn() -> *mut c_void>(b"fake_stream").expect("a function"),
                 *self.symbols.get::<unsafe extern "C" fn(*mut c_void) -> c_int>(b"fake_query").expect("a function"),
                 *self.symbols.get::<unsafe extern "C" fn(*mut c_void, c_int)>(b"fake_hold").expect("a function"),
                 *self.symbols.get::<unsafe extern "C" fn(*mut c_void) -> c_long>(b"fake_mark").expect("a function"),
                 *self.symbols.get::<Reached>(b"fake_reached").expect("a function"),
+                *self.symbols.get::<unsafe extern "C" fn() -> c_int>(b"fake_aborts").expect("a function"),
             )
         };
         // SAFETY: it takes nothing.
@@ -74,6 +75,7 @@ impl Fake {
             scratch: Mutex::default(),
             fails: Arc::default(),
             panics: Arc::default(),
+            stands: Arc::new(DriverLock { is_held: AtomicBool::new(false), waits: AtomicUsize::new(0), aborts }),
             capability: Mutex::default(),
         })
     }
@@ -113,6 +115,7 @@ pub(crate) struct FakeStream {
     scratch: Mutex<Vec<Vec<u64>>>,
     fails: Arc<Mutex<Option<RpcError>>>,
     panics: Arc<AtomicBool>,
+    stands: Arc<DriverLock>,
     capability: Mutex<Option<(u32, u32)>>,
 }
 
@@ -125,6 +128,29 @@ struct FakeMark {
     reached: Reached,
     fails: Arc<Mutex<Option<RpcError>>>,
     panics: Arc<AtomicBool>,
+    stands: Arc<DriverLock>,
+}
+
+/// A lock of the driver, which queries wait for while it is held: by a thread that waits for the
+/// device, and so until a collective that hangs is aborted.
+pub(crate) struct DriverLock {
+    pub(crate) is_held: AtomicBool,
+    /// Number of queries that have come while it was held.
+    pub(crate) waits: AtomicUsize,
+    aborts: unsafe extern "C" fn() -> c_int,
+}
+
+impl DriverLock {
+    fn wait(&self) {
+        // SAFETY: the function has that type.
+        let is_busy = || self.is_held.load(Ordering::SeqCst) && unsafe { (self.aborts)() } == 0;
+        if is_busy() {
+            self.waits.fetch_add(1, Ordering::SeqCst);
+            while is_busy() {
+                std::thread::yield_now();
+            }
+        }
+    }
 }
 
 // SAFETY: the stand-in takes a stream from any thread, under a lock of its own.
@@ -136,6 +162,7 @@ unsafe impl Mark for FakeMark {
         if let Some(error) = &*self.fails.lock().expect("no panic") {
             return Err(error.clone());
         }
+        self.stands.wait();
         // SAFETY: streams are never freed.
         let is_reached = unsafe { (self.reached)(self.raw, self.number) } != 0;
         assert!(is_reached || !self.panics.swap(false, Ordering::SeqCst), "as the test wants it");
@@ -158,6 +185,11 @@ impl FakeStream {
     /// Makes the next question that finds the stream at work panic.
     pub(crate) fn panic_in_next_wait(&self) {
         self.panics.store(true, Ordering::SeqCst);
+    }
+
+    /// Returns the lock of the driver, which queries of marks wait for.
+    pub(crate) fn driver_lock(&self) -> &DriverLock {
+        &self.stands
     }
 
     /// Lets the device say that it can do as much.
@@ -199,8 +231,8 @@ unsafe impl DeviceStream for FakeStream {
     fn mark(&self) -> Result<Box<dyn Mark>, RpcError> {
         // SAFETY: streams are never freed.
         let number = unsafe { (self.mark)(self.raw) };
-        let (fails, panics) = (Arc::clone(&self.fails), Arc::clone(&self.panics));
-        Ok(Box::new(FakeMark { raw: self.raw, number, reached: self.reached, fails, panics }))
+        let (fails, panics, stands) = (Arc::clone(&self.fails), Arc::clone(&self.panics), Arc::clone(&self.stands));
+        Ok(Box::new(FakeMark { raw: self.raw, number, reached: self.reached, fails, panics, stands }))
     }
 
     fn compute_capability(&self) -> Option<(u32, u32)> {

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use parking_lot::MutexGuard;
 use rpc_core::{DeviceType, ErrorKind, RpcError};
 
+use super::comm_handle::NcclControl;
 use super::communicator::Communicator;
 use super::member::Member;
 use super::watch::{Watched, Watcher};
@@ -93,7 +94,8 @@ impl NcclCcl {
     fn of(member: Member) -> Self {
         let facts =
             GroupFacts { rank: member.control.rank(), size: member.control.size(), epoch: member.control.epoch() };
-        let (library, control) = (Arc::clone(&member.communicator.library), member.control.control());
+        let library = Arc::clone(&member.communicator.library);
+        let control = Arc::new(NcclControl::new(member.control.control(), member.communicator.handle()));
         Self { watched: Arc::new(Watched::new(member)), watcher: None, library, control, facts }
     }
 

@@ -1,8 +1,7 @@
 //! A communicator of NCCL: its creation, the polling of its state, its abort and its end.
 
-use std::collections::VecDeque;
+use std::collections::{HashSet, VecDeque};
 use std::ffi::c_int;
-use std::mem;
 use std::ptr;
 use std::sync::{Arc, mpsc};
 use std::thread;
@@ -10,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use rpc_core::{ErrorKind, RpcError};
 
+use super::comm_handle::CommHandle;
 use super::config::Config;
 use super::error::code;
 use super::symbols::Comm;
@@ -30,9 +30,8 @@ pub(super) struct Communicator {
     pub(super) library: Arc<Library>,
     pub(super) stream: Arc<dyn DeviceStream>,
     pub(super) options: Options,
-    /// Null before the communicator is created and once it has ended. No other copy exists, except
-    /// on the thread that ends it.
-    raw: Comm,
+    /// The only copy of the communicator, except on the thread that ends it.
+    handle: Arc<CommHandle>,
     rank: Rank,
     /// Collectives on the stream that were not done when the stream was last polled, oldest first.
     under_way: VecDeque<UnderWay>,
@@ -41,6 +40,9 @@ pub(super) struct Communicator {
     broken: Option<Breakdown>,
     /// Communicator that a failed `ncclCommSplit` may have written.
     pending_split: Option<PendingSplit>,
+    /// Calls that have been made, by operation and order of magnitude: NCCL may allocate memory at
+    /// the first of a kind.
+    made: HashSet<(Operation, u32)>,
 }
 
 /// A collective on the stream.
@@ -70,15 +72,22 @@ impl UnderWay {
 /// the communicator that was split exists.
 struct PendingSplit(*mut Comm);
 
-// SAFETY: NCCL takes calls with a communicator from any thread, one at a time. The type is not
-// `Sync`, so that only the thread that owns it, or has `&mut`, makes calls.
-unsafe impl Send for Communicator {}
+// SAFETY: it is a place that NCCL writes to from any thread, and that is read only once NCCL is
+// done with it.
+unsafe impl Send for PendingSplit {}
 
 impl Communicator {
     /// Creates a communicator without ranks, to be followed by [`join`](Self::join).
     pub(super) fn new(library: Arc<Library>, stream: Arc<dyn DeviceStream>, options: Options, rank: Rank) -> Self {
-        let (raw, under_way) = (ptr::null_mut(), VecDeque::new());
-        Self { library, stream, options, raw, rank, under_way, broken: None, pending_split: None }
+        let handle = CommHandle::new(Arc::clone(&library), Arc::clone(&stream));
+        let (under_way, made) = (VecDeque::new(), HashSet::new());
+        Self { library, stream, options, handle, rank, under_way, broken: None, pending_split: None, made }
+    }
+
+    /// Returns the handle, for the thread that ends the communicator of a rank that stands in a
+    /// call of the driver.
+    pub(super) fn handle(&self) -> &Arc<CommHandle> {
+        &self.handle
     }
 
     /// Creates the communicator of `size` ranks at NCCL, together with the other ranks.
@@ -87,9 +96,11 @@ impl Communicator {
         let mut config = self.config();
         let [size, rank] = [size, self.rank.index()].map(|number| c_int::try_from(number).unwrap_or(-1));
         let init = self.library.functions().comm_init_rank_config;
+        let mut comm = self.handle.lock();
         // SAFETY: both pointers are valid for the time of the call, which does not keep them.
-        let result = unsafe { init(&raw mut self.raw, size, id, rank, &raw mut config) };
-        self.check(CALL, result)?;
+        let result = unsafe { init(&raw mut comm.raw, size, id, rank, &raw mut config) };
+        self.check(comm.raw, CALL, result)?;
+        drop(comm);
         self.settle(control, CALL, self.options.join_timeout)
     }
 
@@ -102,10 +113,12 @@ impl Communicator {
         // NCCL may write there until the call has settled, which may be after this function has
         // returned.
         let child: *mut Comm = Box::into_raw(Box::new(ptr::null_mut()));
+        let comm = self.handle.lock();
         // SAFETY: this communicator exists, and no call with it is in progress; `child` is not
         // freed before NCCL is done with it.
-        let result = unsafe { split(self.raw, color, key, child, &raw mut config) };
-        let begun = self.check(SPLIT, result).map_err(Fault::from);
+        let result = unsafe { split(comm.raw, color, key, child, &raw mut config) };
+        let begun = self.check(comm.raw, SPLIT, result).map_err(Fault::from);
+        drop(comm);
         if let Err(fault) = begun.and_then(|()| self.settle(control, SPLIT, self.options.join_timeout)) {
             self.pending_split = Some(PendingSplit(child));
             return Err(fault);
@@ -116,8 +129,8 @@ impl Communicator {
         if raw.is_null() {
             return Err(RpcError::internal(format!("{SPLIT} gave no communicator")).into());
         }
-        let mut this = Self::new(Arc::clone(&self.library), Arc::clone(&self.stream), self.options.clone(), self.rank);
-        this.raw = raw;
+        let this = Self::new(Arc::clone(&self.library), Arc::clone(&self.stream), self.options.clone(), self.rank);
+        this.handle.lock().raw = raw;
         Ok(this)
     }
 
@@ -128,12 +141,13 @@ impl Communicator {
     /// Returns the rank, and the number of ranks.
     pub(super) fn rank_and_size(&self) -> Result<(Rank, usize), NcclError> {
         let functions = self.library.functions();
+        let comm = self.handle.lock();
         let [rank, size] = [("ncclCommUserRank", functions.comm_user_rank), ("ncclCommCount", functions.comm_count)]
             .map(|(call, ask)| {
                 let mut answer = 0;
                 // SAFETY: the communicator exists, and the answer has a place.
-                let result = unsafe { ask(self.raw, &raw mut answer) };
-                self.check(call, result).map(|()| answer)
+                let result = unsafe { ask(comm.raw, &raw mut answer) };
+                self.check(comm.raw, call, result).map(|()| answer)
             });
         Ok((Rank(u32::try_from(rank?).unwrap_or(u32::MAX)), usize::try_from(size?).unwrap_or(0)))
     }
@@ -145,23 +159,37 @@ impl Communicator {
 
     fn is_settled(&self, call: &'static str) -> Result<bool, NcclError> {
         let mut state = code::SUCCESS;
+        let comm = self.handle.lock();
+        if comm.raw.is_null() {
+            // Its end has begun: the group is broken, which a check of the group tells.
+            return Ok(false);
+        }
         // SAFETY: the communicator exists, and the state has a place.
-        let result = unsafe { (self.library.functions().comm_get_async_error)(self.raw, &raw mut state) };
-        self.check("ncclCommGetAsyncError", result)?;
-        self.check(call, state)?;
+        let result = unsafe { (self.library.functions().comm_get_async_error)(comm.raw, &raw mut state) };
+        self.check(comm.raw, "ncclCommGetAsyncError", result)?;
+        self.check(comm.raw, call, state)?;
         Ok(state != code::IN_PROGRESS)
     }
 
-    /// Checks the result of a call. A call in progress has not failed.
-    pub(super) fn check(&self, call: &'static str, result: c_int) -> Result<(), NcclError> {
+    /// Checks the result of a call with `comm`. A call in progress has not failed.
+    pub(super) fn check(&self, comm: Comm, call: &'static str, result: c_int) -> Result<(), NcclError> {
         match result {
             code::SUCCESS | code::IN_PROGRESS => Ok(()),
-            code => Err(self.library.error(call, code, self.raw)),
+            code => Err(self.library.error(call, code, comm)),
         }
     }
 
-    pub(super) fn raw(&self) -> Comm {
-        self.raw
+    /// Makes room on the device for a call of a kind that this communicator has not made yet.
+    pub(super) fn make_room(&mut self, collective: Collective) {
+        let magnitude = collective.bytes().unwrap_or(0).checked_ilog2().unwrap_or(0);
+        // The driver waits for all work of a device before it frees memory, and a collective that
+        // is under way may hang.
+        if self.under_way.is_empty()
+            && self.made.insert((collective.operation, magnitude))
+            && let Err(error) = self.stream.make_room()
+        {
+            tracing::debug!(%error, "no room was made for NCCL on its device");
+        }
     }
 
     /// Marks the beginning of a collective on the stream. What is enqueued until its
@@ -169,6 +197,7 @@ impl Communicator {
     pub(super) fn begin(&mut self, collective: Collective) -> Result<(), RpcError> {
         let begin = self.stream.mark()?;
         self.under_way.push_back(UnderWay { collective, begin, begun: None, end: None });
+        self.handle.set_busy(true);
         Ok(())
     }
 
@@ -199,16 +228,28 @@ impl Communicator {
     ///
     /// NCCL or the device reports a failure; or a collective that has begun exceeds its time limit.
     pub(super) fn progress(&mut self) -> Result<bool, Fault> {
+        let progress = self.poll_stream();
+        self.handle.set_busy(!self.under_way.is_empty());
+        progress
+    }
+
+    fn poll_stream(&mut self) -> Result<bool, Fault> {
+        let handle = Arc::clone(&self.handle);
         let Some(last) = self.under_way.back() else { return Ok(true) };
         // NCCL's own error comes first, because it says why a stream makes no progress.
         self.is_settled(last.end.as_ref().map_or("", |(call, _)| call))?;
         let limit = self.options.limit();
         while let Some(first) = self.under_way.front_mut() {
-            if first.is_over()? {
+            let is_over = handle.query(|| first.is_over());
+            if handle.has_ended() {
+                // What the stream has reached since, it may have reached by the abort.
+                return Ok(false);
+            }
+            if is_over? {
                 self.under_way.pop_front();
                 continue;
             }
-            if first.has_begun()?
+            if handle.query(|| first.has_begun())?
                 && let (Some(limit), Some(begun)) = (limit, first.begun)
                 && begun.elapsed() >= limit
             {
@@ -227,7 +268,7 @@ impl Communicator {
     /// If only other work of the caller is on the stream, the abort is left to the drop of this
     /// communicator: NCCL would wait for that work, and no thread waits for a collective.
     pub(super) fn abort(&mut self, breakdown: &Breakdown) {
-        if !self.under_way.is_empty() || self.stream.is_done().unwrap_or(true) {
+        if !self.under_way.is_empty() || self.handle.query(|| self.stream.is_done()).unwrap_or(true) {
             self.abort_now(breakdown);
         } else {
             self.broken = Some(breakdown.clone());
@@ -235,22 +276,20 @@ impl Communicator {
     }
 
     fn abort_now(&mut self, breakdown: &Breakdown) {
-        let raw = mem::replace(&mut self.raw, ptr::null_mut());
-        if raw.is_null() {
-            return;
-        }
         let abort = self.library.functions().comm_abort;
+        let Some(told) = self.handle.end(abort) else { return };
         let mut timeouts = EndTimeouts::new(&self.options, !self.under_way.is_empty());
-        let mut is_over = self.wait_for_end(self.end(abort, raw), &mut timeouts);
+        let mut is_over = self.wait_for_end(told.ok(), &mut timeouts);
         if let Some(PendingSplit(child)) = self.pending_split.take().filter(|_| is_over) {
             // SAFETY: from `Box::into_raw`, and the communicator that it was split from has ended,
             // so that NCCL no longer writes to it.
             let child = *unsafe { Box::from_raw(child) };
-            is_over = child.is_null() || self.wait_for_end(self.end(abort, child), &mut timeouts);
+            is_over = child.is_null() || self.wait_for_end(self.handle.call_alone(abort, child).ok(), &mut timeouts);
         }
         if !is_over {
             // Marks of work that hangs are not polled any more.
             self.under_way.clear();
+            self.handle.set_busy(false);
             (self.options.on_stuck)(breakdown);
         }
     }
@@ -269,6 +308,7 @@ impl Communicator {
             // call of NCCL has returned.
             if is_back && self.under_way.iter().all(|one| one.end.is_none()) {
                 self.under_way.clear();
+                self.handle.set_busy(false);
                 return true;
             }
             let is_of_nccl = match self.under_way.front_mut() {
@@ -298,46 +338,20 @@ impl Communicator {
     /// does not end in time.
     fn close(&mut self) -> bool {
         let until = Instant::now() + self.options.close_timeout;
+        let comm = self.handle.lock();
         // SAFETY: the communicator exists, and no call with it is in progress.
-        let result = unsafe { (self.library.functions().comm_finalize)(self.raw) };
-        let finalised = self.check("ncclCommFinalize", result).is_ok()
+        let result = unsafe { (self.library.functions().comm_finalize)(comm.raw) };
+        let begun = self.check(comm.raw, "ncclCommFinalize", result);
+        drop(comm);
+        let finalised = begun.is_ok()
             && wait_alone(until, || self.is_settled("ncclCommFinalize").unwrap_or(true))
             && self.is_settled("ncclCommFinalize").is_ok();
         if finalised {
-            let raw = mem::replace(&mut self.raw, ptr::null_mut());
-            let told = self.end(self.library.functions().comm_destroy, raw);
-            return self.wait_for_end(told, &mut EndTimeouts::new(&self.options, true));
+            let told = self.handle.end(self.library.functions().comm_destroy);
+            return self.wait_for_end(told.and_then(Result::ok), &mut EndTimeouts::new(&self.options, true));
         }
         self.abort_now(&self.stuck());
         true
-    }
-
-    /// Ends `raw` by a call that may hang, on a thread of its own, which sends a message when the
-    /// call has returned. Returns `None` if no thread could be started.
-    fn end(&self, call: unsafe extern "C" fn(Comm) -> c_int, raw: Comm) -> Option<mpsc::Receiver<()>> {
-        /// The only copy of a communicator.
-        struct Last(Comm);
-        // SAFETY: this is the only copy of the communicator.
-        unsafe impl Send for Last {}
-
-        let (last, stream, library) = (Last(raw), Arc::clone(&self.stream), Arc::clone(&self.library));
-        let (tell, told) = mpsc::channel();
-        let spawned = thread::Builder::new().name("nccl-end".to_owned()).spawn(move || {
-            let last = last;
-            // If this fails, the library reports the error itself.
-            _ = stream.make_current();
-            // SAFETY: the communicator exists, and no other thread has a copy of it any more.
-            let result = unsafe { call(last.0) };
-            if !matches!(result, code::SUCCESS | code::IN_PROGRESS) {
-                rpc_core::log_limited!(
-                    WARN,
-                    text = library.error_string(result),
-                    "a communicator of NCCL ended with an error"
-                );
-            }
-            _ = tell.send(());
-        });
-        spawned.is_ok().then_some(told)
     }
 
     /// Returns the breakdown for a communicator that hangs while it is ended.
@@ -350,10 +364,13 @@ impl Communicator {
 
 impl Drop for Communicator {
     fn drop(&mut self) {
-        if self.raw.is_null() {
+        if self.handle.is_empty() {
             return;
         }
         _ = self.stream.make_current();
+        if self.handle.has_ended() {
+            return self.abort_now(&self.stuck());
+        }
         if !self.drain() {
             rpc_core::log_limited!(ERROR, "a communicator of NCCL stays, because the work on its stream does not end");
             return;

@@ -11,6 +11,10 @@ use rpc_cuda::{CudaDevice, CudaEvent, CudaStream};
 
 use super::{DeviceStream, Mark};
 
+/// Memory in bytes that a device should have left for NCCL: about as much as a communicator takes
+/// for its connections within a machine.
+const ROOM: u64 = 1 << 30;
+
 /// Returns the default stream of a CUDA device, on which all other work of this process runs too.
 /// So collectives run after work that was submitted before them, and zeroing, copying and freeing
 /// of memory are ordered with them.
@@ -71,6 +75,18 @@ unsafe impl DeviceStream for DefaultStream {
 
     fn compute_capability(&self) -> Option<(u32, u32)> {
         self.capability
+    }
+
+    fn make_room(&self) -> Result<(), RpcError> {
+        let idle = self.cuda.statistics(self.index)?.cached_bytes;
+        let Value::Int(available) = self.cuda.attribute(self.index, DeviceAttribute::AvailableMemory)? else {
+            return Ok(());
+        };
+        // What the driver has is the rest of it.
+        if idle > 0 && (available as u64).saturating_sub(idle) < ROOM {
+            self.cuda.trim(self.index)?;
+        }
+        Ok(())
     }
 
     fn scratch(&self, bytes: usize) -> Result<*mut c_void, RpcError> {

@@ -2,9 +2,12 @@
 
 use std::ffi::{c_int, c_void};
 
+use rpc_core::{ErrorKind, RpcError};
+
 use super::communicator::{Communicator, FOR_EVER};
 use super::elements::{Elements, reduction};
 use super::error::code;
+use super::symbols::Comm;
 use super::wait::Fault;
 use crate::ccl::{Agreement, Collective, Lent, Operation, Rank};
 
@@ -87,26 +90,36 @@ impl Communicator {
     pub(super) fn enqueue(&mut self, control: &mut dyn Agreement, work: &Work) -> Result<(), Fault> {
         // NCCL may wait until other work of the caller has made room on the stream.
         let limit = self.options.limit().unwrap_or(FOR_EVER);
+        self.make_room(work.collective);
         self.begin(work.collective)?;
-        let call = self.call(work)?;
+        let call = self.locked(|comm| self.call(comm, work))?;
         self.settle(control, call, limit)?;
         if work.needs_copy() {
             let all = Elements { count: work.elements.count * work.size, ..work.elements };
             // A transfer from this rank to itself: a copy on the device without a call of CUDA or
             // HIP.
             let copy = [Transfer::Send(work.scratch.cast(), work.rank), Transfer::Receive(work.lent.output, work.rank)];
-            self.transfer(&copy, all)?;
+            self.locked(|comm| self.transfer(comm, &copy, all))?;
             self.settle(control, call, limit)?;
         }
         Ok(self.end_of(call)?)
     }
 
+    /// Calls `call` with the communicator, which no other thread uses meanwhile.
+    fn locked<T>(&self, call: impl FnOnce(Comm) -> Result<T, Fault>) -> Result<T, Fault> {
+        let comm = self.handle().lock();
+        if comm.raw.is_null() {
+            return Err(Fault::Own(RpcError::new(ErrorKind::Cancelled, "the communicator is being aborted")));
+        }
+        call(comm.raw)
+    }
+
     /// Enqueues the collective, without the copy of an exchange in place. Returns the name of
     /// NCCL's function.
-    fn call(&self, work: &Work) -> Result<&'static str, Fault> {
+    fn call(&self, comm: Comm, work: &Work) -> Result<&'static str, Fault> {
         let Work { collective, elements: Elements { dtype, count, .. }, lent, .. } = *work;
         let functions = self.library.functions();
-        let (comm, stream) = (self.raw(), self.stream.raw());
+        let stream = self.stream.raw();
         // NCCL does not access a buffer that the operation does not use on this rank. It gets the
         // other buffer for it, so that each pointer is to memory of this device.
         let (mut input, mut output) = (lent.input.cast::<c_void>(), work.output().cast::<c_void>());
@@ -163,7 +176,7 @@ impl Communicator {
                     let result = unsafe { scatter(input, output, count, dtype, number(root), comm, stream) };
                     ("ncclScatter", result)
                 }
-                None => return self.transfer(&work.transfers(), work.elements),
+                None => return self.transfer(comm, &work.transfers(), work.elements),
             },
             Operation::Gather { root } => match functions.gather.function {
                 Some(gather) => {
@@ -171,27 +184,32 @@ impl Communicator {
                     let result = unsafe { gather(input, output, count, dtype, number(root), comm, stream) };
                     ("ncclGather", result)
                 }
-                None => return self.transfer(&work.transfers(), work.elements),
+                None => return self.transfer(comm, &work.transfers(), work.elements),
             },
             Operation::AllToAll => match functions.all_to_all.function {
                 Some(all_to_all) => {
                     // SAFETY: see above.
                     ("ncclAlltoAll", unsafe { all_to_all(input, output, count, dtype, comm, stream) })
                 }
-                None => return self.transfer(&work.transfers(), work.elements),
+                None => return self.transfer(comm, &work.transfers(), work.elements),
             },
         };
-        self.check(call, result)?;
+        self.check(comm, call, result)?;
         Ok(call)
     }
 
     /// Enqueues transfers as one NCCL group, so that they do not wait for each other.
-    fn transfer(&self, transfers: &[Transfer], Elements { dtype, count, .. }: Elements) -> Result<&'static str, Fault> {
+    fn transfer(
+        &self,
+        comm: Comm,
+        transfers: &[Transfer],
+        Elements { dtype, count, .. }: Elements,
+    ) -> Result<&'static str, Fault> {
         const END: &str = "ncclGroupEnd";
         let functions = self.library.functions();
-        let (comm, stream) = (self.raw(), self.stream.raw());
+        let stream = self.stream.raw();
         // SAFETY: begins a group of this thread, which is ended below.
-        self.check("ncclGroupStart", unsafe { (functions.group_start)() })?;
+        self.check(comm, "ncclGroupStart", unsafe { (functions.group_start)() })?;
         let mut first = ("", code::SUCCESS);
         for transfer in transfers {
             // SAFETY: as in `call`; each part lies in a buffer that was checked.
@@ -212,8 +230,8 @@ impl Communicator {
         }
         // SAFETY: ends the group that began above, also if a call in it has failed.
         let ended = unsafe { (functions.group_end)() };
-        self.check(first.0, first.1)?;
-        self.check(END, ended)?;
+        self.check(comm, first.0, first.1)?;
+        self.check(comm, END, ended)?;
         Ok(END)
     }
 }

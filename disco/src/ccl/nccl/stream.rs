@@ -7,8 +7,9 @@ use rpc_core::{Device, RpcError};
 /// A stream of the device that a rank works on: of CUDA, of HIP, or for tests. Implemented by the
 /// code that creates the rank.
 ///
-/// The stream outlives every communicator that uses it. No method blocks. Each may be called from
-/// any thread, and from several at a time.
+/// The stream outlives every communicator that uses it. No method but
+/// [`make_room`](Self::make_room) waits for work on the device. Each may be called from any thread,
+/// and from several at a time.
 ///
 /// # Safety
 ///
@@ -49,6 +50,16 @@ pub unsafe trait DeviceStream: Send + Sync {
     /// default, if it is unknown.
     fn compute_capability(&self) -> Option<(u32, u32)> {
         None
+    }
+
+    /// Returns idle memory to the driver if the device has little left, since the library allocates
+    /// memory of its own from the driver. It may wait for work on the device. The default has none.
+    ///
+    /// # Errors
+    ///
+    /// The error of the driver.
+    fn make_room(&self) -> Result<(), RpcError> {
+        Ok(())
     }
 
     /// Returns at least `bytes` bytes of device memory, aligned to 8, for the work that is enqueued
