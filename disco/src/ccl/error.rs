@@ -43,6 +43,10 @@ pub enum CclError {
     Broken(Arc<Breakdown>),
 }
 
+/// Text by which a breakdown, which has no kinds of errors, says that a device has no more memory.
+/// It is CUDA's and NCCL's own.
+pub(super) const OUT_OF_MEMORY: &str = "out of memory";
+
 impl CclError {
     /// Returns true if the communicator is of no more use.
     #[must_use]
@@ -59,7 +63,8 @@ impl From<CclError> for RpcError {
             CclError::Mismatch { .. } => Self::invalid_argument(error.to_string()),
             CclError::Poisoned { cause, .. } => cause,
             CclError::Broken(breakdown) => {
-                let kind = match breakdown.cause {
+                let kind = match &breakdown.cause {
+                    BreakCause::Backend(text) if text.contains(OUT_OF_MEMORY) => ErrorKind::OutOfMemory,
                     BreakCause::Died | BreakCause::Left | BreakCause::Link(_) | BreakCause::Backend(_) => {
                         ErrorKind::PeerLost
                     }

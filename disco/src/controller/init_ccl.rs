@@ -61,7 +61,16 @@ impl Controller {
         }
         let this = Arc::clone(self);
         Completion::spawn(async move {
-            let outcome = this.make_anew(backend, devices).await;
+            let mut outcome = this.make_anew(backend, devices.clone()).await;
+            // Workers begin to join NCCL by returning the idle memory of their pools to the driver.
+            // What has become idle since, such as that of the last attempt, is returned by another.
+            if backend == Backend::Nccl
+                && let Err(DiscoError::Workers(failures)) = &outcome
+                && failures.iter().any(|failure| failure.cause.kind() == ErrorKind::OutOfMemory)
+            {
+                tracing::warn!(failure = %failures[0], "a GPU has too little memory for NCCL: trying once more");
+                outcome = this.make_anew(backend, devices).await;
+            }
             this.lock().collectives.finish();
             outcome
         })

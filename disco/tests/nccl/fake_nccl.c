@@ -8,6 +8,9 @@
  *
  * With -DON_CUDA its streams and its memory are those of the stand-in for CUDA's driver that rpc-core's tests have, which is loaded already.
  *
+ * Then FAKE_NCCL_MEMORY in the environment is the number of bytes that a communicator takes from its device at its first
+ * collective, and FAKE_NCCL_FULL the number of communicators of the process that find no memory when they are made.
+ *
  * FAKE_NCCL_HANG in the environment is the number of a collective that the last rank of the first group never begins.
  *
  * Compile with -DVERSION=code for the version to be, without the functions that came later.
@@ -86,6 +89,9 @@ typedef struct {
     int rank, polls, error, is_joining, is_finalizing, is_splitting, is_blocking, is_dead;
     int collectives;
     void **place;
+    /* Where its memory on the device is, if it has some, and what the last error was. */
+    uint64_t memory;
+    const char *last_error;
 } Comm;
 
 typedef struct Op {
@@ -108,7 +114,7 @@ typedef struct Stream {
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static World *worlds;
 static Stream *streams[256];
-static int stream_count, ids, violations, live, aborts, hanging_aborts;
+static int stream_count, ids, violations, live, aborts, hanging_aborts, full;
 static int fail_rank = -1, fail_code, hang_rank = -1, abort_hang_rank = -1, init_fail_rank = -1, init_fail_code;
 static _Thread_local int group_depth, group_count;
 static _Thread_local Transfer group[2 * MAX_RANKS];
@@ -432,7 +438,32 @@ static int usable(Comm *comm) {
     return SUCCESS;
 }
 
+#ifdef ON_CUDA
+/* Takes memory from the device at the first collective. The driver's lock comes before ours. */
+static void connect_ranks(Comm *comm) {
+    const char *bytes = getenv("FAKE_NCCL_MEMORY");
+    if (!bytes || comm->memory) return;
+    int (*allocate)(uint64_t *, size_t) = (int (*)(uint64_t *, size_t))driver("cuMemAlloc_v2");
+    if (!allocate(&comm->memory, strtoull(bytes, NULL, 0))) return;
+    comm->error = CUDA_ERROR;
+    comm->last_error = "Cuda failure 2 'out of memory'";
+}
+
+static size_t output_len(const Part *part, int rank, int size) {
+    size_t bytes = part->count * width(part->dtype);
+    switch (part->kind) {
+    case TRANSFERS: return 0;
+    case GATHER: return part->root == rank ? bytes * size : 0;
+    case ALL_GATHER: case ALL_TO_ALL: return bytes * size;
+    default: return bytes;
+    }
+}
+#endif
+
 static int enqueue(Comm *comm, Stream *stream, Op model) {
+#ifdef ON_CUDA
+    connect_ranks(comm);
+#endif
     pthread_mutex_lock(&lock);
     int result = usable(comm);
     Op *op = NULL;
@@ -455,8 +486,9 @@ static int enqueue(Comm *comm, Stream *stream, Op model) {
     pthread_mutex_unlock(&lock);
 #ifdef ON_CUDA
     /* Its lock comes before ours. */
-    void (*submit)(void *, int (*)(void *), void *) = (void (*)(void *, int (*)(void *), void *))driver("fake_submit_other");
-    if (op) submit(stream, run_on_cuda, op);
+    typedef void (*Submit)(void *, int (*)(void *), void *, uint64_t, size_t);
+    size_t written = op ? output_len(&op->part, comm->rank, comm->world->size) : 0;
+    if (op) ((Submit)driver("fake_submit_writing"))(stream, run_on_cuda, op, (uint64_t)op->output, written);
 #endif
     return result;
 }
@@ -565,7 +597,10 @@ const char *ncclGetErrorString(int code) {
     return code >= 0 && code < 8 ? texts[code] : "unknown result code";
 }
 
-const char *ncclGetLastError(void *comm) { (void)comm; return "as the test wants it\n"; }
+const char *ncclGetLastError(void *comm) {
+    const char *text = comm ? ((Comm *)comm)->last_error : NULL;
+    return text ? text : "as the test wants it\n";
+}
 
 int ncclCommInitRankConfig(void **place, int size, Id id, int rank, Config *config) {
     *place = NULL;
@@ -577,6 +612,11 @@ int ncclCommInitRankConfig(void **place, int size, Id id, int rank, Config *conf
     } else {
         Comm *comm = new_comm(find_world(&id, size), rank);
         comm->is_joining = 1;
+        const char *wanted = getenv("FAKE_NCCL_FULL");
+        if (wanted && full++ < atoi(wanted)) {
+            comm->error = CUDA_ERROR;
+            comm->last_error = "Cuda failure 2 'out of memory'";
+        }
         *place = comm;
     }
     pthread_mutex_unlock(&lock);

@@ -8,12 +8,13 @@ use std::sync::Arc;
 
 use disco::{
     Content, DRef, DiscoSession, Hosting, Options, Part, ReduceOp, Scope, ShardLoader, SocketSession, WeightFolders,
-    WeightReader, WorkerId,
+    WeightReader, WorkerContext, WorkerId,
 };
 use rpc_core::client::Files;
+use rpc_core::function::WorkspaceFiles;
 use rpc_core::{
-    DataType, Device, DeviceAttribute, ErrorKind, LocalSession, Pack, Registry, RemoteTensor, Session, Shared, Tensor,
-    Value, VirtualDevice,
+    Context, DataType, Device, DeviceAttribute, ErrorKind, LocalSession, Pack, Registry, RemoteTensor, Session, Shared,
+    Tensor, TensorView, Value, VirtualDevice,
 };
 use rpc_server::ServerProcess;
 use rpc_server::builtins::ServerInfo;
@@ -308,14 +309,45 @@ fn with_libraries(test: &str) -> Option<()> {
     None
 }
 
+/// A folder with the kernels of the tests.
+struct KernelFolder(TempDir);
+
+impl KernelFolder {
+    fn new() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::write(folder.path().join("kernels.ptx"), KERNELS).unwrap();
+        Self(folder)
+    }
+}
+
+impl WorkspaceFiles for KernelFolder {
+    fn resolve(&self, path: &str) -> rpc_core::Result<PathBuf> {
+        Ok(self.0.path().join(path))
+    }
+
+    fn as_any(&self) -> &dyn std::any::Any {
+        self
+    }
+}
+
 /// Two nodes of this process with a GPU for their worker, of which some may read files.
 fn nodes_on_gpus(readers: [bool; 2]) -> DiscoSession {
     let nodes = readers.map(|may_read| {
         let registry = Registry::new();
         disco::register(&registry);
         registry.add("middle_rows", |weight: Shared<WeightReader>| weight.0.read_range(0, 1..3));
+        registry.add("sum_on_host", |x: TensorView| -> rpc_core::Result<f32> { Ok(x.as_slice::<f32>()?.iter().sum()) });
+        registry.add("trap_elsewhere", |worker: WorkerContext, context: Context| -> rpc_core::Result<()> {
+            if worker.worker_id() != WorkerId(0) {
+                return Ok(());
+            }
+            let module = context.on_device(Device::cuda(1)).load_module("kernels.ptx", None)?;
+            let args = vec![1.into(), 1.into(), 0.into(), Value::Null];
+            context.call(&module.function("trap")?, args).map(drop)
+        });
+        registry.add_loader(Arc::new(rpc_cuda::CudaModulesOnDemand));
         let devices = rpc_server::isolate::gpu::devices(&registry);
-        let node = LocalSession::builder(registry).devices(devices);
+        let node = LocalSession::builder(registry).devices(devices).workspace(Arc::new(KernelFolder::new()));
         Session::new(if may_read { node.extension(Arc::new(WeightFolders::anywhere())) } else { node }.build())
     });
     let session = DiscoSession::over(nodes, 1, 1, as_threads()).wait().unwrap();
@@ -574,6 +606,71 @@ fn collectives_on_the_gpus_of_this_machine() {
     session.shutdown().wait().unwrap();
     check_loss(in_processes(&server, &ids).unwrap());
     in_processes(&server, &ids).unwrap().shutdown().wait().unwrap();
+}
+
+/// Regression: NCCL's own allocations failed beside the idle memory of the pools.
+#[test]
+fn idle_memory_makes_room_for_nccl() {
+    let Some(folder) = driver() else { return };
+    let mib = 1_i64 << 20;
+    let small = ("FAKE_CUDA_MEMORY", "67108864");
+    // The devices have room for NCCL's memory without the idle one, and not beside it.
+    let server = daemon_with(&folder, "serve", &[], &[small, ("FAKE_NCCL_MEMORY", "12582912")]);
+    let session = on_gpus(&server, 1);
+    let x = session.empty(&[2], DataType::F32, None).unwrap();
+    let _rest = session.empty(&[40 * mib], DataType::U8, None).unwrap();
+    drop(session.empty(&[15 * mib], DataType::U8, None).unwrap());
+    session.sync_all().wait().unwrap();
+    session.allreduce(&x, Some(&x), ReduceOp::Sum, Scope::World).unwrap();
+    session.sync_all().wait().unwrap();
+    assert_eq!(fetch(&session, &x, 1), [0.0; 2]);
+    session.shutdown().wait().unwrap();
+    // A group that found too little is made once more.
+    let server = daemon_with(&folder, "serve", &[], &[("FAKE_NCCL_FULL", "1")]);
+    let session = on_gpus(&server, 1);
+    let x = session.broadcast(&Tensor::from_slice([1], &[2.0_f32]).unwrap(), None, Scope::World).unwrap();
+    assert_eq!(fetch(&session, &x, 1), [2.0]);
+    session.shutdown().wait().unwrap();
+    // And not for ever.
+    let server = daemon_with(&folder, "serve", &[], &[("FAKE_NCCL_FULL", "100")]);
+    let session = SocketSession::new([server.address()], 2, 1).options(as_threads()).start().wait().unwrap();
+    let error = session.init_ccl("nccl", &[0, 1]).wait().unwrap_err().to_string();
+    assert!(error.contains("out of memory"), "{error}");
+    session.shutdown().wait().unwrap();
+}
+
+/// Regression: the collective's borrow of pinned memory ended while the device was still writing
+/// there.
+#[test]
+fn a_collective_into_pinned_memory_is_done_when_a_function_reads_it() {
+    let Some(()) = with_libraries("cuda::a_collective_into_pinned_memory_is_done_when_a_function_reads_it") else {
+        return;
+    };
+    let session = nodes_on_gpus([false, false]);
+    let x = session.broadcast(&Tensor::from_slice([2], &[1.0_f32, 2.0]).unwrap(), None, Scope::World).unwrap();
+    let pinned = session.empty(&[2], DataType::F32, Some("cuda,scope=host".parse().unwrap())).unwrap();
+    session.allreduce(&x, Some(&pinned), ReduceOp::Sum, Scope::World).unwrap();
+    let sum = session.get_global_func("sum_on_host").unwrap().call((&pinned,)).unwrap();
+    for worker in 0..2 {
+        let sum = session.debug_get_from_remote(&sum, WorkerId(worker)).wait().unwrap();
+        assert!(matches!(sum, Content::Value(Value::Float(6.0))), "{sum:?}");
+    }
+    session.shutdown().wait().unwrap();
+}
+
+/// Regression: a sync waited for the devices of tensors that the session had made itself.
+#[test]
+fn a_sync_tells_the_trap_of_a_device_that_only_a_function_has_used() {
+    let Some(()) = with_libraries("cuda::a_sync_tells_the_trap_of_a_device_that_only_a_function_has_used") else {
+        return;
+    };
+    let session = nodes_on_gpus([false, false]);
+    session.get_global_func("trap_elsewhere").unwrap().call(()).unwrap();
+    let error = session.sync_worker(WorkerId(0)).wait().unwrap_err().to_string();
+    assert!(error.contains("cuda:1 is lost"), "{error}");
+    // It has been told.
+    session.sync_all().wait().unwrap();
+    session.shutdown().wait().unwrap();
 }
 
 /// The same with the libraries of the tests, which have one rank in a process.

@@ -6,6 +6,8 @@ use std::path::PathBuf;
 
 use rpc_core::{ErrorKind, RpcError};
 
+use crate::ccl::error::OUT_OF_MEMORY;
+
 /// Failure to load NCCL, with every path that was tried.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
@@ -73,7 +75,7 @@ impl From<NcclError> for RpcError {
     fn from(error: NcclError) -> Self {
         let kind = match error.code {
             // Any failed call of CUDA within NCCL. A lost device is reported by the device itself.
-            code::UNHANDLED_CUDA_ERROR if error.last_error.contains("out of memory") => ErrorKind::OutOfMemory,
+            code::UNHANDLED_CUDA_ERROR if error.last_error.contains(OUT_OF_MEMORY) => ErrorKind::OutOfMemory,
             code::UNHANDLED_CUDA_ERROR => ErrorKind::Application,
             code::INVALID_ARGUMENT => ErrorKind::InvalidArgument,
             code::INVALID_USAGE => ErrorKind::ApiMisuse,
