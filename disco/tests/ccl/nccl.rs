@@ -669,6 +669,8 @@ fn an_abort_does_not_wait_for_a_query_that_waits_for_the_driver() {
         let mut data = vec![1.0; 8];
         double(&mut member.ccl, &mut data).unwrap();
         member.ccl.complete().unwrap();
+        // Both have ended the first one before the next one is made to hang.
+        ready.wait();
         fake.steer("fake_hang", 1, 0);
         ready.wait();
         let lock = member.stream.driver_lock();
