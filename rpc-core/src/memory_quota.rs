@@ -55,13 +55,10 @@ impl MemoryQuota {
         if bytes > self.limit {
             return Err(RpcError::limit(self.name, self.limit, bytes));
         }
-        let own = StagedShare::of(self, bytes);
-        Ok(StagingLease {
-            bytes,
-            own,
-            outer: self.within.as_deref().map(|outer| StagedShare::of(outer, bytes)),
-            quota: self,
-        })
+        let outer = self.within.as_deref().map(|outer| StagedShare::Within(outer, 0));
+        let mut lease = StagingLease { quota: self, bytes, own: StagedShare::Within(self, 0), queued: None, outer };
+        lease.resize(bytes);
+        Ok(lease)
     }
 
     /// Counts `bytes` of this quota alone.
@@ -129,6 +126,10 @@ pub struct StagingLease<'a> {
     quota: &'a MemoryQuota,
     bytes: u64,
     own: StagedShare<'a>,
+    /// Turn of the inner quota, where that has room and the outer quota has none: of the stagings
+    /// of one inner quota, one at a time waits for the outer one.
+    #[allow(dead_code, reason = "held for its drop")]
+    queued: Option<FairMutexGuard<'a, ()>>,
     outer: Option<StagedShare<'a>>,
 }
 
@@ -142,15 +143,7 @@ enum StagedShare<'a> {
     Beyond(FairMutexGuard<'a, ()>),
 }
 
-impl<'a> StagedShare<'a> {
-    /// Counts `bytes`, or waits for the turn to go beyond the quota.
-    fn of(quota: &'a MemoryQuota, bytes: u64) -> Self {
-        match quota.count(bytes) {
-            Ok(()) => Self::Within(quota, bytes),
-            Err(_) => Self::Beyond(quota.turn.lock()),
-        }
-    }
-
+impl StagedShare<'_> {
     /// Counts `all` bytes in place of the fewer ones before. Returns false if there is no room.
     fn try_grow(&mut self, all: u64) -> bool {
         match self {
@@ -185,18 +178,32 @@ impl StagingLease<'_> {
         if all > self.quota.limit {
             return Err(RpcError::limit(self.quota.name, self.quota.limit, all));
         }
-        self.bytes = all;
-        let within = self.quota.within.as_deref();
-        if !self.own.try_grow(all) {
-            // A turn of the inner quota comes before one of the outer quota, so that no two leases
-            // wait for each other.
-            self.outer = None;
-            self.own = StagedShare::of(self.quota, all);
-            self.outer = within.map(|outer| StagedShare::of(outer, all));
-        } else if !self.outer.as_mut().is_none_or(|outer| outer.try_grow(all)) {
-            self.outer = within.map(|outer| StagedShare::of(outer, all));
-        }
+        self.resize(all);
         Ok(())
+    }
+
+    /// Counts `all` bytes, or waits for the turn to go beyond the quotas. A turn of the inner quota
+    /// comes before one of the outer quota, so that no two leases wait for each other.
+    fn resize(&mut self, all: u64) {
+        self.bytes = all;
+        let MemoryQuota { turn, within, .. } = self.quota;
+        if !self.own.try_grow(all) {
+            if let Some(outer @ StagedShare::Beyond(_)) = &mut self.outer {
+                // Nothing is counted in its place before the turn of the inner quota has come.
+                *outer = StagedShare::Within(within.as_deref().expect("it has a share there"), 0);
+            }
+            self.own = StagedShare::Beyond(self.queued.take().unwrap_or_else(|| turn.lock()));
+        }
+        let (Some(outer), Some(quota)) = (&mut self.outer, within) else { return };
+        if outer.try_grow(all) {
+            return;
+        }
+        if matches!(self.own, StagedShare::Within(..)) {
+            self.queued.get_or_insert_with(|| turn.lock());
+        }
+        if !outer.try_grow(all) {
+            *outer = StagedShare::Beyond(quota.turn.lock());
+        }
     }
 }
 
@@ -262,10 +269,15 @@ mod tests {
         assert!(total.turn.try_lock().is_none(), "70 bytes are held, and 40 do not fit in");
         assert_eq!((first.used(), second.used(), total.used()), (40, 0, 70));
         assert!(within.grow(20).unwrap_err().message().contains("max_queued"));
+        assert!(first.turn.try_lock().is_none(), "of each session one at a time waits there");
         // Beyond its own session's limit, too.
-        drop(held);
-        let other = first.stage(20).unwrap();
+        drop((held, within));
+        let within = first.stage(40).unwrap();
+        let mut other = first.stage(10).unwrap();
+        assert!(first.turn.try_lock().is_some());
+        other.grow(10).unwrap();
         assert!(first.turn.try_lock().is_none() && first.used() == 40);
+        assert_eq!(total.used(), 60, "what is held counts in the outer quota all the time");
         drop((within, other));
         assert_eq!((first.used(), total.used()), (0, 0));
         assert!(first.turn.try_lock().is_some() && total.turn.try_lock().is_some());

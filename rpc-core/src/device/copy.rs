@@ -68,4 +68,4 @@ pub unsafe fn copy_by_host(
 }
 
 /// Bytes of the bounce buffer: large enough to keep a bus busy, small enough to allocate.
-pub(super) const BOUNCE_BYTES: u64 = 1 << 20;
+pub(crate) const BOUNCE_BYTES: u64 = 1 << 20;

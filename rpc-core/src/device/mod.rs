@@ -17,6 +17,7 @@ pub(crate) mod virtual_device;
 
 pub use api::{AllocRequest, DeviceApi, Stream, WhenDone, out_of_range};
 pub use attribute::DeviceAttribute;
+pub(crate) use copy::BOUNCE_BYTES;
 pub use copy::copy_by_host;
 pub use cpu::{CpuAllocator, CpuDevice, HostMemory, SystemAllocator};
 pub use devices::Devices;

@@ -283,8 +283,13 @@ impl Context {
     /// # Errors
     ///
     /// [`ErrorKind::LimitExceeded`]: `bytes` alone are more than the session's limit.
+    /// [`ErrorKind::Cancelled`]: no caller waits for the function any more when its turn has come.
     pub fn stage(&self, bytes: u64) -> Result<StagingLease<'_>> {
-        self.host.stage(bytes)
+        let staged = self.host.stage(bytes)?;
+        if self.is_cancelled() {
+            return Err(RpcError::new(ErrorKind::Cancelled, "no caller waits for the result any more"));
+        }
+        Ok(staged)
     }
 
     /// Counts files, sockets and other descriptors that the function is about to open, and keeps

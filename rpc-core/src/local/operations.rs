@@ -5,6 +5,7 @@ use bytes::Bytes;
 use super::LocalInner;
 use super::job::LaneKey;
 use super::resolve::{self, PinnedOperation};
+use crate::device::BOUNCE_BYTES;
 use crate::dlpack::DeviceType;
 use crate::error::{ErrorKind, Result, RpcError};
 use crate::function::context::{Context, Host};
@@ -122,6 +123,10 @@ impl LocalInner {
         // The device that is not the host can access host memory, but not the other way round.
         let device = if from.device().kind == DeviceType::CPU { to.device() } else { from.device() };
         let api = self.devices.get(device)?;
+        // Between two memories that the host cannot access, the bytes may go through a buffer of
+        // the host's, which is there for as long as the copy takes.
+        let goes_by_host = borrows.iter().all(|borrow| borrow.bytes().is_none());
+        let _staging = if goes_by_host { Some(self.staging.stage(len.min(BOUNCE_BYTES))?) } else { None };
         let mut borrows = borrows.into_iter();
         match (borrows.next(), borrows.next()) {
             (Some(mut both), None) if source != destination => both.copy_within(&**api, source, destination, len),

@@ -57,14 +57,15 @@ pub(super) fn register(registry: &Registry) {
 /// Imports the module whose bytes are those of `tensor`, on any device: the way by which a Disco
 /// worker gets a module from another one.
 fn import_tensor(context: &Context, service: &ModuleService, digest: Digest, tensor: &TensorView) -> Result<()> {
-    let _staged = context.stage(PIECE as u64)?;
-    // Workers on one machine import it at the same time.
+    // Workers on one machine import it at the same time. This comes first: others may wait for the
+    // memory.
     let _alone = service.store().importing()?;
     if service.store().contains(&digest)? {
         return Ok(());
     }
     let bytes = tensor.tensor().byte_range(0, tensor.tensor().size_bytes())?;
     let mut upload = service.store().begin_upload(digest, bytes.end - bytes.start)?;
+    let _staged = context.stage(PIECE as u64)?;
     let mut piece = vec![0; PIECE];
     while upload.len() < bytes.end - bytes.start {
         let at = bytes.start + upload.len();

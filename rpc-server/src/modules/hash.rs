@@ -7,7 +7,7 @@ use rpc_core::client::Digest;
 
 /// Bytes read at a time: few enough for the caches of the processor, and enough for few system
 /// calls.
-const PIECE: usize = 128 << 10;
+pub(super) const FILE_PIECE: usize = 128 << 10;
 
 /// Reads `source` to its end, and returns its digest and its length in bytes, as
 /// [`Modules::upload`](rpc_core::client::Modules::upload) needs them. Blocks.
@@ -17,7 +17,7 @@ const PIECE: usize = 128 << 10;
 /// `source` cannot be read.
 pub fn hash(mut source: impl Read) -> io::Result<(Digest, u64)> {
     let mut hasher = Hasher::new();
-    let mut piece = vec![0; PIECE];
+    let mut piece = vec![0; FILE_PIECE];
     let mut len = 0;
     loop {
         match source.read(&mut piece) {
@@ -61,7 +61,7 @@ mod tests {
         let (digest, len) = hash(&b"abc"[..]).unwrap();
         assert_eq!(digest.to_string(), "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad");
         assert_eq!(len, 3);
-        let long = vec![7; 3 * PIECE + 1];
+        let long = vec![7; 3 * FILE_PIECE + 1];
         let mut parts = Hasher::new();
         long.chunks(1000).for_each(|part| parts.update(part));
         assert_eq!(hash(&long[..]).unwrap(), (parts.finish(), long.len() as u64));

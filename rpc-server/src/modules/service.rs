@@ -13,7 +13,7 @@ use rpc_core::limits::MemoryLease;
 use rpc_core::{Context, Module, Result, RpcError};
 use rustix::fs::OFlags;
 
-use super::store::{ModuleStore, PIECE, StoreLimits};
+use super::store::{ModuleStore, StoreLimits};
 use super::tvm_ffi::{Native, NativeLoader};
 use super::{DigestList, ModuleError, worker_modules};
 use crate::builtins::workspace;
@@ -148,7 +148,6 @@ impl ModuleService {
     /// Imports a file of the session's workspace, or one of the server at an absolute path, into
     /// the store. Blocks.
     pub(crate) fn import(&self, context: &Context, path: &str) -> Result<Digest> {
-        let _staged = context.stage(PIECE as u64)?;
         if !path.starts_with('/') {
             let file = workspace(context)?.open_read(path)?;
             return Ok(self.import_file(path, file.as_file())?);

@@ -26,7 +26,7 @@ use rpc_core::client::Digest;
 use rustix::fs::{AtFlags, Dir, FileType, FlockOperation, Mode, OFlags, flock, openat, statat, unlinkat};
 use rustix::io::Errno;
 
-use super::hash::hash;
+use super::hash::{FILE_PIECE, hash};
 use super::{DigestList, ModuleError, ModuleUpload};
 use crate::config::{ByteSize, Span};
 use crate::file_lock::FileLock;
@@ -69,7 +69,7 @@ struct StoreInner {
 /// modules do not exceed the limit.
 const LEAST: u64 = 4096;
 
-/// Bytes of a module that are copied into the store at a time.
+/// Bytes of a tensor that are copied into the store at a time.
 pub(crate) const PIECE: usize = 1 << 20;
 
 /// Maximum number of uploads in progress, of all processes.
@@ -194,7 +194,7 @@ impl ModuleStore {
         // The file is read twice, so that no byte of a refused module is written.
         let mut upload = self.begin_upload(digest, len)?;
         from_start.rewind().map_err(unreadable)?;
-        let mut piece = vec![0; PIECE];
+        let mut piece = vec![0; FILE_PIECE];
         loop {
             match from_start.read(&mut piece) {
                 Ok(0) => break,

@@ -59,3 +59,21 @@ fn what_others_hold_makes_no_tensor_unreadable() {
     assert_eq!(error.kind(), ErrorKind::LimitExceeded);
     assert!(error.to_string().contains("max_queued"), "{error}");
 }
+
+/// A copy between two memories that the host cannot access may need a buffer of the host's.
+#[test]
+fn the_buffer_of_a_copy_between_devices_is_counted() {
+    let accelerator = Accelerator::default();
+    let device = Device::new(accelerator.kind(), 0);
+    let devices = Devices::new().with(Arc::new(accelerator));
+    let copied = |max_queued_bytes: u64| {
+        let limits = SessionLimits { max_queued_bytes: max_queued_bytes as usize, ..SessionLimits::default() };
+        let session = LocalSession::builder(Registry::new()).devices(devices.clone()).limits(limits).build();
+        let [from, to] = [(); 2].map(|()| alloc(&session, device, 2 * MIB));
+        ask(&session, Operation::Copy { from, to })
+    };
+    copied(MIB).unwrap();
+    let error = copied(MIB / 2).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::LimitExceeded);
+    assert!(error.to_string().contains("max_queued"), "{error}");
+}
