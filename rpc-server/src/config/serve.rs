@@ -49,8 +49,10 @@ listener_settings! {
         max_requests: u32 = 1024, "RPC_SERVER_MAX_REQUESTS";
         /// Maximum number of files and connections that are open for one session beside its own
         /// connection: files of its workspace, servers to which it is forwarded, what functions
-        /// count; with --isolate process also the session's process, which has as many again
-        max_open_files: u64 = 256, "RPC_SERVER_MAX_OPEN_FILES";
+        /// count, what a controller of Disco makes its node open; with --isolate process also the
+        /// session's process, which has as many again. Default: 1,024, or fewer if that is more
+        /// than an eighth of what this process may open (ulimit -n), but 256 at least
+        max_open_files: u64 = file_limit::share(1, 1024).max(256), "RPC_SERVER_MAX_OPEN_FILES";
         /// Maximum number of those for all sessions together. Default: half of what this process
         /// may open (ulimit -n)
         max_total_open_files: u64 = file_limit::share(4, u64::MAX), "RPC_SERVER_MAX_TOTAL_OPEN_FILES";
