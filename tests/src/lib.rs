@@ -13,8 +13,6 @@ mod documents;
 pub mod forwarder;
 pub mod fuzz_targets;
 pub mod native;
-#[cfg(target_os = "linux")]
-pub mod quiet_threads;
 pub mod simulated_network;
 pub mod spmd;
 pub mod tvm_ffi;

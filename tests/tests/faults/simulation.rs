@@ -233,7 +233,7 @@ impl Client {
                 }
                 // A relay has no server with this key while the server is on its way back.
                 Err(error) if matches!(way, Way::Relay) && error.kind() == ErrorKind::NotFound => {}
-                Err(error) => check_loss(&error),
+                Err(error) => check_refusal(&error),
             }
         }
     }
@@ -329,12 +329,18 @@ fn check_loss(error: &RpcError) {
         ErrorKind::SessionTimeout,
         ErrorKind::Closed,
         ErrorKind::DeadlineExceeded,
-        // A server that is about to restart, and one whose places are taken by sessions that are
-        // lost without its knowledge.
+        // A server that is about to restart.
         ErrorKind::Draining,
-        ErrorKind::LimitExceeded,
     ];
     assert!(expected.contains(&error.kind()), "{:?}: {error}", error.kind());
+}
+
+/// Checks that an error is one that the network can cause where a client connects: its place may be
+/// taken by a session that is lost without the server's knowledge.
+fn check_refusal(error: &RpcError) {
+    if error.kind() != ErrorKind::LimitExceeded {
+        check_loss(error);
+    }
 }
 
 /// All servers, and the network between them.

@@ -11,8 +11,8 @@
 use std::time::Duration;
 
 use disco::{DRef, DiscoError, DiscoSession, Hosting, Options, WorkerContext};
+use rpc_conformance::threads::{alone_in_process, threads_named, wait_for_rest};
 use rpc_core::{DataType, Tensor};
-use rpc_tests::quiet_threads::{alone_in_process, threads_named, wait_until_others_sleep};
 
 use super::*;
 
@@ -67,7 +67,7 @@ fn controllers_and_workers_agree_until_they_lose_each_other() {
     let (seeds, mut tally) = (seeds(SEEDS), Tally::new());
     for seed in seeds.clone() {
         let mut runtime = tokio::runtime::Builder::new_current_thread();
-        let runtime = runtime.enable_all().start_paused(true).on_thread_park(wait_until_others_sleep).build().unwrap();
+        let runtime = runtime.enable_all().start_paused(true).on_thread_park(wait_for_rest).build().unwrap();
         println!("seed {seed}");
         for (what, count) in runtime.block_on(history(seed)) {
             *tally.entry(what).or_default() += count;
@@ -148,7 +148,7 @@ impl Controller {
                 };
                 match patiently("a connection", connector.connect(node)).await {
                     Ok(session) => nodes.push(session),
-                    Err(error) => check_loss(&error.into_rpc_error()),
+                    Err(error) => check_refusal(&error.into_rpc_error()),
                 }
             }
             if nodes.is_empty() {
