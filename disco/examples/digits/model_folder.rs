@@ -18,14 +18,15 @@ const LOCK: &str = "lock";
 /// Temporary folder, removed on drop.
 pub(crate) struct ModelFolder {
     folder: TempDir,
-    /// Lock of the folder. Freed after the folder is gone, or by the system.
-    _lock: File,
+    /// Lock of the folder, where there are locks. Freed after the folder is gone, or by the system.
+    _lock: Option<File>,
 }
 
 impl ModelFolder {
-    /// Creates a folder in `parent`. Removes there those of this user's programs that are gone.
+    /// Creates a folder in `parent`. Removes there those of this user's programs that are gone, as
+    /// far as they can be found and removed.
     pub(crate) fn create_in(parent: &Path) -> io::Result<Self> {
-        for entry in fs::read_dir(parent)?.flatten() {
+        for entry in fs::read_dir(parent).into_iter().flatten().flatten() {
             let is_model = entry.file_name().to_str().is_some_and(|name| name.starts_with(PREFIX));
             if is_model && is_abandoned(&entry.path()) {
                 // What cannot be removed is in nobody's way.
@@ -33,16 +34,22 @@ impl ModelFolder {
             }
         }
         let folder = tempfile::Builder::new().prefix(PREFIX).tempdir_in(parent)?;
-        let mut lock = File::create_new(folder.path().join(LOCK))?;
-        flock(&lock, FlockOperation::LockExclusive)?;
-        // Until then the folder counts as one that is being made.
-        lock.write_all(b"locked\n")?;
+        // Without a lock the folder counts as one that is being made, which nobody removes.
+        let lock = lock(folder.path()).ok();
         Ok(Self { folder, _lock: lock })
     }
 
     pub(crate) fn path(&self) -> &Path {
         self.folder.path()
     }
+}
+
+fn lock(folder: &Path) -> io::Result<File> {
+    let mut lock = File::create_new(folder.join(LOCK))?;
+    flock(&lock, FlockOperation::LockExclusive)?;
+    // Until then the folder counts as one that is being made.
+    lock.write_all(b"locked\n")?;
+    Ok(lock)
 }
 
 /// Returns true if the program that made this folder is gone, and was this user's.
