@@ -2,10 +2,10 @@
 //!
 //! A client keeps its connection to a server while channels use it and for a moment longer, and
 //! opens further channels on it. Each connection of a client has a socket of its own. It outlives a
-//! change of the client's address. On Linux a client learns within a second that the server's port
-//! is closed, where the server's system says so. A server finds clients that are gone by their
-//! silence: one that changes its address leaves a closed port behind as well, and its session goes
-//! on.
+//! change of the client's address. On Linux a client learns that the server's port is closed, where
+//! the server's system says so: most often within a second while it waits for an answer, and
+//! otherwise by the next ping. A server finds clients that are gone by their silence: one that
+//! changes its address leaves a closed port behind as well, and its session goes on.
 
 #[cfg_attr(not(target_os = "linux"), allow(dead_code, reason = "only Linux tells of closed ports"))]
 mod closed_port;
@@ -29,7 +29,7 @@ use socket2::{Domain, Protocol, Socket, Type};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::sync::{Notify, Semaphore, mpsc};
 
-use self::closed_port::PeerPort;
+use self::closed_port::{PeerPort, Wait};
 use crate::address::{Address, AddressError};
 use crate::channel::{Channel, Machine, Peer};
 use crate::error::TransportError;
@@ -229,7 +229,7 @@ async fn open(address: &Address, pooled: &Arc<Pooled>) -> Result<Channel, quinn:
     let (send, recv) = pooled.connection.open_bi().await?;
     let guard = Guard { pooled: Some(pooled.clone()), released: pooled.released.clone() };
     let machine = Machine::At(pooled.connection.remote_address().ip().to_canonical());
-    let io = QuicIo { send, recv, port: pooled.port.clone() };
+    let io = QuicIo { send, recv, port: pooled.port.clone(), wait: None };
     let channel = Channel::new(io, Peer::new(address.to_string()).on(machine));
     Ok(channel.with_security(pooled.security.duplicate()).with_guard(Box::new(guard)))
 }
@@ -264,7 +264,7 @@ async fn connect(
         let share = deadline.saturating_duration_since(Instant::now()) / sharers;
         let connected = tokio::select! {
             connected = tokio::time::timeout(share, connecting) => connected,
-            () = client.port_closed(|| true) => {
+            () = client.port_closed() => {
                 failure = io_error(io::Error::new(io::ErrorKind::ConnectionRefused, "no program uses the UDP port"));
                 continue;
             }
@@ -313,7 +313,7 @@ fn pool_connection(
     pool.retain(|_, pooled| pooled.strong_count() > 0);
     pool.insert(key, Arc::downgrade(&pooled));
     drop(pool);
-    tokio::spawn(client.watch(pooled.connection.clone(), Arc::downgrade(&pooled)));
+    tokio::spawn(client.watch(pooled.connection.clone()));
     tokio::spawn(keep(pooled.clone(), endpoint));
     Ok(pooled)
 }
@@ -323,18 +323,25 @@ struct ClientEndpoint {
     endpoint: Endpoint,
     /// Port of the server, where the system tells that one is closed.
     port: Option<Arc<PeerPort>>,
+    /// Socket of the endpoint, if the port is watched.
     #[cfg(target_os = "linux")]
-    socket: Arc<watched_socket::WatchedSocket>,
+    socket: Option<Arc<watched_socket::WatchedSocket>>,
 }
 
 impl ClientEndpoint {
     #[cfg(target_os = "linux")]
     fn new(socket: UdpSocket, server: SocketAddr) -> io::Result<Self> {
+        let (config, runtime) = (EndpointConfig::default(), Arc::new(TokioRuntime));
+        if let Err(error) = watched_socket::report_errors(&socket, server) {
+            // A server that is gone is found by its silence.
+            tracing::debug!(%error, %server, "the system does not tell of closed ports");
+            let endpoint = Endpoint::new(config, None, socket, runtime)?;
+            return Ok(Self { endpoint, port: None, socket: None });
+        }
         let port = Arc::new(PeerPort::new(Instant::now()));
         let socket = watched_socket::WatchedSocket::new(socket, server, port.clone())?;
-        let (config, runtime) = (EndpointConfig::default(), Arc::new(TokioRuntime));
         let endpoint = Endpoint::new_with_abstract_socket(config, None, socket.clone(), runtime)?;
-        Ok(Self { endpoint, port: Some(port), socket })
+        Ok(Self { endpoint, port: Some(port), socket: Some(socket) })
     }
 
     #[cfg(not(target_os = "linux"))]
@@ -344,23 +351,20 @@ impl ClientEndpoint {
     }
 
     /// Closes the connection once its server's port is closed. Returns when it has ended. While
-    /// channels use it, a server that is silent is sent packets that it drops.
-    async fn watch(self, connection: quinn::Connection, pooled: Weak<Pooled>) {
+    /// channels wait for a server that is silent, it is sent packets that it drops.
+    async fn watch(self, connection: quinn::Connection) {
         tokio::select! {
             _ = connection.closed() => {}
-            () = self.port_closed(|| pooled.strong_count() > 1) => connection.close(PORT_CLOSED, b""),
+            () = self.port_closed() => connection.close(PORT_CLOSED, b""),
         }
     }
 
-    /// Resolves once the server's port is closed. A server that is silent is sent packets while
-    /// `is_used`.
-    #[cfg(target_os = "linux")]
-    async fn port_closed(&self, is_used: impl Fn() -> bool) {
-        self.socket.closed(is_used).await;
-    }
-
-    #[cfg(not(target_os = "linux"))]
-    async fn port_closed(&self, _: impl Fn() -> bool) {
+    /// Resolves once the server's port is closed.
+    async fn port_closed(&self) {
+        #[cfg(target_os = "linux")]
+        if let Some(socket) = &self.socket {
+            return socket.closed().await;
+        }
         std::future::pending().await
     }
 }
@@ -611,7 +615,7 @@ async fn accept_channels(
             (security.certificate, security.connection) = (None, None);
         }
         // The client's address may have changed since the last channel.
-        let channel = Channel::new(QuicIo { send, recv, port: None }, peer_at(connection.remote_address()));
+        let channel = Channel::new(QuicIo { send, recv, port: None, wait: None }, peer_at(connection.remote_address()));
         let channel =
             channel.with_security(security).with_parent_connection(over.clone()).with_guard(Box::new(used.clone()));
         // Once the listener is gone, the stream is dropped, which refuses it.
@@ -625,9 +629,19 @@ struct QuicIo {
     recv: RecvStream,
     /// Port of the server, if it is watched.
     port: Option<Arc<PeerPort>>,
+    /// Mark that bytes were written and none were read since. A session has then most often sent a
+    /// request, and waits for the answer.
+    wait: Option<Wait>,
 }
 
 impl QuicIo {
+    /// Notes that `written` bytes were written.
+    fn wait_after(&mut self, written: usize) {
+        if written > 0 && self.wait.is_none() {
+            self.wait = self.port.as_ref().map(PeerPort::wait);
+        }
+    }
+
     /// Returns the cause of an error, if it is known better than by QUIC.
     fn explain(&self, error: io::Error) -> io::Error {
         match &self.port {
@@ -642,7 +656,11 @@ const PORT_CLOSED_TEXT: &str = "the peer's port is closed: its system says that 
 
 impl AsyncRead for QuicIo {
     fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        let before = buffer.filled().len();
         let outcome = AsyncRead::poll_read(Pin::new(&mut self.recv), cx, buffer);
+        if buffer.filled().len() > before {
+            self.wait = None;
+        }
         outcome.map_err(|error| self.explain(error))
     }
 }
@@ -650,6 +668,9 @@ impl AsyncRead for QuicIo {
 impl AsyncWrite for QuicIo {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
         let outcome = AsyncWrite::poll_write(Pin::new(&mut self.send), cx, bytes);
+        if let Poll::Ready(Ok(count)) = outcome {
+            self.wait_after(count);
+        }
         outcome.map_err(|error| self.explain(error))
     }
 
@@ -673,6 +694,7 @@ impl AsyncWrite for QuicIo {
                 other => return other.map_err(|error| self.explain(error)),
             }
         }
+        self.wait_after(written);
         Poll::Ready(Ok(written))
     }
 
@@ -686,5 +708,22 @@ impl AsyncWrite for QuicIo {
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         AsyncWrite::poll_shutdown(Pin::new(&mut self.send), cx)
+    }
+}
+
+#[cfg(all(test, target_os = "linux"))]
+mod tests {
+    use super::*;
+
+    /// A regression: where the system could not report closed ports, no connection could be made.
+    #[tokio::test]
+    async fn a_system_that_does_not_tell_of_closed_ports_is_enough() {
+        let any = SocketAddr::new(IpAddr::V4(Ipv4Addr::UNSPECIFIED), 0);
+        let watched = ClientEndpoint::new(udp(any).unwrap(), any).unwrap();
+        assert!(watched.port.is_some() && watched.socket.is_some());
+        // The option for IPv6 is refused for a socket of IPv4.
+        let server = SocketAddr::new(IpAddr::V6(Ipv6Addr::LOCALHOST), 1);
+        let plain = ClientEndpoint::new(udp(any).unwrap(), server).unwrap();
+        assert!(plain.port.is_none() && plain.socket.is_none());
     }
 }

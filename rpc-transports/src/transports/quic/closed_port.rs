@@ -2,19 +2,25 @@
 //!
 //! Anybody can send such a message, so it is believed only if it quotes the beginning of a packet
 //! that was sent: connection ids, packet numbers and contents are random to everyone who does not
-//! see the packets. One message is no proof. A server that begins anew, or a path that changes, may
-//! close a port for a moment. The port counts as closed after messages for two packets that were
-//! sent some time apart, if nothing was received in between.
+//! see the packets. One message is no proof: on a path that changes, a packet may come to another
+//! machine. The port counts as closed after messages for two packets that were sent some time
+//! apart, both of them after the last packet from the peer was received.
 
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
+use ring::rand::{SecureRandom, SystemRandom};
 
 /// Number of bytes of a packet that a message has to quote. They hold the connection id (8 bytes
 /// after the first) and encrypted ones. Routers that quote less are not believed.
 pub(super) const QUOTED: usize = 24;
+
+/// Number of bytes that a probe has in common with an earlier packet. They hold the connection id
+/// that the server has chosen.
+const SHARED: usize = 16;
 
 /// Number of packets that are remembered. In a flood of packets a message may be for a forgotten
 /// one. The sender then soon waits for acknowledgements, and sends few.
@@ -34,49 +40,61 @@ pub(super) type Beginning = [u8; QUOTED];
 #[derive(Debug)]
 pub(super) struct PeerPort {
     started: Instant,
-    /// Time of the last packet from the peer, in milliseconds since the start.
-    heard_ms: AtomicU64,
-    /// True while a message is believed and not disproved.
-    is_suspect: AtomicBool,
+    /// Time of the last packet from the peer, in microseconds since the start.
+    heard_us: AtomicU64,
+    /// Number of channels that wait for the peer.
+    waits: AtomicUsize,
     is_closed: AtomicBool,
     packets: Mutex<SentPackets>,
 }
 
 #[derive(Debug, Default)]
 struct SentPackets {
-    /// Last packets, the latest one at the end.
-    last: VecDeque<(Instant, Beginning)>,
-    /// Time at which the first packet was sent whose message is believed.
-    suspect_since: Option<Instant>,
+    /// Last packets, the latest one at the end, with their times in microseconds since the start.
+    last: VecDeque<(u64, Beginning)>,
+    /// Time at which the first packet was sent whose message is believed. The message is disproved
+    /// if the peer was heard later.
+    suspect_since_us: Option<u64>,
+    /// Time at which a probe was last sent, or was found to be needless.
+    probed_us: u64,
+}
+
+/// Mark of a channel that waits for its peer.
+#[derive(Debug)]
+pub(super) struct Wait(Arc<PeerPort>);
+
+impl Drop for Wait {
+    fn drop(&mut self) {
+        self.0.waits.fetch_sub(1, Ordering::Relaxed);
+    }
 }
 
 impl PeerPort {
     pub(super) fn new(now: Instant) -> Self {
         Self {
             started: now,
-            heard_ms: AtomicU64::new(0),
-            is_suspect: AtomicBool::new(false),
+            heard_us: AtomicU64::new(0),
+            waits: AtomicUsize::new(0),
             is_closed: AtomicBool::new(false),
             packets: Mutex::default(),
         }
     }
 
+    /// Counts a channel that waits for the peer, until the mark is dropped.
+    pub(super) fn wait(self: &Arc<Self>) -> Wait {
+        self.waits.fetch_add(1, Ordering::Relaxed);
+        Wait(self.clone())
+    }
+
     /// Records a packet that is sent.
     pub(super) fn sent(&self, now: Instant, packet: &[u8]) {
-        let Some(beginning) = packet.first_chunk::<QUOTED>() else { return };
-        let mut packets = self.packets.lock();
-        if packets.last.len() == REMEMBERED {
-            packets.last.pop_front();
-        }
-        packets.last.push_back((now, *beginning));
+        let Some(beginning) = packet.first_chunk() else { return };
+        self.packets.lock().remember(self.since_start(now), *beginning);
     }
 
     /// Records that the peer has sent something.
     pub(super) fn received(&self, now: Instant) {
-        self.heard_ms.store(self.since_start(now), Ordering::Relaxed);
-        if self.is_suspect.swap(false, Ordering::AcqRel) {
-            self.packets.lock().suspect_since = None;
-        }
+        self.heard_us.store(self.since_start(now), Ordering::Release);
     }
 
     /// Records a message that the port is unreachable, with the beginning of the packet that it
@@ -84,12 +102,15 @@ impl PeerPort {
     pub(super) fn reported(&self, quoted: &[u8]) {
         let Some(quoted) = quoted.first_chunk::<QUOTED>() else { return };
         let mut packets = self.packets.lock();
-        let Some(sent) = packets.last.iter().rev().find(|(_, packet)| packet == quoted).map(|(sent, _)| *sent) else {
+        let found = packets.last.iter().rev().find(|(_, packet)| packet == quoted);
+        let Some(sent) = found.map(|(sent, _)| *sent) else { return };
+        // The message may be late, and tell of a time before the peer was heard.
+        if sent < self.heard_us.load(Ordering::Acquire) {
             return;
-        };
-        let since = *packets.suspect_since.get_or_insert(sent);
-        self.is_suspect.store(true, Ordering::Release);
-        if sent.saturating_duration_since(since) >= APART {
+        }
+        let since = self.suspect_since(&packets).map_or(sent, |since| since.min(sent));
+        packets.suspect_since_us = Some(since);
+        if sent - since >= micros(APART) {
             self.is_closed.store(true, Ordering::Release);
         }
     }
@@ -99,26 +120,61 @@ impl PeerPort {
         self.is_closed.load(Ordering::Acquire)
     }
 
-    /// Returns a packet to send in order to learn whether the port is open, if the peer has been
-    /// silent for a while. It is the beginning of a packet that was sent before: a peer that lives
-    /// drops it, because it is too short to be decrypted.
-    pub(super) fn probe(&self, now: Instant) -> Option<Beginning> {
-        let silence = self.since_start(now).saturating_sub(self.heard_ms.load(Ordering::Relaxed));
-        let is_suspect = self.is_suspect.load(Ordering::Acquire);
-        if !is_suspect && u128::from(silence) < SILENCE.as_millis() {
-            return None;
-        }
-        self.packets.lock().last.back().map(|(_, packet)| *packet)
+    /// Returns the time until the next [`probe`](Self::probe) may be due. It gets longer when the
+    /// peer is heard, and shorter with a message that is believed.
+    pub(super) fn pause(&self, now: Instant) -> Duration {
+        Duration::from_micros(self.probe_due(&self.packets.lock()).saturating_sub(self.since_start(now)))
     }
 
-    /// Returns the time until the next [`probe`](Self::probe) may be due.
-    pub(super) fn pause(&self) -> Duration {
-        if self.is_suspect.load(Ordering::Acquire) { APART } else { SILENCE }
+    /// Returns a packet to send in order to learn whether the port is open, and remembers it as
+    /// sent. It is due if the peer has been silent for a while and a channel waits, or if a message
+    /// has to be confirmed. The packet begins like one that was sent before and ends at random, so
+    /// that a message tells which of several it is for. A peer that lives drops it, because it is
+    /// too short to be decrypted.
+    pub(super) fn probe(&self, now: Instant) -> Option<Beginning> {
+        let mut packets = self.packets.lock();
+        let now_us = self.since_start(now);
+        if now_us < self.probe_due(&packets) {
+            return None;
+        }
+        packets.probed_us = now_us;
+        if self.suspect_since(&packets).is_none() && self.waits.load(Ordering::Relaxed) == 0 {
+            return None;
+        }
+        let (_, mut probe) = *packets.last.back()?;
+        SystemRandom::new().fill(&mut probe[SHARED..]).ok()?;
+        packets.remember(now_us, probe);
+        Some(probe)
+    }
+
+    fn probe_due(&self, packets: &SentPackets) -> u64 {
+        let (since, pause) = match self.suspect_since(packets) {
+            Some(suspect_since) => (suspect_since, APART),
+            None => (self.heard_us.load(Ordering::Acquire), SILENCE),
+        };
+        since.max(packets.probed_us).saturating_add(micros(pause))
+    }
+
+    fn suspect_since(&self, packets: &SentPackets) -> Option<u64> {
+        packets.suspect_since_us.filter(|since| *since >= self.heard_us.load(Ordering::Acquire))
     }
 
     fn since_start(&self, now: Instant) -> u64 {
-        u64::try_from(now.saturating_duration_since(self.started).as_millis()).unwrap_or(u64::MAX)
+        micros(now.saturating_duration_since(self.started))
     }
+}
+
+impl SentPackets {
+    fn remember(&mut self, sent_us: u64, packet: Beginning) {
+        if self.last.len() == REMEMBERED {
+            self.last.pop_front();
+        }
+        self.last.push_back((sent_us, packet));
+    }
+}
+
+fn micros(time: Duration) -> u64 {
+    u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
 }
 
 #[cfg(test)]
@@ -131,6 +187,10 @@ mod tests {
 
     fn after(now: Instant, millis: u64) -> Instant {
         now + Duration::from_millis(millis)
+    }
+
+    fn is_suspect(port: &PeerPort) -> bool {
+        port.suspect_since(&port.packets.lock()).is_some()
     }
 
     #[test]
@@ -164,11 +224,11 @@ mod tests {
             port.reported(&almost);
         }
         port.reported(&[]);
-        assert!(!port.is_closed() && !port.is_suspect.load(Ordering::Relaxed));
+        assert!(!port.is_closed() && !is_suspect(&port));
         // A packet that is too short to be recognized is not remembered.
         port.sent(now, &[7; QUOTED - 1]);
         port.reported(&[7; QUOTED - 1]);
-        assert!(!port.is_suspect.load(Ordering::Relaxed));
+        assert!(!is_suspect(&port));
     }
 
     #[test]
@@ -187,21 +247,78 @@ mod tests {
         }
     }
 
+    /// A regression: late messages counted as news, and two of them closed a live connection.
+    #[test]
+    fn messages_for_packets_from_before_the_peer_was_heard_change_nothing() {
+        let now = Instant::now();
+        let port = PeerPort::new(now);
+        for (number, at) in [(1, 0), (2, 300), (3, 500)] {
+            port.sent(after(now, at), &packet(number));
+        }
+        port.received(after(now, 400));
+        for number in [1, 2] {
+            port.reported(&packet(number));
+            assert!(!is_suspect(&port) && !port.is_closed(), "{number}");
+        }
+        port.reported(&packet(3));
+        assert!(is_suspect(&port) && !port.is_closed());
+    }
+
     #[test]
     fn a_silent_peer_is_probed_with_what_it_cannot_take_for_a_packet() {
         let now = Instant::now();
-        let port = PeerPort::new(now);
+        let port = Arc::new(PeerPort::new(now));
+        let _wait = port.wait();
         assert_eq!(port.probe(after(now, 1000)), None, "nothing was sent yet");
-        port.sent(now, &packet(1));
-        port.received(after(now, 100));
-        assert_eq!((port.probe(after(now, 499)), port.pause()), (None, SILENCE));
-        assert_eq!(port.probe(after(now, 500)).unwrap(), packet(1)[..QUOTED]);
-        port.reported(&packet(1));
-        assert!(port.probe(after(now, 101)).is_some() && port.pause() == APART);
-        // The message that answers a probe counts like any other.
-        port.sent(after(now, 300), &packet(1)[..QUOTED]);
-        port.reported(&packet(1)[..QUOTED]);
+        port.sent(after(now, 1050), &packet(1));
+        port.received(after(now, 1100));
+        assert_eq!((port.probe(after(now, 1499)), port.pause(after(now, 1400))), (None, Duration::from_millis(100)));
+        let probe = port.probe(after(now, 1500)).unwrap();
+        assert_eq!(probe[..SHARED], packet(1)[..SHARED]);
+        // One that was just sent has time to be answered.
+        assert_eq!(port.probe(after(now, 1899)), None);
+        // The message that answers a probe counts like any other, and brings the next one forward.
+        port.reported(&probe);
+        assert_eq!(port.pause(after(now, 1600)), Duration::from_millis(100));
+        port.reported(&port.probe(after(now, 1700)).unwrap());
         assert!(port.is_closed());
+    }
+
+    /// A regression: all probes were the same packet, and late messages for one that was sent at
+    /// a bad moment passed for messages for later ones.
+    #[test]
+    fn a_late_message_for_a_probe_is_not_taken_for_one_for_another_probe() {
+        let now = Instant::now();
+        let port = Arc::new(PeerPort::new(now));
+        let _wait = port.wait();
+        port.sent(now, &packet(1));
+        let probes = [400, 800, 1200].map(|at| port.probe(after(now, at)).unwrap());
+        assert!(probes[0] != probes[1] && probes[1] != probes[2] && probes[0] != probes[2]);
+        port.reported(&probes[0]);
+        let fourth = port.probe(after(now, 1400)).unwrap();
+        port.reported(&probes[0]);
+        assert!(!port.is_closed());
+        port.reported(&fourth);
+        assert!(port.is_closed());
+    }
+
+    #[test]
+    fn a_peer_for_which_nothing_waits_is_not_probed() {
+        let now = Instant::now();
+        let port = Arc::new(PeerPort::new(now));
+        port.sent(now, &packet(1));
+        assert_eq!(port.probe(after(now, 1000)), None);
+        let waits = [port.wait(), port.wait()];
+        assert!(port.probe(after(now, 2000)).is_some());
+        let [first, second] = waits;
+        drop(first);
+        assert!(port.probe(after(now, 3000)).is_some());
+        drop(second);
+        assert_eq!(port.probe(after(now, 4000)), None);
+        // A message has to be confirmed all the same.
+        port.sent(after(now, 5000), &packet(2));
+        port.reported(&packet(2));
+        assert!(port.probe(after(now, 5200)).is_some());
     }
 
     #[test]

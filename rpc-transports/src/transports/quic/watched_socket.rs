@@ -4,7 +4,7 @@
 use std::fmt;
 use std::future::Future;
 use std::io::{self, IoSliceMut};
-use std::net::{SocketAddr, UdpSocket};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, UdpSocket};
 use std::os::fd::AsRawFd;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -19,6 +19,14 @@ use quinn::{AsyncUdpSocket, UdpPoller};
 use tokio::io::Interest;
 
 use super::closed_port::{PeerPort, QUOTED};
+
+/// Number of reports that are taken from the system before others get a turn. Anybody can send
+/// messages, faster than they are taken.
+const REPORTS_AT_ONCE: usize = 64;
+
+/// Number of times that a packet is offered to the system. For each report that comes in, it
+/// refuses one packet with the error of the report, and sends nothing.
+const ATTEMPTS: usize = 4;
 
 /// Time to wait for room in the socket's buffer where the system does not tell of it.
 const ROOM_PAUSE: Duration = Duration::from_millis(1);
@@ -35,56 +43,48 @@ pub(super) struct WatchedSocket {
 }
 
 impl WatchedSocket {
-    /// Makes the system report errors of packets to `peer`. Needs a tokio runtime.
+    /// Creates a socket that [reports](report_errors) errors. Needs a tokio runtime.
     pub(super) fn new(socket: UdpSocket, peer: SocketAddr, port: Arc<PeerPort>) -> io::Result<Arc<Self>> {
-        match peer {
-            SocketAddr::V4(_) => setsockopt(&socket, sockopt::Ipv4RecvErr, &true)?,
-            SocketAddr::V6(_) => setsockopt(&socket, sockopt::Ipv6RecvErr, &true)?,
-        }
         let state = UdpSocketState::new((&socket).into())?;
         let io = tokio::net::UdpSocket::from_std(socket)?;
         Ok(Arc::new(Self { io, state, peer, port, is_blocked: AtomicBool::new(false) }))
     }
 
-    /// Watches the port. Resolves when it is closed. While `is_used`, packets are sent to a peer
-    /// that is silent: the system learns of a closed port only by what is sent there.
-    pub(super) async fn closed(&self, is_used: impl Fn() -> bool) {
+    /// Watches the port. Resolves when it is closed.
+    pub(super) async fn closed(&self) {
         while !self.port.is_closed() {
             tokio::select! {
+                // First, so that no number of reports keeps the probe from being sent.
+                biased;
+                () = tokio::time::sleep(self.port.pause(Instant::now())) => {
+                    if let Some(probe) = self.port.probe(Instant::now()) {
+                        // The next one may be sent.
+                        let _ = self.send(&self.packet(&probe));
+                    }
+                }
                 // An error of the socket itself ends the connection in other ways.
                 ready = self.io.ready(Interest::ERROR) => match ready {
-                    Ok(_) => _ = self.io.try_io(Interest::ERROR, || self.take_reports()),
-                    Err(_) => return std::future::pending().await,
-                },
-                () = tokio::time::sleep(self.port.pause()) => {
-                    let now = Instant::now();
-                    if is_used() && let Some(probe) = self.port.probe(now) {
-                        self.port.sent(now, &probe);
-                        // The next one may be sent.
-                        let _ = self.io.try_send_to(&probe, self.peer);
+                    Ok(_) => {
+                        let _ = self.io.try_io(Interest::ERROR, || self.take_reports());
+                        tokio::task::yield_now().await;
                     }
+                    Err(_) => return std::future::pending().await,
                 }
             }
         }
     }
 
-    /// Takes all messages from the socket's error queue. Returns the error at its end.
+    /// Takes messages from the socket's error queue. Returns the error at its end, if it is
+    /// reached.
     fn take_reports(&self) -> io::Result<()> {
-        // The queue is finite, and grows only by what this socket sends.
-        loop {
+        for _ in 0..REPORTS_AT_ONCE {
             let mut quoted = [0; 2 * QUOTED];
             let mut slices = [IoSliceMut::new(&mut quoted)];
             // The last type is room for what else the socket is told with each packet.
             let mut space = nix::cmsg_space!(libc::sock_extended_err, libc::sockaddr_in6, [u8; 256]);
             let flags = MsgFlags::MSG_ERRQUEUE | MsgFlags::MSG_DONTWAIT;
             let message = recvmsg::<SockaddrStorage>(self.io.as_raw_fd(), &mut slices, Some(&mut space), flags)?;
-            let is_refusal = message.cmsgs()?.any(|control| match control {
-                ControlMessageOwned::Ipv4RecvErr(error, _) | ControlMessageOwned::Ipv6RecvErr(error, _) => {
-                    let by_icmp = [libc::SO_EE_ORIGIN_ICMP, libc::SO_EE_ORIGIN_ICMP6].contains(&error.ee_origin);
-                    by_icmp && i32::try_from(error.ee_errno) == Ok(libc::ECONNREFUSED)
-                }
-                _ => false,
-            });
+            let is_refusal = message.cmsgs()?.any(|control| is_refusal_by(self.peer.ip(), &control));
             // The address is the one that the quoted packet was sent to.
             let to = message.address.as_ref().and_then(socket_address);
             let length = message.bytes;
@@ -92,7 +92,61 @@ impl WatchedSocket {
                 self.port.reported(&quoted[..length]);
             }
         }
+        Ok(())
     }
+
+    /// Returns a packet for the peer.
+    fn packet<'a>(&self, contents: &'a [u8]) -> Transmit<'a> {
+        Transmit { destination: self.peer, ecn: None, contents, segment_size: None, src_ip: None }
+    }
+
+    fn send(&self, transmit: &Transmit<'_>) -> io::Result<()> {
+        self.io.try_io(Interest::WRITABLE, || send_despite_reports(|| self.state.try_send((&self.io).into(), transmit)))
+    }
+}
+
+/// Makes the system report errors of the packets that `socket` sends to `peer`. Some systems and
+/// sandboxes cannot.
+pub(super) fn report_errors(socket: &UdpSocket, peer: SocketAddr) -> io::Result<()> {
+    match peer {
+        SocketAddr::V4(_) => setsockopt(socket, sockopt::Ipv4RecvErr, &true)?,
+        SocketAddr::V6(_) => setsockopt(socket, sockopt::Ipv6RecvErr, &true)?,
+    }
+    Ok(())
+}
+
+/// Returns true if this is a message of the machine `peer` that its port is closed. Those of
+/// routers and firewalls in between tell nothing about its programs.
+fn is_refusal_by(peer: IpAddr, control: &ControlMessageOwned) -> bool {
+    let (error, origin, sender) = match control {
+        ControlMessageOwned::Ipv4RecvErr(error, sender) => {
+            let sender = sender.map(|sender| IpAddr::V4(Ipv4Addr::from_bits(u32::from_be(sender.sin_addr.s_addr))));
+            (error, libc::SO_EE_ORIGIN_ICMP, sender)
+        }
+        ControlMessageOwned::Ipv6RecvErr(error, sender) => {
+            let sender = sender.map(|sender| IpAddr::V6(sender.sin6_addr.s6_addr.into()));
+            (error, libc::SO_EE_ORIGIN_ICMP6, sender)
+        }
+        _ => return false,
+    };
+    let is_refusal = error.ee_origin == origin && i32::try_from(error.ee_errno) == Ok(libc::ECONNREFUSED);
+    is_refusal && sender == Some(peer)
+}
+
+/// Sends a packet by the function `send`, again if it fails by the report of an earlier packet.
+/// Fails only if there is no room in the socket's buffer.
+fn send_despite_reports(mut send: impl FnMut() -> io::Result<()>) -> io::Result<()> {
+    for _ in 0..ATTEMPTS {
+        match send() {
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Err(error),
+            // The packet is too large, or the network card cannot split it.
+            Err(error) if matches!(error.raw_os_error(), Some(libc::EMSGSIZE | libc::EIO | libc::EINVAL)) => break,
+            Err(_) => {}
+            Ok(()) => break,
+        }
+    }
+    // Packets may be lost, and are sent again.
+    Ok(())
 }
 
 fn socket_address(address: &SockaddrStorage) -> Option<SocketAddr> {
@@ -108,17 +162,7 @@ impl AsyncUdpSocket for WatchedSocket {
     fn try_send(&self, transmit: &Transmit<'_>) -> io::Result<()> {
         // Of several packets that are sent at once the first one is enough.
         self.port.sent(Instant::now(), transmit.contents);
-        let sent = self.io.try_io(Interest::WRITABLE, || {
-            match self.state.try_send((&self.io).into(), transmit) {
-                // The report of an earlier packet, by which the system has not sent this one.
-                Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
-                    self.state.send((&self.io).into(), transmit)
-                }
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => Err(error),
-                // Packets may be lost, and are sent again.
-                _ => Ok(()),
-            }
-        });
+        let sent = self.send(transmit);
         if sent.as_ref().is_err_and(|error| error.kind() == io::ErrorKind::WouldBlock) {
             self.is_blocked.store(true, Ordering::Relaxed);
         }
@@ -192,5 +236,85 @@ impl UdpPoller for RoomPoller {
 impl fmt::Debug for RoomPoller {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("RoomPoller").finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn report(origin: u8, errno: i32) -> libc::sock_extended_err {
+        let ee_errno = errno.unsigned_abs();
+        libc::sock_extended_err {
+            ee_errno,
+            ee_origin: origin,
+            ee_type: 3,
+            ee_code: 3,
+            ee_pad: 0,
+            ee_info: 0,
+            ee_data: 0,
+        }
+    }
+
+    fn v4(sender: Ipv4Addr, origin: u8, errno: i32) -> ControlMessageOwned {
+        let sender = nix::sys::socket::SockaddrIn::from(std::net::SocketAddrV4::new(sender, 0));
+        ControlMessageOwned::Ipv4RecvErr(report(origin, errno), Some(*sender.as_ref()))
+    }
+
+    /// A regression: a firewall on the way that began to refuse packets ended live connections.
+    #[test]
+    fn only_the_machine_itself_tells_that_its_port_is_closed() {
+        let [peer, router] = [Ipv4Addr::new(192, 0, 2, 7), Ipv4Addr::new(192, 0, 2, 1)];
+        let is_refusal = |control: &ControlMessageOwned| is_refusal_by(peer.into(), control);
+        assert!(is_refusal(&v4(peer, libc::SO_EE_ORIGIN_ICMP, libc::ECONNREFUSED)));
+        assert!(!is_refusal(&v4(router, libc::SO_EE_ORIGIN_ICMP, libc::ECONNREFUSED)));
+        assert!(!is_refusal(&v4(peer, libc::SO_EE_ORIGIN_ICMP, libc::EHOSTUNREACH)));
+        assert!(!is_refusal(&v4(peer, libc::SO_EE_ORIGIN_LOCAL, libc::ECONNREFUSED)));
+        let unsigned = ControlMessageOwned::Ipv4RecvErr(report(libc::SO_EE_ORIGIN_ICMP, libc::ECONNREFUSED), None);
+        assert!(!is_refusal(&unsigned));
+        let v6: [std::net::Ipv6Addr; 2] = ["2001:db8::7", "2001:db8::1"].map(|address| address.parse().unwrap());
+        for sender in v6 {
+            let address = nix::sys::socket::SockaddrIn6::from(std::net::SocketAddrV6::new(sender, 0, 0, 0));
+            let report = report(libc::SO_EE_ORIGIN_ICMP6, libc::ECONNREFUSED);
+            let control = ControlMessageOwned::Ipv6RecvErr(report, Some(*address.as_ref()));
+            assert_eq!(is_refusal_by(v6[0].into(), &control), sender == v6[0]);
+        }
+    }
+
+    /// A regression: packets were lost whenever anybody sent a message for the socket.
+    #[test]
+    fn a_packet_is_sent_despite_reports() {
+        let attempts = |errors: &[i32]| {
+            let mut made = 0;
+            let outcome = send_despite_reports(|| {
+                made += 1;
+                errors.get(made - 1).map_or(Ok(()), |errno| Err(io::Error::from_raw_os_error(*errno)))
+            });
+            (outcome.map_err(|error| error.raw_os_error()), made)
+        };
+        assert_eq!(attempts(&[]), (Ok(()), 1));
+        assert_eq!(attempts(&[libc::EHOSTUNREACH]), (Ok(()), 2));
+        assert_eq!(attempts(&[libc::ECONNREFUSED, libc::EHOSTUNREACH, libc::ECONNREFUSED]), (Ok(()), 4));
+        assert_eq!(attempts(&[libc::ENETUNREACH; 10]), (Ok(()), ATTEMPTS));
+        assert_eq!(attempts(&[libc::ECONNREFUSED, libc::EAGAIN]), (Err(Some(libc::EAGAIN)), 2));
+        for of_the_packet in [libc::EMSGSIZE, libc::EIO, libc::EINVAL] {
+            assert_eq!(attempts(&[of_the_packet]), (Ok(()), 1));
+        }
+    }
+
+    #[tokio::test]
+    async fn reports_are_taken_in_rounds() {
+        let socket = UdpSocket::bind("127.0.0.1:0").unwrap();
+        socket.set_nonblocking(true).unwrap();
+        // Nothing listens there once the other socket is gone.
+        let closed = UdpSocket::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+        report_errors(&socket, closed).unwrap();
+        let watched = WatchedSocket::new(socket, closed, Arc::new(PeerPort::new(Instant::now()))).unwrap();
+        watched.io.writable().await.unwrap();
+        for number in 0..=u8::try_from(REPORTS_AT_ONCE).unwrap() {
+            watched.send(&watched.packet(&[number; 2 * QUOTED])).unwrap();
+        }
+        watched.take_reports().unwrap();
+        assert_eq!(watched.take_reports().unwrap_err().kind(), io::ErrorKind::WouldBlock);
     }
 }
