@@ -13,7 +13,7 @@ const MAX_KEPT: usize = 1000;
 /// Most bytes of them.
 const MAX_BYTES: usize = 1 << 20;
 
-/// Bytes of the message that is left of a failure longer than [`MAX_BYTES`].
+/// Bytes of each text that is left of a failure longer than [`MAX_BYTES`].
 const SHORTENED: usize = 16 << 10;
 
 /// Failures that have not been reported, by worker.
@@ -99,13 +99,22 @@ impl FailuresOfWorker {
     }
 }
 
-/// Returns a failure with the beginning of its message.
+/// Returns a failure with the beginnings of its texts.
 fn shortened(failure: &Failure) -> Failure {
     let Failure { worker, sequence, command, cause } = failure;
     let beginning = |text: &str| text.chars().take(SHORTENED / 4).collect::<String>();
     let message = format!("{} (and more, {} bytes in all)", beginning(cause.message()), failure.size());
-    let (worker, sequence, command) = (*worker, *sequence, beginning(command));
-    Failure { worker, sequence, command, cause: RpcError::new(cause.kind(), message) }
+    let mut short = RpcError::new(cause.kind(), message).may_have_run(cause.request_may_have_run());
+    if let Some(kind) = cause.application_kind() {
+        short = short.with_application_kind(beginning(kind));
+    }
+    if let Some(peer) = cause.peer() {
+        short = short.with_peer(beginning(peer));
+    }
+    if let Some(backtrace) = cause.backtrace() {
+        short = short.with_backtrace(beginning(backtrace));
+    }
+    Failure { worker: *worker, sequence: *sequence, command: beginning(command), cause: short }
 }
 
 #[cfg(test)]
@@ -145,6 +154,31 @@ mod tests {
         let told = failures.take(None);
         assert!(told.len() > 2 && told.iter().map(Failure::size).sum::<usize>() <= MAX_BYTES + 1024);
         assert!(told[0].cause.message().ends_with("bytes in all)"));
+    }
+
+    /// Regression: the name of the error and the peer were kept whole, of each failure.
+    #[test]
+    fn every_text_of_a_failure_is_shortened() {
+        let text = "x".repeat(2 * MAX_BYTES);
+        let error = || RpcError::new(ErrorKind::Application, "no");
+        let of_cause = |cause| Failure { worker: WorkerId(0), sequence: 1, command: String::new(), cause };
+        let long = [
+            failure(0, 1, text.clone()),
+            Failure { command: text.clone(), ..failure(0, 1, "no") },
+            of_cause(error().with_backtrace(&text)),
+            of_cause(error().with_application_kind(&text)),
+            of_cause(error().with_peer(&text)),
+        ];
+        for failure in long {
+            let mut failures = UnsyncedFailures::default();
+            for _ in 0..3 {
+                failures.add(failure.clone());
+            }
+            let told = failures.take(None);
+            assert_eq!(told.len(), 3);
+            let bytes = rpc_core::Packed::encode(&told).unwrap().as_bytes().len();
+            assert!(bytes <= 3 * 2 * SHORTENED, "{bytes} bytes of three failures");
+        }
     }
 
     #[test]

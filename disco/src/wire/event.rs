@@ -61,8 +61,10 @@ impl Event {
     }
 }
 
+/// Returns the bytes of all texts of an error: nodes decide how long each is.
 fn size_of_error(error: &RpcError) -> usize {
-    error.message().len() + error.backtrace().map_or(0, str::len)
+    let texts = [error.backtrace(), error.application_kind(), error.peer()];
+    error.message().len() + texts.into_iter().flatten().map(str::len).sum::<usize>()
 }
 
 impl Failure {
@@ -268,6 +270,31 @@ pub(crate) mod tests {
                 report: Report { epoch: 0, culprit: None, cause: RpcError::internal("broken") },
             },
         ]
+    }
+
+    /// Regression: the name of the error and the peer were not counted.
+    #[test]
+    fn every_text_of_an_error_counts_for_the_size_of_its_event() {
+        let text = "x".repeat(1000);
+        let error = || RpcError::new(ErrorKind::Application, "");
+        let long = [
+            RpcError::new(ErrorKind::Application, text.clone()),
+            error().with_backtrace(&text),
+            error().with_application_kind(&text),
+            error().with_peer(&text),
+        ];
+        for cause in long {
+            let worker = WorkerId(0);
+            let failure = Failure { worker, sequence: 1, command: String::new(), cause: cause.clone() };
+            let report = Report { epoch: 0, culprit: None, cause: cause.clone() };
+            let events = [
+                Event::Failed(failure.clone()),
+                Event::Fetched { ticket: 1, value: Err(failure) },
+                Event::CclBroken { worker, report },
+                Event::Lost { worker, error: cause },
+            ];
+            assert!(events.iter().all(|event| event.size() >= text.len()), "{events:?}");
+        }
     }
 
     #[test]

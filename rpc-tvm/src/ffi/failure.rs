@@ -19,14 +19,19 @@ pub(super) fn take(bindings: &'static Bindings) -> RpcError {
     if let Some(error) = call_frame::current().and_then(|frame| frame.take_raised(&raised)) {
         return error;
     }
-    let [kind, message, backtrace] = object::error_texts(&raised);
+    error_of_texts(object::error_texts(&raised))
+}
+
+/// Returns the error of a function that has raised these texts: kind, message and backtrace.
+fn error_of_texts([kind, message, backtrace]: [String; 3]) -> RpcError {
     let rpc_kind = match kind.as_str() {
         // Wrappers also raise this when arguments do not fit.
         "TypeError" => ErrorKind::InvalidArgument,
         "MemoryError" => ErrorKind::OutOfMemory,
         _ => ErrorKind::Application,
     };
-    let error = RpcError::new(rpc_kind, clip(message, MAX_MESSAGE)).with_application_kind(kind).may_have_run(true);
+    let error = RpcError::new(rpc_kind, clip(message, MAX_MESSAGE)).may_have_run(true);
+    let error = error.with_application_kind(clip(kind, MAX_KIND));
     if backtrace.is_empty() { error } else { error.with_backtrace(clip(backtrace, MAX_BACKTRACE)) }
 }
 
@@ -89,5 +94,24 @@ fn clip(mut text: String, limit: usize) -> String {
     text
 }
 
+const MAX_KIND: usize = 1 << 10;
 const MAX_MESSAGE: usize = 16 << 10;
 const MAX_BACKTRACE: usize = 64 << 10;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Regression: the kind was passed on whole.
+    #[test]
+    fn every_text_of_a_raised_error_is_clipped() {
+        let long = || "é".repeat(1 << 20);
+        let error = error_of_texts([long(), long(), long()]);
+        let ellipsis = '…'.len_utf8();
+        assert!(error.application_kind().unwrap().len() <= MAX_KIND + ellipsis);
+        assert!(error.message().len() <= MAX_MESSAGE + ellipsis);
+        assert!(error.backtrace().unwrap().len() <= MAX_BACKTRACE + ellipsis);
+        let short = error_of_texts(["ValueError", "no", ""].map(str::to_owned));
+        assert_eq!((short.application_kind(), short.message(), short.backtrace()), (Some("ValueError"), "no", None));
+    }
+}
