@@ -93,18 +93,27 @@ impl Controller {
         // The workers have the same limit for meeting all others, and for meeting those of their
         // group, and say more of what went wrong.
         let nccl = if backend == Backend::Nccl { longest_join(limit) } else { Duration::ZERO };
-        let met = self.drain(3 * limit + nccl, "not back from making the collectives anew").await;
-        let met = met.and_then(|()| {
-            // The others are of commands that other callers have issued, who will ask for them.
-            let failed = self.lock().failures.take_of(sequence);
-            if failed.is_empty() { Ok(()) } else { Err(DiscoError::Workers(failed)) }
-        });
+        let drained = self.drain(3 * limit + nccl, "not back from making the collectives anew").await;
+        let met = self.outcome_of(sequence, drained);
         if is_tentative {
             self.finish_tentative(epoch, backend, met.is_ok())?;
         } else if met.is_err() {
             self.lock().collectives.restore(before);
         }
         met
+    }
+
+    /// Returns the outcome of the command with this number, which is watched until here.
+    fn outcome_of(&self, sequence: u64, drained: Result<()>) -> Result<()> {
+        let mut state = self.lock();
+        if drained.is_err() {
+            // A sync tells those that there are.
+            state.failures.unwatch(sequence);
+            return drained;
+        }
+        // The others are of commands that other callers have issued, who will ask for them.
+        let failed = state.failures.take_of(sequence);
+        if failed.is_empty() { Ok(()) } else { Err(DiscoError::Workers(failed)) }
     }
 
     /// Has all workers enter the communicators that they have joined, or let go of them.

@@ -23,7 +23,10 @@ impl Controller {
         for (number, link) in self.links.iter().enumerate() {
             link.start(number, &this).await?;
         }
-        self.meet(0, Backend::default(), Vec::new(), false).await.map(drop)
+        let sequence = self.meet(0, Backend::default(), Vec::new(), false).await?;
+        // The first sync tells its failures.
+        self.lock().failures.unwatch(sequence);
+        Ok(())
     }
 
     /// Lets the workers join each other in this epoch; if that is tentative they stay where they

@@ -20,7 +20,8 @@ const SHORTENED: usize = 16 << 10;
 #[derive(Default)]
 pub(crate) struct UnsyncedFailures {
     workers: BTreeMap<WorkerId, FailuresOfWorker>,
-    /// Number of the command that is watched: each worker's first failure in it is always kept.
+    /// Number of the command that is watched: each worker's first failure in it is always kept, and
+    /// no sync takes those in it.
     watched: Option<u64>,
 }
 
@@ -41,6 +42,11 @@ impl UnsyncedFailures {
         self.watched = Some(sequence);
     }
 
+    /// Watches a command no more: a sync takes its failures.
+    pub(crate) fn unwatch(&mut self, sequence: u64) {
+        self.watched = self.watched.filter(|watched| *watched != sequence);
+    }
+
     /// Adds a failure, or counts it if its worker has too many.
     pub(crate) fn add(&mut self, failure: Failure) {
         let of_worker = self.workers.entry(failure.worker).or_default();
@@ -57,33 +63,45 @@ impl UnsyncedFailures {
         }
     }
 
-    /// Takes the failures of one worker, or of all, in the order of commands. Where some were left
-    /// out, the last one of the worker says how many.
+    /// Takes the failures of one worker, or of all, in the order of commands, but for those in a
+    /// command that is watched, which its caller takes. Where some were left out, the last one of
+    /// the worker says how many.
     pub(crate) fn take(&mut self, worker: Option<WorkerId>) -> Vec<Failure> {
-        let taken = match worker {
+        let mut taken: BTreeMap<WorkerId, FailuresOfWorker> = match worker {
             Some(worker) => self.workers.remove_entry(&worker).into_iter().collect(),
             None => std::mem::take(&mut self.workers),
         };
+        if let Some(watched) = self.watched {
+            for (worker, of_worker) in &mut taken {
+                let kept = of_worker.take_of(watched);
+                if !kept.is_empty() {
+                    let bytes = kept.iter().map(Failure::size).sum();
+                    self.workers.insert(*worker, FailuresOfWorker { kept, bytes, ..FailuresOfWorker::default() });
+                }
+            }
+        }
         let mut failures: Vec<Failure> = taken.into_iter().flat_map(|(worker, one)| one.report(worker)).collect();
         failures.sort_by_key(|failure| (failure.sequence, failure.worker));
         failures
     }
 
-    /// Takes the failures of all workers in one command.
+    /// Takes the failures of all workers in one command, which is watched no more.
     pub(crate) fn take_of(&mut self, sequence: u64) -> Vec<Failure> {
-        let mut taken = Vec::new();
-        for of_worker in self.workers.values_mut() {
-            let all = std::mem::take(&mut of_worker.kept).into_iter();
-            let (of_command, others): (Vec<_>, Vec<_>) = all.partition(|failure| failure.sequence == sequence);
-            of_worker.kept = others;
-            of_worker.bytes -= of_command.iter().map(Failure::size).sum::<usize>();
-            taken.extend(of_command);
-        }
-        taken
+        self.unwatch(sequence);
+        self.workers.values_mut().flat_map(|of_worker| of_worker.take_of(sequence)).collect()
     }
 }
 
 impl FailuresOfWorker {
+    /// Takes the failures in one command.
+    fn take_of(&mut self, sequence: u64) -> Vec<Failure> {
+        let all = std::mem::take(&mut self.kept).into_iter();
+        let (of_command, others): (Vec<_>, Vec<_>) = all.partition(|failure| failure.sequence == sequence);
+        self.kept = others;
+        self.bytes -= of_command.iter().map(Failure::size).sum::<usize>();
+        of_command
+    }
+
     /// Returns the failures, and one that says how many were left out.
     fn report(self, worker: WorkerId) -> impl Iterator<Item = Failure> {
         let left_out = (self.left_out > 0).then(|| {
@@ -179,6 +197,33 @@ mod tests {
             let bytes = rpc_core::Packed::encode(&told).unwrap().as_bytes().len();
             assert!(bytes <= 3 * 2 * SHORTENED, "{bytes} bytes of three failures");
         }
+    }
+
+    /// Regression: another caller's sync took the failures of an `init_ccl`, which then reported
+    /// success.
+    #[test]
+    fn a_sync_leaves_the_failures_of_a_watched_command_to_its_caller() {
+        let mut failures = UnsyncedFailures::default();
+        failures.watch(2);
+        let (other, watched) = ([failure(0, 1, "no"), failure(1, 3, "no")], [failure(0, 2, "no"), failure(1, 2, "no")]);
+        other.iter().chain(&watched).for_each(|failure| failures.add(failure.clone()));
+        assert_eq!(failures.take(Some(WorkerId(0))), other[..1]);
+        assert_eq!(failures.take(None), other[1..]);
+        assert_eq!(failures.take_of(2), watched);
+        // What comes late has no other taker.
+        failures.add(watched[0].clone());
+        assert_eq!(failures.take(None), watched[..1]);
+    }
+
+    #[test]
+    fn a_command_that_is_watched_no_more_is_left_to_a_sync() {
+        let mut failures = UnsyncedFailures::default();
+        failures.watch(2);
+        failures.add(failure(0, 2, "no"));
+        failures.unwatch(1);
+        assert_eq!(failures.take(None), []);
+        failures.unwatch(2);
+        assert_eq!(failures.take(None), [failure(0, 2, "no")]);
     }
 
     #[test]
