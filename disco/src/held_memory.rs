@@ -68,7 +68,7 @@ impl HeldMemory {
 pub(crate) mod tests {
     use std::sync::{Arc, Mutex};
 
-    use rpc_core::{ErrorKind, LocalSession, Registry, Session, SessionLimits};
+    use rpc_core::{ErrorKind, LocalSession, LocalSessionBuilder, Registry, Session, SessionLimits};
 
     use super::*;
 
@@ -79,10 +79,15 @@ pub(crate) mod tests {
 
     /// Returns a context of a session with these limits.
     pub(crate) fn limited(limits: SessionLimits) -> Context {
+        context_of(|session| session.limits(limits))
+    }
+
+    /// Returns a context of a session that is built so.
+    pub(crate) fn context_of(build: impl FnOnce(LocalSessionBuilder) -> LocalSessionBuilder) -> Context {
         let (registry, taken) = (Registry::new(), Arc::new(Mutex::new(None)));
         let context = Arc::clone(&taken);
         registry.add("context", move |call: Context| *context.lock().unwrap() = Some(call.detached()));
-        let session = Session::new(LocalSession::builder(registry).limits(limits).build());
+        let session = Session::new(build(LocalSession::builder(registry)).build());
         session.get_function("context").wait().unwrap().call::<()>(()).wait().unwrap();
         taken.lock().unwrap().take().unwrap()
     }

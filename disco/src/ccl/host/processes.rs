@@ -130,6 +130,10 @@ impl Ticket {
             segment.word(peer, Word::Joined).load(Ordering::Acquire) == 2
         })?;
         let word = |peer: usize, word: Word| segment.word(peer, word).load(Ordering::Acquire);
+        let pids: Vec<u32> = (0..size).map(|peer| word(peer, Word::Pid)).collect();
+        // Before the last thing that the others wait for: once they have joined, so has this rank.
+        let processes = WatchedProcesses::open(&pids, &options.open_files);
+        let processes = processes.inspect_err(|_| segment.publish(segment.word(own, Word::Left), 1, own))?;
         let from = options.read_from.filter(|_| (0..size).all(|peer| can_read(&segment, peer, self.nonce)));
         let from = from.map_or(NEVER, |from| u32::try_from(from / 1024 + 1).unwrap_or(NEVER));
         segment.publish(segment.word(own, Word::Reads), from, own);
@@ -138,13 +142,11 @@ impl Ticket {
         // All have to go the same way.
         let all_read = from != NEVER && (0..size).all(|peer| word(peer, Word::Reads) == from);
         let reach = if all_read { Reach::Reads((from as usize - 1) * 1024) } else { Reach::Segment };
-        let pids: Vec<u32> = (0..size).map(|peer| word(peer, Word::Pid)).collect();
-        let processes = WatchedProcesses::open(&pids, &options.open_files)?;
         Ok(Box::new(SharedCcl::new(segment, own, options, reach, processes)))
     }
 }
 
-/// Waits until all ranks are as `is_there` says.
+/// Waits until all ranks are as `is_there` says, or one of those that are not has given up.
 fn await_all(
     segment: &Segment,
     own: usize,
@@ -161,6 +163,13 @@ fn await_all(
             let text = format!("rank {} did not join within {:?}", missing.join(", "), options.join_timeout);
             return Err(until.error(text));
         }
+        // A rank that was there may leave in good order at any time.
+        let has_left = |peer: usize| segment.word(peer, Word::Left).load(Ordering::Acquire) == 1;
+        if let Some(peer) = (missing..size).find(|peer| has_left(*peer) && !is_there(*peer)) {
+            segment.publish(segment.word(own, Word::Left), 1, own);
+            let text = format!("rank {peer} has given up joining; its own error says why");
+            return Err(RpcError::new(ErrorKind::PeerLost, text));
+        }
         segment.sleep(own, Duration::from_millis(50), || is_there(missing));
     }
     Ok(())
@@ -174,4 +183,60 @@ fn can_read(segment: &Segment, peer: usize, nonce: [u8; 16]) -> bool {
     // SAFETY: `found` is ours, and as long.
     let read = unsafe { process_memory::read(word(Word::Pid), address, found.as_mut_ptr(), found.len()) };
     read.is_ok() && found == nonce
+}
+
+#[cfg(test)]
+mod tests {
+    use rpc_core::OpenFileQuota;
+
+    use super::*;
+    use crate::held_memory::tests::context_of;
+    use crate::open_files::OpenFiles;
+
+    /// Returns the segment of an offer to two ranks, as the second of them has it.
+    fn open(offer: &Offer) -> Segment {
+        let Ticket { process, descriptor, nonce, size, epoch } = offer.ticket();
+        let memory = Memory::open(process, descriptor, segment_bytes(size as usize).unwrap()).unwrap();
+        Segment::open(memory, size as usize, epoch, nonce).unwrap()
+    }
+
+    /// Regression: the others had joined by then, and did not hear of it.
+    #[test]
+    fn a_rank_that_may_not_watch_the_others_gives_up_before_they_have_joined() {
+        let all = Memory::OPEN_AT_A_TIME as u64;
+        let quota = OpenFileQuota::new("max_open_files", all, None);
+        let context = context_of(|session| session.open_files(quota.clone()));
+        let options = Options { open_files: OpenFiles::of(&context), ..Options::default() };
+        let offer = Offer::new(2, &Options::default()).unwrap();
+        let segment = open(&offer);
+        std::thread::scope(|scope| {
+            let joining = scope.spawn(|| offer.ticket().join(Rank(0), &options).err());
+            while segment.word(0, Word::Joined).load(Ordering::Acquire) != 2 {
+                std::thread::yield_now();
+            }
+            let _used_up = quota.reserve(all).unwrap();
+            // Of any other process.
+            segment.word(1, Word::Pid).store(std::process::id() + 1, Ordering::Relaxed);
+            segment.publish(segment.word(1, Word::Joined), 2, 1);
+            let error = joining.join().unwrap().unwrap();
+            assert_eq!(error.kind(), ErrorKind::LimitExceeded, "{error}");
+        });
+        let told = [Word::Left, Word::Reads].map(|word| segment.word(0, word).load(Ordering::Acquire));
+        assert_eq!(told, [1, 0]);
+    }
+
+    #[test]
+    fn a_rank_waits_for_none_that_has_given_up() {
+        let offer = Offer::new(2, &Options::default()).unwrap();
+        let segment = open(&offer);
+        [Word::Joined, Word::Left].map(|word| segment.word(1, word)).into_iter().zip([2, 1]).for_each(
+            |(word, value)| {
+                word.store(value, Ordering::Release);
+            },
+        );
+        let options = Options { join_timeout: Duration::from_secs(3600), ..Options::default() };
+        let error = offer.ticket().join(Rank(0), &options).err().unwrap();
+        assert_eq!(error.kind(), ErrorKind::PeerLost, "{error}");
+        assert!(error.message().contains("rank 1 has given up"), "{error}");
+    }
 }
