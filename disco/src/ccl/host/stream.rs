@@ -27,7 +27,7 @@ use rpc_core::RpcError;
 
 pub use self::address::{Address, SessionKey};
 use self::framed_connection::{FrameKind, Link};
-use self::group_state::{GroupState, Lending, Links};
+use self::group_state::{GroupState, Lending, Links, WakeSockets};
 pub use self::join::Listener;
 pub(crate) use self::join::{OPERATOR_LOG, UnprovenHosts};
 #[cfg(feature = "mpi")]
@@ -60,21 +60,21 @@ struct StreamCcl {
 }
 
 impl StreamCcl {
-    fn new(rank: usize, peers: Vec<Option<Link>>, options: Options) -> Result<Self, RpcError> {
+    fn new(rank: usize, peers: Vec<Option<Link>>, options: Options, wake_sockets: WakeSockets) -> Self {
         let size = peers.len();
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let crowded = options.ranks_on_machine.unwrap_or(size) > cores;
-        Ok(Self {
+        Self {
             rank,
             size,
             looks: if crowded { 0 } else { LOOKS },
-            shared: Arc::new(GroupState::new(rank, peers, &options.open_files)?),
+            shared: Arc::new(GroupState::new(rank, peers, wake_sockets)),
             options,
             sequence: 0,
             step: 0,
             sent: vec![0; size],
             received: vec![0; size],
-        })
+        }
     }
 
     /// Returns the same, with so many looks before it sleeps.
@@ -495,7 +495,9 @@ mod tests {
         let (own, mut other) = UnixStream::pair().unwrap();
         own.set_nonblocking(true).unwrap();
         let links = vec![None, Some(Link::new(Box::new(own)))];
-        let mut ccl = StreamCcl::new(0, links, Options::default()).unwrap();
+        let options = Options::default();
+        let wake_sockets = WakeSockets::open(&options.open_files).unwrap();
+        let mut ccl = StreamCcl::new(0, links, options, wake_sockets);
         let shared = Arc::clone(&ccl.shared);
         let call = std::panic::AssertUnwindSafe(|| {
             let _lent = Lending { shared: &shared, links: shared.lock() };

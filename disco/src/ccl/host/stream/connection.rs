@@ -94,11 +94,11 @@ impl<'a> Stream<'a> {
     }
 }
 
-/// Connects to an address within `timeout`, and only while the connection is wanted.
-pub(super) fn connect(address: SocketAddr, timeout: Duration, given_up: &GivenUp<'_>) -> io::Result<TcpStream> {
+/// Connects to an address until `until`, and only while the connection is wanted.
+pub(super) fn connect(address: SocketAddr, until: Instant, given_up: &GivenUp<'_>) -> io::Result<TcpStream> {
     use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-    let limit = StepLimit { until: Instant::now() + timeout, given_up };
+    let limit = StepLimit { until, given_up };
     let socket = socket2::Socket::new(socket2::Domain::for_address(address), socket2::Type::STREAM, None)?;
     socket.set_nonblocking(true)?;
     match socket.connect(&address.into()) {
@@ -175,6 +175,10 @@ mod tests {
 
     const LONG: Duration = Duration::from_secs(300);
 
+    fn late() -> Instant {
+        Instant::now() + LONG
+    }
+
     /// Regression: a rank stayed in a handshake for five seconds after the end of its session.
     #[test]
     fn a_handshake_ends_when_it_is_given_up() {
@@ -193,7 +197,7 @@ mod tests {
         full.listen(0).unwrap();
         let address = full.local_addr().unwrap().as_socket().unwrap();
         let _waiting = TcpStream::connect(address).unwrap();
-        let kind = error_once_given_up(|given_up| connect(address, LONG, given_up).unwrap_err());
+        let kind = error_once_given_up(|given_up| connect(address, late(), given_up).unwrap_err());
         assert_eq!(kind, io::ErrorKind::ConnectionAborted);
     }
 
@@ -201,14 +205,14 @@ mod tests {
     fn an_attempt_to_connect_tells_its_outcome() {
         let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
         let address = listener.local_addr().unwrap();
-        let stream = connect(address, LONG, &|| false).unwrap();
+        let stream = connect(address, late(), &|| false).unwrap();
         assert_eq!(stream.peer_addr().unwrap(), address);
         drop((stream, listener));
         // Bound, so that no other program takes the port, and not listened on.
         let closed = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).unwrap();
         closed.bind(&SocketAddr::from(([127, 0, 0, 1], 0)).into()).unwrap();
         let address = closed.local_addr().unwrap().as_socket().unwrap();
-        let error = connect(address, LONG, &|| false).unwrap_err();
+        let error = connect(address, late(), &|| false).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::ConnectionRefused);
     }
 }

@@ -40,6 +40,29 @@ pub(super) struct GroupState {
     _open_files: Option<OpenFileLease>,
 }
 
+/// Both ends of the socket that wakes a communicator. They are opened before a rank connects to
+/// others: once it has joined them, it has all that it needs.
+pub(super) struct WakeSockets {
+    waker: UnixStream,
+    wake: UnixStream,
+    open_files: Option<OpenFileLease>,
+}
+
+impl WakeSockets {
+    /// Opens the socket.
+    ///
+    /// # Errors
+    ///
+    /// The session or the system may open no more.
+    pub(super) fn open(open_files: &OpenFiles) -> Result<Self, RpcError> {
+        let open_files = open_files.reserve(2, "waking a communicator")?;
+        let (waker, wake) = UnixStream::pair()?;
+        waker.set_nonblocking(true)?;
+        wake.set_nonblocking(true)?;
+        Ok(Self { waker, wake, open_files })
+    }
+}
+
 /// The connections of one rank.
 pub(super) struct Links {
     /// Links in the order of ranks; `None` at this rank's own index.
@@ -94,21 +117,18 @@ impl Links {
 
 impl GroupState {
     /// Creates the state of `rank`, with its links in the order of ranks.
-    pub(super) fn new(rank: usize, peers: Vec<Option<Link>>, open_files: &OpenFiles) -> Result<Self, RpcError> {
+    pub(super) fn new(rank: usize, peers: Vec<Option<Link>>, wake_sockets: WakeSockets) -> Self {
         let size = peers.len();
-        let charged = open_files.reserve(2, "waking a communicator")?;
-        let (waker, wake) = UnixStream::pair()?;
-        waker.set_nonblocking(true)?;
-        wake.set_nonblocking(true)?;
-        Ok(Self {
+        let WakeSockets { waker, wake, open_files } = wake_sockets;
+        Self {
             rank,
             links: Mutex::new(Links { peers, wake }),
             broken: OnceLock::new(),
             recorder: Recorder::default(),
             announced: (0..size).map(|_| AtomicU64::new(0)).collect(),
             waker,
-            _open_files: charged,
-        })
+            _open_files: open_files,
+        }
     }
 
     /// Reads and writes all that can be moved, and finds out if another rank has broken the group.

@@ -75,7 +75,7 @@ impl From<io::Error> for Failure {
 }
 
 impl Group<'_> {
-    /// Performs the dialling side's part of the handshake.
+    /// Performs the dialling side's part of the handshake, until `until`.
     pub(super) fn introduce(
         &self,
         peer: u32,
@@ -83,7 +83,7 @@ impl Group<'_> {
         until: JoinDeadline<'_>,
     ) -> Result<Link, Failure> {
         let given_up = || until.has_ended();
-        let mut stream = Stream::new(connection, handshake_timeout(until.until), &given_up)?;
+        let mut stream = Stream::new(connection, until.left(), &given_up)?;
         let hello = self.hello(peer, &random().map_err(Failure::Final)?);
         stream.write_all(&hello)?;
         let mut answer = [0; 1 + NONCE];

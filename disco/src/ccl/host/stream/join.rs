@@ -1,12 +1,12 @@
 //! Joining of ranks over sockets: each dials those below it and accepts those above it. The
 //! handshake is in [`handshake`](super::handshake).
 
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashSet};
 use std::io;
 use std::net::{IpAddr, TcpListener};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc;
+use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
@@ -14,8 +14,9 @@ use rpc_core::{ErrorKind, RpcError};
 
 use super::super::join_deadline::JoinDeadline;
 use super::address::{Address, SessionKey};
-use super::connection::{Connection, GivenUp, Stream, connect};
+use super::connection::{Connection, Stream, connect};
 use super::framed_connection::Link;
+use super::group_state::WakeSockets;
 use super::handshake::{Failure, Group, HANDSHAKE_TIMEOUT, MIN_HANDSHAKE_TIMEOUT, handshake_timeout};
 use super::{Options, StreamCcl};
 use crate::ccl::{Ccl, Rank};
@@ -31,6 +32,14 @@ const PAUSE: Duration = Duration::from_millis(20);
 const PAUSE_IN_HANDSHAKE: Duration = Duration::from_millis(1);
 /// Handshakes at a time. More connections wait in the listener's queue.
 const MAX_HANDSHAKES: usize = 64;
+/// Handshakes beyond those of the ranks that are missing, so that some strangers delay no rank.
+const PLACES_FOR_STRANGERS: usize = 8;
+/// Time after which a handshake gives way to a connection that waits for its place. A rank that has
+/// to give way dials again.
+const PATIENCE: Duration = Duration::from_millis(500);
+/// Time for which a failed attempt to dial an address that a peer has named is drawn out beyond the
+/// end of the last attempt: more than the clocks of the system's waits differ.
+const PADDING: Duration = Duration::from_millis(50);
 
 /// Function that connects to the listener of a rank that cannot be dialled, by other means such as
 /// a relay, until the given time. Returns the error because of which it cannot.
@@ -127,84 +136,103 @@ impl Listener {
         // Before the first is made: a connection that is made leaves no room for an error.
         let purpose = format_args!("the connections of rank {rank} with {} others", size - 1);
         let mut charges = options.open_files.reserve_each(addresses.len() - 1, purpose)?;
+        let wake_sockets = WakeSockets::open(&options.open_files)?;
+        let accepts = rank.index() + 1 < addresses.len();
+        let places = if accepts { PLACES_FOR_STRANGERS } else { 0 };
+        let places = options.open_files.reserve(places, "handshakes with strangers")?;
         let mut links: Vec<Option<Link>> = addresses.iter().map(|_| None).collect();
         let (below, above) = links.split_at_mut(rank.index());
         std::thread::scope(|scope| {
             // Others dial us while we dial others, so that no workers wait in a circle.
-            let accepting = scope.spawn(|| self.accept_all(&group, &mut above[1..], until, options));
+            let accept_all = || self.accept_all(&group, &mut above[1..], until);
+            let accepting = std::thread::Builder::new()
+                .spawn_scoped(scope, accept_all)
+                .map_err(|error| RpcError::from(error).context("there is no thread for accepting data connections"))?;
             let dialled = group.dial_all(below, addresses, fallback, (until, options.direct_timeout));
             let accepted = accepting.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
             all_of(dialled.into_iter().chain(accepted.err()))
         })?;
+        drop(places);
         links.iter_mut().flatten().for_each(|link| link.set_charge(charges.pop()));
-        Ok(Box::new(StreamCcl::new(rank.index(), links, options.clone())?))
+        Ok(Box::new(StreamCcl::new(rank.index(), links, options.clone(), wake_sockets)))
     }
 
     /// Takes one connection from each rank above this one. Each handshake has a thread, so that a
-    /// silent stranger delays no rank. The connections of the ranks are charged already; those of
-    /// strangers are charged here, and wait in the listener's queue if the session may open no
-    /// more.
+    /// silent stranger delays no rank. The caller has charged one connection for each of these
+    /// ranks and [`PLACES_FOR_STRANGERS`], and no more are open at a time: strangers take none of
+    /// the descriptors that the session has for other purposes.
     fn accept_all(
         &self,
         group: &Group<'_>,
         links: &mut [Option<Link>],
         until: JoinDeadline<'_>,
-        options: &Options,
     ) -> Result<(), RpcError> {
-        let have_come = AtomicBool::new(false);
-        let given_up = || have_come.load(Ordering::Relaxed) || until.has_ended();
-        let given_up: &GivenUp<'_> = &given_up;
+        let have_come = &AtomicBool::new(false);
         std::thread::scope(|scope| {
             // Handshakes that are left at the end are not needed any more.
-            let _end = SetOnDrop(&have_come);
+            let _end = SetOnDrop(have_come);
             let (sender, receiver) = mpsc::channel();
-            let mut in_handshake = 0;
-            while let Some(missing) = links.iter().position(Option::is_none) {
-                while let Ok(welcomed) = receiver.try_recv() {
-                    in_handshake -= 1;
+            // By number, the oldest first.
+            let mut handshakes: BTreeMap<u64, Handshake> = BTreeMap::new();
+            let mut last_number = 0;
+            loop {
+                while let Ok((number, welcomed)) = receiver.try_recv() {
+                    handshakes.remove(&number);
                     let Some((peer, link)) = welcomed else { continue };
                     let slot: Option<&mut Option<Link>> = links.get_mut((peer - group.rank - 1) as usize);
                     if let Some(slot) = slot.filter(|slot| slot.is_none()) {
                         *slot = Some(link);
                     }
                 }
+                let missing: Vec<usize> = (0..links.len()).filter(|at| links[*at].is_none()).collect();
+                if missing.is_empty() {
+                    return Ok(());
+                }
                 // Before the next connection, so that strangers who keep connecting delay nothing.
-                if until.is_over() && links.iter().any(Option::is_none) {
-                    let missing: Vec<String> = (missing..links.len())
-                        .filter(|at| links[*at].is_none())
-                        .map(|at| (group.rank as usize + 1 + at).to_string())
-                        .collect();
+                if until.is_over() {
+                    let missing: Vec<String> =
+                        missing.iter().map(|at| (group.rank as usize + 1 + at).to_string()).collect();
                     let text = format!("rank {} did not connect to rank {}", missing.join(", "), group.rank);
                     return Err(until.error(text));
                 }
-                let is_charged = in_handshake < links.iter().filter(|link| link.is_none()).count();
-                let charge = || options.open_files.reserve(1, "a handshake");
-                let charged = if is_charged { Ok(None) } else { charge() };
-                let Some(charged) = charged.ok().filter(|_| in_handshake < MAX_HANDSHAKES) else {
-                    // The listener is readable meanwhile.
+                if handshakes.len() >= MAX_HANDSHAKES.min(missing.len() + PLACES_FOR_STRANGERS) {
+                    if let Some((_, oldest)) = handshakes.first_key_value()
+                        && oldest.began.elapsed() >= PATIENCE
+                        && self.await_connection(Duration::ZERO)
+                    {
+                        oldest.gives_way.store(true, Ordering::Relaxed);
+                    }
+                    // The listener may be readable meanwhile.
                     until.sleep(PAUSE_IN_HANDSHAKE);
                     continue;
-                };
-                if let Some(connection) = self.accept()? {
-                    in_handshake += 1;
-                    let sender = sender.clone();
-                    scope.spawn(move || {
-                        let stream = Stream::new(connection, HANDSHAKE_TIMEOUT, given_up);
-                        let welcomed = stream.map_err(RpcError::from).and_then(|stream| group.welcome(stream));
-                        drop(charged);
-                        if let Err(error) = &welcomed {
-                            rpc_core::log_limited!(WARN, rank = group.rank, %error, "a data connection was refused");
-                        }
-                        // The receiver is gone when all others have come.
-                        _ = sender.send(welcomed.ok());
-                    });
-                    continue;
                 }
-                if links.iter().any(Option::is_none) {
-                    self.await_connection(if in_handshake > 0 { PAUSE_IN_HANDSHAKE } else { PAUSE });
+                let Some(connection) = self.accept()? else {
+                    self.await_connection(if handshakes.is_empty() { PAUSE } else { PAUSE_IN_HANDSHAKE });
+                    continue;
+                };
+                last_number += 1;
+                let (sender, number, gives_way) = (sender.clone(), last_number, Arc::new(AtomicBool::new(false)));
+                let handshake = Handshake { began: Instant::now(), gives_way: Arc::clone(&gives_way) };
+                let shake_hands = move || {
+                    let is_set = |flag: &AtomicBool| flag.load(Ordering::Relaxed);
+                    let given_up = || is_set(&gives_way) || is_set(have_come) || until.has_ended();
+                    let stream = Stream::new(connection, HANDSHAKE_TIMEOUT, &given_up);
+                    let welcomed = stream.map_err(RpcError::from).and_then(|stream| group.welcome(stream));
+                    if let Err(error) = &welcomed {
+                        rpc_core::log_limited!(WARN, rank = group.rank, %error, "a data connection was refused");
+                    }
+                    // The receiver is gone when all others have come.
+                    _ = sender.send((number, welcomed.ok()));
+                };
+                match std::thread::Builder::new().spawn_scoped(scope, shake_hands) {
+                    Ok(_) => _ = handshakes.insert(number, handshake),
+                    Err(error) => {
+                        // The connection has been dropped. A rank dials again.
+                        rpc_core::log_limited!(WARN, rank = group.rank, %error, "no thread for a data connection");
+                        until.sleep(PAUSE);
+                    }
                 }
             }
-            Ok(())
         })
     }
 
@@ -222,7 +250,8 @@ impl Listener {
         }
     }
 
-    fn await_connection(&self, at_most: Duration) {
+    /// Returns true once a connection waits, or false after `at_most`, which is below a second.
+    fn await_connection(&self, at_most: Duration) -> bool {
         use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
         let file = match &self.socket {
@@ -230,7 +259,7 @@ impl Listener {
             Bound::Unix(socket) => PollFd::new(socket, PollFlags::IN),
         };
         let at_most = Timespec { tv_sec: 0, tv_nsec: at_most.subsec_nanos().into() };
-        _ = poll(&mut [file], Some(&at_most));
+        poll(&mut [file], Some(&at_most)).is_ok_and(|ready| ready > 0)
     }
 }
 
@@ -240,6 +269,13 @@ impl Drop for Listener {
             _ = std::fs::remove_file(path);
         }
     }
+}
+
+/// Handshake with a connection that has been accepted.
+struct Handshake {
+    began: Instant,
+    /// Flag that ends the handshake, for another one in its place.
+    gives_way: Arc<AtomicBool>,
 }
 
 /// Guard that sets a flag when it is dropped.
@@ -298,7 +334,8 @@ impl Group<'_> {
         let unknown = || RpcError::invalid_argument(format!("rank {peer} has no address"));
         let address = address.ok_or_else(unknown)?;
         loop {
-            let text = match self.try_dial(peer, address, until) {
+            let attempt_end = Instant::now() + handshake_timeout(until.until);
+            let text = match self.try_dial(peer, address, until.at(attempt_end)) {
                 Ok(link) => return Ok(link),
                 Err(Failure::Final(error)) => return Err(error),
                 Err(Failure::Transient(text)) => text,
@@ -338,17 +375,26 @@ impl Group<'_> {
             }
             failed.lock().extend(host);
         }
+        // Half of what is left, so that there is time for dialling once more.
+        let until_given_up = until.at(Instant::now() + until.left() / 2);
         let fallback_error = loop {
             // It leads to the rank's own listener, so that its errors tell nothing of an address.
-            let text = match fallback(Rank(peer), until.until) {
-                Ok(stream) => match self.introduce(peer, Connection::Unix(stream), until) {
-                    Ok(link) => return Ok(link),
-                    Err(Failure::Final(error)) => return Err(error),
-                    Err(Failure::Transient(text)) => text,
-                },
+            let (text, is_over) = match fallback(Rank(peer), until.until) {
+                Ok(stream) => {
+                    let attempt_end = Instant::now() + handshake_timeout(until.until);
+                    match self.introduce(peer, Connection::Unix(stream), until.at(attempt_end)) {
+                        Ok(link) => return Ok(link),
+                        Err(Failure::Final(error)) => return Err(error),
+                        Err(Failure::Transient(text)) => (text, until.is_over()),
+                    }
+                }
+                // Other connections of the session may close meanwhile.
+                Err(error) if error.kind() == ErrorKind::LimitExceeded => {
+                    (error.message().to_owned(), until_given_up.is_over())
+                }
                 Err(error) => break error.message().to_owned(),
             };
-            if until.is_over() {
+            if is_over {
                 break text;
             }
             until.sleep(PAUSE);
@@ -372,10 +418,16 @@ impl Group<'_> {
     }
 
     /// Dials until `until`, whatever the address answers: only a peer that proves the session's key
-    /// makes a difference, in the result or in the time that it takes.
+    /// makes a difference, in the result or in the time that it takes. However short that time is,
+    /// there is an attempt of [`MIN_HANDSHAKE_TIMEOUT`], or none if even that is over.
     fn dial_until(&self, peer: u32, address: &Address, until: JoinDeadline<'_>) -> Option<Link> {
+        let dialling_end = until.until + MIN_HANDSHAKE_TIMEOUT;
+        if until.at(dialling_end).is_over() {
+            return None;
+        }
         let text = loop {
-            let (text, pause) = match self.try_dial(peer, address, until) {
+            let attempt_end = attempt_end(Instant::now(), until.until);
+            let (text, pause) = match self.try_dial(peer, address, until.at(attempt_end)) {
                 Ok(link) => return Some(link),
                 Err(Failure::Transient(text)) => (text, PAUSE),
                 // Further attempts would fail in the same way.
@@ -390,24 +442,29 @@ impl Group<'_> {
             target: OPERATOR_LOG,
             rank = self.rank, peer, %address, error = text, "a rank has not proven itself at its address"
         );
-        // The last attempt may have taken so much longer.
-        until.sleep(until.at(until.until + MIN_HANDSHAKE_TIMEOUT).left());
+        // No attempt takes longer, and some take less.
+        until.sleep(until.at(dialling_end + PADDING).left());
         None
     }
 
+    /// Connects to an address and performs the handshake, both together until `until`.
     fn try_dial(&self, peer: u32, address: &Address, until: JoinDeadline<'_>) -> Result<Link, Failure> {
         // Each attempt may take seconds, and there may be many ranks.
         if until.has_ended() {
             return Err(Failure::Transient("the session has ended".to_owned()));
         }
         let connection = match address {
-            Address::Tcp(address) => {
-                Connection::Tcp(connect(*address, handshake_timeout(until.until), &|| until.has_ended())?)
-            }
+            Address::Tcp(address) => Connection::Tcp(connect(*address, until.until, &|| until.has_ended())?),
             Address::Unix(path) => Connection::Unix(UnixStream::connect(path)?),
         };
         self.introduce(peer, connection, until)
     }
+}
+
+/// Returns the end of an attempt that begins now, of those that dial until `until`.
+fn attempt_end(now: Instant, until: Instant) -> Instant {
+    let dialling_end = until + MIN_HANDSHAKE_TIMEOUT;
+    (now + HANDSHAKE_TIMEOUT).min(until).max(now + MIN_HANDSHAKE_TIMEOUT).min(dialling_end)
 }
 
 /// The most errors of one join that are told in full.
@@ -426,3 +483,6 @@ fn all_of(errors: impl Iterator<Item = RpcError>) -> Result<(), RpcError> {
     };
     Err(RpcError::new(worst.kind(), format!("{}{more}", told.join("; "))))
 }
+
+#[cfg(test)]
+mod tests;

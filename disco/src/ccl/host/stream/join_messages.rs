@@ -10,6 +10,7 @@ use super::super::join_deadline::JoinDeadline;
 use super::address::{SessionKey, random};
 use super::connection::boxed;
 use super::framed_connection::Link;
+use super::group_state::WakeSockets;
 use super::handshake::{BY_MESSAGES, Group, HELLO, NONCE, ONE_ENCRYPTS, OTHER_VERSION_TEXT, is_of_other_version};
 use super::socket::Socket;
 use super::{Options, StreamCcl};
@@ -45,6 +46,7 @@ pub(in super::super) fn by_messages<S: Socket + 'static>(
     let Member { rank, size, key, options } = member;
     let group = Group { rank: rank.0, size: Rank::of(*size).0, epoch: options.epoch, key, encrypt: options.encrypt };
     let until = JoinDeadline::of(options);
+    let wake_sockets = WakeSockets::open(&options.open_files)?;
     let mut introductions = Vec::new();
     for peer in (0..group.size).filter(|peer| *peer != group.rank) {
         let hello = group.hello(peer, &random()?);
@@ -83,7 +85,8 @@ pub(in super::super) fn by_messages<S: Socket + 'static>(
         links[peer] = Some(introduction.into_link(&group)?);
     }
     // They are looked at for longer than sockets, because nothing wakes a rank that sleeps.
-    Ok(Box::new(StreamCcl::new(rank.index(), links, (*options).clone())?.looking(LOOKS_FOR_MESSAGES)))
+    let ccl = StreamCcl::new(rank.index(), links, (*options).clone(), wake_sockets);
+    Ok(Box::new(ccl.looking(LOOKS_FOR_MESSAGES)))
 }
 
 /// Introduction of this rank and another one to each other.
