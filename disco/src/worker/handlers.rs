@@ -1,8 +1,12 @@
 //! Handlers of commands on registers: functions, modules, tensors, and their copies to and from the
 //! controller.
 
+use std::sync::Arc;
+
 use rpc_core::function::{FunctionKind, Object};
-use rpc_core::{DataType, Device, Devices, ErrorKind, LocalValue, RpcError, Tensor, Value, VirtualDevice, blocking};
+use rpc_core::{
+    DataType, Device, DeviceApi, Devices, ErrorKind, LocalValue, RpcError, Tensor, Value, VirtualDevice, blocking,
+};
 
 use super::executor::Worker;
 use super::register_content::{Fault, Outcome, Slot};
@@ -227,11 +231,19 @@ impl Worker {
 ///
 /// # Errors
 ///
-/// [`ErrorKind::DeviceUnavailable`], with the device, the reason and the devices that there are.
+/// [`ErrorKind::DeviceUnavailable`], with the device, the reason and the devices that there are;
+/// and those of a driver that cannot count its devices.
 fn check_device(devices: &Devices, device: Device) -> Result<(), RpcError> {
-    devices.get(device).map(drop).map_err(|error| {
-        let there_are: Vec<String> = devices.describe().map(|one| one.device.to_string()).collect();
-        let text = format!("this worker has no device {device}, but {}: {}", there_are.join(", "), error.message());
-        RpcError::new(ErrorKind::DeviceUnavailable, text)
-    })
+    let Err(error) = devices.get(device) else { return Ok(()) };
+    if error.kind() != ErrorKind::DeviceUnavailable {
+        return Err(error);
+    }
+    let of_kind = |(kind, api): (_, Result<&Arc<dyn DeviceApi>, &str>)| {
+        let count = api.map_or(0, |api| api.count().unwrap_or(0));
+        (0..count).map(move |index| Device::new(kind, index).to_string())
+    };
+    let there_are: Vec<String> = devices.iter().flat_map(of_kind).collect();
+    let there_are = if there_are.is_empty() { "none at all".to_owned() } else { there_are.join(", ") };
+    let text = format!("this worker has no device {device}, but {there_are}: {}", error.message());
+    Err(RpcError::new(ErrorKind::DeviceUnavailable, text))
 }
