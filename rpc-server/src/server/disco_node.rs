@@ -20,9 +20,8 @@ pub(crate) struct Join {
 impl Join {
     /// Joins the controller with sessions of `server`, until its session ends.
     pub(crate) async fn run(&self, server: &Server) -> Result<(), ServeError> {
-        // The record of the session is the line at `info`; a controller that is not there is a
-        // warning.
-        tracing::debug!(controller = %self.controller, within = ?self.timeout, "joining the controller");
+        // It may wait for long. The record of the session comes at its end.
+        tracing::info!(controller = %self.controller, within = ?self.timeout, "joining the controller");
         let joined = disco::join_with(server, &self.controller, self.rank, self.timeout).await;
         joined.map_err(|source| ServeError::Controller { address: self.controller.clone(), source })
     }
