@@ -95,7 +95,8 @@ pub struct Options {
     pub stall_timeout: Duration,
     /// Longest time for making the collectives: to finish what was issued before, and then until
     /// all workers have met, for which a worker waits an hour at most. NCCL then has two minutes
-    /// for each of its groups, or this time if that is longer. Default: 30 seconds.
+    /// for each of its groups, or this time if that is longer. If a GPU has too little memory for
+    /// NCCL, all of that is done once more, and may take twice as long. Default: 30 seconds.
     pub init_timeout: Duration,
     /// Time in which a worker has to reach another one at its data address, before their data is
     /// relayed; at most a quarter of [`init_timeout`](Self::init_timeout). Workers without another

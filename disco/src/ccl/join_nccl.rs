@@ -63,9 +63,10 @@ fn options(limits: CollectiveTimeouts) -> Options {
 
 /// Returns the longest time that [`join`] spends in NCCL, for a controller whose limit for making
 /// collectives is `init_timeout`: NCCL has a limit of its own, for the world's group and for that
-/// within it.
+/// within it. If the latter fails, both are aborted.
 pub(crate) fn longest_join(init_timeout: Duration) -> Duration {
-    2 * init_timeout.max(Options::default().join_timeout)
+    let Options { join_timeout, abort_timeout, .. } = Options::default();
+    2 * (init_timeout.max(join_timeout) + abort_timeout)
 }
 
 /// The first version with `ncclCommSplit`.
@@ -179,11 +180,12 @@ mod tests {
     #[test]
     fn nccl_joins_under_its_own_limit_and_the_controller_waits_for_it() {
         let minutes = |count: u64| Duration::from_secs(60 * count);
-        for (init_timeout, join) in [(Duration::from_secs(30), minutes(2)), (minutes(10), minutes(10))] {
+        let (short, long) = ((Duration::from_secs(30), minutes(2), 260), (minutes(10), minutes(10), 1220));
+        for (init_timeout, join, longest) in [short, long] {
             let (stall, direct) = (minutes(1), Duration::from_secs(2));
             let limits = CollectiveTimeouts { entry: None, stall, join: init_timeout, direct };
             assert_eq!(options(limits).join_timeout, join);
-            assert_eq!(longest_join(init_timeout), 2 * join);
+            assert_eq!(longest_join(init_timeout), Duration::from_secs(longest));
         }
     }
 }

@@ -107,7 +107,13 @@ impl Communicator {
     /// Creates a communicator of those ranks that pass the same `color`, in the order of `key`. All
     /// ranks of this communicator call it. The caller waits for the new one with
     /// [`settle`](Self::settle).
-    pub(super) fn split(&mut self, control: &mut dyn Agreement, color: c_int, key: c_int) -> Result<Self, Fault> {
+    pub(super) fn split(
+        &mut self,
+        control: &mut dyn Agreement,
+        color: c_int,
+        key: c_int,
+        limit: Duration,
+    ) -> Result<Self, Fault> {
         let split = self.library.functions().comm_split.get(&self.library)?;
         let mut config = self.config();
         // NCCL may write there until the call has settled, which may be after this function has
@@ -119,7 +125,7 @@ impl Communicator {
         let result = unsafe { split(comm.raw, color, key, child, &raw mut config) };
         let begun = self.check(comm.raw, SPLIT, result).map_err(Fault::from);
         drop(comm);
-        if let Err(fault) = begun.and_then(|()| self.settle(control, SPLIT, self.options.join_timeout)) {
+        if let Err(fault) = begun.and_then(|()| self.settle(control, SPLIT, limit)) {
             self.pending_split = Some(PendingSplit(child));
             return Err(fault);
         }

@@ -61,10 +61,11 @@ impl Member {
         let ready = can_split.and_then(|()| communicator.stream.make_current());
         self.control.agree(Collective::barrier(), ready.and(place.as_ref().map(drop).map_err(Clone::clone)))?;
         let (color, key) = place?;
-        let limit = self.communicator.options.join_timeout;
-        let (mut group, settled) = match self.communicator.split(&mut *self.control, color, key) {
+        // One limit for both parts: the split of this communicator, and the making of the new one.
+        let (limit, began) = (self.communicator.options.join_timeout, Instant::now());
+        let (mut group, settled) = match self.communicator.split(&mut *self.control, color, key, limit) {
             Ok(group) => {
-                let settled = group.settle(&mut *self.control, SPLIT, limit);
+                let settled = group.settle(&mut *self.control, SPLIT, limit.saturating_sub(began.elapsed()));
                 (Some(group), settled)
             }
             Err(fault) => (None, Err(fault)),

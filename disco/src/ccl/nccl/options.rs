@@ -26,8 +26,8 @@ pub fn end_process_when_stuck() -> OnStuck {
 #[derive(Clone)]
 #[non_exhaustive]
 pub struct Options {
-    /// Time limit for creating a group, from when all ranks have come: NCCL determines the
-    /// connections between all devices. Default: 2 minutes.
+    /// Time limit for creating a group, by a split or not, from when all ranks have come: NCCL
+    /// determines the connections between all devices. Default: 2 minutes.
     pub join_timeout: Duration,
     /// Time for which other work of the caller may delay a collective on any rank's stream. It has
     /// to cover the work of all ranks, because a rank cannot see the streams of the others. `None`
