@@ -14,7 +14,9 @@ use rpc_core::{DataType, DataTypeCode, Device, ErrorKind, RpcError};
 
 use crate::launch::{self, Launch};
 use crate::model::{Aliasing, assert_mismatch, check, conformance_of};
-use crate::nccl_library::{Fake, compile, controls_of_groups, long_limits, on_devices, on_ranks, on_ranks_of};
+use crate::nccl_library::{
+    DriverCall, Fake, compile, controls_of_groups, long_limits, on_devices, on_ranks, on_ranks_of,
+};
 
 /// Types of the model that NCCL reduces.
 const NUMERIC: [DataType; 10] = [
@@ -669,12 +671,12 @@ fn an_abort_does_not_wait_for_a_query_that_waits_for_the_driver() {
         let mut data = vec![1.0; 8];
         double(&mut member.ccl, &mut data).unwrap();
         member.ccl.complete().unwrap();
-        // Both have ended the first one before the next one is made to hang.
+        // Not before the first collective of both is done.
         ready.wait();
         fake.steer("fake_hang", 1, 0);
         ready.wait();
         let lock = member.stream.driver_lock();
-        lock.is_held.store(true, Ordering::SeqCst);
+        lock.hold(DriverCall::MarkQuery);
         double(&mut member.ccl, &mut data).unwrap();
         eventually("a query waits for the driver", || lock.waits.load(Ordering::SeqCst) > 0);
         ready.wait();
@@ -683,6 +685,65 @@ fn an_abort_does_not_wait_for_a_query_that_waits_for_the_driver() {
         // The end of the hanging collective is not taken for its result.
         assert_eq!(breakdown(member.ccl.complete()).cause, BreakCause::Aborted("enough".to_owned()));
         member.ccl.complete().unwrap();
+    });
+    fake.assert_tidy();
+}
+
+/// Regression: only the queries of marks counted as calls of the driver.
+#[test]
+fn an_abort_reaches_a_rank_that_stands_in_any_call_of_the_driver() {
+    // Each collective makes two marks.
+    let calls = [DriverCall::StreamQuery, DriverCall::Scratch, DriverCall::Mark(4), DriverCall::Mark(5)];
+    for call in calls {
+        let Some(fake) = Fake::new() else { return };
+        let ready = Barrier::new(2);
+        on_devices(&fake, 2, &long_limits(), |mut member| {
+            let mut data = vec![1.0; 8];
+            double(&mut member.ccl, &mut data).unwrap();
+            member.ccl.complete().unwrap();
+            ready.wait();
+            fake.steer("fake_hang", 1, 0);
+            ready.wait();
+            double(&mut member.ccl, &mut data).unwrap();
+            ready.wait();
+            let (stream, control) = (Arc::clone(&member.stream), member.ccl.control());
+            stream.driver_lock().hold(call);
+            std::thread::scope(|scope| {
+                // `complete` tells of it in any case: it may have been enqueued already.
+                scope.spawn(|| match call {
+                    DriverCall::Scratch => drop(member.ccl.barrier()),
+                    _ => drop(double(&mut member.ccl, &mut data)),
+                });
+                eventually("a call waits for the driver", || stream.driver_lock().waits.load(Ordering::SeqCst) > 0);
+                ready.wait();
+                control.abort("enough");
+                eventually("all have aborted", || fake.ask("fake_aborts") == 2);
+            });
+            assert_eq!(breakdown(member.ccl.complete()).cause, BreakCause::Aborted("enough".to_owned()), "{call:?}");
+        });
+        fake.assert_tidy();
+    }
+}
+
+/// Regression: each abort started a thread that lived for a second, and any controller can ask for
+/// as many as it likes.
+#[test]
+#[cfg(target_os = "linux")]
+fn repeated_aborts_do_with_one_thread() {
+    let threads = || {
+        let tasks = std::fs::read_dir("/proc/self/task").expect("the threads of this process");
+        let names = tasks.filter_map(|task| std::fs::read_to_string(task.ok()?.path().join("comm")).ok());
+        names.filter(|name| name.trim_end() == "nccl-abort").count()
+    };
+    let Some(fake) = Fake::new() else { return };
+    on_ranks(&fake, Launch::Segment, 2, &long_limits(), |member| {
+        let control = member.ccl.control();
+        for _ in 0..1000 {
+            control.abort("enough");
+        }
+        // Other tests that run at the same time have few.
+        let count = threads();
+        assert!(count < 300, "{count} threads");
     });
     fake.assert_tidy();
 }

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
 use disco::ccl::nccl::{DeviceStream, Library, Mark, NcclCcl, Options};
 use disco::ccl::{Ccl, Rank, host};
@@ -75,7 +76,8 @@ impl Fake {
             scratch: Mutex::default(),
             fails: Arc::default(),
             panics: Arc::default(),
-            stands: Arc::new(DriverLock { is_held: AtomicBool::new(false), waits: AtomicUsize::new(0), aborts }),
+            marks: AtomicUsize::new(0),
+            stands: Arc::new(DriverLock { held_for: Mutex::default(), waits: AtomicUsize::new(0), aborts }),
             capability: Mutex::default(),
         })
     }
@@ -115,6 +117,8 @@ pub(crate) struct FakeStream {
     scratch: Mutex<Vec<Vec<u64>>>,
     fails: Arc<Mutex<Option<RpcError>>>,
     panics: Arc<AtomicBool>,
+    /// Number of marks that have been made.
+    marks: AtomicUsize,
     stands: Arc<DriverLock>,
     capability: Mutex<Option<(u32, u32)>>,
 }
@@ -131,22 +135,42 @@ struct FakeMark {
     stands: Arc<DriverLock>,
 }
 
-/// A lock of the driver, which queries wait for while it is held: by a thread that waits for the
-/// device, and so until a collective that hangs is aborted.
+/// Kind of call of the driver.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum DriverCall {
+    /// Query of a mark.
+    MarkQuery,
+    /// Query of the stream.
+    StreamQuery,
+    /// Request for scratch memory.
+    Scratch,
+    /// Mark with that number on its stream, from 0.
+    Mark(usize),
+}
+
+/// A lock of the driver, which calls of one kind wait for while it is held: by a thread that waits
+/// for the device, and so until a collective that hangs is aborted.
 pub(crate) struct DriverLock {
-    pub(crate) is_held: AtomicBool,
-    /// Number of queries that have come while it was held.
+    held_for: Mutex<Option<DriverCall>>,
+    /// Number of calls that have come while it was held.
     pub(crate) waits: AtomicUsize,
     aborts: unsafe extern "C" fn() -> c_int,
 }
 
 impl DriverLock {
-    fn wait(&self) {
+    /// Holds the lock from now on for calls of that kind.
+    pub(crate) fn hold(&self, call: DriverCall) {
+        *self.held_for.lock().expect("no panic") = Some(call);
+    }
+
+    fn wait(&self, call: DriverCall) {
         // SAFETY: the function has that type.
-        let is_busy = || self.is_held.load(Ordering::SeqCst) && unsafe { (self.aborts)() } == 0;
+        let is_busy = || *self.held_for.lock().expect("no panic") == Some(call) && unsafe { (self.aborts)() } == 0;
         if is_busy() {
             self.waits.fetch_add(1, Ordering::SeqCst);
-            while is_busy() {
+            let began = Instant::now();
+            // The limit is for a test that fails.
+            while is_busy() && began.elapsed() < Duration::from_secs(90) {
                 std::thread::yield_now();
             }
         }
@@ -162,7 +186,7 @@ unsafe impl Mark for FakeMark {
         if let Some(error) = &*self.fails.lock().expect("no panic") {
             return Err(error.clone());
         }
-        self.stands.wait();
+        self.stands.wait(DriverCall::MarkQuery);
         // SAFETY: streams are never freed.
         let is_reached = unsafe { (self.reached)(self.raw, self.number) } != 0;
         assert!(is_reached || !self.panics.swap(false, Ordering::SeqCst), "as the test wants it");
@@ -187,7 +211,7 @@ impl FakeStream {
         self.panics.store(true, Ordering::SeqCst);
     }
 
-    /// Returns the lock of the driver, which queries of marks wait for.
+    /// Returns the lock of the driver, which calls wait for.
     pub(crate) fn driver_lock(&self) -> &DriverLock {
         &self.stands
     }
@@ -222,6 +246,7 @@ unsafe impl DeviceStream for FakeStream {
         if let Some(error) = &*self.fails.lock().expect("no panic") {
             return Err(error.clone());
         }
+        self.stands.wait(DriverCall::StreamQuery);
         // SAFETY: streams are never freed.
         let is_done = unsafe { (self.query)(self.raw) } != 0;
         assert!(is_done || !self.panics.swap(false, Ordering::SeqCst), "as the test wants it");
@@ -229,6 +254,7 @@ unsafe impl DeviceStream for FakeStream {
     }
 
     fn mark(&self) -> Result<Box<dyn Mark>, RpcError> {
+        self.stands.wait(DriverCall::Mark(self.marks.fetch_add(1, Ordering::SeqCst)));
         // SAFETY: streams are never freed.
         let number = unsafe { (self.mark)(self.raw) };
         let (fails, panics, stands) = (Arc::clone(&self.fails), Arc::clone(&self.panics), Arc::clone(&self.stands));
@@ -240,6 +266,7 @@ unsafe impl DeviceStream for FakeStream {
     }
 
     fn scratch(&self, bytes: usize) -> Result<*mut c_void, RpcError> {
+        self.stands.wait(DriverCall::Scratch);
         let mut scratch = self.scratch.lock().expect("no panic");
         if scratch.last().is_none_or(|last| last.len() * 8 < bytes) {
             scratch.push(vec![0; bytes.div_ceil(8)]);
@@ -317,7 +344,7 @@ fn run_ranks<T: Send>(
 /// Options whose limits do not run out, and which take a hanging abort for a failure of the test.
 pub(crate) fn long_limits() -> Options {
     let mut options = Options::default();
-    let long = std::time::Duration::from_secs(120);
+    let long = Duration::from_secs(120);
     options.join_timeout = long;
     options.stall_timeout = long;
     options.drain_timeout = Some(long);

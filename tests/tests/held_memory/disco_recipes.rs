@@ -73,7 +73,8 @@ pub(crate) fn calls(name: &str, peer: &mut Peer) -> Calls {
         }
         "disco.break_ccl" => {
             let host = host(peer);
-            Calls::new(move |number| vec![host.clone(), Value::Int(number as i64), Value::Str("x".repeat(LONG))])
+            // The epoch of a worker that has joined no others yet.
+            Calls::new(move |_| vec![host.clone(), Value::Int(0), Value::Str("x".repeat(LONG))])
         }
         "disco.abort" => {
             let host = host(peer);

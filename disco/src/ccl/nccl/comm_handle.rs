@@ -38,6 +38,8 @@ pub(super) struct CommHandle {
     queries: AtomicU64,
     /// True while collectives are on the stream.
     is_busy: AtomicBool,
+    /// True once a thread has been started that aborts for a rank that stands in a query.
+    is_looked_after: AtomicBool,
 }
 
 /// The communicator, for calls with it. NCCL takes one call at a time.
@@ -55,8 +57,9 @@ impl CommHandle {
     /// Creates a handle without a communicator, for the work of a stream.
     pub(super) fn new(library: Arc<Library>, stream: Arc<dyn DeviceStream>) -> Arc<Self> {
         let state = Mutex::new(CommState { raw: ptr::null_mut(), aborted: None });
-        let (taken, queries, is_busy) = (Condvar::new(), AtomicU64::new(0), AtomicBool::new(false));
-        Arc::new(Self { library, stream, state, taken, queries, is_busy })
+        let (taken, queries) = (Condvar::new(), AtomicU64::new(0));
+        let (is_busy, is_looked_after) = (AtomicBool::new(false), AtomicBool::new(false));
+        Arc::new(Self { library, stream, state, taken, queries, is_busy, is_looked_after })
     }
 
     /// Locks the communicator for a call of NCCL.
@@ -75,7 +78,7 @@ impl CommHandle {
         state.raw.is_null() && state.aborted.is_none()
     }
 
-    /// Calls `ask`, which queries the device and may wait for the driver.
+    /// Calls `ask`, which calls the device's driver and may wait for its lock.
     pub(super) fn query<T>(&self, ask: impl FnOnce() -> T) -> T {
         self.queries.fetch_add(1, Ordering::SeqCst);
         let answer = ask();
@@ -147,11 +150,12 @@ impl CommHandle {
             self.taken.wait_for(&mut state, GRACE);
             let queries = self.queries.load(Ordering::SeqCst);
             if !self.is_busy.load(Ordering::SeqCst) {
-                idle += 1;
+                // It may stand in the driver on the way to its first collective.
+                idle += usize::from(queries.is_multiple_of(2));
             } else if queries == before && queries % 2 == 1 && !state.raw.is_null() {
                 match self.call_alone(self.library.functions().comm_abort, state.raw) {
                     Ok(aborted) => *state = CommState { raw: ptr::null_mut(), aborted: Some(aborted) },
-                    Err(error) => tracing::warn!(%error, "no thread to abort a communicator of NCCL"),
+                    Err(error) => rpc_core::log_limited!(WARN, %error, "no thread to abort a communicator of NCCL"),
                 }
             }
             before = queries;
@@ -176,9 +180,15 @@ impl Control for NcclControl {
     fn abort(&self, reason: &str) {
         self.control.abort(reason);
         let Some(handle) = self.handle.upgrade() else { return };
-        let thread = thread::Builder::new().name("nccl-abort".to_owned());
-        if let Err(error) = thread.spawn(move || handle.abort_for_a_rank_that_stands()) {
-            tracing::warn!(%error, "no thread to abort for a rank that stands in a call of the driver");
+        // A peer can ask for any number of aborts, and one thread does for all of them: a group
+        // that is broken stays so.
+        if handle.is_looked_after.swap(true, Ordering::SeqCst) {
+            return;
+        }
+        let (thread, looked_after) = (thread::Builder::new().name("nccl-abort".to_owned()), Arc::clone(&handle));
+        if let Err(error) = thread.spawn(move || looked_after.abort_for_a_rank_that_stands()) {
+            handle.is_looked_after.store(false, Ordering::SeqCst);
+            rpc_core::log_limited!(WARN, %error, "no thread to abort for a rank that stands in a call of the driver");
         }
     }
 

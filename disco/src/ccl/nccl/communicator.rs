@@ -192,7 +192,7 @@ impl Communicator {
         // is under way may hang.
         if self.under_way.is_empty()
             && self.made.insert((collective.operation, magnitude))
-            && let Err(error) = self.stream.make_room()
+            && let Err(error) = self.handle.query(|| self.stream.make_room())
         {
             tracing::debug!(%error, "no room was made for NCCL on its device");
         }
@@ -201,7 +201,7 @@ impl Communicator {
     /// Marks the beginning of a collective on the stream. What is enqueued until its
     /// [end](Self::end_of) belongs to it.
     pub(super) fn begin(&mut self, collective: Collective) -> Result<(), RpcError> {
-        let begin = self.stream.mark()?;
+        let begin = self.handle.query(|| self.stream.mark())?;
         self.under_way.push_back(UnderWay { collective, begin, begun: None, end: None });
         self.handle.set_busy(true);
         Ok(())
@@ -209,7 +209,7 @@ impl Communicator {
 
     /// Marks the end of the collective that began last: `call` has enqueued the rest of it.
     pub(super) fn end_of(&mut self, call: &'static str) -> Result<(), RpcError> {
-        let end = self.stream.mark()?;
+        let end = self.handle.query(|| self.stream.mark())?;
         if let Some(last) = self.under_way.back_mut() {
             last.end = Some((call, end));
         }

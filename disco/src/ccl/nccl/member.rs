@@ -176,15 +176,17 @@ impl Member {
         let bytes = if collective.operation == Operation::Barrier { Some(WORD) } else { collective.bytes() };
         let elements = Elements::of(&collective, bytes.unwrap_or(0), library, stream.compute_capability())?;
         let mut work = Work { collective, elements, lent, scratch: std::ptr::null_mut(), rank, size };
-        stream.make_current()?;
-        // If earlier work on the stream has failed, this rank has no input.
-        stream.is_done()?;
-        if collective.operation == Operation::Barrier {
-            work.scratch = stream.scratch(WORD)?;
-        } else if work.needs_copy() {
-            work.scratch = stream.scratch(elements.bytes() * size)?;
-        }
-        Ok(work)
+        self.communicator.handle().query(|| {
+            stream.make_current()?;
+            // If earlier work on the stream has failed, this rank has no input.
+            stream.is_done()?;
+            if collective.operation == Operation::Barrier {
+                work.scratch = stream.scratch(WORD)?;
+            } else if work.needs_copy() {
+                work.scratch = stream.scratch(elements.bytes() * size)?;
+            }
+            Ok(work)
+        })
     }
 
     /// Turns a fault into the error of all ranks: breaks the group if only this rank knows of it,
