@@ -1,7 +1,8 @@
 //! Direct access between the GPUs of the process, so that copies between them do not go through the
 //! host.
 
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use cudarc::driver::sys::cudaError_enum as Code;
 use parking_lot::Mutex;
@@ -9,8 +10,13 @@ use parking_lot::Mutex;
 use crate::gpu::PrimaryContext;
 use rpc_core::error::Result;
 
-/// Pairs of GPUs, by their indices, for which the driver has been asked.
-static ASKED: Mutex<BTreeSet<(i32, i32)>> = Mutex::new(BTreeSet::new());
+/// True once a pair has been asked, under the lock of that pair.
+type Asked = Arc<Mutex<bool>>;
+
+/// Pairs of GPUs, by their indices, each with a flag that is true once the driver has been asked. A
+/// pair has a lock of its own: the driver may wait for the work of one of its GPUs, and other pairs
+/// are not to wait with it.
+static ASKED: Mutex<BTreeMap<(i32, i32), Asked>> = Mutex::new(BTreeMap::new());
 
 /// Lets each of two GPUs access the memory of the other, where the hardware can, at the first call
 /// for them. Both contexts are open. Afterwards neither needs to be the current one.
@@ -20,14 +26,15 @@ static ASKED: Mutex<BTreeSet<(i32, i32)>> = Mutex::new(BTreeSet::new());
 /// A GPU is lost. If the driver refuses the access, the pair does without it.
 pub(super) fn enable(one: &PrimaryContext, other: &PrimaryContext) -> Result<()> {
     let pair = (one.gpu.index.min(other.gpu.index), one.gpu.index.max(other.gpu.index));
+    let asked = Arc::clone(ASKED.lock().entry(pair).or_default());
     // Held until the driver has answered, so that no copy of another thread comes before that.
-    let mut asked = ASKED.lock();
-    if asked.contains(&pair) {
+    let mut asked = asked.lock();
+    if *asked {
         return Ok(());
     }
     enable_from(one, other)?;
     enable_from(other, one)?;
-    asked.insert(pair);
+    *asked = true;
     Ok(())
 }
 

@@ -192,13 +192,20 @@ unsafe fn to_peer(from: DeviceRange, to: DeviceRange, len: u64) -> Result<()> {
     peer_access::enable(source, target)?;
     from.gpu.default_stream.wait_for_stream(&to.gpu.default_stream)?;
     source.enter()?;
-    // SAFETY: the caller's promise, and both contexts are retained.
+    // SAFETY: the caller's promise, and both contexts are retained. The copy is done before later
+    // work of the destination's default stream begins, or before this returns.
     let outcome = unsafe {
         let (bytes, stream) = (len as usize, source.default_stream.0);
         source.gpu.driver.memcpy_peer_async(to.start, target.raw.0, from.start, source.raw.0, bytes, stream)
     };
     source.gpu.check(outcome)?;
-    to.gpu.default_stream.wait_for_stream(&from.gpu.default_stream)
+    let ordered = to.gpu.default_stream.wait_for_stream(&from.gpu.default_stream);
+    if ordered.is_err() {
+        // The copy is under way, and the destination's stream does not wait for it. An error of
+        // this wait means that the device has failed, and no longer copies.
+        _ = from.gpu.synchronize();
+    }
+    ordered
 }
 
 /// The buffers of one copy: one, or two in turn. They return to the pool behind the device's use of
