@@ -9,11 +9,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use parking_lot::Mutex;
-use rpc_core::device::{AllocRequest, Memory, Stream};
+use rpc_core::device::{AllocRequest, CpuDevice, Memory, Stream};
 use rpc_core::{Device, DeviceApi, DeviceAttribute, DeviceType, ErrorKind, Result, RpcError, Target, Value};
 
 /// Scope of the second memory of each device.
 pub const FAST_MEMORY: &str = "fast";
+
+/// Scope of memory that the processor reaches, too, like pinned memory.
+pub const SHARED_MEMORY: &str = "shared";
 
 /// Devices `ext_dev:0` and `ext_dev:1`.
 #[derive(Clone, Default)]
@@ -85,6 +88,7 @@ impl DeviceApi for Accelerator {
                 let before_copy = self.before_copy.clone();
                 Ok(Box::new(Remote { bytes: Mutex::new(vec![0; size]), len: size as u64, before_copy }))
             }
+            Some(SHARED_MEMORY) => CpuDevice::default().allocate(0, &AllocRequest { scope: None, ..*request }),
             Some(scope) => Err(RpcError::unsupported(format!("ext_dev has no memory scope '{scope}'"))),
         }
     }

@@ -75,17 +75,23 @@ impl Drop for CallFrameGuard {
 }
 
 impl CallFrame {
+    /// Returns the first memory of a device that the processor reaches, too, such as pinned memory.
+    pub(super) fn host_memory(&self) -> Option<&Arc<Storage>> {
+        let is_on_host =
+            |storage: &&Arc<Storage>| storage.device().kind != DeviceType::CPU && storage.memory().host().is_some();
+        self.storages.iter().find(is_on_host)
+    }
+
     /// Waits for the work that foreign code has submitted to its streams so far, if it was given
-    /// memory of a device that the processor reaches, too, such as pinned memory. The next user of
-    /// that memory may be the processor, which is in no stream's order.
+    /// [memory of a device that the processor reaches](Self::host_memory). The next user of that
+    /// memory may be the processor, which is in no stream's order. Inline functions are not given
+    /// any: their thread must not wait.
     ///
     /// # Errors
     ///
     /// The error of that work.
     pub(super) fn wait_for_host_memory(&self) -> Result<()> {
-        let is_on_host =
-            |storage: &Arc<Storage>| storage.device().kind != DeviceType::CPU && storage.memory().host().is_some();
-        if self.storages.iter().any(is_on_host) {
+        if self.host_memory().is_some() {
             self.lanes.borrow().iter().try_for_each(|lane| lane.stream.synchronize())?;
         }
         Ok(())

@@ -49,6 +49,16 @@ impl FfiFunction {
             return Err(RpcError::invalid_argument(format!("the function takes {expected} arguments, got {got}")));
         }
         let frame = call_frame::enter(context, self.kind, borrows);
+        if self.kind == FunctionKind::Inline
+            && let Some(storage) = frame.host_memory()
+        {
+            let device = storage.device();
+            return Err(RpcError::unsupported(format!(
+                "an inline function was given memory of {device} that the processor reaches, too: the call would have \
+                 to wait for the device, and other requests with it; leave the function out of the module's \
+                 'rpc_inline', or pass a tensor that is on one side alone"
+            )));
+        }
         let streams = Streams::set(self.api, context, &values)?;
         frame.set_lanes(streams.lanes());
         let forms = self.typed.forms.as_deref().unwrap_or_default();

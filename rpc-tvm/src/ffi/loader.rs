@@ -58,7 +58,8 @@ use rpc_core::function::{FunctionKind, LoadRequest, Module, ModuleLoader, Regist
 ///
 /// Work that a function submits to the stream of its lane may go on after the call: later work on
 /// its tensors comes behind. If the processor reaches one of them, as it does with pinned memory
-/// (scope `host` of `cuda`), the call waits for that work, and returns its error.
+/// (scope `host` of `cuda`), the call waits for that work, and returns its error. An inline
+/// function must not wait, and is not called with such memory.
 ///
 /// While a function calls back, its tensors are passed to the called function, or are free for
 /// others (except those of inline functions, which keep them): it must not access them meanwhile,

@@ -9,7 +9,7 @@ use rpc_core::{
     DataType, Device, DeviceType, ErrorKind, Lane, LocalSession, LocalValue, Registry, RemoteFunction, RemoteModule,
     RemoteObject, RemoteTensor, RpcError, Session, Shape, Value,
 };
-use rpc_tests::accelerator::{Accelerator, DEFAULT_STREAMS, take_waits};
+use rpc_tests::accelerator::{Accelerator, DEFAULT_STREAMS, SHARED_MEMORY, take_waits};
 use rpc_tests::tvm_ffi::{Environment, environment};
 
 struct Fixture {
@@ -550,6 +550,24 @@ fn functions_see_the_streams_of_their_lane() {
         let error = failure(module.function(argument).wait().unwrap().call::<Value>((&tensor,)).wait());
         assert!(error.kind() == ErrorKind::Unsupported && error.message().contains("ext_dev:0"), "{error}");
     }
+}
+
+/// Regression: the thread that reads the connection waited for the device.
+#[test]
+fn an_inline_function_takes_no_memory_for_which_it_would_have_to_wait() {
+    let Some(environment) = environment() else { return };
+    let registry = Registry::new();
+    registry.add_loader(Arc::new(environment.tvm_ffi()));
+    let devices = rpc_core::Devices::new().with(Arc::new(Accelerator::default()));
+    let session = Session::new(LocalSession::builder(registry).devices(devices).build());
+    let module = session.load_module(environment.compile("kernels.c").to_str().unwrap()).wait().unwrap();
+    let [inline, blocking] = ["empty", "empty_blocking"].map(|name| module.function(name).wait().unwrap());
+    let device = Device::new(DeviceType::EXT_DEV, 0);
+    let shared = session.alloc_in_scope(device, DataType::F32, &[4], Some(SHARED_MEMORY)).wait().unwrap();
+    blocking.call::<()>((&shared,)).wait().unwrap();
+    let error = failure(inline.call::<()>((&shared,)).wait());
+    assert!(error.kind() == ErrorKind::Unsupported && error.message().contains("'rpc_inline'"), "{error}");
+    inline.call::<()>(()).wait().unwrap();
 }
 
 #[test]
