@@ -13,7 +13,9 @@
 //!    that can be served then is served.
 //! 2. A request that must wait *reserves* all free slots that it could use against later requests.
 //!    So slots accumulate for a request for many, and single requests do not take them one by one.
-//!    Requests that compete for none of these slots overtake it.
+//!    Requests that compete for none of these slots overtake it. Of the requests that ask for
+//!    the same, each slot at another server, the first 16 that must wait reserve slots, and those
+//!    behind them are considered when one of these is served.
 //! 3. A request that all servers together could not serve, even if they were free, reserves
 //!    nothing: it waits for servers that may never register, and fails when it has waited so for
 //!    longer than it allows.
@@ -93,7 +95,8 @@ struct Pool {
 pub(crate) struct Scheduler {
     policy: Policy,
     servers: HashMap<ServerId, Server>,
-    pools: HashMap<String, Pool>,
+    /// Pools by key, in order: an error lists the first keys.
+    pools: BTreeMap<String, Pool>,
     properties: PropertyIndex,
     by_peer: HashMap<String, usize>,
     waiting: BTreeMap<QueueOrder, PendingRequest>,
@@ -118,7 +121,7 @@ impl Scheduler {
         Self {
             policy,
             servers: HashMap::new(),
-            pools: HashMap::new(),
+            pools: BTreeMap::new(),
             properties: PropertyIndex::default(),
             by_peer: HashMap::new(),
             waiting: BTreeMap::new(),
@@ -259,11 +262,6 @@ impl Scheduler {
         check_room("max_waiting_per_client", policy.max_waiting_per_client, of_peer)?;
         let id = ClaimId(self.next_claim);
         self.next_claim += 1;
-        let timer = match request.timeout_ms {
-            Some(millis) => after(now, Some(millis), Timer::Claim(id)),
-            None => after(now, request.unservable_timeout_ms, Timer::Unservable(id)),
-        };
-        self.timers.extend(timer);
         let priority = request.priority;
         self.priorities.insert(id, priority);
         *self.waiting_by_peer.entry(peer.to_owned()).or_default() += 1;
@@ -273,8 +271,11 @@ impl Scheduler {
             self.candidates(&request).map(|server| u64::from(usable(&request, server.offer.capacity))).sum()
         });
         self.classes = classes;
+        let timer = request.timeout_ms.and_then(|millis| after(now, millis, Timer::Claim(id)));
+        self.timers.extend(timer);
         let waiting = PendingRequest { request, peer: peer.to_owned(), since: now, timer, class };
         self.waiting.insert(order, waiting);
+        self.check_servable(now, id);
         self.serve(now, Some(&key));
         // A request with a time limit of zero is served at once or not at all.
         self.handle_timeout(now);
@@ -352,17 +353,25 @@ impl Scheduler {
     }
 
     /// Ends a request that has been impossible for as long as it allows. Otherwise looks again when
-    /// that may be so.
+    /// that may be so: at that time, or once the request becomes impossible.
     fn check_servable(&mut self, now: Instant, claim: ClaimId) {
         let Some(order) = self.priorities.get(&claim).map(|priority| (Reverse(*priority), claim)) else { return };
         let Some(waiting) = self.waiting.get_mut(&order) else { return };
-        let Some(class) = self.classes.get(waiting.class) else { return };
-        // A server that has come and gone meanwhile begins the time anew.
-        let since = if class.is_possible() { now } else { class.decreased.max(waiting.since) };
-        waiting.timer = after(since, waiting.request.unservable_timeout_ms, Timer::Unservable(claim));
-        match waiting.timer.filter(|(due, _)| *due <= now && !class.is_possible()) {
+        let limit = waiting.request.unservable_timeout_ms.filter(|_| waiting.request.timeout_ms.is_none());
+        let (Some(limit), Some(class)) = (limit, self.classes.get_mut(waiting.class)) else { return };
+        let possible = class.possible;
+        let Some(members) = class.members_mut(waiting.request.count) else { return };
+        let Some(since) = members.impossible_since else {
+            // No timer runs meanwhile: it would be due again at once if the limit is zero.
+            waiting.timer = None;
+            members.unobserved.insert(order);
+            return;
+        };
+        // The request may have come later.
+        waiting.timer = after(since.max(waiting.since), limit, Timer::Unservable(claim));
+        match waiting.timer.filter(|(due, _)| *due <= now) {
             Some(_) => {
-                let (request, possible) = (waiting.request.clone(), class.possible);
+                let request = waiting.request.clone();
                 self.remove_waiting(claim);
                 self.events.push_back(Event::Unservable { claim, request, possible });
             }
@@ -377,8 +386,8 @@ impl Scheduler {
         waiting.and_then(|waiting| self.classes.get(waiting.class)).map_or(0, |class| class.possible)
     }
 
-    /// Returns the keys of registered servers.
-    pub(crate) fn keys(&self) -> impl Iterator<Item = &str> {
+    /// Returns the keys of registered servers in order.
+    pub(crate) fn keys(&self) -> impl ExactSizeIterator<Item = &str> {
         self.pools.keys().map(String::as_str)
     }
 
@@ -444,18 +453,21 @@ impl Scheduler {
     fn count_possible(&mut self, now: Instant, offer: &Offer, count: impl Fn(&mut u64, u64)) {
         #[cfg(test)]
         let compared = &self.compared;
+        let mut to_observe = Vec::new();
         self.classes.for_offer(offer, |class| {
             #[cfg(test)]
             compared.set(compared.get() + 1);
-            if !offer.suits(&class.request) {
-                return;
-            }
-            let before = class.possible;
-            count(&mut class.possible, u64::from(usable(&class.request, offer.capacity)));
-            if class.possible < before {
-                class.decreased = now;
+            if offer.suits(&class.request) {
+                let slots = u64::from(usable(&class.request, offer.capacity));
+                class.change_possible(now, |possible| count(possible, slots), &mut to_observe);
             }
         });
+        for order in to_observe {
+            let Some(waiting) = self.waiting.get_mut(&order) else { continue };
+            let limit = waiting.request.unservable_timeout_ms;
+            waiting.timer = limit.and_then(|millis| after(now, millis, Timer::Unservable(order.1)));
+            self.timers.extend(waiting.timer);
+        }
     }
 
     fn grant(&mut self, now: Instant, order: QueueOrder, servers: Vec<ServerId>) {
@@ -486,7 +498,7 @@ impl Scheduler {
         if let Some(timer) = waiting.timer {
             self.timers.remove(&timer);
         }
-        self.classes.remove(waiting.class, (Reverse(priority), id));
+        self.classes.remove(waiting.class, waiting.request.count, (Reverse(priority), id));
         count_down(&mut self.waiting_by_peer, &waiting.peer);
         Some(waiting)
     }
@@ -537,8 +549,8 @@ impl Scheduler {
 }
 
 /// Returns a timer that is due so long after `now`, if that is not for ever.
-fn after(now: Instant, millis: Option<u64>, timer: Timer) -> Option<(Instant, Timer)> {
-    Some((now.checked_add(Duration::from_millis(millis?))?, timer))
+fn after(now: Instant, millis: u64, timer: Timer) -> Option<(Instant, Timer)> {
+    Some((now.checked_add(Duration::from_millis(millis))?, timer))
 }
 
 /// Checks that a limit allows one more.
@@ -572,21 +584,19 @@ pub(crate) fn timed_out(wanted: u32, possible: u64, key: &str) -> RpcError {
 const MAX_LISTED: usize = 8;
 
 /// Returns the error of a request that no servers with the keys `registered` could have served for
-/// the time that it allows.
+/// the time that it allows. Lists the first of these keys, and counts the others.
 pub(crate) fn unservable<'a>(
     request: &ServerRequest,
     possible: u64,
-    registered: impl Iterator<Item = &'a str>,
+    registered: impl ExactSizeIterator<Item = &'a str>,
 ) -> RpcError {
     let key = if request.key.is_empty() { String::new() } else { format!(" with the key '{}'", request.key) };
     let labels: String = request.labels.iter().map(|(name, value)| format!(", label {name}={value}")).collect();
     let kinds: String =
         request.devices.iter().map(|device| format!(", {} devices of {}", device.count, device.kind)).collect();
     let constraints: String = request.virtual_devices.iter().map(|device| format!(", device {device}")).collect();
-    let mut keys: Vec<_> = registered.collect();
-    keys.sort_unstable();
-    let others = keys.len().saturating_sub(MAX_LISTED);
-    keys.truncate(MAX_LISTED);
+    let others = registered.len().saturating_sub(MAX_LISTED);
+    let keys: Vec<_> = registered.take(MAX_LISTED).collect();
     let keys = match (keys.is_empty(), others) {
         (true, _) => "no server is registered".to_owned(),
         (false, 0) => format!("servers are registered with the keys: {}", keys.join(", ")),

@@ -2,7 +2,6 @@
 
 use std::cmp::Reverse;
 use std::collections::{BTreeSet, HashMap, HashSet};
-use std::ops::Bound;
 
 use rpc_transports::tracker::ServerRequest;
 
@@ -15,10 +14,16 @@ use super::{QueueOrder, Scheduler};
 /// one slot looks at these, and not for the first suitable server of the pool.
 const FIRST_IS_OFTEN_ENOUGH: usize = 8;
 
+/// Number of requests of one class, for slots at different servers, that must wait and reserve
+/// slots. Each of them looks at all servers, so without a bound a long queue would be expensive.
+const MAX_RESERVING: u32 = 16;
+
 impl Scheduler {
-    /// Returns the next grants: rules 1 to 3. Considers only keys with free slots, and of equal
-    /// requests none behind one that got no slots, so that a long queue costs little while there
-    /// are no slots for it.
+    /// Returns the next grants: rules 1 to 3. Considers only keys with free slots. Of the requests
+    /// for the same it considers none behind one that got no slots: that one has reserved all that
+    /// they could use. If each slot is to be at another server, this holds for one slot of each
+    /// server only, and none is considered behind the [`MAX_RESERVING`] first that got no slots. So
+    /// a long queue costs little while there are no slots for it.
     pub(super) fn next_grants(&self, changed: Option<&str>) -> Vec<(QueueOrder, Vec<ServerId>)> {
         let mut grants = Vec::new();
         let mut left = self.totals.free;
@@ -27,6 +32,8 @@ impl Scheduler {
         let mut taken_of: HashMap<&str, u64> = HashMap::new();
         // Properties for which no slot is left.
         let mut nothing_for = HashSet::new();
+        // Requests for slots at different servers that got none, by class.
+        let mut reserving: HashMap<ClassId, u32> = HashMap::new();
         let free_of = |key: &str| self.pools.get(key).map_or(0, |pool| pool.free);
         // Requests of different keys affect each other only through requests for any key.
         let alone = changed.filter(|key| !key.is_empty() && !self.classes.has_key(""));
@@ -35,12 +42,15 @@ impl Scheduler {
             None => self.classes.keys().collect(),
         };
         let with_free = keys.into_iter().filter(|key| key.is_empty() || free_of(key) > 0);
-        let possible = with_free.flat_map(|key| self.classes.of_key(key)).filter(|(_, class)| class.is_possible());
-        // Next request of each class.
-        let mut next: BTreeSet<(QueueOrder, ClassId)> =
-            possible.filter_map(|(id, class)| Some((*class.members.first()?, id))).collect();
-        while let Some((order, id)) = next.pop_first().filter(|_| left > 0) {
-            let Some(class) = self.classes.get(id) else { continue };
+        let classes = with_free.flat_map(|key| self.classes.of_key(key));
+        // Next request of each class and number of slots.
+        let mut next: BTreeSet<(QueueOrder, ClassId, u32)> = classes
+            .flat_map(|(id, class)| class.first_possible().map(move |(order, count)| (order, id, count)))
+            .collect();
+        while let Some((order, id, count)) = next.pop_first().filter(|_| left > 0) {
+            let Some(class) = self.classes.get(id).filter(|_| reserving.get(&id) < Some(&MAX_RESERVING)) else {
+                continue;
+            };
             let request = &*class.request;
             let key = request.key.as_str();
             if !key.is_empty() && free_of(key) <= taken_of.get(key).copied().unwrap_or_default() {
@@ -50,11 +60,11 @@ impl Scheduler {
             if nothing_for.contains(&wants) {
                 continue;
             }
-            let found = self.find(request, &taken);
+            let found = self.find(request, count, &taken);
             let total: u64 = found.iter().map(|(_, slots)| u64::from(*slots)).sum();
-            let is_served = total >= u64::from(request.count);
+            let is_served = total >= u64::from(count);
             let took: Vec<(ServerId, u32)> = if is_served {
-                let slots = choose(request.count, found);
+                let slots = choose(count, found);
                 grants.push((order, slots.clone()));
                 slots.into_iter().map(|id| (id, 1)).collect()
             } else {
@@ -67,25 +77,26 @@ impl Scheduler {
                     *taken_of.entry(&server.offer.key).or_default() += u64::from(slots);
                 }
             }
-            if !is_served && !request.distinct {
+            if !is_served && (!request.distinct || total == 0) {
                 nothing_for.insert(wants);
                 continue;
             }
-            if let Some(order) = class.members.range((Bound::Excluded(order), Bound::Unbounded)).next() {
-                next.insert((*order, id));
+            if !is_served {
+                *reserving.entry(id).or_default() += 1;
             }
+            next.extend(class.next_after(order, count).map(|order| (order, id, count)));
         }
         grants
     }
 
-    /// Returns the free slots that a request could use and that are not `taken`, by servers in the
-    /// order of rule 4. For a request for one slot the first server is enough, unless slots are
-    /// taken.
-    fn find(&self, request: &ServerRequest, taken: &HashMap<ServerId, u32>) -> Vec<(GrantOrder, u32)> {
+    /// Returns the free slots that a request for `count` slots with the properties of `request`
+    /// could use and that are not `taken`, by servers in the order of rule 4. For a request for one
+    /// slot the first server is enough, unless slots are taken.
+    fn find(&self, request: &ServerRequest, count: u32, taken: &HashMap<ServerId, u32>) -> Vec<(GrantOrder, u32)> {
         let suits = |grant_order: &GrantOrder| {
             self.servers.get(&grant_order.3).is_some_and(|server| self.suits(server, request))
         };
-        let is_simple = request.count == 1 && taken.is_empty();
+        let is_simple = count == 1 && taken.is_empty();
         // The first server of a pool is often good enough, however many there are.
         let rarity = if is_simple { FIRST_IS_OFTEN_ENOUGH } else { 1 };
         let rarest = self.rarest(request, |pool| pool.with_free.len() / rarity);

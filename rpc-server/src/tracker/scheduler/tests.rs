@@ -6,6 +6,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use rpc_core::DeviceType;
 use rpc_transports::tracker::{DeviceOffer, ServerRequest, ServerStatus, Use};
 
 use super::{ClaimId, Event, GrantedSlot, Offer, Policy, Scheduler, unservable};
@@ -86,7 +87,7 @@ fn a_virtual_device_is_satisfied_by_one_of_the_devices() {
         let (mut scheduler, now) = self::scheduler();
         let offer = Offer { key: "k".to_owned(), labels: BTreeMap::new(), devices: devices.clone(), capacity: 1 };
         scheduler.register(now, "p", Arc::new(offer), &no_uses()).unwrap();
-        let both = ServerRequest::any().virtual_device(rpc_core::DeviceType::CPU).virtual_device(wanted.clone());
+        let both = ServerRequest::any().virtual_device(DeviceType::CPU).virtual_device(wanted.clone());
         scheduler.request(now, "c", both).unwrap();
         assert_eq!(granted(&mut scheduler).len(), usize::from(is_there), "{wanted}");
     }
@@ -254,7 +255,7 @@ fn requests_with_odd_properties_look_at_few_servers() {
         for request in [
             ServerRequest::new("k").label("host", &format!("none{number}")),
             ServerRequest::any().label(&format!("odd{number}"), "yes"),
-            ServerRequest::new("k").device(rpc_core::DeviceType::CUDA, 1 + number),
+            ServerRequest::new("k").device(DeviceType::CUDA, 1 + number),
             rare().label(&format!("odd{number}"), "no"),
         ] {
             scheduler.request(now, "c", request).unwrap();
@@ -293,24 +294,34 @@ fn the_unused_slots_of_a_client_that_is_gone_come_back_and_the_used_ones_do_not(
     assert!(ids.contains(&slots_of_next[0].server) && scheduler.abandoned.is_empty());
 }
 
-/// Regression: a server that came or went was compared with each request that waited for its key.
+/// Regression: a server that came or went was compared with each request that waited for its key;
+/// and with each of those that differed in the number of slots, in the type of a virtual device, or
+/// in a label after the first one.
 #[test]
 fn a_registration_looks_at_few_of_the_requests_that_wait() {
     const REQUESTS: u64 = 5000;
     let limits = Policy { max_servers: 10, max_servers_per_peer: 10, max_waiting: 10_000, ..policy() };
     let (mut scheduler, now) = (Scheduler::new(Policy { max_waiting_per_client: 10_000, ..limits }), Instant::now());
     for number in 0..REQUESTS {
-        let request = match number % 4 {
-            0 => ServerRequest::new("k").count(1000),
-            1 => ServerRequest::any().count(1000),
+        let kind: DeviceType = format!("device{}", 1000 + number).parse().unwrap();
+        let count = 1000 + u32::try_from(number).unwrap();
+        let request = match number % 7 {
+            0 => ServerRequest::new("k").count(count),
+            1 => ServerRequest::any().count(count).distinct(),
             2 => ServerRequest::new("k").label("host", &format!("node{number}")),
-            _ => ServerRequest::any().device(format!("ext{number}").parse().unwrap_or(rpc_core::DeviceType::CUDA), 1),
+            3 => ServerRequest::any().device(kind, 1),
+            4 => ServerRequest::any().device(DeviceType::CPU, 1).device(kind, 1),
+            5 => ServerRequest::new("k").virtual_device(kind),
+            _ => ServerRequest::new("k").label("a", "common").label("host", &format!("node{number}")),
         };
         scheduler.request(now, "c", request.priority(i32::try_from(number).unwrap())).unwrap();
     }
     assert!(granted(&mut scheduler).is_empty() && scheduler.totals().waiting == REQUESTS);
     scheduler.compared.set(0);
-    let id = scheduler.register(now, "p", offer("k", 4), &no_uses()).unwrap();
+    let mut offer = (*offer("k", 4)).clone();
+    offer.labels.insert("a".to_owned(), "common".to_owned());
+    offer.devices.push(DeviceOffer::new("cpu", 1));
+    let id = scheduler.register(now, "p", Arc::new(offer), &no_uses()).unwrap();
     scheduler.report(now, id, &no_uses());
     scheduler.unregister(now, id);
     let compared = scheduler.compared.get();
@@ -351,6 +362,19 @@ fn a_request_that_can_never_be_served_fails_after_its_time_and_says_why() {
     assert!(text.contains("for 60s: 2 slots with the key 'k'") && text.contains("have 1; "), "{text}");
     assert!(text.ends_with("keys: k"), "{text}");
 
+    // One that comes and goes without making the request possible does not. Regression: it did,
+    // and a request for many waited without end while one server crashed again and again.
+    let hopeless = scheduler.request(now, "c", wanted().count(3)).unwrap();
+    for _ in 0..59 {
+        let other = scheduler.register(now, "p", offer("k", 1), &status).unwrap();
+        scheduler.unregister(now, other);
+        pass(&mut scheduler, &mut now, second);
+    }
+    assert_eq!(scheduler.poll_event(), None);
+    pass(&mut scheduler, &mut now, second);
+    let Some(Event::Unservable { claim, .. }) = scheduler.poll_event() else { panic!() };
+    assert_eq!(claim, hopeless);
+
     // Requests that could be served, or that have a time limit of their own, wait.
     let patient = scheduler.request(now, "c", wanted().timeout(3600 * second)).unwrap();
     let endless = scheduler.request(now, "c", wanted().unservable_timeout(Duration::MAX)).unwrap();
@@ -359,4 +383,76 @@ fn a_request_that_can_never_be_served_fails_after_its_time_and_says_why() {
     [patient, endless].iter().for_each(|claim| scheduler.cancel(now, *claim));
     scheduler.unregister(now, first);
     assert_eq!((scheduler.next_timeout(), scheduler.classes.checked_len()), (None, 0));
+}
+
+/// Regression: the timer of a request that could be served was set to the present time again and
+/// again, if the request did not wait at all while it could not be served.
+#[test]
+fn a_request_that_may_not_be_impossible_for_a_moment_waits_while_it_is_possible() {
+    let (mut scheduler, now) = scheduler();
+    let busy = Use { id: 1, serial: None, direct: true, client: "c".to_owned(), for_ms: 0, silent_ms: 0 };
+    let status = ServerStatus { uses: vec![busy], ..no_uses() };
+    let id = scheduler.register(now, "p", offer("k", 1), &status).unwrap();
+    let wanted = || ServerRequest::new("k").unservable_timeout(Duration::ZERO);
+    let possible = scheduler.request(now, "c", wanted()).unwrap();
+    scheduler.handle_timeout(now);
+    assert_eq!(scheduler.poll_event(), None);
+    let claim = scheduler.request(now, "c", wanted().count(2)).unwrap();
+    let Some(Event::Unservable { claim: told, .. }) = scheduler.poll_event() else { panic!() };
+    assert_eq!(told, claim);
+    scheduler.unregister(now, id);
+    scheduler.handle_timeout(now);
+    let Some(Event::Unservable { claim: told, .. }) = scheduler.poll_event() else { panic!() };
+    assert_eq!((told, scheduler.next_timeout()), (possible, None));
+}
+
+/// Regression: each request that failed sorted the keys of all servers.
+#[test]
+fn the_error_of_an_impossible_request_looks_at_few_of_the_keys() {
+    let keys: Vec<String> = (0..8000).map(|number| format!("k{number}")).collect();
+    let seen = std::cell::Cell::new(0);
+    let registered = keys.iter().map(|key| {
+        seen.set(seen.get() + 1);
+        key.as_str()
+    });
+    let error = unservable(&ServerRequest::new("board"), 0, registered);
+    assert!(error.message().ends_with("k0, k1, k2, k3, k4, k5, k6, k7 and 7992 others"), "{error}");
+    assert!(seen.get() < 10, "{} keys", seen.get());
+
+    let (mut scheduler, now) = scheduler();
+    for key in ["c", "a", "b"] {
+        scheduler.register(now, "p", offer(key, 1), &no_uses()).unwrap();
+    }
+    assert_eq!(scheduler.keys().collect::<Vec<_>>(), ["a", "b", "c"]);
+}
+
+/// Regression: each of them looked at all servers at each change.
+#[test]
+fn requests_for_different_servers_that_wait_look_at_few_servers() {
+    let limits = Policy { max_servers: 100, max_servers_per_peer: 100, max_waiting: 1000, ..policy() };
+    let (mut scheduler, now) = (Scheduler::new(Policy { max_waiting_per_client: 1000, ..limits }), Instant::now());
+    let busy = Use { id: 1, serial: None, direct: true, client: "c".to_owned(), for_ms: 0, silent_ms: 0 };
+    let status = ServerStatus { uses: vec![busy], ..no_uses() };
+    let id = scheduler.register(now, "p", offer("k", 1), &status).unwrap();
+    for _ in 0..9 {
+        scheduler.register(now, "p", offer("k", 1000), &no_uses()).unwrap();
+    }
+    let wanted = || ServerRequest::new("k").count(10).distinct();
+    let first = scheduler.request(now, "c", wanted()).unwrap();
+    for _ in 1..500 {
+        scheduler.request(now, "c", wanted()).unwrap();
+    }
+    scheduler.compared.set(0);
+    let other = scheduler.register(now, "p", offer("other", 1), &no_uses()).unwrap();
+    scheduler.unregister(now, other);
+    scheduler.give_back(now, ClaimId(0), &[]);
+    scheduler.set_reachable(id, false);
+    scheduler.cancel(now, ClaimId(400));
+    let compared = scheduler.compared.get();
+    assert!(compared < 1000, "{compared}");
+    assert!(granted(&mut scheduler).is_empty());
+    // They are served in their order, as soon as that can be.
+    scheduler.report(now, id, &no_uses());
+    let served = granted(&mut scheduler);
+    assert_eq!(served.iter().map(|(claim, _)| *claim).collect::<Vec<_>>(), [first]);
 }

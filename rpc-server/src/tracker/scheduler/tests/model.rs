@@ -33,6 +33,7 @@ enum Step {
         distinct: bool,
         priority: i32,
         timeout: Option<u16>,
+        unservable_timeout: Option<u16>,
     },
     Cancel(u8),
     /// The holder of a valid ticket opens its session.
@@ -58,9 +59,10 @@ fn step() -> impl Strategy<Value = Step> {
         1 => any::<u8>().prop_map(Step::Unregister),
         8 => (
             0..3u8, 0..3u8, 0..3u8, 0..2u32, 1..6u32, any::<bool>(), -1..2i32, proptest::option::of(0..30_000u16),
+            proptest::option::of(prop_oneof![Just(0), 0..20_000u16]),
         ).prop_map(
-            |(peer, key, arch, gpus, count, distinct, priority, timeout)| Step::Request {
-                peer, key, arch, gpus, count, distinct, priority, timeout,
+            |(peer, key, arch, gpus, count, distinct, priority, timeout, unservable_timeout)| Step::Request {
+                peer, key, arch, gpus, count, distinct, priority, timeout, unservable_timeout,
             }
         ),
         1 => any::<u8>().prop_map(Step::Cancel),
@@ -133,6 +135,8 @@ struct Model {
     servers: BTreeMap<ServerId, ModelServer>,
     /// Waiting requests in the order of arrival.
     waiting: Vec<(ClaimId, u8, ServerRequest, Option<Instant>)>,
+    /// Times since which waiting requests have been impossible.
+    impossible: BTreeMap<ClaimId, Instant>,
     serials: BTreeSet<u64>,
     next_use: u64,
 }
@@ -141,7 +145,15 @@ impl Model {
     fn new() -> Self {
         let now = Instant::now();
         let scheduler = Scheduler::new(policy());
-        Self { scheduler, now, servers: BTreeMap::new(), waiting: Vec::new(), serials: BTreeSet::new(), next_use: 0 }
+        Self {
+            scheduler,
+            now,
+            servers: BTreeMap::new(),
+            waiting: Vec::new(),
+            impossible: BTreeMap::new(),
+            serials: BTreeSet::new(),
+            next_use: 0,
+        }
     }
 
     fn server_at(&self, at: u8) -> Option<ServerId> {
@@ -214,7 +226,7 @@ impl Model {
                     self.servers.remove(&id);
                 }
             }
-            Step::Request { peer, key, arch, gpus, count, distinct, priority, timeout } => {
+            Step::Request { peer, key, arch, gpus, count, distinct, priority, timeout, unservable_timeout } => {
                 let mut request = ServerRequest::any().count(count).priority(priority);
                 request.distinct = distinct;
                 if key < 2 {
@@ -225,7 +237,7 @@ impl Model {
                 }
                 request.devices.push(DeviceOffer::new("cuda", gpus));
                 request.timeout_ms = timeout.map(u64::from);
-                request.unservable_timeout_ms = None;
+                request.unservable_timeout_ms = unservable_timeout.map(u64::from);
                 let of_peer = self.waiting.iter().filter(|(_, of, _, _)| *of == peer).count();
                 let full = self.waiting.len() >= policy().max_waiting || of_peer >= policy().max_waiting_per_client;
                 match self.scheduler.request(now, &format!("p{peer}"), request.clone()) {
@@ -339,8 +351,11 @@ impl Model {
             self.servers.iter().filter(|(_, server)| server.lease_end <= now).map(|(id, _)| *id).collect();
         let mut overdue: BTreeSet<_> = expired.iter().copied().collect();
         self.servers.retain(|id, _| !overdue.contains(id));
+        let impossible = self.waiting.iter().filter(|(_, _, request, _)| !self.is_possible(request));
+        self.impossible = impossible.map(|(id, ..)| (*id, *self.impossible.get(id).unwrap_or(&now))).collect();
         let mut granted = Vec::new();
         let mut timed_out = BTreeSet::new();
+        let mut unservable = BTreeSet::new();
         while let Some(event) = self.scheduler.poll_event() {
             match event {
                 Event::LeaseExpired { server } => assert!(overdue.remove(&server), "{server:?} was lost"),
@@ -348,7 +363,9 @@ impl Model {
                     assert!(timed_out.insert(claim));
                 }
                 Event::Granted { claim, slots } => granted.push((claim, slots)),
-                Event::Unservable { .. } => panic!("no request asks for that"),
+                Event::Unservable { claim, .. } => {
+                    assert!(unservable.insert(claim));
+                }
             }
         }
         assert!(overdue.is_empty(), "servers are still there whose lease is over: {overdue:?}");
@@ -362,6 +379,17 @@ impl Model {
             let (_, _, _, until) = self.waiting.remove(at);
             assert!(until.is_some_and(|until| until <= now), "too early");
         }
+        for claim in &unservable {
+            let at = self.waiting.iter().position(|(id, ..)| id == claim).expect("it waited");
+            let (_, _, request, _) = self.waiting.remove(at);
+            let due = self.unservable_at(*claim, &request);
+            assert!(due.is_some_and(|due| due <= now), "too early: {due:?} at {now:?}");
+        }
+        for (claim, _, request, _) in &self.waiting {
+            let due = self.unservable_at(*claim, request);
+            // At its very time the timer may be due still.
+            assert!(due.is_none_or(|due| due >= now), "{claim:?} has been impossible for too long");
+        }
         assert!(
             self.waiting.iter().all(|(_, _, _, until)| until.is_none_or(|until| until > now)),
             "a request waits longer than it wants to"
@@ -369,6 +397,12 @@ impl Model {
         self.assert_no_request_was_overtaken(&before, &granted);
         self.assert_no_request_is_stuck();
         self.counts_agree();
+    }
+
+    /// Returns the time at which a request ends if it stays impossible.
+    fn unservable_at(&self, claim: ClaimId, request: &ServerRequest) -> Option<Instant> {
+        let limit = request.unservable_timeout_ms.filter(|_| request.timeout_ms.is_none())?;
+        Some(*self.impossible.get(&claim)? + Duration::from_millis(limit))
     }
 
     /// Checks a grant: it is complete, only suitable servers are granted, and only free slots.
