@@ -23,7 +23,7 @@ use tokio::task::{JoinError, JoinHandle};
 
 use self::grants::grants;
 use self::objects::{ClaimObject, ServerObject};
-use self::proof_queue::ProofQueue;
+use self::proof_queue::{ProofQueue, SessionId};
 use super::advertised_addresses::{self, Admitted};
 use super::history::History;
 use super::limits::{check_registration, check_request, clip, clipped};
@@ -191,7 +191,7 @@ impl Tracker {
             state: Mutex::new(state),
             changed: changed.clone(),
             probes: Semaphore::new(PROBES),
-            proofs: ProofQueue::new(),
+            proofs: ProofQueue::default(),
         });
         tokio::spawn(run_timers(Arc::downgrade(&this), changed));
         this
@@ -267,14 +267,14 @@ impl Tracker {
 
     async fn add_server(
         self: &Arc<Self>,
-        client: &Client,
+        client: &Arc<Client>,
         registration: Registration,
     ) -> Result<(ServerObject, Registered)> {
         let asked = rpc_core::clock::now();
         let ticket_key = TicketKey::from_bytes(registration.ticket_key);
         let checked = check_registration(&registration).and_then(|()| self.check_addresses(&registration, client));
         let checked = match checked {
-            Ok(admitted) if admitted.to_prove => self.prove(&limit_key(client), admitted, &ticket_key).await,
+            Ok(admitted) if admitted.to_prove => self.prove(client, admitted, &ticket_key).await,
             checked => checked,
         };
         let now = rpc_core::clock::now();
@@ -382,15 +382,15 @@ impl Tracker {
         advertised_addresses::admit(&registration.address, client.machine, client.through_hop, allowed, transports)
     }
 
-    /// Has a server of `peer` prove that it is at its addresses.
+    /// Has a server of `client` prove that it is at its addresses.
     ///
     /// # Errors
     ///
     /// [`ErrorKind::Refused`], which tells nothing of what is at the addresses; and
-    /// [`ErrorKind::LimitExceeded`]: too many do it at this time, in all or of this peer.
-    async fn prove(&self, peer: &str, admitted: Admitted, key: &TicketKey) -> Result<Admitted> {
-        let queued = self.proofs.enter(peer)?;
-        let _permit = queued.turn().await;
+    /// [`ErrorKind::LimitExceeded`]: too many do it at this time.
+    async fn prove(&self, client: &Arc<Client>, admitted: Admitted, key: &TicketKey) -> Result<Admitted> {
+        let mut queued = self.proofs.enter(&limit_key(client), SessionId::of(client))?;
+        queued.turn().await?;
         let address = admitted.addresses.join(",");
         let Err(why) = advertised_addresses::prove(&self.connector(), &admitted.addresses, key).await else {
             return Ok(admitted);
