@@ -1,8 +1,9 @@
 //! The gate of a server that a tracker gives out: it admits clients with a ticket, and records
 //! their sessions.
 //!
-//! The tracker relies on complete reports: each one lists all sessions, and the tickets whose
-//! sessions have ended until the tracker has acknowledged them.
+//! The tracker relies on complete reports: each one lists all sessions, and the tickets that are
+//! used up until the tracker has acknowledged them: their sessions have ended, or they came while
+//! all places were taken, and had none.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -53,7 +54,8 @@ struct Registration {
     key: TicketKey,
     /// Used tickets and the times at which they expire. Each is kept until then.
     used: BTreeMap<u64, u64>,
-    /// Tickets whose sessions have ended, for the next report.
+    /// Tickets whose sessions have ended, or that never had one because all places were taken, for
+    /// the next report.
     spent: Vec<u64>,
 }
 
@@ -166,9 +168,7 @@ impl TicketGate {
                     state.spend(id, serial);
                     drop(state);
                     self.changed();
-                    return Err(refused(
-                        "the ticket comes too late: the tracker has given its place to another client; ask it again",
-                    ));
+                    return Err(refused("all places of this server are taken by other clients: ask the tracker again"));
                 }
                 ticket => Some(ticket),
             },

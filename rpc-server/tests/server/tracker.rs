@@ -371,7 +371,7 @@ async fn tickets_of_clients_that_left_do_not_pass_the_capacity() {
     let loans = client.request_many(&both).await.unwrap();
     let error = use_ticket(&late[0]).await.unwrap_err().into_rpc_error();
     assert_eq!((error.kind(), error.application_kind()), (ErrorKind::Refused, Some(TICKET_REFUSED)), "{error}");
-    assert!(error.message().contains("another client"), "{error}");
+    assert!(error.message().contains("all places") && error.message().contains("ask the tracker again"), "{error}");
     for loan in &loans {
         works(loan.session()).await;
     }
@@ -380,8 +380,11 @@ async fn tickets_of_clients_that_left_do_not_pass_the_capacity() {
 
     // A late ticket is good for a slot that is free, and others wait for that.
     let session = use_ticket(&late[1]).await.unwrap();
+    pool.until_free("board", 1).await;
     let next = tokio::spawn(async move { client.request_many(&both).await });
+    pool.until(|summary| summary.queue.len() == 1).await;
     works(&session).await;
+    assert!(!next.is_finished(), "two clients share a slot");
     drop(session);
     assert_eq!(next.await.unwrap().unwrap().len(), 2);
     pool.until_free("board", 2).await;
