@@ -21,6 +21,7 @@ use super::connection::{Connection, SessionRequest, drain_and_close, log_evictio
 use super::dialect::RegisteredDialect;
 use super::dialect::task::{DialectClient, DialectTask};
 use super::mailbox::Command;
+use super::relay::ParkLimit;
 use super::relay::pool::{Handover, ParkedServer};
 use super::state::UNLIMITED;
 use super::task::{SessionParts, SessionTask};
@@ -259,14 +260,20 @@ impl Secured {
             security.may_use(identity, connection.key_to_check(hello))?;
             let identity_served = server.effective_identity(hello, identity);
             let slot = server.slots.take(connection.machine, &identity_served)?;
-            let slot = match &connection.park {
-                Some(park) => slot.at_relay(park.admit()?),
-                None => slot,
+            let park = connection.park.as_ref();
+            let kept = park.and_then(ParkLimit::take_kept);
+            // The place of another channel is taken only by a client that has a session: one that
+            // is refused must not make channels leave the relay.
+            let placed = |slot: SessionSlot| match (kept, park) {
+                (Some(place), _) => Ok(slot.at_relay(place)),
+                (None, Some(park)) => Ok(slot.at_relay(park.admit()?)),
+                (None, None) => Ok::<_, RpcError>(slot),
             };
             if hello.role == Role::Client {
                 let grant = Grant::open(&connection, hello, &identity_served).await?;
-                return Ok((grant, slot));
+                return Ok((grant, placed(slot)?));
             }
+            let slot = placed(slot)?;
             // Only the end of the handshake is left, for which the server waits without limit until
             // a client comes.
             permit = None;

@@ -8,9 +8,11 @@ use rpc_core::proto::{Anonymous, Handshake, HandshakeConfig, Hello, MAGIC, Role}
 use rpc_core::{ErrorKind, LocalSession, Packed, Registry, RpcError, Session, SharedSession};
 use rpc_transports::{
     Access, Address, Bind, Certificate, Channel, ClientTls, ConnectError, Connector, Dial, OpenRequest, ParkOptions,
-    ServeOptions, Server, ServerTls, Tokens, TransportError, Transports,
+    ServeOptions, Server, ServerTls, SessionFactory, Tokens, TransportError, Transports,
 };
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWriteExt};
+use tokio::sync::{Semaphore, oneshot};
+use tokio::task::JoinHandle;
 
 /// Time limit of events that are expected.
 const LIMIT: Duration = Duration::from_secs(20);
@@ -168,18 +170,16 @@ async fn clients_that_stop_behind_the_relay_keep_nobody_out() {
     Connector::new().connect(&format!("{address}?key=board")).await.unwrap();
 }
 
-/// Regression: a client that was slow in its handshake took the last place, and the server, which
-/// waited at the relay again, took one client more there and refused it.
-#[tokio::test]
-async fn a_server_waits_at_the_relay_for_as_many_clients_as_it_has_places() {
-    let (relay, server) = (relay(|_| {}), server(|_| {}));
-    let address = listen(&relay, "memory:slow-client", None).await;
-    server.park(&address, &board(2));
-    waiting(&relay, 2).await;
+/// Starts a client that stops in its handshake with the server behind the relay until it is told to
+/// go on.
+fn slow_client(
+    relay: &Server,
+    connector: Connector,
+) -> (oneshot::Sender<()>, JoinHandle<Result<Session, ConnectError>>) {
     let (client, far) = tokio::io::duplex(1 << 16);
     let (near, at_relay) = tokio::io::duplex(1 << 16);
     relay.serve_channel(Channel::new(at_relay, "a slow client"));
-    let (go_on, told) = tokio::sync::oneshot::channel();
+    let (go_on, told) = oneshot::channel();
     tokio::spawn(async move {
         let ((mut from_client, mut to_client), (mut from_relay, mut to_relay)) =
             (tokio::io::split(far), tokio::io::split(near));
@@ -192,8 +192,19 @@ async fn a_server_waits_at_the_relay_for_as_many_clients_as_it_has_places() {
         };
         let _ = tokio::join!(to_the_server, tokio::io::copy(&mut from_relay, &mut to_client));
     });
-    let slow = Connector::new().key("board").handshake_timeout(LIMIT);
-    let slow = tokio::spawn(async move { slow.connect_channel(Channel::new(client, "a relay")).await });
+    let connector = connector.key("board").handshake_timeout(LIMIT);
+    (go_on, tokio::spawn(async move { connector.connect_channel(Channel::new(client, "a relay")).await }))
+}
+
+/// Regression: a client that was slow in its handshake took the last place, and the server, which
+/// waited at the relay again, took one client more there and refused it.
+#[tokio::test]
+async fn a_server_waits_at_the_relay_for_as_many_clients_as_it_has_places() {
+    let (relay, server) = (relay(|_| {}), server(|_| {}));
+    let address = listen(&relay, "memory:slow-client", None).await;
+    server.park(&address, &board(2));
+    waiting(&relay, 2).await;
+    let (go_on, slow) = slow_client(&relay, Connector::new());
     waiting(&relay, 1).await;
     // The server does not wait for the client's handshake.
     waiting(&relay, 2).await;
@@ -210,6 +221,49 @@ async fn a_server_waits_at_the_relay_for_as_many_clients_as_it_has_places() {
     drop(slow);
     waiting(&relay, 1).await;
     assert_eq!(whoami(&second).await, "anonymous");
+}
+
+/// Opener of sessions for clients with a ticket. It says that one without has come, and then waits
+/// for a word before it refuses it.
+struct WithTicket {
+    come: Semaphore,
+    refuse: Semaphore,
+}
+
+#[async_trait::async_trait]
+impl SessionFactory for WithTicket {
+    async fn open(&self, request: &OpenRequest) -> Result<SharedSession, RpcError> {
+        if request.ticket.is_none() {
+            self.come.add_permits(1);
+            drop(self.refuse.acquire().await);
+            return Err(RpcError::new(ErrorKind::Refused, "a client without a ticket"));
+        }
+        let registry = Registry::new();
+        registry.add_inline("whoami", || "with a ticket".to_owned());
+        Ok(Arc::new(LocalSession::new(registry)))
+    }
+}
+
+/// Regression: a client that was slow in its handshake had the channel of another place leave the
+/// relay before the server had looked at its ticket.
+#[tokio::test]
+async fn a_client_that_is_refused_takes_no_place_at_the_relay() {
+    let factory = Arc::new(WithTicket { come: Semaphore::new(0), refuse: Semaphore::new(0) });
+    let options = ServeOptions { key: "board".into(), ..ServeOptions::default() };
+    let (relay, server) = (relay(|_| {}), Server::new(factory.clone(), options));
+    let address = listen(&relay, "memory:without-ticket", None).await;
+    server.park(&address, &board(1));
+    waiting(&relay, 1).await;
+    let (go_on, slow) = slow_client(&relay, Connector::new());
+    waiting(&relay, 0).await;
+    waiting(&relay, 1).await;
+    go_on.send(()).unwrap();
+    drop(factory.come.acquire().await.unwrap());
+    let session = Connector::new().ticket("t").connect(&format!("{address}?key=board")).await.unwrap();
+    assert_eq!(whoami(&session).await, "with a ticket");
+    factory.refuse.add_permits(1);
+    let error = refusal(slow.await.unwrap());
+    assert!(error.message().contains("without a ticket"), "{error}");
 }
 
 #[tokio::test]

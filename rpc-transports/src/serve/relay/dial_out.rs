@@ -100,7 +100,8 @@ async fn keep_parked(server: &Server, relay: &Address, options: &ParkOptions, pl
             // A client that has come already is served, or told that it is too late.
             biased;
             parked = wait_at(relay, options, server.transports(), &onward) => parked,
-            // A client that was slow in its handshake has the place: none may come here for it.
+            // A client that was slow in its handshake has a session, and this place for it: none
+            // may come here.
             () = reservation.taken() => continue,
         };
         match parked {

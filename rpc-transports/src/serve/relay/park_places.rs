@@ -97,14 +97,21 @@ impl ParkLimit {
         Self { places: places.clone(), kept, admitted: Arc::default() }
     }
 
-    /// Counts a client that has proven its identity.
+    /// Takes the place that is kept for the client, if its time has not ended, for one that has
+    /// proven its identity.
+    pub(in crate::serve) fn take_kept(&self) -> Option<OwnedSemaphorePermit> {
+        let place = self.kept.lock().take()?;
+        self.admitted.notify_one();
+        Some(place)
+    }
+
+    /// Counts a client that has a session, and for which no place was kept.
     ///
     /// # Errors
     ///
     /// [`ErrorKind::LimitExceeded`]: while its handshake lasted, others have taken all places.
     pub(in crate::serve) fn admit(&self) -> Result<OwnedSemaphorePermit, RpcError> {
-        let kept = self.kept.lock().take();
-        let place = kept.or_else(|| self.places.take()).ok_or_else(|| {
+        let place = self.places.take().ok_or_else(|| {
             let text = "the server has as many clients through this relay as it takes: try again later";
             RpcError::new(ErrorKind::LimitExceeded, text)
         })?;
@@ -140,14 +147,16 @@ mod tests {
         let session = slow.admit().unwrap();
         waiting.taken().await;
         // A client that came at the same moment finds no place.
-        let error = ParkLimit::new(&places, waiting).admit().unwrap_err();
+        let late = ParkLimit::new(&places, waiting);
+        assert!(late.take_kept().is_none());
+        let error = late.admit().unwrap_err();
         assert_eq!(error.kind(), ErrorKind::LimitExceeded);
         let reserve = places.reserve();
         let mut reserve = std::pin::pin!(reserve);
         assert!(is_pending(&mut reserve).await, "a full server waits for no client");
         drop(session);
         let next = reserve.await;
-        drop(ParkLimit::new(&places, next).admit().unwrap());
+        drop(ParkLimit::new(&places, next).take_kept().unwrap());
     }
 
     /// Returns true if the future is pending when it is polled now.
@@ -162,8 +171,8 @@ mod tests {
         let (first, second) = (ParkLimit::new(&places, first), ParkLimit::new(&places, second));
         first.release();
         let stranger = ParkLimit::new(&places, places.reserve().await);
-        let (kept, session) = (second.admit().unwrap(), stranger.admit().unwrap());
-        assert!(first.admit().is_err(), "all places are taken");
+        let (kept, session) = (second.take_kept().unwrap(), stranger.take_kept().unwrap());
+        assert!(first.take_kept().is_none() && first.admit().is_err(), "all places are taken");
         drop((kept, session));
         drop(first.admit().unwrap());
     }
