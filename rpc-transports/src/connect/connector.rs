@@ -28,7 +28,7 @@ use crate::transport::{Dial, Properties, Transports};
 use crate::wire_limits::WireLimits;
 
 /// Default of [`Connector::tracker_outage`].
-const TRACKER_OUTAGE: Duration = Duration::from_secs(15);
+const TRACKER_OUTAGE: Duration = Duration::from_secs(30);
 
 /// Opener of sessions with servers, directly or through hops.
 ///
@@ -209,8 +209,9 @@ impl Connector {
     }
 
     /// Sets the longest outage of a tracker in which a request that waits there is repeated. The
-    /// silence by which an outage is noticed counts. Default: 15 s, the silence after which a peer
-    /// is given up by default.
+    /// silence by which an outage is noticed counts: that is three times the
+    /// [`keep_alive`](Self::keep_alive), and with a limit that is not longer no request is repeated
+    /// after it. Default: 30 s, twice the silence after which a peer is given up by default.
     #[must_use]
     pub fn tracker_outage(mut self, limit: Duration) -> Self {
         self.tracker_outage = limit;
@@ -543,7 +544,7 @@ impl Connector {
         HandshakeConfig { hello, identities, hold: false, timeout: self.handshake_timeout }
     }
 
-    /// Returns the time to wait for a server of a tracker. `None` for no limit.
+    /// Returns the longest outage of a tracker in which a request is repeated.
     pub(crate) fn outage_limit(&self) -> Duration {
         self.tracker_outage
     }
@@ -553,6 +554,7 @@ impl Connector {
         self.dial.keep_alive.saturating_mul(3)
     }
 
+    /// Returns the time to wait for a server of a tracker. `None` for no limit.
     pub(crate) fn queue_limit(&self) -> Option<Duration> {
         self.queue_timeout
     }

@@ -253,7 +253,7 @@ impl TrackerClient {
             }
             // A tracker that fell silent has been away for as long as that.
             let silence = match error.kind() {
-                ErrorKind::PeerSilent if queued.is_some() => self.0.connector.silence_limit(),
+                ErrorKind::PeerSilent => self.0.connector.silence_limit(),
                 _ => Duration::ZERO,
             };
             let now = Instant::now();
@@ -575,6 +575,13 @@ mod tests {
         for text in ["exec:cat", "ssh://board", "tracker://h:1", "local:"] {
             assert!(Address::tracker(parsed(text), None).is_err(), "{text}");
         }
+    }
+
+    /// Regression: both were 15 s, and a request was never repeated after a silence.
+    #[test]
+    fn a_request_is_repeated_after_the_silence_of_a_tracker() {
+        let connector = Connector::new();
+        assert!(connector.silence_limit() + PAUSES.1 < connector.outage_limit());
     }
 
     fn tracker() -> Address {
