@@ -82,7 +82,7 @@ impl ProofQueue {
     /// # Errors
     ///
     /// [`ErrorKind::LimitExceeded`](rpc_core::ErrorKind::LimitExceeded): the queue is full,
-    /// and no session has more entries than this one.
+    /// and no session has many more waiting entries than this one.
     pub(super) fn enter(&self, peer: &str, session: SessionId) -> Result<QueuedProof<'_>> {
         let mut peers = self.0.lock();
         if peers.queued >= MAX_QUEUED && !peers.make_room(peer, session) {
