@@ -201,14 +201,18 @@ impl Tracker {
     pub fn register(self: &Arc<Self>, registry: &Registry) {
         let this = self.clone();
         registry.add_async(functions::REGISTER, move |context: Context, registration: Packed| {
-            let (this, client) = (this.clone(), client_of(&context));
+            let (this, client, session) = (this.clone(), client_of(&context), context.end_probe());
             // A session may have no runtime, and going to the server needs one.
             let registering = this.runtime.clone().spawn(async move {
                 let registration =
                     MESSAGES.decode(&registration, "the server", "the tracker").inspect_err(|error| {
                         rpc_core::log_limited!(WARN, peer = client.peer, %error, "refused a server");
                     })?;
-                this.add_server(&client, registration).await
+                // Proofs take time and places, also in the queue.
+                tokio::select! {
+                    outcome = this.add_server(&client, registration) => outcome,
+                    () = ended(session) => Err(RpcError::new(ErrorKind::Closed, "the session has ended")),
+                }
             });
             let mut registering = AbortOnDrop(registering);
             async move {
@@ -517,6 +521,16 @@ struct AbortOnDrop<T>(JoinHandle<T>);
 impl<T> Drop for AbortOnDrop<T> {
     fn drop(&mut self) {
         self.0.abort();
+    }
+}
+
+/// Time between two looks at whether a session has ended that waits for a proof.
+const LOOK: Duration = Duration::from_secs(1);
+
+/// Resolves within [`LOOK`] of a session's end.
+async fn ended(session: EndProbe) {
+    while !session.has_ended() {
+        tokio::time::sleep(LOOK).await;
     }
 }
 

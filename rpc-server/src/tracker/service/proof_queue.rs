@@ -208,11 +208,17 @@ fn full() -> RpcError {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeMap;
     use std::task::{Context, Poll, Waker};
+    use std::time::Duration;
 
-    use rpc_core::ErrorKind;
+    use rpc_core::proto::ANONYMOUS;
+    use rpc_core::{ErrorKind, LocalSession, Pack, Registry, Session, Value};
+    use rpc_transports::Machine;
+    use rpc_transports::tracker::{MESSAGES, Registration, ServerStatus, functions};
 
     use super::*;
+    use crate::tracker::service::{Tracker, TrackerOptions};
 
     impl QueuedProof<'_> {
         /// Returns true if it is the turn of this server.
@@ -224,6 +230,42 @@ mod tests {
 
     fn enter<'a>(queue: &'a ProofQueue, peer: &str, session: usize) -> QueuedProof<'a> {
         queue.enter(peer, SessionId(session)).unwrap()
+    }
+
+    /// Regression: the servers of sessions that had ended kept their entries and their turns.
+    #[tokio::test(start_paused = true)]
+    async fn a_server_leaves_the_queue_soon_after_its_session_has_ended() {
+        let tracker = Tracker::new(TrackerOptions::default());
+        let registry = Registry::new();
+        tracker.register(&registry);
+        // It takes connections and says nothing, for longer than a look at the session takes.
+        let silent = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let (peer, identity) = ("a board".to_owned(), ANONYMOUS.to_owned());
+        let client = Client { peer, machine: Machine::This, identity, through_hop: false };
+        let session = Session::new(LocalSession::builder(registry).extension(Arc::new(client)).build());
+        let registration = Registration {
+            version: MESSAGES.version(),
+            name: String::new(),
+            key: "board".to_owned(),
+            labels: BTreeMap::new(),
+            devices: Vec::new(),
+            capacity: 1,
+            address: vec![format!("tcp://{}", silent.local_addr().unwrap())],
+            ticket_key: [7; 32],
+            status: ServerStatus::default(),
+        };
+        let queued = || tracker.proofs.0.lock().queued;
+        let calling = tokio::spawn(async move {
+            let register = session.get_function(functions::REGISTER).await.unwrap();
+            register.call::<Value>((Pack(registration),)).await.map(drop)
+        });
+        while queued() == 0 {
+            tokio::task::yield_now().await;
+        }
+        // Its session goes with the call.
+        calling.abort();
+        tokio::time::sleep(Duration::from_secs(2)).await;
+        assert_eq!(queued(), 0);
     }
 
     /// Regression: 32 servers of one peer that did not answer kept those of all peers waiting.
@@ -279,7 +321,7 @@ mod tests {
         assert_eq!(error.kind(), ErrorKind::LimitExceeded, "the latest one makes room");
         drop(turn);
         assert!(all[0].has_turn() && queue.0.lock().queued == MAX_QUEUED);
-        // Where all have as much, the next one is refused.
+        // If all have as many, the next one is refused.
         others.clear();
         all.clear();
         let all: Vec<_> = (0..MAX_QUEUED).map(|session| enter(&queue, "proxy", session)).collect();
