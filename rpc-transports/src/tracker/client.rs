@@ -238,7 +238,7 @@ impl TrackerClient {
         let mut backoff = Backoff::new(PAUSES.0, PAUSES.1);
         let mut outage = None;
         loop {
-            let mut queued = None;
+            let (mut queued, asked) = (None, Instant::now());
             let error = match self.ask(request, limit, &mut queued).await {
                 Ok(claim) => return Ok(claim),
                 Err(error) => error,
@@ -251,9 +251,10 @@ impl TrackerClient {
                 backoff.reset();
                 outage = None;
             }
-            // A tracker that fell silent has been away for as long as that.
+            // A tracker that fell silent has been away for as long as that, but no longer than this
+            // request has asked it: an idle session may have ended by silence long before.
             let silence = match error.kind() {
-                ErrorKind::PeerSilent => self.0.connector.silence_limit(),
+                ErrorKind::PeerSilent => self.0.connector.silence_limit().min(asked.elapsed()),
                 _ => Duration::ZERO,
             };
             let now = Instant::now();
