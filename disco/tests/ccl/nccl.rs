@@ -618,6 +618,13 @@ fn a_loss_on_the_device_is_reported_once_to_each_rank() {
     fake.assert_tidy();
 }
 
+/// Lets the next collective of all ranks hang, once each has ended the one before.
+fn hang_next(fake: &Fake, ready: &Barrier) {
+    ready.wait();
+    fake.steer("fake_hang", 1, 0);
+    ready.wait();
+}
+
 #[test]
 fn finished_work_and_calls_without_a_result_are_not_lost() {
     let Some(fake) = Fake::new() else { return };
@@ -626,9 +633,7 @@ fn finished_work_and_calls_without_a_result_are_not_lost() {
         let mut data = vec![1.0; 8];
         double(&mut member.ccl, &mut data).unwrap();
         member.ccl.barrier().unwrap();
-        ready.wait();
-        fake.steer("fake_hang", 1, 0);
-        ready.wait();
+        hang_next(&fake, &ready);
         std::thread::scope(|scope| {
             let control = member.ccl.control();
             if member.ccl.rank() == Rank(0) {
@@ -671,10 +676,7 @@ fn an_abort_does_not_wait_for_a_query_that_waits_for_the_driver() {
         let mut data = vec![1.0; 8];
         double(&mut member.ccl, &mut data).unwrap();
         member.ccl.complete().unwrap();
-        // Not before the first collective of both is done.
-        ready.wait();
-        fake.steer("fake_hang", 1, 0);
-        ready.wait();
+        hang_next(&fake, &ready);
         let lock = member.stream.driver_lock();
         lock.hold(DriverCall::MarkQuery);
         double(&mut member.ccl, &mut data).unwrap();
@@ -701,9 +703,7 @@ fn an_abort_reaches_a_rank_that_stands_in_any_call_of_the_driver() {
             let mut data = vec![1.0; 8];
             double(&mut member.ccl, &mut data).unwrap();
             member.ccl.complete().unwrap();
-            ready.wait();
-            fake.steer("fake_hang", 1, 0);
-            ready.wait();
+            hang_next(&fake, &ready);
             double(&mut member.ccl, &mut data).unwrap();
             ready.wait();
             let (stream, control) = (Arc::clone(&member.stream), member.ccl.control());

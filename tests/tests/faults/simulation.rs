@@ -26,6 +26,8 @@ use rpc_tests::forwarder::Random;
 use rpc_tests::simulated_network::{Conditions, SimulatedNetwork};
 use rpc_transports::Connector;
 use rpc_transports::tracker::{ServerRequest, TrackerClient};
+use tokio::runtime::Builder;
+use tokio::task::JoinHandle;
 use tokio::time::{sleep, timeout};
 
 /// Seeds of an ordinary run. `RPC_SIMULATION_SEEDS=FIRST..END` runs others.
@@ -45,28 +47,35 @@ type Tally = BTreeMap<String, u64>;
 
 #[test]
 fn nothing_is_lost_and_nothing_is_left() {
-    let (seeds, mut tally) = (seeds(SEEDS), Tally::new());
+    let mut least = vec![("operations".to_owned(), 8.0), ("losses".to_owned(), 0.25)];
+    least.extend(WAYS.map(|way| (format!("sessions: {way:?}"), 0.5)));
+    least.extend(["cut", "stall", "restart"].map(|disturbance| (disturbance.to_owned(), 0.5)));
+    run_histories(SEEDS, &mut Builder::new_current_thread(), history, &least);
+}
+
+/// Runs the histories of these seeds, or of those that are wanted, each on a runtime of its own
+/// with a clock that is paused. Checks the `least` number of what has to happen in one, on average:
+/// histories in which nothing happens would prove nothing.
+fn run_histories<F: Future<Output = Tally>>(
+    ordinary: std::ops::Range<u64>,
+    runtime: &mut Builder,
+    history: impl Fn(u64) -> F,
+    least: &[(String, f64)],
+) {
+    let (seeds, mut tally) = (seeds(ordinary), Tally::new());
     for seed in seeds.clone() {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
         println!("seed {seed}");
+        let runtime = runtime.enable_all().start_paused(true).build().unwrap();
         for (what, count) in runtime.block_on(history(seed)) {
             *tally.entry(what).or_default() += count;
         }
     }
     println!("{tally:#?}");
-    // Histories in which nothing happens would prove nothing.
     let histories = seeds.end - seeds.start;
-    let mut at_least = |what: &str, least: u64| {
-        let count = tally.remove(what).unwrap_or_default();
-        assert!(count >= least || histories < 50, "{what}: {count} in {histories} histories");
-    };
-    for way in WAYS {
-        at_least(&format!("sessions: {way:?}"), histories / 2);
-    }
-    at_least("operations", 8 * histories);
-    at_least("losses", histories / 4);
-    for disturbance in ["cut", "stall", "restart"] {
-        at_least(disturbance, histories / 2);
+    for (what, least) in least {
+        let count = tally.get(what).copied().unwrap_or_default();
+        let is_enough = count as f64 >= least * histories as f64;
+        assert!(is_enough || histories < 50, "{what}: {count} in {histories} histories");
     }
 }
 
@@ -91,16 +100,9 @@ async fn history(seed: u64) -> Tally {
         };
         tokio::spawn(client.run())
     });
-    let clients: Vec<_> = clients.collect();
-    for _ in 0..2 + random.below(8) {
-        sleep(Duration::from_millis(random.below(4_000) as u64)).await;
-        world.disturb(&mut random).await;
-    }
-    world.network.heal();
-    for client in clients {
-        patiently("a client", client).await.expect("a client has failed");
-    }
-    world.is_clean().await;
+    let clients = clients.collect();
+    let disturbances = 2 + random.below(8);
+    world.go_through(&mut random, disturbances, Duration::from_secs(4), clients).await;
     world.serves_on_every_way().await;
     world.is_clean().await;
     std::mem::take(&mut ledger.tally.lock())
@@ -411,6 +413,26 @@ impl World {
         }
         let server = RpcServer::new(functions(&self.ledger)).config(config).transports(transports);
         self.servers.insert(host, server.start().await.unwrap());
+    }
+
+    /// Does so many evil things, with pauses of up to `pause`, while the clients work. Returns once
+    /// they have left, the network has healed, and nothing of them is left.
+    async fn go_through(
+        &mut self,
+        random: &mut Random,
+        disturbances: usize,
+        pause: Duration,
+        clients: Vec<JoinHandle<()>>,
+    ) {
+        for _ in 0..disturbances {
+            sleep(Duration::from_millis(random.below(pause.as_millis() as usize) as u64)).await;
+            self.disturb(random).await;
+        }
+        self.network.heal();
+        for client in clients {
+            patiently("a client", client).await.expect("a client has failed");
+        }
+        self.is_clean().await;
     }
 
     /// Does one evil thing.
