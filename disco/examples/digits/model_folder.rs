@@ -29,7 +29,7 @@ impl ModelFolder {
         for entry in fs::read_dir(parent).into_iter().flatten().flatten() {
             let is_model = entry.file_name().to_str().is_some_and(|name| name.starts_with(PREFIX));
             if is_model && is_abandoned(&entry.path()) {
-                // What cannot be removed is in nobody's way.
+                // A folder that cannot be removed is in nobody's way.
                 let _ = fs::remove_dir_all(entry.path());
             }
         }

@@ -63,7 +63,8 @@ impl Controller {
         Completion::spawn(async move {
             let mut outcome = this.make_anew(backend, devices.clone()).await;
             // Workers begin to join NCCL by returning the idle memory of their pools to the driver.
-            // What has become idle since, such as that of the last attempt, is returned by another.
+            // A second attempt returns the memory that has become idle since, such as that of the
+            // first.
             if backend == Backend::Nccl
                 && let Err(DiscoError::Workers(failures)) = &outcome
                 && failures.iter().any(|failure| failure.cause.kind() == ErrorKind::OutOfMemory)

@@ -210,7 +210,7 @@ mod tests {
         assert_eq!(failures.take(Some(WorkerId(0))), other[..1]);
         assert_eq!(failures.take(None), other[1..]);
         assert_eq!(failures.take_of(2), watched);
-        // What comes late has no other taker.
+        // Nobody else takes one that comes late.
         failures.add(watched[0].clone());
         assert_eq!(failures.take(None), watched[..1]);
     }

@@ -20,7 +20,7 @@ const LIMIT: Duration = Duration::from_secs(60);
 const TASKS: &str = "/proc/self/task";
 
 thread_local! {
-    /// What this thread has opened for its last look at the others, by their numbers.
+    /// Files that this thread has opened for its last look at the others, by their numbers.
     static OTHERS: RefCell<BTreeMap<u32, OtherThread>> = const { RefCell::new(BTreeMap::new()) };
 }
 

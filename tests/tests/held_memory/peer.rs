@@ -32,7 +32,7 @@ pub(crate) struct Peer {
 /// More bytes than the kernel keeps of what a server has sent.
 const MAX_UNREAD: usize = 1 << 20;
 
-/// What a server has sent, and its client has not read.
+/// Replies that a server has sent and its client has not read.
 pub(crate) struct Unread {
     /// Requests with a whole reply, since the last look.
     pub(crate) answered: HashSet<u64>,

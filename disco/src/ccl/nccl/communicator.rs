@@ -248,7 +248,7 @@ impl Communicator {
         while let Some(first) = self.under_way.front_mut() {
             let is_over = handle.query(|| first.is_over());
             if handle.has_ended() {
-                // What the stream has reached since, it may have reached by the abort.
+                // The stream may have reached the mark by the abort.
                 return Ok(false);
             }
             if is_over? {

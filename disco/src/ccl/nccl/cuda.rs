@@ -82,7 +82,7 @@ unsafe impl DeviceStream for DefaultStream {
         let Value::Int(available) = self.cuda.attribute(self.index, DeviceAttribute::AvailableMemory)? else {
             return Ok(());
         };
-        // What the driver has is the rest of it.
+        // The rest of it is the driver's.
         if idle > 0 && (available as u64).saturating_sub(idle) < ROOM {
             self.cuda.trim(self.index)?;
         }

@@ -17,7 +17,7 @@ use super::types::Offer;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(super) struct ClassId(u64);
 
-/// What requests of one class ask for, beside the number of slots.
+/// Demands that the requests of one class share: all but the number of slots.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Wants {
     key: String,
