@@ -97,6 +97,8 @@ typedef struct {
 typedef struct Op {
     Comm *comm;
     int number, is_posted;
+    /* Whether its addresses are those of the processor already. */
+    int is_resolved;
     Part part;
     char *output;
     Transfer *transfers;
@@ -382,7 +384,9 @@ static char *here(const char *address) {
 static int run_on_cuda(void *pointer) {
     Op *op = pointer;
     pthread_mutex_lock(&lock);
-    if (!op->is_posted) {
+    /* Once, also for an operation that hangs before it is posted. */
+    if (!op->is_resolved) {
+        op->is_resolved = 1;
         op->part.input = here(op->part.input);
         op->output = here(op->output);
         for (int at = 0; at < op->transfer_count; at++) {

@@ -2,6 +2,7 @@
 //! NVIDIA's.
 
 use std::collections::HashSet;
+use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
@@ -26,10 +27,46 @@ use tempfile::TempDir;
 /// Code for the driver of the tests: the names of its kernels.
 const KERNELS: &[u8] = b".entry vector_add .entry trap";
 
-/// A folder with the driver and cuBLAS of the tests. `None`, with a word, where there is no C
+/// A folder with the stand-ins for the libraries of GPUs, and with the standard error of the
+/// servers that load them. When it is dropped, the stand-ins must have reported no broken rule.
+struct StandIns(TempDir);
+
+impl StandIns {
+    /// Creates a folder without any of the libraries.
+    fn none() -> Self {
+        Self(tempfile::tempdir().unwrap())
+    }
+
+    fn path(&self) -> &Path {
+        self.0.path()
+    }
+
+    /// Opens the standard error of servers, to append to it.
+    fn errors(&self) -> File {
+        File::options().create(true).append(true).open(self.path().join("stderr")).unwrap()
+    }
+}
+
+impl Drop for StandIns {
+    fn drop(&mut self) {
+        let errors = std::fs::read_to_string(self.path().join("stderr")).unwrap_or_default();
+        eprint!("{errors}");
+        if !std::thread::panicking() {
+            assert_no_violations(&errors);
+        }
+    }
+}
+
+/// Checks that the stand-ins have reported no broken rule in this standard error of a process.
+fn assert_no_violations(errors: &str) {
+    let violations: Vec<_> = errors.lines().filter(|line| line.starts_with("fake ")).collect();
+    assert_eq!(violations, [""; 0], "rules of the libraries were broken");
+}
+
+/// A folder with the driver, cuBLAS and NCCL of the tests. `None`, with a word, where there is no C
 /// compiler.
-fn driver() -> Option<TempDir> {
-    let folder = tempfile::tempdir().unwrap();
+fn driver() -> Option<StandIns> {
+    let folder = StandIns::none();
     let libraries = [
         ("rpc-cuda/tests/cuda/fake_driver.c", "libcuda.so.1", "-fvisibility=hidden"),
         ("rpc-cuda/tests/cuda/fake_cublas.c", "libcublas.so.12", "-fvisibility=hidden"),
@@ -50,20 +87,20 @@ fn driver() -> Option<TempDir> {
     Some(folder)
 }
 
-fn server(folder: &TempDir, args: &[&str]) -> ServerProcess {
+fn server(folder: &StandIns, args: &[&str]) -> ServerProcess {
     daemon(folder, "serve", args)
 }
 
-fn daemon(folder: &TempDir, command: &str, args: &[&str]) -> ServerProcess {
+fn daemon(folder: &StandIns, command: &str, args: &[&str]) -> ServerProcess {
     daemon_with(folder, command, args, &[])
 }
 
-fn daemon_with(folder: &TempDir, command: &str, args: &[&str], variables: &[(&str, &str)]) -> ServerProcess {
+fn daemon_with(folder: &StandIns, command: &str, args: &[&str], variables: &[(&str, &str)]) -> ServerProcess {
     let first = [command, "--exit-with-stdin", "--listen", "tcp://127.0.0.1:0", "--log-level", "error"];
     let mut command = Command::new(env!("CARGO_BIN_EXE_rpc-server"));
     command.args(first).args(args);
     command.env_clear().env("XDG_STATE_HOME", folder.path()).env("LD_LIBRARY_PATH", folder.path());
-    command.envs(libraries(folder.path())).envs(variables.iter().copied());
+    command.envs(libraries(folder.path())).envs(variables.iter().copied()).stderr(folder.errors());
     ServerProcess::spawn(command).unwrap()
 }
 
@@ -171,7 +208,7 @@ fn a_server_without_processes_for_sessions_says_why_there_is_no_gpu() {
 
 #[test]
 fn a_machine_without_a_driver_says_so() {
-    let folder = tempfile::tempdir().unwrap();
+    let folder = StandIns::none();
     // One that is there and is none.
     for broken in [false, true] {
         if broken {
@@ -300,12 +337,9 @@ fn with_libraries(test: &str) -> Option<()> {
     command.args(["--exact", test, "--nocapture"]).env(HERE, "1");
     command.env("LD_LIBRARY_PATH", folder.path()).envs(libraries(folder.path()));
     let output = command.output().unwrap();
-    assert!(
-        output.status.success(),
-        "{}{}",
-        String::from_utf8_lossy(&output.stdout),
-        String::from_utf8_lossy(&output.stderr)
-    );
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{}{errors}", String::from_utf8_lossy(&output.stdout));
+    assert_no_violations(&errors);
     None
 }
 
@@ -485,7 +519,9 @@ fn the_matmul_example_works_or_names_the_missing_device() {
         let mut command = Command::new(&example);
         command.args(args).env_clear().env("LD_LIBRARY_PATH", path).envs(libraries(path));
         let output = command.output().unwrap();
-        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let errors = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "{errors}");
+        assert_no_violations(&errors);
         String::from_utf8(output.stdout).unwrap()
     };
     let server = server(&folder, &[]);
@@ -502,7 +538,7 @@ fn the_matmul_example_works_or_names_the_missing_device() {
 #[test]
 fn a_tracker_finds_the_server_with_the_gpu() {
     let Some(folder) = driver() else { return };
-    let without = tempfile::tempdir().unwrap();
+    let without = StandIns::none();
     let tracker = daemon(&without, "tracker", &[]);
     let at = ["--tracker", tracker.address(), "--tracker-key", "pool"];
     let (_plain, gpu) = (server(&without, &at), server(&folder, &at));
