@@ -86,6 +86,7 @@
 
 #[allow(unsafe_code)]
 mod backend;
+mod busy_devices;
 #[allow(unsafe_code)]
 mod comm_handle;
 #[allow(unsafe_code)]

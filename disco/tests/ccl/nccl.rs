@@ -725,6 +725,43 @@ fn an_abort_reaches_a_rank_that_stands_in_any_call_of_the_driver() {
     }
 }
 
+/// Regression: only the collectives of the same communicator counted, and the driver waits for
+/// those of all communicators before it frees memory.
+#[test]
+fn memory_is_not_returned_while_another_communicator_of_the_device_has_collectives() {
+    let Some(fake) = Fake::new() else { return };
+    on_devices(&fake, 2, &long_limits(), |mut member| {
+        let rank = member.ccl.rank();
+        let control = host::threads(1, &launch::long_limits()).unwrap().remove(0);
+        let mut alone = member.ccl.split(rank.0, 0, control).unwrap();
+        let (mut data, mut own) = (vec![1.0; 8], vec![1.0; 8]);
+        // Room is made once for each kind of call, and other tests may keep the device busy.
+        let mut make_room = |alone: &mut NcclCcl, count: usize| {
+            let before = member.stream.rooms();
+            own.resize(count, 1.0);
+            eventually("room is made", || {
+                let buffers = on_device(rank, &mut own);
+                alone.allreduce(ReduceOp::Sum, DataType::F32, count, buffers.into()).unwrap();
+                alone.complete().unwrap();
+                member.stream.rooms() > before
+            });
+        };
+        make_room(&mut alone, 8);
+        member.stream.hold(true);
+        double(&mut member.ccl, &mut data).unwrap();
+        let before = member.stream.rooms();
+        let mut large = vec![1.0; 4096];
+        let buffers = on_device(rank, &mut large);
+        alone.allreduce(ReduceOp::Sum, DataType::F32, 4096, buffers.into()).unwrap();
+        assert_eq!(member.stream.rooms(), before, "memory is returned during a collective");
+        member.stream.hold(false);
+        member.ccl.complete().unwrap();
+        alone.complete().unwrap();
+        make_room(&mut alone, 4096);
+    });
+    fake.assert_tidy();
+}
+
 /// Regression: each abort started a thread that lived for a second, and any controller can ask for
 /// as many as it likes.
 #[test]

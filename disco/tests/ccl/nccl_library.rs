@@ -79,6 +79,7 @@ impl Fake {
             marks: AtomicUsize::new(0),
             stands: Arc::new(DriverLock { held_for: Mutex::default(), waits: AtomicUsize::new(0), aborts }),
             capability: Mutex::default(),
+            rooms: AtomicUsize::new(0),
         })
     }
 
@@ -121,6 +122,8 @@ pub(crate) struct FakeStream {
     marks: AtomicUsize,
     stands: Arc<DriverLock>,
     capability: Mutex<Option<(u32, u32)>>,
+    /// Number of requests to return idle memory.
+    rooms: AtomicUsize,
 }
 
 type Reached = unsafe extern "C" fn(*mut c_void, c_long) -> c_int;
@@ -221,6 +224,11 @@ impl FakeStream {
         *self.capability.lock().expect("no panic") = Some((major, minor));
     }
 
+    /// Returns the number of requests to return idle memory.
+    pub(crate) fn rooms(&self) -> usize {
+        self.rooms.load(Ordering::SeqCst)
+    }
+
     /// Makes all requests to the stream fail from now on.
     pub(crate) fn fail(&self, error: RpcError) {
         *self.fails.lock().expect("no panic") = Some(error);
@@ -263,6 +271,11 @@ unsafe impl DeviceStream for FakeStream {
 
     fn compute_capability(&self) -> Option<(u32, u32)> {
         *self.capability.lock().expect("no panic")
+    }
+
+    fn make_room(&self) -> Result<(), RpcError> {
+        self.rooms.fetch_add(1, Ordering::SeqCst);
+        Ok(())
     }
 
     fn scratch(&self, bytes: usize) -> Result<*mut c_void, RpcError> {

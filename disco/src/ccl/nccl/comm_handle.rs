@@ -18,7 +18,7 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::error::code;
 use super::symbols::Comm;
-use super::{DeviceStream, Library};
+use super::{DeviceStream, Library, busy_devices};
 use crate::ccl::{Breakdown, Control, Flight};
 
 /// Time that a rank has to leave a query and to abort by itself.
@@ -86,9 +86,20 @@ impl CommHandle {
         answer
     }
 
-    /// Records if there are collectives on the stream.
+    /// Records if there are collectives on the stream, for this handle and for its device.
     pub(super) fn set_busy(&self, is_busy: bool) {
-        self.is_busy.store(is_busy, Ordering::SeqCst);
+        let device = self.stream.device();
+        match (self.is_busy.swap(is_busy, Ordering::SeqCst), is_busy) {
+            (false, true) => busy_devices::add(device),
+            (true, false) => busy_devices::subtract(device),
+            _ => {}
+        }
+    }
+
+    /// Records that the collectives on the stream hang and are not polled any more. For the other
+    /// communicators of the device they stay in progress.
+    pub(super) fn give_up_work(&self) {
+        self.is_busy.store(false, Ordering::SeqCst);
     }
 
     /// Ends the communicator by `call`, which may hang, on a thread of its own, or finds the abort

@@ -14,7 +14,7 @@ use super::config::Config;
 use super::error::code;
 use super::symbols::Comm;
 use super::wait::{Fault, wait, wait_alone};
-use super::{DeviceStream, Library, Mark, NcclError, Options, UniqueId};
+use super::{DeviceStream, Library, Mark, NcclError, Options, UniqueId, busy_devices};
 use crate::ccl::{Agreement, BreakCause, Breakdown, Collective, Operation, Rank};
 
 /// A time limit that is practically none, and can be added to the current time without overflow.
@@ -185,12 +185,11 @@ impl Communicator {
         }
     }
 
-    /// Makes room on the device for a call of a kind that this communicator has not made yet.
+    /// Makes room on the device for a call of a kind that this communicator has not made yet,
+    /// unless a communicator of this process has collectives in progress on the device.
     pub(super) fn make_room(&mut self, collective: Collective) {
         let magnitude = collective.bytes().unwrap_or(0).checked_ilog2().unwrap_or(0);
-        // The driver waits for all work of a device before it frees memory, and a collective that
-        // is under way may hang.
-        if self.under_way.is_empty()
+        if !busy_devices::has_collectives(self.stream.device())
             && self.made.insert((collective.operation, magnitude))
             && let Err(error) = self.handle.query(|| self.stream.make_room())
         {
@@ -295,7 +294,7 @@ impl Communicator {
         if !is_over {
             // Marks of work that hangs are not polled any more.
             self.under_way.clear();
-            self.handle.set_busy(false);
+            self.handle.give_up_work();
             (self.options.on_stuck)(breakdown);
         }
     }

@@ -9,7 +9,7 @@ use rpc_core::device::{AllocRequest, DeviceApi, Memory};
 use rpc_core::{Device, DeviceAttribute, ErrorKind, RpcError, Value};
 use rpc_cuda::{CudaDevice, CudaEvent, CudaStream};
 
-use super::{DeviceStream, Mark};
+use super::{DeviceStream, Mark, busy_devices};
 
 /// Memory in bytes that a device should have left for NCCL: about as much as a communicator takes
 /// for its connections within a machine.
@@ -31,7 +31,9 @@ pub fn stream(device: Device) -> Result<Arc<dyn DeviceStream>, RpcError> {
     }
     let stream = cuda.stream(device.index)?;
     // NCCL allocates memory from the driver, which does not reclaim what the pool holds.
-    cuda.trim(device.index)?;
+    if !busy_devices::has_collectives(device) {
+        cuda.trim(device.index)?;
+    }
     let capability = match cuda.attribute(device.index, DeviceAttribute::ComputeVersion)? {
         Value::Str(version) => {
             version.split_once('.').and_then(|(major, minor)| Some((major.parse().ok()?, minor.parse().ok()?)))

@@ -53,7 +53,9 @@ pub unsafe trait DeviceStream: Send + Sync {
     }
 
     /// Returns idle memory to the driver if the device has little left, since the library allocates
-    /// memory of its own from the driver. It may wait for work on the device. The default has none.
+    /// memory of its own from the driver. It may wait for work on the device: it is not called
+    /// while a communicator of this process has collectives in progress there. The default has
+    /// none.
     ///
     /// # Errors
     ///
