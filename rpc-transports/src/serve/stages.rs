@@ -262,6 +262,9 @@ impl Secured {
             let slot = server.slots.take(connection.machine, &identity_served)?;
             let park = connection.park.as_ref();
             let kept = park.and_then(ParkLimit::take_kept);
+            if let (None, Some(park)) = (&kept, park) {
+                park.check()?;
+            }
             // The place of another channel is taken only by a client that has a session: one that
             // is refused must not make channels leave the relay.
             let placed = |slot: SessionSlot| match (kept, park) {

@@ -49,6 +49,11 @@ impl ParkPlaces {
         Reservation { places: self.clone(), id, taken }
     }
 
+    /// Returns true if [`take`](Self::take) would find a place now.
+    fn has_any(&self) -> bool {
+        self.free.available_permits() > 0 || !self.waiting.lock().by_id.is_empty()
+    }
+
     /// Returns a place for a client that has none: a free one, or that of a channel that waits,
     /// which then leaves the relay.
     fn take(&self) -> Option<OwnedSemaphorePermit> {
@@ -105,16 +110,23 @@ impl ParkLimit {
         Some(place)
     }
 
+    /// Checks that a client for which no place is kept could be admitted now. A session is opened
+    /// only then, since that may start a process.
+    ///
+    /// # Errors
+    ///
+    /// As of [`admit`](Self::admit).
+    pub(in crate::serve) fn check(&self) -> Result<(), RpcError> {
+        if self.places.has_any() { Ok(()) } else { Err(all_taken()) }
+    }
+
     /// Counts a client that has a session, and for which no place was kept.
     ///
     /// # Errors
     ///
     /// [`ErrorKind::LimitExceeded`]: while its handshake lasted, others have taken all places.
     pub(in crate::serve) fn admit(&self) -> Result<OwnedSemaphorePermit, RpcError> {
-        let place = self.places.take().ok_or_else(|| {
-            let text = "the server has as many clients through this relay as it takes: try again later";
-            RpcError::new(ErrorKind::LimitExceeded, text)
-        })?;
+        let place = self.places.take().ok_or_else(all_taken)?;
         self.admitted.notify_one();
         Ok(place)
     }
@@ -131,6 +143,11 @@ impl ParkLimit {
     }
 }
 
+fn all_taken() -> RpcError {
+    let text = "the server has as many clients through this relay as it takes: try again later";
+    RpcError::new(ErrorKind::LimitExceeded, text)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -144,13 +161,15 @@ mod tests {
         // Its time is over, and the server waits at the relay again.
         slow.release();
         let waiting = places.reserve().await;
+        slow.check().unwrap();
         let session = slow.admit().unwrap();
         waiting.taken().await;
         // A client that came at the same moment finds no place.
         let late = ParkLimit::new(&places, waiting);
         assert!(late.take_kept().is_none());
-        let error = late.admit().unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::LimitExceeded);
+        for error in [late.check().unwrap_err(), late.admit().unwrap_err()] {
+            assert_eq!(error.kind(), ErrorKind::LimitExceeded);
+        }
         let reserve = places.reserve();
         let mut reserve = std::pin::pin!(reserve);
         assert!(is_pending(&mut reserve).await, "a full server waits for no client");
