@@ -37,7 +37,7 @@ pub const GLOBAL: &str = "global";
 /// assert_eq!(on_the_processor.join(&"cuda".parse()?), None);
 /// # Ok::<(), rpc_core::RpcError>(())
 /// ```
-#[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(try_from = "Fields", into = "Fields")]
 pub struct VirtualDevice {
     device_type: Option<DeviceType>,

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use rpc_core::{DeviceType, VirtualDevice};
-use rpc_transports::tracker::{DeviceOffer, ServerRequest};
+use rpc_transports::tracker::ServerRequest;
 
 use super::QueueOrder;
 use super::types::Offer;
@@ -17,14 +17,16 @@ use super::types::Offer;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(super) struct ClassId(u64);
 
-/// Demands that the requests of one class share: all but the number of slots.
+/// Demands that the requests of one class share: all but the number of slots. In one form, so that
+/// requests that differ only in how they say it share a class.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Wants {
     key: String,
     distinct: bool,
     labels: BTreeMap<String, String>,
-    devices: Vec<DeviceOffer>,
-    virtual_devices: Vec<VirtualDevice>,
+    /// Number of devices by kind. Not zero.
+    devices: BTreeMap<String, u32>,
+    virtual_devices: BTreeSet<VirtualDevice>,
 }
 
 /// Property by which a class is found. A server without it suits no request of the class.
@@ -221,8 +223,18 @@ impl RequestClass {
 
 impl Wants {
     fn of(request: &ServerRequest) -> Self {
-        let ServerRequest { key, distinct, labels, devices, virtual_devices, .. } = request.clone();
-        Self { key, distinct, labels, devices, virtual_devices }
+        let mut devices = BTreeMap::new();
+        for wanted in request.devices.iter().filter(|wanted| wanted.count > 0) {
+            let count: &mut u32 = devices.entry(wanted.kind.clone()).or_default();
+            *count = wanted.count.max(*count);
+        }
+        Self {
+            key: request.key.clone(),
+            distinct: request.distinct,
+            labels: request.labels.clone(),
+            devices,
+            virtual_devices: request.virtual_devices.iter().cloned().collect(),
+        }
     }
 }
 
