@@ -14,8 +14,9 @@
 //! 2. A request that must wait *reserves* all free slots that it could use against later requests.
 //!    So slots accumulate for a request for many, and single requests do not take them one by one.
 //!    Requests that compete for none of these slots overtake it. Of the requests that ask for
-//!    the same, each slot at another server, the first 16 that must wait reserve slots, and those
-//!    behind them are considered when one of these is served.
+//!    the same, each slot at another server, the first [`Policy::max_reserving`] that must wait
+//!    reserve slots. Those behind them that ask for more slots than these leave reserve none, and
+//!    may be overtaken until one of these is served.
 //! 3. A request that all servers together could not serve, even if they were free, reserves
 //!    nothing: it waits for servers that may never register, and fails when it has waited so for
 //!    longer than it allows.

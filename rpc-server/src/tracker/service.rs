@@ -174,6 +174,7 @@ impl Tracker {
             max_servers_per_peer: options.max_servers_per_peer,
             max_waiting: options.max_waiting,
             max_waiting_per_client: options.max_waiting_per_client,
+            max_reserving: MAX_RESERVING,
         };
         let state = TrackerState {
             scheduler: Scheduler::new(policy),
@@ -523,6 +524,10 @@ impl<T> Drop for AbortOnDrop<T> {
         self.0.abort();
     }
 }
+
+/// Number of waiting requests for the same, for slots at different servers, that reserve slots
+/// whatever they ask for. Each looks at all servers, at each change.
+const MAX_RESERVING: u32 = 16;
 
 /// Time between two looks at whether a session has ended that waits for a proof.
 const LOOK: Duration = Duration::from_secs(1);

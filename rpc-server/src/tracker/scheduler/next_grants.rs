@@ -14,16 +14,22 @@ use super::{QueueOrder, Scheduler};
 /// one slot looks at these, and not for the first suitable server of the pool.
 const FIRST_IS_OFTEN_ENOUGH: usize = 8;
 
-/// Number of requests of one class, for slots at different servers, that must wait and reserve
-/// slots. Each of them looks at all servers, so without a bound a long queue would be expensive.
-const MAX_RESERVING: u32 = 16;
+/// Requests of one class, for slots at different servers, that must wait and reserve slots.
+#[derive(Clone, Copy)]
+struct Reserving {
+    requests: u32,
+    /// Number of slots that the last of them found. Those behind it find no more.
+    found: u64,
+}
 
 impl Scheduler {
     /// Returns the next grants: rules 1 to 3. Considers only keys with free slots. Of the requests
     /// for the same it considers none behind one that got no slots: that one has reserved all that
     /// they could use. If each slot is to be at another server, this holds for one slot of each
-    /// server only, and none is considered behind the [`MAX_RESERVING`] first that got no slots. So
-    /// a long queue costs little while there are no slots for it.
+    /// server only. Each such request looks at all servers, so behind the first
+    /// [`max_reserving`](super::Policy::max_reserving) that got no slots only those are considered
+    /// that ask for no more than the last one found. So a long queue costs little while there are
+    /// no slots for it.
     pub(super) fn next_grants(&self, changed: Option<&str>) -> Vec<(QueueOrder, Vec<ServerId>)> {
         let mut grants = Vec::new();
         let mut left = self.totals.free;
@@ -33,7 +39,7 @@ impl Scheduler {
         // Properties for which no slot is left.
         let mut nothing_for = HashSet::new();
         // Requests for slots at different servers that got none, by class.
-        let mut reserving: HashMap<ClassId, u32> = HashMap::new();
+        let mut reserving: HashMap<ClassId, Reserving> = HashMap::new();
         let free_of = |key: &str| self.pools.get(key).map_or(0, |pool| pool.free);
         // Requests of different keys affect each other only through requests for any key.
         let alone = changed.filter(|key| !key.is_empty() && !self.classes.has_key(""));
@@ -48,9 +54,11 @@ impl Scheduler {
             .flat_map(|(id, class)| class.first_possible().map(move |(order, count)| (order, id, count)))
             .collect();
         while let Some((order, id, count)) = next.pop_first().filter(|_| left > 0) {
-            let Some(class) = self.classes.get(id).filter(|_| reserving.get(&id) < Some(&MAX_RESERVING)) else {
+            let Some(class) = self.classes.get(id) else { continue };
+            let in_front = reserving.get(&id).copied().unwrap_or(Reserving { requests: 0, found: u64::MAX });
+            if in_front.requests >= self.policy.max_reserving && u64::from(count) > in_front.found {
                 continue;
-            };
+            }
             let request = &*class.request;
             let key = request.key.as_str();
             if !key.is_empty() && free_of(key) <= taken_of.get(key).copied().unwrap_or_default() {
@@ -82,7 +90,7 @@ impl Scheduler {
                 continue;
             }
             if !is_served {
-                *reserving.entry(id).or_default() += 1;
+                reserving.insert(id, Reserving { requests: in_front.requests + 1, found: total });
             }
             next.extend(class.next_after(order, count).map(|order| (order, id, count)));
         }

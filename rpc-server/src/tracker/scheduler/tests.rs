@@ -22,6 +22,7 @@ fn policy() -> Policy {
         max_servers_per_peer: 5,
         max_waiting: 16,
         max_waiting_per_client: 7,
+        max_reserving: 2,
     }
 }
 
@@ -329,6 +330,39 @@ fn a_registration_looks_at_few_of_the_requests_that_wait() {
     assert!(granted(&mut scheduler).is_empty());
 }
 
+/// Regression: each was a class of its own, which looked at all servers at each change.
+#[test]
+fn requests_that_say_the_same_in_different_ways_look_at_few_servers() {
+    const REQUESTS: u32 = 90;
+    let (mut scheduler, now) = scheduler();
+    let mut with_gpus = (*offer("k", 1000)).clone();
+    with_gpus.devices.push(DeviceOffer::new("cuda", 2));
+    for _ in 0..10 {
+        scheduler.register(now, "p", Arc::new(with_gpus.clone()), &no_uses()).unwrap();
+    }
+    let busy = Use { id: 1, serial: None, direct: true, client: "c".to_owned(), for_ms: 0, silent_ms: 0 };
+    let status = ServerStatus { uses: vec![busy], ..no_uses() };
+    scheduler.register(now, "p", Arc::new(Offer { capacity: 1, ..with_gpus }), &status).unwrap();
+    let mut last = ClaimId(0);
+    for number in 0..REQUESTS {
+        let mut request = ServerRequest::new("k").count(11).distinct();
+        for times in 0..number {
+            let mut wanted = DeviceOffer::new("cuda", [2, 1, 0][times as usize % 3]);
+            wanted.memory_scopes.push(format!("scope{number}"));
+            request.devices.push(wanted);
+            request = request.virtual_device(DeviceType::CUDA);
+        }
+        request.devices.insert(0, DeviceOffer::new("cuda", 2));
+        request = request.virtual_device(DeviceType::CUDA);
+        last = scheduler.request(now, "c", request).unwrap();
+    }
+    scheduler.compared.set(0);
+    scheduler.cancel(now, last);
+    let compared = scheduler.compared.get();
+    assert!(compared < 200, "{compared} comparisons for {REQUESTS} requests");
+    assert!(granted(&mut scheduler).is_empty());
+}
+
 #[test]
 fn a_request_that_can_never_be_served_fails_after_its_time_and_says_why() {
     let (mut scheduler, now) = scheduler();
@@ -451,6 +485,10 @@ fn requests_for_different_servers_that_wait_look_at_few_servers() {
     let compared = scheduler.compared.get();
     assert!(compared < 1000, "{compared}");
     assert!(granted(&mut scheduler).is_empty());
+    // One that asks for less than they leave is served.
+    let small = scheduler.request(now, "c", ServerRequest::new("k").count(9).distinct()).unwrap();
+    let served = granted(&mut scheduler);
+    assert_eq!(served.iter().map(|(claim, _)| *claim).collect::<Vec<_>>(), [small]);
     // They are served in their order, as soon as that can be.
     scheduler.report(now, id, &no_uses());
     let served = granted(&mut scheduler);

@@ -25,6 +25,9 @@ pub(crate) struct Policy {
     pub(crate) max_servers_per_peer: usize,
     pub(crate) max_waiting: usize,
     pub(crate) max_waiting_per_client: usize,
+    /// Number of requests for the same, for slots at different servers, that must wait and reserve
+    /// slots whatever they ask for.
+    pub(crate) max_reserving: u32,
 }
 
 /// Offer of a server.

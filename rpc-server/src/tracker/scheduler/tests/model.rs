@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use proptest::collection::vec;
 use proptest::prelude::*;
 use proptest::test_runner::RngSeed;
 use rpc_transports::tracker::{DeviceOffer, ServerRequest, ServerStatus, Use};
@@ -50,15 +51,22 @@ enum Step {
     Pass(u16),
 }
 
-fn step() -> impl Strategy<Value = Step> {
+/// Returns steps with so many kinds of servers. If there is one kind only, all requests ask for the
+/// same and many compete.
+fn step(kinds: u8) -> impl Strategy<Value = Step> {
+    let (wanted, distinct) = if kinds == 1 { (1, 0.9) } else { (kinds + 1, 0.5) };
+    let distinct = proptest::bool::weighted(distinct);
     prop_oneof![
-        4 => (0..3u8, 0..2u8, 0..2u8, 0..3u32, 1..4u32, 0..4u8).prop_map(|(peer, key, arch, gpus, capacity, direct)| {
-            Step::Register { peer, key, arch, gpus, capacity, direct: direct.saturating_sub(2) }
-        }),
+        4 => (0..3u8, 0..kinds, 0..kinds, 0..=u32::from(kinds), 1..4u32, 0..4u8).prop_map(
+            |(peer, key, arch, gpus, capacity, direct)| {
+                Step::Register { peer, key, arch, gpus, capacity, direct: direct.saturating_sub(2) }
+            }
+        ),
         2 => any::<u8>().prop_map(Step::Renew),
         1 => any::<u8>().prop_map(Step::Unregister),
         8 => (
-            0..3u8, 0..3u8, 0..3u8, 0..2u32, 1..6u32, any::<bool>(), -1..2i32, proptest::option::of(0..30_000u16),
+            0..3u8, 0..wanted, 0..wanted, 0..u32::from(kinds), 1..6u32, distinct, -1..2i32,
+            proptest::option::of(0..30_000u16),
             proptest::option::of(prop_oneof![Just(0), 0..20_000u16]),
         ).prop_map(
             |(peer, key, arch, gpus, count, distinct, priority, timeout, unservable_timeout)| Step::Request {
@@ -427,7 +435,8 @@ impl Model {
     }
 
     /// Checks pairs of requests for the same slots: the later one has got none, unless the earlier
-    /// one was served in the same step, or could not be served by all servers together.
+    /// one was served in the same step, could not be served by all servers together, or is one for
+    /// different servers behind as many for the same as reserve slots.
     fn assert_no_request_was_overtaken(
         &self,
         before: &[(ClaimId, u8, ServerRequest, Option<Instant>)],
@@ -437,7 +446,7 @@ impl Model {
             let Some((_, _, won, _)) = before.iter().find(|(id, ..)| id == winner) else { continue };
             for (other, _, request, _) in &self.waiting {
                 let in_front = (-request.priority, *other) < (-won.priority, *winner);
-                if !in_front || !self.is_possible(request) {
+                if !in_front || !self.is_possible(request) || self.may_be_overtaken(*other, request) {
                     continue;
                 }
                 for GrantedSlot { server: id, .. } in slots {
@@ -448,6 +457,17 @@ impl Model {
                 }
             }
         }
+    }
+
+    /// Returns true if as many requests for the same wait in front of this one as reserve slots.
+    fn may_be_overtaken(&self, claim: ClaimId, request: &ServerRequest) -> bool {
+        let in_front = self.waiting.iter().filter(|(id, _, other, _)| {
+            (-other.priority, *id) < (-request.priority, claim)
+                && (&other.key, &other.labels, &other.devices) == (&request.key, &request.labels, &request.devices)
+                && other.distinct
+                && self.is_possible(other)
+        });
+        request.distinct && in_front.count() >= policy().max_reserving as usize
     }
 
     fn is_possible(&self, request: &ServerRequest) -> bool {
@@ -547,7 +567,9 @@ proptest! {
     })]
 
     #[test]
-    fn the_scheduler_keeps_its_rules_for_any_sequence_of_events(steps in proptest::collection::vec(step(), 1..120)) {
+    fn the_scheduler_keeps_its_rules_for_any_sequence_of_events(
+        steps in prop_oneof![2 => vec(step(2), 1..120), 1 => vec(step(1), 1..120)]
+    ) {
         let mut model = Model::new();
         for step in &steps {
             model.apply(step);
