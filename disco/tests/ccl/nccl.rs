@@ -680,6 +680,8 @@ fn an_abort_does_not_wait_for_a_query_that_waits_for_the_driver() {
         let lock = member.stream.driver_lock();
         lock.hold(DriverCall::MarkQuery);
         double(&mut member.ccl, &mut data).unwrap();
+        // Nor does the thread that aborts.
+        lock.hold(DriverCall::MakeCurrent);
         eventually("a query waits for the driver", || lock.waits.load(Ordering::SeqCst) > 0);
         ready.wait();
         member.ccl.control().abort("enough");
@@ -762,15 +764,38 @@ fn memory_is_not_returned_while_another_communicator_of_the_device_has_collectiv
     fake.assert_tidy();
 }
 
+/// Regression: all threads that knew the time limits stood in the driver.
+#[test]
+fn a_rank_that_stands_in_the_driver_has_a_time_limit() {
+    let Some(fake) = Fake::new() else { return };
+    let ready = Barrier::new(2);
+    let mut options = long_limits();
+    (options.drain_timeout, options.stall_timeout) = (Some(RUNS_OUT / 4), RUNS_OUT / 4);
+    on_devices(&fake, 2, &options, |mut member| {
+        let mut data = vec![1.0; 8];
+        double(&mut member.ccl, &mut data).unwrap();
+        member.ccl.complete().unwrap();
+        hang_next(&fake, &ready);
+        let lock = member.stream.driver_lock();
+        lock.hold(DriverCall::MarkQuery);
+        double(&mut member.ccl, &mut data).unwrap();
+        eventually("all have aborted", || fake.ask("fake_aborts") == 2);
+        let breakdown = breakdown(member.ccl.complete());
+        let expected = "a call of the device's driver has not returned within 1s";
+        assert_eq!(breakdown.cause, BreakCause::Aborted(expected.to_owned()));
+    });
+    fake.assert_tidy();
+}
+
 /// Regression: each abort started a thread that lived for a second, and any controller can ask for
 /// as many as it likes.
 #[test]
 #[cfg(target_os = "linux")]
-fn repeated_aborts_do_with_one_thread() {
+fn aborts_start_no_threads() {
     let threads = || {
         let tasks = std::fs::read_dir("/proc/self/task").expect("the threads of this process");
         let names = tasks.filter_map(|task| std::fs::read_to_string(task.ok()?.path().join("comm")).ok());
-        names.filter(|name| name.trim_end() == "nccl-abort").count()
+        names.filter(|name| name.starts_with("nccl-")).count()
     };
     let Some(fake) = Fake::new() else { return };
     on_ranks(&fake, Launch::Segment, 2, &long_limits(), |member| {

@@ -141,6 +141,8 @@ struct FakeMark {
 /// Kind of call of the driver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum DriverCall {
+    /// Choice of the device as the current one of a thread.
+    MakeCurrent,
     /// Query of a mark.
     MarkQuery,
     /// Query of the stream.
@@ -151,24 +153,24 @@ pub(crate) enum DriverCall {
     Mark(usize),
 }
 
-/// A lock of the driver, which calls of one kind wait for while it is held: by a thread that waits
-/// for the device, and so until a collective that hangs is aborted.
+/// A lock of the driver, which calls of some kinds wait for while it is held: by a thread that
+/// waits for the device, and so until a collective that hangs is aborted.
 pub(crate) struct DriverLock {
-    held_for: Mutex<Option<DriverCall>>,
+    held_for: Mutex<Vec<DriverCall>>,
     /// Number of calls that have come while it was held.
     pub(crate) waits: AtomicUsize,
     aborts: unsafe extern "C" fn() -> c_int,
 }
 
 impl DriverLock {
-    /// Holds the lock from now on for calls of that kind.
+    /// Holds the lock from now on for calls of that kind, too.
     pub(crate) fn hold(&self, call: DriverCall) {
-        *self.held_for.lock().expect("no panic") = Some(call);
+        self.held_for.lock().expect("no panic").push(call);
     }
 
     fn wait(&self, call: DriverCall) {
         // SAFETY: the function has that type.
-        let is_busy = || *self.held_for.lock().expect("no panic") == Some(call) && unsafe { (self.aborts)() } == 0;
+        let is_busy = || self.held_for.lock().expect("no panic").contains(&call) && unsafe { (self.aborts)() } == 0;
         if is_busy() {
             self.waits.fetch_add(1, Ordering::SeqCst);
             let began = Instant::now();
@@ -247,6 +249,7 @@ unsafe impl DeviceStream for FakeStream {
     }
 
     fn make_current(&self) -> Result<(), RpcError> {
+        self.stands.wait(DriverCall::MakeCurrent);
         Ok(())
     }
 

@@ -7,9 +7,8 @@ use std::sync::Arc;
 use parking_lot::MutexGuard;
 use rpc_core::{DeviceType, ErrorKind, RpcError};
 
-use super::comm_handle::NcclControl;
 use super::communicator::Communicator;
-use super::member::Member;
+use super::member::{Member, outcome};
 use super::watch::{Watched, Watcher};
 use super::{DeviceStream, Library, Options, UniqueId};
 use crate::ccl::{Agreement, Ccl, CclError, Collective, CollectiveInput, Control, Operation, Rank};
@@ -71,9 +70,11 @@ impl NcclCcl {
         options: Options,
     ) -> Result<Self, RpcError> {
         let mut control = fitting(control, (rank, size))?;
+        let communicator = Communicator::new(library, Arc::clone(&stream), options, rank, control.control());
+        let ready = communicator.and_then(|made| stream.make_current().map(|()| made));
         // All ranks have to be there before any of them waits in NCCL.
-        control.agree(Collective::barrier(), stream.make_current())?;
-        let mut member = Member::new(control, Communicator::new(library, stream, options, rank));
+        control.agree(Collective::barrier(), outcome(&ready))?;
+        let mut member = Member::new(control, ready?);
         member.join(id, size)?;
         member.meet()?;
         Ok(Self::of(member))
@@ -95,7 +96,7 @@ impl NcclCcl {
         let facts =
             GroupFacts { rank: member.control.rank(), size: member.control.size(), epoch: member.control.epoch() };
         let library = Arc::clone(&member.communicator.library);
-        let control = Arc::new(NcclControl::new(member.control.control(), member.communicator.handle()));
+        let control = member.control.control();
         Self { watched: Arc::new(Watched::new(member)), watcher: None, library, control, facts }
     }
 
@@ -113,7 +114,7 @@ impl NcclCcl {
         let mut member = self.watched.member();
         // NCCL allows no other call during a split.
         member.wait_for_all()?;
-        let communicator = member.split(color, key)?;
+        let communicator = member.split(color, key, control.control())?;
         let control = fitting(control, communicator.rank_and_size()?)?;
         let mut group = Member::new(control, communicator);
         group.meet()?;

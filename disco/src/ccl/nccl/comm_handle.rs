@@ -1,5 +1,4 @@
-//! The handle of a communicator of NCCL, and its end, which another thread can begin while the rank
-//! stands in a call of the device's driver.
+//! The handle of a communicator of NCCL, which its rank shares with the [guard](super::guard).
 //!
 //! A query of a mark may wait for the driver's lock, which another thread holds for as long as it
 //! frees memory, and that waits for the work on the device. If that work is a collective which
@@ -10,8 +9,7 @@ use std::ffi::c_int;
 use std::mem;
 use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Weak, mpsc};
-use std::thread;
+use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
@@ -19,47 +17,76 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 use super::error::code;
 use super::symbols::Comm;
 use super::{DeviceStream, Library, busy_devices};
-use crate::ccl::{Breakdown, Control, Flight};
-
-/// Time that a rank has to leave a query and to abort by itself.
-const GRACE: Duration = Duration::from_millis(100);
-
-/// Number of times [`GRACE`] for which a rank with nothing on its stream is looked after.
-const IDLE_ROUNDS: usize = 10;
 
 /// Handle of a communicator.
 pub(super) struct CommHandle {
     library: Arc<Library>,
     stream: Arc<dyn DeviceStream>,
     state: Mutex<CommState>,
-    /// Notified when the communicator has been taken from here.
-    taken: Condvar,
+    /// Notified when the guard has something to do.
+    changed: Condvar,
     /// Number of beginnings and ends of queries of the device: odd during a query.
     queries: AtomicU64,
     /// True while collectives are on the stream.
     is_busy: AtomicBool,
-    /// True once a thread has been started that aborts for a rank that stands in a query.
-    is_looked_after: AtomicBool,
+    /// False while the guard sleeps until collectives are on the stream.
+    is_guarded: AtomicBool,
 }
 
 /// The communicator, for calls with it. NCCL takes one call at a time.
 pub(super) struct CommState {
     /// Null before the communicator is created and once its end has begun.
     pub(super) raw: Comm,
-    /// Report of an abort that another thread has begun.
+    /// Call that the guard has to make.
+    pub(super) request: Option<EndRequest>,
+    /// Report of an abort that the guard has begun by itself.
     aborted: Option<mpsc::Receiver<()>>,
+    /// True once the guard has to end.
+    pub(super) is_leaving: bool,
 }
 
 // SAFETY: NCCL takes calls with a communicator from any thread, one at a time.
 unsafe impl Send for CommState {}
 
+/// Request to end a communicator. It has the only copy of it.
+pub(super) struct EndRequest {
+    call: unsafe extern "C" fn(Comm) -> c_int,
+    raw: Comm,
+    ended: mpsc::Sender<()>,
+}
+
+impl EndRequest {
+    /// Calls NCCL, which may hang, and reports the end of the call.
+    pub(super) fn run(self, library: &Library) {
+        // SAFETY: the communicator exists, and no other thread has a copy of it any more.
+        let result = unsafe { (self.call)(self.raw) };
+        if !matches!(result, code::SUCCESS | code::IN_PROGRESS) {
+            rpc_core::log_limited!(
+                WARN,
+                text = library.error_string(result),
+                "a communicator of NCCL ended with an error"
+            );
+        }
+        // The rank no longer waits for a call that has taken too long.
+        _ = self.ended.send(());
+    }
+}
+
 impl CommHandle {
     /// Creates a handle without a communicator, for the work of a stream.
     pub(super) fn new(library: Arc<Library>, stream: Arc<dyn DeviceStream>) -> Arc<Self> {
-        let state = Mutex::new(CommState { raw: ptr::null_mut(), aborted: None });
-        let (taken, queries) = (Condvar::new(), AtomicU64::new(0));
-        let (is_busy, is_looked_after) = (AtomicBool::new(false), AtomicBool::new(false));
-        Arc::new(Self { library, stream, state, taken, queries, is_busy, is_looked_after })
+        let state = Mutex::new(CommState { raw: ptr::null_mut(), request: None, aborted: None, is_leaving: false });
+        let (changed, queries) = (Condvar::new(), AtomicU64::new(0));
+        let (is_busy, is_guarded) = (AtomicBool::new(false), AtomicBool::new(false));
+        Arc::new(Self { library, stream, state, changed, queries, is_busy, is_guarded })
+    }
+
+    pub(super) fn library(&self) -> &Library {
+        &self.library
+    }
+
+    pub(super) fn stream(&self) -> &dyn DeviceStream {
+        &*self.stream
     }
 
     /// Locks the communicator for a call of NCCL.
@@ -86,14 +113,30 @@ impl CommHandle {
         answer
     }
 
-    /// Records if there are collectives on the stream, for this handle and for its device.
+    /// Returns the number of the query that the rank is in.
+    pub(super) fn query_in_progress(&self) -> Option<u64> {
+        Some(self.queries.load(Ordering::SeqCst)).filter(|queries| queries % 2 == 1)
+    }
+
+    /// Records if there are collectives on the stream, for the guard and for the device.
     pub(super) fn set_busy(&self, is_busy: bool) {
         let device = self.stream.device();
         match (self.is_busy.swap(is_busy, Ordering::SeqCst), is_busy) {
-            (false, true) => busy_devices::add(device),
+            (false, true) => {
+                busy_devices::add(device);
+                if !self.is_guarded.swap(true, Ordering::SeqCst) {
+                    // The guard has the lock until it sleeps.
+                    drop(self.lock());
+                    self.changed.notify_all();
+                }
+            }
             (true, false) => busy_devices::subtract(device),
             _ => {}
         }
+    }
+
+    pub(super) fn is_busy(&self) -> bool {
+        self.is_busy.load(Ordering::SeqCst)
     }
 
     /// Records that the collectives on the stream hang and are not polled any more. For the other
@@ -102,116 +145,64 @@ impl CommHandle {
         self.is_busy.store(false, Ordering::SeqCst);
     }
 
-    /// Ends the communicator by `call`, which may hang, on a thread of its own, or finds the abort
-    /// that another thread has begun. The returned channel reports the end of the call.
-    ///
-    /// # Errors
-    ///
-    /// `None` if there is no communicator any more; an error if no thread could be started.
-    pub(super) fn end(&self, call: unsafe extern "C" fn(Comm) -> c_int) -> Option<std::io::Result<mpsc::Receiver<()>>> {
+    /// Sleeps until the guard has something to do.
+    pub(super) fn sleep(&self, state: &mut MutexGuard<'_, CommState>) {
+        self.is_guarded.store(false, Ordering::SeqCst);
+        // A collective that began before is seen here; one that begins later notifies.
+        if !self.is_busy() {
+            self.changed.wait(state);
+        }
+        self.is_guarded.store(true, Ordering::SeqCst);
+    }
+
+    /// Sleeps as [`sleep`](Self::sleep) does, for so long at most, also while collectives are on
+    /// the stream.
+    pub(super) fn sleep_for(&self, state: &mut MutexGuard<'_, CommState>, time: Duration) {
+        self.changed.wait_for(state, time);
+    }
+
+    /// Lets the guard end the communicator by `call`, or finds the abort that it has begun. The
+    /// returned channel reports the end of the call, which may hang. `None` if there is no
+    /// communicator any more.
+    pub(super) fn end(&self, call: unsafe extern "C" fn(Comm) -> c_int) -> Option<mpsc::Receiver<()>> {
         let mut state = self.lock();
         if let Some(aborted) = state.aborted.take() {
-            return Some(Ok(aborted));
+            return Some(aborted);
         }
         let raw = mem::replace(&mut state.raw, ptr::null_mut());
-        drop(state);
-        self.taken.notify_all();
-        (!raw.is_null()).then(|| self.call_alone(call, raw))
+        (!raw.is_null()).then(|| self.request(&mut state, call, raw))
     }
 
-    /// Calls `call`, which ends `raw` and may hang, on a thread of its own. `raw` is the only copy
-    /// of a communicator.
-    pub(super) fn call_alone(
+    /// Lets the guard abort `raw`, the only copy of a communicator that is not the handle's. Its
+    /// own has ended. The returned channel reports the end of the call, which may hang.
+    pub(super) fn abort_other(&self, raw: Comm) -> mpsc::Receiver<()> {
+        self.request(&mut self.lock(), self.library.functions().comm_abort, raw)
+    }
+
+    /// Requests the abort of the communicator, if there is one, for a rank that finds it in its
+    /// next [`end`](Self::end).
+    pub(super) fn abort_for_rank(&self, state: &mut CommState) {
+        let raw = mem::replace(&mut state.raw, ptr::null_mut());
+        if !raw.is_null() {
+            state.aborted = Some(self.request(state, self.library.functions().comm_abort, raw));
+        }
+    }
+
+    fn request(
         &self,
+        state: &mut CommState,
         call: unsafe extern "C" fn(Comm) -> c_int,
         raw: Comm,
-    ) -> std::io::Result<mpsc::Receiver<()>> {
-        /// The only copy of a communicator.
-        struct Last(Comm);
-        // SAFETY: this is the only copy of the communicator.
-        unsafe impl Send for Last {}
-
-        let (last, stream, library) = (Last(raw), Arc::clone(&self.stream), Arc::clone(&self.library));
-        let (tell, told) = mpsc::channel();
-        thread::Builder::new().name("nccl-end".to_owned()).spawn(move || {
-            let last = last;
-            // If this fails, the library reports the error itself.
-            _ = stream.make_current();
-            // SAFETY: the communicator exists, and no other thread has a copy of it any more.
-            let result = unsafe { call(last.0) };
-            if !matches!(result, code::SUCCESS | code::IN_PROGRESS) {
-                rpc_core::log_limited!(
-                    WARN,
-                    text = library.error_string(result),
-                    "a communicator of NCCL ended with an error"
-                );
-            }
-            _ = tell.send(());
-        })?;
-        Ok(told)
+    ) -> mpsc::Receiver<()> {
+        let (ended, told) = mpsc::channel();
+        state.request = Some(EndRequest { call, raw, ended });
+        self.changed.notify_all();
+        told
     }
 
-    /// Aborts the communicator of a group that is broken if its rank stands in a query of the
-    /// device. Returns once the rank has aborted, or has had nothing on the stream for a while: it
-    /// may have been about to enqueue a collective when the group broke.
-    fn abort_for_a_rank_that_stands(&self) {
-        let (mut before, mut idle) = (self.queries.load(Ordering::SeqCst), 0);
-        let mut state = self.lock();
-        while !state.raw.is_null() && idle < IDLE_ROUNDS {
-            self.taken.wait_for(&mut state, GRACE);
-            let queries = self.queries.load(Ordering::SeqCst);
-            if !self.is_busy.load(Ordering::SeqCst) {
-                // It may stand in the driver on the way to its first collective.
-                idle += usize::from(queries.is_multiple_of(2));
-            } else if queries == before && queries % 2 == 1 && !state.raw.is_null() {
-                match self.call_alone(self.library.functions().comm_abort, state.raw) {
-                    Ok(aborted) => *state = CommState { raw: ptr::null_mut(), aborted: Some(aborted) },
-                    Err(error) => rpc_core::log_limited!(WARN, %error, "no thread to abort a communicator of NCCL"),
-                }
-            }
-            before = queries;
-        }
-    }
-}
-
-/// Control of a rank: that of its control communicator, whose abort reaches NCCL's communicator
-/// even if the rank stands in a query of the device.
-pub(super) struct NcclControl {
-    control: Arc<dyn Control>,
-    handle: Weak<CommHandle>,
-}
-
-impl NcclControl {
-    pub(super) fn new(control: Arc<dyn Control>, handle: &Arc<CommHandle>) -> Self {
-        Self { control, handle: Arc::downgrade(handle) }
-    }
-}
-
-impl Control for NcclControl {
-    fn abort(&self, reason: &str) {
-        self.control.abort(reason);
-        let Some(handle) = self.handle.upgrade() else { return };
-        // A peer can ask for any number of aborts, and one thread does for all of them: a group
-        // that is broken stays so.
-        if handle.is_looked_after.swap(true, Ordering::SeqCst) {
-            return;
-        }
-        let (thread, looked_after) = (thread::Builder::new().name("nccl-abort".to_owned()), Arc::clone(&handle));
-        if let Err(error) = thread.spawn(move || looked_after.abort_for_a_rank_that_stands()) {
-            handle.is_looked_after.store(false, Ordering::SeqCst);
-            rpc_core::log_limited!(WARN, %error, "no thread to abort for a rank that stands in a call of the driver");
-        }
-    }
-
-    fn broken(&self) -> Option<Arc<Breakdown>> {
-        self.control.broken()
-    }
-
-    fn flights(&self) -> Vec<Flight> {
-        self.control.flights()
-    }
-
-    fn describe(&self) -> String {
-        self.control.describe()
+    /// Lets the guard end, once it is done with the present request.
+    pub(super) fn leave(&self) {
+        self.lock().is_leaving = true;
+        self.changed.notify_all();
     }
 }

@@ -12,10 +12,11 @@ use rpc_core::{ErrorKind, RpcError};
 use super::comm_handle::CommHandle;
 use super::config::Config;
 use super::error::code;
+use super::guard::Guard;
 use super::symbols::Comm;
 use super::wait::{Fault, wait, wait_alone};
 use super::{DeviceStream, Library, Mark, NcclError, Options, UniqueId, busy_devices};
-use crate::ccl::{Agreement, BreakCause, Breakdown, Collective, Operation, Rank};
+use crate::ccl::{Agreement, BreakCause, Breakdown, Collective, Control, Operation, Rank};
 
 /// A time limit that is practically none, and can be added to the current time without overflow.
 pub(super) const FOR_EVER: Duration = Duration::from_secs(u32::MAX as u64);
@@ -32,6 +33,7 @@ pub(super) struct Communicator {
     pub(super) options: Options,
     /// The only copy of the communicator, except on the thread that ends it.
     handle: Arc<CommHandle>,
+    _guard: Guard,
     rank: Rank,
     /// Collectives on the stream that were not done when the stream was last polled, oldest first.
     under_way: VecDeque<UnderWay>,
@@ -77,16 +79,37 @@ struct PendingSplit(*mut Comm);
 unsafe impl Send for PendingSplit {}
 
 impl Communicator {
-    /// Creates a communicator without ranks, to be followed by [`join`](Self::join).
-    pub(super) fn new(library: Arc<Library>, stream: Arc<dyn DeviceStream>, options: Options, rank: Rank) -> Self {
+    /// Creates a communicator without ranks, to be followed by [`join`](Self::join). Its group has
+    /// this control.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Guard::start`].
+    pub(super) fn new(
+        library: Arc<Library>,
+        stream: Arc<dyn DeviceStream>,
+        options: Options,
+        rank: Rank,
+        control: Arc<dyn Control>,
+    ) -> Result<Self, RpcError> {
         let handle = CommHandle::new(Arc::clone(&library), Arc::clone(&stream));
+        let guard = Guard::start(&handle, control, options.limit())?;
         let (under_way, made) = (VecDeque::new(), HashSet::new());
-        Self { library, stream, options, handle, rank, under_way, broken: None, pending_split: None, made }
+        let (broken, pending_split) = (None, None);
+        Ok(Self { library, stream, options, handle, _guard: guard, rank, under_way, broken, pending_split, made })
     }
 
-    /// Returns the handle, for the thread that ends the communicator of a rank that stands in a
-    /// call of the driver.
-    pub(super) fn handle(&self) -> &Arc<CommHandle> {
+    /// Creates a communicator without ranks, to be followed by a [split](Self::split) of this one.
+    /// Its group has this control.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`new`](Self::new).
+    pub(super) fn child(&self, control: Arc<dyn Control>) -> Result<Self, RpcError> {
+        Self::new(Arc::clone(&self.library), Arc::clone(&self.stream), self.options.clone(), self.rank, control)
+    }
+
+    pub(super) fn handle(&self) -> &CommHandle {
         &self.handle
     }
 
@@ -104,40 +127,39 @@ impl Communicator {
         self.settle(control, CALL, self.options.join_timeout)
     }
 
-    /// Creates a communicator of those ranks that pass the same `color`, in the order of `key`. All
-    /// ranks of this communicator call it. The caller waits for the new one with
+    /// Makes `child` the communicator of those ranks that pass the same `color`, in the order of
+    /// `key`. All ranks of this communicator call it. The caller waits for the new one with
     /// [`settle`](Self::settle).
     pub(super) fn split(
         &mut self,
+        child: &Self,
         control: &mut dyn Agreement,
-        color: c_int,
-        key: c_int,
+        (color, key): (c_int, c_int),
         limit: Duration,
-    ) -> Result<Self, Fault> {
+    ) -> Result<(), Fault> {
         let split = self.library.functions().comm_split.get(&self.library)?;
         let mut config = self.config();
         // NCCL may write there until the call has settled, which may be after this function has
         // returned.
-        let child: *mut Comm = Box::into_raw(Box::new(ptr::null_mut()));
+        let written: *mut Comm = Box::into_raw(Box::new(ptr::null_mut()));
         let comm = self.handle.lock();
-        // SAFETY: this communicator exists, and no call with it is in progress; `child` is not
+        // SAFETY: this communicator exists, and no call with it is in progress; `written` is not
         // freed before NCCL is done with it.
-        let result = unsafe { split(comm.raw, color, key, child, &raw mut config) };
+        let result = unsafe { split(comm.raw, color, key, written, &raw mut config) };
         let begun = self.check(comm.raw, SPLIT, result).map_err(Fault::from);
         drop(comm);
         if let Err(fault) = begun.and_then(|()| self.settle(control, SPLIT, limit)) {
-            self.pending_split = Some(PendingSplit(child));
+            self.pending_split = Some(PendingSplit(written));
             return Err(fault);
         }
         // SAFETY: from `Box::into_raw`, and the call has settled, so that NCCL no longer writes to
         // it.
-        let raw = *unsafe { Box::from_raw(child) };
+        let raw = *unsafe { Box::from_raw(written) };
         if raw.is_null() {
             return Err(RpcError::internal(format!("{SPLIT} gave no communicator")).into());
         }
-        let this = Self::new(Arc::clone(&self.library), Arc::clone(&self.stream), self.options.clone(), self.rank);
-        this.handle.lock().raw = raw;
-        Ok(this)
+        child.handle.lock().raw = raw;
+        Ok(())
     }
 
     fn config(&self) -> Config {
@@ -284,12 +306,12 @@ impl Communicator {
         let abort = self.library.functions().comm_abort;
         let Some(told) = self.handle.end(abort) else { return };
         let mut timeouts = EndTimeouts::new(&self.options, !self.under_way.is_empty());
-        let mut is_over = self.wait_for_end(told.ok(), &mut timeouts);
+        let mut is_over = self.wait_for_end(&told, &mut timeouts);
         if let Some(PendingSplit(child)) = self.pending_split.take().filter(|_| is_over) {
             // SAFETY: from `Box::into_raw`, and the communicator that it was split from has ended,
             // so that NCCL no longer writes to it.
             let child = *unsafe { Box::from_raw(child) };
-            is_over = child.is_null() || self.wait_for_end(self.handle.call_alone(abort, child).ok(), &mut timeouts);
+            is_over = child.is_null() || self.wait_for_end(&self.handle.abort_other(child), &mut timeouts);
         }
         if !is_over {
             // Marks of work that hangs are not polled any more.
@@ -301,8 +323,7 @@ impl Communicator {
 
     /// Waits until the call that ends a communicator has returned, which `told` reports, and none
     /// of its work is on the stream. Returns false if that takes longer than `timeouts` allow.
-    fn wait_for_end(&mut self, told: Option<mpsc::Receiver<()>>, timeouts: &mut EndTimeouts) -> bool {
-        let Some(told) = told else { return false };
+    fn wait_for_end(&mut self, told: &mpsc::Receiver<()>, timeouts: &mut EndTimeouts) -> bool {
         let mut is_back = false;
         loop {
             // On a device that has failed, no work is in progress either.
@@ -342,6 +363,8 @@ impl Communicator {
     /// Finalises and destroys the communicator of a group that is not broken. Returns false if it
     /// does not end in time.
     fn close(&mut self) -> bool {
+        // If this fails, the library reports the error itself.
+        _ = self.stream.make_current();
         let until = Instant::now() + self.options.close_timeout;
         let comm = self.handle.lock();
         // SAFETY: the communicator exists, and no call with it is in progress.
@@ -352,8 +375,8 @@ impl Communicator {
             && wait_alone(until, || self.is_settled("ncclCommFinalize").unwrap_or(true))
             && self.is_settled("ncclCommFinalize").is_ok();
         if finalised {
-            let told = self.handle.end(self.library.functions().comm_destroy);
-            return self.wait_for_end(told.and_then(Result::ok), &mut EndTimeouts::new(&self.options, true));
+            let Some(told) = self.handle.end(self.library.functions().comm_destroy) else { return false };
+            return self.wait_for_end(&told, &mut EndTimeouts::new(&self.options, true));
         }
         self.abort_now(&self.stuck());
         true
@@ -372,7 +395,6 @@ impl Drop for Communicator {
         if self.handle.is_empty() {
             return;
         }
-        _ = self.stream.make_current();
         if self.handle.has_ended() {
             return self.abort_now(&self.stuck());
         }

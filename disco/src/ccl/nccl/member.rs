@@ -1,5 +1,6 @@
 //! One rank: its NCCL and control communicators, and its collectives on the device.
 
+use std::sync::Arc;
 use std::time::Instant;
 
 use rpc_core::{Device, RpcError};
@@ -9,7 +10,7 @@ use super::communicator::{Communicator, SPLIT};
 use super::elements::Elements;
 use super::enqueue::Work;
 use super::wait::{EAGER, Fault, pause};
-use crate::ccl::{Agreement, BreakCause, CclError, Collective, CollectiveInput, Operation};
+use crate::ccl::{Agreement, BreakCause, CclError, Collective, CollectiveInput, Control, Operation};
 
 /// Size in bytes of the allreduce that makes a barrier.
 const WORD: usize = 8;
@@ -47,9 +48,9 @@ impl Member {
         Ok(())
     }
 
-    /// Creates a communicator of those ranks that pass the same `color`, in the order of `key`. No
-    /// collective may be in progress.
-    pub(super) fn split(&mut self, color: u32, key: u32) -> Result<Communicator, RpcError> {
+    /// Creates a communicator of those ranks that pass the same `color`, in the order of `key`. Its
+    /// group has this control. No collective may be in progress.
+    pub(super) fn split(&mut self, color: u32, key: u32, control: Arc<dyn Control>) -> Result<Communicator, RpcError> {
         let communicator = &self.communicator;
         let can_split = communicator.library.functions().comm_split.get(&communicator.library).map(drop);
         // NCCL takes both as `int`s that are not negative.
@@ -58,27 +59,24 @@ impl Member {
             i32::try_from(number).map_err(|_| text())
         };
         let place = number("color", color).and_then(|color| Ok((color, number("key", key)?)));
+        let group = communicator.child(control);
         let ready = can_split.and_then(|()| communicator.stream.make_current());
-        self.control.agree(Collective::barrier(), ready.and(place.as_ref().map(drop).map_err(Clone::clone)))?;
-        let (color, key) = place?;
+        self.control.agree(Collective::barrier(), ready.and(outcome(&place)).and(outcome(&group)))?;
+        let (place, mut group) = (place?, group?);
         // One limit for both parts: the split of this communicator, and the making of the new one.
         let (limit, began) = (self.communicator.options.join_timeout, Instant::now());
-        let (mut group, settled) = match self.communicator.split(&mut *self.control, color, key, limit) {
-            Ok(group) => {
-                let settled = group.settle(&mut *self.control, SPLIT, limit.saturating_sub(began.elapsed()));
-                (Some(group), settled)
-            }
-            Err(fault) => (None, Err(fault)),
-        };
+        let made = self.communicator.split(&group, &mut *self.control, place, limit);
+        let settled =
+            made.and_then(|()| group.settle(&mut *self.control, SPLIT, limit.saturating_sub(began.elapsed())));
         if let Err(fault) = settled {
             let error = self.conclude(fault);
-            if let (Some(group), CclError::Broken(breakdown)) = (&mut group, &error) {
+            if let CclError::Broken(breakdown) = &error {
                 group.abort(breakdown);
             }
             return Err(error.into());
         }
         self.control.finish(&Ok(()));
-        group.ok_or_else(|| RpcError::internal("a split without a group"))
+        Ok(group)
     }
 
     /// Agrees with the other ranks on a collective, and enqueues it on the stream.
@@ -87,7 +85,7 @@ impl Member {
         // For the other ranks, the collective before this one has ended.
         self.control.finish(&Ok(()));
         let work = self.work(collective, data);
-        let input = work.as_ref().map(drop).map_err(Clone::clone);
+        let input = outcome(&work);
         let result = match (self.control.agree(collective, input), work) {
             (Err(error), _) => Err(Fault::Common(error)),
             (Ok(()), Ok(work)) if work.elements.count == 0 => {
@@ -213,6 +211,11 @@ impl Member {
         }
         self.communicator.abort(breakdown);
     }
+}
+
+/// Returns the outcome without the value, for the other ranks.
+pub(super) fn outcome<T>(result: &Result<T, RpcError>) -> Result<(), RpcError> {
+    result.as_ref().map(drop).map_err(Clone::clone)
 }
 
 /// Checks that a buffer is on the stream's device.
