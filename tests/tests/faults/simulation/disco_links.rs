@@ -4,6 +4,12 @@
 //! waits for all of them: it moves on only while every other thread sleeps. Which of two threads
 //! comes first is not drawn from the seed.
 //!
+//! Controllers open their nodes by sessions that were connected on the runtime of the simulation,
+//! which therefore drives their channels, keep-alives and time limits by the virtual clock. Nodes
+//! below nodes cannot be simulated in this way: a node opens them, and `SocketSession::fan_out` the
+//! first of them, on Disco's own runtime. That has several threads and the real clock, and a task's
+//! timers follow the clock of its runtime, so that the virtual clock would run ahead of theirs.
+//!
 //! Beside what holds for all sessions: each worker runs the commands of its controller once, in
 //! order, and all of them before a sync succeeds; each failure is told once; a session that is lost
 //! says so in all that follows; no worker's thread is left.
