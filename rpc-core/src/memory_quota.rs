@@ -70,6 +70,11 @@ impl MemoryQuota {
         }
     }
 
+    /// Returns the limit in bytes, without that of an outer quota.
+    pub fn limit(&self) -> u64 {
+        self.limit
+    }
+
     /// Returns the bytes that are reserved at present.
     pub fn used(&self) -> u64 {
         self.used.load(Ordering::Relaxed)

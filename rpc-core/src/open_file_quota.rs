@@ -39,6 +39,12 @@ impl OpenFileQuota {
         Ok(OpenFileLease { _counted: self.0.reserve(count)? })
     }
 
+    /// Returns the limit of this quota, without that of an outer one.
+    #[must_use]
+    pub fn limit(&self) -> u64 {
+        self.0.limit()
+    }
+
     /// Returns the number of descriptors that are reserved at present.
     #[must_use]
     pub fn used(&self) -> u64 {

@@ -3,9 +3,16 @@
 
 use std::time::{Duration, Instant};
 
-use rpc_core::{ErrorKind, OpenFileQuota, Pack, Packed, RemoteObject, RpcError};
+use rpc_core::{
+    Context, Devices, ErrorKind, LocalSession, OpenFileQuota, Pack, Packed, Registry, RemoteObject, RpcError, Session,
+};
+use rpc_transports::memory::duplex;
+use rpc_transports::{Connector, ServeOptions};
 
+use super::functions::register;
 use super::raw_controller::{RawController, session, set_up};
+use super::self_start::WorkerSettings;
+use super::server::server_of;
 use crate::ccl::communicators::CollectiveTimeouts;
 use crate::ccl::host::{SessionKey, Ticket};
 use crate::options::Hosting;
@@ -71,6 +78,34 @@ fn listeners_are_charged_until_others_are_bound_or_the_session_ends() {
     await_use(&quota, 0);
     let (controller, _) = open(7, &all).unwrap();
     assert_refused(controller.listen(), "the data listeners of worker 3");
+}
+
+/// Regression: the sessions of workers in processes of their own had no quota.
+#[test]
+fn the_process_of_a_worker_has_the_limit_of_its_session() {
+    for limit in [0, 1] {
+        let registry = Registry::new();
+        register(&registry);
+        let node_registry = registry.clone();
+        let settings = |context: Context| serde_json::to_string(&WorkerSettings::of(&context)).unwrap();
+        node_registry.add_inline("settings", settings);
+        let quota = OpenFileQuota::new("max_open_files", limit, None);
+        let node = Session::new(LocalSession::builder(node_registry).open_files(quota).build());
+        let settings: String = node.get_function("settings").wait().unwrap().call(()).wait().unwrap();
+        let settings = WorkerSettings::decode(settings.as_bytes()).unwrap();
+        let connecting = async {
+            let server = server_of(registry, Devices::new(), settings, None, ServeOptions::default());
+            let (near, far) = duplex();
+            server.serve_channel(far);
+            Connector::new().connect_channel(near).await
+        };
+        let session = crate::runtime::runtime().unwrap().block_on(connecting).unwrap();
+        let worker = RawController::open_in(session, &set_up(0, PAIR)).unwrap();
+        match limit {
+            0 => assert_refused(worker.listen(), "the data listeners of worker 0"),
+            _ => assert_eq!(worker.listen().unwrap().len(), 1),
+        }
+    }
 }
 
 #[test]

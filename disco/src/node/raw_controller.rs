@@ -86,7 +86,11 @@ impl RawController {
 
     /// Opens the host of a set-up in a session.
     pub(super) fn open(session: LocalSessionBuilder, set_up: &SetUp) -> Result<Self> {
-        let session = Session::new(session.build());
+        Self::open_in(Session::new(session.build()), set_up)
+    }
+
+    /// Opens the host of a set-up in a session that there is.
+    pub(super) fn open_in(session: Session, set_up: &SetUp) -> Result<Self> {
         let function = |name: &str| session.get_function(name).wait().unwrap();
         let (host, _): (RemoteObject, Pack<NodeInfo>) = function("disco.open").call((Pack(set_up),)).wait()?;
         let (submit, events) = (function("disco.submit"), function("disco.events"));

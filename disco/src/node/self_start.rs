@@ -38,16 +38,25 @@ pub(crate) struct WorkerSettings {
     /// the program has been replaced since the node was started.
     pub(crate) version: u32,
     pub(crate) limits: SessionLimits,
+    /// Limit of the descriptors that the process opens for its session.
+    #[serde(default = "no_limit")]
+    pub(crate) max_open_files: u64,
     pub(crate) weights: Option<WeightFolders>,
     /// Settings of the program's own.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) settings: Option<NodeSettings>,
 }
 
+/// Limit of open files where nobody has set one.
+fn no_limit() -> u64 {
+    u64::MAX
+}
+
 impl WorkerSettings {
-    /// Settings of sessions with these limits and files of weights.
+    /// Settings of sessions with these limits and files of weights, and without a limit of open
+    /// files.
     pub(crate) fn new(limits: SessionLimits, weights: Option<WeightFolders>) -> Self {
-        Self { version: MESSAGES.version(), limits, weights, settings: None }
+        Self { version: MESSAGES.version(), limits, max_open_files: no_limit(), weights, settings: None }
     }
 
     pub(super) fn of(context: &rpc_core::Context) -> Self {
@@ -55,6 +64,7 @@ impl WorkerSettings {
         let settings = context.extension::<NodeSettings>();
         Self {
             settings: settings.map(|settings| NodeSettings::clone(&settings)),
+            max_open_files: context.max_open_files(),
             ..Self::new(context.limits().clone(), weights.map(|folders| WeightFolders::clone(&folders)))
         }
     }
@@ -64,7 +74,7 @@ impl WorkerSettings {
     /// # Errors
     ///
     /// Those of [`MessageFamily::check`](rpc_transports::MessageFamily::check); malformed JSON.
-    fn decode(text: &[u8]) -> Result<Self> {
+    pub(super) fn decode(text: &[u8]) -> Result<Self> {
         /// The one field that all versions have from 4 on.
         #[derive(Deserialize)]
         struct Versioned {

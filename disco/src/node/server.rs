@@ -17,10 +17,13 @@ pub(super) fn server_of(
     data: Option<IpAddr>,
     options: ServeOptions,
 ) -> Server {
+    let options = ServeOptions { max_open_files: node.max_open_files, ..options };
     let open = move |request: &OpenRequest| -> RpcResult<SharedSession> {
         let session = LocalSession::builder(registry.clone()).devices(devices.clone()).limits(node.limits.clone());
-        let mut session =
-            session.spawner(Arc::new(TokioSpawner::current())).extension(Arc::new(request.onward.clone()));
+        let mut session = session
+            .spawner(Arc::new(TokioSpawner::current()))
+            .extension(Arc::new(request.onward.clone()))
+            .open_files(request.open_files.clone());
         if let Some(data) = data {
             session = session.extension(Arc::new(DataAddress(data)));
         }

@@ -131,6 +131,9 @@ pub trait Host: Send + Sync {
     /// [`ErrorKind::LimitExceeded`].
     fn reserve_open_files(&self, count: u64) -> Result<OpenFileLease>;
 
+    /// Returns the limit of the session's open files.
+    fn max_open_files(&self) -> u64;
+
     /// Returns the session's limits.
     fn limits(&self) -> &SessionLimits;
 
@@ -301,6 +304,13 @@ impl Context {
     /// [`ErrorKind::LimitExceeded`], naming the limit that was reached.
     pub fn reserve_open_files(&self, count: u64) -> Result<OpenFileLease> {
         self.host.reserve_open_files(count)
+    }
+
+    /// Returns the limit of [`reserve_open_files`](Self::reserve_open_files), for functions that
+    /// start processes on the session's behalf.
+    #[must_use]
+    pub fn max_open_files(&self) -> u64 {
+        self.host.max_open_files()
     }
 
     /// Returns the session's limits, for functions that start work outside of it on its behalf.

@@ -78,6 +78,10 @@ impl Host for LocalInner {
         self.open_files.reserve(count)
     }
 
+    fn max_open_files(&self) -> u64 {
+        self.open_files.limit()
+    }
+
     fn limits(&self) -> &SessionLimits {
         &self.limits
     }
