@@ -2,10 +2,13 @@
 
 /// Makes a module of tests, two for each clause, over the fixture that an expression makes. See the
 /// [crate](crate#examples).
+///
+/// Attributes of the tests of the blocking form may follow, for suites whose time is limited:
+/// `conformance!(along = fixture(), blocking: #[cfg(feature = "long")])`.
 #[macro_export]
 macro_rules! conformance {
-    ($name:ident = $fixture:expr) => {
-        $crate::clauses! { $name = $fixture, in $crate::clauses;
+    ($name:ident = $fixture:expr $(, blocking: $(#[$blocking:meta])+)?) => {
+        $crate::clauses! { $name = $fixture, in $crate::clauses $(, blocking: $(#[$blocking])+)?;
             functions {
                 a_function_is_found_by_its_name_and_called
                 an_unknown_function_is_not_found_at_the_origin
@@ -160,10 +163,14 @@ macro_rules! conformance {
 /// Makes tests of the listed clauses, which are functions in modules of `in PATH`: for clauses of
 /// your own.
 ///
-/// A clause is an `async fn(&Harness)`. The module of tests bears the name before `=`.
+/// A clause is an `async fn(&Harness)`. The module of tests bears the name before `=`. Attributes
+/// of the tests of the blocking form may follow, as in [`conformance`](crate::conformance).
 #[macro_export]
 macro_rules! clauses {
-    ($name:ident = $fixture:expr, in $clauses:path; $($module:ident { $($clause:ident)* })*) => {
+    ($name:ident = $fixture:expr, in $clauses:path $(, blocking: $(#[$blocking:meta])+)?; $($list:tt)*) => {
+        $crate::clauses! { [$($(#[$blocking])+)?] $name = $fixture, in $clauses; $($list)* }
+    };
+    ($blocking:tt $name:ident = $fixture:expr, in $clauses:path; $($module:ident { $($clause:ident)* })*) => {
         mod $name {
             use super::*;
             use $clauses as listed;
@@ -187,13 +194,24 @@ macro_rules! clauses {
                         run($crate::harness::Form::Async);
                     }
 
-                    #[test]
-                    fn blocking() {
-                        run($crate::harness::Form::Blocking);
+                    $crate::with_attributes! { $blocking
+                        #[test]
+                        fn blocking() {
+                            run($crate::harness::Form::Blocking);
+                        }
                     }
                 })*
             })*
         }
+    };
+}
+
+/// Puts attributes in front of an item. A macro cannot repeat a list of its own in another one.
+#[doc(hidden)]
+#[macro_export]
+macro_rules! with_attributes {
+    ([$($attributes:tt)*] $item:item) => {
+        $($attributes)* $item
     };
 }
 

@@ -27,6 +27,27 @@ macro_rules! every_clause {
     )*};
 }
 
+/// Makes the same tests, without those of the blocking form unless many chains are wanted: the form
+/// of the client makes no difference behind its first link.
+macro_rules! every_clause_along {
+    ($($(#[$attribute:meta])* $name:ident = $links:expr;)*) => {$(
+        $(#[$attribute])*
+        mod $name {
+            use super::*;
+
+            conformance!(contract = Remote::along($links), blocking: #[cfg(feature = "long")]);
+            clauses! {
+                modules = Remote::along($links).registry(rpc_tests::native::registry), in rpc_tests,
+                blocking: #[cfg(feature = "long")];
+                native {
+                    functions_of_native_modules_are_functions
+                    native_code_calls_closures_of_the_client
+                }
+            }
+        }
+    )*};
+}
+
 /// Makes tests with a model that TVM has compiled. Loading TVM takes a second each time, so that
 /// there are few of them.
 macro_rules! compiled_model {
@@ -55,28 +76,30 @@ every_clause! {
     unix_through_a_hop = Remote::through(1, Link::unix());
     exec = Remote::direct(program());
     exec_through_a_hop = Remote::through(1, program());
+}
 
+every_clause_along! {
     // Two hops. With the chain of four, each transport stands behind each other one, and behind
     // itself.
-    tcp_tcp_tls = Remote::along([Link::tcp(), Link::tcp(), Link::tls()]);
-    tls_tcp_quic = Remote::along([Link::tls(), Link::tcp(), Link::quic()]);
-    quic_tcp_unix = Remote::along([Link::quic(), Link::tcp(), Link::unix()]);
-    unix_tls_tls = Remote::along([Link::unix(), Link::tls(), Link::tls()]);
+    tcp_tcp_tls = [Link::tcp(), Link::tcp(), Link::tls()];
+    tls_tcp_quic = [Link::tls(), Link::tcp(), Link::quic()];
+    quic_tcp_unix = [Link::quic(), Link::tcp(), Link::unix()];
+    unix_tls_tls = [Link::unix(), Link::tls(), Link::tls()];
     #[cfg(feature = "long")]
-    tls_quic_tls = Remote::along([Link::tls(), Link::quic(), Link::tls()]);
+    tls_quic_tls = [Link::tls(), Link::quic(), Link::tls()];
     #[cfg(feature = "long")]
-    tls_unix_quic = Remote::along([Link::tls(), Link::unix(), Link::quic()]);
-    quic_quic_unix = Remote::along([Link::quic(), Link::quic(), Link::unix()]);
-    unix_unix_tcp = Remote::along([Link::unix(), Link::unix(), Link::tcp()]);
+    tls_unix_quic = [Link::tls(), Link::unix(), Link::quic()];
+    quic_quic_unix = [Link::quic(), Link::quic(), Link::unix()];
+    unix_unix_tcp = [Link::unix(), Link::unix(), Link::tcp()];
 
     // Four hops. Each chain has other neighbours; the four together take a minute and a half.
     #[cfg(feature = "long")]
-    tcp_tcp_tls_tcp_quic = Remote::along([Link::tcp(), Link::tcp(), Link::tls(), Link::tcp(), Link::quic()]);
+    tcp_tcp_tls_tcp_quic = [Link::tcp(), Link::tcp(), Link::tls(), Link::tcp(), Link::quic()];
     #[cfg(feature = "long")]
-    quic_tcp_unix_tls_tls = Remote::along([Link::quic(), Link::tcp(), Link::unix(), Link::tls(), Link::tls()]);
-    tls_quic_tls_unix_quic = Remote::along([Link::tls(), Link::quic(), Link::tls(), Link::unix(), Link::quic()]);
+    quic_tcp_unix_tls_tls = [Link::quic(), Link::tcp(), Link::unix(), Link::tls(), Link::tls()];
+    tls_quic_tls_unix_quic = [Link::tls(), Link::quic(), Link::tls(), Link::unix(), Link::quic()];
     #[cfg(feature = "long")]
-    quic_quic_unix_unix_tcp = Remote::along([Link::quic(), Link::quic(), Link::unix(), Link::unix(), Link::tcp()]);
+    quic_quic_unix_unix_tcp = [Link::quic(), Link::quic(), Link::unix(), Link::unix(), Link::tcp()];
 }
 
 compiled_model! {

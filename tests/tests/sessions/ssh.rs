@@ -101,7 +101,7 @@ impl Fixture for OverSsh {
     }
 }
 
-conformance!(contract = OverSsh);
+conformance!(contract = OverSsh, blocking: #[cfg(feature = "long")]);
 
 /// Checks that calls and copies work, and returns the process id of the server.
 async fn works(session: &Session) -> Pid {
