@@ -16,6 +16,7 @@
 //! | `rpc.file.read` | reader, offset, length (≤ [`MAX_READ_BYTES`]) | bytes, fewer at the end |
 //! | `rpc.file.ls` | folder | a list of [`FileEntry`](rpc_core::client::FileEntry), packed |
 //! | `rpc.file.rm` | path | null |
+//! | `rpc.file.set_executable` | path, bool | null |
 //! | `rpc.module.find` | digest | whether the server has that [module](crate::modules) |
 //! | `rpc.module.begin_upload` | digest, length | an upload |
 //! | `rpc.module.write` | upload, offset, bytes, in order | null |
@@ -23,16 +24,23 @@
 //! | `rpc.module.import` | path in the workspace, or absolute at the server | the digest |
 //! | `rpc.module.import_tensor` | digest, a tensor whose bytes are the module | null |
 //! | `rpc.module.functions` | module, of any kind | a list of pairs: name, signature |
+//! | `rpc.run.start` | [`RunRequest`](rpc_core::client::RunRequest), packed | a running program |
+//! | `rpc.run.read` | program | number of a stream (1 or 2) and bytes, or null at the end |
+//! | `rpc.run.wait` | program | [`RunStatus`](rpc_core::client::RunStatus), packed, at its end |
+//! | `rpc.run.write` | program, bytes for standard input | the number of bytes taken |
+//! | `rpc.run.close_input`, `rpc.run.terminate` | program | null |
 //!
-//! Writers, readers and uploads are objects of the session and go with it.
+//! Writers, readers, uploads and programs are objects of the session and go with it.
 //! [`rpc_core::client::Files`] is the client of the file functions, [`rpc_core::client::Modules`]
 //! that of those for modules, which refuse without `--allow-modules`. With them comes the module
-//! loader `tvm_ffi`. The functions of Disco nodes, `disco.*`, refuse without `--allow-disco` where
-//! clients need not prove who they are.
+//! loader `tvm_ffi`. [`rpc_core::client::RemoteCommand`] is the client of `rpc.run.*`, which refuse
+//! without `--allow-run`. The functions of Disco nodes, `disco.*`, refuse without `--allow-disco`
+//! where clients need not prove who they are.
 
 mod files;
 mod info;
 mod modules;
+mod run;
 mod timing;
 
 use std::sync::Arc;
@@ -66,6 +74,7 @@ pub fn register(registry: &Registry) {
     timing::register(registry);
     files::register(registry);
     modules::register(registry);
+    run::register(registry);
 }
 
 /// Adds the functions of a Disco node to `registry`, or those that refuse controllers.
@@ -105,6 +114,6 @@ async fn sleep(context: Context, seconds: f64) -> rpc_core::Result<()> {
 }
 
 /// Returns the error of a cancelled function.
-fn cancelled() -> RpcError {
+pub(crate) fn cancelled() -> RpcError {
     RpcError::new(ErrorKind::Cancelled, "no caller waits for the result any more")
 }

@@ -2,9 +2,10 @@
 //! to embed a server.
 //!
 //! [`server`] is the daemon as a library; begin there. [`isolate`] gives each session a process of
-//! its own, [`builtins`] are the functions of every server, [`workspace`] has the files of sessions
-//! and [`modules`] the native code of clients. [`tracker`] gives servers to clients, [`config`] has
-//! all settings, [`pki`] certificates and tokens, and [`cli`] and [`daemon`] the two programs.
+//! its own. [`builtins`] are the functions of every server, [`workspace`] has the files of
+//! sessions, [`modules`] the native code of clients and [`run`] their programs. [`tracker`] gives
+//! servers to clients, [`config`] has all settings, [`pki`] certificates and tokens, and [`cli`]
+//! and [`daemon`] the two programs.
 
 #![forbid(unsafe_code)]
 
@@ -26,6 +27,7 @@ mod otel;
 #[path = "otel/absent.rs"]
 mod otel;
 pub mod pki;
+pub mod run;
 pub mod server;
 mod this_program;
 pub mod tracker;

@@ -24,9 +24,10 @@ mod tree;
 mod workspace_root;
 
 use std::fmt;
-use std::fs::File;
+use std::fs::{File, Permissions};
 use std::io;
 use std::ops::ControlFlow;
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::SystemTime;
@@ -239,6 +240,17 @@ impl Workspace {
         let metadata = file.metadata().map_err(at(path))?;
         check_regular(path, &metadata)?;
         Ok(FileReader::new(file.into_std(), path, metadata.len()))
+    }
+
+    /// Sets or clears the permission of the owner to execute the file at `path`.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`open_read`](Self::open_read).
+    pub fn set_executable(&self, path: &str, executable: bool) -> Result<(), WorkspaceError> {
+        let file = self.open_read(path)?;
+        let mode = if executable { 0o700 } else { 0o600 };
+        file.as_file().set_permissions(Permissions::from_mode(mode)).map_err(at(path))
     }
 
     /// Returns the bytes of committed files and writes in progress, as far as they are known.

@@ -149,6 +149,19 @@ impl Files {
         ScopedAction::steps(call).lane(self.lane)
     }
 
+    /// Sets or clears the permission to execute a file. A file that was put has none.
+    ///
+    /// # Errors
+    ///
+    /// As [`ls`](Self::ls), and [`ErrorKind::InvalidArgument`] for a folder.
+    pub fn set_executable(&self, path: &str, executable: bool) -> Action<()> {
+        let (session, path) = (self.session.clone(), path.to_owned());
+        let call = async move |options: Options<'static>| {
+            call_by_name(&session, &options, "rpc.file.set_executable", (path, executable)).await
+        };
+        ScopedAction::steps(call).lane(self.lane)
+    }
+
     fn put_pieces<'a>(&self, path: &str, len: Option<u64>, source: impl Pieces + 'a) -> ScopedAction<'a, u64> {
         let (session, path) = (self.session.clone(), path.to_owned());
         let action = ScopedAction::steps(async move |options| send(&session, &path, len, source, options).await);
@@ -287,6 +300,7 @@ impl<R: Read + Send> Pieces for Reading<R> {
     }
 }
 
-fn local_io(what: &str, error: &io::Error) -> RpcError {
+/// Returns the error of a file or stream of the client.
+pub(crate) fn local_io(what: &str, error: &io::Error) -> RpcError {
     RpcError::new(ErrorKind::Io, format!("{what}: {error}"))
 }

@@ -1,5 +1,5 @@
 //! The caller's view of a session: [`Session`] with all its operations, references to remote
-//! objects, copies, files, uploads of modules, and closures that the session calls back.
+//! objects, copies, files, programs, uploads of modules, and closures that the session calls back.
 
 pub(crate) mod action;
 pub mod callbacks;
@@ -9,6 +9,7 @@ mod lane_deadlock;
 mod module_upload;
 mod operations;
 pub(crate) mod references;
+mod run;
 pub(crate) mod session;
 
 pub use action::{Action, Pending, ScopedAction, ScopedPending};
@@ -17,4 +18,5 @@ pub use copies::CHUNK;
 pub use files::{FileEntry, Files};
 pub use module_upload::{Digest, DigestError, Modules};
 pub use references::{RemoteFunction, RemoteModule, RemoteObject, RemoteTensor, TypedFunction};
+pub use run::{EndCause, OutputStream, RemoteCommand, RemoteProcess, RunOutput, RunRequest, RunStatus};
 pub use session::Session;

@@ -55,7 +55,10 @@ pub(super) fn register(registry: &Registry) {
         })
         .add("rpc.file.read", read)
         .add("rpc.file.ls", |context: Context, folder: String| list(&context, &folder))
-        .add("rpc.file.rm", |context: Context, path: String| -> Result<()> { Ok(workspace(&context)?.remove(&path)?) });
+        .add("rpc.file.rm", |context: Context, path: String| -> Result<()> { Ok(workspace(&context)?.remove(&path)?) })
+        .add("rpc.file.set_executable", |context: Context, path: String, executable: bool| -> Result<()> {
+            Ok(workspace(&context)?.set_executable(&path, executable)?)
+        });
 }
 
 fn read(context: Context, Shared(reader): Shared<OpenFile<FileReader>>, offset: u64, len: u64) -> Result<Bytes> {

@@ -188,8 +188,8 @@ pub enum ConfigError {
     NoTvmFfi,
     /// Session processes reserve a share of the total memory, and the share is not known.
     #[error(
-        "with --isolate process (or auto, with --allow-modules or --library) each session reserves --max-memory of \
-         --max-total-memory ({max_total_memory}): give --max-memory, and no more than that"
+        "with --isolate process (or auto, with --allow-modules, --library or --allow-run) each session reserves \
+         --max-memory of --max-total-memory ({max_total_memory}): give --max-memory, and no more than that"
     )]
     NoShare {
         /// The memory of all sessions.
@@ -215,10 +215,25 @@ pub enum ConfigError {
         /// Error of the serializer.
         source: Box<toml::ser::Error>,
     },
+    /// A program that clients may run is given by a path that depends on the folder.
+    #[error("--allow-run '{program}' is no program: give a name, an absolute path, or any for all programs")]
+    RunProgram {
+        /// The program, as it was given.
+        program: String,
+    },
+    /// Programs would be run for anyone who can connect.
+    #[error(
+        "--allow-run lets clients run programs as the user of this server, and other machines can connect without \
+         proof of identity: give --token-file or --client-ca, or listen on tcp://127.0.0.1:PORT or unix:PATH"
+    )]
+    RunWithoutIdentity,
+    /// Programs would run in the process of the server.
+    #[error("--allow-run needs sessions with processes of their own, on Linux: give --isolate process or auto")]
+    RunWithoutIsolation,
     /// The program cannot be started again as the process of a session.
     #[error(
-        "with --isolate process (or auto, with --allow-modules or --library) this program is started again for each \
-         session: its main must begin with a call of rpc_server::isolate::run_if_isolated"
+        "with --isolate process (or auto, with --allow-modules, --library or --allow-run) this program is started \
+         again for each session: its main must begin with a call of rpc_server::isolate::run_if_isolated"
     )]
     NoIsolationHook,
 }

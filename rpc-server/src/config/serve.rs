@@ -119,6 +119,20 @@ listener_settings! {
         /// TVM-FFI. Admitted clients can then do everything that the user of the server can do
         #[arg(value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
         allow_modules: bool = false, "RPC_SERVER_ALLOW_MODULES";
+        /// Programs that clients may run in their sessions, by the name or path that the client
+        /// gives (a name is looked up in the PATH of the server), or any for all; may be repeated,
+        /// or given as a list with commas. Needs --isolate process or auto, and clients that prove
+        /// who they are. It is no sandbox: a program can do everything that the user of the server
+        /// can do
+        #[arg(value_name = "PROGRAM", value_delimiter = ',')]
+        allow_run: Vec<String> = Vec::new(), "RPC_SERVER_ALLOW_RUN";
+        /// With --allow-run: variables of the server's environment that programs get, beside PATH
+        /// and LD_*; may be repeated, or given as a list with commas
+        #[arg(value_name = "NAME", value_delimiter = ',')]
+        run_env: Vec<String> = Vec::new(), "RPC_SERVER_RUN_ENV";
+        /// With --allow-run: maximum number of processes that a program may have at a time
+        #[arg(value_name = "NUMBER")]
+        max_run_processes: u32 = 1024, "RPC_SERVER_MAX_RUN_PROCESSES";
         /// Maximum size of all stored modules; modules unused for --module-expiry make room for
         /// others
         #[arg(value_name = "SIZE")]
@@ -141,8 +155,8 @@ listener_settings! {
         runtime_library: Vec<PathBuf> = Vec::new(), "RPC_SERVER_RUNTIME_LIBRARY";
         /// Process of a session: none runs all sessions in the server's process; process starts a
         /// process for each, so that a crash in a function is an error to one client; auto chooses
-        /// process if there are GPUs, whose faults affect a whole process, and with --allow-modules
-        /// or --library
+        /// process if there are GPUs, whose faults affect a whole process, and with
+        /// --allow-modules, --library or --allow-run
         #[arg(value_name = "WHERE")]
         isolate: Isolate = Isolate::Auto, "RPC_SERVER_ISOLATE";
         /// With --isolate process: maximum memory for the data of a session process; a larger
@@ -286,21 +300,31 @@ impl ServeConfig {
     /// Returns true if controllers of Disco are served: as the setting says, or else if clients
     /// must prove who they are, or can only be on this machine.
     pub(crate) fn serves_disco(&self, transports: &Transports) -> bool {
-        let is_local = |address: &ListenAddress| transports.check(&address.0).is_ok_and(|found| found.is_local());
-        let default = || self.trust().demands() || self.listen.iter().chain(&self.relay).all(is_local);
-        self.allow_disco.unwrap_or_else(default)
+        self.allow_disco.unwrap_or_else(|| self.knows_clients(transports))
     }
 
-    /// Returns true if native code is run that is not part of this program.
+    /// Returns true if clients must prove who they are, or can only be on this machine.
+    fn knows_clients(&self, transports: &Transports) -> bool {
+        let is_local = |address: &ListenAddress| transports.check(&address.0).is_ok_and(|found| found.is_local());
+        self.trust().demands() || self.listen.iter().chain(&self.relay).all(is_local)
+    }
+
+    /// Returns true if native code is loaded that is not part of this program.
     pub(crate) fn runs_native_code(&self) -> bool {
         self.allow_modules || !self.library.is_empty() || !self.runtime_library.is_empty()
+    }
+
+    /// Returns true if code is run that is not part of this program: native code that it loads, or
+    /// programs of clients.
+    pub(crate) fn runs_foreign_code(&self) -> bool {
+        self.runs_native_code() || !self.allow_run.is_empty()
     }
 
     /// Returns true if the settings ask for a process for each session, regardless of devices.
     fn wants_processes(&self) -> bool {
         match self.isolate {
             Isolate::Process => true,
-            Isolate::Auto => self.runs_native_code(),
+            Isolate::Auto => self.runs_foreign_code(),
             Isolate::None => false,
         }
     }
@@ -314,7 +338,9 @@ impl ServeConfig {
     /// [`ConfigError::TooFewFiles`], [`ConfigError::NoCertificate`], [`ConfigError::NoOtel`],
     /// [`ConfigError::NoTrackerKey`], [`ConfigError::NothingToAdvertise`],
     /// [`ConfigError::InsecureRelay`], [`ConfigError::NoRelayName`], [`ConfigError::NoTvmFfi`],
-    /// [`ConfigError::Zero`], [`ConfigError::NeedsTracker`], [`ConfigError::Pattern`].
+    /// [`ConfigError::Zero`], [`ConfigError::NeedsTracker`], [`ConfigError::Pattern`],
+    /// [`ConfigError::RunProgram`], [`ConfigError::RunWithoutIdentity`],
+    /// [`ConfigError::RunWithoutIsolation`].
     pub fn check(&self) -> Result<(), ConfigError> {
         self.check_with(&crate::transports())
     }
@@ -378,6 +404,7 @@ impl ServeConfig {
             ("--max-message", self.max_message.0),
             ("--max-module", self.max_module.0),
             ("--module-store-size", self.module_store_size.0),
+            ("--max-run-processes", self.max_run_processes.into()),
             ("--keep-alive", u64::from(!self.keep_alive.0.is_zero())),
             ("--handshake-timeout", u64::from(!self.handshake_timeout.0.is_zero())),
             ("--write-timeout", u64::from(!self.write_timeout.0.is_zero())),
@@ -402,6 +429,7 @@ impl ServeConfig {
         if (self.runs_native_code() || self.tvm_ffi.is_some()) && !crate::modules::CAN_LOAD {
             return Err(ConfigError::NoTvmFfi);
         }
+        self.check_run(transports)?;
         let needed = if self.wants_processes() { FILES_OF_SESSION } else { FILES_OF_WORKSPACE };
         if self.max_open_files < needed {
             return Err(ConfigError::TooFewOpenFiles { max_open_files: self.max_open_files, needed });
@@ -415,6 +443,21 @@ impl ServeConfig {
             }
         }
         Ok(())
+    }
+
+    /// Checks that programs are run only for known clients, and outside of the server's process.
+    fn check_run(&self, transports: &Transports) -> Result<(), ConfigError> {
+        if self.allow_run.is_empty() {
+            return Ok(());
+        }
+        let is_program = |name: &&String| !name.is_empty() && (!name.contains('/') || name.starts_with('/'));
+        if let Some(program) = self.allow_run.iter().find(|name| !is_program(name)) {
+            return Err(ConfigError::RunProgram { program: program.clone() });
+        }
+        if !self.wants_processes() || !cfg!(target_os = "linux") {
+            return Err(ConfigError::RunWithoutIsolation);
+        }
+        if self.knows_clients(transports) { Ok(()) } else { Err(ConfigError::RunWithoutIdentity) }
     }
 }
 

@@ -59,6 +59,22 @@ fn disco_is_served_to_known_and_to_local_clients() {
     }
 }
 
+/// Programs are run for known clients alone, whatever the operator says otherwise, and outside of
+/// the server's process.
+#[test]
+fn programs_need_identity_and_isolation() {
+    let run = |args: &[&str]| flags(&[args, &["--allow-run", "sh,/opt/tool"]].concat()).resolve();
+    let open = ["--listen", "tcp://0.0.0.0:0", "--insecure"];
+    assert_eq!(run(&[]).unwrap().allow_run, ["sh", "/opt/tool"]);
+    assert!(run(&["--listen", "unix:/a", "--isolate", "process"]).is_ok());
+    assert!(run(&[&open[..], &["--token-file", "/token"]].concat()).is_ok());
+    assert!(matches!(run(&open), Err(ConfigError::RunWithoutIdentity)));
+    assert!(matches!(run(&["--isolate", "none"]), Err(ConfigError::RunWithoutIsolation)));
+    for program in ["", "./tool", "bin/tool"] {
+        assert!(matches!(flags(&["--allow-run", program]).resolve(), Err(ConfigError::RunProgram { .. })), "{program}");
+    }
+}
+
 #[test]
 fn a_flag_overrides_the_file_and_the_file_the_default() {
     let folder = tempfile::tempdir().unwrap();

@@ -76,7 +76,7 @@ pub fn for_server(config: &ServeConfig) -> Devices {
     let devices = probe();
     let has_any = devices.kind(DeviceType::CUDA).is_ok_and(|api| api.count().is_ok_and(|count| count > 0));
     match crate::isolate::suits(config) {
-        Err(reason) if has_any && config.isolate == Isolate::Auto && !config.runs_native_code() => {
+        Err(reason) if has_any && config.isolate == Isolate::Auto && !config.runs_foreign_code() => {
             tracing::warn!(reason, "no GPUs for sessions, because they cannot have processes of their own");
             devices.absent(DeviceType::CUDA, format!("sessions have no processes of their own here: {reason}"))
         }

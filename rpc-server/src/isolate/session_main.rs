@@ -25,6 +25,7 @@ use super::messages::{Report, SessionSetup};
 use super::{GRACE, REPORT_INTERVAL, process_limits};
 use crate::config::{ServeConfig, ServeSettings};
 use crate::modules::{ModuleService, Native};
+use crate::run::{self, RunPolicy};
 use crate::server::exit_code;
 use crate::server::server_state::{ServerState, ServerTotals, SessionCount, UsageSource};
 use crate::server::session_workspace::{Cleaner, FILES_OF_WORKSPACE, SessionWorkspace, WorkspaceSource};
@@ -101,6 +102,10 @@ fn serve(
         if let Some(service) = service {
             session = session.extension(service);
         }
+        if let Some(policy) = RunPolicy::new(&config) {
+            run::adopt_orphans()?;
+            session = session.extension(Arc::new(policy));
+        }
         if let Some(settings) = modules::worker_modules::settings_for_workers(&config) {
             session = session.extension(settings);
         }
@@ -116,6 +121,7 @@ fn serve(
     })?;
     // Other threads drop the objects of the session.
     runtime.shutdown_timeout(GRACE);
+    run::end_reapers(GRACE);
     Ok(())
 }
 

@@ -227,9 +227,9 @@ impl Prepared {
 
 /// Returns the isolation that `auto` stands for with these settings and devices.
 fn choose_isolation(config: &ServeConfig, devices: &Devices) -> Isolate {
-    // Native code always needs a process of its own, unless the operator has asked for a shared
+    // Foreign code always needs a process of its own, unless the operator has asked for a shared
     // one.
-    if config.runs_native_code() {
+    if config.runs_foreign_code() {
         return Isolate::Process;
     }
     let has_gpu = devices.kind(DeviceType::CUDA).is_ok_and(|api| api.count().is_ok_and(|count| count > 0));

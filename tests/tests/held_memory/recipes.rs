@@ -4,10 +4,11 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
+use rpc_core::client::RunRequest;
 use rpc_core::proto::{CodecError, FrameHeader, HEADER_LEN, Kind, decode_request};
 use rpc_core::{
     DataType, Device, DeviceAttribute, ErrorKind, FunctionModule, Handle, Lane, LoadRequest, Module, ModuleLoader,
-    Operation, Reference, Result, Value,
+    Operation, Packed, Reference, Result, Value,
 };
 use rpc_tests::accelerator::Accelerator;
 
@@ -303,6 +304,17 @@ fn calls(name: &str, peer: &mut Peer) -> Calls {
         "rpc.file.rm" => {
             Calls::new(|_| vec![text(&"x".repeat(LONG))]).answered(Answer::Error(ErrorKind::InvalidArgument))
         }
+        "rpc.file.set_executable" => {
+            Calls::new(|_| vec![text("no file"), Value::Bool(true)]).answered(Answer::Error(ErrorKind::NotFound))
+        }
+        // Programs run in sessions with processes of their own alone.
+        "rpc.run.start" => Calls::new(|_| vec![run_request()]).answered(Answer::Error(ErrorKind::Refused)),
+        "rpc.run.read" | "rpc.run.wait" | "rpc.run.close_input" | "rpc.run.terminate" => {
+            Calls::new(|_| vec![large()]).answered(Answer::Error(ErrorKind::InvalidArgument))
+        }
+        "rpc.run.write" => {
+            Calls::new(|_| vec![Value::Null, large()]).answered(Answer::Error(ErrorKind::InvalidArgument))
+        }
         "rpc.module.find" => {
             let upload = upload(peer);
             peer.call("rpc.module.commit", vec![upload]);
@@ -333,6 +345,12 @@ fn calls(name: &str, peer: &mut Peer) -> Calls {
         }
         other => panic!("the built-in function {other} has no recipe here: add one"),
     }
+}
+
+/// Returns a request for a program with long arguments.
+fn run_request() -> Value {
+    let request = RunRequest { args: vec!["a".repeat(LONG)], ..RunRequest::default() };
+    Value::Packed(Packed::encode(&request).unwrap())
 }
 
 /// Number of files in the folder that a flood lists: each has taken three handles.

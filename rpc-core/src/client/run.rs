@@ -1,0 +1,446 @@
+//! Programs at a session's server, from the client's side: start, standard streams, exit status.
+//!
+//! A server that runs programs for its clients registers the functions `rpc.run.*`; this module
+//! calls them. The program runs in the session's workspace, so [`Files`](super::Files) bring its
+//! input and fetch its output. It ends, with all processes that it has started, when it exits, when
+//! its [`RemoteProcess`] is dropped, and with the session.
+//!
+//! ```no_run
+//! # fn example(session: &rpc_core::Session) -> rpc_core::Result<()> {
+//! use std::time::Duration;
+//!
+//! let make = session.run("make").args(["-j4"]).env("CC", "clang");
+//! let built = make.time_limit(Duration::from_secs(60)).output().wait()?;
+//! assert!(built.status.success(), "{}", String::from_utf8_lossy(&built.stderr));
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! The client requests the output piece by piece, so that a client which does not read slows the
+//! program down, as a full pipe does, and no side keeps more than a piece of each stream.
+
+use std::fmt;
+use std::io::{self, Read};
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::{Buf, Bytes};
+use serde::{Deserialize, Serialize};
+
+use crate::client::action::{Action, Options, ScopedAction};
+use crate::client::files::{functions, local_io};
+use crate::client::references::{RemoteFunction, RemoteObject};
+use crate::client::session::Session;
+use crate::error::{ErrorKind, Result, RpcError};
+use crate::function::convert::Pack;
+
+/// Default of [`RemoteCommand::output_limit`] for [`RemoteCommand::output`], which keeps the output
+/// in memory.
+const COLLECTED_LIMIT: u64 = 16 << 20;
+
+/// Maximum length of a piece of standard input in bytes.
+const INPUT_PIECE: usize = 256 << 10;
+
+/// A program to be run, its arguments, environment and limits.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RunRequest {
+    /// Name of the program, looked up in the server's `PATH`; or, with a slash, its path, relative
+    /// to the workspace.
+    pub program: String,
+    /// Arguments after the name.
+    pub args: Vec<String>,
+    /// Variables of the environment, beside those of the server's operator.
+    pub env: Vec<(String, String)>,
+    /// True if the client sends standard input; otherwise it is empty.
+    pub has_input: bool,
+    /// Time after which the program is ended.
+    pub time_limit: Option<Duration>,
+    /// Bytes of output, of both streams together, after which the program is ended.
+    pub output_limit: Option<u64>,
+}
+
+/// Exit status of a program: an exit code or a signal.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RunStatus {
+    /// Exit code; `None` if a signal has ended the program.
+    pub code: Option<i32>,
+    /// Number of the signal that has ended the program.
+    pub signal: Option<i32>,
+    /// Reason for which the server has ended the program, if it has.
+    pub ended_by: Option<EndCause>,
+}
+
+impl RunStatus {
+    /// Returns true if the program exited with code 0.
+    #[must_use]
+    pub fn success(&self) -> bool {
+        self.code == Some(0)
+    }
+}
+
+/// Reason for which a server ends a program.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum EndCause {
+    /// The client has called [`RemoteProcess::terminate`].
+    Client,
+    /// [`RemoteCommand::time_limit`] has passed.
+    TimeLimit,
+    /// The output was more than [`RemoteCommand::output_limit`].
+    OutputLimit,
+    /// More processes ran at once than the server's operator allows.
+    ProcessLimit,
+}
+
+impl fmt::Display for EndCause {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Client => "the client has ended it",
+            Self::TimeLimit => "its time limit has passed",
+            Self::OutputLimit => "its output was more than the limit",
+            Self::ProcessLimit => "it ran more processes than the server allows",
+        })
+    }
+}
+
+/// Status and output of a program that has ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RunOutput {
+    /// Exit status.
+    pub status: RunStatus,
+    /// Standard output.
+    pub stdout: Vec<u8>,
+    /// Standard error.
+    pub stderr: Vec<u8>,
+}
+
+/// Stream of a program's output.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum OutputStream {
+    /// Standard output.
+    Stdout,
+    /// Standard error.
+    Stderr,
+}
+
+impl OutputStream {
+    /// Returns the number of the stream's descriptor, by which `rpc.run.read` calls it.
+    #[must_use]
+    pub fn number(self) -> u8 {
+        match self {
+            Self::Stdout => 1,
+            Self::Stderr => 2,
+        }
+    }
+
+    fn from_number(number: u8) -> Result<Self> {
+        match number {
+            1 => Ok(Self::Stdout),
+            2 => Ok(Self::Stderr),
+            other => Err(RpcError::new(ErrorKind::Protocol, format!("rpc.run.read: no output has the number {other}"))),
+        }
+    }
+}
+
+impl Session {
+    /// Returns the command that runs `program` in the session's workspace. Nothing is sent before
+    /// it is started.
+    pub fn run(&self, program: &str) -> RemoteCommand<'static> {
+        RemoteCommand {
+            session: self.clone(),
+            request: RunRequest { program: program.to_owned(), ..RunRequest::default() },
+            stdin: None,
+            on_stdout: None,
+            on_stderr: None,
+        }
+    }
+}
+
+/// Source of a program's standard input.
+type Input = Box<dyn Read + Send>;
+
+/// Callback for a piece of a program's output.
+type OnOutput<'a> = Box<dyn FnMut(&[u8]) -> io::Result<()> + Send + 'a>;
+
+/// A program to be run at a session's server, made by [`Session::run`], in the manner of
+/// [`std::process::Command`].
+#[must_use = "a command does nothing until it is started"]
+pub struct RemoteCommand<'a> {
+    session: Session,
+    request: RunRequest,
+    stdin: Option<Input>,
+    on_stdout: Option<OnOutput<'a>>,
+    on_stderr: Option<OnOutput<'a>>,
+}
+
+impl<'a> RemoteCommand<'a> {
+    /// Adds an argument.
+    pub fn arg(mut self, arg: impl Into<String>) -> Self {
+        self.request.args.push(arg.into());
+        self
+    }
+
+    /// Adds several arguments.
+    pub fn args(mut self, args: impl IntoIterator<Item = impl Into<String>>) -> Self {
+        self.request.args.extend(args.into_iter().map(Into::into));
+        self
+    }
+
+    /// Sets a variable of the environment. Only the server's operator sets `PATH`, `LD_*` and the
+    /// variables that the server passes on itself.
+    pub fn env(mut self, name: impl Into<String>, value: impl Into<String>) -> Self {
+        self.request.env.push((name.into(), value.into()));
+        self
+    }
+
+    /// Sends all of `source` to standard input, which is empty otherwise. A thread of its own reads
+    /// from `source`, and ends at the end of `source`, or at the first piece that the program does
+    /// not take any more.
+    pub fn stdin(mut self, source: impl Read + Send + 'static) -> Self {
+        self.stdin = Some(Box::new(source));
+        self.piped_input()
+    }
+
+    /// Ends the program after this time: with SIGTERM, and shortly afterwards with SIGKILL.
+    pub fn time_limit(mut self, limit: Duration) -> Self {
+        self.request.time_limit = Some(limit);
+        self
+    }
+
+    /// Ends the program when it has written this many bytes, to both streams together. The default
+    /// is no limit, but 16 MiB for [`output`](Self::output).
+    pub fn output_limit(mut self, bytes: u64) -> Self {
+        self.request.output_limit = Some(bytes);
+        self
+    }
+
+    /// Calls `write` with each piece of standard output as it arrives, on the thread that polls. An
+    /// error ends the program.
+    pub fn on_stdout(mut self, write: impl FnMut(&[u8]) -> io::Result<()> + Send + 'a) -> Self {
+        self.on_stdout = Some(Box::new(write));
+        self
+    }
+
+    /// As [`on_stdout`](Self::on_stdout), for standard error.
+    pub fn on_stderr(mut self, write: impl FnMut(&[u8]) -> io::Result<()> + Send + 'a) -> Self {
+        self.on_stderr = Some(Box::new(write));
+        self
+    }
+
+    /// Runs the program to its end. Output for which there is no callback is discarded. Dropping
+    /// the operation ends the program.
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::Refused`] if the server does not run programs, or not this one;
+    /// [`ErrorKind::NotFound`] if there is no such program; [`ErrorKind::InvalidArgument`] for a
+    /// variable that is the operator's to set; [`ErrorKind::LimitExceeded`] if the session has too
+    /// many open files or too little memory; [`ErrorKind::Io`] if the program cannot be started, or
+    /// a callback fails.
+    pub fn status(self) -> ScopedAction<'a, RunStatus> {
+        let Self { session, request, stdin, mut on_stdout, mut on_stderr } = self;
+        let run = async move |options: Options<'a>| {
+            let process = start(&session, &options, request, stdin).await?;
+            while let Some((stream, piece)) = options.limit(process.read_output()).await? {
+                let write = match stream {
+                    OutputStream::Stdout => on_stdout.as_mut(),
+                    OutputStream::Stderr => on_stderr.as_mut(),
+                };
+                if let Some(write) = write {
+                    write(&piece).map_err(|error| local_io("cannot store what the program wrote", &error))?;
+                }
+            }
+            options.limit(process.status()).await
+        };
+        ScopedAction::steps(run).concurrent()
+    }
+
+    /// Starts the program and returns as soon as it runs. The caller reads the output: callbacks
+    /// are not called.
+    ///
+    /// # Errors
+    ///
+    /// As [`status`](Self::status).
+    pub fn start(self) -> Action<RemoteProcess> {
+        let Self { session, request, stdin, .. } = self;
+        let start = async move |options: Options<'static>| start(&session, &options, request, stdin).await;
+        ScopedAction::steps(start).concurrent()
+    }
+
+    /// Gives the program a standard input for [`RemoteProcess::write_input`], after
+    /// [`start`](Self::start).
+    pub fn piped_input(mut self) -> Self {
+        self.request.has_input = true;
+        self
+    }
+}
+
+impl RemoteCommand<'static> {
+    /// Runs the program to its end and collects its output, which is at most
+    /// [`output_limit`](Self::output_limit). Callbacks are not called.
+    ///
+    /// # Errors
+    ///
+    /// As [`status`](Self::status).
+    pub fn output(mut self) -> Action<RunOutput> {
+        self.request.output_limit.get_or_insert(COLLECTED_LIMIT);
+        let collect = async move |options: Options<'static>| {
+            let (mut stdout, mut stderr) = (Vec::new(), Vec::new());
+            let command = self
+                .on_stdout(|piece| {
+                    stdout.extend_from_slice(piece);
+                    Ok(())
+                })
+                .on_stderr(|piece| {
+                    stderr.extend_from_slice(piece);
+                    Ok(())
+                });
+            let status = options.limit(command.status()).await?;
+            Ok(RunOutput { status, stdout, stderr })
+        };
+        ScopedAction::steps(collect).concurrent()
+    }
+}
+
+impl fmt::Debug for RemoteCommand<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RemoteCommand").field("request", &self.request).finish_non_exhaustive()
+    }
+}
+
+/// A program that runs at a session's server. Cheap to clone; clones are the same program. Dropping
+/// the last one ends the program and all processes that it has started.
+///
+/// All operations are concurrent: none waits for another.
+#[derive(Clone, Debug)]
+pub struct RemoteProcess(Arc<ProcessFunctions>);
+
+/// The functions of a running program.
+#[derive(Debug)]
+struct ProcessFunctions {
+    process: RemoteObject,
+    read: RemoteFunction,
+    wait: RemoteFunction,
+    write: RemoteFunction,
+    close_input: RemoteFunction,
+    terminate: RemoteFunction,
+}
+
+impl RemoteProcess {
+    /// Waits for the next piece of output; `None` once there will be no more.
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::Busy`] if another call waits for output.
+    pub fn read_output(&self) -> Action<Option<(OutputStream, Bytes)>> {
+        let this = self.clone();
+        let read = async move |options: Options<'static>| {
+            let piece = options.apply(this.0.read.call::<Option<(u8, Bytes)>>((&this.0.process,))).await?;
+            piece.map(|(number, piece)| Ok((OutputStream::from_number(number)?, piece))).transpose()
+        };
+        ScopedAction::steps(read).concurrent()
+    }
+
+    /// Waits for the end of the program. A program that writes more than a pipe holds does not end
+    /// before its output has been [read](Self::read_output).
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::Io`] if the process that watches the program has been killed.
+    pub fn status(&self) -> Action<RunStatus> {
+        let this = self.clone();
+        let wait = async move |options: Options<'static>| {
+            let Pack(status) = options.apply(this.0.wait.call((&this.0.process,))).await?;
+            Ok(status)
+        };
+        ScopedAction::steps(wait).concurrent()
+    }
+
+    /// Writes all of `data` to standard input, and waits until the program has taken it, or the
+    /// pipe holds it.
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::Io`] if the program does not read standard input any more;
+    /// [`ErrorKind::InvalidArgument`] if it has none, or it was closed.
+    pub fn write_input(&self, data: impl Into<Bytes>) -> Action<()> {
+        let (this, mut data) = (self.clone(), data.into());
+        let write = async move |options: Options<'static>| {
+            while !data.is_empty() {
+                let taken = options.apply(this.write_some(&data)).await?;
+                data.advance(taken);
+            }
+            Ok(())
+        };
+        ScopedAction::steps(write).concurrent()
+    }
+
+    /// Closes standard input: the program reads its end.
+    pub fn close_input(&self) -> Action<()> {
+        self.0.close_input.call((&self.0.process,)).concurrent()
+    }
+
+    /// Ends the program: with SIGTERM, and shortly afterwards with SIGKILL. Does not wait for the
+    /// end.
+    pub fn terminate(&self) -> Action<()> {
+        self.0.terminate.call((&self.0.process,)).concurrent()
+    }
+
+    /// Writes the beginning of `data` to standard input. The result is its length, which is zero if
+    /// the program has not read for a while.
+    fn write_some(&self, data: &Bytes) -> Action<usize> {
+        self.0.write.call((&self.0.process, data.clone())).concurrent()
+    }
+
+    /// Starts the thread that sends `source` to standard input.
+    fn feed(&self, mut source: Input) -> Result<()> {
+        // The thread may wait for the source for ever, and must not keep the program alive.
+        let process = Arc::downgrade(&self.0);
+        let feed = move || {
+            let mut buffer = vec![0; INPUT_PIECE];
+            // An error of the source ends the input, as does a program that closes it.
+            while let Ok(len @ 1..) = read(&mut source, &mut buffer) {
+                let mut piece = Bytes::copy_from_slice(&buffer[..len]);
+                while !piece.is_empty() {
+                    let Some(process) = process.upgrade().map(Self) else { return };
+                    let Ok(taken) = process.write_some(&piece).wait() else { return };
+                    piece.advance(taken);
+                }
+            }
+            if let Some(process) = process.upgrade().map(Self) {
+                let _ = process.close_input().wait();
+            }
+        };
+        let started = std::thread::Builder::new().name("rpc-run-input".into()).spawn(feed);
+        started.map(drop).map_err(|error| local_io("cannot start a thread for standard input", &error))
+    }
+}
+
+/// Reads what `source` has, without waiting for more.
+fn read(source: &mut Input, buffer: &mut [u8]) -> io::Result<usize> {
+    loop {
+        match source.read(buffer) {
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            read => return read,
+        }
+    }
+}
+
+/// Starts the program of `request`, and the thread that sends `stdin`.
+async fn start(
+    session: &Session,
+    options: &Options<'_>,
+    request: RunRequest,
+    stdin: Option<Input>,
+) -> Result<RemoteProcess> {
+    let names =
+        ["rpc.run.start", "rpc.run.read", "rpc.run.wait", "rpc.run.write", "rpc.run.close_input", "rpc.run.terminate"];
+    let [start, read, wait, write, close_input, terminate] = functions(session, options, names).await?;
+    let process = options.apply(start.call((Pack(request),))).await?;
+    let process = RemoteProcess(Arc::new(ProcessFunctions { process, read, wait, write, close_input, terminate }));
+    if let Some(stdin) = stdin {
+        process.feed(stdin)?;
+    }
+    Ok(process)
+}

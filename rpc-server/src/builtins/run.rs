@@ -1,0 +1,35 @@
+//! `rpc.run.*`: programs of clients, where the operator allows them.
+
+use std::sync::Arc;
+
+use bytes::Bytes;
+use rpc_core::client::{RunRequest, RunStatus};
+use rpc_core::{Context, ErrorKind, Pack, Registry, Result, RpcError, Shared};
+
+use super::files::workspace;
+use crate::run::{RunPolicy, RunningProgram};
+
+pub(super) fn register(registry: &Registry) {
+    registry
+        .add("rpc.run.start", |context: Context, Pack(request): Pack<RunRequest>| -> Result<_> {
+            let refused = || {
+                let text = "this server runs no programs for its clients: its operator has not given --allow-run";
+                RpcError::new(ErrorKind::Refused, text)
+            };
+            let policy = context.extension::<RunPolicy>().ok_or_else(refused)?;
+            let program = RunningProgram::start(&context, &policy, &workspace(&context)?, &request)?;
+            Ok(Shared(Arc::new(program)))
+        })
+        .add("rpc.run.read", |context: Context, Shared(program): Shared<RunningProgram>| -> Result<_> {
+            let piece = program.read(&context)?;
+            Ok(piece.map(|(stream, piece)| (stream.number(), piece)))
+        })
+        .add("rpc.run.wait", |context: Context, Shared(program): Shared<RunningProgram>| -> Result<Pack<RunStatus>> {
+            program.wait(&context).map(Pack)
+        })
+        .add("rpc.run.write", |context: Context, Shared(program): Shared<RunningProgram>, data: Bytes| -> Result<_> {
+            program.write(&context, &data)
+        })
+        .add("rpc.run.close_input", |Shared(program): Shared<RunningProgram>| program.close_input())
+        .add("rpc.run.terminate", |Shared(program): Shared<RunningProgram>| program.terminate());
+}

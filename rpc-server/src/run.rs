@@ -1,0 +1,33 @@
+//! Programs that clients run at the server (`--allow-run`), for the functions `rpc.run.*`.
+//!
+//! ```text
+//! server ── session process: RunningProgram ── reaper process ── the program, all that it starts
+//!                            │                                       │
+//!                            └──── pipes of the standard streams ────┘
+//! ```
+//!
+//! # What holds
+//!
+//! 1. **Off by default, and no sandbox.** A program can do everything that the user of the server
+//!    can do. A server runs programs only for clients that prove who they are or are on its
+//!    machine, and only in sessions with processes of their own, whose [limits](crate::isolate) the
+//!    program inherits. The operator lists the programs.
+//! 2. **The environment is the operator's.** It has `PATH`, `LD_*` and what `--run-env` names from
+//!    the server, `HOME` and `TMPDIR` in the workspace, and the variables of the client, which may
+//!    not replace the operator's.
+//! 3. **A program leaves no process.** Its reaper is the subreaper of all its descendants, so that
+//!    none escapes by a new session or process group, and kills them when the program exits, when
+//!    it is ended, and when the session process closes the connection or dies. If a program kills
+//!    its reaper, the session process inherits the descendants and kills them.
+//! 4. **Output is not buffered.** A client requests each piece; the program waits in its pipe.
+
+mod messages;
+mod policy;
+mod process_tree;
+mod program;
+mod reaper;
+
+pub use policy::ANY_PROGRAM;
+pub(crate) use policy::RunPolicy;
+pub(crate) use program::{RunningProgram, end_reapers};
+pub(crate) use reaper::{REAPER_ARGUMENT, adopt_orphans, run as run_reaper};

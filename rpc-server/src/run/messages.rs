@@ -1,0 +1,204 @@
+//! Messages between a session process and the reaper of a program, over a pair of stream sockets.
+//!
+//! To the reaper: a [`ProgramSetup`] with the descriptors of standard output, of standard error
+//! and, if the client sends it, of standard input; then [`TERMINATE`]. The end of the stream
+//! kills the program. From the reaper: [`Started`], and after that a [`RunStatus`].
+//!
+//! Each message but that byte is JSON after its length in bytes as four bytes, little-endian. Both
+//! processes are the same program, but its file may have been replaced while the server runs, so
+//! the setup has a version.
+
+use std::collections::BTreeMap;
+use std::ffi::OsString;
+use std::io::{self, IoSlice, IoSliceMut, Read, Write};
+use std::mem::MaybeUninit;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use rpc_core::{ErrorKind, Result as RpcResult, RpcError};
+use rpc_transports::MessageFamily;
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
+    recvmsg, sendmsg,
+};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+
+use crate::versioned_json;
+
+/// Messages between session processes and reapers.
+pub(super) const MESSAGES: MessageFamily = MessageFamily::new("the messages of run programs", 1);
+
+/// Program that a reaper starts.
+#[derive(Debug, PartialEq, Serialize, Deserialize)]
+pub(super) struct ProgramSetup {
+    /// Version of the session process: that of [`MESSAGES`]. Read before the other fields.
+    pub(super) version: u32,
+    /// Path of the program.
+    pub(super) path: PathBuf,
+    /// Name by which the client has called it, and arguments.
+    pub(super) args: Vec<String>,
+    /// Environment.
+    pub(super) env: BTreeMap<String, OsString>,
+    /// Folder in which the program starts.
+    pub(super) folder: PathBuf,
+    /// Time after which the program is ended.
+    pub(super) time_limit: Option<Duration>,
+    /// Maximum number of processes of the program.
+    pub(super) max_processes: u32,
+}
+
+/// Outcome of the start.
+#[derive(Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(super) enum Started {
+    Running,
+    /// The system's error number.
+    Failed(i32),
+}
+
+impl Started {
+    /// Returns the error of a program that could not be started.
+    pub(super) fn into_result(self, program: &str) -> RpcResult<()> {
+        let Self::Failed(number) = self else { return Ok(()) };
+        let error = io::Error::from_raw_os_error(number);
+        let kind = if error.kind() == io::ErrorKind::NotFound { ErrorKind::NotFound } else { ErrorKind::Io };
+        Err(RpcError::new(kind, format!("cannot start '{program}': {error}")))
+    }
+}
+
+/// Byte to a reaper: end the program, in good order if it can.
+pub(super) const TERMINATE: u8 = 1;
+
+/// Maximum length of a message: far more than the system takes as arguments of a program.
+const MAX_BYTES: u32 = 16 << 20;
+
+/// Maximum number of descriptors beside a setup.
+const MAX_DESCRIPTORS: usize = 3;
+
+impl ProgramSetup {
+    /// Sends the setup with the descriptors of the standard streams.
+    pub(super) fn send(&self, to: &UnixStream, streams: &[BorrowedFd<'_>]) -> io::Result<()> {
+        let message = encode(self)?;
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
+        let mut ancillary = SendAncillaryBuffer::new(&mut space);
+        ancillary.push(SendAncillaryMessage::ScmRights(streams));
+        let sent = sendmsg(to, &[IoSlice::new(&message)], &mut ancillary, SendFlags::NOSIGNAL)?;
+        (&mut &*to).write_all(&message[sent..])
+    }
+
+    /// Receives a setup and its descriptors; `None` if the stream ended before it.
+    ///
+    /// # Errors
+    ///
+    /// The session process speaks another version; the setup is malformed; the connection broke.
+    pub(super) fn receive(from: &UnixStream) -> io::Result<Option<(Self, Vec<OwnedFd>)>> {
+        let mut len = [0; 4];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
+        let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+        let received = recvmsg(from, &mut [IoSliceMut::new(&mut len)], &mut ancillary, RecvFlags::CMSG_CLOEXEC)?.bytes;
+        if received == 0 {
+            return Ok(None);
+        }
+        let mut streams = Vec::new();
+        for message in ancillary.drain() {
+            if let RecvAncillaryMessage::ScmRights(descriptors) = message {
+                streams.extend(descriptors);
+            }
+        }
+        (&mut &*from).read_exact(&mut len[received..])?;
+        let text = read_text(from, len)?;
+        let setup = versioned_json::decode(&MESSAGES, &text, "the session process", "this reaper")?;
+        Ok(Some((setup, streams)))
+    }
+}
+
+/// Sends a message of a reaper.
+pub(super) fn send(to: &UnixStream, message: &impl Serialize) -> io::Result<()> {
+    (&mut &*to).write_all(&encode(message)?)
+}
+
+/// Receives a message of a reaper.
+pub(super) fn receive<T: DeserializeOwned>(from: &UnixStream) -> io::Result<T> {
+    let mut len = [0; 4];
+    (&mut &*from).read_exact(&mut len)?;
+    Ok(serde_json::from_slice(&read_text(from, len)?)?)
+}
+
+fn encode(message: &impl Serialize) -> io::Result<Vec<u8>> {
+    let text = serde_json::to_vec(message)?;
+    let len = u32::try_from(text.len()).ok().filter(|len| *len <= MAX_BYTES);
+    let len = len.ok_or_else(|| io::Error::other("the arguments and the environment are too long"))?;
+    Ok([&len.to_le_bytes()[..], &text].concat())
+}
+
+fn read_text(mut from: &UnixStream, len: [u8; 4]) -> io::Result<Vec<u8>> {
+    let len = u32::from_le_bytes(len);
+    if len > MAX_BYTES {
+        return Err(io::ErrorKind::InvalidData.into());
+    }
+    let mut text = vec![0; len as usize];
+    from.read_exact(&mut text)?;
+    Ok(text)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsFd as _;
+
+    use rpc_core::client::{EndCause, RunStatus};
+
+    use super::*;
+
+    /// Bytes of a setup of version 1, without the length.
+    const SETUP: &str = concat!(
+        r#"{"version":1,"path":"/bin/sh","args":["sh","-c"],"env":{"A":{"Unix":[98]}},"folder":"/work","#,
+        r#""time_limit":{"secs":1,"nanos":0},"max_processes":7}"#
+    );
+
+    #[test]
+    fn messages_keep_their_bytes() {
+        let (near, far) = UnixStream::pair().unwrap();
+        let setup = ProgramSetup {
+            version: MESSAGES.version(),
+            path: "/bin/sh".into(),
+            args: vec!["sh".into(), "-c".into()],
+            env: [("A".to_owned(), "b".into())].into(),
+            folder: "/work".into(),
+            time_limit: Some(Duration::from_secs(1)),
+            max_processes: 7,
+        };
+        assert_eq!(serde_json::to_string(&setup).unwrap(), SETUP);
+        setup.send(&near, &[near.as_fd(), near.as_fd()]).unwrap();
+        let (received, streams) = ProgramSetup::receive(&far).unwrap().unwrap();
+        assert_eq!((received, streams.len()), (setup, 2));
+
+        let status = RunStatus { code: None, signal: Some(9), ended_by: Some(EndCause::TimeLimit) };
+        for (text, message) in [
+            (r#""running""#, serde_json::to_string(&Started::Running)),
+            (r#"{"failed":2}"#, serde_json::to_string(&Started::Failed(2))),
+            (r#"{"code":null,"signal":9,"ended_by":"time_limit"}"#, serde_json::to_string(&status)),
+        ] {
+            assert_eq!(message.unwrap(), text);
+        }
+        send(&far, &status).unwrap();
+        assert_eq!(receive::<RunStatus>(&near).unwrap(), status);
+    }
+
+    #[test]
+    fn a_setup_of_another_version_or_length_is_refused() {
+        let refused = |bytes: &[u8]| {
+            let (mut near, far) = UnixStream::pair().unwrap();
+            near.write_all(bytes).unwrap();
+            drop(near);
+            ProgramSetup::receive(&far).unwrap_err().to_string()
+        };
+        let newer = SETUP.replace("\"version\":1", "\"version\":2");
+        let newer = [&(newer.len() as u32).to_le_bytes()[..], newer.as_bytes()].concat();
+        assert!(refused(&newer).contains("speaks version 2 of the messages of run programs"));
+        refused(&u32::MAX.to_le_bytes());
+        refused(&[1, 0]);
+    }
+}

@@ -1,0 +1,384 @@
+//! A running program, in the session process: its reaper and the pipes of its standard streams.
+
+use std::collections::HashSet;
+use std::io::{self, PipeReader, PipeWriter, Read as _, Write as _};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::process::{Child, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use bytes::{Bytes, BytesMut};
+use parking_lot::Mutex;
+use rpc_core::client::{EndCause, OutputStream, RunRequest, RunStatus};
+use rpc_core::limits::{MemoryLease, OpenFileLease};
+use rpc_core::{Context, ErrorKind, Result, RpcError};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
+use rustix::io::Errno;
+use rustix::pipe::fcntl_setpipe_size;
+use rustix::process::Pid;
+
+use super::messages::{self, MESSAGES, ProgramSetup, Started, TERMINATE};
+use super::policy::RunPolicy;
+use super::reaper::{self, REAPER_ARGUMENT};
+use crate::builtins::cancelled;
+use crate::this_program::this_program_again;
+use crate::workspace::Workspace;
+
+/// Capacity of a pipe in bytes: the most that the system gives to every user.
+const PIPE_BYTES: u64 = 1 << 20;
+
+/// Maximum length of a piece of output in bytes.
+const MAX_PIECE: u64 = 256 << 10;
+
+/// Descriptors of a program: its reaper, and three pipes.
+const FILES_OF_PROGRAM: u64 = 4;
+
+/// Interval at which a waiting call checks for cancellation.
+const CANCEL_CHECK: Duration = Duration::from_millis(50);
+
+/// Longest wait of one write for a program that does not read.
+const WRITE_WAIT: Duration = Duration::from_millis(200);
+
+/// Reapers of programs that have been dropped. They end by themselves, and are reaped at the next
+/// start and at the end of the session.
+static DROPPED_REAPERS: Mutex<Vec<Child>> = Mutex::new(Vec::new());
+
+/// Reapers of programs that have not been dropped.
+static ALIVE_REAPERS: Mutex<Vec<Pid>> = Mutex::new(Vec::new());
+
+/// A program that runs for a client. Dropping it kills the program and all that it has started.
+pub(crate) struct RunningProgram {
+    output: Mutex<OutputPipes>,
+    stdin: Mutex<Option<PipeWriter>>,
+    /// Connection to the reaper. `None` once the program has been dropped.
+    control: UnixStream,
+    status: Mutex<Option<Result<RunStatus>>>,
+    /// True once the output was more than its limit.
+    is_over_limit: AtomicBool,
+    /// The reaper; `None` once it has been dropped.
+    reaper: Option<Child>,
+    _open: OpenFileLease,
+    _pipes: MemoryLease,
+}
+
+struct OutputPipes {
+    /// Pipes of standard output and of standard error, until their ends.
+    pipes: [Option<PipeReader>; 2],
+    /// The pipe that is looked at first.
+    first: usize,
+    /// Bytes that may still be read.
+    left: Option<u64>,
+    /// True once there were more.
+    is_over_limit: bool,
+}
+
+impl RunningProgram {
+    /// Starts the program of `request` in `workspace`.
+    ///
+    /// # Errors
+    ///
+    /// The program or a variable is not allowed; the session has too many open files or too little
+    /// memory; the program cannot be started.
+    pub(crate) fn start(
+        context: &Context,
+        policy: &RunPolicy,
+        workspace: &Workspace,
+        request: &RunRequest,
+    ) -> Result<Self> {
+        let folder = workspace.path();
+        let setup = ProgramSetup {
+            version: MESSAGES.version(),
+            path: policy.program(request, folder)?,
+            args: [std::slice::from_ref(&request.program), &request.args].concat(),
+            env: policy.environment(request, folder)?,
+            folder: folder.to_owned(),
+            time_limit: request.time_limit,
+            max_processes: policy.max_processes,
+        };
+        let pipes = if request.has_input { 3 } else { 2 };
+        let _open = context.reserve_open_files(FILES_OF_PROGRAM)?;
+        let _pipes = context.reserve_memory(pipes * PIPE_BYTES)?;
+        let cannot = |error: io::Error| {
+            RpcError::new(ErrorKind::Io, format!("cannot start the program '{}': {error}", request.program))
+        };
+        let (stdout, program_stdout) = output_pipe().map_err(cannot)?;
+        let (stderr, program_stderr) = output_pipe().map_err(cannot)?;
+        let stdin = request.has_input.then(input_pipe).transpose().map_err(cannot)?;
+        let (program_stdin, stdin) = stdin.unzip();
+        let (reaper, control) = start_reaper().map_err(cannot)?;
+        let program = Self {
+            output: Mutex::new(OutputPipes {
+                pipes: [Some(stdout), Some(stderr)],
+                first: 0,
+                left: request.output_limit,
+                is_over_limit: false,
+            }),
+            stdin: Mutex::new(stdin),
+            control,
+            status: Mutex::default(),
+            is_over_limit: AtomicBool::new(false),
+            reaper: Some(reaper),
+            _open,
+            _pipes,
+        };
+        let mut streams = vec![program_stdout.as_fd(), program_stderr.as_fd()];
+        streams.extend(program_stdin.as_ref().map(AsFd::as_fd));
+        setup.send(&program.control, &streams).map_err(cannot)?;
+        // The ends of the program are with the program alone, so that its end is theirs.
+        drop((program_stdout, program_stderr, program_stdin));
+        messages::receive::<Started>(&program.control).map_err(cannot)?.into_result(&request.program)?;
+        Ok(program)
+    }
+
+    /// Waits for the next piece of output; `None` once there will be no more.
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::Busy`] if another call waits for output; [`ErrorKind::Cancelled`].
+    pub(crate) fn read(&self, context: &Context) -> Result<Option<(OutputStream, Bytes)>> {
+        let busy = || RpcError::new(ErrorKind::Busy, "another call reads the output of this program");
+        let mut output = self.output.try_lock().ok_or_else(busy)?;
+        loop {
+            let has_ended = self.status.lock().is_some();
+            // A process that is none of the program's may have got hold of a pipe, so that the end
+            // of the program counts, and what is in the pipes at that time.
+            let ready = output.poll(if has_ended { None } else { Some(&self.control) })?;
+            match ready {
+                Ready::Pipe(index) => {
+                    if let Some(piece) = output.read(index, context)? {
+                        return Ok(Some(piece));
+                    }
+                    if output.is_over_limit {
+                        self.is_over_limit.store(true, Ordering::Relaxed);
+                        self.terminate();
+                        // The program, which may not end before it has written, gets an error.
+                        output.pipes = [None, None];
+                    }
+                }
+                Ready::Control => self.receive_status(),
+                Ready::Nothing if has_ended => return Ok(None),
+                Ready::Nothing => {}
+            }
+            if context.is_cancelled() {
+                return Err(cancelled());
+            }
+        }
+    }
+
+    /// Waits for the end of the program.
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::Cancelled`]; [`ErrorKind::Io`] if the reaper has been killed.
+    pub(crate) fn wait(&self, context: &Context) -> Result<RunStatus> {
+        loop {
+            if let Some(status) = &*self.status.lock() {
+                return status.clone();
+            }
+            if wait_for(&self.control, PollFlags::IN)? {
+                self.receive_status();
+            }
+            if context.is_cancelled() {
+                return Err(cancelled());
+            }
+        }
+    }
+
+    /// Writes the beginning of `data` to standard input. Returns its length, which is zero if the
+    /// program has not read for a while.
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::InvalidArgument`] if there is no standard input; [`ErrorKind::Io`] if the
+    /// program has closed it; [`ErrorKind::Cancelled`].
+    pub(crate) fn write(&self, context: &Context, data: &[u8]) -> Result<usize> {
+        let deadline = Instant::now() + WRITE_WAIT;
+        let mut stdin = self.stdin.lock();
+        let pipe = stdin.as_mut();
+        let pipe =
+            pipe.ok_or_else(|| RpcError::invalid_argument("this program has no standard input, or it was closed"))?;
+        while Instant::now() < deadline {
+            match pipe.write(data) {
+                Ok(written) => return Ok(written),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => _ = wait_for(pipe, PollFlags::OUT)?,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => {
+                    return Err(RpcError::new(ErrorKind::Io, format!("the program does not read its input: {error}")));
+                }
+            }
+            if context.is_cancelled() {
+                return Err(cancelled());
+            }
+        }
+        Ok(0)
+    }
+
+    /// Closes standard input.
+    pub(crate) fn close_input(&self) {
+        drop(self.stdin.lock().take());
+    }
+
+    /// Begins to end the program.
+    pub(crate) fn terminate(&self) {
+        // A reaper that is gone has ended the program.
+        let _ = (&self.control).write_all(&[TERMINATE]);
+    }
+
+    /// Receives the status, which the reaper has sent, or the end of the connection.
+    fn receive_status(&self) {
+        let mut status = self.status.lock();
+        if status.is_none() {
+            let received = messages::receive(&self.control).map_err(|error| {
+                reaper::end_orphans(&alive_reapers(self.reaper.as_ref()));
+                RpcError::new(ErrorKind::Io, format!("the process that watches the program was killed: {error}"))
+            });
+            // The program may have ended by the closed pipe, before the reaper could end it.
+            let is_over_limit = self.is_over_limit.load(Ordering::Relaxed);
+            *status = Some(received.map(|status: RunStatus| match status.ended_by {
+                None | Some(EndCause::Client) if is_over_limit => {
+                    RunStatus { ended_by: Some(EndCause::OutputLimit), ..status }
+                }
+                _ => status,
+            }));
+        }
+    }
+}
+
+impl Drop for RunningProgram {
+    fn drop(&mut self) {
+        let _ = self.control.shutdown(std::net::Shutdown::Both);
+        if let Some(reaper) = self.reaper.take() {
+            let pid = Pid::from_child(&reaper);
+            // In this order it is always in one of the lists.
+            DROPPED_REAPERS.lock().push(reaper);
+            ALIVE_REAPERS.lock().retain(|alive| *alive != pid);
+        }
+    }
+}
+
+/// Source of the next event of a program.
+enum Ready {
+    Pipe(usize),
+    Control,
+    Nothing,
+}
+
+impl OutputPipes {
+    /// Waits a moment for output or, if `control` is given, for the reaper; without it, returns at
+    /// once.
+    fn poll(&mut self, control: Option<&UnixStream>) -> Result<Ready> {
+        let timeout = if control.is_some() { CANCEL_CHECK } else { Duration::ZERO };
+        let order = [self.first, 1 - self.first];
+        let open = order.into_iter().filter_map(|index| Some((index, self.pipes[index].as_ref()?)));
+        let (indices, mut fds): (Vec<_>, Vec<_>) =
+            open.map(|(index, pipe)| (index, PollFd::new(pipe, PollFlags::IN))).unzip();
+        fds.extend(control.map(|control| PollFd::new(control, PollFlags::IN)));
+        poll_for(&mut fds, timeout)?;
+        let ready = fds.iter().position(|fd| !fd.revents().is_empty());
+        Ok(match ready.map(|at| indices.get(at)) {
+            Some(Some(index)) => Ready::Pipe(*index),
+            Some(None) => Ready::Control,
+            None => Ready::Nothing,
+        })
+    }
+
+    /// Reads a piece of a pipe that has one, or is at its end, and closes the pipe at its end.
+    /// Reads nothing beyond the limit.
+    fn read(&mut self, index: usize, context: &Context) -> Result<Option<(OutputStream, Bytes)>> {
+        let Some(pipe) = &mut self.pipes[index] else { return Ok(None) };
+        let available = rustix::io::ioctl_fionread(&*pipe).map_err(|error| output_error(error.into()))?;
+        if self.left == Some(0) && available > 0 {
+            self.is_over_limit = true;
+            return Ok(None);
+        }
+        // Without a byte there, the read finds the end.
+        let len = available.clamp(1, MAX_PIECE).min(self.left.unwrap_or(u64::MAX).max(1));
+        let _staged = context.stage(len)?;
+        let mut piece = BytesMut::zeroed(len as usize);
+        let read = pipe.read(&mut piece).map_err(output_error)?;
+        if read == 0 {
+            self.pipes[index] = None;
+            return Ok(None);
+        }
+        piece.truncate(read);
+        if let Some(left) = &mut self.left {
+            *left -= read as u64;
+        }
+        // The streams take turns.
+        self.first = 1 - index;
+        let stream = if index == 0 { OutputStream::Stdout } else { OutputStream::Stderr };
+        Ok(Some((stream, piece.freeze())))
+    }
+}
+
+fn output_error(error: io::Error) -> RpcError {
+    RpcError::new(ErrorKind::Io, format!("cannot read the output of the program: {error}"))
+}
+
+/// Waits a moment for an event of `fd`. Returns true if it has come.
+fn wait_for(fd: &impl AsFd, event: PollFlags) -> Result<bool> {
+    let mut fds = [PollFd::new(fd, event)];
+    poll_for(&mut fds, CANCEL_CHECK)?;
+    Ok(!fds[0].revents().is_empty())
+}
+
+fn poll_for(fds: &mut [PollFd<'_>], timeout: Duration) -> Result<()> {
+    let timeout = Timespec::try_from(timeout).ok();
+    match poll(fds, timeout.as_ref()) {
+        Ok(_) | Err(Errno::INTR) => Ok(()),
+        Err(error) => Err(RpcError::new(ErrorKind::Io, format!("cannot wait for the program: {error}"))),
+    }
+}
+
+fn output_pipe() -> io::Result<(PipeReader, PipeWriter)> {
+    let (reader, writer) = io::pipe()?;
+    // The default is a sixteenth of it, and good enough where the system gives no more.
+    let _ = fcntl_setpipe_size(&reader, PIPE_BYTES as usize);
+    Ok((reader, writer))
+}
+
+/// Returns a pipe whose writing end does not block.
+fn input_pipe() -> io::Result<(PipeReader, PipeWriter)> {
+    let (reader, writer) = output_pipe()?;
+    fcntl_setfl(&writer, fcntl_getfl(&writer)? | OFlags::NONBLOCK)?;
+    Ok((reader, writer))
+}
+
+/// Starts a reaper.
+fn start_reaper() -> io::Result<(Child, UnixStream)> {
+    reap_dropped();
+    let (control, far) = UnixStream::pair()?;
+    let mut command = this_program_again()?;
+    command.arg(REAPER_ARGUMENT).stdin(OwnedFd::from(far)).stdout(Stdio::null());
+    // Held until the process is in the list, so that it is never taken for an orphan.
+    let mut alive = ALIVE_REAPERS.lock();
+    let reaper = command.spawn()?;
+    alive.push(Pid::from_child(&reaper));
+    Ok((reaper, control))
+}
+
+/// Reaps the reapers of dropped programs that have ended. Returns true if others have not.
+fn reap_dropped() -> bool {
+    let mut dropped = DROPPED_REAPERS.lock();
+    dropped.retain_mut(|reaper| matches!(reaper.try_wait(), Ok(None)));
+    !dropped.is_empty()
+}
+
+/// Returns the ids of all reapers but `killed`.
+fn alive_reapers(killed: Option<&Child>) -> HashSet<Pid> {
+    let dropped = DROPPED_REAPERS.lock().iter().map(Pid::from_child).collect::<Vec<_>>();
+    let killed = killed.map(Pid::from_child);
+    ALIVE_REAPERS.lock().iter().copied().chain(dropped).filter(|pid| Some(*pid) != killed).collect()
+}
+
+/// Waits until the reapers of all dropped programs have ended, and their programs with them, or for
+/// `limit`. Blocks.
+pub(crate) fn end_reapers(limit: Duration) {
+    let deadline = Instant::now() + limit;
+    while reap_dropped() && Instant::now() < deadline {
+        thread::sleep(Duration::from_millis(1));
+    }
+}

@@ -1,0 +1,247 @@
+//! The reaper process of one program: it starts the program, and ends and reaps all that the
+//! program starts.
+//!
+//! The reaper has a session of the kernel of its own, so that signals to the session process and
+//! its group do not reach it: it ends when the connection does.
+
+use std::collections::HashSet;
+use std::io::{self, Read};
+use std::os::fd::{AsFd as _, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt as _;
+use std::process::Stdio;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use rpc_core::client::{EndCause, RunStatus};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::process::{
+    Pid, PidfdFlags, Signal, WaitOptions, WaitStatus, getpid, kill_process_group, pidfd_open, set_child_subreaper,
+    setsid, wait, waitpid,
+};
+
+use super::messages::{self, ProgramSetup, Started, TERMINATE};
+use super::process_tree::{ProcessEntry, descendants, newest_pid};
+use crate::isolate::GRACE;
+use crate::server::exit_code;
+
+/// First argument of a reaper process.
+pub(crate) const REAPER_ARGUMENT: &str = "--reap-run-program";
+
+/// Time in which killed processes are gone, unless the kernel holds them.
+const KILL_LIMIT: Duration = Duration::from_secs(2);
+
+/// Interval at which the processes of a program are counted, and those that have ended are reaped.
+const TICK: Duration = Duration::from_millis(100);
+
+/// Runs one program and exits.
+pub(crate) fn run() -> ! {
+    let outcome = serve();
+    if let Err(error) = &outcome {
+        exit_code::report(error);
+    }
+    std::process::exit(if outcome.is_ok() { 0 } else { exit_code::FAILURE.into() })
+}
+
+fn serve() -> io::Result<()> {
+    setsid()?;
+    set_child_subreaper(Some(getpid()))?;
+    let _ = rustix::thread::set_name(c"rpc-run");
+    let control = UnixStream::from(io::stdin().as_fd().try_clone_to_owned()?);
+    let Some((setup, streams)) = ProgramSetup::receive(&control)? else { return Ok(()) };
+    let started = Instant::now();
+    let pid = match start(&setup, streams) {
+        Ok(pid) => pid,
+        Err(error) => {
+            let number = error.raw_os_error().unwrap_or(Errno::INVAL.raw_os_error());
+            return messages::send(&control, &Started::Failed(number));
+        }
+    };
+    let mut program = Program {
+        pid,
+        exit: None,
+        ended_by: None,
+        // A time that no clock can express is never reached.
+        deadline: setup.time_limit.and_then(|limit| started.checked_add(limit)),
+        processes: ProcessLimit { max: setup.max_processes, counted: 1, newest: newest_pid() },
+    };
+    let told = messages::send(&control, &Started::Running);
+    let status = told.and_then(|()| program.watch(&control));
+    // Kills the program, too, if it still runs.
+    program.kill();
+    status?;
+    // Without the session process there is no one to tell.
+    let _ = messages::send(&control, &program.status());
+    Ok(())
+}
+
+/// Starts the program. Its copies of `streams` are the only ones when this returns.
+fn start(setup: &ProgramSetup, streams: Vec<OwnedFd>) -> io::Result<Pid> {
+    let mut streams = streams.into_iter();
+    let (Some(stdout), Some(stderr)) = (streams.next(), streams.next()) else {
+        return Err(io::ErrorKind::InvalidData.into());
+    };
+    let mut args = setup.args.iter();
+    let mut command = std::process::Command::new(&setup.path);
+    command.arg0(args.next().map_or("", String::as_str)).args(args).env_clear().envs(&setup.env);
+    command.stdin(streams.next().map_or_else(Stdio::null, Stdio::from)).stdout(stdout).stderr(stderr);
+    let child = command.current_dir(&setup.folder).process_group(0).spawn()?;
+    Ok(Pid::from_child(&child))
+}
+
+/// A running program.
+struct Program {
+    /// Id of the program, and of its process group, until it is reaped.
+    pid: Pid,
+    /// Exit status, once it has been reaped.
+    exit: Option<WaitStatus>,
+    ended_by: Option<EndCause>,
+    /// Time of the next step: the end of the time limit, or of the grace.
+    deadline: Option<Instant>,
+    processes: ProcessLimit,
+}
+
+impl Program {
+    /// Waits until the program has exited or is to be killed.
+    fn watch(&mut self, mut control: &UnixStream) -> io::Result<()> {
+        let exited = pidfd_open(self.pid, PidfdFlags::empty())?;
+        loop {
+            let left = self.deadline.map_or(TICK, |deadline| deadline.saturating_duration_since(Instant::now()));
+            let timeout = Timespec::try_from(left.min(TICK)).ok();
+            let mut fds = [PollFd::new(&exited, PollFlags::IN), PollFd::new(control, PollFlags::IN)];
+            match poll(&mut fds, timeout.as_ref()) {
+                Ok(_) | Err(Errno::INTR) => {}
+                Err(error) => return Err(error.into()),
+            }
+            let [has_exited, has_command] = [&fds[0], &fds[1]].map(|fd| !fd.revents().is_empty());
+            // Before any descendant is reaped, so that the program still has its id.
+            if has_exited || self.exit.is_some() {
+                return Ok(());
+            }
+            if has_command {
+                let mut byte = [0];
+                match control.read(&mut byte) {
+                    Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                    // The session has ended, or its process has.
+                    Ok(0) | Err(_) => return Ok(()),
+                    Ok(_) if byte == [TERMINATE] => self.terminate(EndCause::Client),
+                    // A newer program may send another byte.
+                    Ok(_) => {}
+                }
+            }
+            if self.deadline.is_some_and(|deadline| deadline <= Instant::now()) {
+                if self.ended_by.is_some() {
+                    return Ok(());
+                }
+                self.terminate(EndCause::TimeLimit);
+            }
+            self.reap();
+            if self.processes.is_exceeded() {
+                self.ended_by.get_or_insert(EndCause::ProcessLimit);
+                return Ok(());
+            }
+        }
+    }
+
+    /// Begins to end the program, unless that has begun.
+    fn terminate(&mut self, cause: EndCause) {
+        if self.ended_by.is_none() {
+            self.ended_by = Some(cause);
+            self.deadline = Some(Instant::now() + GRACE);
+            // A stopped program receives the first signal only after the second.
+            for signal in [Signal::TERM, Signal::CONT] {
+                let _ = kill_process_group(self.pid, signal);
+            }
+        }
+    }
+
+    /// Reaps the program, if it has exited, and those of its descendants that have become children
+    /// of this process. Returns true if there are others.
+    fn reap(&mut self) -> bool {
+        loop {
+            match wait(WaitOptions::NOHANG) {
+                Ok(Some((pid, status))) if pid == self.pid => self.exit = Some(status),
+                Ok(Some(_)) | Err(Errno::INTR) => {}
+                Ok(None) => return true,
+                Err(_) => return false,
+            }
+        }
+    }
+
+    /// Kills the program and all its descendants, and reaps them.
+    fn kill(&mut self) {
+        if self.exit.is_none() {
+            // The whole group at once, so that its processes cannot fork faster than they are
+            // found.
+            let _ = kill_process_group(self.pid, Signal::KILL);
+        }
+        let deadline = Instant::now() + KILL_LIMIT;
+        // Orphans are children of this process, so that without a child there is no descendant.
+        while self.reap() && Instant::now() < deadline {
+            descendants(getpid(), |_| true).iter().for_each(ProcessEntry::kill);
+            thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    fn status(&self) -> RunStatus {
+        let exit = self.exit.as_ref();
+        RunStatus {
+            code: exit.and_then(|exit| exit.exit_status()),
+            signal: exit.and_then(|exit| exit.terminating_signal()),
+            ended_by: self.ended_by,
+        }
+    }
+}
+
+/// Limit on the processes of a program.
+struct ProcessLimit {
+    max: u32,
+    /// Number of processes when they were last counted.
+    counted: u32,
+    /// Id of the newest process of the system at that time.
+    newest: Option<u32>,
+}
+
+impl ProcessLimit {
+    /// Returns true if the program has more processes than it may. Counts them only if the system
+    /// has started enough since the last time.
+    fn is_exceeded(&mut self) -> bool {
+        let newest = newest_pid();
+        let started = match (newest, self.newest) {
+            (Some(newest), Some(before)) => newest.checked_sub(before),
+            _ => None,
+        };
+        if started.is_some_and(|started| self.counted.saturating_add(started) <= self.max) {
+            return false;
+        }
+        self.newest = newest;
+        self.counted = u32::try_from(descendants(getpid(), |_| true).len()).unwrap_or(u32::MAX);
+        self.counted > self.max
+    }
+}
+
+/// Makes this session process the parent of the descendants of a reaper that is killed.
+pub(crate) fn adopt_orphans() -> io::Result<()> {
+    Ok(set_child_subreaper(Some(getpid()))?)
+}
+
+/// Kills and reaps the processes that a killed reaper has left to this session process: those that
+/// are in another session of the kernel than it is, and are no reaper that is `alive`.
+pub(super) fn end_orphans(alive: &HashSet<Pid>) {
+    let Some(own) = ProcessEntry::read(getpid()) else { return };
+    let is_orphan = |process: &ProcessEntry| process.session != own.session && !alive.contains(&process.pid);
+    let deadline = Instant::now() + KILL_LIMIT;
+    loop {
+        let orphans = descendants(getpid(), is_orphan);
+        if orphans.is_empty() || Instant::now() > deadline {
+            return;
+        }
+        for orphan in orphans {
+            orphan.kill();
+            // Only its parent can reap it, which is this process after the next look at the latest.
+            let _ = waitpid(Some(orphan.pid), WaitOptions::NOHANG);
+        }
+        thread::sleep(Duration::from_millis(1));
+    }
+}
