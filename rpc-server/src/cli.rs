@@ -22,6 +22,7 @@ pub mod npy;
 mod output;
 mod ping;
 mod pool_wait;
+mod run;
 mod show;
 mod status;
 mod tensor;
@@ -56,7 +57,7 @@ Exit codes:
 Every flag has an environment variable: --no-such-flag would be RPC_CLI_NO_SUCH_FLAG.";
 
 const ABOUT: &str = "\
-Calls functions, moves files and tensors, and measures round trips, on servers that speak this protocol.
+Calls functions, runs programs, moves files and tensors, and measures round trips, on servers that speak this protocol.
 
 An ADDRESS is tcp://HOST:PORT[/KEY], tls://…, quic://…, unix:PATH[?key=KEY], 'exec:COMMAND LINE', \
 ssh://[USER@]HOST for a server that ssh starts there, or tracker://HOST:PORT/KEY for a server of a tracker. Data goes to standard output, everything else to standard error.";
@@ -87,6 +88,8 @@ enum Command {
     Ls(files::LsArgs),
     /// Remove files or folders of the workspace at a server
     Rm(files::RmArgs),
+    /// Run a program at a server, with files in, its output, and files out
+    Run(run::RunArgs),
     /// Measure round trips until interrupted
     Ping(ping::PingArgs),
     /// Measure the run time of a function at the server
@@ -150,7 +153,10 @@ fn run(options: &CommonOptions, output: &Output, command: Command) -> Result<(),
         Command::Rm(args) => limited(options, files::rm(options, output, args)),
         Command::Time(args) => limited(options, call::time(options, output, args)),
         Command::Kick(args) => limited(options, kick::kick(options, output, args)),
-        // These commands apply the limit to each of their steps.
+        // These commands apply the limit to each of their steps, or to the program.
+        Command::Run(args) => {
+            until_interrupted(async |interruption| run::run(options, output, args, &interruption).await)
+        }
         Command::Status(args) => {
             until_interrupted(async |interruption| status::status(options, output, args, &interruption).await)
                 .map_err(Failure::without_effect)

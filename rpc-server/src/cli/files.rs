@@ -117,7 +117,7 @@ pub(super) async fn get(options: &CommonOptions, output: &Output, args: GetArgs)
 
 /// Runs work that may wait for a file, a pipe or a terminal, so that signals and the session's
 /// keep-alive are served meanwhile.
-async fn on_own_thread<T: Send + 'static>(
+pub(super) async fn on_own_thread<T: Send + 'static>(
     work: impl FnOnce() -> Result<T, Failure> + Send + 'static,
 ) -> Result<T, Failure> {
     let done = tokio::task::spawn_blocking(work).await;

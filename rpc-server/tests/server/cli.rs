@@ -18,10 +18,10 @@ use tempfile::TempDir;
 
 /// Exit code and output of the tool.
 #[derive(Debug)]
-struct Run {
-    code: i32,
-    stdout: String,
-    stderr: String,
+pub(super) struct Run {
+    pub(super) code: i32,
+    pub(super) stdout: String,
+    pub(super) stderr: String,
 }
 
 impl Run {
@@ -30,13 +30,13 @@ impl Run {
     }
 
     /// Returns the standard output of a run that succeeded.
-    fn ok(self) -> String {
+    pub(super) fn ok(self) -> String {
         assert_eq!(self.code, 0, "{self:?}");
         self.stdout
     }
 }
 
-fn command(args: &[&str]) -> Command {
+pub(super) fn command(args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_rpc-cli"));
     for (name, _) in std::env::vars_os() {
         if name.to_string_lossy().starts_with("RPC_CLI_") {
@@ -47,7 +47,7 @@ fn command(args: &[&str]) -> Command {
     command
 }
 
-fn run(mut command: Command) -> Run {
+pub(super) fn run(mut command: Command) -> Run {
     let output = command.output().unwrap();
     Run {
         code: output.status.code().unwrap_or(-1),
@@ -56,18 +56,18 @@ fn run(mut command: Command) -> Run {
     }
 }
 
-fn cli(args: &[&str]) -> Run {
+pub(super) fn cli(args: &[&str]) -> Run {
     run(command(args))
 }
 
 /// A server, its workspaces, and a folder for files here.
-struct Fixture {
-    server: ServerProcess,
-    folder: TempDir,
+pub(super) struct Fixture {
+    pub(super) server: ServerProcess,
+    pub(super) folder: TempDir,
 }
 
 impl Fixture {
-    fn new(flags: &[&str]) -> Self {
+    pub(super) fn new(flags: &[&str]) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let mut command = Command::new(env!("CARGO_BIN_EXE_rpc-server"));
         command.args(["serve", "--listen", "tcp://127.0.0.1:0", "--exit-with-stdin", "--log-level", "error"]);
@@ -75,7 +75,7 @@ impl Fixture {
         Self { server: ServerProcess::spawn(command).unwrap(), folder }
     }
 
-    fn address(&self) -> &str {
+    pub(super) fn address(&self) -> &str {
         self.server.address()
     }
 
@@ -86,7 +86,7 @@ impl Fixture {
         cli(&all)
     }
 
-    fn path(&self, name: &str) -> String {
+    pub(super) fn path(&self, name: &str) -> String {
         self.folder.path().join(name).to_str().unwrap().to_owned()
     }
 }
@@ -510,6 +510,7 @@ fn help_completions_and_manual() {
         "get",
         "ls",
         "rm",
+        "run",
         "ping",
         "time",
         "status",

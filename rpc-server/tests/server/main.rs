@@ -20,6 +20,8 @@ mod node;
 mod open_files;
 mod page;
 mod relay_cli;
+#[cfg(target_os = "linux")]
+mod run;
 mod ssh;
 mod tracker;
 mod tracker_cli;
