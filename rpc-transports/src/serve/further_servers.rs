@@ -6,6 +6,8 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use rpc_core::{ErrorKind, OpenFileQuota, RpcError, Session};
+use tokio::runtime::Handle;
+use tokio::task::JoinSet;
 
 /// Trait of a server that opens sessions with further servers.
 #[async_trait]
@@ -34,16 +36,19 @@ pub struct Onward {
     path: Arc<[String]>,
     identity: Arc<str>,
     open_files: OpenFileQuota,
+    /// Runtime of the server, which drives the sessions.
+    runtime: Handle,
 }
 
 impl Onward {
+    /// Creates the access of a session of the server, inside of the server's runtime.
     pub(super) fn new(
         server: Weak<dyn OnwardServer>,
         path: &[String],
         identity: &str,
         open_files: OpenFileQuota,
     ) -> Self {
-        Self { server, path: path.into(), identity: identity.into(), open_files }
+        Self { server, path: path.into(), identity: identity.into(), open_files, runtime: Handle::current() }
     }
 
     /// Returns true if the client has come through a hop that says so. Tunnels and relays do not.
@@ -53,7 +58,8 @@ impl Onward {
     }
 
     /// Opens a session with the server at `target`. Its keep-alive is that of this session's
-    /// server, or `keep_alive` if that is shorter. Must be called inside a tokio runtime.
+    /// server, or `keep_alive` if that is shorter. The server's runtime drives the session. May be
+    /// awaited outside of any runtime. Cancel-safe.
     ///
     /// # Errors
     ///
@@ -65,7 +71,18 @@ impl Onward {
     pub async fn connect(&self, target: &str, keep_alive: Duration) -> Result<Session, RpcError> {
         let gone = || RpcError::new(ErrorKind::Closed, "the server of this session is gone");
         let server = self.server.upgrade().ok_or_else(gone)?;
-        server.connect_onward(&self.path, &self.identity, target, keep_alive, &self.open_files).await
+        let (this, target) = (self.clone(), target.to_owned());
+        // If this future is dropped, the set aborts the task.
+        let mut opening = JoinSet::new();
+        let connect = async move {
+            server.connect_onward(&this.path, &this.identity, &target, keep_alive, &this.open_files).await
+        };
+        opening.spawn_on(connect, &self.runtime);
+        match opening.join_next().await {
+            Some(Ok(opened)) => opened,
+            // The runtime has been shut down.
+            _ => Err(gone()),
+        }
     }
 }
 
