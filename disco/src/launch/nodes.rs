@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use rpc_core::{Result as RpcResult, RpcError};
+use rpc_core::{Result as RpcResult, RpcError, Session};
 use rpc_transports::Connector;
 use rpc_transports::tracker::{ServerRequest, TrackerClient};
 
@@ -50,6 +50,8 @@ enum Nodes {
     At(Vec<String>),
     From(String, ServerRequest),
     DiallingIn(usize, NodeListener),
+    /// The far ends of sessions, with the addresses of the nodes that each of them opens.
+    Over(Vec<(Session, Vec<String>)>),
 }
 
 impl SocketSession {
@@ -86,6 +88,19 @@ impl SocketSession {
         Self::of(Nodes::DiallingIn(nodes, listener.clone()), workers_per_node, num_groups)
     }
 
+    /// Creates a session with `workers_per_node` workers at the far end of each of these sessions,
+    /// and at the nodes that it opens: those at the addresses beside it, by which it reaches them.
+    /// For a controller that does not reach all nodes itself. A node comes before those that it
+    /// opens, which have to be allowed as [`fan_out`](Self::fan_out) says.
+    #[must_use]
+    pub fn over(
+        sessions: impl IntoIterator<Item = (Session, Vec<String>)>,
+        workers_per_node: u32,
+        num_groups: u32,
+    ) -> Self {
+        Self::of(Nodes::Over(sessions.into_iter().collect()), workers_per_node, num_groups)
+    }
+
     fn of(nodes: Nodes, workers_per_node: u32, num_groups: u32) -> Self {
         Self {
             nodes,
@@ -115,8 +130,9 @@ impl SocketSession {
     }
 
     /// Lets the controller open only so many nodes, and each node as many others, so that no one
-    /// has to send each command to all of many nodes. For nodes at addresses, which are then those
-    /// by which the nodes reach each other; their servers must allow it
+    /// has to send each command to all of many nodes. For nodes at addresses, also those
+    /// [behind sessions](Self::over), which are then those by which the nodes reach each other;
+    /// their servers must allow it
     /// ([`ServeOptions::allow_forward`](rpc_transports::ServeOptions::allow_forward),
     /// `rpc-server --allow-forward`) and dial with what identity and trust they have themselves
     /// ([`ServeOptions::onward`](rpc_transports::ServeOptions::onward)).
@@ -150,9 +166,10 @@ impl SocketSession {
             Nodes::At(addresses) => addresses.len(),
             Nodes::From(_, request) => request.count as usize,
             Nodes::DiallingIn(count, _) => *count,
+            Nodes::Over(sessions) => sessions.iter().map(|(_, addresses)| 1 + addresses.len()).sum(),
         };
         launch((count, workers_per_node, num_groups), options, async move {
-            if fan_out.is_some() && !matches!(nodes, Nodes::At(_)) {
+            if fan_out.is_some() && !matches!(nodes, Nodes::At(_) | Nodes::Over(_)) {
                 return Err(DiscoError::invalid(
                     "only nodes at addresses can open each other: fan_out is not for these",
                 ));
@@ -170,6 +187,13 @@ impl SocketSession {
                     let sessions = listener.gather(count, &connector, join_timeout).await?;
                     let named = |(session, name)| Source::Ready(session, name).into();
                     Ok(sessions.into_iter().map(named).collect())
+                }
+                Nodes::Over(sessions) => {
+                    let over = |(number, (session, addresses)): (usize, (Session, Vec<String>))| Node {
+                        source: Source::Ready(session, format!("session {number}")),
+                        children: tree(&addresses, fan_out.unwrap_or(usize::MAX)),
+                    };
+                    Ok(sessions.into_iter().enumerate().map(over).collect())
                 }
             }
         })

@@ -295,8 +295,17 @@ fn servers_open_sessions_with_each_other_where_forwarding_is_allowed() {
         works(&session);
         session.shutdown().wait().unwrap();
     }
-    // The last server may open no sessions.
     let [first, second, last] = addresses;
+    // A controller need not reach more than the first one.
+    for fan_out in [1, 2] {
+        let session = Connector::new().connect_blocking(first).unwrap();
+        let further = [second, last].map(str::to_owned).to_vec();
+        let session = SocketSession::over([(session, further)], 2, 1).fan_out(fan_out).start().wait().unwrap();
+        assert_eq!(session.num_workers(), 6);
+        works(&session);
+        session.shutdown().wait().unwrap();
+    }
+    // The last server may open no sessions.
     let error = SocketSession::new([last, first, second], 1, 1).fan_out(1).start().wait().unwrap_err();
     assert_eq!(error.cause().kind(), ErrorKind::Refused, "{error}");
     assert!(error.to_string().contains("--allow-forward"), "{error}");
