@@ -392,9 +392,10 @@ impl World {
             self.servers.insert(host, relay.start().await.unwrap());
             return;
         }
-        let mut config = ServeConfig { workdir: self.folder.path().join(host), keep_alive, ..ServeConfig::default() };
+        let (workdir, allow_forward) = (self.folder.path().join(host), vec!["sim://*".to_owned()]);
+        let mut config = ServeConfig { workdir, allow_forward, keep_alive, ..ServeConfig::default() };
         match host {
-            "hop" => (config.listen, config.allow_forward) = (listen, vec!["sim://*".to_owned()]),
+            "hop" => config.listen = listen,
             "near" => (config.listen, config.allow_direct) = (listen, true),
             _ => {
                 config.listen = listen;
