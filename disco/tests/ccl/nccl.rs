@@ -770,7 +770,7 @@ fn a_rank_that_stands_in_the_driver_has_a_time_limit() {
     let Some(fake) = Fake::new() else { return };
     let ready = Barrier::new(2);
     let mut options = long_limits();
-    (options.drain_timeout, options.stall_timeout) = (Some(RUNS_OUT / 4), RUNS_OUT / 4);
+    (options.drain_timeout, options.stall_timeout) = (Some(RUNS_OUT / 2), RUNS_OUT / 2);
     on_devices(&fake, 2, &options, |mut member| {
         let mut data = vec![1.0; 8];
         double(&mut member.ccl, &mut data).unwrap();
@@ -781,7 +781,7 @@ fn a_rank_that_stands_in_the_driver_has_a_time_limit() {
         double(&mut member.ccl, &mut data).unwrap();
         eventually("all have aborted", || fake.ask("fake_aborts") == 2);
         let breakdown = breakdown(member.ccl.complete());
-        let expected = "a call of the device's driver has not returned within 1s";
+        let expected = "a call of the device's driver has not returned within 2s";
         assert_eq!(breakdown.cause, BreakCause::Aborted(expected.to_owned()));
     });
     fake.assert_tidy();

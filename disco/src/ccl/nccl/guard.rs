@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use rpc_core::{ErrorKind, RpcError};
 
-use super::comm_handle::CommHandle;
+use super::comm_handle::{CommHandle, CommState};
 use crate::ccl::Control;
 
 /// Interval at which the guard polls while collectives are on the stream: also the time that a rank
@@ -93,19 +93,21 @@ impl GuardThread {
                     (Some((before, since)), Some(query)) if before == query => Some((query, since)),
                     (_, query) => query.map(|query| (query, Instant::now())),
                 };
-                if standing.is_some_and(|(_, since)| self.has_to_abort(since.elapsed())) {
-                    self.handle.abort_for_rank(&mut state);
+                if let Some((_, since)) = standing {
+                    self.supervise(&mut state, since.elapsed());
                 }
             }
         }
     }
 
-    /// Returns true if the communicator of a rank has to be aborted that has been in a call of the
-    /// driver for this time. Breaks the group if the time limit has passed.
-    fn has_to_abort(&self, time: Duration) -> bool {
+    /// Breaks the group of a rank that has been in one call of the driver for longer than its time
+    /// limit, and aborts for a rank whose group is broken.
+    fn supervise(&self, state: &mut CommState, time: Duration) {
         if let Some(limit) = self.limit.filter(|limit| time >= *limit) {
             self.control.abort(&format!("a call of the device's driver has not returned within {limit:?}"));
         }
-        time >= PERIOD && self.control.broken().is_some()
+        if time >= PERIOD && self.control.broken().is_some() {
+            self.handle.abort_for_rank(state);
+        }
     }
 }
