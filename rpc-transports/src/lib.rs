@@ -27,6 +27,7 @@ mod message_family;
 mod runtime;
 pub mod self_start;
 mod serve;
+mod splice;
 pub mod tracker;
 mod transport;
 pub mod transports;

@@ -12,7 +12,6 @@ mod mailbox;
 mod options;
 mod relay;
 mod server;
-mod splice;
 mod stages;
 mod stall_timeouts;
 mod state;

@@ -14,12 +14,12 @@ use rpc_core::{
 
 use super::further_servers::OnwardServer;
 use super::mailbox::{Command, Mailbox};
-use super::splice::splice;
 use super::state::{ServerState, UNLIMITED};
 use crate::address::Address;
 use crate::channel::Channel;
 use crate::connect::{ConnectError, Connector, Hop};
 use crate::serve::filter::FilteredSession;
+use crate::splice::splice;
 
 /// Largest number of hops in a chain.
 const MAX_HOPS: usize = 16;
