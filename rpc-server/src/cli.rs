@@ -13,6 +13,7 @@ mod doctor;
 mod failure;
 mod failure_report;
 mod files;
+mod forward;
 mod info;
 mod interruption;
 mod kick;
@@ -90,6 +91,8 @@ enum Command {
     Rm(files::RmArgs),
     /// Run a program at a server, with files in, its output, and files out
     Run(run::RunArgs),
+    /// Forward a local port to a service near a server, until interrupted
+    Forward(forward::ForwardArgs),
     /// Measure round trips until interrupted
     Ping(ping::PingArgs),
     /// Measure the run time of a function at the server
@@ -164,6 +167,9 @@ fn run(options: &CommonOptions, output: &Output, command: Command) -> Result<(),
         Command::Ping(args) => {
             until_interrupted(async |interruption| ping::ping(options, output, args, &interruption).await)
                 .map_err(Failure::without_effect)
+        }
+        Command::Forward(args) => {
+            until_interrupted(async |interruption| forward::forward(options, output, args, &interruption).await)
         }
         Command::Doctor(args) => on_runtime(doctor::doctor(options, output, args)),
         Command::Cert(args) => credentials::cert(output, args),

@@ -37,7 +37,7 @@ pub use address::{Address, AddressError, ToAddress};
 pub use backoff::Backoff;
 pub use channel::{BlockingChannel, BlockingIo, Channel, ChannelGuard, ChannelIo, ExplainEnd, Machine, Peer};
 pub use client::{BlockingClientSession, ClientSession};
-pub use connect::{ConnectError, Connector, OpenedBy, SessionOpener};
+pub use connect::{ConnectError, Connector, OpenedBy, SessionOpener, Tunnel};
 pub use error::TransportError;
 #[cfg(feature = "tls")]
 pub use handshake::certificates;

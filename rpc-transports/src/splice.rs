@@ -19,8 +19,7 @@ use self::pipe::Pipe;
 use crate::channel::Channel;
 use crate::channel_io::{READ_MAX, ReadAhead};
 
-/// Time that the second direction may go on after the end of the first, so that the last messages
-/// arrive.
+/// Time for which the second direction may be silent after the end of the first.
 const LINGER: Duration = Duration::from_secs(5);
 
 /// Copies bytes both ways until both directions have ended, one has broken, or no byte has moved
@@ -58,8 +57,9 @@ pub(crate) async fn splice(
             _ => {}
         }
         let so_far = there.moved + back.moved;
-        if so_far != std::mem::replace(&mut moved, so_far) && !lingers {
-            timer.as_mut().reset(tokio::time::Instant::now() + silence);
+        if so_far != std::mem::replace(&mut moved, so_far) {
+            let limit = if lingers { LINGER.min(silence) } else { silence };
+            timer.as_mut().reset(tokio::time::Instant::now() + limit);
         }
         timer.as_mut().poll(cx).map(|()| Err(io::ErrorKind::TimedOut.into()))
     })

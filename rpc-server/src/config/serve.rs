@@ -101,6 +101,11 @@ listener_settings! {
         /// list with commas. Default: none
         #[arg(value_name = "PATTERN", value_delimiter = ',')]
         allow_forward: Vec<String> = Vec::new(), "RPC_SERVER_ALLOW_FORWARD";
+        /// Services that clients may reach through this server with 'rpc-cli forward', such as
+        /// tcp://127.0.0.1:8080 or unix:/run/x.sock, by the rules of --allow-forward; may be
+        /// repeated, or given as a list with commas. Default: none
+        #[arg(value_name = "PATTERN", value_delimiter = ',')]
+        allow_port: Vec<String> = Vec::new(), "RPC_SERVER_ALLOW_PORT";
         /// Functions that forwarded clients may use, with * for any text, such as rpc.* or
         /// model.run; may be repeated, or given as a list with commas. Default: all. rpc.functions
         /// and rpc.signature, which describe all functions, must be named without *. Requests in a
@@ -374,9 +379,11 @@ impl ServeConfig {
                 return Err(ConfigError::NeedsTracker { setting });
             }
         }
-        for pattern in &self.allow_forward {
-            let checked = transports.check_pattern(pattern);
-            checked.map_err(|source| ConfigError::Pattern { setting: "--allow-forward", source })?;
+        for (setting, patterns) in [("--allow-forward", &self.allow_forward), ("--allow-port", &self.allow_port)] {
+            for pattern in patterns {
+                let checked = transports.check_pattern(pattern);
+                checked.map_err(|source| ConfigError::Pattern { setting, source })?;
+            }
         }
         for ListenAddress(address) in &self.relay {
             // Clients of the relay reach this server, and only a token proves anything from end to

@@ -200,6 +200,8 @@ fn the_effective_configuration_reads_back_as_itself() {
         "3GB",
         "--allow-forward",
         "tcp://a,unix:/b",
+        "--allow-port",
+        "tcp://127.0.0.1:80",
         "--isolate",
         "process",
         "--isolate-cpu-time",
@@ -306,9 +308,11 @@ fn settings_without_effect_are_refused() {
     }
     flags(&["--relay", "tcp://127.0.0.1:1", "--tracker-key", "board"]).resolve().unwrap();
     for pattern in ["tpc://10.0.0.5", "10.0.0.5:9090", "tcp://10.0.0.5:port"] {
-        let error = flags(&["--allow-forward", pattern]).resolve().unwrap_err();
-        assert!(matches!(error, ConfigError::Pattern { .. }), "{error}");
-        assert!(error.to_string().contains("--allow-forward") && error.source().is_some(), "{error}");
+        for setting in ["--allow-forward", "--allow-port"] {
+            let error = flags(&[setting, pattern]).resolve().unwrap_err();
+            assert!(matches!(error, ConfigError::Pattern { .. }), "{error}");
+            assert!(error.to_string().contains(setting) && error.source().is_some(), "{error}");
+        }
     }
     let tracker = |pattern: &str| TrackerConfig { allow_advertise: vec![pattern.into()], ..TrackerConfig::default() };
     assert!(matches!(tracker("10.0.0.5").check().unwrap_err(), ConfigError::Pattern { .. }));

@@ -56,6 +56,7 @@ pub(super) fn serve_options(
         min_rate: config.min_rate.0,
         access,
         allow_forward: config.allow_forward.clone(),
+        allow_port: config.allow_port.clone(),
         forward_policy: forward_policy(config),
         trust_proxy: config.trust_proxy.clone(),
         onward,

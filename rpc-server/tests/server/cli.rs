@@ -423,6 +423,39 @@ fn calls_and_the_doctor_go_through_hops() {
     assert!(step(&report, "hop 1")["advice"].as_str().unwrap().contains("--allow-forward"), "{report}");
 }
 
+#[test]
+fn a_local_port_leads_to_a_service_near_the_server() {
+    let service = stranger(b"it is I");
+    let origin = Fixture::new(&["--allow-port", &service]);
+    let port = service.rsplit_once(':').unwrap().1;
+    let forward = |to: &str| {
+        let mut command = command(&["forward", to, origin.address(), "--json"]);
+        let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        let mut line = String::new();
+        BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+        let started: Json = serde_json::from_str(&line).unwrap();
+        let local = started["local"].as_str().unwrap().strip_prefix("tcp://").unwrap().to_owned();
+        (child, TcpStream::connect(local).unwrap())
+    };
+    let (mut child, mut stream) = forward(&format!("0:{port}"));
+    stream.write_all(b"who is there?").unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).unwrap();
+    assert_eq!(answer, "it is I");
+    child.kill().unwrap();
+    child.wait().unwrap();
+
+    // A service that is not allowed closes the connection, and the tool says why and goes on.
+    let (mut child, mut stream) = forward("0:1");
+    stream.read_to_string(&mut answer).unwrap();
+    let mut line = String::new();
+    BufReader::new(child.stderr.take().unwrap()).read_line(&mut line).unwrap();
+    assert!(line.contains("--allow-port") && line.contains("tcp://127.0.0.1:1"), "{line}");
+    assert!(child.try_wait().unwrap().is_none());
+    child.kill().unwrap();
+    child.wait().unwrap();
+}
+
 fn step<'a>(report: &'a Json, name: &str) -> &'a Json {
     let steps = report["steps"].as_array().unwrap();
     steps.iter().find(|step| step["step"] == name).unwrap_or_else(|| panic!("no step {name}: {report}"))

@@ -52,13 +52,18 @@ pub(super) struct SessionRequest<'a> {
 impl Connection {
     /// Returns the key that the client has to be allowed to use. Empty for none.
     pub(super) fn key_to_check<'a>(&'a self, hello: &'a Hello) -> &'a str {
-        if hello.tunnel {
+        if hello.tunnel && !self.leads_to_parked(hello) {
             // The key of the server at the end of a tunnel is not known here.
             return "";
         }
         // For another server it is the key that the client asks for. That server checks that it has
         // this key.
         if self.server.options.relay || !hello.forward.is_empty() { &hello.key } else { &self.key }
+    }
+
+    /// Returns true if the client wants a tunnel that a server which waits at this relay makes.
+    pub(super) fn leads_to_parked(&self, hello: &Hello) -> bool {
+        self.server.options.relay && hello.tunnel && !hello.key.is_empty()
     }
 
     /// Checks that the connection has not the last descriptor of the process.

@@ -77,15 +77,18 @@ impl ServerState {
 
     /// Opens the channel to the target of a client's tunnel.
     pub(super) async fn open_tunnel(&self, hello: &Hello, open_files: &OpenFileQuota) -> Result<Channel, RpcError> {
-        let (target, further) = self.next_hop(&hello.path, &hello.forward)?;
-        if self.options.forward_policy.is_some() {
-            let text = "this server makes no tunnels: it limits what may be done through it (--forward-functions)";
-            return Err(RpcError::new(ErrorKind::Refused, text));
-        }
-        if !further.is_empty() {
+        let [target] = hello.forward.as_slice() else {
             return Err(RpcError::new(ErrorKind::InvalidArgument, "a tunnel leads to one address"));
+        };
+        self.check_path(&hello.path, &hello.forward)?;
+        let (target, transports) = (parsed(target)?, &self.options.transports);
+        if self.may_reach(&target, &self.options.allow_port).is_err() {
+            self.may_reach(&target, &self.options.allow_forward)?;
+            if self.options.forward_policy.is_some() {
+                let text = "this server makes no tunnels: it limits what may be done through it (--forward-functions)";
+                return Err(RpcError::new(ErrorKind::Refused, text));
+            }
         }
-        let transports = &self.options.transports;
         // TLS is between the client and the target, and the hop carries its bytes over TCP.
         let through = transports.of(&target.address).map(|transport| transport.tunnel_target(&target.address));
         let Some(address) = through.map_err(|error| ConnectError::from(error).into_rpc_error())? else {
@@ -129,29 +132,41 @@ impl ServerState {
         let Some((next, further)) = forward.split_first() else {
             return Err(RpcError::new(ErrorKind::InvalidArgument, "there is no address to forward to"));
         };
-        let hops = path.len() + forward.len();
-        if hops > MAX_HOPS {
-            return Err(RpcError::limit("hops", MAX_HOPS as u64, hops as u64));
-        }
-        if path.contains(&self.name) {
-            let text = format!("the chain to '{next}' comes back to a server that it has passed");
-            return Err(RpcError::new(ErrorKind::Refused, text));
-        }
-        let first = self.may_reach(parsed(next)?)?;
+        self.check_path(path, forward)?;
+        let allowed = &self.options.allow_forward;
+        let first = parsed(next)?;
+        self.may_reach(&first, allowed)?;
         let mut tunnel = first.tunnel;
         let mut stops = Vec::new();
         for next in further {
             let next = parsed(next)?;
             // Behind a tunnel, this server dials the next address itself.
-            let next = if tunnel { self.may_reach(next)? } else { next };
+            if tunnel {
+                self.may_reach(&next, allowed)?;
+            }
             tunnel &= next.tunnel;
             stops.push(next);
         }
         Ok((first, stops))
     }
 
-    /// Returns `hop`, if clients may be forwarded there.
-    fn may_reach(&self, hop: Hop) -> Result<Hop, RpcError> {
+    /// Checks that a chain that has passed `path` may go on to the addresses of `forward`: it is
+    /// not too long, and has not been here before.
+    fn check_path(&self, path: &[String], forward: &[String]) -> Result<(), RpcError> {
+        let hops = path.len() + forward.len();
+        if hops > MAX_HOPS {
+            return Err(RpcError::limit("hops", MAX_HOPS as u64, hops as u64));
+        }
+        if path.contains(&self.name) {
+            let next = forward.first().map_or("", String::as_str);
+            let text = format!("the chain to '{next}' comes back to a server that it has passed");
+            return Err(RpcError::new(ErrorKind::Refused, text));
+        }
+        Ok(())
+    }
+
+    /// Checks that `hop` matches one of the patterns `allowed`.
+    fn may_reach(&self, hop: &Hop, allowed: &[String]) -> Result<(), RpcError> {
         let text = hop.to_string();
         if hop.address.key().is_some() {
             // Access is checked on the key field of the hello, which a key in the address would
@@ -159,14 +174,14 @@ impl ServerState {
             let text = format!("cannot forward to '{text}': the key of a server is told apart from its address");
             return Err(RpcError::new(ErrorKind::InvalidArgument, text));
         }
-        let (allowed, transports) = (&self.options.allow_forward, &self.options.transports);
-        if allowed.iter().any(|pattern| transports.matches(pattern, &hop.address)) {
-            return Ok(hop);
+        if allowed.iter().any(|pattern| self.options.transports.matches(pattern, &hop.address)) {
+            return Ok(());
         }
-        Err(RpcError::new(
-            ErrorKind::Refused,
-            format!("this server may not be used to reach '{text}': its operator has to allow it (--allow-forward)"),
-        ))
+        let text = format!(
+            "this server may not be used to reach '{text}': its operator has to allow it (--allow-forward, or \
+             --allow-port for a tunnel)"
+        );
+        Err(RpcError::new(ErrorKind::Refused, text))
     }
 
     /// Returns the effective identity: the client's own, or the one that a trusted proxy asserts.

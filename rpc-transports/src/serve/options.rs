@@ -125,6 +125,10 @@ pub struct ServeOptions {
     /// port. A pattern without a port allows all ports. `*` alone allows all addresses with a host,
     /// and no programs, paths or sessions in this process. Default: none.
     pub allow_forward: Vec<String>,
+    /// Patterns, as those of [`allow_forward`](Self::allow_forward), of addresses to which clients
+    /// get [tunnels](crate::Connector::open_tunnel) but no sessions: services that speak protocols
+    /// of their own. Default: none.
+    pub allow_port: Vec<String>,
     /// Policy on requests that are forwarded to other servers. Default: all are allowed.
     pub forward_policy: Option<Arc<dyn RequestPolicy>>,
     /// Names of hops whose assertion of their client's identity is trusted. The hops prove the
@@ -201,6 +205,7 @@ impl Default for ServeOptions {
             min_rate: 64,
             access: Access::default(),
             allow_forward: Vec::new(),
+            allow_port: Vec::new(),
             forward_policy: None,
             trust_proxy: Vec::new(),
             relay: false,

@@ -339,10 +339,10 @@ impl Grant {
             let how = if hello.tunnel { "a tunnel to" } else { "forwarded to" };
             connection.note.set(Arc::new(format!("{how} {}", printable_line(next))));
         }
-        if hello.tunnel {
+        if hello.tunnel && !connection.leads_to_parked(hello) {
             return server.open_tunnel(hello, &connection.open_files).await.map(Self::Tunnel);
         }
-        if !hello.forward.is_empty() {
+        if !hello.forward.is_empty() && !hello.tunnel {
             return server.open_next(hello, identity, &connection.open_files).await.map(Self::Session);
         }
         if server.options.relay {

@@ -13,6 +13,8 @@ mod limits;
 mod relay;
 #[cfg(feature = "quic")]
 mod security;
+#[cfg(feature = "tcp")]
+mod service_tunnel;
 #[cfg(all(feature = "tcp", feature = "unix"))]
 mod session;
 #[cfg(feature = "tcp")]

@@ -3,15 +3,17 @@
 
 use std::sync::Arc;
 
-use rpc_core::{ErrorKind, RpcError, SharedSession};
+use rpc_core::{ErrorKind, RpcError, SharedSession, printable_line};
 
-use super::{Connector, Continuation, expect_no_input};
-use crate::address::Address;
+use super::{Connector, Continuation, expect_no_input, is_no_relay};
+use crate::address::{Address, ToAddress};
 use crate::channel::Channel;
 use crate::client::ClientSession;
 use crate::connect::error::ConnectError;
 use crate::connect::hop::Hop;
 use crate::connect::opener::OpenedBy;
+use crate::connect::tunnel::Tunnel;
+use crate::error::TransportError;
 
 /// Result of [`Connector::plan`].
 pub(super) struct Plan {
@@ -40,7 +42,7 @@ impl Connector {
                 return self.open(plan, existing).await;
             }
             let Some((next, rest)) = further.split_first() else { return Err(tunnel_without_target(first).into()) };
-            existing = Some(self.tunnel(plan.address, existing, next).await?);
+            existing = Some(self.tunnel(plan.address, existing, &next.address).await?);
             (first, further) = (next, rest);
         }
     }
@@ -66,28 +68,81 @@ impl Connector {
         Ok(Arc::new(self.run_over_channel(&address, existing, &client).await?))
     }
 
-    /// Opens a channel to `next` through the hop at `address`.
-    pub(super) async fn tunnel(
+    /// Opens a plain stream of bytes to `to`, an address that the server at `server` dials: a
+    /// service near it that speaks a protocol of its own. The server's operator allows such
+    /// addresses ([`ServeOptions::allow_port`](crate::ServeOptions::allow_port)). Each hop of the
+    /// connector passes the bytes on, too, as [a tunnel](Self::via). Cancel-safe.
+    ///
+    /// # Errors
+    ///
+    /// [`ConnectError`] if an address is malformed, a peer cannot be reached or refuses, the
+    /// service cannot be reached, or `server` is an address without a channel, such as
+    /// `tracker://`.
+    pub async fn open_tunnel<A: ToAddress + ?Sized>(&self, server: &A, to: &Address) -> Result<Tunnel, ConnectError> {
+        let server = self.target(server)?;
+        if self.transports.opener(server.address.scheme()).is_some() {
+            let text = "no channel leads there, and so no tunnel";
+            return Err(TransportError::unsupported(&server.address, text).into());
+        }
+        let (first, further) = self.route(server);
+        let (mut address, mut existing) = (first.address, None);
+        for next in further {
+            existing = Some(self.tunnel(address.without_key(), existing, &next.address).await?);
+            address = next.address;
+        }
+        let key = address.key().unwrap_or(&self.key).to_owned();
+        self.tunnel_from(address.without_key(), &key, existing, to).await
+    }
+
+    /// Opens a channel to `next`, where a server waits to be spoken to, through the hop at
+    /// `address`.
+    async fn tunnel(
         &self,
         address: Address,
         existing: Option<Channel>,
-        next: &Hop,
+        next: &Address,
     ) -> Result<Channel, ConnectError> {
+        let Tunnel { channel, input } = self.tunnel_from(address, "", existing, next).await?;
+        expect_no_input(&input, channel.peer())?;
+        Ok(channel)
+    }
+
+    /// Opens a tunnel to `next` from the server at `address`. With a `key` the server must have it,
+    /// or be a relay at which a server with that key waits.
+    async fn tunnel_from(
+        &self,
+        address: Address,
+        key: &str,
+        existing: Option<Channel>,
+        next: &Address,
+    ) -> Result<Tunnel, ConnectError> {
         crate::runtime::install_in_core();
-        let next = next.address.clone().without_key().to_string();
-        let open_tunnel = |mut channel: Channel| -> Continuation<'_, Channel> {
-            let mut config = self.handshake(String::new(), vec![next.clone()], channel.security());
+        let next = next.clone().without_key().to_string();
+        let handshake = |key: &str, channel: &Channel| {
+            let mut config = self.handshake(key.to_owned(), vec![next.clone()], channel.security());
             config.hello.tunnel = true;
             config.hello.workspace.clear();
             config.hello.ticket.clear();
+            config
+        };
+        let open_tunnel = |mut channel: Channel| -> Continuation<'_, Tunnel> {
             Box::pin(async move {
-                let (_, input) = self.perform_handshake(&mut channel, config).await?;
-                expect_no_input(&input, channel.peer())?;
-                Ok(channel)
+                let config = handshake(key, &channel);
+                let (mut negotiated, mut input) = self.perform_handshake(&mut channel, config).await?;
+                if negotiated.theirs.relay && !key.is_empty() {
+                    expect_no_input(&input, channel.peer())?;
+                    let relay = channel.peer().to_owned();
+                    channel = channel.with_further_peer(relay);
+                    let config = handshake("", &channel);
+                    (negotiated, input) = self.perform_handshake(&mut channel, config).await?;
+                    is_no_relay(&negotiated, channel.peer())?;
+                }
+                is_key(key, &negotiated.theirs.key, channel.peer())?;
+                Ok(Tunnel { channel, input })
             })
         };
-        let channel = self.run_over_channel(&address, existing, &open_tunnel).await?;
-        Ok(channel.with_further_peer(format!("{next} through {address}")))
+        let Tunnel { channel, input } = self.run_over_channel(&address, existing, &open_tunnel).await?;
+        Ok(Tunnel { channel: channel.with_further_peer(format!("{next} through {address}")), input })
     }
 
     /// Returns the address to dial, the key that the target must have, and the stops that the
@@ -101,6 +156,15 @@ impl Connector {
         let forward = further.iter().map(|hop| hop.clone().without_key().to_string()).collect();
         Ok(Plan { address: first.address.clone().without_key(), tunnel: first.tunnel, key, forward })
     }
+}
+
+/// Checks that a server has the key that it was to have, if any.
+fn is_key(wanted: &str, key: &str, peer: &str) -> Result<(), RpcError> {
+    if wanted.is_empty() || wanted == key {
+        return Ok(());
+    }
+    let text = format!("the client asks for key '{wanted}', and the server has '{}'", printable_line(key));
+    Err(RpcError::new(ErrorKind::Refused, text).with_peer(peer))
 }
 
 pub(super) fn tunnel_without_target(tunnel: &Hop) -> RpcError {

@@ -1,0 +1,162 @@
+//! `forward`: a local port that leads to a service near a server, in the manner of `ssh -L`.
+
+use std::str::FromStr;
+use std::time::Duration;
+
+use clap::Args;
+use rpc_transports::{Address, Bind, Channel, Connector};
+use serde_json::json;
+use tokio::task::JoinSet;
+
+use super::connect::CommonOptions;
+use super::failure::Failure;
+use super::interruption::Interruption;
+use super::output::Output;
+
+#[derive(Args, Debug)]
+pub(super) struct ForwardArgs {
+    /// Where to listen, and the service as the server reaches it: [HOST:]PORT:[HOST:]PORT, where no
+    /// HOST is 127.0.0.1 on its own side; or unix:PATH on either side. With port 0 the system
+    /// chooses the local one
+    #[arg(value_name = "LOCAL:REMOTE")]
+    forwarding: Forwarding,
+    /// The server. Its operator allows the service with --allow-port
+    address: String,
+}
+
+/// Address to listen at, and that of a service as a server reaches it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Forwarding {
+    local: Address,
+    to: Address,
+}
+
+/// Accepts local connections until the interruption comes, and carries each to the service. One
+/// that fails is reported, and closed; the others go on.
+pub(super) async fn forward(
+    options: &CommonOptions,
+    output: &Output,
+    args: ForwardArgs,
+    interruption: &Interruption,
+) -> Result<(), Failure> {
+    let (connector, Forwarding { local, to }) = (options.connector()?, args.forwarding);
+    let bound = options.transports().bind(&local, &Bind::default()).await;
+    let mut listener = bound.map_err(|error| Failure::Unsuitable(format!("cannot listen at {local}: {error}")))?;
+    let local = listener.local_address().to_string();
+    if output.is_json() {
+        output.json(&json!({ "local": local, "to": to.to_string(), "address": args.address }))?;
+    } else {
+        output.line(&format!("{local} leads to {to} at {}", args.address))?;
+    }
+    let mut connections = JoinSet::new();
+    loop {
+        tokio::select! {
+            accepted = listener.accept() => {
+                let channel = accepted.map_err(|error| Failure::Connect(error.into()))?;
+                let (connector, server, to) = (connector.clone(), args.address.clone(), to.clone());
+                connections.spawn(carry(connector, server, to, options.connect_limit(), channel));
+            }
+            Some(ended) = connections.join_next() => {
+                if let Ok(Err(failure)) = ended {
+                    failure.report(output, options.jump());
+                }
+            }
+            failure = interruption.wait() => return Err(failure),
+        }
+    }
+}
+
+/// Carries the bytes of one local connection to the service and back, until it ends.
+///
+/// # Errors
+///
+/// The service cannot be reached within `limit`. A connection that breaks later on is no failure:
+/// its end tells both sides.
+async fn carry(
+    connector: Connector,
+    server: String,
+    to: Address,
+    limit: Duration,
+    local: Channel,
+) -> Result<(), Failure> {
+    let opened = tokio::time::timeout(limit, connector.open_tunnel(&server, &to)).await;
+    let timed_out = |_| Failure::TimedOut { what: format!("connecting to {to} at {server}"), limit, why: None };
+    let tunnel = opened.map_err(timed_out)?.map_err(Failure::Connect)?;
+    if let Err(error) = tunnel.join(local).await {
+        tracing::info!(%to, %error, "a forwarded connection broke");
+    }
+    Ok(())
+}
+
+impl FromStr for Forwarding {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let malformed = || format!("'{text}' is not [HOST:]PORT:[HOST:]PORT, nor has it unix:PATH on a side");
+        let (local, remote) = split(text).ok_or_else(malformed)?;
+        let address = |side: &str| side_address(side).parse().map_err(|error| format!("{side}: {error}"));
+        Ok(Self { local: address(local)?, to: address(remote)? })
+    }
+}
+
+/// Splits the local side from the remote one.
+fn split(text: &str) -> Option<(&str, &str)> {
+    let is_port = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+    let end_of_host = match text.strip_prefix('[') {
+        Some(rest) => rest.find("]:")? + 2,
+        None => text.find(':')?,
+    };
+    let first = &text[..end_of_host];
+    // The local side is one part or two; behind a host or `unix` comes the second.
+    let len = if is_port(first) {
+        first.len()
+    } else {
+        let rest = &text[end_of_host + 1..];
+        let second = rest.find(':')?;
+        if first != "unix" && !is_port(&rest[..second]) {
+            return None;
+        }
+        end_of_host + 1 + second
+    };
+    let remote = &text[len + 1..];
+    (!remote.is_empty()).then_some((&text[..len], remote))
+}
+
+/// Returns the text of the address of one side.
+fn side_address(side: &str) -> String {
+    if side.starts_with("unix:") {
+        side.to_owned()
+    } else if side.contains(':') {
+        format!("tcp://{side}")
+    } else {
+        format!("tcp://127.0.0.1:{side}")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn both_sides_are_ports_hosts_or_paths() {
+        let parse = |text: &str| -> Option<[String; 2]> {
+            let Forwarding { local, to } = text.parse().ok()?;
+            Some([local.to_string(), to.to_string()])
+        };
+        for (text, local, to) in [
+            ("8080:80", "tcp://127.0.0.1:8080", "tcp://127.0.0.1:80"),
+            ("0:db:5432", "tcp://127.0.0.1:0", "tcp://db:5432"),
+            ("0.0.0.0:8080:80", "tcp://0.0.0.0:8080", "tcp://127.0.0.1:80"),
+            ("[::1]:8080:[fe80::1]:80", "tcp://[::1]:8080", "tcp://[fe80::1]:80"),
+            ("8080:unix:/run/x.sock", "tcp://127.0.0.1:8080", "unix:/run/x.sock"),
+            ("unix:/tmp/x.sock:db:80", "unix:/tmp/x.sock", "tcp://db:80"),
+        ] {
+            assert_eq!(parse(text), Some([local.to_owned(), to.to_owned()]), "{text}");
+        }
+        for text in
+            ["", ":", "80", "8080:", ":80", "host:80", "a:b:80", "8080:db:port", "99999:80", "[::1:80:80", "x:80:"]
+        {
+            assert_eq!(parse(text), None, "{text}");
+        }
+    }
+}
