@@ -17,6 +17,11 @@
 //! | `rpc.file.ls` | folder | a list of [`FileEntry`](rpc_core::client::FileEntry), packed |
 //! | `rpc.file.rm` | path | null |
 //! | `rpc.file.set_executable` | path, bool | null |
+//! | `rpc.lease.request` | device, priority, maximum milliseconds or null | a request for a lease |
+//! | `rpc.lease.wait` | request | microseconds waited, and left, once it is granted |
+//! | `rpc.lease.ahead` | request | number of requests that are granted before |
+//! | `rpc.lease.release` | request | microseconds held; null if it was not granted |
+//! | `rpc.lease.status` | | a list of [`LeasedDevice`], packed |
 //! | `rpc.module.find` | digest | whether the server has that [module](crate::modules) |
 //! | `rpc.module.begin_upload` | digest, length | an upload |
 //! | `rpc.module.write` | upload, offset, bytes, in order | null |
@@ -30,15 +35,17 @@
 //! | `rpc.run.write` | program, bytes for standard input | the number of bytes taken |
 //! | `rpc.run.close_input`, `rpc.run.terminate` | program | null |
 //!
-//! Writers, readers, uploads and programs are objects of the session and go with it.
+//! Writers, readers, uploads, requests and programs are objects of the session and go with it.
 //! [`rpc_core::client::Files`] is the client of the file functions, [`rpc_core::client::Modules`]
 //! that of those for modules, which refuse without `--allow-modules`. With them comes the module
-//! loader `tvm_ffi`. [`rpc_core::client::RemoteCommand`] is the client of `rpc.run.*`, which refuse
-//! without `--allow-run`. The functions of Disco nodes, `disco.*`, refuse without `--allow-disco`
-//! where clients need not prove who they are.
+//! loader `tvm_ffi`. [`Session::lease`](rpc_core::Session::lease) is the client of `rpc.lease.*`.
+//! [`rpc_core::client::RemoteCommand`] is the client of `rpc.run.*`, which refuse without
+//! `--allow-run`. The functions of Disco nodes, `disco.*`, refuse without `--allow-disco` where
+//! clients need not prove who they are.
 
 mod files;
 mod info;
+mod leases;
 mod modules;
 mod run;
 mod timing;
@@ -51,6 +58,7 @@ use rpc_core::{Context, ErrorKind, LocalValue, Registry, RpcError, Shared, Value
 
 use crate::config::ServeConfig;
 
+pub use crate::leases::LeasedDevice;
 pub use files::MAX_READ_BYTES;
 pub(crate) use files::workspace;
 pub use info::{DeviceInfo, ModulesInfo, ServerInfo};
@@ -73,6 +81,7 @@ pub fn register(registry: &Registry) {
     info::register(registry);
     timing::register(registry);
     files::register(registry);
+    leases::register(registry);
     modules::register(registry);
     run::register(registry);
 }

@@ -17,6 +17,7 @@ mod forward;
 mod info;
 mod interruption;
 mod kick;
+mod lease;
 mod module;
 mod new_file;
 pub mod npy;
@@ -93,6 +94,8 @@ enum Command {
     Run(run::RunArgs),
     /// Forward a local port to a service near a server, until interrupted
     Forward(forward::ForwardArgs),
+    /// Lease a device of a server while a program runs here
+    Lease(lease::LeaseArgs),
     /// Measure round trips until interrupted
     Ping(ping::PingArgs),
     /// Measure the run time of a function at the server
@@ -170,6 +173,9 @@ fn run(options: &CommonOptions, output: &Output, command: Command) -> Result<(),
         }
         Command::Forward(args) => {
             until_interrupted(async |interruption| forward::forward(options, output, args, &interruption).await)
+        }
+        Command::Lease(args) => {
+            until_interrupted(async |interruption| lease::lease(options, output, args, &interruption).await)
         }
         Command::Doctor(args) => on_runtime(doctor::doctor(options, output, args)),
         Command::Cert(args) => credentials::cert(output, args),

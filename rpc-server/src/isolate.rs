@@ -58,11 +58,13 @@
 //! A signal to the server's process group or service reaches the session processes, too. They
 //! ignore SIGTERM and SIGINT: the server drains them with the other sessions.
 
+mod control_link;
 mod exit_cause;
 pub mod gpu;
 mod isolated_session;
 mod messages;
 mod process_io;
+mod process_leases;
 mod process_limits;
 mod session_main;
 mod supervisor;

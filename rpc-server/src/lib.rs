@@ -18,6 +18,7 @@ mod file_lock;
 mod function_table;
 mod http_listener;
 pub mod isolate;
+mod leases;
 pub mod logging;
 pub mod modules;
 mod monitor;

@@ -16,6 +16,12 @@
 //! | `rpc_tensor_bytes_total` | `direction` | bytes of tensors that were copied `in` or `out` |
 //! | `rpc_handles` | | objects that sessions hold |
 //! | `rpc_memory_bytes` | | device memory that sessions hold |
+//! | `rpc_leases` | | leases on devices that sessions hold |
+//! | `rpc_lease_requests_waiting` | | requests for leases that wait |
+//! | `rpc_leases_granted_total` | | leases that were granted |
+//! | `rpc_leases_overdue_total` | | sessions that were ended because a lease lasted too long |
+//! | `rpc_lease_wait_milliseconds_total` | | time that granted requests have waited |
+//! | `rpc_lease_held_milliseconds_total` | | time for which ended leases were held |
 //! | `rpc_certificate_expiry_timestamp_seconds` | | end of the certificate, since the epoch |
 //!
 //! A tracker has [more](crate::tracker): servers, slots and requests.
@@ -27,6 +33,7 @@
 //! that were called. All others, those of modules too, have the label `other`.
 
 mod endpoints;
+mod lease_gauges;
 mod metered;
 
 use std::collections::HashMap;
@@ -47,6 +54,8 @@ use self::metered::MeteredFactory;
 use crate::config::ServeError;
 use crate::http_listener::HttpServer;
 use crate::server::server_state::ServerState;
+
+pub(crate) use self::lease_gauges::LeaseGauges;
 
 /// Maximum number of functions with metrics of their own. Each costs about twenty lines of output.
 const MAX_FUNCTIONS: usize = 1024;
@@ -96,7 +105,7 @@ impl Monitoring {
         address: SocketAddr,
         registry: Registry,
         state: Arc<ServerState>,
-        gauges: Option<Arc<dyn Gauges>>,
+        gauges: Vec<Arc<dyn Gauges>>,
     ) -> Result<Self, ServeError> {
         let monitor = Monitor::new(registry, state, gauges);
         let server = HttpServer::start(address, monitor.clone()).await;
@@ -168,7 +177,7 @@ struct Monitor {
     handles: Gauge,
     memory: Gauge,
     /// Further gauges.
-    further: Option<Arc<dyn Gauges>>,
+    further: Vec<Arc<dyn Gauges>>,
 }
 
 /// Source of further gauges and counters.
@@ -205,7 +214,7 @@ impl ServeObserver for Monitor {
 }
 
 impl Monitor {
-    fn new(registry: Registry, state: Arc<ServerState>, further: Option<Arc<dyn Gauges>>) -> Arc<Self> {
+    fn new(registry: Registry, state: Arc<ServerState>, further: Vec<Arc<dyn Gauges>>) -> Arc<Self> {
         let builder = PrometheusBuilder::new().set_buckets(&BUCKETS);
         // Building fails only without buckets.
         let recorder = builder.unwrap_or_else(|_| PrometheusBuilder::new()).build_recorder();
@@ -262,7 +271,7 @@ impl Monitor {
         let totals = self.state.totals();
         self.handles.set(totals.handles as f64);
         self.memory.set(totals.memory_bytes as f64);
-        if let Some(further) = &self.further {
+        for further in &self.further {
             for ((name, _), value) in further.described().iter().zip(further.now()) {
                 let key = Key::from_static_name(name);
                 if name.ends_with(TOTAL) {
@@ -378,7 +387,7 @@ mod tests {
     use super::*;
 
     fn monitor(registry: &Registry) -> Arc<Monitor> {
-        Monitor::new(registry.clone(), ServerState::new(None, u64::MAX, false), None)
+        Monitor::new(registry.clone(), ServerState::new(None, u64::MAX, false, None), Vec::new())
     }
 
     fn metered(registry: &Registry, monitor: &Arc<Monitor>) -> MeteredSession {

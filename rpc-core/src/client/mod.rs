@@ -1,11 +1,13 @@
 //! The caller's view of a session: [`Session`] with all its operations, references to remote
-//! objects, copies, files, programs, uploads of modules, and closures that the session calls back.
+//! objects, copies, files, programs, leases, uploads of modules, and closures that the session
+//! calls back.
 
 pub(crate) mod action;
 pub mod callbacks;
 mod copies;
 mod files;
 mod lane_deadlock;
+mod leases;
 mod module_upload;
 mod operations;
 pub(crate) mod references;
@@ -16,6 +18,7 @@ pub use action::{Action, Pending, ScopedAction, ScopedPending};
 pub use callbacks::{CallbackHandler, CallbackReturn, RemoteCallback};
 pub use copies::CHUNK;
 pub use files::{FileEntry, Files};
+pub use leases::{Lease, LeaseOptions, LeaseRequest};
 pub use module_upload::{Digest, DigestError, Modules};
 pub use references::{RemoteFunction, RemoteModule, RemoteObject, RemoteTensor, TypedFunction};
 pub use run::{EndCause, OutputStream, RemoteCommand, RemoteProcess, RunOutput, RunRequest, RunStatus};

@@ -7,6 +7,8 @@ use rpc_core::proto::VERSION_MAX;
 use rpc_core::{Context, Device, DeviceAttribute, DeviceType, Devices, Pack, Registry, Value};
 use serde::{Deserialize, Serialize};
 
+use super::leases::leased_devices;
+use crate::leases::LeasedDevice;
 use crate::modules::ModuleService;
 use crate::server::server_state::ServerState;
 
@@ -42,6 +44,9 @@ pub struct ServerInfo {
     /// Native modules that clients may upload; `None` if they may not.
     #[serde(default)]
     pub modules: Option<ModulesInfo>,
+    /// Devices that sessions have leased, at most 64.
+    #[serde(default)]
+    pub leases: Vec<LeasedDevice>,
 }
 
 /// Conditions for native modules.
@@ -112,6 +117,7 @@ fn collect(context: &Context) -> ServerInfo {
         host: rustix::system::uname().nodename().to_string_lossy().into_owned(),
         arch: std::env::consts::ARCH.to_owned(),
         os: std::env::consts::OS.to_owned(),
+        leases: leased_devices(context),
         modules: context.extension::<ModuleService>().map(|service| {
             let store = service.store();
             ModulesInfo {

@@ -10,8 +10,8 @@ use serde_json::{Value as Json, json};
 use super::connect::{CommonOptions, Files};
 use super::failure::Failure;
 use super::module::ModuleArgs;
-use super::output::{Output, size};
-use crate::builtins::{DeviceInfo, ModulesInfo, ServerInfo};
+use super::output::{Output, seconds, size};
+use crate::builtins::{DeviceInfo, LeasedDevice, ModulesInfo, ServerInfo};
 
 #[derive(Args, Debug)]
 pub(super) struct AddressArgs {
@@ -71,6 +71,11 @@ fn text(info: &ServerInfo) -> Vec<String> {
         format!("memory     {}", size(info.memory_bytes)),
         format!("modules    {}", modules_text(info.modules.as_ref())),
     ];
+    for leased in &info.leases {
+        let LeasedDevice { device, held_seconds, left_seconds, waiting, .. } = leased;
+        let [held, left] = [held_seconds, left_seconds].map(|time| seconds(*time));
+        lines.push(format!("leased     {device} for {held}, at most {left} more; {waiting} waiting"));
+    }
     for (at, device) in info.devices.iter().enumerate() {
         let label = if at == 0 { "devices" } else { "" };
         lines.push(format!("{label:10} {}", device_text(device)));

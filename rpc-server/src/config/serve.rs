@@ -86,6 +86,9 @@ listener_settings! {
         /// message that it has begun, and read what it is sent; 0 for no limit
         #[arg(value_name = "SIZE")]
         min_rate: ByteSize = ByteSize(64), "RPC_SERVER_MIN_RATE";
+        /// Maximum time of a lease on a device. A session that keeps one for longer is ended
+        #[arg(value_name = "TIME")]
+        max_lease: Span = seconds(3600), "RPC_SERVER_MAX_LEASE";
         /// Maximum size of one workspace
         #[arg(value_name = "SIZE")]
         workspace_quota: ByteSize = ByteSize(4 << 30), "RPC_SERVER_WORKSPACE_QUOTA";
@@ -414,6 +417,7 @@ impl ServeConfig {
             ("--max-run-processes", self.max_run_processes.into()),
             ("--keep-alive", u64::from(!self.keep_alive.0.is_zero())),
             ("--handshake-timeout", u64::from(!self.handshake_timeout.0.is_zero())),
+            ("--max-lease", u64::from(!self.max_lease.0.is_zero())),
             ("--write-timeout", u64::from(!self.write_timeout.0.is_zero())),
             ("--session-duration", u64::from(self.session_duration.is_none_or(|limit| !limit.0.is_zero()))),
             ("--idle-timeout", u64::from(self.idle_timeout.is_none_or(|limit| !limit.0.is_zero()))),

@@ -163,10 +163,17 @@ impl SessionFactory for Isolation {
             _counted: ProcessCount::enter(&self.processes),
         };
         let Started { stream, mut process_guard } = self.process().await.map_err(cannot_start)?;
-        let cleaner = self.cleaner.clone();
-        process_guard.on_exit(move || cleaner.drop_later(resources));
+        let (cleaner, process) = (self.cleaner.clone(), process_guard.process().clone());
+        if let Some(leases) = self.state.leases() {
+            process.set_leases(leases.open_session(request.connection.clone()));
+        }
+        let ended = process.clone();
+        process_guard.on_exit(move || {
+            // A device is free once the process that may still use it has ended.
+            ended.end_leases();
+            cleaner.drop_later(resources);
+        });
         stream.set_nonblocking(true)?;
-        let process = process_guard.process().clone();
         let peer = format!("isolated process {}", process.pid().as_raw_nonzero());
         let mut io = ProcessIo { stream: UnixStream::from_std(stream)?, process, limits: self.limits };
         io.write_all(&setup.to_bytes()?).await.map_err(cannot_start)?;

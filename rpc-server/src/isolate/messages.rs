@@ -2,7 +2,7 @@
 //!
 //! Over the connection, before the session's handshake: a [`SessionSetup`] as JSON, after its
 //! length in bytes as four bytes, little-endian. Over a pair of datagram sockets, at any time:
-//! [`Report`]s to the server, and [`ServerTotals`] in answer to those that ask.
+//! [`ControlMessage`]s to the server, and [`ControlAnswer`]s to the process.
 //!
 //! Both processes are the same program, but its file may have been replaced while the server runs.
 //! So the setup has the version of [`MESSAGES`], which any change of the messages raises, and
@@ -11,17 +11,18 @@
 use std::io::{self, Read};
 use std::time::Duration;
 
-use rpc_core::Usage;
+use rpc_core::{RpcError, Usage};
 use rpc_transports::MessageFamily;
 use serde::{Deserialize, Serialize};
 
+use crate::leases::{LeaseRequest, LeasedDevice};
 use crate::modules::DigestList;
 use crate::server::server_state::ServerTotals;
 use crate::versioned_json;
 use crate::workspace::WorkspaceLoan;
 
 /// Messages between a server and its session processes.
-pub(super) const MESSAGES: MessageFamily = MessageFamily::new("the messages of session processes", 2);
+pub(super) const MESSAGES: MessageFamily = MessageFamily::new("the messages of session processes", 3);
 
 /// Settings of a session process.
 #[derive(Debug, Serialize, Deserialize)]
@@ -80,9 +81,9 @@ pub(super) struct Report {
 }
 
 impl Report {
-    pub(super) const LEN: usize = 17;
+    const LEN: usize = 17;
 
-    pub(super) fn to_bytes(self) -> [u8; Self::LEN] {
+    fn to_bytes(self) -> [u8; Self::LEN] {
         let mut bytes = [0; Self::LEN];
         bytes[..8].copy_from_slice(&self.usage.handles.to_le_bytes());
         bytes[8..16].copy_from_slice(&self.usage.memory_bytes.to_le_bytes());
@@ -90,19 +91,120 @@ impl Report {
         bytes
     }
 
-    /// Parses a report; `None` for other bytes. Functions of the session run in that process, and
-    /// may send anything.
-    pub(super) fn from_bytes(bytes: &[u8]) -> Option<Self> {
+    fn from_bytes(bytes: &[u8]) -> Option<Self> {
         let bytes: &[u8; Self::LEN] = bytes.try_into().ok()?;
         let usage = Usage { handles: number(&bytes[..8])?, memory_bytes: number(&bytes[8..16])? };
         Some(Self { usage, asks: bytes[16] == 1 })
     }
 }
 
-impl ServerTotals {
-    pub(super) const LEN: usize = 24;
+/// Datagram to the server: a byte for its kind, and its content.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) enum ControlMessage {
+    /// Kind 0.
+    Report(Report),
+    /// Kind 1; as JSON.
+    Lease(LeaseCommand),
+}
 
-    pub(super) fn to_bytes(self) -> [u8; Self::LEN] {
+/// Datagram to a session process: a byte for its kind, and its content.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) enum ControlAnswer {
+    /// Kind 0: the answer to a report that asks.
+    Totals(ServerTotals),
+    /// Kind 1; as JSON.
+    Lease(LeaseAnswer),
+}
+
+/// Command about a lease. The process numbers its requests and its questions in one sequence.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(super) enum LeaseCommand {
+    Request { number: u64, request: LeaseRequest },
+    Release { number: u64 },
+    Ahead { question: u64, number: u64 },
+    LeasedDevices { question: u64 },
+}
+
+/// Answer about leases.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(super) enum LeaseAnswer {
+    Queued { number: u64 },
+    Refused { number: u64, error: RpcError },
+    Granted { number: u64, waited: Duration, duration: Duration },
+    Ahead { question: u64, ahead: u64 },
+    LeasedDevices { question: u64, devices: Vec<LeasedDevice> },
+}
+
+impl LeaseAnswer {
+    /// Returns the number of the request or of the question.
+    pub(super) fn number(&self) -> u64 {
+        match self {
+            Self::Queued { number } | Self::Refused { number, .. } | Self::Granted { number, .. } => *number,
+            Self::Ahead { question, .. } | Self::LeasedDevices { question, .. } => *question,
+        }
+    }
+}
+
+const FIXED_LAYOUT: u8 = 0;
+const JSON: u8 = 1;
+
+impl ControlMessage {
+    /// Maximum length in bytes.
+    pub(super) const MAX_LEN: usize = 1024;
+
+    pub(super) fn to_bytes(&self) -> Vec<u8> {
+        match self {
+            Self::Report(report) => [&[FIXED_LAYOUT][..], &report.to_bytes()].concat(),
+            Self::Lease(command) => json(command),
+        }
+    }
+
+    /// Parses a datagram; `None` for other bytes. Functions of the session run in that process, and
+    /// may send anything.
+    pub(super) fn from_bytes(bytes: &[u8]) -> Option<Self> {
+        match bytes.split_first()? {
+            (&FIXED_LAYOUT, content) => Report::from_bytes(content).map(Self::Report),
+            (&JSON, content) => serde_json::from_slice(content).ok().map(Self::Lease),
+            _ => None,
+        }
+    }
+}
+
+impl ControlAnswer {
+    /// Maximum length in bytes: far more than the longest list of devices.
+    pub(super) const MAX_LEN: usize = 64 << 10;
+
+    pub(super) fn to_bytes(&self) -> Vec<u8> {
+        match self {
+            Self::Totals(totals) => [&[FIXED_LAYOUT][..], &totals.to_bytes()].concat(),
+            Self::Lease(answer) => json(answer),
+        }
+    }
+
+    pub(super) fn from_bytes(bytes: &[u8]) -> Option<Self> {
+        match bytes.split_first()? {
+            (&FIXED_LAYOUT, content) => ServerTotals::from_bytes(content).map(Self::Totals),
+            (&JSON, content) => serde_json::from_slice(content).ok().map(Self::Lease),
+            _ => None,
+        }
+    }
+}
+
+fn json(message: &impl Serialize) -> Vec<u8> {
+    let mut bytes = vec![JSON];
+    // These types have no maps and no values that JSON cannot express, so nothing can fail; an
+    // incomplete message would be ignored.
+    let written = serde_json::to_writer(&mut bytes, message);
+    debug_assert!(written.is_ok(), "{written:?}");
+    bytes
+}
+
+impl ServerTotals {
+    const LEN: usize = 24;
+
+    fn to_bytes(self) -> [u8; Self::LEN] {
         let mut bytes = [0; Self::LEN];
         for (field, number) in bytes.chunks_exact_mut(8).zip([self.sessions, self.handles, self.memory_bytes]) {
             field.copy_from_slice(&number.to_le_bytes());
@@ -110,7 +212,7 @@ impl ServerTotals {
         bytes
     }
 
-    pub(super) fn from_bytes(bytes: &[u8]) -> Option<Self> {
+    fn from_bytes(bytes: &[u8]) -> Option<Self> {
         let bytes: &[u8; Self::LEN] = bytes.try_into().ok()?;
         Some(Self {
             sessions: number(&bytes[..8])?,
@@ -126,16 +228,51 @@ fn number(bytes: &[u8]) -> Option<u64> {
 
 #[cfg(test)]
 mod tests {
+    use rpc_core::Device;
+
     use super::*;
 
+    fn messages() -> [(&'static str, ControlMessage); 5] {
+        let max_duration = Some(Duration::from_millis(1500));
+        let request = LeaseRequest { device: Device::cuda(1), priority: -2, max_duration };
+        let usage = Usage { handles: 7, memory_bytes: 1 << 40 };
+        [
+            ("report", ControlMessage::Report(Report { usage, asks: true })),
+            ("request", ControlMessage::Lease(LeaseCommand::Request { number: 3, request })),
+            ("release", ControlMessage::Lease(LeaseCommand::Release { number: 3 })),
+            ("ask ahead", ControlMessage::Lease(LeaseCommand::Ahead { question: 4, number: 3 })),
+            ("ask devices", ControlMessage::Lease(LeaseCommand::LeasedDevices { question: 5 })),
+        ]
+    }
+
+    fn answers() -> [(&'static str, ControlAnswer); 6] {
+        let (waited, duration) = (Duration::from_micros(7), Duration::from_secs(9));
+        let error = RpcError::limit("max_lease_requests", 1, 2);
+        let device = LeasedDevice { device: "cuda:1".to_owned(), held_seconds: 0.5, left_seconds: 8.5, waiting: 2 };
+        [
+            ("totals", ControlAnswer::Totals(ServerTotals { sessions: 3, handles: 5, memory_bytes: 258 })),
+            ("queued", ControlAnswer::Lease(LeaseAnswer::Queued { number: 3 })),
+            ("granted", ControlAnswer::Lease(LeaseAnswer::Granted { number: 3, waited, duration })),
+            ("refused", ControlAnswer::Lease(LeaseAnswer::Refused { number: 3, error })),
+            ("ahead", ControlAnswer::Lease(LeaseAnswer::Ahead { question: 4, ahead: 6 })),
+            ("devices", ControlAnswer::Lease(LeaseAnswer::LeasedDevices { question: 5, devices: vec![device] })),
+        ]
+    }
+
     #[test]
-    fn reports_and_totals_round_trip_and_other_bytes_are_none() {
-        let report = Report { usage: Usage { handles: 7, memory_bytes: 1 << 40 }, asks: true };
-        assert_eq!(Report::from_bytes(&report.to_bytes()), Some(report));
-        let totals = ServerTotals { sessions: 3, handles: u64::MAX, memory_bytes: 0 };
-        assert_eq!(ServerTotals::from_bytes(&totals.to_bytes()), Some(totals));
-        assert_eq!(Report::from_bytes(&totals.to_bytes()), None);
-        assert_eq!(ServerTotals::from_bytes(b""), None);
+    fn datagrams_round_trip_and_other_bytes_are_none() {
+        for (name, message) in messages() {
+            let bytes = message.to_bytes();
+            assert!(bytes.len() <= ControlMessage::MAX_LEN);
+            assert_eq!(ControlMessage::from_bytes(&bytes), Some(message), "{name}");
+            assert_eq!(ControlAnswer::from_bytes(&bytes), None, "{name}");
+        }
+        for (name, answer) in answers() {
+            assert_eq!(ControlAnswer::from_bytes(&answer.to_bytes()), Some(answer), "{name}");
+        }
+        for other in [&b""[..], &[0], &[1], &[2, 0], &[0; 19]] {
+            assert_eq!((ControlMessage::from_bytes(other), ControlAnswer::from_bytes(other)), (None, None));
+        }
     }
 
     /// Returns a message by its name: one over the connection as text, a datagram as hexadecimal
@@ -152,20 +289,22 @@ mod tests {
 
     #[test]
     fn messages_keep_their_bytes() {
-        assert_eq!(MESSAGES.version(), 2);
+        assert_eq!(MESSAGES.version(), 3);
         for name in ["setup", "setup with digests"] {
             let bytes = framed(golden(name));
             let setup = SessionSetup::read(&mut &bytes[..]).unwrap().unwrap();
             assert_eq!(setup.to_bytes().unwrap(), bytes, "{name}");
-            assert_eq!((setup.version, setup.config.as_str()), (2, "max-handles = 7\n"));
+            assert_eq!((setup.version, setup.config.as_str()), (3, "max-handles = 7\n"));
             assert_eq!(setup.uptime, Duration::new(3, 5));
             assert_eq!(setup.module_digests.is_some(), name == "setup with digests");
         }
         let hex = |bytes: &[u8]| bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
-        let report = Report { usage: Usage { handles: 7, memory_bytes: 1 << 40 }, asks: true };
-        assert_eq!(hex(&report.to_bytes()), golden("report"));
-        let totals = ServerTotals { sessions: 3, handles: 5, memory_bytes: 258 };
-        assert_eq!(hex(&totals.to_bytes()), golden("totals"));
+        for (name, message) in messages() {
+            assert_eq!(hex(&message.to_bytes()), golden(name));
+        }
+        for (name, answer) in answers() {
+            assert_eq!(hex(&answer.to_bytes()), golden(name));
+        }
     }
 
     #[test]
@@ -173,7 +312,7 @@ mod tests {
         for (text, expected) in [
             (r#"{"workspace":1}"#, "speaks version 1 of the messages of session processes"),
             (r#"{"workspace":1}"#, "update the server, and start the server again"),
-            (r#"{"version":3,"others":[]}"#, "update this session process, and start the server again"),
+            (r#"{"version":4,"others":[]}"#, "update this session process, and start the server again"),
         ] {
             let error = SessionSetup::read(&mut &framed(text)[..]).unwrap_err();
             assert!(error.to_string().contains(expected), "{error}");

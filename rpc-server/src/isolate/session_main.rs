@@ -21,13 +21,15 @@ use rustix::process::{Signal, getpgrp, getpid, kill_current_process_group};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::Notify;
 
-use super::messages::{Report, SessionSetup};
+use super::control_link::ControlLink;
+use super::messages::SessionSetup;
 use super::{GRACE, REPORT_INTERVAL, process_limits};
 use crate::config::{ServeConfig, ServeSettings};
+use crate::leases::Leases;
 use crate::modules::{ModuleService, Native};
 use crate::run::{self, RunPolicy};
 use crate::server::exit_code;
-use crate::server::server_state::{ServerState, ServerTotals, SessionCount, UsageSource};
+use crate::server::server_state::{ServerState, SessionCount, UsageSource};
 use crate::server::session_workspace::{Cleaner, FILES_OF_WORKSPACE, SessionWorkspace, WorkspaceSource};
 use crate::server::{session_limits, wire_limits};
 use crate::workspace::Workspace;
@@ -79,7 +81,10 @@ fn serve(
         .thread_name("rpc-session")
         .build()?;
     runtime.block_on(async {
-        let link = Arc::new(ControlLink::new(control)?);
+        let (link, queue) = ControlLink::new();
+        let link = Arc::new(link);
+        let running = link.clone();
+        drop(tokio::spawn(async move { running.run(control, queue).await }));
         let started = Instant::now().checked_sub(uptime).unwrap_or_else(Instant::now);
         let asking = link.clone();
         let state = ServerState::for_single_session(config.key.clone(), started, move |usage| asking.totals(usage));
@@ -92,6 +97,7 @@ fn serve(
             .workspace(Arc::new(SessionWorkspace::new(workspace, Cleaner::none(), open_files.clone())))
             .open_files(open_files)
             .extension(state.clone())
+            .extension(Arc::new(Leases(link.clone())))
             .spawner(Arc::new(TokioSpawner::current()));
         if let Some(address) = config.data_address {
             session = session.extension(Arc::new(DataAddress(address)));
@@ -199,45 +205,6 @@ fn kill_group() -> ! {
     }
     // The process was started by hand, in a process group with others.
     process::exit(exit_code::FAILURE.into());
-}
-
-/// Socket to the server for usage reports and questions.
-struct ControlLink {
-    socket: UnixDatagram,
-    /// Lock of the thread that waits for an answer.
-    asking: Mutex<()>,
-    /// Usage that was reported last.
-    reported: Mutex<Usage>,
-}
-
-/// Longest time for an answer. The thread that answers does nothing else that takes long.
-const ANSWER_TIMEOUT: Duration = Duration::from_millis(200);
-
-impl ControlLink {
-    fn new(socket: UnixDatagram) -> io::Result<Self> {
-        socket.set_read_timeout(Some(ANSWER_TIMEOUT))?;
-        socket.set_write_timeout(Some(ANSWER_TIMEOUT))?;
-        Ok(Self { socket, asking: Mutex::default(), reported: Mutex::default() })
-    }
-
-    /// Reports the usage and asks for the totals of the server; `None` without an answer.
-    fn totals(&self, usage: Usage) -> Option<ServerTotals> {
-        let _asking = self.asking.lock();
-        self.socket.send(&Report { usage, asks: true }.to_bytes()).ok()?;
-        let mut answer = [0; ServerTotals::LEN + 1];
-        let len = self.socket.recv(&mut answer).ok()?;
-        ServerTotals::from_bytes(&answer[..len])
-    }
-
-    /// Reports the usage if it has changed. Returns true if it had.
-    fn report(&self, usage: Usage) -> bool {
-        let mut reported = self.reported.lock();
-        let changed = *reported != usage;
-        if changed && self.socket.send(&Report { usage, asks: false }.to_bytes()).is_ok() {
-            *reported = usage;
-        }
-        changed
-    }
 }
 
 /// The local session with its count.

@@ -4,6 +4,7 @@
 //! reports the death of a parent follows the *thread* that started the child. It holds no lock
 //! while it works, and never waits for one process.
 
+use std::collections::VecDeque;
 use std::io::{self, Read, Write};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixDatagram, UnixStream};
@@ -23,8 +24,10 @@ use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, wa
 use tokio::sync::oneshot;
 
 use super::exit_cause::ExitCause;
-use super::messages::Report;
+use super::messages::{ControlAnswer, ControlMessage, LeaseAnswer};
+use super::process_leases::ProcessLeases;
 use super::{CHILD_ARGUMENT, GRACE};
+use crate::leases::SessionLeases;
 use crate::server::server_state::ServerState;
 use crate::this_program::this_program_again;
 
@@ -36,6 +39,8 @@ pub(super) struct Process {
     handles: AtomicU64,
     memory_bytes: AtomicU64,
     kill_requested: AtomicBool,
+    /// Leases of the session, from its begin to the end of the process.
+    leases: Mutex<Option<ProcessLeases>>,
     end: Mutex<EndState>,
 }
 
@@ -86,6 +91,19 @@ impl Process {
         if !self.kill_requested.swap(true, Ordering::Relaxed) {
             submit(Job::KillAfterGrace { id: self.id, deadline: Instant::now() + GRACE });
         }
+    }
+
+    /// Lets the process have leases from now on, for its session.
+    pub(super) fn set_leases(&self, session: SessionLeases) {
+        let id = self.id;
+        let leases = ProcessLeases::new(session, move |answer| submit(Job::Answer { id, answer }));
+        *self.leases.lock() = Some(leases);
+    }
+
+    /// Ends all leases of the process.
+    pub(super) fn end_leases(&self) {
+        let leases = self.leases.lock().take();
+        drop(leases);
     }
 
     fn report(&self, usage: Usage) {
@@ -149,12 +167,14 @@ pub(super) fn kill_all(state: &Arc<ServerState>) {
 }
 
 /// Job for the supervisor. The queue is not bounded: each entry stands for a session that begins or
-/// ends, and those are limited.
+/// ends, and those are limited, or for an answer to a process. Between two looks at the queue the
+/// supervisor takes a [few](MESSAGES_AT_ONCE) messages of each process.
 enum Job {
     Start { state: Arc<ServerState>, reply: oneshot::Sender<io::Result<Started>> },
     KillAfterGrace { id: u64, deadline: Instant },
     Release { id: u64, deadline: Instant, on_exit: Option<OnExit> },
     KillAll { state: Arc<ServerState> },
+    Answer { id: u64, answer: LeaseAnswer },
 }
 
 /// Handle of the supervisor.
@@ -208,8 +228,10 @@ struct ChildEntry {
     /// Pidfd, readable once the process has ended. Other systems than Linux have none; there the
     /// process is polled.
     ended: Option<OwnedFd>,
-    /// Socket on which reports arrive.
+    /// Socket on which messages arrive.
     control: UnixDatagram,
+    /// Answers that the socket had no room for.
+    unsent: VecDeque<Vec<u8>>,
     state: Arc<ServerState>,
     /// True if the process may have ended.
     look: bool,
@@ -222,21 +244,24 @@ struct ChildEntry {
 /// Interval at which processes without a pidfd are polled.
 const LOOK_INTERVAL: Duration = Duration::from_millis(20);
 
-/// Maximum number of reports that are read of one process before the others.
-const REPORTS_AT_ONCE: usize = 16;
+/// Maximum number of messages that are read of one process before the others.
+const MESSAGES_AT_ONCE: usize = 16;
+
+/// Number of unsent answers at which a process is killed: one that runs reads them at once.
+const MAX_UNSENT: usize = 4096;
 
 impl Supervisor {
     fn run(&mut self) {
         loop {
-            let (reports, ended) = self.wait();
+            let (messages, ended) = self.wait();
             let mut scrap = [0; 64];
             while matches!((&self.wake_receiver).read(&mut scrap), Ok(1..)) {}
             while let Ok(job) = self.queue.try_recv() {
                 self.act(job);
             }
             // Jobs only append children, so the indices are still valid.
-            for index in reports {
-                self.children[index].take_reports();
+            for index in messages {
+                self.children[index].take_messages();
             }
             for index in ended {
                 self.children[index].look = true;
@@ -246,8 +271,8 @@ impl Supervisor {
         }
     }
 
-    /// Waits for work. Returns the indices of the processes with reports, and of those that have
-    /// ended.
+    /// Waits for work. Returns the indices of the processes with messages or room for answers, and
+    /// of those that have ended.
     fn wait(&self) -> (Vec<usize>, Vec<usize>) {
         let now = Instant::now();
         let waits = self.children.iter().filter_map(|child| child.wait(now));
@@ -255,7 +280,9 @@ impl Supervisor {
         let mut fds = vec![PollFd::new(&self.wake_receiver, PollFlags::IN)];
         let mut meanings = Vec::with_capacity(2 * self.children.len());
         for (index, child) in self.children.iter().enumerate() {
-            fds.push(PollFd::new(&child.control, PollFlags::IN));
+            let has_unsent = !child.unsent.is_empty();
+            let events = if has_unsent { PollFlags::IN | PollFlags::OUT } else { PollFlags::IN };
+            fds.push(PollFd::new(&child.control, events));
             meanings.push((index, false));
             if let Some(ended) = &child.ended {
                 fds.push(PollFd::new(ended, PollFlags::IN));
@@ -269,10 +296,11 @@ impl Supervisor {
             }
             return Default::default();
         }
-        let there = fds[1..].iter().zip(meanings).filter(|(fd, _)| fd.revents().contains(PollFlags::IN));
-        let (ended, reports): (Vec<_>, Vec<_>) = there.map(|(_, meaning)| meaning).partition(|(_, ended)| *ended);
+        let there =
+            fds[1..].iter().zip(meanings).filter(|(fd, _)| fd.revents().intersects(PollFlags::IN | PollFlags::OUT));
+        let (ended, messages): (Vec<_>, Vec<_>) = there.map(|(_, meaning)| meaning).partition(|(_, ended)| *ended);
         let index = |(index, _)| index;
-        (reports.into_iter().map(index).collect(), ended.into_iter().map(index).collect())
+        (messages.into_iter().map(index).collect(), ended.into_iter().map(index).collect())
     }
 
     fn act(&mut self, job: Job) {
@@ -297,6 +325,11 @@ impl Supervisor {
                     }
                 }
             },
+            Job::Answer { id, answer } => {
+                if let Some(child) = self.child(id) {
+                    child.answer(&ControlAnswer::Lease(answer));
+                }
+            }
             Job::KillAll { state } => {
                 let now = Instant::now();
                 for child in self.children.iter_mut().filter(|child| Arc::ptr_eq(&child.state, &state)) {
@@ -329,6 +362,7 @@ impl Supervisor {
             handles: AtomicU64::new(0),
             memory_bytes: AtomicU64::new(0),
             kill_requested: AtomicBool::new(false),
+            leases: Mutex::default(),
             end: Mutex::default(),
         });
         self.children.push(ChildEntry {
@@ -336,6 +370,7 @@ impl Supervisor {
             child,
             ended: end_of(pid),
             control,
+            unsent: VecDeque::new(),
             state,
             look: false,
             deadline: None,
@@ -354,16 +389,45 @@ impl ChildEntry {
         look.into_iter().chain(kill).min()
     }
 
-    fn take_reports(&self) {
-        let mut buffer = [0; Report::LEN + 1];
-        for _ in 0..REPORTS_AT_ONCE {
+    /// Sends answers that have waited for room, and takes the messages of the process.
+    fn take_messages(&mut self) {
+        self.send_unsent();
+        let mut buffer = [0; ControlMessage::MAX_LEN];
+        for _ in 0..MESSAGES_AT_ONCE {
             let Ok(len) = self.control.recv(&mut buffer) else { return };
-            let Some(report) = Report::from_bytes(&buffer[..len]) else { continue };
-            self.process.report(report.usage);
-            if report.asks {
-                // If the socket buffer is full, the process has not read earlier answers, and
-                // misses this one.
-                let _ = self.control.send(&self.state.totals_here().to_bytes());
+            match ControlMessage::from_bytes(&buffer[..len]) {
+                Some(ControlMessage::Report(report)) => {
+                    self.process.report(report.usage);
+                    if report.asks {
+                        self.answer(&ControlAnswer::Totals(self.state.totals_here()));
+                    }
+                }
+                Some(ControlMessage::Lease(command)) => {
+                    if let Some(leases) = &mut *self.process.leases.lock() {
+                        leases.act(command);
+                    }
+                }
+                None => {}
+            }
+        }
+    }
+
+    /// Sends an answer as soon as the socket has room, in order.
+    fn answer(&mut self, answer: &ControlAnswer) {
+        self.unsent.push_back(answer.to_bytes());
+        self.send_unsent();
+        if self.unsent.len() >= MAX_UNSENT {
+            self.unsent.clear();
+            self.deadline = Some(Instant::now());
+        }
+    }
+
+    fn send_unsent(&mut self) {
+        while let Some(answer) = self.unsent.front() {
+            match self.control.send(answer) {
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
+                // Also if the process is gone.
+                _ => _ = self.unsent.pop_front(),
             }
         }
     }

@@ -13,6 +13,7 @@ use super::options::session_limits;
 use super::server_state::{Client, ServerState};
 use super::session_workspace::{Cleaner, FILES_OF_WORKSPACE, SessionWorkspace, WorkspaceSource};
 use crate::config::ServeConfig;
+use crate::leases::Leases;
 use crate::modules::{self, ModuleService};
 use crate::workspace::WorkspaceRoot;
 
@@ -107,6 +108,10 @@ impl SessionFactory for LocalSessions {
         if let Some(settings) = &self.worker_settings {
             session = session.extension(settings.clone());
         }
-        Ok(self.state.count_local(session.build()))
+        let leases = self.state.leases().map(|leases| Arc::new(leases.open_session(request.connection.clone())));
+        if let Some(leases) = &leases {
+            session = session.extension(Arc::new(Leases(Arc::new(Arc::downgrade(leases)))));
+        }
+        Ok(self.state.count_local(session.build(), leases))
     }
 }

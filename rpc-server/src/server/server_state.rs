@@ -12,6 +12,8 @@ use rpc_core::value::TensorRef;
 use rpc_core::{Lane, LocalSession, MemoryQuota, Request, RpcSession, SharedSession, Submission, Usage};
 use rpc_transports::Machine;
 
+use crate::leases::{LeaseTable, SessionLeases};
+
 /// State of a server for its functions: [`Context::extension`](rpc_core::Context::extension)
 /// returns it.
 pub struct ServerState {
@@ -19,6 +21,8 @@ pub struct ServerState {
     key: Option<String>,
     runtime: Option<tokio::runtime::Handle>,
     memory: Arc<MemoryQuota>,
+    /// Leases of the server. The process of one session has none, and asks the server.
+    leases: Option<Arc<LeaseTable>>,
     next_id: AtomicU64,
     live: Mutex<HashMap<u64, Weak<dyn UsageSource>>>,
     view: SessionView,
@@ -68,9 +72,15 @@ pub struct ServerTotals {
 
 impl ServerState {
     /// Returns the state of a server. `isolated` is true if each session has a process of its own.
-    pub(crate) fn new(key: Option<String>, max_total_memory: u64, isolated: bool) -> Arc<Self> {
+    pub(crate) fn new(
+        key: Option<String>,
+        max_total_memory: u64,
+        isolated: bool,
+        leases: Option<Arc<LeaseTable>>,
+    ) -> Arc<Self> {
         let view = if isolated { SessionView::Reported } else { SessionView::InProcess };
-        Arc::new(Self::with(key, max_total_memory, Instant::now(), view))
+        let state = Self::with(key, max_total_memory, Instant::now(), view);
+        Arc::new(Self { leases, ..state })
     }
 
     /// Returns the state for a session process. `totals` reports the usage of the session to the
@@ -90,6 +100,7 @@ impl ServerState {
             key,
             runtime: tokio::runtime::Handle::try_current().ok(),
             memory: MemoryQuota::new("max_total_memory", max_total_memory, None),
+            leases: None,
             next_id: AtomicU64::new(0),
             live: Mutex::default(),
             view,
@@ -160,6 +171,11 @@ impl ServerState {
         &self.memory
     }
 
+    /// Returns the leases of the server; `None` in the process of one session.
+    pub(crate) fn leases(&self) -> Option<&Arc<LeaseTable>> {
+        self.leases.as_ref()
+    }
+
     /// Counts the session that `make` returns for as long as it keeps its argument.
     pub(crate) fn count<H: UsageSource + 'static>(self: &Arc<Self>, make: impl FnOnce(SessionCount) -> H) -> Arc<H> {
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
@@ -169,9 +185,13 @@ impl ServerState {
         holder
     }
 
-    /// Wraps `inner` in a session that is counted while it lives.
-    pub(crate) fn count_local(self: &Arc<Self>, inner: LocalSession) -> SharedSession {
-        self.count(|counted| ServedSession { inner, _counted: counted })
+    /// Wraps `inner` in a session that is counted while it lives, and owns its leases.
+    pub(crate) fn count_local(
+        self: &Arc<Self>,
+        inner: LocalSession,
+        leases: Option<Arc<SessionLeases>>,
+    ) -> SharedSession {
+        self.count(|counted| ServedSession { inner, _leases: leases, _counted: counted })
     }
 }
 
@@ -187,9 +207,10 @@ impl Drop for SessionCount {
     }
 }
 
-/// Local session that is counted while it lives.
+/// Local session that is counted while it lives, with its leases.
 struct ServedSession {
     inner: LocalSession,
+    _leases: Option<Arc<SessionLeases>>,
     _counted: SessionCount,
 }
 

@@ -23,8 +23,9 @@ use super::session_workspace::Cleaner;
 use super::ticket_gate::TicketGate;
 use crate::config::{ConfigError, Isolate, ListenAddress, ServeConfig, ServeError, TrackerAddress};
 use crate::isolate::Isolation;
+use crate::leases::{LeasePolicy, LeaseTable, MAX_REQUESTS, MAX_REQUESTS_PER_SESSION};
 use crate::modules::{DigestList, ModuleService, Native};
-use crate::monitor::{Gauges, Monitoring, Phase};
+use crate::monitor::{Gauges, LeaseGauges, Monitoring, Phase};
 use crate::otel::Spans;
 use crate::pki::trust::ServerCredentials;
 use crate::workspace::{WorkspaceLimits, WorkspaceRoot};
@@ -99,9 +100,17 @@ impl Checked {
         let workspaces = open_workspaces(&config).await?;
         let isolated = config.isolate == Isolate::Process;
         let (digests, modules) = prepare_modules(&config, &registry).await?;
-        let state = ServerState::new(config.key.clone(), config.total_memory().0, isolated);
+        let leases = LeaseTable::start(LeasePolicy {
+            max_duration: config.max_lease.0,
+            max_requests: MAX_REQUESTS,
+            max_requests_per_session: MAX_REQUESTS_PER_SESSION,
+        });
+        let state = ServerState::new(config.key.clone(), config.total_memory().0, isolated, Some(leases.clone()));
         let monitoring = match &config.metrics {
-            Some(address) => Some(Monitoring::start(address.0, registry.clone(), state.clone(), gauges).await?),
+            Some(address) => {
+                let gauges = gauges.into_iter().chain([Arc::new(LeaseGauges(leases)) as Arc<dyn Gauges>]).collect();
+                Some(Monitoring::start(address.0, registry.clone(), state.clone(), gauges).await?)
+            }
             None => None,
         };
         let gate = (!config.tracker.is_empty())

@@ -10,6 +10,7 @@ mod credentials;
 mod cuda;
 mod daemon;
 mod doctor;
+mod leases;
 mod library;
 mod metrics;
 #[cfg(feature = "tvm-ffi")]

@@ -7,6 +7,7 @@ use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
 
+use rpc_core::client::LeaseOptions;
 use rpc_core::{DataType, Device, ErrorKind, Registry, RpcError, Session};
 use rpc_server::config::{ServeConfig, ServeError};
 use rpc_server::server::exit_code;
@@ -184,7 +185,7 @@ async fn cancelled_and_running_calls_are_counted_apart() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn copies_objects_and_memory_are_counted() {
+async fn copies_objects_memory_and_leases_are_counted() {
     let fixture = Fixture::start(Registry::new(), |_| {}).await;
     let session = fixture.connect().await;
     // Several pieces, most of which are received in place.
@@ -198,6 +199,12 @@ async fn copies_objects_and_memory_are_counted() {
     assert_eq!((bytes("in"), bytes("out")), (f64::from(5 << 20), f64::from(5 << 20)));
     assert_eq!((metrics["rpc_handles"], metrics["rpc_memory_bytes"]), (1.0, f64::from(5 << 20)));
     assert_eq!(metrics[&format!("rpc_build_info{{version=\"{}\"}}", env!("CARGO_PKG_VERSION"))], 1.0);
+    let lease = session.lease(Device::cpu(), &LeaseOptions::default()).await.unwrap();
+    let held = fixture.metrics().await;
+    assert_eq!((held["rpc_leases"], held["rpc_lease_requests_waiting"]), (1.0, 0.0));
+    lease.release().await.unwrap();
+    let released = fixture.metrics().await;
+    assert_eq!((released["rpc_leases"], released["rpc_leases_granted_total"]), (0.0, 1.0));
     drop((tensor, session));
     let held = ["rpc_sessions", "rpc_handles", "rpc_memory_bytes"];
     let gone = fixture.until(|metrics| held.iter().all(|name| metrics[*name] == 0.0)).await;

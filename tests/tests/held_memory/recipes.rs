@@ -256,7 +256,9 @@ pub(crate) fn large() -> Value {
 fn calls(name: &str, peer: &mut Peer) -> Calls {
     match name {
         "rpc.echo" | "rpc.noop" => Calls::new(|_| vec![large()]),
-        "rpc.new_object" | "rpc.functions" | "rpc.info" | "rpc.callback.create" => Calls::new(|_| Vec::new()),
+        "rpc.new_object" | "rpc.functions" | "rpc.info" | "rpc.lease.status" | "rpc.callback.create" => {
+            Calls::new(|_| Vec::new())
+        }
         "rpc.signature" => Calls::new(|_| vec![text("rpc.echo")]),
         "rpc.sleep" => Calls::new(|_| vec![Value::Float(3600.0)]).answered(Answer::Later),
         "rpc.time_function" => {
@@ -315,6 +317,16 @@ fn calls(name: &str, peer: &mut Peer) -> Calls {
         "rpc.run.write" => {
             Calls::new(|_| vec![Value::Null, large()]).answered(Answer::Error(ErrorKind::InvalidArgument))
         }
+        "rpc.lease.request" => Calls::new(|_| lease_args()),
+        "rpc.lease.wait" => {
+            // The first one holds the device.
+            let [_held, waiting] = [(); 2].map(|()| peer.call("rpc.lease.request", lease_args()));
+            Calls::new(move |_| vec![waiting.clone()]).answered(Answer::Later)
+        }
+        "rpc.lease.ahead" | "rpc.lease.release" => {
+            let lease = peer.call("rpc.lease.request", lease_args());
+            Calls::new(move |_| vec![lease.clone()])
+        }
         "rpc.module.find" => {
             let upload = upload(peer);
             peer.call("rpc.module.commit", vec![upload]);
@@ -351,6 +363,11 @@ fn calls(name: &str, peer: &mut Peer) -> Calls {
 fn run_request() -> Value {
     let request = RunRequest { args: vec!["a".repeat(LONG)], ..RunRequest::default() };
     Value::Packed(Packed::encode(&request).unwrap())
+}
+
+/// Returns the arguments of a request for a lease on the host.
+fn lease_args() -> Vec<Value> {
+    vec![Value::Device(Device::cpu()), Value::Int(0), Value::Null]
 }
 
 /// Number of files in the folder that a flood lists: each has taken three handles.

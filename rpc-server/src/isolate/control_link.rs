@@ -1,0 +1,194 @@
+//! The link of a session process to its server beside the session: usage reports, questions, and
+//! leases.
+
+use std::collections::HashMap;
+use std::io;
+use std::os::unix::net;
+use std::sync::mpsc::{self, SyncSender};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use parking_lot::Mutex;
+use rpc_core::{ErrorKind, Result, RpcError, Usage, clock};
+use tokio::net::UnixDatagram;
+use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
+use tokio::sync::{oneshot, watch};
+
+use super::messages::{ControlAnswer, ControlMessage, LeaseAnswer, LeaseCommand, Report};
+use crate::leases::{LeaseGrant, LeaseRequest, LeaseService, LeasedDevice, QueuedRequest};
+use crate::server::server_state::ServerTotals;
+
+/// Longest time for an answer. The thread that answers does nothing else that takes long.
+const ANSWER_TIMEOUT: Duration = Duration::from_millis(200);
+
+/// Link to the server; see the [module](self).
+pub(super) struct ControlLink {
+    /// Queue of the task that sends. Its entries are reports, few a second, and commands about
+    /// leases, whose number the limits on requests and handles bound.
+    outgoing: UnboundedSender<ControlMessage>,
+    /// Lock of the thread that waits for totals.
+    asking: Mutex<()>,
+    /// Usage that was reported last.
+    reported: Mutex<Usage>,
+    awaited: Mutex<Awaited>,
+}
+
+/// Receivers of answers.
+#[derive(Default)]
+struct Awaited {
+    last_number: u64,
+    totals: Option<SyncSender<ServerTotals>>,
+    grants: HashMap<u64, watch::Sender<Option<LeaseGrant>>>,
+    questions: HashMap<u64, oneshot::Sender<LeaseAnswer>>,
+}
+
+impl Awaited {
+    /// Adds the receiver of an answer. Returns the number of its question.
+    fn await_answer(&mut self, asker: oneshot::Sender<LeaseAnswer>) -> u64 {
+        self.last_number += 1;
+        self.questions.insert(self.last_number, asker);
+        self.last_number
+    }
+}
+
+impl ControlLink {
+    /// Returns a link, and its queue for [`run`](Self::run).
+    pub(super) fn new() -> (Self, UnboundedReceiver<ControlMessage>) {
+        let (outgoing, queue) = unbounded_channel();
+        let link = Self { outgoing, asking: Mutex::default(), reported: Mutex::default(), awaited: Mutex::default() };
+        (link, queue)
+    }
+
+    /// Sends what is queued, and receives answers, until the server is gone.
+    pub(super) async fn run(&self, socket: net::UnixDatagram, mut queue: UnboundedReceiver<ControlMessage>) {
+        let open = socket.set_nonblocking(true).and_then(|()| UnixDatagram::from_std(socket));
+        let outcome = match open {
+            Ok(socket) => self.exchange(&socket, &mut queue).await,
+            Err(error) => Err(error),
+        };
+        if let Err(error) = outcome {
+            tracing::debug!(%error, "the link to the server has ended");
+        }
+        // No answer comes any more. A later question finds the queue closed.
+        drop(queue);
+        let awaited = std::mem::take(&mut *self.awaited.lock());
+        drop(awaited);
+    }
+
+    async fn exchange(&self, socket: &UnixDatagram, queue: &mut UnboundedReceiver<ControlMessage>) -> io::Result<()> {
+        let mut buffer = vec![0; ControlAnswer::MAX_LEN];
+        loop {
+            tokio::select! {
+                Some(message) = queue.recv() => {
+                    socket.send(&message.to_bytes()).await?;
+                }
+                received = socket.recv(&mut buffer) => {
+                    if let Some(answer) = ControlAnswer::from_bytes(&buffer[..received?]) {
+                        self.take_answer(answer);
+                    }
+                }
+            }
+        }
+    }
+
+    fn take_answer(&self, answer: ControlAnswer) {
+        let mut awaited = self.awaited.lock();
+        match answer {
+            ControlAnswer::Totals(totals) => {
+                // An answer that is late has no receiver any more.
+                if let Some(asker) = awaited.totals.take() {
+                    let _ = asker.try_send(totals);
+                }
+            }
+            ControlAnswer::Lease(LeaseAnswer::Granted { number, waited, duration }) => {
+                let grant = LeaseGrant { since: clock::now(), waited, duration };
+                if let Some(sender) = awaited.grants.remove(&number) {
+                    let _ = sender.send(Some(grant));
+                }
+            }
+            ControlAnswer::Lease(answer) => {
+                if let Some(asker) = awaited.questions.remove(&answer.number()) {
+                    let _ = asker.send(answer);
+                }
+            }
+        }
+    }
+
+    fn send(&self, message: ControlMessage) {
+        // Without the task the server is gone, and this process ends.
+        let _ = self.outgoing.send(message);
+    }
+
+    /// Reports the usage and asks for the totals of the server; `None` without an answer. Blocks.
+    pub(super) fn totals(&self, usage: Usage) -> Option<ServerTotals> {
+        let _asking = self.asking.lock();
+        let (asker, answer) = mpsc::sync_channel(1);
+        self.awaited.lock().totals = Some(asker);
+        self.send(ControlMessage::Report(Report { usage, asks: true }));
+        answer.recv_timeout(ANSWER_TIMEOUT).ok()
+    }
+
+    /// Reports the usage if it has changed. Returns true if it had.
+    pub(super) fn report(&self, usage: Usage) -> bool {
+        let mut reported = self.reported.lock();
+        let changed = *reported != usage;
+        if changed {
+            self.send(ControlMessage::Report(Report { usage, asks: false }));
+            *reported = usage;
+        }
+        changed
+    }
+
+    /// Sends a command with a number of its own, and waits for the answer.
+    async fn ask(&self, command: impl FnOnce(u64) -> LeaseCommand) -> Result<LeaseAnswer> {
+        let gone = || RpcError::new(ErrorKind::PeerLost, "the server of this session is gone");
+        let (asker, answer) = oneshot::channel();
+        let number = self.awaited.lock().await_answer(asker);
+        self.outgoing.send(ControlMessage::Lease(command(number))).map_err(|_| gone())?;
+        answer.await.map_err(|_| gone())
+    }
+}
+
+#[async_trait]
+impl LeaseService for ControlLink {
+    async fn request(&self, request: LeaseRequest) -> Result<QueuedRequest> {
+        let (granted, grant) = watch::channel(None);
+        let command = |number| {
+            // Before the command is sent: the grant may come before the answer.
+            self.awaited.lock().grants.insert(number, granted);
+            LeaseCommand::Request { number, request }
+        };
+        match self.ask(command).await? {
+            LeaseAnswer::Queued { number } => Ok(QueuedRequest { number, grant }),
+            LeaseAnswer::Refused { number, error } => {
+                self.awaited.lock().grants.remove(&number);
+                Err(error)
+            }
+            _ => Err(wrong_answer()),
+        }
+    }
+
+    fn release(&self, number: u64) {
+        let granted = self.awaited.lock().grants.remove(&number);
+        drop(granted);
+        self.send(ControlMessage::Lease(LeaseCommand::Release { number }));
+    }
+
+    async fn ahead(&self, number: u64) -> Result<u64> {
+        match self.ask(|question| LeaseCommand::Ahead { question, number }).await? {
+            LeaseAnswer::Ahead { ahead, .. } => Ok(ahead),
+            _ => Err(wrong_answer()),
+        }
+    }
+
+    async fn leased_devices(&self) -> Result<Vec<LeasedDevice>> {
+        match self.ask(|question| LeaseCommand::LeasedDevices { question }).await? {
+            LeaseAnswer::LeasedDevices { devices, .. } => Ok(devices),
+            _ => Err(wrong_answer()),
+        }
+    }
+}
+
+fn wrong_answer() -> RpcError {
+    RpcError::internal("the server has answered another question")
+}

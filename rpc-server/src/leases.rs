@@ -1,0 +1,108 @@
+//! Leases: exclusive use of a device among the sessions of one server.
+//!
+//! The [`LeaseTable`] of a server queues the requests of all its sessions; [`scheduler`] decides
+//! which is next. A session sees a [`LeaseService`], which the functions `rpc.lease.*` use: in the
+//! server's own process that is the table itself, and in the process of an isolated session the
+//! link to the server. Either way the server ends the session of a lease that lasts too long.
+//!
+//! A lease is an agreement among clients that ask for one. Sessions without a lease share the
+//! device with its holder.
+
+mod lease_table;
+mod scheduler;
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use async_trait::async_trait;
+use rpc_core::{Device, Result};
+use serde::{Deserialize, Serialize};
+use tokio::sync::watch;
+
+pub(crate) use self::lease_table::{LeaseTable, SessionLeases};
+pub(crate) use self::scheduler::{LeaseId, LeasePolicy, LeaseTotals};
+
+/// Maximum number of requests of one session, those that hold a device included.
+pub(crate) const MAX_REQUESTS_PER_SESSION: usize = 1024;
+
+/// Maximum number of requests of all sessions together. Each takes a few hundred bytes.
+pub(crate) const MAX_REQUESTS: usize = 65_536;
+
+/// Largest number of requests ahead that is counted.
+pub(crate) const MAX_AHEAD: usize = 1000;
+
+/// A leased device of a server.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct LeasedDevice {
+    /// The device, such as `cuda:0`.
+    pub device: String,
+    /// Time for which the present lease has been held, in seconds.
+    pub held_seconds: f64,
+    /// Time after which the session of the holder is ended, in seconds.
+    pub left_seconds: f64,
+    /// Number of requests that wait for the device.
+    pub waiting: u64,
+}
+
+/// Request for a lease.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct LeaseRequest {
+    pub(crate) device: Device,
+    pub(crate) priority: i32,
+    /// Maximum time of the lease, if that of the operator is too long.
+    pub(crate) max_duration: Option<Duration>,
+}
+
+/// A request that has been granted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct LeaseGrant {
+    pub(crate) since: Instant,
+    pub(crate) waited: Duration,
+    /// Time after which the lease is overdue.
+    pub(crate) duration: Duration,
+}
+
+/// Grant of a request, once there is one. The sender is dropped when the request ends without it.
+pub(crate) type GrantReceiver = watch::Receiver<Option<LeaseGrant>>;
+
+/// A request in the queue of its device.
+#[derive(Debug)]
+pub(crate) struct QueuedRequest {
+    /// Number of the request, chosen by the service.
+    pub(crate) number: u64,
+    pub(crate) grant: GrantReceiver,
+}
+
+/// Leases as one session sees them.
+#[async_trait]
+pub(crate) trait LeaseService: Send + Sync {
+    /// Adds a request to the queue of its device.
+    ///
+    /// # Errors
+    ///
+    /// A limit is reached, or the server does not answer.
+    async fn request(&self, request: LeaseRequest) -> Result<QueuedRequest>;
+
+    /// Ends a request or a lease. Does not block.
+    fn release(&self, number: u64);
+
+    /// Returns the number of requests that will be granted before this one, with the one that holds
+    /// the device; at most [`MAX_AHEAD`].
+    ///
+    /// # Errors
+    ///
+    /// The server does not answer.
+    async fn ahead(&self, number: u64) -> Result<u64>;
+
+    /// Returns the leased devices of the server.
+    ///
+    /// # Errors
+    ///
+    /// The server does not answer.
+    async fn leased_devices(&self) -> Result<Vec<LeasedDevice>>;
+}
+
+/// The lease service of a session, for its functions
+/// ([`Context::extension`](rpc_core::Context::extension)).
+pub(crate) struct Leases(pub(crate) Arc<dyn LeaseService>);

@@ -1,0 +1,241 @@
+//! The leases of one server: the scheduler with its clock, those that wait for its events, and the
+//! sessions that it ends.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
+
+use async_trait::async_trait;
+use parking_lot::Mutex;
+use rpc_core::{ErrorKind, Result, RpcError, clock, log_limited};
+use rpc_transports::ClientConnection;
+use tokio::sync::{Notify, watch};
+
+use super::scheduler::{DeviceLeases, LeaseEvent, LeaseId, LeasePolicy, LeaseScheduler, LeaseTotals, SessionId};
+use super::{LeaseGrant, LeaseRequest, LeaseService, LeasedDevice, MAX_AHEAD, QueuedRequest};
+
+/// Maximum number of devices in a list.
+const MAX_LISTED: usize = 64;
+
+/// Callback for the grant of a request. Runs on the thread that frees the device, and must not
+/// block.
+type OnGrant = Box<dyn FnOnce(LeaseGrant) + Send>;
+
+/// Leases of one server.
+pub(crate) struct LeaseTable {
+    state: Mutex<TableState>,
+    next_session: AtomicU64,
+    /// Notified when the next timeout is earlier than before, and at the end.
+    earlier_timeout: Arc<Notify>,
+}
+
+struct TableState {
+    scheduler: LeaseScheduler,
+    /// Callbacks of the requests that wait.
+    on_grant: HashMap<LeaseId, OnGrant>,
+    sessions: HashMap<SessionId, ClientConnection>,
+}
+
+impl LeaseTable {
+    /// Returns a table, and starts the task that ends overdue leases. Needs a tokio runtime.
+    pub(crate) fn start(policy: LeasePolicy) -> Arc<Self> {
+        let state =
+            TableState { scheduler: LeaseScheduler::new(policy), on_grant: HashMap::new(), sessions: HashMap::new() };
+        let earlier_timeout = Arc::new(Notify::new());
+        let table = Arc::new(Self {
+            state: Mutex::new(state),
+            next_session: AtomicU64::new(0),
+            earlier_timeout: earlier_timeout.clone(),
+        });
+        tokio::spawn(handle_timeouts(Arc::downgrade(&table), earlier_timeout));
+        table
+    }
+
+    /// Adds a session, which is ended by its connection if a lease of it is overdue.
+    pub(crate) fn open_session(self: &Arc<Self>, connection: ClientConnection) -> SessionLeases {
+        let session = SessionId(self.next_session.fetch_add(1, Ordering::Relaxed));
+        self.state.lock().sessions.insert(session, connection);
+        SessionLeases { table: self.clone(), session }
+    }
+
+    /// Returns the numbers for metrics.
+    pub(crate) fn totals(&self) -> LeaseTotals {
+        self.state.lock().scheduler.totals()
+    }
+
+    /// Changes the scheduler, and acts on the consequences.
+    fn change<T>(&self, change: impl FnOnce(&mut TableState, Instant) -> T) -> T {
+        let now = clock::now();
+        let (mut granted, mut overdue) = (Vec::new(), Vec::new());
+        let mut state = self.state.lock();
+        let timeout_before = state.scheduler.next_timeout();
+        let changed = change(&mut state, now);
+        while let Some(event) = state.scheduler.poll_event() {
+            match event {
+                LeaseEvent::Granted { id, waited, duration } => {
+                    let grant = LeaseGrant { since: now, waited, duration };
+                    granted.extend(state.on_grant.remove(&id).map(|on_grant| (on_grant, grant)));
+                }
+                LeaseEvent::Overdue { session, device, duration } => {
+                    let connection = state.sessions.get(&session).cloned();
+                    overdue.extend(connection.map(|connection| (connection, device, duration)));
+                }
+            }
+        }
+        let timeout = state.scheduler.next_timeout();
+        drop(state);
+        if timeout.is_some_and(|timeout| timeout_before.is_none_or(|before| timeout < before)) {
+            self.earlier_timeout.notify_one();
+        }
+        for (on_grant, grant) in granted {
+            on_grant(grant);
+        }
+        for (connection, device, duration) in overdue {
+            let text = format!(
+                "the session was ended because it kept its lease on {device} for longer than the {duration:?} that \
+                 it was granted for"
+            );
+            log_limited!(WARN, %device, ?duration, "ending a session that has kept a lease for too long");
+            connection.end(RpcError::new(ErrorKind::SessionTimeout, text).may_have_run(true));
+        }
+        changed
+    }
+}
+
+impl Drop for LeaseTable {
+    fn drop(&mut self) {
+        self.earlier_timeout.notify_one();
+    }
+}
+
+impl fmt::Debug for LeaseTable {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("LeaseTable").field("totals", &self.totals()).finish_non_exhaustive()
+    }
+}
+
+/// Ends the sessions of overdue leases, until the table is dropped.
+async fn handle_timeouts(table: Weak<LeaseTable>, earlier_timeout: Arc<Notify>) {
+    loop {
+        let Some(strong) = table.upgrade() else { return };
+        let next = strong.change(|state, now| {
+            state.scheduler.handle_timeout(now);
+            state.scheduler.next_timeout()
+        });
+        drop(strong);
+        match next {
+            Some(next) => tokio::select! {
+                () = tokio::time::sleep_until(next.into()) => {}
+                () = earlier_timeout.notified() => {}
+            },
+            None => earlier_timeout.notified().await,
+        }
+    }
+}
+
+/// Requests and leases of one session. They end with this value.
+pub(crate) struct SessionLeases {
+    table: Arc<LeaseTable>,
+    session: SessionId,
+}
+
+impl SessionLeases {
+    /// Adds a request. `on_grant` is called when it is granted, at once if the device is free, and
+    /// is dropped if the request ends before.
+    ///
+    /// # Errors
+    ///
+    /// A limit is reached.
+    pub(crate) fn queue(
+        &self,
+        request: LeaseRequest,
+        on_grant: impl FnOnce(LeaseGrant) + Send + 'static,
+    ) -> Result<LeaseId> {
+        let LeaseRequest { device, priority, max_duration } = request;
+        self.table.change(|state, now| {
+            let id = state.scheduler.request(now, self.session, device, priority, max_duration)?;
+            state.on_grant.insert(id, Box::new(on_grant));
+            Ok(id)
+        })
+    }
+
+    /// Ends a request or a lease of this session.
+    pub(crate) fn release(&self, id: LeaseId) {
+        let on_grant = self.table.change(|state, now| {
+            if state.scheduler.session_of(id) != Some(self.session) {
+                return None;
+            }
+            state.scheduler.release(now, id);
+            state.on_grant.remove(&id)
+        });
+        // Dropped outside of the lock.
+        drop(on_grant);
+    }
+
+    /// Returns the number of requests before this one, as [`LeaseService::ahead`].
+    pub(crate) fn ahead(&self, id: LeaseId) -> u64 {
+        self.table.state.lock().scheduler.ahead(id, MAX_AHEAD) as u64
+    }
+
+    /// Returns the leased devices of the server, at most [`MAX_LISTED`].
+    pub(crate) fn leased_devices(&self) -> Vec<LeasedDevice> {
+        let state = self.table.state.lock();
+        let leased = state.scheduler.devices(clock::now()).take(MAX_LISTED);
+        leased.map(LeasedDevice::from).collect()
+    }
+
+    /// Ends all requests and leases of the session.
+    pub(crate) fn end(&self) {
+        let on_grant = self.table.change(|state, now| {
+            state.sessions.remove(&self.session);
+            let ended = state.scheduler.end_session(now, self.session);
+            ended.iter().filter_map(|id| state.on_grant.remove(id)).collect::<Vec<_>>()
+        });
+        drop(on_grant);
+    }
+}
+
+impl Drop for SessionLeases {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+impl From<DeviceLeases> for LeasedDevice {
+    fn from(leased: DeviceLeases) -> Self {
+        let DeviceLeases { device, held, left, waiting } = leased;
+        let seconds = Duration::as_secs_f64;
+        Self { device: device.to_string(), held_seconds: seconds(&held), left_seconds: seconds(&left), waiting }
+    }
+}
+
+/// A session in the server's own process owns its leases, and its functions have them while it
+/// lasts: one that runs on after the end of its session keeps no lease.
+#[async_trait]
+impl LeaseService for Weak<SessionLeases> {
+    async fn request(&self, request: LeaseRequest) -> Result<QueuedRequest> {
+        let (granted, grant) = watch::channel(None);
+        let id = session(self)?.queue(request, move |grant| _ = granted.send(Some(grant)))?;
+        Ok(QueuedRequest { number: id.0, grant })
+    }
+
+    fn release(&self, number: u64) {
+        if let Some(session) = self.upgrade() {
+            session.release(LeaseId(number));
+        }
+    }
+
+    async fn ahead(&self, number: u64) -> Result<u64> {
+        Ok(session(self)?.ahead(LeaseId(number)))
+    }
+
+    async fn leased_devices(&self) -> Result<Vec<LeasedDevice>> {
+        Ok(session(self)?.leased_devices())
+    }
+}
+
+fn session(leases: &Weak<SessionLeases>) -> Result<Arc<SessionLeases>> {
+    leases.upgrade().ok_or_else(|| RpcError::new(ErrorKind::Closed, "the session has ended, and its leases with it"))
+}

@@ -1,0 +1,206 @@
+//! Leases on devices, of sessions in the server's process and in processes of their own.
+
+use std::future::IntoFuture;
+use std::io::{BufRead, BufReader};
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use rpc_core::client::{LeaseOptions, LeaseRequest};
+use rpc_core::{Device, ErrorKind, Pack, Session};
+use rpc_server::ServerProcess;
+use rpc_server::builtins::{LeasedDevice, ServerInfo};
+use rpc_transports::Connector;
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value as Json;
+
+/// Time limit against hanging, far longer than any step takes.
+const TIME_LIMIT: Duration = Duration::from_secs(30);
+
+const CPU: Device = Device::cpu();
+
+struct Fixture {
+    server: ServerProcess,
+    _folder: tempfile::TempDir,
+}
+
+impl Fixture {
+    fn start(isolate: &str) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let mut command = Command::new(env!("CARGO_BIN_EXE_rpc-server"));
+        command.args(["serve", "--listen", "tcp://127.0.0.1:0", "--exit-with-stdin", "--log-level", "error"]);
+        command.args(["--isolate", isolate, "--workdir"]).arg(folder.path().join("work"));
+        Self { server: ServerProcess::spawn(command).unwrap(), _folder: folder }
+    }
+
+    async fn connect(&self) -> Session {
+        Connector::new().connect(self.server.address()).await.unwrap()
+    }
+
+    fn cli(&self, args: &[&str]) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_rpc-cli"));
+        command.args(["lease", "cpu:0", self.server.address(), "--json"]).args(args).stdin(Stdio::null());
+        command
+    }
+}
+
+/// Runs a test with a server of each kind of sessions.
+async fn with_each_isolation(test: impl AsyncFn(&Fixture)) {
+    for isolate in ["none", "process"] {
+        let fixture = Fixture::start(isolate);
+        tokio::time::timeout(TIME_LIMIT, test(&fixture)).await.unwrap_or_else(|_| panic!("{isolate}: the test hangs"));
+    }
+}
+
+async fn info(session: &Session) -> ServerInfo {
+    let Pack(info) = session.get_function("rpc.info").await.unwrap().call(()).await.unwrap();
+    info
+}
+
+/// Waits until the server has no leases and no requests.
+async fn until_free(session: &Session) {
+    while !info(session).await.leases.is_empty() {
+        tokio::task::yield_now().await;
+    }
+}
+
+async fn request(session: &Session, priority: i32) -> LeaseRequest {
+    session.request_lease(CPU, &LeaseOptions::default().priority(priority)).await.unwrap()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_device_goes_from_one_to_the_next_by_priority_and_arrival() {
+    with_each_isolation(async |fixture| {
+        let sessions = [(); 4].map(|()| fixture.connect());
+        let [holder, first, urgent, cancelled] = sessions;
+        let (holder, first, urgent, cancelled) = tokio::join!(holder, first, urgent, cancelled);
+        let lease = holder.lease(CPU, &LeaseOptions::default()).await.unwrap();
+        let first_request = request(&first, 0).await;
+        let cancelled_request = request(&cancelled, 0).await;
+        let urgent_request = request(&urgent, 1).await;
+        let ahead = [&urgent_request, &first_request, &cancelled_request].map(|request| request.ahead().into_future());
+        let [of_urgent, of_first, of_cancelled] = ahead;
+        assert_eq!((of_urgent.await.unwrap(), of_first.await.unwrap(), of_cancelled.await.unwrap()), (1, 2, 3));
+
+        // One that stops waiting leaves the queue, also while its wait is in progress.
+        let wait = cancelled_request.granted().start();
+        drop((wait, cancelled_request));
+        let waiting = async || {
+            let Some(LeasedDevice { device, waiting, .. }) = info(&holder).await.leases.pop() else { return 0 };
+            assert_eq!(device, "cpu:0");
+            waiting
+        };
+        while waiting().await > 2 {}
+
+        lease.release().await.unwrap();
+        let urgent_lease = urgent_request.granted().await.unwrap();
+        assert!(urgent_lease.waited() > Duration::ZERO);
+        assert_eq!(first_request.ahead().await.unwrap(), 1);
+        // The lease ends with its session.
+        drop((urgent_lease, urgent_request, urgent));
+        let first_lease = first_request.granted().await.unwrap();
+        assert!(first_lease.expires_in() > Duration::from_secs(3000), "{first_lease:?}");
+        drop((first_lease, first_request));
+        until_free(&first).await;
+    })
+    .await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_session_that_keeps_a_lease_for_too_long_is_ended() {
+    with_each_isolation(async |fixture| {
+        let (holder, next) = tokio::join!(fixture.connect(), fixture.connect());
+        let options = LeaseOptions::default().max_duration(Duration::from_millis(50));
+        let pid = info(&holder).await.pid;
+        let lease = holder.lease(CPU, &options).await.unwrap();
+        assert!(lease.expires_in() <= Duration::from_millis(50));
+        if pid != fixture.server.id() {
+            // A process that does nothing any more is ended all the same.
+            kill_process(Pid::from_raw(pid.cast_signed()).unwrap(), Signal::STOP).unwrap();
+        }
+        let next_lease = next.lease(CPU, &LeaseOptions::default()).await.unwrap();
+        let error = holder.ended().await;
+        assert_eq!(error.kind(), ErrorKind::SessionTimeout);
+        assert!(error.message().contains("its lease on cpu:0"), "{error}");
+        drop(next_lease);
+        until_free(&next).await;
+    })
+    .await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn requests_that_cannot_be_granted_are_refused() {
+    with_each_isolation(async |fixture| {
+        let session = fixture.connect().await;
+        let request = async |device, options: LeaseOptions| session.lease(device, &options).await.unwrap_err();
+        let error = request(Device::new(CPU.kind, 9), LeaseOptions::default()).await;
+        assert_eq!(error.kind(), ErrorKind::DeviceUnavailable, "{error}");
+        let error = request(CPU, LeaseOptions::default().max_duration(Duration::ZERO)).await;
+        assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
+        // A session has at most 1,024 requests.
+        let object = session.get_function("rpc.lease.request").await.unwrap();
+        let requests: Vec<_> = (0..1025).map(|_| object.call::<rpc_core::RemoteObject>((CPU, 0, ())).start()).collect();
+        let mut refused = Vec::new();
+        let mut queued = Vec::new();
+        for request in requests {
+            match request.await {
+                Ok(request) => queued.push(request),
+                Err(error) => refused.push(error),
+            }
+        }
+        assert!(matches!(&refused[..], [error] if error.kind() == ErrorKind::LimitExceeded), "{refused:?}");
+        drop(queued);
+        until_free(&session).await;
+    })
+    .await;
+}
+
+/// Runs `command` apart from the runtime.
+async fn output(mut command: Command) -> (Option<i32>, String, String) {
+    let run = tokio::task::spawn_blocking(move || command.output().unwrap()).await.unwrap();
+    let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
+    (run.status.code(), text(run.stdout), text(run.stderr))
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_tool_leases_a_device_for_a_program_or_until_interrupted() {
+    let fixture = Fixture::start("none");
+    let (cli, address) = (env!("CARGO_BIN_EXE_rpc-cli"), fixture.server.address());
+    let script = r#""$0" info "$1" --json; exit 7"#;
+    let (code, stdout, stderr) = output(fixture.cli(&["--", "sh", "-c", script, cli, address])).await;
+    assert_eq!(code, Some(7), "{stderr}");
+    let documents: Vec<Json> = stdout.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let [info, report] = &documents[..] else { panic!("{stdout}") };
+    assert_eq!(info["leases"][0]["device"], "cpu:0");
+    assert_eq!((&report["device"], &report["exit_code"]), (&"cpu:0".into(), &7.into()));
+    assert!(report["held_seconds"].as_f64() > Some(0.0), "{report}");
+
+    // A program that takes too long is ended, and so is one that was killed reported.
+    let (code, _, stderr) = output(fixture.cli(&["--for", "50ms", "--", "sleep", "1000"])).await;
+    assert!(code == Some(124) && stderr.contains("the program took longer than"), "{code:?} {stderr}");
+    let (code, ..) = output(fixture.cli(&["--", "sh", "-c", "kill -9 $$"])).await;
+    assert_eq!(code, Some(137));
+    let (code, _, stderr) = output(fixture.cli(&["--", "/no/such/program"])).await;
+    assert!(code == Some(1) && stderr.contains("/no/such/program"), "{code:?} {stderr}");
+
+    let mut holder = fixture.cli(&[]).stdout(Stdio::piped()).spawn().unwrap();
+    let mut stdout = BufReader::new(holder.stdout.take().unwrap());
+    let mut line = String::new();
+    stdout.read_line(&mut line).unwrap();
+    assert!(line.contains("waited_seconds"), "{line}");
+    let (code, _, stderr) = output(fixture.cli(&["--timeout", "500ms"])).await;
+    assert!(code == Some(124) && stderr.contains("waiting for cpu:0"), "{code:?} {stderr}");
+    let end = |holder: &std::process::Child, signal| kill_process(Pid::from_child(holder), signal).unwrap();
+    end(&holder, Signal::INT);
+    line.clear();
+    stdout.read_line(&mut line).unwrap();
+    assert!(line.contains("held_seconds") && holder.wait().unwrap().success(), "{line}");
+
+    // One that is killed leaves nothing.
+    let mut holder = fixture.cli(&[]).stdout(Stdio::piped()).spawn().unwrap();
+    BufReader::new(holder.stdout.take().unwrap()).read_line(&mut line).unwrap();
+    end(&holder, Signal::KILL);
+    holder.wait().unwrap();
+    let session = fixture.connect().await;
+    let lease = session.lease(CPU, &LeaseOptions::default()).timeout(TIME_LIMIT).await.unwrap();
+    drop(lease);
+}
