@@ -2,10 +2,12 @@
 
 use std::time::{Duration, Instant};
 
+use rpc_core::client::LeaseOptions;
 use rpc_core::function::Rest;
 use rpc_core::function::{ArgScope, IntoArg, IntoArgs};
 use rpc_core::{
-    Context, Function, FunctionKind, LocalValue, Registry, RemoteFunction, Result, RpcError, Session, Value,
+    Context, Device, ErrorKind, Function, FunctionKind, LocalValue, Registry, RemoteFunction, Result, RpcError,
+    Session, Value,
 };
 
 use super::cancelled;
@@ -24,11 +26,16 @@ pub struct TimeOptions {
     pub min_repeat: Duration,
     /// Number of calls before the first sample, to fill caches. Default 1.
     pub warmup: u64,
+    /// Bytes of host memory that are written before each sample, so that the host's caches hold
+    /// nothing else. Default 0. They count against the memory of the session.
+    pub cache_flush_bytes: u64,
+    /// Device on which the measurement has a [lease](Session::lease). Default: none.
+    pub lease: Option<Device>,
 }
 
 impl Default for TimeOptions {
     fn default() -> Self {
-        Self { number: 1, repeat: 10, min_repeat: Duration::ZERO, warmup: 1 }
+        Self { number: 1, repeat: 10, min_repeat: Duration::ZERO, warmup: 1, cache_flush_bytes: 0, lease: None }
     }
 }
 
@@ -50,7 +57,12 @@ pub async fn time_function(
 ) -> Result<Vec<f64>> {
     let timer = session.get_function("rpc.time_function").await?;
     let call = timer.call(Timed { function, options, args });
-    call.await
+    let Some(device) = options.lease else { return call.await };
+    let lease = session.lease(device, &LeaseOptions::default()).await?;
+    let samples = call.await;
+    // Dropped last, so that it lasts as long as the measurement.
+    drop(lease);
+    samples
 }
 
 /// The arguments of `rpc.time_function`.
@@ -62,13 +74,14 @@ struct Timed<'a, A> {
 
 impl<A: IntoArgs> IntoArgs for Timed<'_, A> {
     fn into_args(self, scope: &mut ArgScope<'_>) -> Result<Vec<Value>> {
-        let TimeOptions { number, repeat, min_repeat, warmup } = self.options;
+        let TimeOptions { number, repeat, min_repeat, warmup, cache_flush_bytes, lease: _ } = self.options;
         let mut args = vec![
             self.function.into_arg(scope)?,
             number.into_arg(scope)?,
             repeat.into_arg(scope)?,
             (min_repeat.as_secs_f64() * 1e3).into_arg(scope)?,
             warmup.into_arg(scope)?,
+            cache_flush_bytes.into_arg(scope)?,
         ];
         args.extend(self.args.into_args(scope)?);
         Ok(args)
@@ -76,6 +89,20 @@ impl<A: IntoArgs> IntoArgs for Timed<'_, A> {
 }
 
 pub(super) fn register(registry: &Registry) {
+    let serve = |context: Context,
+                 function: Function,
+                 number: u64,
+                 repeat: u64,
+                 min_repeat_ms: f64,
+                 warmup: u64,
+                 cache_flush_bytes: u64,
+                 Rest(args): Rest| {
+        let min_repeat = Duration::try_from_secs_f64(min_repeat_ms / 1e3).map_err(|_| {
+            RpcError::invalid_argument(format!("min_repeat_ms must be positive, and was {min_repeat_ms}"))
+        })?;
+        let options = TimeOptions { number, repeat, min_repeat, warmup, cache_flush_bytes, lease: None };
+        measure(&context, &function, &options, &args)
+    };
     registry.add("rpc.time_function", serve);
 }
 
@@ -85,28 +112,23 @@ const MAX_REPEAT: u64 = 1_000_000;
 /// Time between two checks for cancellation.
 const CANCEL_CHECK: Duration = Duration::from_millis(1);
 
-fn serve(
-    context: Context,
-    function: Function,
-    number: u64,
-    repeat: u64,
-    min_repeat_ms: f64,
-    warmup: u64,
-    Rest(args): Rest,
-) -> Result<Vec<f64>> {
+/// Returns the samples, in seconds per call.
+fn measure(context: &Context, function: &Function, options: &TimeOptions, args: &[LocalValue]) -> Result<Vec<f64>> {
+    let TimeOptions { number, repeat, min_repeat, warmup, cache_flush_bytes, lease: _ } = *options;
     if number == 0 || repeat == 0 || repeat > MAX_REPEAT {
         let message = format!("number must be at least 1, and repeat from 1 to {MAX_REPEAT}");
         return Err(RpcError::invalid_argument(message));
     }
-    let min_repeat = Duration::try_from_secs_f64(min_repeat_ms / 1e3)
-        .map_err(|_| RpcError::invalid_argument(format!("min_repeat_ms must be positive, and was {min_repeat_ms}")))?;
-    let mut timer = Timer { context: &context, function: &function, args: &args, per_call: CANCEL_CHECK };
+    let _flush_memory = context.reserve_memory(cache_flush_bytes)?;
+    let mut flush_buffer = flush_buffer(cache_flush_bytes)?;
+    let mut timer = Timer { context, function, args, per_call: CANCEL_CHECK };
     timer.calls(warmup)?;
     // Once as numbers, and once as the values of the reply.
     let _samples = context.reserve_memory(repeat * (size_of::<f64>() + size_of::<LocalValue>()) as u64)?;
     let mut number = number;
     let mut samples = Vec::new();
     while (samples.len() as u64) < repeat {
+        flush_caches(&mut flush_buffer);
         let elapsed = timer.calls(number)?;
         if elapsed < min_repeat && number < u64::MAX / 2 {
             number = larger(number, elapsed, min_repeat);
@@ -115,6 +137,34 @@ fn serve(
         }
     }
     Ok(samples)
+}
+
+/// Least length of a line of the host's caches in bytes.
+const CACHE_LINE: usize = 64;
+
+/// Maximum number of bytes that are written before each sample: more than caches have.
+const MAX_CACHE_FLUSH: u64 = 4 << 30;
+
+fn flush_buffer(len: u64) -> Result<Vec<u8>> {
+    if len > MAX_CACHE_FLUSH {
+        let message = format!("cache_flush_bytes must be at most {MAX_CACHE_FLUSH}, and was {len}");
+        return Err(RpcError::invalid_argument(message));
+    }
+    let len = len as usize;
+    let mut buffer = Vec::new();
+    let reserved = buffer.try_reserve_exact(len);
+    reserved.map_err(|error| RpcError::new(ErrorKind::LimitExceeded, format!("no memory to flush caches: {error}")))?;
+    buffer.resize(len, 0);
+    Ok(buffer)
+}
+
+/// Writes to each cache line of `buffer`, which then takes the place of other memory in the caches.
+fn flush_caches(buffer: &mut [u8]) {
+    for byte in buffer.iter_mut().step_by(CACHE_LINE) {
+        *byte = byte.wrapping_add(1);
+    }
+    // The bytes are never read, and without this the compiler could leave the writes out.
+    std::hint::black_box(buffer);
 }
 
 /// Returns the number of calls to try after `number` of them took less than `wanted`: slightly more

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use clap::Args;
-use rpc_core::{Session, Value};
+use rpc_core::{Device, Session, Value};
 use serde_json::json;
 
 use super::argument::{Argument, Arguments, GRAMMAR};
@@ -16,6 +16,7 @@ use super::output::{Output, seconds};
 use super::show::Shown;
 use super::tensor;
 use crate::builtins::{TimeOptions, time_function};
+use crate::config::ByteSize;
 
 #[derive(Args, Debug)]
 #[command(after_help = GRAMMAR, allow_negative_numbers = true)]
@@ -104,6 +105,15 @@ pub(super) struct TimeArgs {
     /// Number of calls before the first sample
     #[arg(long, env = "RPC_CLI_WARMUP", default_value_t = 1)]
     warmup: u64,
+    /// Device to lease for the time of the measurement, such as cuda:0, so that no other client
+    /// that asks for a lease uses it
+    #[arg(long, env = "RPC_CLI_LEASE", value_name = "DEVICE")]
+    lease: Option<Device>,
+    /// Write this much memory at the server before each sample, so that its caches hold nothing
+    /// else; 256MiB if no size is given
+    #[arg(long, env = "RPC_CLI_FLUSH_CACHE", value_name = "SIZE", num_args = 0..=1, require_equals = true)]
+    #[arg(default_value = "0", default_missing_value = "256MiB", hide_default_value = true)]
+    flush_cache: ByteSize,
 }
 
 pub(super) async fn time(options: &CommonOptions, output: &Output, args: TimeArgs) -> Result<(), Failure> {
@@ -112,7 +122,14 @@ pub(super) async fn time(options: &CommonOptions, output: &Output, args: TimeArg
             let function = args.module.find(&session, output, &args.function).await.map_err(Failure::without_effect)?;
             let arguments = Arguments::upload(&session, output, args.args).await.map_err(Failure::without_effect)?;
             let min_repeat = Duration::from_millis(args.min_repeat_ms);
-            let options = TimeOptions { number: args.number, repeat: args.repeat, min_repeat, warmup: args.warmup };
+            let options = TimeOptions {
+                number: args.number,
+                repeat: args.repeat,
+                min_repeat,
+                warmup: args.warmup,
+                cache_flush_bytes: args.flush_cache.0,
+                lease: args.lease,
+            };
             let samples = time_function(&session, &function, &options, &arguments).await?;
             let summary = Summary::of(&samples);
             if output.is_json() {
@@ -121,16 +138,18 @@ pub(super) async fn time(options: &CommonOptions, output: &Output, args: TimeArg
                     "mean": summary.mean,
                     "median": summary.median,
                     "min": summary.min,
+                    "p95": summary.p95,
                     "max": summary.max,
                     "std": summary.std,
+                    "count": samples.len(),
                     "unit": "s",
                     "samples": samples,
                 }));
             }
-            let Summary { mean, median, min, max, std } = summary;
-            let [mean, median, min, max, std] = [mean, median, min, max, std].map(seconds);
+            let Summary { mean, median, min, p95, max, std } = summary;
+            let [mean, median, min, p95, max, std] = [mean, median, min, p95, max, std].map(seconds);
             output.line(&format!(
-                "{}: mean {mean}, median {median}, min {min}, max {max}, std {std} ({} samples)",
+                "{}: mean {mean}, median {median}, min {min}, p95 {p95}, max {max}, std {std} ({} samples)",
                 args.function,
                 samples.len()
             ))
@@ -143,6 +162,8 @@ pub(super) struct Summary {
     pub(super) mean: f64,
     pub(super) median: f64,
     pub(super) min: f64,
+    /// Least sample that is not exceeded by 95 % of them.
+    pub(super) p95: f64,
     pub(super) max: f64,
     pub(super) std: f64,
 }
@@ -159,7 +180,8 @@ impl Summary {
         let half = sorted.len() / 2;
         let median =
             if sorted.len().is_multiple_of(2) { (at(half.saturating_sub(1)) + at(half)) / 2.0 } else { at(half) };
-        Self { mean, median, min: at(0), max: at(sorted.len().saturating_sub(1)), std: variance.sqrt() }
+        let p95 = at((sorted.len() * 95).div_ceil(100).saturating_sub(1));
+        Self { mean, median, min: at(0), p95, max: at(sorted.len().saturating_sub(1)), std: variance.sqrt() }
     }
 }
 
@@ -171,6 +193,8 @@ mod tests {
     fn a_summary_of_few_and_of_no_samples() {
         let summary = Summary::of(&[3.0, 1.0, 2.0, 10.0]);
         assert_eq!((summary.mean, summary.median, summary.min, summary.max), (4.0, 2.5, 1.0, 10.0));
+        let hundred: Vec<_> = (1..=100).map(f64::from).collect();
+        assert_eq!((summary.p95, Summary::of(&hundred).p95), (10.0, 95.0));
         assert_eq!(Summary::of(&[]).median, 0.0);
     }
 }

@@ -67,7 +67,7 @@ pub(super) async fn ping(
         outcome = trips => outcome,
         _ = interruption.wait() => Ok(()),
     };
-    let Summary { mean, median, min, max, std } = Summary::of(&samples);
+    let Summary { mean, median, min, max, std, .. } = Summary::of(&samples);
     if output.is_json() {
         output.json(&json!({
             "address": args.address,

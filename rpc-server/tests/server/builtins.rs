@@ -338,7 +338,7 @@ fn counting() -> (Session, Arc<AtomicU64>) {
 }
 
 fn options(number: u64, repeat: u64, min_repeat: Duration, warmup: u64) -> TimeOptions {
-    TimeOptions { number, repeat, min_repeat, warmup }
+    TimeOptions { number, repeat, min_repeat, warmup, ..TimeOptions::default() }
 }
 
 #[test]
@@ -387,7 +387,7 @@ fn a_cancelled_timing_frees_its_lane() {
     let (session, _) = counting();
     let count = session.get_function("count").wait().unwrap();
     let timer = session.get_function("rpc.time_function").wait().unwrap();
-    let endless = timer.call::<Vec<f64>>((&count, u64::MAX >> 1, 1, 0.0, 0, 1)).timeout(Duration::from_millis(20));
+    let endless = timer.call::<Vec<f64>>((&count, u64::MAX >> 1, 1, 0.0, 0, 0, 1)).timeout(Duration::from_millis(20));
     assert_eq!(endless.wait().unwrap_err().kind(), ErrorKind::DeadlineExceeded);
     count.call::<()>((1,)).wait().unwrap();
 }

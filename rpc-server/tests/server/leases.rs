@@ -174,6 +174,12 @@ async fn the_tool_leases_a_device_for_a_program_or_until_interrupted() {
     assert_eq!((&report["device"], &report["exit_code"]), (&"cpu:0".into(), &7.into()));
     assert!(report["held_seconds"].as_f64() > Some(0.0), "{report}");
 
+    let mut time = Command::new(cli);
+    time.args(["time", address, "rpc.info", "--lease", "cpu:0", "--flush-cache=64KiB", "--repeat", "3", "--json"]);
+    let (code, stdout, stderr) = output(time).await;
+    let times: Json = serde_json::from_str(&stdout).unwrap_or_else(|_| panic!("{code:?} {stderr}"));
+    assert!(times["count"] == 3 && times["p95"] == times["max"], "{times}");
+
     // A program that takes too long is ended, and so is one that was killed reported.
     let (code, _, stderr) = output(fixture.cli(&["--for", "50ms", "--", "sleep", "1000"])).await;
     assert!(code == Some(124) && stderr.contains("the program took longer than"), "{code:?} {stderr}");

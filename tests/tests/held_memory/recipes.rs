@@ -264,7 +264,7 @@ fn calls(name: &str, peer: &mut Peer) -> Calls {
         "rpc.time_function" => {
             let echo = peer.ask(Operation::GetFunction { name: "rpc.echo".into() });
             let (number, samples, warmup) = (Value::Int(1), Value::Int(5_000), Value::Int(0));
-            let args = vec![echo, number, samples, Value::Float(0.0), warmup];
+            let args = vec![echo, number, samples, Value::Float(0.0), warmup, Value::Int(1 << 12)];
             Calls::new(move |_| args.clone())
         }
         "rpc.callback.next" => {
