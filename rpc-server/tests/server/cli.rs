@@ -544,6 +544,7 @@ fn help_completions_and_manual() {
         "ls",
         "rm",
         "run",
+        "forward",
         "lease",
         "ping",
         "time",
