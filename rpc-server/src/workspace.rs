@@ -30,7 +30,8 @@ use std::ops::ControlFlow;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::SystemTime;
+use std::thread;
+use std::time::{Duration, SystemTime};
 
 use cap_std::fs::{Dir, DirBuilder, DirBuilderExt, Metadata, OpenOptions, OpenOptionsExt};
 use parking_lot::{Mutex, MutexGuard};
@@ -402,6 +403,15 @@ impl Drop for WorkspaceInner {
         match &self.home {
             WorkspaceKind::Private(name) => {
                 purge(&root.own, name);
+                // Programs of a session whose process was killed are ended at the same time, and
+                // may write until then.
+                for _ in 0..REMOVAL_RETRIES {
+                    if root.own.symlink_metadata(name).is_err() {
+                        return;
+                    }
+                    thread::sleep(REMOVAL_INTERVAL);
+                    purge(&root.own, name);
+                }
             }
             WorkspaceKind::Named { key, lock } => {
                 // If the time cannot be set, the workspace expires a little early.
@@ -412,6 +422,12 @@ impl Drop for WorkspaceInner {
         }
     }
 }
+
+/// Number of further attempts to remove a private workspace, which foreign code may still fill.
+const REMOVAL_RETRIES: u32 = 10;
+
+/// Interval between two attempts.
+const REMOVAL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// Removes what servers that died have left in a staging folder.
 fn sweep_staging(staging: &Dir) -> io::Result<()> {
