@@ -19,6 +19,7 @@
 //! The client requests the output piece by piece, so that a client which does not read slows the
 //! program down, as a full pipe does, and no side keeps more than a piece of each stream.
 
+use std::collections::VecDeque;
 use std::fmt;
 use std::io::{self, Read};
 use std::sync::Arc;
@@ -33,10 +34,14 @@ use crate::client::references::{RemoteFunction, RemoteObject};
 use crate::client::session::Session;
 use crate::error::{ErrorKind, Result, RpcError};
 use crate::function::convert::Pack;
+use crate::session::Lane;
 
 /// Default of [`RemoteCommand::output_limit`] for [`RemoteCommand::output`], which keeps the output
 /// in memory.
 const COLLECTED_LIMIT: u64 = 16 << 20;
+
+/// Number of pieces of output that are on their way at a time.
+const PIECES_IN_FLIGHT: usize = 4;
 
 /// Maximum length of a piece of standard input in bytes.
 const INPUT_PIECE: usize = 256 << 10;
@@ -229,7 +234,8 @@ impl<'a> RemoteCommand<'a> {
     }
 
     /// Runs the program to its end. Output for which there is no callback is discarded. Dropping
-    /// the operation ends the program.
+    /// the operation ends the program. The program occupies the operation's lane, as every function
+    /// does; see [`RemoteProcess::forward_output`].
     ///
     /// # Errors
     ///
@@ -242,18 +248,17 @@ impl<'a> RemoteCommand<'a> {
         let Self { session, request, stdin, mut on_stdout, mut on_stderr } = self;
         let run = async move |options: Options<'a>| {
             let process = start(&session, &options, request, stdin).await?;
-            while let Some((stream, piece)) = options.limit(process.read_output()).await? {
+            let forward = process.forward_output(|stream, piece| {
                 let write = match stream {
                     OutputStream::Stdout => on_stdout.as_mut(),
                     OutputStream::Stderr => on_stderr.as_mut(),
                 };
-                if let Some(write) = write {
-                    write(&piece).map_err(|error| local_io("cannot store what the program wrote", &error))?;
-                }
-            }
+                write.map_or(Ok(()), |write| write(piece))
+            });
+            options.apply(forward).await?;
             options.limit(process.status()).await
         };
-        ScopedAction::steps(run).concurrent()
+        ScopedAction::steps(run)
     }
 
     /// Starts the program and returns as soon as it runs. The caller reads the output: callbacks
@@ -296,10 +301,10 @@ impl RemoteCommand<'static> {
                     stderr.extend_from_slice(piece);
                     Ok(())
                 });
-            let status = options.limit(command.status()).await?;
+            let status = options.apply(command.status()).await?;
             Ok(RunOutput { status, stdout, stderr })
         };
-        ScopedAction::steps(collect).concurrent()
+        ScopedAction::steps(collect)
     }
 }
 
@@ -312,7 +317,8 @@ impl fmt::Debug for RemoteCommand<'_> {
 /// A program that runs at a session's server. Cheap to clone; clones are the same program. Dropping
 /// the last one ends the program and all processes that it has started.
 ///
-/// All operations are concurrent: none waits for another.
+/// All operations but [`forward_output`](Self::forward_output) are concurrent: none waits for
+/// another.
 #[derive(Clone, Debug)]
 pub struct RemoteProcess(Arc<ProcessFunctions>);
 
@@ -340,6 +346,39 @@ impl RemoteProcess {
             piece.map(|(number, piece)| Ok((OutputStream::from_number(number)?, piece))).transpose()
         };
         ScopedAction::steps(read).concurrent()
+    }
+
+    /// Calls `write` with each piece of output, on the thread that polls, until there will be no
+    /// more. An error of `write` ends the operation.
+    ///
+    /// Several pieces are on their way at a time. The lane of the operation keeps their order, and
+    /// is occupied until the end of the program: other operations of that lane wait for it. On
+    /// [`Lane::CONCURRENT`] it is one piece at a time, which is slower.
+    ///
+    /// # Errors
+    ///
+    /// As [`read_output`](Self::read_output), and [`ErrorKind::Io`] if `write` fails.
+    pub fn forward_output<'a>(
+        &self,
+        mut write: impl FnMut(OutputStream, &[u8]) -> io::Result<()> + Send + 'a,
+    ) -> ScopedAction<'a, ()> {
+        let this = self.clone();
+        ScopedAction::steps(async move |options: Options<'a>| {
+            let in_flight = if options.lane == Lane::CONCURRENT { 1 } else { PIECES_IN_FLIGHT };
+            let mut window = VecDeque::with_capacity(in_flight);
+            loop {
+                while window.len() < in_flight {
+                    let read = this.0.read.call::<Option<(u8, Bytes)>>((&this.0.process,));
+                    let mut pending = options.apply(read).start();
+                    pending.admitted().await?;
+                    window.push_back(pending);
+                }
+                let Some(pending) = window.pop_front() else { return Ok(()) };
+                let Some((number, piece)) = pending.await? else { return Ok(()) };
+                write(OutputStream::from_number(number)?, &piece)
+                    .map_err(|error| local_io("cannot store what the program wrote", &error))?;
+            }
+        })
     }
 
     /// Waits for the end of the program. A program that writes more than a pipe holds does not end

@@ -141,9 +141,15 @@ async fn start(session: &Session, options: &CommonOptions, args: &RunArgs) -> Re
 
 /// Writes the output of the program until its end.
 fn show(process: &RemoteProcess, mut output: ProgramOutput) -> Result<RunStatus, Failure> {
-    while let Some((stream, piece)) = process.read_output().wait()? {
-        output.write(stream, &piece)?;
-    }
+    let mut outcome = Ok(());
+    let write = |stream, piece: &[u8]| {
+        outcome = output.write(stream, piece);
+        // The failure itself is reported, and this error only ends the reading.
+        if outcome.is_ok() { Ok(()) } else { Err(io::ErrorKind::BrokenPipe.into()) }
+    };
+    let forwarded = process.forward_output(write).wait();
+    outcome?;
+    forwarded?;
     output.finish()?;
     Ok(process.status().wait()?)
 }

@@ -4,11 +4,12 @@ use std::fs;
 use std::io::{BufRead as _, BufReader};
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
-use std::process::Stdio;
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use rpc_core::client::{EndCause, Files, OutputStream, RemoteProcess, RunOutput};
 use rpc_core::{ErrorKind, Session};
+use rpc_server::ServerProcess;
 use rpc_transports::Connector;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value as Json, json};
@@ -175,6 +176,13 @@ fn no_process_and_no_file_is_left() {
     assert!(refused.to_string().contains("has not given --allow-run"), "{refused}");
 }
 
+/// Starts a relay.
+fn relay() -> ServerProcess {
+    let mut relay = Command::new(env!("CARGO_BIN_EXE_rpc-server"));
+    relay.args(["relay", "--listen", "tcp://127.0.0.1:0", "--exit-with-stdin", "--log-level", "error"]);
+    ServerProcess::spawn(relay).unwrap()
+}
+
 #[test]
 fn the_tool_sends_runs_and_fetches() {
     let fixture = Fixture::new(&["--allow-run", "any"]);
@@ -215,6 +223,21 @@ fn the_tool_sends_runs_and_fetches() {
     let end = json!({ "code": 0, "signal": null, "ended_by": null, "fetched": [] });
     assert_eq!(lines, [json!({ "stream": "stdout", "text": "ü\n" }), end]);
     assert_eq!(run(command(&["run", hop.address(), "--", "true"])).code, 77);
+
+    // Through a relay.
+    let relay = relay();
+    let board = format!("{}/board", relay.address());
+    let socket = format!("unix:{}", fixture.path("socket"));
+    let _board = Fixture::new(&["--allow-run", "cat", "--relay", &board, "--listen", &socket]);
+    // The server may not wait at the relay yet.
+    let mut answer = cli(&["run", &board, "--", "cat", "/proc/sys/kernel/ostype"]);
+    for _ in 0..100 {
+        if answer.code == 0 {
+            break;
+        }
+        answer = cli(&["run", &board, "--", "cat", "/proc/sys/kernel/ostype"]);
+    }
+    assert_eq!(answer.ok(), "Linux\n");
 
     // An interrupted program can end in good order.
     let script = "trap 'echo interrupted; exit 0' TERM; echo $$; sleep 1000 & wait";
