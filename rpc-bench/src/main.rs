@@ -1,8 +1,8 @@
 //! `rpc-bench`: measures sessions and Disco, beside bare sockets on the same machine.
 //!
-//! `session_bench` measures calls and copies, `disco_bench` a controller and its workers. The
-//! servers of both are this program again, in child processes; the options of a connection and the
-//! exit codes are those of `rpc-cli`.
+//! `session_bench` measures calls and copies, `disco_bench` a controller and its workers,
+//! `run_bench` programs at a server. The servers of all are this program again, in child processes;
+//! the options of a connection and the exit codes are those of `rpc-cli`.
 
 #![forbid(unsafe_code)]
 
@@ -10,6 +10,7 @@ mod case_filter;
 mod certificates;
 mod child_process;
 mod disco_bench;
+mod run_bench;
 mod session_bench;
 mod statistics;
 
@@ -42,6 +43,11 @@ enum Command {
     Rpc(Box<session_bench::SessionBenchArgs>),
     /// Measure commands of a controller to its workers, and collectives among the workers
     Disco(Box<disco_bench::DiscoBenchArgs>),
+    /// Measure programs at a server, and compare them with the same programs here
+    Run(run_bench::RunBenchArgs),
+    /// Run a server that `run` starts
+    #[command(hide = true)]
+    RunServer(run_bench::RunServerArgs),
     /// Run a server that `rpc` starts
     #[command(hide = true)]
     SessionServer(session_bench::ChildArgs),
@@ -52,6 +58,7 @@ enum Command {
 
 fn main() -> ExitCode {
     disco_bench::serve_if_worker();
+    rpc_server::isolate::run_if_isolated(&rpc_core::Registry::new());
     let Cli { options, command } = Cli::parse();
     let output = options.output();
     if let Ok(filter) = options.log_level().parse() {
@@ -60,6 +67,8 @@ fn main() -> ExitCode {
     let outcome = match command {
         Command::Rpc(args) => session_bench::run(&options, &output, &args),
         Command::Disco(args) => disco_bench::run(&output, &args),
+        Command::Run(args) => run_bench::run(&output, &args),
+        Command::RunServer(args) => run_bench::run_server(args),
         Command::SessionServer(args) => session_bench::run_child(args),
         Command::DiscoNode(args) => disco_bench::run_node(args),
     };
