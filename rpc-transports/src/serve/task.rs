@@ -136,6 +136,8 @@ impl SessionTask {
         }
         if let Some(error) = end {
             self.close(error);
+            // At once: a client that takes its replies slowly would keep what the session holds.
+            self.end_session();
         }
         match self.mailbox.commanded() {
             Some(Command::Stop) => {
@@ -310,9 +312,15 @@ impl SessionTask {
         Ok(())
     }
 
+    /// Ends the session, all its requests and the connection.
+    fn end(&mut self) {
+        self.end_session();
+        self.entry = None;
+    }
+
     /// Ends the session and all its requests. Functions that still run go on, and their results are
     /// discarded.
-    fn end(&mut self) {
+    fn end_session(&mut self) {
         for (_, canceller) in self.in_progress.drain() {
             canceller.abandon();
         }
@@ -320,7 +328,8 @@ impl SessionTask {
             watch.abandon();
         }
         if let Some(session) = self.session.take() {
-            crate::runtime::free((session, self.entry.take()));
+            // The server has ended once the session is freed, and its connection closed.
+            crate::runtime::free((session, self.entry.clone()));
         }
     }
 }
