@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 use std::{env, fs, process, thread};
 
 use clap::Parser;
-use rpc_core::client::Files;
+use rpc_core::client::{Files, LeaseOptions};
 use rpc_core::{DataType, Device, ErrorKind, Pack, Registry, RemoteObject, RpcError, Session};
 use rpc_server::builtins::ServerInfo;
 use rpc_server::config::{ServeSettings, TrackerConfig};
@@ -45,6 +45,7 @@ fn main() -> ExitCode {
         resources_of_a_crashed_session_are_removed
         an_endless_loop_ends_with_its_session
         an_endless_loop_that_blocks_the_connection_ends_too
+        a_device_goes_to_the_next_once_the_process_that_held_it_has_ended
         processes_of_a_session_end_with_it
         nothing_survives_a_server_that_is_killed
         a_server_that_is_told_to_stop_lets_calls_finish_and_leaves_nothing
@@ -379,6 +380,24 @@ fn an_endless_loop_that_blocks_the_connection_ends_too() {
             drop(session);
             assert!(reaped(process) < SOON);
         }
+    });
+}
+
+/// The process releases its objects, and the lease with them, while its loop goes on.
+fn a_device_goes_to_the_next_once_the_process_that_held_it_has_ended() {
+    run(async {
+        let fixture = Fixture::start(&[]);
+        let (client, holder) = fixture.connect_from_elsewhere().await;
+        let process = process_of(&holder).await;
+        let _lease = holder.lease(Device::cpu(), &LeaseOptions::default()).await.unwrap();
+        let _waiting = holder.request_lease(Device::cpu(), &LeaseOptions::default()).await.unwrap();
+        // On a thread of the runtime, for which the process waits before it ends.
+        let _call = begin(&holder, "crash.spin_async").await;
+        let next = fixture.connect().await;
+        let request = next.request_lease(Device::cpu(), &LeaseOptions::default()).await.unwrap();
+        drop(client);
+        let _lease = request.granted().await.unwrap();
+        assert!(test_kill_process(process).is_err(), "the process of the former holder still runs");
     });
 }
 

@@ -230,6 +230,12 @@ impl RpcSession for IsolatedSession {
     }
 }
 
+impl Drop for IsolatedSession {
+    fn drop(&mut self) {
+        self.process_guard.process().session_ends();
+    }
+}
+
 impl UsageSource for IsolatedSession {
     fn usage(&self) -> Usage {
         self.process_guard.process().usage()

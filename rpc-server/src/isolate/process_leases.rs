@@ -23,6 +23,12 @@ impl ProcessLeases {
         Self { session, ids: HashMap::new(), answer: Arc::new(answer) }
     }
 
+    /// Keeps what the session holds until this value is dropped, whatever the process asks for: it
+    /// releases its objects before it ends, while its functions may still compute.
+    pub(super) fn session_ends(&self) {
+        self.session.begin_end();
+    }
+
     /// Does what the process asks for. Commands with numbers that it may not use are ignored.
     pub(super) fn act(&mut self, command: LeaseCommand) {
         match command {

@@ -100,6 +100,14 @@ impl Process {
         *self.leases.lock() = Some(leases);
     }
 
+    /// Keeps the devices that the session holds until [`end_leases`](Self::end_leases). Called when
+    /// the session ends, before the process learns of it.
+    pub(super) fn session_ends(&self) {
+        if let Some(leases) = &*self.leases.lock() {
+            leases.session_ends();
+        }
+    }
+
     /// Ends all leases of the process.
     pub(super) fn end_leases(&self) {
         let leases = self.leases.lock().take();

@@ -35,7 +35,19 @@ struct TableState {
     scheduler: LeaseScheduler,
     /// Callbacks of the requests that wait.
     on_grant: HashMap<LeaseId, OnGrant>,
+    /// Connections of the sessions that have not begun to end.
     sessions: HashMap<SessionId, ClientConnection>,
+}
+
+impl TableState {
+    /// Removes the requests of a session that wait, and lets the session change nothing any more.
+    /// What it holds stays with it until [`SessionLeases::end`]. Returns its connection, and
+    /// callbacks to drop outside of the lock.
+    fn begin_end(&mut self, now: Instant, session: SessionId) -> (Option<ClientConnection>, Vec<OnGrant>) {
+        let waiting = self.scheduler.cancel_waiting(now, session);
+        let on_grant = waiting.iter().filter_map(|id| self.on_grant.remove(id)).collect();
+        (self.sessions.remove(&session), on_grant)
+    }
 }
 
 impl LeaseTable {
@@ -68,7 +80,7 @@ impl LeaseTable {
     /// Changes the scheduler, and acts on the consequences.
     fn change<T>(&self, change: impl FnOnce(&mut TableState, Instant) -> T) -> T {
         let now = clock::now();
-        let (mut granted, mut overdue) = (Vec::new(), Vec::new());
+        let (mut granted, mut overdue, mut cancelled) = (Vec::new(), Vec::new(), Vec::new());
         let mut state = self.state.lock();
         let timeout_before = state.scheduler.next_timeout();
         let changed = change(&mut state, now);
@@ -79,13 +91,16 @@ impl LeaseTable {
                     granted.extend(state.on_grant.remove(&id).map(|on_grant| (on_grant, grant)));
                 }
                 LeaseEvent::Overdue { session, device, duration } => {
-                    let connection = state.sessions.get(&session).cloned();
+                    // A release from here on would free a device that the session may still use.
+                    let (connection, on_grant) = state.begin_end(now, session);
+                    cancelled.push(on_grant);
                     overdue.extend(connection.map(|connection| (connection, device, duration)));
                 }
             }
         }
         let timeout = state.scheduler.next_timeout();
         drop(state);
+        drop(cancelled);
         if timeout.is_some_and(|timeout| timeout_before.is_none_or(|before| timeout < before)) {
             self.earlier_timeout.notify_one();
         }
@@ -147,7 +162,7 @@ impl SessionLeases {
     ///
     /// # Errors
     ///
-    /// A limit is reached.
+    /// A limit is reached, or the session has begun to end.
     pub(crate) fn queue(
         &self,
         request: LeaseRequest,
@@ -155,16 +170,20 @@ impl SessionLeases {
     ) -> Result<LeaseId> {
         let LeaseRequest { device, priority, max_duration } = request;
         self.table.change(|state, now| {
+            if !state.sessions.contains_key(&self.session) {
+                return Err(session_has_ended());
+            }
             let id = state.scheduler.request(now, self.session, device, priority, max_duration)?;
             state.on_grant.insert(id, Box::new(on_grant));
             Ok(id)
         })
     }
 
-    /// Ends a request or a lease of this session.
+    /// Ends a request or a lease of this session, unless the session has begun to end.
     pub(crate) fn release(&self, id: LeaseId) {
         let on_grant = self.table.change(|state, now| {
-            if state.scheduler.session_of(id) != Some(self.session) {
+            let is_open = state.sessions.contains_key(&self.session);
+            if !is_open || state.scheduler.session_of(id) != Some(self.session) {
                 return None;
             }
             state.scheduler.release(now, id);
@@ -186,12 +205,19 @@ impl SessionLeases {
         leased.map(LeasedDevice::from).collect()
     }
 
+    /// Removes the requests that wait, and keeps the devices that the session holds until
+    /// [`end`](Self::end), also if it releases them.
+    pub(crate) fn begin_end(&self) {
+        let ended = self.table.change(|state, now| state.begin_end(now, self.session));
+        drop(ended);
+    }
+
     /// Ends all requests and leases of the session.
     pub(crate) fn end(&self) {
         let on_grant = self.table.change(|state, now| {
             state.sessions.remove(&self.session);
-            let ended = state.scheduler.end_session(now, self.session);
-            ended.iter().filter_map(|id| state.on_grant.remove(id)).collect::<Vec<_>>()
+            let waiting = state.scheduler.end_session(now, self.session);
+            waiting.iter().filter_map(|id| state.on_grant.remove(id)).collect::<Vec<_>>()
         });
         drop(on_grant);
     }
@@ -237,5 +263,9 @@ impl LeaseService for Weak<SessionLeases> {
 }
 
 fn session(leases: &Weak<SessionLeases>) -> Result<Arc<SessionLeases>> {
-    leases.upgrade().ok_or_else(|| RpcError::new(ErrorKind::Closed, "the session has ended, and its leases with it"))
+    leases.upgrade().ok_or_else(session_has_ended)
+}
+
+fn session_has_ended() -> RpcError {
+    RpcError::new(ErrorKind::Closed, "the session has ended, and its leases with it")
 }

@@ -217,16 +217,25 @@ impl LeaseScheduler {
         }
     }
 
-    /// Ends all requests and leases of a session. Returns them.
-    pub(crate) fn end_session(&mut self, now: Instant, session: SessionId) -> BTreeSet<LeaseId> {
-        let of_session = self.by_session.get(&session).cloned().unwrap_or_default();
+    /// Ends the requests of a session that wait. Returns them.
+    pub(crate) fn cancel_waiting(&mut self, now: Instant, session: SessionId) -> Vec<LeaseId> {
+        let waits = |id: &LeaseId| self.leases.get(id).is_some_and(|lease| lease.granted.is_none());
+        let of_session = self.by_session.get(&session).into_iter().flatten();
+        let waiting: Vec<_> = of_session.copied().filter(waits).collect();
+        for id in &waiting {
+            self.release(now, *id);
+        }
+        waiting
+    }
+
+    /// Ends all requests and leases of a session. Returns the requests that waited.
+    pub(crate) fn end_session(&mut self, now: Instant, session: SessionId) -> Vec<LeaseId> {
         // Those that wait first, so that none of them is granted what another one frees.
-        let (held, waiting): (Vec<_>, Vec<_>) =
-            of_session.iter().partition(|id| self.leases.get(id).is_some_and(|lease| lease.granted.is_some()));
-        for id in waiting.into_iter().chain(held) {
+        let waiting = self.cancel_waiting(now, session);
+        for id in self.by_session.get(&session).cloned().unwrap_or_default() {
             self.release(now, id);
         }
-        of_session
+        waiting
     }
 
     /// Handles the timers that are due.

@@ -16,6 +16,7 @@ const POLICY: LeasePolicy =
 enum Step {
     Request { session: u8, device: u8, priority: i32, max_seconds: Option<u8> },
     Release(u8),
+    CancelWaiting(u8),
     EndSession(u8),
     Pass(u8),
 }
@@ -26,6 +27,7 @@ fn step() -> impl Strategy<Value = Step> {
             |(session, device, priority, max_seconds)| Step::Request { session, device, priority, max_seconds }
         ),
         4 => any::<u8>().prop_map(Step::Release),
+        1 => (0..4u8).prop_map(Step::CancelWaiting),
         1 => (0..4u8).prop_map(Step::EndSession),
         3 => (0..40u8).prop_map(Step::Pass),
     ]
@@ -68,6 +70,11 @@ impl Model {
                     // A second release changes nothing.
                     self.scheduler.release(self.now, request.id);
                 }
+            }
+            Step::CancelWaiting(session) => {
+                let session = SessionId(session.into());
+                self.requests.retain(|request| request.session != session || request.granted.is_some());
+                self.scheduler.cancel_waiting(self.now, session);
             }
             Step::EndSession(session) => {
                 let session = SessionId(session.into());
