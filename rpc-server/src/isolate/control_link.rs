@@ -59,23 +59,19 @@ impl ControlLink {
         (link, queue)
     }
 
-    /// Sends what is queued, and receives answers, until the server is gone.
-    pub(super) async fn run(&self, socket: net::UnixDatagram, mut queue: UnboundedReceiver<ControlMessage>) {
-        let open = socket.set_nonblocking(true).and_then(|()| UnixDatagram::from_std(socket));
-        let outcome = match open {
-            Ok(socket) => self.exchange(&socket, &mut queue).await,
-            Err(error) => Err(error),
-        };
-        if let Err(error) = outcome {
-            tracing::debug!(%error, "the link to the server has ended");
-        }
-        // No answer comes any more. A later question finds the queue closed.
-        drop(queue);
-        let awaited = std::mem::take(&mut *self.awaited.lock());
-        drop(awaited);
-    }
-
-    async fn exchange(&self, socket: &UnixDatagram, queue: &mut UnboundedReceiver<ControlMessage>) -> io::Result<()> {
+    /// Sends what is queued, and receives answers, for as long as the process lives.
+    ///
+    /// # Errors
+    ///
+    /// The server is gone, or the system refuses. The process cannot go on: the server would not
+    /// learn of leases that it releases.
+    pub(super) async fn run(
+        &self,
+        socket: net::UnixDatagram,
+        mut queue: UnboundedReceiver<ControlMessage>,
+    ) -> io::Result<()> {
+        socket.set_nonblocking(true)?;
+        let socket = UnixDatagram::from_std(socket)?;
         let mut buffer = vec![0; ControlAnswer::MAX_LEN];
         loop {
             tokio::select! {
@@ -115,7 +111,7 @@ impl ControlLink {
     }
 
     fn send(&self, message: ControlMessage) {
-        // Without the task the server is gone, and this process ends.
+        // Without the task this process ends.
         let _ = self.outgoing.send(message);
     }
 

@@ -84,7 +84,12 @@ fn serve(
         let (link, queue) = ControlLink::new();
         let link = Arc::new(link);
         let running = link.clone();
-        drop(tokio::spawn(async move { running.run(control, queue).await }));
+        drop(tokio::spawn(async move {
+            if let Err(error) = running.run(control, queue).await {
+                tracing::debug!(%error, "the link to the server is broken, which ends this process");
+                kill_group();
+            }
+        }));
         let started = Instant::now().checked_sub(uptime).unwrap_or_else(Instant::now);
         let asking = link.clone();
         let state = ServerState::for_single_session(config.key.clone(), started, move |usage| asking.totals(usage));
