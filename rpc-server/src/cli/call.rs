@@ -4,12 +4,14 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use clap::Args;
+use rpc_core::client::LeaseOptions;
 use rpc_core::{Device, Session, Value};
 use serde_json::json;
 
 use super::argument::{Argument, Arguments, GRAMMAR};
 use super::connect::{CommonOptions, Files};
 use super::failure::Failure;
+use super::lease;
 use super::module::ModuleArgs;
 use super::new_file::NewFile;
 use super::output::{Output, seconds};
@@ -122,15 +124,26 @@ pub(super) async fn time(options: &CommonOptions, output: &Output, args: TimeArg
             let function = args.module.find(&session, output, &args.function).await.map_err(Failure::without_effect)?;
             let arguments = Arguments::upload(&session, output, args.args).await.map_err(Failure::without_effect)?;
             let min_repeat = Duration::from_millis(args.min_repeat_ms);
-            let options = TimeOptions {
+            let lease = match args.lease {
+                Some(device) => {
+                    let request = session.request_lease(device, &LeaseOptions::default()).await;
+                    let request = request.map_err(|error| Failure::from(error).without_effect())?;
+                    // --timeout limits the whole command.
+                    Some(lease::granted(&request, None, output).await.map_err(Failure::without_effect)?)
+                }
+                None => None,
+            };
+            let time_options = TimeOptions {
                 number: args.number,
                 repeat: args.repeat,
                 min_repeat,
                 warmup: args.warmup,
                 cache_flush_bytes: args.flush_cache.0,
-                lease: args.lease,
+                // Asked for above, where the place in the queue is shown.
+                lease: None,
             };
-            let samples = time_function(&session, &function, &options, &arguments).await?;
+            let samples = time_function(&session, &function, &time_options, &arguments).await?;
+            drop(lease);
             let summary = Summary::of(&samples);
             if output.is_json() {
                 return output.json(&json!({

@@ -1,6 +1,7 @@
 //! `lease`: exclusive use of a device while a program runs here.
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
+use std::io::{self, IsTerminal as _};
 use std::os::unix::process::ExitStatusExt as _;
 use std::process::ExitStatus;
 use std::time::Duration;
@@ -8,7 +9,7 @@ use std::time::Duration;
 use clap::Args;
 use rpc_core::client::{Lease, LeaseOptions, LeaseRequest};
 use rpc_core::{Device, Session};
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::{Pid, Signal, kill_process, kill_process_group};
 use serde_json::{Value as Json, json};
 use tokio::process::{Child, Command};
 
@@ -44,8 +45,9 @@ pub(super) struct LeaseArgs {
     /// Priority of the request; the highest is granted first
     #[arg(long, env = "RPC_CLI_PRIORITY", value_name = "NUMBER", default_value_t = 0)]
     priority: i32,
-    /// Program to run here while the lease is held, and its arguments. Without one, the lease is
-    /// held until --for has passed or a signal interrupts
+    /// Program to run here while the lease is held, and its arguments. It is ended with the lease,
+    /// and so is its process group if standard input is no terminal. Without a program, the lease
+    /// is held until --for has passed or a signal interrupts
     #[arg(last = true, value_name = "PROGRAM")]
     program: Vec<OsString>,
 }
@@ -111,7 +113,11 @@ async fn hold(
 }
 
 /// Waits for the grant, and prints the number of requests that are before this one when it changes.
-async fn granted(request: &LeaseRequest, limit: Option<Duration>, output: &Output) -> Result<Lease, Failure> {
+pub(super) async fn granted(
+    request: &LeaseRequest,
+    limit: Option<Duration>,
+    output: &Output,
+) -> Result<Lease, Failure> {
     let mut before = 0;
     let show_position = async {
         loop {
@@ -163,28 +169,53 @@ async fn use_lease(
             _ = interruption.wait() => Ok(None),
         };
     };
-    let child = Command::new(program).args(program_args).kill_on_drop(true).spawn();
-    let mut child = child.map_err(|error| Failure::file("cannot run", program.as_ref(), error))?;
+    let mut program =
+        Program::start(program, program_args).map_err(|error| Failure::file("cannot run", program.as_ref(), error))?;
     let (failure, stop_time) = tokio::select! {
-        status = child.wait() => return exit_code(status).map(Some),
+        status = program.child.wait() => return exit_code(status).map(Some),
         error = session.ended() => (error.into(), STOP_TIME),
         () = tokio::time::sleep(limit) => {
             (Failure::TimedOut { what: "the program".to_owned(), limit, why: None }, STOP_TIME)
         }
         failure = interruption.wait() => (failure, INTERRUPTED_STOP_TIME),
     };
-    stop(&mut child, stop_time).await;
+    program.stop(stop_time).await;
     Err(failure)
 }
 
-/// Asks a program to end, and kills it if it has not ended within `limit`.
-async fn stop(child: &mut Child, limit: Duration) {
-    if let Some(pid) = child.id().and_then(|id| Pid::from_raw(id.cast_signed())) {
-        // It is not reaped before the next wait, so that the id is still its own.
-        let _ = kill_process(pid, Signal::TERM);
+/// A running program.
+struct Program {
+    child: Child,
+    /// True if the program has a process group of its own, which ends with it.
+    has_own_group: bool,
+}
+
+impl Program {
+    fn start(program: &OsStr, args: &[OsString]) -> io::Result<Self> {
+        let mut command = Command::new(program);
+        // At a terminal the program stays in the foreground group: others may not read from it.
+        let has_own_group = !io::stdin().is_terminal();
+        if has_own_group {
+            command.process_group(0);
+        }
+        Ok(Self { child: command.args(args).kill_on_drop(true).spawn()?, has_own_group })
     }
-    if tokio::time::timeout(limit, child.wait()).await.is_err() {
-        let _ = child.kill().await;
+
+    /// Asks the program to end, and kills it if it has not ended within `limit`.
+    async fn stop(&mut self, limit: Duration) {
+        self.signal(Signal::TERM);
+        if tokio::time::timeout(limit, self.child.wait()).await.is_err() {
+            self.signal(Signal::KILL);
+            let _ = self.child.wait().await;
+        }
+    }
+
+    /// Sends a signal to the program, and to the others of its group if that is its own.
+    fn signal(&self, signal: Signal) {
+        // The id is known until the program is reaped, so that no other process has it.
+        if let Some(pid) = self.child.id().and_then(|id| Pid::from_raw(id.cast_signed())) {
+            let _ = if self.has_own_group { kill_process_group(pid, signal) } else { kill_process(pid, signal) };
+        }
     }
 }
 
