@@ -122,6 +122,26 @@ async fn sleep(context: Context, seconds: f64) -> rpc_core::Result<()> {
     }
 }
 
+/// Runs `work`, which may take for ever, and stops it on cancellation. Looks for that at each
+/// `interval`. Needs a tokio runtime.
+async fn cancellable<T>(
+    context: &Context,
+    interval: Duration,
+    work: impl Future<Output = rpc_core::Result<T>>,
+) -> rpc_core::Result<T> {
+    let watch = async {
+        let mut ticks = tokio::time::interval(interval);
+        while !context.is_cancelled() {
+            ticks.tick().await;
+        }
+    };
+    tokio::select! {
+        biased;
+        outcome = work => outcome,
+        () = watch => Err(cancelled()),
+    }
+}
+
 /// Returns the error of a cancelled function.
 pub(crate) fn cancelled() -> RpcError {
     RpcError::new(ErrorKind::Cancelled, "no caller waits for the result any more")

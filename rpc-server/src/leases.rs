@@ -23,7 +23,7 @@ pub(crate) use self::lease_table::{LeaseTable, SessionLeases};
 pub(crate) use self::scheduler::{LeaseId, LeasePolicy, LeaseTotals};
 
 /// Maximum number of requests of one session, those that hold a device included.
-pub(crate) const MAX_REQUESTS_PER_SESSION: usize = 1024;
+pub(crate) const MAX_REQUESTS_PER_SESSION: usize = 16;
 
 /// Maximum number of requests of all sessions together. Each takes a few hundred bytes.
 pub(crate) const MAX_REQUESTS: usize = 65_536;

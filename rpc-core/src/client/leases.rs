@@ -143,12 +143,14 @@ impl LeaseRequest {
         action.concurrent()
     }
 
-    /// Waits for the lease, which ends when it and this request have been dropped. The request
-    /// stays in the queue if the action is dropped.
+    /// Waits for the lease, which ends when it is released, or when it and this request have been
+    /// dropped. The request stays in the queue if the action is dropped. All results of one request
+    /// are the same lease: releasing one ends it for all.
     ///
     /// # Errors
     ///
-    /// Errors of the session.
+    /// [`ErrorKind::Cancelled`](crate::ErrorKind::Cancelled) if the lease has been released, and
+    /// errors of the session.
     pub fn granted(&self) -> Action<Lease> {
         let request = self.clone();
         ScopedAction::steps(async move |options: Options<'static>| wait(request, &options).await).concurrent()
@@ -182,13 +184,13 @@ impl Lease {
         self.waited
     }
 
-    /// Returns the time since the grant, as known here: slightly less than at the server.
+    /// Returns the time since the grant became known here.
     pub fn held(&self) -> Duration {
         crate::clock::now().saturating_duration_since(self.granted)
     }
 
-    /// Returns the time after which the server ends the session, as known here; zero if that time
-    /// is over.
+    /// Returns the time after which the server ends the session; zero if that time is over. Longer
+    /// than at the server by the time that the grant took to come here.
     pub fn expires_in(&self) -> Duration {
         self.expires.map_or(Duration::MAX, |expires| expires.saturating_duration_since(crate::clock::now()))
     }

@@ -8,10 +8,14 @@ use rpc_core::blocking::block_on;
 use rpc_core::limits::MemoryLease;
 use rpc_core::{Context, Device, ErrorKind, Pack, Registry, Result, RpcError, Shared, clock};
 
+use super::cancellable;
 use crate::leases::{GrantReceiver, LeaseRequest, LeaseService, LeasedDevice, Leases, QueuedRequest};
 
 /// Bytes that a request counts against the memory of its session.
 const REQUEST_BYTES: u64 = 1024;
+
+/// Interval at which a wait checks for cancellation. Many sessions may wait for hours.
+const CANCEL_CHECK: Duration = Duration::from_millis(250);
 
 /// Object of a request and of its lease. Dropping it ends both.
 struct LeaseObject {
@@ -41,7 +45,16 @@ pub(super) fn register(registry: &Registry) {
     registry
         // Not inline: drivers are asked for their devices, and take as long as they take.
         .add("rpc.lease.request", request)
-        .add_async("rpc.lease.wait", |Shared(lease): Shared<LeaseObject>| wait(lease.device, lease.grant.clone()))
+        .add_async("rpc.lease.wait", |context: Context, Shared(lease): Shared<LeaseObject>| {
+            let (device, grant) = (lease.device, lease.grant.clone());
+            let released = lease.released.load(Ordering::Acquire);
+            async move {
+                match released {
+                    true => Err(taken_back(device)),
+                    false => cancellable(&context, CANCEL_CHECK, wait(device, grant)).await,
+                }
+            }
+        })
         .add_async("rpc.lease.ahead", |Shared(lease): Shared<LeaseObject>| {
             let (service, number) = (lease.service.clone(), lease.number);
             async move { service.ahead(number).await }
@@ -73,11 +86,13 @@ fn request(context: Context, device: Device, priority: i32, max_ms: Option<u64>)
 /// not keep the object, whose drop ends it.
 async fn wait(device: Device, mut grant: GrantReceiver) -> Result<(u64, u64)> {
     let granted = grant.wait_for(Option::is_some).await.ok().and_then(|grant| *grant);
-    let grant = granted.ok_or_else(|| {
-        RpcError::new(ErrorKind::Cancelled, format!("the request for a lease on {device} has been taken back"))
-    })?;
+    let grant = granted.ok_or_else(|| taken_back(device))?;
     let held = clock::now().saturating_duration_since(grant.since);
     Ok((micros(grant.waited), micros(grant.duration.saturating_sub(held))))
+}
+
+fn taken_back(device: Device) -> RpcError {
+    RpcError::new(ErrorKind::Cancelled, format!("the request for a lease on {device} has been taken back"))
 }
 
 fn service(context: &Context) -> Result<Arc<dyn LeaseService>> {

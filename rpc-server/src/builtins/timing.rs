@@ -10,7 +10,7 @@ use rpc_core::{
     Session, Value,
 };
 
-use super::cancelled;
+use super::{cancellable, cancelled};
 use crate::server::server_state::ServerState;
 
 /// Options of a measurement, named as in TVM's time evaluator (`python/tvm/runtime/module.py`,
@@ -227,23 +227,8 @@ impl Timer<'_> {
         // This is the lane's thread, which may block. Futures that need the server's runtime find
         // it here.
         match self.context.extension::<ServerState>().and_then(|state| state.runtime().cloned()) {
-            Some(runtime) => runtime.block_on(cancellable(self.context, calls)),
+            Some(runtime) => runtime.block_on(cancellable(self.context, super::CANCEL_CHECK, calls)),
             None => rpc_core::blocking::block_on(calls)?,
         }
-    }
-}
-
-/// Stops `calls` on cancellation: one call alone may take for ever.
-async fn cancellable<T>(context: &Context, calls: impl Future<Output = Result<T>>) -> Result<T> {
-    let watch = async {
-        let mut ticks = tokio::time::interval(super::CANCEL_CHECK);
-        while !context.is_cancelled() {
-            ticks.tick().await;
-        }
-    };
-    tokio::select! {
-        biased;
-        outcome = calls => outcome,
-        () = watch => Err(cancelled()),
     }
 }

@@ -86,7 +86,8 @@ listener_settings! {
         /// message that it has begun, and read what it is sent; 0 for no limit
         #[arg(value_name = "SIZE")]
         min_rate: ByteSize = ByteSize(64), "RPC_SERVER_MIN_RATE";
-        /// Maximum time of a lease on a device. A session that keeps one for longer is ended
+        /// Maximum time of one lease on a device. A session that keeps one for longer is ended; one
+        /// that has released it may ask again
         #[arg(value_name = "TIME")]
         max_lease: Span = seconds(3600), "RPC_SERVER_MAX_LEASE";
         /// Maximum size of one workspace

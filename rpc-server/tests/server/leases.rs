@@ -5,8 +5,8 @@ use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use rpc_core::client::{LeaseOptions, LeaseRequest};
-use rpc_core::{Device, ErrorKind, Pack, Session};
+use rpc_core::client::{Files, LeaseOptions, LeaseRequest};
+use rpc_core::{Device, ErrorKind, Pack, RemoteObject, Session};
 use rpc_server::ServerProcess;
 use rpc_server::builtins::{LeasedDevice, ServerInfo};
 use rpc_transports::Connector;
@@ -73,7 +73,8 @@ async fn a_device_goes_from_one_to_the_next_by_priority_and_arrival() {
         let sessions = [(); 4].map(|()| fixture.connect());
         let [holder, first, urgent, cancelled] = sessions;
         let (holder, first, urgent, cancelled) = tokio::join!(holder, first, urgent, cancelled);
-        let lease = holder.lease(CPU, &LeaseOptions::default()).await.unwrap();
+        let holder_request = request(&holder, 0).await;
+        let lease = holder_request.granted().await.unwrap();
         let first_request = request(&first, 0).await;
         let cancelled_request = request(&cancelled, 0).await;
         let urgent_request = request(&urgent, 1).await;
@@ -92,6 +93,7 @@ async fn a_device_goes_from_one_to_the_next_by_priority_and_arrival() {
         while waiting().await > 2 {}
 
         lease.release().await.unwrap();
+        assert_eq!(holder_request.granted().await.unwrap_err().kind(), ErrorKind::Cancelled);
         let urgent_lease = urgent_request.granted().await.unwrap();
         assert!(urgent_lease.waited() > Duration::ZERO);
         assert_eq!(first_request.ahead().await.unwrap(), 1);
@@ -127,6 +129,40 @@ async fn a_session_that_keeps_a_lease_for_too_long_is_ended() {
     .await;
 }
 
+/// A client that reads nothing does not keep the device until the server stops waiting for it.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_holder_that_does_not_take_its_replies_loses_the_device_in_time() {
+    with_each_isolation(async |fixture| {
+        let address = fixture.server.address().to_owned();
+        let hold = move || {
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+            let held = runtime.block_on(async {
+                let holder: Session = Connector::new().connect(&address).await.unwrap();
+                Files::new(&holder).put_bytes("file", vec![0; 1 << 20]).await.unwrap();
+                let open = holder.get_function("rpc.file.open").await.unwrap();
+                let (reader, _) = open.call::<(RemoteObject, u64)>(("file",)).await.unwrap();
+                let read = holder.get_function("rpc.file.read").await.unwrap();
+                let options = LeaseOptions::default().max_duration(Duration::from_millis(200));
+                let lease = holder.lease(CPU, &options).await.unwrap();
+                // More than the buffers of the connection hold.
+                let mut replies: Vec<_> =
+                    (0..32).map(|_| read.call::<Vec<u8>>((&reader, 0, 1 << 20)).start()).collect();
+                // With the first one answered all are on their way.
+                let _ = replies.remove(0).await;
+                (lease, replies)
+            });
+            // Nothing reads any more once the runtime does not run.
+            (runtime, held)
+        };
+        let (runtime, held) = tokio::task::spawn_blocking(hold).await.unwrap();
+        let next = fixture.connect().await;
+        drop(next.lease(CPU, &LeaseOptions::default()).await.unwrap());
+        runtime.shutdown_background();
+        drop(held);
+    })
+    .await;
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn requests_that_cannot_be_granted_are_refused() {
     with_each_isolation(async |fixture| {
@@ -136,9 +172,9 @@ async fn requests_that_cannot_be_granted_are_refused() {
         assert_eq!(error.kind(), ErrorKind::DeviceUnavailable, "{error}");
         let error = request(CPU, LeaseOptions::default().max_duration(Duration::ZERO)).await;
         assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
-        // A session has at most 1,024 requests.
+        // A session has at most 16 requests.
         let object = session.get_function("rpc.lease.request").await.unwrap();
-        let requests: Vec<_> = (0..1025).map(|_| object.call::<rpc_core::RemoteObject>((CPU, 0, ())).start()).collect();
+        let requests: Vec<_> = (0..17).map(|_| object.call::<RemoteObject>((CPU, 0, ())).start()).collect();
         let mut refused = Vec::new();
         let mut queued = Vec::new();
         for request in requests {
@@ -148,6 +184,14 @@ async fn requests_that_cannot_be_granted_are_refused() {
             }
         }
         assert!(matches!(&refused[..], [error] if error.kind() == ErrorKind::LimitExceeded), "{refused:?}");
+        // Waits that are cancelled free the places of admitted requests, of which there are 1,024.
+        let wait = session.get_function("rpc.lease.wait").await.unwrap();
+        for _ in 0..2 {
+            let waits: Vec<_> =
+                (0..1000).map(|_| wait.call::<(u64, u64)>((&queued[1],)).concurrent().start()).collect();
+            info(&session).await;
+            drop(waits);
+        }
         drop(queued);
         until_free(&session).await;
     })
@@ -183,6 +227,9 @@ async fn the_tool_leases_a_device_for_a_program_or_until_interrupted() {
     // A program that takes too long is ended, and so is one that was killed reported.
     let (code, _, stderr) = output(fixture.cli(&["--for", "50ms", "--", "sleep", "1000"])).await;
     assert!(code == Some(124) && stderr.contains("the program took longer than"), "{code:?} {stderr}");
+    // The output ends only when those that the program has started have ended, too.
+    let (code, ..) = output(fixture.cli(&["--for", "50ms", "--", "sh", "-c", "sleep 1000 & wait"])).await;
+    assert_eq!(code, Some(124));
     let (code, ..) = output(fixture.cli(&["--", "sh", "-c", "kill -9 $$"])).await;
     assert_eq!(code, Some(137));
     let (code, _, stderr) = output(fixture.cli(&["--", "/no/such/program"])).await;
@@ -195,6 +242,10 @@ async fn the_tool_leases_a_device_for_a_program_or_until_interrupted() {
     assert!(line.contains("waited_seconds"), "{line}");
     let (code, _, stderr) = output(fixture.cli(&["--timeout", "500ms"])).await;
     assert!(code == Some(124) && stderr.contains("waiting for cpu:0"), "{code:?} {stderr}");
+    let mut time = Command::new(cli);
+    time.args(["time", address, "rpc.noop", "--lease", "cpu:0", "--timeout", "500ms"]);
+    let (code, _, stderr) = output(time).await;
+    assert!(code == Some(124) && stderr.contains("waiting for cpu:0: 1 before"), "{code:?} {stderr}");
     let end = |holder: &std::process::Child, signal| kill_process(Pid::from_child(holder), signal).unwrap();
     end(&holder, Signal::INT);
     line.clear();
