@@ -37,10 +37,8 @@ impl DiscoSession {
         num_groups: u32,
         options: Options,
     ) -> Completion<Self> {
-        let nodes: Vec<_> = (sessions.into_iter().enumerate())
-            .map(|(number, session)| Node::from(Source::Ready(session, format!("session {number}"))))
-            .collect();
-        launch((nodes.len(), workers_per_session, num_groups), options, async { Ok(nodes) })
+        let sessions = sessions.into_iter().map(|session| (session, Vec::new()));
+        SocketSession::over(sessions, workers_per_session, num_groups).options(options).start()
     }
 }
 

@@ -601,7 +601,13 @@ fn a_dead_spare_process_is_replaced() {
 fn a_stopped_spare_process_is_replaced() {
     run(async {
         let fixture = Fixture::start(&[]);
-        until("the spare process is there", || fixture.children().len() == 1);
+        // The server waits for its children until they run their program: one that is stopped
+        // before that would stop it, too.
+        let runs = |pid: &Pid| {
+            let command = fs::read(format!("/proc/{}/cmdline", pid.as_raw_nonzero())).unwrap_or_default();
+            command.windows(25).any(|part| part == b"--serve-isolated-session\0")
+        };
+        until("the spare process is there", || fixture.children().iter().any(runs));
         let spare = fixture.children()[0];
         kill_process(spare, Signal::STOP).unwrap();
         let stat = format!("/proc/{}/stat", spare.as_raw_nonzero());

@@ -51,11 +51,11 @@
 //!   its operation on the stream.
 //! * While a communicator is aborted, no other thread is in a call with it: all calls hold one
 //!   lock, under which the abort takes the communicator from them.
-//! * An abort needs no thread that stands in a call of the device's driver, and makes none itself.
-//!   Such a call, a query of a mark included, may wait for a thread that frees memory, which waits
-//!   for the device, and that for the abort. So each communicator has a thread that makes no such
-//!   call: it ends the communicator, and aborts it if this rank has stood in the driver for as long
-//!   as a collective may take.
+//! * An abort needs no thread that stands in a call of the device's driver, and makes no such call
+//!   before NCCL's own. Such a call, a query of a mark included, may wait for a thread that frees
+//!   memory, which waits for the device, and that for the abort. So each communicator has a thread
+//!   that makes no such call: it ends the communicator, and aborts it if this rank has stood in the
+//!   driver for as long as a collective may take.
 //! * When one rank fails, all ranks abort. Communicators that were [split](NcclCcl::split) from one
 //!   another are aborted separately, each when its own group breaks. Code that breaks one group
 //!   because a rank is gone has to [abort](super::Control::abort) the other groups of that rank as

@@ -91,7 +91,8 @@ impl SocketSession {
     /// Creates a session with `workers_per_node` workers at the far end of each of these sessions,
     /// and at the nodes that it opens: those at the addresses beside it, by which it reaches them.
     /// For a controller that does not reach all nodes itself. A node comes before those that it
-    /// opens, which have to be allowed as [`fan_out`](Self::fan_out) says.
+    /// opens, which have to be allowed as [`fan_out`](Self::fan_out) says. The settings
+    /// [`connector`](Self::connector) and [`join_timeout`](Self::join_timeout) do not matter here.
     #[must_use]
     pub fn over(
         sessions: impl IntoIterator<Item = (Session, Vec<String>)>,

@@ -39,7 +39,6 @@ pub(crate) struct WorkerSettings {
     pub(crate) version: u32,
     pub(crate) limits: SessionLimits,
     /// Limit of the descriptors that the process opens for its session.
-    #[serde(default = "no_limit")]
     pub(crate) max_open_files: u64,
     pub(crate) weights: Option<WeightFolders>,
     /// Settings of the program's own.
@@ -47,16 +46,11 @@ pub(crate) struct WorkerSettings {
     pub(crate) settings: Option<NodeSettings>,
 }
 
-/// Limit of open files where nobody has set one.
-fn no_limit() -> u64 {
-    u64::MAX
-}
-
 impl WorkerSettings {
     /// Settings of sessions with these limits and files of weights, and without a limit of open
     /// files.
     pub(crate) fn new(limits: SessionLimits, weights: Option<WeightFolders>) -> Self {
-        Self { version: MESSAGES.version(), limits, max_open_files: no_limit(), weights, settings: None }
+        Self { version: MESSAGES.version(), limits, max_open_files: u64::MAX, weights, settings: None }
     }
 
     pub(super) fn of(context: &rpc_core::Context) -> Self {

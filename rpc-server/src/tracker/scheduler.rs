@@ -16,7 +16,7 @@
 //!    Requests that compete for none of these slots overtake it. Of the requests that ask for
 //!    the same, each slot at another server, the first [`Policy::max_reserving`] that must wait
 //!    reserve slots. Those behind them that ask for more slots than these leave reserve none, and
-//!    may be overtaken until one of these is served.
+//!    may be overtaken until one of these is served. Behind twice as many, none is considered.
 //! 3. A request that all servers together could not serve, even if they were free, reserves
 //!    nothing: it waits for servers that may never register, and fails when it has waited so for
 //!    longer than it allows.

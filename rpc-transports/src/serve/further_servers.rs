@@ -80,6 +80,7 @@ impl Onward {
         opening.spawn_on(connect, &self.runtime);
         match opening.join_next().await {
             Some(Ok(opened)) => opened,
+            Some(Err(error)) if error.is_panic() => std::panic::resume_unwind(error.into_panic()),
             // The runtime has been shut down.
             _ => Err(gone()),
         }

@@ -1,8 +1,9 @@
 //! The guard of a communicator: a thread that ends it, and that aborts it for a rank that stands in
 //! a call of the device's driver.
 //!
-//! The guard makes no call of the driver after its start, since such a call may wait for a
-//! collective that hangs, which only the abort ends. It also sees for a rank that stands in the
+//! The guard makes no call of the driver itself after its start (NCCL does, when it ends the
+//! communicator), since such a call may wait for a collective that hangs, which only the abort
+//! ends. It also sees for a rank that stands in the
 //! driver that its group is broken, or that its time limit has passed: all threads that poll may
 //! stand there.
 

@@ -28,8 +28,8 @@ impl Scheduler {
     /// they could use. If each slot is to be at another server, this holds for one slot of each
     /// server only. Each such request looks at all servers, so behind the first
     /// [`max_reserving`](super::Policy::max_reserving) that got no slots only those are considered
-    /// that ask for no more than the last one found. So a long queue costs little while there are
-    /// no slots for it.
+    /// that ask for no more than the last one found, and none behind twice as many. So a long queue
+    /// costs little while there are no slots for it.
     pub(super) fn next_grants(&self, changed: Option<&str>) -> Vec<(QueueOrder, Vec<ServerId>)> {
         let mut grants = Vec::new();
         let mut left = self.totals.free;
@@ -56,7 +56,9 @@ impl Scheduler {
         while let Some((order, id, count)) = next.pop_first().filter(|_| left > 0) {
             let Some(class) = self.classes.get(id) else { continue };
             let in_front = reserving.get(&id).copied().unwrap_or(Reserving { requests: 0, found: u64::MAX });
-            if in_front.requests >= self.policy.max_reserving && u64::from(count) > in_front.found {
+            let bound = self.policy.max_reserving;
+            let finds_too_few = in_front.requests >= bound && u64::from(count) > in_front.found;
+            if finds_too_few || in_front.requests >= 2 * bound {
                 continue;
             }
             let request = &*class.request;

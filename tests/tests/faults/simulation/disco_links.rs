@@ -4,9 +4,9 @@
 //! waits for all of them: it moves on only while every other thread sleeps. Which of two threads
 //! comes first is not drawn from the seed.
 //!
-//! A task's timers follow the clock of its runtime, and that of Disco is the real one. So
-//! controllers get sessions that were connected on the runtime of the simulation, and the servers
-//! of nodes drive the sessions with the nodes below on theirs, which is the same.
+//! Timers follow the clock of the runtime that drives the task, and Disco's runtime has the real
+//! clock. So the runtime of the simulation drives every session here: those of controllers are
+//! connected on it, and those between nodes are opened by servers that run on it.
 //!
 //! Beside what holds for all sessions: each worker runs the commands of its controller once, in
 //! order, and all of them before a sync succeeds; each failure is told once; a session that is lost

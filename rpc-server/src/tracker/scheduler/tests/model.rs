@@ -446,7 +446,7 @@ impl Model {
             let Some((_, _, won, _)) = before.iter().find(|(id, ..)| id == winner) else { continue };
             for (other, _, request, _) in &self.waiting {
                 let in_front = (-request.priority, *other) < (-won.priority, *winner);
-                if !in_front || !self.is_possible(request) || self.may_be_overtaken(*other, request) {
+                if !in_front || !self.is_possible(request) || self.is_behind(1, *other, request) {
                     continue;
                 }
                 for GrantedSlot { server: id, .. } in slots {
@@ -459,15 +459,16 @@ impl Model {
         }
     }
 
-    /// Returns true if as many requests for the same wait in front of this one as reserve slots.
-    fn may_be_overtaken(&self, claim: ClaimId, request: &ServerRequest) -> bool {
+    /// Returns true if `times` as many requests for the same wait in front of this one as reserve
+    /// slots.
+    fn is_behind(&self, times: u32, claim: ClaimId, request: &ServerRequest) -> bool {
         let in_front = self.waiting.iter().filter(|(id, _, other, _)| {
             (-other.priority, *id) < (-request.priority, claim)
                 && (&other.key, &other.labels, &other.devices) == (&request.key, &request.labels, &request.devices)
                 && other.distinct
                 && self.is_possible(other)
         });
-        request.distinct && in_front.count() >= policy().max_reserving as usize
+        request.distinct && in_front.count() >= (times * policy().max_reserving) as usize
     }
 
     fn is_possible(&self, request: &ServerRequest) -> bool {
@@ -487,7 +488,8 @@ impl Model {
             let usable: Vec<(ServerId, u32)> =
                 suitable.map(|id| (id, if request.distinct { free[&id].min(1) } else { free[&id] })).collect();
             let total: u32 = usable.iter().map(|(_, slots)| slots).sum();
-            assert!(total < request.count, "{claim:?} waits for {} of {total} free slots", request.count);
+            let is_considered = !self.is_behind(2, *claim, request);
+            assert!(!is_considered || total < request.count, "{claim:?} waits for {} of {total} free", request.count);
             if self.is_possible(request) {
                 for (id, slots) in usable {
                     *free.get_mut(&id).unwrap() -= slots;
