@@ -23,6 +23,7 @@ use std::collections::VecDeque;
 use std::fmt;
 use std::io::{self, Read};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use bytes::{Buf, Bytes};
@@ -193,7 +194,8 @@ impl<'a> RemoteCommand<'a> {
     }
 
     /// Sets a variable of the environment. Only the server's operator sets `PATH`, `LD_*` and the
-    /// variables that the server passes on itself.
+    /// variables that the server passes on itself; unless clients may run any program, the operator
+    /// names the variables that they may set (`--run-client-env`).
     pub fn env(mut self, name: impl Into<String>, value: impl Into<String>) -> Self {
         self.request.env.push((name.into(), value.into()));
         self
@@ -241,7 +243,7 @@ impl<'a> RemoteCommand<'a> {
     ///
     /// [`ErrorKind::Refused`] if the server does not run programs, or not this one;
     /// [`ErrorKind::NotFound`] if there is no such program; [`ErrorKind::InvalidArgument`] for a
-    /// variable that is the operator's to set; [`ErrorKind::LimitExceeded`] if the session has too
+    /// variable that the client may not set; [`ErrorKind::LimitExceeded`] if the session has too
     /// many open files or too little memory; [`ErrorKind::Io`] if the program cannot be started, or
     /// a callback fails.
     pub fn status(self) -> ScopedAction<'a, RunStatus> {
@@ -331,6 +333,27 @@ struct ProcessFunctions {
     write: RemoteFunction,
     close_input: RemoteFunction,
     terminate: RemoteFunction,
+    /// Limit on the output in bytes.
+    output_limit: Option<u64>,
+    /// Bytes of output that have arrived.
+    received: AtomicU64,
+}
+
+impl ProcessFunctions {
+    /// Checks a piece of output that has arrived: its stream, and the limit, which a server may not
+    /// keep.
+    fn accept(&self, (number, piece): (u8, Bytes)) -> Result<(OutputStream, Bytes)> {
+        let stream = OutputStream::from_number(number)?;
+        let len = piece.len() as u64;
+        let received = self.received.fetch_add(len, Ordering::Relaxed).saturating_add(len);
+        match self.output_limit {
+            Some(limit) if received > limit => Err(RpcError::new(
+                ErrorKind::Protocol,
+                format!("rpc.run.read: the server sends more output than the limit of {limit} bytes"),
+            )),
+            _ => Ok((stream, piece)),
+        }
+    }
 }
 
 impl RemoteProcess {
@@ -338,12 +361,13 @@ impl RemoteProcess {
     ///
     /// # Errors
     ///
-    /// [`ErrorKind::Busy`] if another call waits for output.
+    /// [`ErrorKind::Busy`] if another call waits for output; [`ErrorKind::Protocol`] if the server
+    /// sends more than the [limit](RemoteCommand::output_limit).
     pub fn read_output(&self) -> Action<Option<(OutputStream, Bytes)>> {
         let this = self.clone();
         let read = async move |options: Options<'static>| {
             let piece = options.apply(this.0.read.call::<Option<(u8, Bytes)>>((&this.0.process,))).await?;
-            piece.map(|(number, piece)| Ok((OutputStream::from_number(number)?, piece))).transpose()
+            piece.map(|piece| this.0.accept(piece)).transpose()
         };
         ScopedAction::steps(read).concurrent()
     }
@@ -374,9 +398,9 @@ impl RemoteProcess {
                     window.push_back(pending);
                 }
                 let Some(pending) = window.pop_front() else { return Ok(()) };
-                let Some((number, piece)) = pending.await? else { return Ok(()) };
-                write(OutputStream::from_number(number)?, &piece)
-                    .map_err(|error| local_io("cannot store what the program wrote", &error))?;
+                let Some(piece) = pending.await? else { return Ok(()) };
+                let (stream, piece) = this.0.accept(piece)?;
+                write(stream, &piece).map_err(|error| local_io("cannot store what the program wrote", &error))?;
             }
         })
     }
@@ -476,10 +500,51 @@ async fn start(
     let names =
         ["rpc.run.start", "rpc.run.read", "rpc.run.wait", "rpc.run.write", "rpc.run.close_input", "rpc.run.terminate"];
     let [start, read, wait, write, close_input, terminate] = functions(session, options, names).await?;
+    let output_limit = request.output_limit;
     let process = options.apply(start.call((Pack(request),))).await?;
-    let process = RemoteProcess(Arc::new(ProcessFunctions { process, read, wait, write, close_input, terminate }));
+    let process = RemoteProcess(Arc::new(ProcessFunctions {
+        process,
+        read,
+        wait,
+        write,
+        close_input,
+        terminate,
+        output_limit,
+        received: AtomicU64::new(0),
+    }));
     if let Some(stdin) = stdin {
         process.feed(stdin)?;
     }
     Ok(process)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{LocalSession, Registry, Shared};
+
+    #[test]
+    fn a_server_does_not_exceed_the_output_limit() {
+        struct Program;
+
+        let registry = Registry::new();
+        registry
+            .add("rpc.run.start", |_: Pack<RunRequest>| Shared(Arc::new(Program)))
+            .add("rpc.run.read", |_: Shared<Program>| Some((1_u8, Bytes::from_static(&[b'y'; 1024]))))
+            .add("rpc.run.wait", |_: Shared<Program>| ())
+            .add("rpc.run.write", |_: Shared<Program>, _: Bytes| 0)
+            .add("rpc.run.close_input", |_: Shared<Program>| ())
+            .add("rpc.run.terminate", |_: Shared<Program>| ());
+        let session = Session::new(LocalSession::new(registry));
+        let mut arrived = 0;
+        let count = |piece: &[u8]| {
+            arrived += piece.len();
+            Ok(())
+        };
+        let error = session.run("yes").output_limit(4096).on_stdout(count).status().wait().unwrap_err();
+        assert_eq!((error.kind(), arrived), (ErrorKind::Protocol, 4096), "{error}");
+        let process = session.run("yes").output_limit(1024).start().wait().unwrap();
+        assert!(process.read_output().wait().unwrap().is_some());
+        assert_eq!(process.read_output().wait().unwrap_err().kind(), ErrorKind::Protocol);
+    }
 }
