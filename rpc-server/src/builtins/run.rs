@@ -4,19 +4,21 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use rpc_core::client::{RunRequest, RunStatus};
-use rpc_core::{Context, ErrorKind, Pack, Registry, Result, RpcError, Shared};
+use rpc_core::{Context, ErrorKind, Pack, Packed, Registry, Result, RpcError, Shared};
 
 use super::files::workspace;
 use crate::run::{RunPolicy, RunningProgram};
 
 pub(super) fn register(registry: &Registry) {
     registry
-        .add("rpc.run.start", |context: Context, Pack(request): Pack<RunRequest>| -> Result<_> {
+        .add("rpc.run.start", |context: Context, request: Packed| -> Result<_> {
             let refused = || {
                 let text = "this server runs no programs for its clients: its operator has not given --allow-run";
                 RpcError::new(ErrorKind::Refused, text)
             };
             let policy = context.extension::<RunPolicy>().ok_or_else(refused)?;
+            // Nothing of the request is decoded where no programs are run.
+            let request: RunRequest = request.decode()?;
             let program = RunningProgram::start(&context, &policy, &workspace(&context)?, &request)?;
             Ok(Shared(Arc::new(program)))
         })

@@ -109,9 +109,12 @@ async fn run_in(
             (shown.await?, Some(failure))
         }
     };
-    let fetched = match interrupted {
-        None => artifacts::fetch(session, output, &args.fetch, &args.out).await?,
-        Some(failure) => return Err(failure),
+    if let Some(failure) = interrupted {
+        return Err(failure);
+    }
+    let fetched = tokio::select! {
+        fetched = artifacts::fetch(session, output, &args.fetch, &args.out) => fetched?,
+        failure = interruption.wait() => return Err(failure),
     };
     if output.is_json() {
         let RunStatus { code, signal, ended_by } = status;

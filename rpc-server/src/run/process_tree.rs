@@ -15,6 +15,8 @@ pub(super) struct ProcessEntry {
     /// Time of the start, which tells two processes with one id apart.
     start_time: u64,
     is_zombie: bool,
+    /// True if a signal or a debugger has stopped the process.
+    pub(super) is_stopped: bool,
 }
 
 impl ProcessEntry {
@@ -32,6 +34,7 @@ impl ProcessEntry {
         Some(Self {
             pid,
             is_zombie: matches!(field(0)?, "Z" | "X"),
+            is_stopped: matches!(field(0)?, "T" | "t"),
             parent: field(1)?.parse().ok()?,
             session: field(3)?.parse().ok()?,
             start_time: field(19)?.parse().ok()?,

@@ -1,6 +1,5 @@
 //! A running program, in the session process: its reaper and the pipes of its standard streams.
 
-use std::collections::HashSet;
 use std::io::{self, PipeReader, PipeWriter, Read as _, Write as _};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -18,10 +17,11 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 use rustix::io::Errno;
 use rustix::pipe::fcntl_setpipe_size;
-use rustix::process::Pid;
+use rustix::process::{Pid, Signal, kill_process};
 
 use super::messages::{self, MESSAGES, ProgramSetup, Started, TERMINATE};
 use super::policy::RunPolicy;
+use super::process_tree::ProcessEntry;
 use super::reaper::{self, REAPER_ARGUMENT};
 use crate::builtins::cancelled;
 use crate::this_program::this_program_again;
@@ -53,7 +53,7 @@ static ALIVE_REAPERS: Mutex<Vec<Pid>> = Mutex::new(Vec::new());
 pub(crate) struct RunningProgram {
     output: Mutex<OutputPipes>,
     stdin: Mutex<Option<PipeWriter>>,
-    /// Connection to the reaper. `None` once the program has been dropped.
+    /// Connection to the reaper, which ends the program when the connection is closed.
     control: UnixStream,
     status: Mutex<Option<Result<RunStatus>>>,
     /// True once the output was more than its limit.
@@ -129,6 +129,13 @@ impl RunningProgram {
         setup.send(&program.control, &streams).map_err(cannot)?;
         // The ends of the program are with the program alone, so that its end is theirs.
         drop((program_stdout, program_stderr, program_stdin));
+        // The program already runs before its reaper says so, and may have stopped it.
+        while !wait_for(&program.control, PollFlags::IN)? {
+            if context.is_cancelled() {
+                return Err(cancelled());
+            }
+            program.reaper.iter().for_each(resume);
+        }
         messages::receive::<Started>(&program.control).map_err(cannot)?.into_result(&request.program)?;
         Ok(program)
     }
@@ -225,6 +232,7 @@ impl RunningProgram {
     pub(crate) fn terminate(&self) {
         // A reaper that is gone has ended the program.
         let _ = (&self.control).write_all(&[TERMINATE]);
+        self.reaper.iter().for_each(resume);
     }
 
     /// Receives the status, which the reaper has sent, or the end of the connection.
@@ -232,7 +240,8 @@ impl RunningProgram {
         let mut status = self.status.lock();
         if status.is_none() {
             let received = messages::receive(&self.control).map_err(|error| {
-                reaper::end_orphans(&alive_reapers(self.reaper.as_ref()));
+                let killed = self.reaper.as_ref().map(Pid::from_child);
+                reaper::end_orphans(|pid| Some(pid) != killed && is_reaper(pid));
                 RpcError::new(ErrorKind::Io, format!("the process that watches the program was killed: {error}"))
             });
             // The program may have ended by the closed pipe, before the reaper could end it.
@@ -252,6 +261,7 @@ impl Drop for RunningProgram {
         let _ = self.control.shutdown(std::net::Shutdown::Both);
         if let Some(reaper) = self.reaper.take() {
             let pid = Pid::from_child(&reaper);
+            resume(&reaper);
             // In this order it is always in one of the lists.
             DROPPED_REAPERS.lock().push(reaper);
             ALIVE_REAPERS.lock().retain(|alive| *alive != pid);
@@ -367,18 +377,41 @@ fn reap_dropped() -> bool {
     !dropped.is_empty()
 }
 
-/// Returns the ids of all reapers but `killed`.
-fn alive_reapers(killed: Option<&Child>) -> HashSet<Pid> {
-    let dropped = DROPPED_REAPERS.lock().iter().map(Pid::from_child).collect::<Vec<_>>();
-    let killed = killed.map(Pid::from_child);
-    ALIVE_REAPERS.lock().iter().copied().chain(dropped).filter(|pid| Some(*pid) != killed).collect()
+/// Returns true if `pid` is the id of a reaper of this session.
+fn is_reaper(pid: Pid) -> bool {
+    // In this order a reaper whose program is dropped meanwhile is found.
+    let is_alive = ALIVE_REAPERS.lock().contains(&pid);
+    is_alive || DROPPED_REAPERS.lock().iter().any(|reaper| Pid::from_child(reaper) == pid)
 }
 
-/// Waits until the reapers of all dropped programs have ended, and their programs with them, or for
-/// `limit`. Blocks.
+/// Lets a reaper run again that its program, which has the same user, has stopped.
+fn resume(reaper: &Child) {
+    let _ = kill_process(Pid::from_child(reaper), Signal::CONT);
+}
+
+/// Waits until all programs have been dropped and their reapers have ended, or for `limit`. Reapers that stay stopped are killed, and what they leave with them. Blocks.
 pub(crate) fn end_reapers(limit: Duration) {
-    let deadline = Instant::now() + limit;
-    while reap_dropped() && Instant::now() < deadline {
+    let started = Instant::now();
+    // Other threads may not have dropped all programs yet.
+    while (reap_dropped() || !ALIVE_REAPERS.lock().is_empty()) && started.elapsed() < limit {
+        // The server may kill this process before the limit has passed.
+        if started.elapsed() < limit / 4 {
+            DROPPED_REAPERS.lock().iter().for_each(resume);
+        } else if kill_stopped_reapers() {
+            reaper::end_orphans(is_reaper);
+        }
         thread::sleep(Duration::from_millis(1));
     }
+}
+
+/// Kills the stopped reapers of dropped programs. Returns true if there were any.
+fn kill_stopped_reapers() -> bool {
+    let mut was_killed = false;
+    for reaper in &mut *DROPPED_REAPERS.lock() {
+        if ProcessEntry::read(Pid::from_child(reaper)).is_some_and(|entry| entry.is_stopped) {
+            // When it has been waited for, its descendants are those of this process.
+            was_killed |= reaper.kill().and_then(|()| reaper.wait()).is_ok();
+        }
+    }
+    was_killed
 }

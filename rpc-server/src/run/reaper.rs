@@ -4,7 +4,6 @@
 //! The reaper has a session of the kernel of its own, so that signals to the session process and
 //! its group do not reach it: it ends when the connection does.
 
-use std::collections::HashSet;
 use std::io::{self, Read};
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -67,13 +66,15 @@ fn serve() -> io::Result<()> {
         processes: ProcessLimit { max: setup.max_processes, counted: 1, newest: newest_pid() },
     };
     let told = messages::send(&control, &Started::Running);
-    let status = told.and_then(|()| program.watch(&control));
+    let watched = told.and_then(|()| program.watch(&control));
     // Kills the program, too, if it still runs.
     program.kill();
-    status?;
-    // Without the session process there is no one to tell.
-    let _ = messages::send(&control, &program.status());
-    Ok(())
+    if watched.is_ok() {
+        // Without the session process there is no one to tell.
+        let _ = messages::send(&control, &program.status());
+    }
+    program.kill_late_descendants();
+    watched
 }
 
 /// Starts the program. Its copies of `streams` are the only ones when this returns.
@@ -169,7 +170,7 @@ impl Program {
         }
     }
 
-    /// Kills the program and all its descendants, and reaps them.
+    /// Kills the program and all its descendants, and reaps them, for at most [`KILL_LIMIT`].
     fn kill(&mut self) {
         if self.exit.is_none() {
             // The whole group at once, so that its processes cannot fork faster than they are
@@ -179,8 +180,17 @@ impl Program {
         let deadline = Instant::now() + KILL_LIMIT;
         // Orphans are children of this process, so that without a child there is no descendant.
         while self.reap() && Instant::now() < deadline {
-            descendants(getpid(), |_| true).iter().for_each(ProcessEntry::kill);
+            kill_descendants();
             thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    /// Kills and reaps descendants until none is left: those that fork as fast as they are killed,
+    /// and those that the kernel holds.
+    fn kill_late_descendants(&mut self) {
+        while self.reap() {
+            kill_descendants();
+            thread::sleep(TICK);
         }
     }
 
@@ -192,6 +202,10 @@ impl Program {
             ended_by: self.ended_by,
         }
     }
+}
+
+fn kill_descendants() {
+    descendants(getpid(), |_| true).iter().for_each(ProcessEntry::kill);
 }
 
 /// Limit on the processes of a program.
@@ -227,10 +241,11 @@ pub(crate) fn adopt_orphans() -> io::Result<()> {
 }
 
 /// Kills and reaps the processes that a killed reaper has left to this session process: those that
-/// are in another session of the kernel than it is, and are no reaper that is `alive`.
-pub(super) fn end_orphans(alive: &HashSet<Pid>) {
+/// are in another session of the kernel than it is, and are no reapers. `is_reaper` is asked after
+/// each look at the processes, so that it knows a reaper that was started before the look.
+pub(super) fn end_orphans(is_reaper: impl Fn(Pid) -> bool) {
     let Some(own) = ProcessEntry::read(getpid()) else { return };
-    let is_orphan = |process: &ProcessEntry| process.session != own.session && !alive.contains(&process.pid);
+    let is_orphan = |process: &ProcessEntry| process.session != own.session && !is_reaper(process.pid);
     let deadline = Instant::now() + KILL_LIMIT;
     loop {
         let orphans = descendants(getpid(), is_orphan);

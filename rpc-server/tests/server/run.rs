@@ -7,7 +7,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use rpc_core::client::{EndCause, Files, OutputStream, RemoteProcess, RunOutput};
+use rpc_core::client::{EndCause, Files, OutputStream, RemoteCommand, RemoteProcess, RunOutput, RunStatus};
 use rpc_core::{ErrorKind, Session};
 use rpc_server::ServerProcess;
 use rpc_transports::Connector;
@@ -22,20 +22,46 @@ fn connect(fixture: &Fixture) -> Session {
 
 /// Runs a script of the shell to its end.
 fn shell(session: &Session, script: &str) -> RunOutput {
-    session.run("sh").args(["-c", script]).output().wait().unwrap()
+    self::script(session, script).output().wait().unwrap()
 }
 
-/// Starts a script, and returns it with the process ids that it prints.
-fn start<const N: usize>(session: &Session, script: &str) -> (RemoteProcess, [i32; N]) {
-    let process = session.run("sh").args(["-c", script]).start().wait().unwrap();
+fn script(session: &Session, script: &str) -> RemoteCommand<'static> {
+    session.run("sh").args(["-c", script])
+}
+
+/// Starts a program, and returns it with the first lines that it prints.
+fn start_lines(command: RemoteCommand<'static>, count: usize) -> (RemoteProcess, String) {
+    let process = command.start().wait().unwrap();
     let mut text = String::new();
-    while text.lines().count() < N || !text.ends_with('\n') {
+    while text.lines().count() < count || !text.ends_with('\n') {
         let (stream, piece) = process.read_output().wait().unwrap().unwrap();
         assert_eq!(stream, OutputStream::Stdout);
         text += std::str::from_utf8(&piece).unwrap();
     }
-    let pids: Vec<_> = text.lines().map(|line| line.parse().unwrap()).collect();
+    (process, text)
+}
+
+/// Starts a script, and returns it with the process ids that it prints.
+fn start<const N: usize>(session: &Session, text: &str) -> (RemoteProcess, [i32; N]) {
+    start_pids(script(session, text))
+}
+
+fn start_pids<const N: usize>(command: RemoteCommand<'static>) -> (RemoteProcess, [i32; N]) {
+    let (process, lines) = start_lines(command, N);
+    let pids: Vec<_> = lines.lines().map(|line| line.parse().unwrap()).collect();
     (process, pids.try_into().unwrap())
+}
+
+/// Terminates a program that has printed `begun`. Returns what it prints after that, and its status.
+fn terminate(command: RemoteCommand<'static>) -> (Vec<u8>, RunStatus) {
+    let (process, begun) = start_lines(command, 1);
+    assert_eq!(begun, "begun\n");
+    process.terminate().wait().unwrap();
+    let mut output = Vec::new();
+    while let Some((_, piece)) = process.read_output().wait().unwrap() {
+        output.extend_from_slice(&piece);
+    }
+    (output, process.status().wait().unwrap())
 }
 
 /// Field of `/proc/PID/stat` after the name: 0 is the state, 1 the parent.
@@ -77,7 +103,14 @@ fn programs_return_their_output_and_status() {
     assert_eq!((output.status.code, output.status.signal, output.status.ended_by), (Some(3), None, None));
     assert_eq!(shell(&session, "kill -9 $$").status.signal, Some(9));
     // The status counts, and not the end of the streams.
-    assert_eq!(shell(&session, "exec >&- 2>&-; sleep 0.05; exit 4").status.code, Some(4));
+    let silent = script(&session, "echo $$; exec >&- 2>&-; read line; exit 4").piped_input();
+    let (silent, pid) = start_lines(silent, 1);
+    let stderr = format!("/proc/{}/fd/2", pid.trim());
+    eventually("the streams stay open", || fs::symlink_metadata(&stderr).is_err());
+    let end = silent.read_output().start();
+    silent.write_input("\n").wait().unwrap();
+    assert_eq!(end.wait().unwrap(), None);
+    assert_eq!(silent.status().wait().unwrap().code, Some(4));
 
     // Input larger than all buffers on the way, and one that the program does not read.
     let input = vec![b'x'; 3 << 20];
@@ -101,17 +134,15 @@ fn programs_return_their_output_and_status() {
     assert!(Path::new(lines[1]).starts_with(fixture.folder.path()), "{text}");
 
     // Limits, each with the reason.
-    let limited = |script: &str| session.run("sh").args(["-c", script]);
-    let deaf = limited("trap '' TERM; echo begun; while :; do sleep 1000; done");
-    let deaf = deaf.time_limit(Duration::from_millis(100)).output().wait().unwrap();
-    assert_eq!((deaf.status.signal, deaf.status.ended_by), (Some(9), Some(EndCause::TimeLimit)));
-    assert_eq!(deaf.stdout, b"begun\n");
-    let polite = limited("trap 'echo end; exit 5' TERM; sleep 1000 & wait");
-    let polite = polite.time_limit(Duration::from_millis(100)).output().wait().unwrap();
-    assert_eq!((polite.status.code, polite.stdout), (Some(5), b"end\n".to_vec()));
+    let (output, deaf) = terminate(script(&session, "trap '' TERM; echo begun; while :; do sleep 1000; done"));
+    assert_eq!((deaf.signal, deaf.ended_by, &output[..]), (Some(9), Some(EndCause::Client), &b""[..]));
+    let (output, polite) = terminate(script(&session, "trap 'echo end; exit 5' TERM; echo begun; sleep 1000 & wait"));
+    assert_eq!((polite.code, &output[..]), (Some(5), &b"end\n"[..]));
+    let endless = session.run("sleep").arg("1000").time_limit(Duration::from_millis(50)).output().wait().unwrap();
+    assert_eq!((endless.status.signal, endless.status.ended_by), (Some(15), Some(EndCause::TimeLimit)));
     let endless = session.run("yes").output_limit(1 << 20).output().wait().unwrap();
     assert_eq!((endless.status.ended_by, endless.stdout.len()), (Some(EndCause::OutputLimit), 1 << 20));
-    let bomb = limited("while :; do sleep 1000 & done").output().wait().unwrap();
+    let bomb = script(&session, "while :; do sleep 1000 & done").output().wait().unwrap();
     assert_eq!(bomb.status.ended_by, Some(EndCause::ProcessLimit));
 
     let missing = session.run("no-such-program").output().wait().unwrap_err();
@@ -130,10 +161,9 @@ fn no_process_and_no_file_is_left() {
     let session = connect(&fixture);
 
     // The program exits, and leaves a process that has escaped from its group and session.
-    let output = shell(&session, &format!("{STRAY}; until [ -e done ]; do echo > done; done"));
-    if let Ok(pid) = String::from_utf8(output.stdout).unwrap().trim().parse() {
-        ends(pid);
-    }
+    let stray = "(setsid sh -c 'echo $$ > new; mv new stray; exec sleep 1000' &)";
+    let output = shell(&session, &format!("{stray}; until [ -e stray ]; do :; done; cat stray"));
+    ends(String::from_utf8(output.stdout).unwrap().trim().parse().unwrap());
     let (process, [stray]) = start(&session, &format!("{STRAY}; sleep 1000"));
     drop(process);
     ends(stray);
@@ -142,6 +172,25 @@ fn no_process_and_no_file_is_left() {
     while process.read_output().wait().unwrap().is_some() {}
     assert_eq!(process.status().wait().unwrap().ended_by, Some(EndCause::Client));
     assert_eq!(stat(stray, 0), None);
+
+    // The reaper is stopped: once, and again whenever it continues.
+    // The program waits for a line, so that its start is complete.
+    let stopping = |session: &Session, stop: &str| {
+        let text = format!("echo $PPID; echo $$; read line; {stop}");
+        let (process, pids) = start_pids(script(session, &text).piped_input());
+        process.write_input("\n").wait().unwrap();
+        (process, pids)
+    };
+    let (process, [reaper, pid]) = stopping(&session, "kill -STOP $PPID; while :; do :; done");
+    eventually("the reaper runs", || stat(reaper, 0).as_deref() == Some("T"));
+    drop(process);
+    ends(pid);
+    ends(reaper);
+    let other = connect(&fixture);
+    let (process, pids) = stopping(&other, "while :; do kill -STOP $PPID; done");
+    eventually("the reaper runs", || stat(pids[0], 0).as_deref() == Some("T"));
+    drop((process, other));
+    pids.into_iter().for_each(ends);
 
     // The reaper is killed, so that the session process takes its place.
     let (process, [reaper, stray]) = start(&session, &format!("echo $PPID; {STRAY}; sleep 1000"));
@@ -176,10 +225,11 @@ fn no_process_and_no_file_is_left() {
     assert!(refused.to_string().contains("has not given --allow-run"), "{refused}");
 }
 
-/// Starts a relay.
-fn relay() -> ServerProcess {
+/// Starts a relay whose peers prove themselves by a token.
+fn relay(tokens: &str) -> ServerProcess {
     let mut relay = Command::new(env!("CARGO_BIN_EXE_rpc-server"));
     relay.args(["relay", "--listen", "tcp://127.0.0.1:0", "--exit-with-stdin", "--log-level", "error"]);
+    relay.args(["--token-file", tokens]);
     ServerProcess::spawn(relay).unwrap()
 }
 
@@ -225,17 +275,22 @@ fn the_tool_sends_runs_and_fetches() {
     assert_eq!(run(command(&["run", hop.address(), "--", "true"])).code, 77);
 
     // Through a relay.
-    let relay = relay();
+    let tokens = fixture.path("tokens");
+    cli(&["token", "--out", &tokens]).ok();
+    let relay = relay(&tokens);
     let board = format!("{}/board", relay.address());
     let socket = format!("unix:{}", fixture.path("socket"));
-    let _board = Fixture::new(&["--allow-run", "cat", "--relay", &board, "--listen", &socket]);
+    let proof = ["--token-file", &tokens, "--forward-token-file", &tokens];
+    let board_flags = ["--allow-run", "cat", "--relay", &board, "--listen", &socket];
+    let _board = Fixture::new(&[&board_flags[..], &proof].concat());
     // The server may not wait at the relay yet.
-    let mut answer = cli(&["run", &board, "--", "cat", "/proc/sys/kernel/ostype"]);
+    let through = || cli(&["run", "--token-file", &tokens, &board, "--", "cat", "/proc/sys/kernel/ostype"]);
+    let mut answer = through();
     for _ in 0..100 {
         if answer.code == 0 {
             break;
         }
-        answer = cli(&["run", &board, "--", "cat", "/proc/sys/kernel/ostype"]);
+        answer = through();
     }
     assert_eq!(answer.ok(), "Linux\n");
 
@@ -249,4 +304,16 @@ fn the_tool_sends_runs_and_fetches() {
     assert_eq!(lines.next().unwrap().unwrap(), "interrupted");
     assert_eq!(child.wait().unwrap().code(), Some(130));
     ends(pid);
+
+    // A fetch is interrupted, after it has made the folder.
+    let script = "mkdir sub; truncate -s 64G sub/large";
+    let mut child = command(&["run", "--fetch", "sub/*", "--out", &out, fixture.address(), "--", "sh", "-c", script]);
+    let child = child.stderr(Stdio::piped()).spawn().unwrap();
+    eventually("nothing is fetched", || Path::new(&format!("{out}/sub")).exists());
+    kill_process(Pid::from_child(&child), Signal::INT).unwrap();
+    let fetch = child.wait_with_output().unwrap();
+    let told = String::from_utf8(fetch.stderr).unwrap();
+    assert_eq!(fetch.status.code(), Some(130), "{told}");
+    assert!(told.contains("sub/large: incomplete, and not kept"), "{told}");
+    assert_eq!(fs::read_dir(format!("{out}/sub")).unwrap().count(), 0);
 }
