@@ -13,12 +13,12 @@
 //!    machine, and only in sessions with processes of their own, whose [limits](crate::isolate) the
 //!    program inherits. The operator lists the programs.
 //! 2. **The environment is the operator's.** It has `PATH`, `LD_*` and what `--run-env` names from
-//!    the server, `HOME` and `TMPDIR` in the workspace, and the variables of the client, which may
-//!    not replace the operator's.
+//!    the server, `HOME` and `TMPDIR` in the workspace, and the variables of the client: those that
+//!    `--run-client-env` names, or all but the operator's if clients may run any program.
 //! 3. **A program leaves no process.** Its reaper is the subreaper of all its descendants, so that
 //!    none escapes by a new session or process group, and kills them when the program exits, when
 //!    it is ended, and when the session process closes the connection or dies. If a program kills
-//!    its reaper, the session process inherits the descendants and kills them.
+//!    or stops its reaper, the session process inherits the descendants and kills them.
 //! 4. **Output is not buffered.** A client requests each piece; the program waits in its pipe.
 
 mod messages;

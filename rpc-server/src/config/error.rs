@@ -224,7 +224,8 @@ pub enum ConfigError {
     /// Programs would be run for anyone who can connect.
     #[error(
         "--allow-run lets clients run programs as the user of this server, and other machines can connect without \
-         proof of identity: give --token-file or --client-ca, or listen on tcp://127.0.0.1:PORT or unix:PATH"
+         proof of identity: give --token-file (needed with --relay) or --client-ca, or listen on \
+         tcp://127.0.0.1:PORT or unix:PATH"
     )]
     RunWithoutIdentity,
     /// Programs would run in the process of the server.

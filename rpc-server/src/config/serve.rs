@@ -139,6 +139,12 @@ listener_settings! {
         /// and LD_*; may be repeated, or given as a list with commas
         #[arg(value_name = "NAME", value_delimiter = ',')]
         run_env: Vec<String> = Vec::new(), "RPC_SERVER_RUN_ENV";
+        /// With --allow-run: variables that clients may set for the programs of the list; may be
+        /// repeated, or given as a list with commas. Some make a program run code of the client,
+        /// such as PYTHONPATH. With --allow-run any, clients may set all but the operator's.
+        /// Default: none
+        #[arg(value_name = "NAME", value_delimiter = ',')]
+        run_client_env: Vec<String> = Vec::new(), "RPC_SERVER_RUN_CLIENT_ENV";
         /// With --allow-run: maximum number of processes that a program may have at a time
         #[arg(value_name = "NUMBER")]
         max_run_processes: u32 = 1024, "RPC_SERVER_MAX_RUN_PROCESSES";
@@ -212,7 +218,8 @@ listener_settings! {
         key: String, "RPC_SERVER_KEY";
         /// Serve controllers of Disco, which start workers here that call functions, use memory and
         /// threads, and connect to workers elsewhere. Default: true where clients must prove who
-        /// they are or all addresses are of this machine, as without --insecure
+        /// they are (with --relay, by a token) or, without --relay, all addresses are of this
+        /// machine
         #[arg(value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
         allow_disco: bool, "RPC_SERVER_ALLOW_DISCO";
         /// IP address on which Disco workers here listen for tensors of other workers. Default: the
@@ -315,7 +322,10 @@ impl ServeConfig {
     /// Returns true if clients must prove who they are, or can only be on this machine.
     fn knows_clients(&self, transports: &Transports) -> bool {
         let is_local = |address: &ListenAddress| transports.check(&address.0).is_ok_and(|found| found.is_local());
-        self.trust().demands() || self.listen.iter().chain(&self.relay).all(is_local)
+        let knows_direct = self.trust().demands() || self.listen.iter().all(is_local);
+        // Clients of a relay can be anywhere, even if the relay is here, and only a token proves
+        // anything from end to end.
+        knows_direct && (self.relay.is_empty() || self.token_file.is_some())
     }
 
     /// Returns true if native code is loaded that is not part of this program.

@@ -50,6 +50,8 @@ fn disco_is_served_to_known_and_to_local_clients() {
         (&open, false),
         (&["--listen", "unix:/a,tcp://0.0.0.0:0", "--insecure"], false),
         (&["--relay", "tcp://10.0.0.1:9290/name", "--insecure"], false),
+        (&["--listen", "unix:/a", "--relay", "tcp://127.0.0.1:9290/name"], false),
+        (&["--listen", "unix:/a", "--relay", "tcp://127.0.0.1:9290/name", "--token-file", "/token"], true),
         (&[&open[..], &["--token-file", "/token"]].concat(), true),
         (&[&open[..], &["--client-ca", "/ca"]].concat(), true),
     ] {
@@ -69,6 +71,11 @@ fn programs_need_identity_and_isolation() {
     assert!(run(&["--listen", "unix:/a", "--isolate", "process"]).is_ok());
     assert!(run(&[&open[..], &["--token-file", "/token"]].concat()).is_ok());
     assert!(matches!(run(&open), Err(ConfigError::RunWithoutIdentity)));
+    // Clients of a relay can be anywhere.
+    let relayed = ["--listen", "unix:/a", "--relay", "tcp://127.0.0.1:9290/name"];
+    assert!(matches!(run(&relayed), Err(ConfigError::RunWithoutIdentity)));
+    assert!(matches!(run(&[&relayed[..], &["--client-ca", "/ca"]].concat()), Err(ConfigError::RunWithoutIdentity)));
+    assert!(run(&[&relayed[..], &["--token-file", "/token"]].concat()).is_ok());
     assert!(matches!(run(&["--isolate", "none"]), Err(ConfigError::RunWithoutIsolation)));
     for program in ["", "./tool", "bin/tool"] {
         assert!(matches!(flags(&["--allow-run", program]).resolve(), Err(ConfigError::RunProgram { .. })), "{program}");

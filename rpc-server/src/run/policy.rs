@@ -22,6 +22,8 @@ pub(crate) struct RunPolicy {
     allowed: Vec<String>,
     /// Variables of the operator, by name.
     env: BTreeMap<String, OsString>,
+    /// Variables that clients may set for a listed program.
+    client_env: Vec<String>,
     /// Maximum number of processes of one program.
     pub(super) max_processes: u32,
 }
@@ -38,7 +40,12 @@ impl RunPolicy {
         let named = env::vars_os().filter_map(|(name, value)| Some((name.into_string().ok()?, value)));
         let mut env: BTreeMap<_, _> = named.filter(|(name, _)| is_passed_on(name)).collect();
         env.entry("PATH".to_owned()).or_insert_with(|| DEFAULT_PATH.into());
-        Some(Self { allowed: config.allow_run.clone(), env, max_processes: config.max_run_processes })
+        Some(Self {
+            allowed: config.allow_run.clone(),
+            env,
+            client_env: config.run_client_env.clone(),
+            max_processes: config.max_run_processes,
+        })
     }
 
     /// Returns the path of the program that `request` names, if it may be run.
@@ -49,7 +56,7 @@ impl RunPolicy {
     /// not there.
     pub(super) fn program(&self, request: &RunRequest, workspace: &Path) -> Result<PathBuf> {
         let name = &request.program;
-        if !self.allowed.iter().any(|allowed| allowed == ANY_PROGRAM || allowed == name) {
+        if !self.allows_any() && !self.allowed.contains(name) {
             return Err(RpcError::new(
                 ErrorKind::Refused,
                 format!("this server does not run '{name}': its operator allows {}", self.allowed.join(", ")),
@@ -59,12 +66,17 @@ impl RunPolicy {
         found.ok_or_else(|| RpcError::not_found(format!("no program '{name}' is in the PATH of the server")))
     }
 
+    /// Returns true if clients may run all programs.
+    fn allows_any(&self) -> bool {
+        self.allowed.iter().any(|allowed| allowed == ANY_PROGRAM)
+    }
+
     /// Returns the environment of the program.
     ///
     /// # Errors
     ///
-    /// [`ErrorKind::InvalidArgument`] for a variable of `request` that is the operator's, or that
-    /// is malformed.
+    /// [`ErrorKind::InvalidArgument`] for a variable of `request` that is the operator's, that
+    /// clients may not set, or that is malformed.
     pub(super) fn environment(&self, request: &RunRequest, workspace: &Path) -> Result<BTreeMap<String, OsString>> {
         let mut env: BTreeMap<_, OsString> =
             ["HOME", "TMPDIR"].map(|name| (name.to_owned(), workspace.as_os_str().to_owned())).into();
@@ -75,6 +87,13 @@ impl RunPolicy {
             if name.starts_with("LD_") || self.env.contains_key(name) {
                 return Err(RpcError::invalid_argument(format!(
                     "the variable {name} comes from the operator of the server, and not from clients"
+                )));
+            }
+            // Variables such as `PYTHONPATH` make a listed program run the client's code.
+            if !self.allows_any() && !self.client_env.contains(name) {
+                return Err(RpcError::invalid_argument(format!(
+                    "clients of this server may not set the variable {name}: its operator names those that they may \
+                     set with --run-client-env"
                 )));
             }
             env.insert(name.clone(), value.into());
@@ -100,7 +119,8 @@ mod tests {
     fn policy(allowed: &[&str]) -> RunPolicy {
         let env = [("PATH", "relative:/nowhere:/bin"), ("LD_LIBRARY_PATH", "/opt/lib"), ("GPU", "1")];
         let env = env.map(|(name, value)| (name.to_owned(), value.into())).into();
-        RunPolicy { allowed: allowed.iter().map(|&name| name.to_owned()).collect(), env, max_processes: 1 }
+        let allowed = allowed.iter().map(|&name| name.to_owned()).collect();
+        RunPolicy { allowed, env, client_env: vec!["MODE".to_owned(), "PATH".to_owned()], max_processes: 1 }
     }
 
     #[test]
@@ -122,17 +142,25 @@ mod tests {
     }
 
     #[test]
-    fn the_variables_of_the_operator_are_not_replaced() {
-        let environment = |name: &str| {
+    fn clients_set_the_variables_that_are_theirs() {
+        let environment = |allowed: &str, name: &str| {
             let request = RunRequest { env: vec![(name.to_owned(), "x".to_owned())], ..RunRequest::default() };
-            policy(&[]).environment(&request, Path::new("/work"))
+            policy(&[allowed]).environment(&request, Path::new("/work"))
         };
-        let env = environment("HOME").unwrap();
+        let env = environment(ANY_PROGRAM, "HOME").unwrap();
         let pairs: Vec<_> = env.iter().map(|(name, value)| (name.as_str(), value.to_str().unwrap())).collect();
         let operators = [("GPU", "1"), ("HOME", "x"), ("LD_LIBRARY_PATH", "/opt/lib")];
         assert_eq!(pairs, [&operators[..], &[("PATH", "relative:/nowhere:/bin"), ("TMPDIR", "/work")]].concat());
         for name in ["PATH", "LD_PRELOAD", "LD_LIBRARY_PATH", "GPU", "", "A=B", "A\0"] {
-            assert_eq!(environment(name).unwrap_err().kind(), ErrorKind::InvalidArgument, "{name:?}");
+            for allowed in [ANY_PROGRAM, "sh"] {
+                assert_eq!(environment(allowed, name).unwrap_err().kind(), ErrorKind::InvalidArgument, "{name:?}");
+            }
+        }
+        assert_eq!(environment("python3", "MODE").unwrap()["MODE"], "x");
+        for name in ["PYTHONPATH", "BASH_ENV", "HOME"] {
+            let error = environment("python3", name).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+            assert!(error.to_string().contains("--run-client-env"), "{error}");
         }
     }
 }
