@@ -389,7 +389,8 @@ fn resume(reaper: &Child) {
     let _ = kill_process(Pid::from_child(reaper), Signal::CONT);
 }
 
-/// Waits until all programs have been dropped and their reapers have ended, or for `limit`. Reapers that stay stopped are killed, and what they leave with them. Blocks.
+/// Waits until all programs have been dropped and their reapers have ended, or for `limit`. Reapers
+/// that stay stopped are killed, and what they leave with them. Blocks.
 pub(crate) fn end_reapers(limit: Duration) {
     let started = Instant::now();
     // Other threads may not have dropped all programs yet.

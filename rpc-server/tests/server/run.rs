@@ -52,7 +52,7 @@ fn start_pids<const N: usize>(command: RemoteCommand<'static>) -> (RemoteProcess
     (process, pids.try_into().unwrap())
 }
 
-/// Terminates a program that has printed `begun`. Returns what it prints after that, and its status.
+/// Terminates a program that has printed `begun`. Returns what it prints afterwards and its status.
 fn terminate(command: RemoteCommand<'static>) -> (Vec<u8>, RunStatus) {
     let (process, begun) = start_lines(command, 1);
     assert_eq!(begun, "begun\n");
