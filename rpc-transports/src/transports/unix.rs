@@ -354,6 +354,13 @@ mod tests {
         (folder, path, address)
     }
 
+    /// Leaves the file of a socket that is closed. It never listens: a socket that does would go on
+    /// for as long as a child has a copy of it, which another test starts at this moment.
+    fn leave_behind(path: &Path) {
+        let socket = Socket::new(Domain::UNIX, Type::STREAM, None).unwrap();
+        socket.bind(&SockAddr::unix(path).unwrap()).unwrap();
+    }
+
     async fn listen(address: &Address) -> Result<Listener, TransportError> {
         bind(address, &Bind::default(), 0o600).await
     }
@@ -423,7 +430,7 @@ mod tests {
         ] {
             assert!(error.to_string().contains("/no/such/folder of unix:") && !error.to_string().contains("started"));
         }
-        drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
+        leave_behind(&path);
         let error = dial_blocking(&address, &Dial::default()).unwrap_err();
         assert!(matches!(error, TransportError::Refused { .. }), "{error:?}");
     }
@@ -431,7 +438,7 @@ mod tests {
     #[tokio::test]
     async fn a_file_left_behind_is_replaced() {
         let (_folder, path, address) = place();
-        drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
+        leave_behind(&path);
         let mut listener = listen(&address).await.unwrap();
         let _near = dial(&address, &Dial::default()).await.unwrap();
         listener.accept().await.unwrap();
