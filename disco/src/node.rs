@@ -14,6 +14,8 @@ pub(crate) mod subtree;
 pub(crate) mod worker_process;
 
 #[cfg(test)]
+mod break_tests;
+#[cfg(test)]
 #[cfg(target_os = "linux")]
 pub(crate) mod flood_tests;
 #[cfg(test)]

@@ -247,7 +247,8 @@ impl Controller {
         let news = state.collectives.abort(cause).then(|| state.collectives.epoch());
         drop(state);
         if let Some(epoch) = news {
-            self.links.iter().for_each(|link| link.break_collectives(epoch, reason));
+            let cause = RpcError::new(ErrorKind::Cancelled, reason.to_owned());
+            self.links.iter().for_each(|link| link.break_collectives(epoch, &cause));
         }
         Ok(())
     }

@@ -122,7 +122,7 @@ impl Controller {
         let aborted = if enter { self.lock().collectives.change_over(epoch, backend) } else { None };
         self.push(Command::FinishInitCcl { epoch, enter })?;
         if let Some(cause) = aborted {
-            self.links.iter().for_each(|link| link.break_collectives(epoch, cause.message()));
+            self.links.iter().for_each(|link| link.break_collectives(epoch, &cause));
         }
         Ok(())
     }

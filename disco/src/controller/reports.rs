@@ -49,7 +49,7 @@ impl Upstream for Controller {
             }
             Event::Failed(failure) => self.lock().failures.add(failure),
             Event::CclBroken { worker, report } => {
-                let cause = report.cause.message().to_owned();
+                let cause = report.cause.clone();
                 let mut state = self.lock();
                 let news = state.collectives.broke(worker, report).then(|| state.collectives.epoch());
                 drop(state);

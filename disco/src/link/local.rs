@@ -26,7 +26,7 @@ pub(crate) trait LocalHost: Send + Sync {
     fn submit(&self, sequence: u64, queued: Queued) -> RpcResult<()>;
 
     /// Ends the collectives of an epoch, also those that workers are in. Never waits.
-    fn break_collectives(&self, epoch: u64, reason: &str);
+    fn break_collectives(&self, epoch: u64, cause: &RpcError);
 
     /// Drops all queued commands: the workers end after the one that they execute.
     fn abort(&self);

@@ -262,18 +262,19 @@ impl Link {
 
     /// Ends the collectives of an epoch, also those that workers are in. Never waits: if the
     /// message does not arrive, the link is lost, too.
-    pub(crate) fn break_collectives(&self, epoch: u64, reason: &str) {
+    pub(crate) fn break_collectives(&self, epoch: u64, cause: &RpcError) {
         if let Path::Local(local) = &self.path {
             if let Some(host) = local.host() {
-                host.break_collectives(epoch, reason);
+                host.break_collectives(epoch, cause);
             }
             return;
         }
         let (Some((session, host)), Ok(runtime)) = (self.far_end(), crate::runtime::runtime()) else { return };
-        let (name, reason) = (self.name.clone(), reason.to_owned());
+        let (name, kind, reason) = (self.name.clone(), cause.kind().code(), cause.message().to_owned());
         runtime.spawn(async move {
             let told = async {
-                session.get_function("disco.break_ccl").await?.call::<()>((&host, epoch, reason.as_str())).await
+                let break_ccl = session.get_function("disco.break_ccl").await?;
+                break_ccl.call::<()>((&host, epoch, kind, reason.as_str())).await
             };
             if let Err(error) = told.await {
                 tracing::debug!(%name, %error, "a node was not told that collectives are broken");

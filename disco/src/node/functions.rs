@@ -11,7 +11,7 @@
 //! | `disco.events` | host | the next events; an empty list is the end |
 //! | `disco.offer` | host, epoch | tickets to segments for the whole session |
 //! | `disco.listen` | host, IP addresses (3) | addresses of the workers' listeners |
-//! | `disco.break_ccl` | host, epoch, reason | null (2, 4) |
+//! | `disco.break_ccl` | host, epoch, kind of error, reason | null (2, 4) |
 //! | `disco.abort` | host | null (2): drops all that is queued |
 //! | `disco.relays` | host | an end, and the pair of workers that it is for (5) |
 //! | `disco.connect` | host, worker, true for the world's | an end, at that worker's listener |
@@ -78,8 +78,8 @@ pub fn register(registry: &Registry) {
         .add("disco.listen", |host: SharedObject<WorkerHost>, addresses: Pack<Vec<IpAddr>>| -> Result<_> {
             host.0.listen(&addresses.0).map(Pack)
         })
-        .add_inline("disco.break_ccl", |host: SharedObject<WorkerHost>, epoch: u64, reason: String| {
-            host.0.break_collectives(epoch, shortened(&reason));
+        .add_inline("disco.break_ccl", |host: SharedObject<WorkerHost>, epoch: u64, kind: u16, reason: String| {
+            host.0.break_collectives(epoch, &RpcError::new(ErrorKind::from_code(kind), shortened(&reason).to_owned()));
         })
         .add_inline("disco.abort", |host: SharedObject<WorkerHost>| host.0.abort());
     register_relay(registry);

@@ -236,10 +236,10 @@ impl LocalHost for WorkerHost {
         }
     }
 
-    fn break_collectives(&self, epoch: u64, reason: &str) {
+    fn break_collectives(&self, epoch: u64, cause: &RpcError) {
         let workers = self.threads.iter().flat_map(|threads| &threads.workers);
-        workers.for_each(|worker| worker.break_collectives(epoch, reason));
-        self.subtree.iter().for_each(|subtree| subtree.break_collectives(epoch, reason));
+        workers.for_each(|worker| worker.break_collectives(epoch, cause));
+        self.subtree.iter().for_each(|subtree| subtree.break_collectives(epoch, cause));
     }
 
     /// Ends all workers after the command that each executes, and their collectives now.

@@ -4,20 +4,18 @@
 use std::time::{Duration, Instant};
 
 use rpc_core::{
-    Context, Devices, ErrorKind, LocalSession, OpenFileQuota, Pack, Packed, Registry, RemoteObject, RpcError, Session,
+    Context, Devices, ErrorKind, LocalSession, OpenFileQuota, Pack, Registry, RemoteObject, RpcError, Session,
 };
 use rpc_transports::memory::duplex;
 use rpc_transports::{Connector, ServeOptions};
 
 use super::functions::register;
-use super::raw_controller::{RawController, session, set_up};
+use super::raw_controller::{RawController, join_sockets, session, set_up};
 use super::self_start::WorkerSettings;
 use super::server::server_of;
-use crate::ccl::communicators::CollectiveTimeouts;
 use crate::ccl::host::{SessionKey, Ticket};
 use crate::options::Hosting;
-use crate::wire::command::Command;
-use crate::wire::plan::{JoinPlan, Layout, ListenAddresses, Plan, WorkerLocation};
+use crate::wire::plan::Layout;
 use crate::wire::set_up::SetUp;
 
 /// Two groups of two workers.
@@ -114,17 +112,6 @@ fn processes_are_charged_before_they_are_started() {
     assert_refused(open(11, &processes), "4 processes of workers");
 }
 
-/// Returns a plan by which the workers at these addresses join each other.
-fn sockets(listening: &[ListenAddresses], epoch: u64, is_tentative: bool, key: &SessionKey) -> Command {
-    let locations = vec![WorkerLocation { machine: 0, is_local: false }; listening.len()];
-    let world = listening.iter().map(|one| one.world).collect();
-    let join = JoinPlan::Sockets { key: key.clone(), encrypt: false, world, groups: Vec::new(), locations };
-    let long = Duration::from_secs(60);
-    let timeouts = CollectiveTimeouts { entry: None, stall: long, join: long, direct: long };
-    let plan = Plan { epoch, join, nccl: false, timeouts, devices: Vec::new(), is_tentative };
-    Command::InitCcl { plan: Packed::encode(&plan).unwrap() }
-}
-
 /// Of each of two workers: its listener, its connection, and two for waking it.
 #[test]
 fn data_connections_are_charged_until_they_close() {
@@ -133,7 +120,7 @@ fn data_connections_are_charged_until_they_close() {
     let listening: Vec<_> = nodes.iter().map(|(node, _)| node.listen().unwrap().remove(0)).collect();
     let quotas = nodes.each_ref().map(|(_, quota)| quota.clone());
     let join = |mut node: RawController, epoch, is_tentative| {
-        node.submit([sockets(&listening, epoch, is_tentative, &key)]).unwrap();
+        node.submit([join_sockets(&listening, epoch, is_tentative, &key)]).unwrap();
         let failures = node.sync();
         (node, failures)
     };
@@ -158,7 +145,7 @@ fn a_worker_joins_no_more_others_than_its_session_has_descriptors_for() {
     let layout = Layout { world_size: 9, num_groups: 1 };
     let (mut controller, quota) = open(8, &set_up(8, layout)).unwrap();
     let listening = vec![controller.listen().unwrap().remove(0); 9];
-    controller.submit([sockets(&listening, 0, false, &key)]).unwrap();
+    controller.submit([join_sockets(&listening, 0, false, &key)]).unwrap();
     let mut failures = controller.sync();
     assert_refused(Err::<(), _>(failures.remove(0).cause), "the connections of rank 8 with 8 others");
     assert_eq!(quota.used(), 1);

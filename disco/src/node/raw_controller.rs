@@ -3,19 +3,22 @@
 
 use std::net::IpAddr;
 use std::sync::Arc;
+use std::time::Duration;
 
 use bytes::Bytes;
 use rpc_core::{
-    Context, FunctionModule, LoadRequest, LocalSession, LocalSessionBuilder, Module, ModuleLoader, Pack, Registry,
-    RemoteFunction, RemoteObject, Result, Session, SessionLimits, Value,
+    Context, FunctionModule, LoadRequest, LocalSession, LocalSessionBuilder, Module, ModuleLoader, Pack, Packed,
+    Registry, RemoteFunction, RemoteObject, Result, Session, SessionLimits, Value,
 };
 
 use super::functions::register;
+use crate::ccl::communicators::CollectiveTimeouts;
+use crate::ccl::host::SessionKey;
 use crate::error::Failure;
 use crate::options::Hosting;
 use crate::wire::command::Command;
 use crate::wire::event::{Event, decode_events};
-use crate::wire::plan::{Layout, ListenAddresses};
+use crate::wire::plan::{JoinPlan, Layout, ListenAddresses, Plan, WorkerLocation};
 use crate::wire::set_up::{MESSAGES, NodeInfo, SetUp};
 use crate::worker::command_feed::BLOCK;
 
@@ -59,6 +62,17 @@ pub(super) fn set_up(worker: u32, layout: Layout) -> SetUp {
         keep_alive_ms: 1000,
         children: Vec::new(),
     }
+}
+
+/// Returns a plan by which the workers at these addresses join each other.
+pub(super) fn join_sockets(listening: &[ListenAddresses], epoch: u64, is_tentative: bool, key: &SessionKey) -> Command {
+    let locations = vec![WorkerLocation { machine: 0, is_local: false }; listening.len()];
+    let world = listening.iter().map(|one| one.world).collect();
+    let join = JoinPlan::Sockets { key: key.clone(), encrypt: false, world, groups: Vec::new(), locations };
+    let long = Duration::from_secs(60);
+    let timeouts = CollectiveTimeouts { entry: None, stall: long, join: long, direct: long };
+    let plan = Plan { epoch, join, nccl: false, timeouts, devices: Vec::new(), is_tentative };
+    Command::InitCcl { plan: Packed::encode(&plan).unwrap() }
 }
 
 /// A controller of one worker, which sends whatever a test wants.

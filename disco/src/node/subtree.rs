@@ -190,8 +190,8 @@ impl Subtree {
     }
 
     /// Ends the collectives of an epoch, also those that workers are in. Never waits.
-    pub(crate) fn break_collectives(&self, epoch: u64, reason: &str) {
-        self.above.links.iter().for_each(|link| link.break_collectives(epoch, reason));
+    pub(crate) fn break_collectives(&self, epoch: u64, cause: &RpcError) {
+        self.above.links.iter().for_each(|link| link.break_collectives(epoch, cause));
     }
 
     /// Closes the links to the processes, which then end.

@@ -78,9 +78,9 @@ struct Controls {
     all: Vec<Arc<dyn Control>>,
     /// True once the controller has been told that they are broken.
     told: bool,
-    /// Last epoch whose collectives another worker or the controller has ended, and the reason. It
+    /// Last epoch whose collectives another worker or the controller has ended, and the cause. It
     /// may come before the communicators exist.
-    ended: Option<(u64, String)>,
+    ended: Option<(u64, RpcError)>,
 }
 
 thread_local! {
@@ -430,10 +430,10 @@ impl WorkerContext {
             Err(_) => Controls { ended: ended.clone(), ..Controls::default() },
         };
         drop(controls);
-        if let (Ok(membership), Some((epoch, reason))) = (&membership, &ended)
+        if let (Ok(membership), Some((epoch, cause))) = (&membership, &ended)
             && membership.epoch == *epoch
         {
-            self.abort_collectives(reason);
+            self.abort_collectives(cause.message());
         }
         let old = std::mem::replace(&mut *lock(&self.0.membership), membership);
         drop(old);
@@ -459,13 +459,13 @@ impl WorkerContext {
     }
 
     /// As [`abort_collectives`](Self::abort_collectives), if they are still those of that epoch.
-    pub(crate) fn break_collectives(&self, epoch: u64, reason: &str) {
+    pub(crate) fn break_collectives(&self, epoch: u64, cause: &RpcError) {
         let mut controls = lock(&self.0.controls);
-        controls.ended = Some((epoch, reason.to_owned()));
+        controls.ended = Some((epoch, cause.clone()));
         let concerned = controls.epoch == epoch;
         drop(controls);
         if concerned {
-            self.abort_collectives(reason);
+            self.abort_collectives(cause.message());
         }
     }
 
@@ -499,6 +499,13 @@ impl WorkerContext {
     /// controller.
     fn broken(&self, scope: Scope, epoch: u64, breakdown: &Arc<Breakdown>) -> RpcError {
         let mut cause = RpcError::from(CclError::Broken(Arc::clone(breakdown)));
+        // The kind is the same if the controller tells this worker of a breakdown before the worker
+        // that has noticed it does.
+        if let (BreakCause::Aborted(_), Some((ended, by))) = (&breakdown.cause, &lock(&self.0.controls).ended)
+            && *ended == epoch
+        {
+            cause = RpcError::new(by.kind(), cause.message().to_owned()).may_have_run(true);
+        }
         if scope == Scope::Group && self.num_groups() > 1 {
             let group = self.group();
             let first = group * self.group_size();

@@ -74,7 +74,7 @@ pub(crate) fn calls(name: &str, peer: &mut Peer) -> Calls {
         "disco.break_ccl" => {
             let host = host(peer);
             // The epoch of a worker that has joined no others yet.
-            Calls::new(move |_| vec![host.clone(), Value::Int(0), Value::Str("x".repeat(LONG))])
+            Calls::new(move |_| vec![host.clone(), Value::Int(0), Value::Int(0), Value::Str("x".repeat(LONG))])
         }
         "disco.abort" => {
             let host = host(peer);
