@@ -9,6 +9,7 @@ use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 
 use clap::Args;
+use glob::Pattern;
 use rpc_core::Session;
 use rpc_core::client::{EndCause, Files as RemoteFiles, RemoteProcess, RunStatus};
 use serde_json::json;
@@ -40,9 +41,9 @@ pub(super) struct RunArgs {
     #[arg(long, env = "RPC_CLI_SEND", value_name = "PATH")]
     send: Vec<PathBuf>,
     /// Files that are fetched when the program has ended: a path, in which * and ? stand for text
-    /// within a name, and ** for any; may be repeated
+    /// within a name, and ** for any folders; may be repeated
     #[arg(long, env = "RPC_CLI_FETCH", value_name = "GLOB")]
-    fetch: Vec<String>,
+    fetch: Vec<Pattern>,
     /// Folder for the fetched files
     #[arg(long, env = "RPC_CLI_OUT", value_name = "FOLDER", default_value = ".")]
     out: PathBuf,

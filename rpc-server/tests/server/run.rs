@@ -247,7 +247,7 @@ fn the_tool_sends_runs_and_fetches() {
     fs::write(fixture.path("input"), "input ").unwrap();
 
     let out = fixture.path("fetched");
-    let files = ["--send", &source, "--fetch", "out/**.txt", "--out", &out, "--env", "KEY=value", "--stdin"];
+    let files = ["--send", &source, "--fetch", "out/**/*.txt", "--out", &out, "--env", "KEY=value", "--stdin"];
     let mut build = command(
         &[&["-q", "-J", hop.address(), "run"], &files[..], &[fixture.address(), "--", "source/build"]].concat(),
     );
