@@ -15,9 +15,9 @@ use super::output::Output;
 
 #[derive(Args, Debug)]
 pub(super) struct ForwardArgs {
-    /// Where to listen, and the service as the server reaches it: [HOST:]PORT:[HOST:]PORT, where no
-    /// HOST is 127.0.0.1 on its own side; or unix:PATH on either side. With port 0 the system
-    /// chooses the local one
+    /// Address to listen at, and that of the service as the server reaches it:
+    /// [HOST:]PORT:[HOST:]PORT, with 127.0.0.1 on either side if there is no HOST; or unix:PATH on
+    /// either side. With port 0 the system chooses the local one
     #[arg(value_name = "LOCAL:REMOTE")]
     forwarding: Forwarding,
     /// The server. Its operator allows the service with --allow-port

@@ -41,7 +41,7 @@ struct TableState {
 
 impl TableState {
     /// Removes the requests of a session that wait, and lets the session change nothing any more.
-    /// What it holds stays with it until [`SessionLeases::end`]. Returns its connection, and
+    /// Devices that it holds stay with it until [`SessionLeases::end`]. Returns its connection, and
     /// callbacks to drop outside of the lock.
     fn begin_end(&mut self, now: Instant, session: SessionId) -> (Option<ClientConnection>, Vec<OnGrant>) {
         let waiting = self.scheduler.cancel_waiting(now, session);

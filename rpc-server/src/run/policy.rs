@@ -1,4 +1,4 @@
-//! What clients may run, as the operator says: programs and environment.
+//! Programs that clients may run, and their environment, as the operator says.
 
 use std::collections::BTreeMap;
 use std::env;
@@ -127,7 +127,7 @@ mod tests {
     fn programs_are_those_of_the_operator() {
         let program = |policy: &RunPolicy, name: &str| {
             let request = RunRequest { program: name.to_owned(), ..RunRequest::default() };
-            policy.program(&request, Path::new("/work")).map_err(|error| error.kind())
+            policy.program(&request, Path::new("/folder")).map_err(|error| error.kind())
         };
         let listed = policy(&["sh", "/opt/tool", "relative-tool"]);
         assert_eq!(program(&listed, "sh").unwrap(), Path::new("/bin/sh"));
@@ -137,7 +137,7 @@ mod tests {
         }
         assert_eq!(program(&listed, "relative-tool"), Err(ErrorKind::NotFound));
         let any = policy(&[ANY_PROGRAM]);
-        assert_eq!(program(&any, "./build/tool").unwrap(), Path::new("/work/./build/tool"));
+        assert_eq!(program(&any, "./build/tool").unwrap(), Path::new("/folder/./build/tool"));
         assert_eq!(program(&any, ""), Err(ErrorKind::NotFound));
     }
 
@@ -145,12 +145,12 @@ mod tests {
     fn clients_set_the_variables_that_are_theirs() {
         let environment = |allowed: &str, name: &str| {
             let request = RunRequest { env: vec![(name.to_owned(), "x".to_owned())], ..RunRequest::default() };
-            policy(&[allowed]).environment(&request, Path::new("/work"))
+            policy(&[allowed]).environment(&request, Path::new("/folder"))
         };
         let env = environment(ANY_PROGRAM, "HOME").unwrap();
         let pairs: Vec<_> = env.iter().map(|(name, value)| (name.as_str(), value.to_str().unwrap())).collect();
         let operators = [("GPU", "1"), ("HOME", "x"), ("LD_LIBRARY_PATH", "/opt/lib")];
-        assert_eq!(pairs, [&operators[..], &[("PATH", "relative:/nowhere:/bin"), ("TMPDIR", "/work")]].concat());
+        assert_eq!(pairs, [&operators[..], &[("PATH", "relative:/nowhere:/bin"), ("TMPDIR", "/folder")]].concat());
         for name in ["PATH", "LD_PRELOAD", "LD_LIBRARY_PATH", "GPU", "", "A=B", "A\0"] {
             for allowed in [ANY_PROGRAM, "sh"] {
                 assert_eq!(environment(allowed, name).unwrap_err().kind(), ErrorKind::InvalidArgument, "{name:?}");
