@@ -17,8 +17,9 @@
 //!    `--run-client-env` names, or all but the operator's if clients may run any program.
 //! 3. **A program leaves no process.** Its reaper is the subreaper of all its descendants, so that
 //!    none escapes by a new session or process group, and kills them when the program exits, when
-//!    it is ended, and when the session process closes the connection or dies. If a program kills
-//!    or stops its reaper, the session process inherits the descendants and kills them.
+//!    it is ended, and when the session process closes the connection or dies. A reaper that the
+//!    program stops is continued by the session process; one that stays stopped or is killed
+//!    leaves the descendants to the session process, which kills them.
 //! 4. **Output is not buffered.** A client requests each piece; the program waits in its pipe.
 
 mod messages;
@@ -26,8 +27,10 @@ mod policy;
 mod process_tree;
 mod program;
 mod reaper;
+mod reaper_guard;
 
 pub use policy::ANY_PROGRAM;
 pub(crate) use policy::RunPolicy;
-pub(crate) use program::{RunningProgram, end_reapers};
+pub(crate) use program::RunningProgram;
 pub(crate) use reaper::{REAPER_ARGUMENT, adopt_orphans, run as run_reaper};
+pub(crate) use reaper_guard::end_reapers;

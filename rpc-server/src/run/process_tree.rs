@@ -41,11 +41,16 @@ impl ProcessEntry {
         })
     }
 
+    /// Returns true until the process has been reaped.
+    pub(super) fn is_there(&self) -> bool {
+        Self::read(self.pid).is_some_and(|now| now.start_time == self.start_time)
+    }
+
     /// Kills the process, if it is still the one that was seen.
     pub(super) fn kill(&self) {
         // The descriptor stays with one process, while the id may pass to another one.
         let Ok(descriptor) = pidfd_open(self.pid, PidfdFlags::empty()) else { return };
-        if Self::read(self.pid).is_some_and(|now| now.start_time == self.start_time) {
+        if self.is_there() {
             // A process of another user (setuid) is left to its own end.
             let _ = pidfd_send_signal(&descriptor, Signal::KILL);
         }

@@ -1,11 +1,9 @@
 //! A running program, in the session process: its reaper and the pipes of its standard streams.
 
 use std::io::{self, PipeReader, PipeWriter, Read as _, Write as _};
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
-use std::process::{Child, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread;
 use std::time::{Duration, Instant};
 
 use bytes::{Bytes, BytesMut};
@@ -17,14 +15,12 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 use rustix::io::Errno;
 use rustix::pipe::fcntl_setpipe_size;
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::Pid;
 
 use super::messages::{self, MESSAGES, ProgramSetup, Started, TERMINATE};
 use super::policy::RunPolicy;
-use super::process_tree::ProcessEntry;
-use super::reaper::{self, REAPER_ARGUMENT};
+use super::reaper_guard::{self, start_reaper};
 use crate::builtins::cancelled;
-use crate::this_program::this_program_again;
 use crate::workspace::Workspace;
 
 /// Capacity of a pipe in bytes: the most that the system gives to every user.
@@ -42,13 +38,6 @@ const CANCEL_CHECK: Duration = Duration::from_millis(50);
 /// Longest wait of one write for a program that does not read.
 const WRITE_WAIT: Duration = Duration::from_millis(200);
 
-/// Reapers of programs that have been dropped. They end by themselves, and are reaped at the next
-/// start and at the end of the session.
-static DROPPED_REAPERS: Mutex<Vec<Child>> = Mutex::new(Vec::new());
-
-/// Reapers of programs that have not been dropped.
-static ALIVE_REAPERS: Mutex<Vec<Pid>> = Mutex::new(Vec::new());
-
 /// A program that runs for a client. Dropping it kills the program and all that it has started.
 pub(crate) struct RunningProgram {
     output: Mutex<OutputPipes>,
@@ -58,8 +47,8 @@ pub(crate) struct RunningProgram {
     status: Mutex<Option<Result<RunStatus>>>,
     /// True once the output was more than its limit.
     is_over_limit: AtomicBool,
-    /// The reaper; `None` once it has been dropped.
-    reaper: Option<Child>,
+    /// Id of the reaper.
+    reaper: Pid,
     _open: OpenFileLease,
     _pipes: MemoryLease,
 }
@@ -120,7 +109,7 @@ impl RunningProgram {
             control,
             status: Mutex::default(),
             is_over_limit: AtomicBool::new(false),
-            reaper: Some(reaper),
+            reaper,
             _open,
             _pipes,
         };
@@ -129,12 +118,10 @@ impl RunningProgram {
         setup.send(&program.control, &streams).map_err(cannot)?;
         // The ends of the program are with the program alone, so that its end is theirs.
         drop((program_stdout, program_stderr, program_stdin));
-        // The program already runs before its reaper says so, and may have stopped it.
         while !wait_for(&program.control, PollFlags::IN)? {
             if context.is_cancelled() {
                 return Err(cancelled());
             }
-            program.reaper.iter().for_each(resume);
         }
         messages::receive::<Started>(&program.control).map_err(cannot)?.into_result(&request.program)?;
         Ok(program)
@@ -232,16 +219,15 @@ impl RunningProgram {
     pub(crate) fn terminate(&self) {
         // A reaper that is gone has ended the program.
         let _ = (&self.control).write_all(&[TERMINATE]);
-        self.reaper.iter().for_each(resume);
+        reaper_guard::resume(self.reaper);
     }
 
     /// Receives the status, which the reaper has sent, or the end of the connection.
     fn receive_status(&self) {
         let mut status = self.status.lock();
         if status.is_none() {
+            // What a killed reaper leaves is ended by its guard.
             let received = messages::receive(&self.control).map_err(|error| {
-                let killed = self.reaper.as_ref().map(Pid::from_child);
-                reaper::end_orphans(|pid| Some(pid) != killed && is_reaper(pid));
                 RpcError::new(ErrorKind::Io, format!("the process that watches the program was killed: {error}"))
             });
             // The program may have ended by the closed pipe, before the reaper could end it.
@@ -259,13 +245,7 @@ impl RunningProgram {
 impl Drop for RunningProgram {
     fn drop(&mut self) {
         let _ = self.control.shutdown(std::net::Shutdown::Both);
-        if let Some(reaper) = self.reaper.take() {
-            let pid = Pid::from_child(&reaper);
-            resume(&reaper);
-            // In this order it is always in one of the lists.
-            DROPPED_REAPERS.lock().push(reaper);
-            ALIVE_REAPERS.lock().retain(|alive| *alive != pid);
-        }
+        reaper_guard::resume(self.reaper);
     }
 }
 
@@ -355,64 +335,4 @@ fn input_pipe() -> io::Result<(PipeReader, PipeWriter)> {
     let (reader, writer) = output_pipe()?;
     fcntl_setfl(&writer, fcntl_getfl(&writer)? | OFlags::NONBLOCK)?;
     Ok((reader, writer))
-}
-
-/// Starts a reaper.
-fn start_reaper() -> io::Result<(Child, UnixStream)> {
-    reap_dropped();
-    let (control, far) = UnixStream::pair()?;
-    let mut command = this_program_again()?;
-    command.arg(REAPER_ARGUMENT).stdin(OwnedFd::from(far)).stdout(Stdio::null());
-    // Held until the process is in the list, so that it is never taken for an orphan.
-    let mut alive = ALIVE_REAPERS.lock();
-    let reaper = command.spawn()?;
-    alive.push(Pid::from_child(&reaper));
-    Ok((reaper, control))
-}
-
-/// Reaps the reapers of dropped programs that have ended. Returns true if others have not.
-fn reap_dropped() -> bool {
-    let mut dropped = DROPPED_REAPERS.lock();
-    dropped.retain_mut(|reaper| matches!(reaper.try_wait(), Ok(None)));
-    !dropped.is_empty()
-}
-
-/// Returns true if `pid` is the id of a reaper of this session.
-fn is_reaper(pid: Pid) -> bool {
-    // In this order a reaper whose program is dropped meanwhile is found.
-    let is_alive = ALIVE_REAPERS.lock().contains(&pid);
-    is_alive || DROPPED_REAPERS.lock().iter().any(|reaper| Pid::from_child(reaper) == pid)
-}
-
-/// Lets a reaper run again that its program, which has the same user, has stopped.
-fn resume(reaper: &Child) {
-    let _ = kill_process(Pid::from_child(reaper), Signal::CONT);
-}
-
-/// Waits until all programs have been dropped and their reapers have ended, or for `limit`. Reapers
-/// that stay stopped are killed, and what they leave with them. Blocks.
-pub(crate) fn end_reapers(limit: Duration) {
-    let started = Instant::now();
-    // Other threads may not have dropped all programs yet.
-    while (reap_dropped() || !ALIVE_REAPERS.lock().is_empty()) && started.elapsed() < limit {
-        // The server may kill this process before the limit has passed.
-        if started.elapsed() < limit / 4 {
-            DROPPED_REAPERS.lock().iter().for_each(resume);
-        } else if kill_stopped_reapers() {
-            reaper::end_orphans(is_reaper);
-        }
-        thread::sleep(Duration::from_millis(1));
-    }
-}
-
-/// Kills the stopped reapers of dropped programs. Returns true if there were any.
-fn kill_stopped_reapers() -> bool {
-    let mut was_killed = false;
-    for reaper in &mut *DROPPED_REAPERS.lock() {
-        if ProcessEntry::read(Pid::from_child(reaper)).is_some_and(|entry| entry.is_stopped) {
-            // When it has been waited for, its descendants are those of this process.
-            was_killed |= reaper.kill().and_then(|()| reaper.wait()).is_ok();
-        }
-    }
-    was_killed
 }

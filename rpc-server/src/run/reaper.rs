@@ -247,15 +247,18 @@ pub(super) fn end_orphans(is_reaper: impl Fn(Pid) -> bool) {
     let Some(own) = ProcessEntry::read(getpid()) else { return };
     let is_orphan = |process: &ProcessEntry| process.session != own.session && !is_reaper(process.pid);
     let deadline = Instant::now() + KILL_LIMIT;
+    let mut killed = Vec::new();
     loop {
         let orphans = descendants(getpid(), is_orphan);
-        if orphans.is_empty() || Instant::now() > deadline {
-            return;
-        }
-        for orphan in orphans {
-            orphan.kill();
-            // Only its parent can reap it, which is this process after the next look at the latest.
+        orphans.iter().for_each(ProcessEntry::kill);
+        killed.extend(orphans);
+        killed.retain(|orphan: &ProcessEntry| {
+            // Only its parent can reap it, which is this process once its own parent has ended.
             let _ = waitpid(Some(orphan.pid), WaitOptions::NOHANG);
+            orphan.is_there()
+        });
+        if killed.is_empty() || Instant::now() > deadline {
+            return;
         }
         thread::sleep(Duration::from_millis(1));
     }

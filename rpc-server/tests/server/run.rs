@@ -176,23 +176,39 @@ fn no_process_and_no_file_is_left() {
     // The reaper is stopped: once, and again whenever it continues.
     // The program waits for a line, so that its start is complete.
     let stopping = |session: &Session, stop: &str| {
-        let text = format!("echo $PPID; echo $$; read line; {stop}");
+        let text = format!("echo $PPID; echo $$; read line; kill -STOP $PPID; echo stopped; {stop}");
         let (process, pids) = start_pids(script(session, &text).piped_input());
         process.write_input("\n").wait().unwrap();
+        assert_eq!(process.read_output().wait().unwrap().unwrap().1, "stopped\n");
         (process, pids)
     };
-    let (process, [reaper, pid]) = stopping(&session, "kill -STOP $PPID; while :; do :; done");
-    eventually("the reaper runs", || stat(reaper, 0).as_deref() == Some("T"));
+    let (process, [reaper, pid]) = stopping(&session, "while :; do :; done");
     drop(process);
     ends(pid);
     ends(reaper);
     let other = connect(&fixture);
     let (process, pids) = stopping(&other, "while :; do kill -STOP $PPID; done");
-    eventually("the reaper runs", || stat(pids[0], 0).as_deref() == Some("T"));
     drop((process, other));
     pids.into_iter().for_each(ends);
 
-    // The reaper is killed, so that the session process takes its place.
+    // A stopped reaper has its limits all the same, and the program that insists is killed.
+    let limited = script(&session, "kill -STOP $PPID; exec sleep 1000").time_limit(Duration::from_millis(50));
+    assert_eq!(limited.status().wait().unwrap().ended_by, Some(EndCause::TimeLimit));
+    let (process, pids) = stopping(&session, "while :; do kill -STOP $PPID; done");
+    let error = process.status().wait().unwrap_err();
+    assert!(error.to_string().contains("was killed"), "{error}");
+    pids.into_iter().for_each(ends);
+
+    // The reaper is killed, so that the session process takes its place: at the end of the session,
+    // and before, whether a call waits for the program or not.
+    let other = connect(&fixture);
+    let (process, [reaper, stray]) = start(&other, &format!("echo $PPID; {STRAY}; sleep 1000"));
+    kill(reaper);
+    drop((process, other));
+    ends(stray);
+    let (_process, [reaper, stray]) = start(&session, &format!("echo $PPID; {STRAY}; sleep 1000"));
+    kill(reaper);
+    ends(stray);
     let (process, [reaper, stray]) = start(&session, &format!("echo $PPID; {STRAY}; sleep 1000"));
     let session_process = parent(reaper);
     kill(reaper);
