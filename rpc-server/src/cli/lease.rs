@@ -9,7 +9,7 @@ use std::time::Duration;
 use clap::Args;
 use rpc_core::client::{Lease, LeaseOptions, LeaseRequest};
 use rpc_core::{Device, Session};
-use rustix::process::{Pid, Signal, kill_process, kill_process_group};
+use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process, kill_process_group, waitid};
 use serde_json::{Value as Json, json};
 use tokio::process::{Child, Command};
 
@@ -172,7 +172,7 @@ async fn use_lease(
     let mut program =
         Program::start(program, program_args).map_err(|error| Failure::file("cannot run", program.as_ref(), error))?;
     let (failure, stop_time) = tokio::select! {
-        status = program.child.wait() => return exit_code(status).map(Some),
+        status = program.wait() => return exit_code(status).map(Some),
         error = session.ended() => (error.into(), STOP_TIME),
         () = tokio::time::sleep(limit) => {
             (Failure::TimedOut { what: "the program".to_owned(), limit, why: None }, STOP_TIME)
@@ -201,19 +201,34 @@ impl Program {
         Ok(Self { child: command.args(args).kill_on_drop(true).spawn()?, has_own_group })
     }
 
+    /// Waits for the end of the program, and kills what is left of its group.
+    async fn wait(&mut self) -> io::Result<ExitStatus> {
+        if let (true, Some(pid)) = (self.has_own_group, self.pid()) {
+            // The id of the group is free for others once the program has been reaped.
+            let exited = move || waitid(WaitId::Pid(pid), WaitIdOptions::EXITED | WaitIdOptions::NOWAIT);
+            let _ = tokio::task::spawn_blocking(exited).await;
+            let _ = kill_process_group(pid, Signal::KILL);
+        }
+        self.child.wait().await
+    }
+
     /// Asks the program to end, and kills it if it has not ended within `limit`.
     async fn stop(&mut self, limit: Duration) {
         self.signal(Signal::TERM);
-        if tokio::time::timeout(limit, self.child.wait()).await.is_err() {
+        if tokio::time::timeout(limit, self.wait()).await.is_err() {
             self.signal(Signal::KILL);
-            let _ = self.child.wait().await;
+            let _ = self.wait().await;
         }
+    }
+
+    /// Returns the id of the program; `None` once it has been reaped.
+    fn pid(&self) -> Option<Pid> {
+        self.child.id().and_then(|id| Pid::from_raw(id.cast_signed()))
     }
 
     /// Sends a signal to the program, and to the others of its group if that is its own.
     fn signal(&self, signal: Signal) {
-        // The id is known until the program is reaped, so that no other process has it.
-        if let Some(pid) = self.child.id().and_then(|id| Pid::from_raw(id.cast_signed())) {
+        if let Some(pid) = self.pid() {
             let _ = if self.has_own_group { kill_process_group(pid, signal) } else { kill_process(pid, signal) };
         }
     }

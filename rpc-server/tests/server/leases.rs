@@ -111,11 +111,13 @@ async fn a_device_goes_from_one_to_the_next_by_priority_and_arrival() {
 async fn a_session_that_keeps_a_lease_for_too_long_is_ended() {
     with_each_isolation(async |fixture| {
         let (holder, next) = tokio::join!(fixture.connect(), fixture.connect());
-        let options = LeaseOptions::default().max_duration(Duration::from_millis(50));
         let pid = info(&holder).await.pid;
-        let lease = holder.lease(CPU, &options).await.unwrap();
-        assert!(lease.expires_in() <= Duration::from_millis(50));
-        if pid != fixture.server.id() {
+        let has_process = pid != fixture.server.id();
+        // The lease must not end before its holder has been stopped.
+        let max = Duration::from_millis(if has_process { 1000 } else { 50 });
+        let lease = holder.lease(CPU, &LeaseOptions::default().max_duration(max)).await.unwrap();
+        assert!(lease.expires_in() <= max);
+        if has_process {
             // A process that does nothing any more is ended all the same.
             kill_process(Pid::from_raw(pid.cast_signed()).unwrap(), Signal::STOP).unwrap();
         }
@@ -228,8 +230,15 @@ async fn the_tool_leases_a_device_for_a_program_or_until_interrupted() {
     let (code, _, stderr) = output(fixture.cli(&["--for", "50ms", "--", "sleep", "1000"])).await;
     assert!(code == Some(124) && stderr.contains("the program took longer than"), "{code:?} {stderr}");
     // The output ends only when those that the program has started have ended, too.
-    let (code, ..) = output(fixture.cli(&["--for", "50ms", "--", "sh", "-c", "sleep 1000 & wait"])).await;
-    assert_eq!(code, Some(124));
+    let deaf = "(trap '' TERM; exec sleep 1000) & wait";
+    for (args, expected) in [
+        (&["--for", "50ms", "--", "sh", "-c", "sleep 1000 & wait"][..], 124),
+        (&["--for", "50ms", "--", "sh", "-c", deaf], 124),
+        (&["--", "sh", "-c", "sleep 1000 & exit 3"], 3),
+    ] {
+        let (code, ..) = output(fixture.cli(args)).await;
+        assert_eq!(code, Some(expected), "{args:?}");
+    }
     let (code, ..) = output(fixture.cli(&["--", "sh", "-c", "kill -9 $$"])).await;
     assert_eq!(code, Some(137));
     let (code, _, stderr) = output(fixture.cli(&["--", "/no/such/program"])).await;
