@@ -98,6 +98,11 @@ impl WorkerSettings {
         if !properties.is_local() && !properties.encrypted && !serve.insecure {
             return Err(ConfigError::InsecureController { address: self.controller });
         }
+        // It is a client as well, which the check of the addresses has not seen.
+        let is_known = properties.is_local() || properties.encrypted || serve.token_file.is_some();
+        if !serve.allow_run.is_empty() && !is_known {
+            return Err(ConfigError::RunWithoutIdentity);
+        }
         let join_timeout = self.join_timeout.unwrap_or_else(|| seconds(60));
         Ok(WorkerConfig { controller: self.controller, rank, join_timeout, mpi: self.mpi, serve })
     }

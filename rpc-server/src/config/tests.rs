@@ -76,6 +76,16 @@ fn programs_need_identity_and_isolation() {
     assert!(matches!(run(&relayed), Err(ConfigError::RunWithoutIdentity)));
     assert!(matches!(run(&[&relayed[..], &["--client-ca", "/ca"]].concat()), Err(ConfigError::RunWithoutIdentity)));
     assert!(run(&[&relayed[..], &["--token-file", "/token"]].concat()).is_ok());
+    // The controller that a node dials is a client, too.
+    let worker = |args: &[&str]| {
+        let command = WorkerSettings::augment_args(clap::Command::new("worker"));
+        let args = [&["worker", "--allow-run", "any", "--insecure", "--controller"], args].concat();
+        WorkerSettings::from_arg_matches(&command.get_matches_from(args)).unwrap().resolve()
+    };
+    assert!(matches!(worker(&["tcp://192.0.2.1:9700"]), Err(ConfigError::RunWithoutIdentity)));
+    for known in [&["tcp://127.0.0.1:9700"][..], &["tcp://192.0.2.1:9700", "--token-file", "/token"]] {
+        assert!(worker(known).is_ok(), "{known:?}");
+    }
     assert!(matches!(run(&["--isolate", "none"]), Err(ConfigError::RunWithoutIsolation)));
     for program in ["", "./tool", "bin/tool"] {
         assert!(matches!(flags(&["--allow-run", program]).resolve(), Err(ConfigError::RunProgram { .. })), "{program}");
