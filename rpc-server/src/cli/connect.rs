@@ -50,7 +50,7 @@ pub struct CommonOptions {
     #[arg(value_parser = clap::builder::NonEmptyStringValueParser::new())]
     workspace: String,
     /// Time limit of the command, such as 500ms or 30s; for ping, status, doctor and lease, of each
-    /// step.
+    /// step; for run, of the program; for forward, of opening each connection.
     /// Default: 10 s for connecting; 60 s for waiting while a tracker has no such server; none for
     /// waiting while it has, and for the rest
     #[arg(long, global = true, env = "RPC_CLI_TIMEOUT", value_name = "TIME")]
