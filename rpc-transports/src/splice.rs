@@ -23,7 +23,8 @@ use crate::channel_io::{READ_MAX, ReadAhead};
 const LINGER: Duration = Duration::from_secs(5);
 
 /// Copies bytes both ways until both directions have ended, one has broken, or no byte has moved
-/// for `silence`. The bytes `from_a` go before those that are read from `a`.
+/// for `silence`, or for [`LINGER`] after the end of one direction. The bytes `from_a` go before
+/// those that are read from `a`.
 ///
 /// Pipes count against `open_files`; where it has no room, bytes are copied.
 ///
@@ -50,7 +51,7 @@ pub(crate) async fn splice(
         match (first, second) {
             (Poll::Ready(()), Poll::Ready(())) => return Poll::Ready(Ok(())),
             (Poll::Pending, Poll::Pending) => {}
-            // From here on nothing resets the timer.
+            // From here on a shorter silence ends the tunnel.
             _ if !std::mem::replace(&mut lingers, true) => {
                 timer.as_mut().reset(tokio::time::Instant::now() + LINGER);
             }

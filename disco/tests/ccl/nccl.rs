@@ -10,6 +10,7 @@ use disco::ccl::{
     BreakCause, Breakdown, Buffers, Ccl, CclError, Collective, CollectiveInput, Control, Operation, Outcome, Rank,
     ReduceOp, host,
 };
+use rpc_conformance::threads::threads_named;
 use rpc_core::{DataType, DataTypeCode, Device, ErrorKind, RpcError};
 
 use crate::launch::{self, Launch};
@@ -792,11 +793,6 @@ fn a_rank_that_stands_in_the_driver_has_a_time_limit() {
 #[test]
 #[cfg(target_os = "linux")]
 fn aborts_start_no_threads() {
-    let threads = || {
-        let tasks = std::fs::read_dir("/proc/self/task").expect("the threads of this process");
-        let names = tasks.filter_map(|task| std::fs::read_to_string(task.ok()?.path().join("comm")).ok());
-        names.filter(|name| name.starts_with("nccl-")).count()
-    };
     let Some(fake) = Fake::new() else { return };
     on_ranks(&fake, Launch::Segment, 2, &long_limits(), |member| {
         let control = member.ccl.control();
@@ -804,7 +800,7 @@ fn aborts_start_no_threads() {
             control.abort("enough");
         }
         // Other tests that run at the same time have few.
-        let count = threads();
+        let count = threads_named("nccl-");
         assert!(count < 300, "{count} threads");
     });
     fake.assert_tidy();

@@ -480,7 +480,7 @@ impl RemoteProcess {
     }
 }
 
-/// Reads what `source` has, without waiting for more.
+/// Reads once from `source`, and again after an interruption.
 fn read(source: &mut Input, buffer: &mut [u8]) -> io::Result<usize> {
     loop {
         match source.read(buffer) {

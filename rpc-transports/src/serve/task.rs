@@ -108,7 +108,7 @@ impl SessionTask {
     fn close(&mut self, error: RpcError) {
         if self.closing.is_none() {
             self.endpoint.close(Some(&error));
-            self.closing = Some(error);
+            self.begin_close(error);
         }
     }
 
@@ -116,8 +116,15 @@ impl SessionTask {
     fn close_in_order(&mut self, reason: RpcError) {
         if self.closing.is_none() {
             self.endpoint.close(None);
-            self.closing = Some(reason);
+            self.begin_close(reason);
         }
+    }
+
+    /// Ends the session. The connection is closed once the client has taken what there is for it.
+    fn begin_close(&mut self, reason: RpcError) {
+        self.closing = Some(reason);
+        // A client that takes its replies slowly would keep what the session holds.
+        self.end_session();
     }
 
     /// Handles the contents of the mailbox.
@@ -136,8 +143,6 @@ impl SessionTask {
         }
         if let Some(error) = end {
             self.close(error);
-            // At once: a client that takes its replies slowly would keep what the session holds.
-            self.end_session();
         }
         match self.mailbox.commanded() {
             Some(Command::Stop) => {

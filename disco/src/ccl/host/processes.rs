@@ -229,11 +229,8 @@ mod tests {
     fn a_rank_waits_for_none_that_has_given_up() {
         let offer = Offer::new(2, &Options::default()).unwrap();
         let segment = open(&offer);
-        [Word::Joined, Word::Left].map(|word| segment.word(1, word)).into_iter().zip([2, 1]).for_each(
-            |(word, value)| {
-                word.store(value, Ordering::Release);
-            },
-        );
+        segment.word(1, Word::Joined).store(2, Ordering::Release);
+        segment.word(1, Word::Left).store(1, Ordering::Release);
         let options = Options { join_timeout: Duration::from_secs(3600), ..Options::default() };
         let error = offer.ticket().join(Rank(0), &options).err().unwrap();
         assert_eq!(error.kind(), ErrorKind::PeerLost, "{error}");

@@ -3,9 +3,8 @@
 //!
 //! The guard makes no call of the driver itself after its start (NCCL does, when it ends the
 //! communicator), since such a call may wait for a collective that hangs, which only the abort
-//! ends. It also sees for a rank that stands in the
-//! driver that its group is broken, or that its time limit has passed: all threads that poll may
-//! stand there.
+//! ends. For a rank that stands in the driver it also notices that the group is broken, or that the
+//! time limit has passed: all threads that poll may stand there.
 
 use std::sync::{Arc, mpsc};
 use std::thread;

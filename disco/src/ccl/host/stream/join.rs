@@ -33,10 +33,10 @@ const PAUSE_IN_HANDSHAKE: Duration = Duration::from_millis(1);
 /// Handshakes at a time. More connections wait in the listener's queue.
 const MAX_HANDSHAKES: usize = 64;
 /// Handshakes beyond those of the ranks that are missing, so that some strangers delay no rank.
-const PLACES_FOR_STRANGERS: usize = 8;
-/// Time after which a handshake gives way to a connection that waits for its place. A rank that has
-/// to give way dials again.
-const PATIENCE: Duration = Duration::from_millis(500);
+const EXTRA_HANDSHAKES: usize = 8;
+/// Time after which a handshake gives way to a connection that waits to be accepted. A rank that
+/// has to give way dials again.
+const YIELD_AFTER: Duration = Duration::from_millis(500);
 /// Time for which a failed attempt to dial an address that a peer has named is drawn out beyond the
 /// end of the last attempt: more than the clocks of the system's waits differ.
 const PADDING: Duration = Duration::from_millis(50);
@@ -138,8 +138,8 @@ impl Listener {
         let mut charges = options.open_files.reserve_each(addresses.len() - 1, purpose)?;
         let wake_sockets = WakeSockets::open(&options.open_files)?;
         let accepts = rank.index() + 1 < addresses.len();
-        let places = if accepts { PLACES_FOR_STRANGERS } else { 0 };
-        let places = options.open_files.reserve(places, "handshakes with strangers")?;
+        let extra = if accepts { EXTRA_HANDSHAKES } else { 0 };
+        let extra = options.open_files.reserve(extra, "handshakes with strangers")?;
         let mut links: Vec<Option<Link>> = addresses.iter().map(|_| None).collect();
         let (below, above) = links.split_at_mut(rank.index());
         std::thread::scope(|scope| {
@@ -152,14 +152,14 @@ impl Listener {
             let accepted = accepting.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
             all_of(dialled.into_iter().chain(accepted.err()))
         })?;
-        drop(places);
+        drop(extra);
         links.iter_mut().flatten().for_each(|link| link.set_charge(charges.pop()));
         Ok(Box::new(StreamCcl::new(rank.index(), links, options.clone(), wake_sockets)))
     }
 
     /// Takes one connection from each rank above this one. Each handshake has a thread, so that a
     /// silent stranger delays no rank. The caller has charged one connection for each of these
-    /// ranks and [`PLACES_FOR_STRANGERS`], and no more are open at a time: strangers take none of
+    /// ranks and [`EXTRA_HANDSHAKES`], and no more are open at a time: strangers take none of
     /// the descriptors that the session has for other purposes.
     fn accept_all(
         &self,
@@ -195,9 +195,9 @@ impl Listener {
                     let text = format!("rank {} did not connect to rank {}", missing.join(", "), group.rank);
                     return Err(until.error(text));
                 }
-                if handshakes.len() >= MAX_HANDSHAKES.min(missing.len() + PLACES_FOR_STRANGERS) {
+                if handshakes.len() >= MAX_HANDSHAKES.min(missing.len() + EXTRA_HANDSHAKES) {
                     if let Some((_, oldest)) = handshakes.first_key_value()
-                        && oldest.began.elapsed() >= PATIENCE
+                        && oldest.began.elapsed() >= YIELD_AFTER
                         && self.await_connection(Duration::ZERO)
                     {
                         oldest.gives_way.store(true, Ordering::Relaxed);
@@ -213,7 +213,7 @@ impl Listener {
                 last_number += 1;
                 let (sender, number, gives_way) = (sender.clone(), last_number, Arc::new(AtomicBool::new(false)));
                 let handshake = Handshake { began: Instant::now(), gives_way: Arc::clone(&gives_way) };
-                let shake_hands = move || {
+                let perform_handshake = move || {
                     let is_set = |flag: &AtomicBool| flag.load(Ordering::Relaxed);
                     let given_up = || is_set(&gives_way) || is_set(have_come) || until.has_ended();
                     let stream = Stream::new(connection, HANDSHAKE_TIMEOUT, &given_up);
@@ -224,7 +224,7 @@ impl Listener {
                     // The receiver is gone when all others have come.
                     _ = sender.send((number, welcomed.ok()));
                 };
-                match std::thread::Builder::new().spawn_scoped(scope, shake_hands) {
+                match std::thread::Builder::new().spawn_scoped(scope, perform_handshake) {
                     Ok(_) => _ = handshakes.insert(number, handshake),
                     Err(error) => {
                         // The connection has been dropped. A rank dials again.

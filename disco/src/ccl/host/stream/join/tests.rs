@@ -38,7 +38,7 @@ fn limited(limit: u64, join_timeout: Duration) -> (Options, OpenFileQuota) {
 /// where there were none left a rank waited for that long behind each.
 #[test]
 fn strangers_take_no_descriptors_of_the_session() {
-    let needed = JOINED + PLACES_FOR_STRANGERS as u64;
+    let needed = JOINED + EXTRA_HANDSHAKES as u64;
     let (limits, quota) = limited(needed, Duration::from_secs(4));
     let ((ours, address), (theirs, their_address)) = (listener(), listener());
     let addresses = [Address::Tcp(address), Address::Tcp(their_address)];
@@ -57,12 +57,13 @@ fn strangers_take_no_descriptors_of_the_session() {
     assert_eq!(quota.used(), 0);
 }
 
-/// More silent strangers than there are places, each of which could stay for five seconds.
+/// More silent strangers than there are extra handshakes, each of which could stay for five
+/// seconds.
 #[test]
 fn strangers_who_say_nothing_give_way_to_a_rank() {
     let ((ours, address), (theirs, their_address)) = (listener(), listener());
     let addresses = [Address::Tcp(address), Address::Tcp(their_address)];
-    let silent: Vec<_> = (0..PLACES_FOR_STRANGERS + 4).map(|_| TcpStream::connect(address).unwrap()).collect();
+    let silent: Vec<_> = (0..EXTRA_HANDSHAKES + 4).map(|_| TcpStream::connect(address).unwrap()).collect();
     std::thread::scope(|scope| {
         let joining = scope.spawn(|| ours.join(Rank(0), &addresses, &KEY, &options(Duration::from_secs(4))).map(drop));
         let joined = theirs.join(Rank(1), &addresses, &KEY, &options(Duration::from_secs(60))).map(drop);
