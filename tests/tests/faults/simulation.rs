@@ -50,19 +50,19 @@ fn nothing_is_lost_and_nothing_is_left() {
     let mut least = vec![("operations".to_owned(), 8.0), ("losses".to_owned(), 0.25)];
     least.extend(WAYS.map(|way| (format!("sessions: {way:?}"), 0.5)));
     least.extend(["cut", "stall", "restart"].map(|disturbance| (disturbance.to_owned(), 0.5)));
-    run_histories(SEEDS, &mut Builder::new_current_thread(), history, &least);
+    run_histories(seeds(SEEDS), &mut Builder::new_current_thread(), history, &least);
 }
 
-/// Runs the histories of these seeds, or of those that are wanted, each on a runtime of its own
-/// with a clock that is paused. Checks the `least` number of what has to happen in one, on average:
-/// histories in which nothing happens would prove nothing.
+/// Runs the histories of `seeds`, each on a runtime of its own with a clock that is paused. Checks
+/// the `least` number of what has to happen in one, on average: histories in which nothing happens
+/// would prove nothing.
 fn run_histories<F: Future<Output = Tally>>(
-    ordinary: std::ops::Range<u64>,
+    seeds: std::ops::Range<u64>,
     runtime: &mut Builder,
     history: impl Fn(u64) -> F,
     least: &[(String, f64)],
 ) {
-    let (seeds, mut tally) = (seeds(ordinary), Tally::new());
+    let mut tally = Tally::new();
     for seed in seeds.clone() {
         println!("seed {seed}");
         let runtime = runtime.enable_all().start_paused(true).build().unwrap();

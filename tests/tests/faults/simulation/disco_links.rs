@@ -12,6 +12,7 @@
 //! order, and all of them before a sync succeeds; each failure is told once; a session that is lost
 //! says so in all that follows; no worker's thread is left.
 
+use std::ops::Range;
 use std::time::Duration;
 
 use disco::{DRef, DiscoError, DiscoSession, Hosting, Options, SocketSession, WorkerContext};
@@ -21,7 +22,7 @@ use rpc_core::{DataType, Tensor};
 use super::*;
 
 /// Seeds of an ordinary run. `RPC_SIMULATION_SEEDS=FIRST..END` runs others.
-const SEEDS: std::ops::Range<u64> = 0..100;
+const SEEDS: Range<u64> = 0..100;
 
 /// Number of controllers, each at a host of its own.
 const CONTROLLERS: usize = 2;
@@ -62,9 +63,28 @@ pub(super) fn register(registry: &Registry, steps: &Arc<Steps>) {
     registry.add_inline("fail", |text: String| -> Result<()> { Err(RpcError::invalid_argument(text)) });
 }
 
+/// The histories of half of the seeds, so that the cores share them.
 #[test]
 fn controllers_and_workers_agree_until_they_lose_each_other() {
-    let test = "simulation::disco_links::controllers_and_workers_agree_until_they_lose_each_other";
+    let seeds = seeds(SEEDS);
+    run(
+        "simulation::disco_links::controllers_and_workers_agree_until_they_lose_each_other",
+        seeds.start..seeds.start.midpoint(seeds.end),
+    );
+}
+
+/// The histories of the other half.
+#[test]
+fn controllers_and_workers_agree_in_other_histories() {
+    let seeds = seeds(SEEDS);
+    run(
+        "simulation::disco_links::controllers_and_workers_agree_in_other_histories",
+        seeds.start.midpoint(seeds.end)..seeds.end,
+    );
+}
+
+/// Runs the histories of `seeds` in a process of their own. `test` is the name of the test.
+fn run(test: &str, seeds: Range<u64>) {
     if !alone_in_process(test) {
         return;
     }
@@ -78,7 +98,7 @@ fn controllers_and_workers_agree_until_they_lose_each_other() {
         ("losses", 0.25),
     ];
     let least = least.map(|(what, times)| (what.to_owned(), times));
-    run_histories(SEEDS, Builder::new_current_thread().on_thread_park(wait_for_rest), history, &least);
+    run_histories(seeds, Builder::new_current_thread().on_thread_park(wait_for_rest), history, &least);
 }
 
 async fn history(seed: u64) -> Tally {
