@@ -7,6 +7,7 @@
 
 mod argument;
 mod call;
+mod command_line;
 mod connect;
 mod credentials;
 mod doctor;
@@ -19,6 +20,7 @@ mod interruption;
 mod kick;
 mod lease;
 mod module;
+mod named_servers;
 mod new_file;
 pub mod npy;
 mod output;
@@ -29,6 +31,7 @@ mod show;
 mod status;
 mod tensor;
 mod tracker_pool;
+mod use_server;
 
 use std::future::Future;
 use std::io;
@@ -39,10 +42,12 @@ use clap::{CommandFactory, Parser, Subcommand};
 use rpc_transports::Transports;
 
 use self::interruption::Interruption;
+use crate::config::{SERVER_PORT, TRACKER_PORT};
 use crate::logging::{self, LogFormat};
 
 pub use self::connect::{CommonOptions, close};
 pub use self::failure::Failure;
+pub use self::named_servers::NamedServerError;
 pub use self::output::{ColorChoice, Output, digits, size};
 
 const EXIT_CODES: &str = "\
@@ -62,7 +67,9 @@ const ABOUT: &str = "\
 Calls functions, runs programs, moves files and tensors, and measures round trips, on servers that speak this protocol.
 
 An ADDRESS is tcp://HOST:PORT[/KEY], tls://…, quic://…, unix:PATH[?key=KEY], 'exec:COMMAND LINE', \
-ssh://[USER@]HOST for a server that ssh starts there, or tracker://HOST:PORT/KEY for a server of a tracker. Data goes to standard output, everything else to standard error.";
+ssh://[USER@]HOST for a server that ssh starts there, tracker://HOST:PORT/KEY for a server of a tracker, or @NAME for \
+one that rpc-cli use lists. Without an ADDRESS it is the default one of these. Ports are by default 9090, and 9190 for \
+a tracker. Data goes to standard output, everything else to standard error.";
 
 #[derive(Parser)]
 #[command(name = "rpc-cli", version, about = "Servers from the shell", long_about = ABOUT, after_help = EXIT_CODES)]
@@ -106,6 +113,8 @@ enum Command {
     Kick(kick::KickArgs),
     /// Diagnose an address that does not work
     Doctor(doctor::DoctorArgs),
+    /// List named servers, make one the default, or add one
+    Use(use_server::UseArgs),
     /// Make certificates for a server and a client, or renew them
     Cert(credentials::CertArgs),
     /// Make a token, the secret that a server and its clients share
@@ -130,13 +139,14 @@ pub fn main() -> ExitCode {
 /// As [`main`], with these transports: for a program that registers more than this crate has.
 pub fn main_with(transports: Transports) -> ExitCode {
     crate::raise_file_limit();
-    let Cli { mut options, command } = Cli::parse();
+    let parsed = command_line::parse(std::env::args_os().collect(), &transports);
+    let Cli { mut options, mut command } = parsed.unwrap_or_else(|error| error.exit());
     options.set_transports(transports);
     let output = options.output();
     if let Ok(filter) = options.log_level().parse() {
         logging::init(&filter, LogFormat::Text);
     }
-    let outcome = run(&options, &output, command);
+    let outcome = resolve_server(&mut options, &mut command).and_then(|()| run(&options, &output, command));
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => {
@@ -144,6 +154,41 @@ pub fn main_with(transports: Transports) -> ExitCode {
             ExitCode::from(failure.exit_code())
         }
     }
+}
+
+impl Command {
+    /// Returns the address of the server that the command uses, with the default port of its role.
+    fn address_mut(&mut self) -> Option<(&mut String, u16)> {
+        let address = match self {
+            Self::Status(status::StatusArgs { tracker, .. }) | Self::Kick(kick::KickArgs { tracker, .. }) => {
+                return Some((tracker, TRACKER_PORT));
+            }
+            Self::Call(args) => &mut args.address,
+            Self::Functions(args) => &mut args.address,
+            Self::Info(args) => &mut args.address,
+            Self::Put(args) => &mut args.address,
+            Self::Get(args) => &mut args.address,
+            Self::Ls(args) => &mut args.address,
+            Self::Rm(args) => &mut args.address,
+            Self::Run(args) => &mut args.address,
+            Self::Forward(args) => &mut args.address,
+            Self::Lease(args) => &mut args.address,
+            Self::Ping(args) => &mut args.address,
+            Self::Time(args) => &mut args.address,
+            Self::Doctor(args) => &mut args.address,
+            Self::Use(_) | Self::Cert(_) | Self::Token(_) | Self::Completions { .. } | Self::Man { .. } => return None,
+        };
+        Some((address, SERVER_PORT))
+    }
+}
+
+/// Puts the address in the place of a named server, and checks it.
+fn resolve_server(options: &mut CommonOptions, command: &mut Command) -> Result<(), Failure> {
+    // The doctor reports a bad address as one of its steps.
+    let is_doctor = matches!(command, Command::Doctor(_));
+    let Some((address, port)) = command.address_mut() else { return Ok(()) };
+    options.resolve_servers(address, port)?;
+    if is_doctor { Ok(()) } else { options.check_addresses(address) }
 }
 
 fn run(options: &CommonOptions, output: &Output, command: Command) -> Result<(), Failure> {
@@ -178,6 +223,7 @@ fn run(options: &CommonOptions, output: &Output, command: Command) -> Result<(),
             until_interrupted(async |interruption| lease::lease(options, output, args, &interruption).await)
         }
         Command::Doctor(args) => on_runtime(doctor::doctor(options, output, args)),
+        Command::Use(args) => use_server::use_server(options, output, args),
         Command::Cert(args) => credentials::cert(output, args),
         Command::Token(args) => credentials::token(output, args),
         Command::Completions { shell } => {

@@ -23,6 +23,7 @@ mod units;
 pub use disco_node::{WorkerConfig, WorkerSettings};
 pub use error::{ConfigError, ServeError};
 pub use listen_address::ListenAddress;
+pub(crate) use listen_address::{SERVER_PORT, TRACKER_PORT, with_default_port};
 pub use relay::{RelayConfig, RelaySettings};
 pub use serve::{Isolate, ServeConfig, ServeSettings};
 pub use tracker::{Label, LabelError, TrackerAddress, TrackerConfig, TrackerSettings};

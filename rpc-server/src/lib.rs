@@ -30,6 +30,7 @@ mod otel;
 pub mod pki;
 pub mod run;
 pub mod server;
+mod suggestion;
 mod this_program;
 pub mod tracker;
 mod transports;

@@ -35,7 +35,7 @@ mod authority;
 mod error;
 mod existing;
 mod names;
-mod private_file;
+pub(crate) mod private_file;
 pub mod token_file;
 pub mod trust;
 

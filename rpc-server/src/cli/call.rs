@@ -23,8 +23,8 @@ use crate::config::ByteSize;
 #[derive(Args, Debug)]
 #[command(after_help = GRAMMAR, allow_negative_numbers = true)]
 pub(super) struct CallArgs {
-    /// The server
-    address: String,
+    /// The server. Default: that of rpc-cli use
+    pub(super) address: String,
     /// The name of the function
     function: String,
     /// The arguments, as below
@@ -87,8 +87,8 @@ async fn store(session: &Session, output: &Output, result: &Shown, files: &[Path
 #[derive(Args, Debug)]
 #[command(after_help = GRAMMAR, allow_negative_numbers = true)]
 pub(super) struct TimeArgs {
-    /// The server
-    address: String,
+    /// The server. Default: that of rpc-cli use
+    pub(super) address: String,
     /// The name of the function
     function: String,
     /// The arguments, as below

@@ -1,17 +1,19 @@
 //! Options of all commands, and the session that they describe.
 
 use std::future::Future;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::Args;
 use rpc_core::{Session, VirtualDevice};
 use rpc_transports::tracker::{ServerRequest, address_of};
-use rpc_transports::{Address, Connector, Dial, Transports};
+use rpc_transports::{Address, AddressError, Connector, Dial, Transports};
 
 use super::failure::Failure;
+use super::named_servers::{NamedServer, NamedServers, is_reference, split_tunnel};
 use super::output::{ColorChoice, Output};
 use super::pool_wait::{PoolRequest, WaitReason};
-use crate::config::{Label, Span};
+use crate::config::{Label, SERVER_PORT, Span, with_default_port};
 use crate::pki::trust::ClientTrust;
 
 /// Environment variables of the flags that choose among a tracker's servers.
@@ -34,6 +36,10 @@ pub struct CommonOptions {
     /// Reason of the present wait for a server.
     #[arg(skip)]
     waiting: WaitReason,
+    /// File with named servers, which rpc-cli use lists; @NAME stands for their addresses. Default:
+    /// rpc/config.toml in $XDG_CONFIG_HOME or ~/.config
+    #[arg(long, global = true, env = "RPC_CLI_CONFIG", value_name = "FILE")]
+    config: Option<PathBuf>,
     /// Hops on the way to the server, in order, as with ssh; may be repeated, or given as a list
     /// with commas
     #[arg(short = 'J', long, global = true, env = "RPC_CLI_JUMP", value_name = "ADDRESS", value_delimiter = ',')]
@@ -81,6 +87,92 @@ impl CommonOptions {
     /// Returns the transports of the program.
     pub(super) fn transports(&self) -> &Transports {
         &self.transports
+    }
+
+    /// Returns the file with named servers, if one was given.
+    pub(super) fn config(&self) -> Option<&Path> {
+        self.config.as_deref()
+    }
+
+    /// Puts addresses in the place of named servers, in `address` and among the hops, fills the gaps
+    /// of these options from the servers, and completes addresses that lack a port: `port` is that
+    /// of the role of `address`.
+    ///
+    /// # Errors
+    ///
+    /// A server is unknown, or the file with the servers cannot be used.
+    pub(super) fn resolve_servers(&mut self, address: &mut String, port: u16) -> Result<(), Failure> {
+        if is_reference(address) || self.jump.iter().any(|hop| is_reference(hop)) {
+            let servers = NamedServers::read(self.config())?;
+            let mut target = servers.route(address)?;
+            if is_reference(address) {
+                self.timeout = self.timeout.or(target.servers[0].timeout);
+            }
+            *address = target.addresses.pop().unwrap_or_default();
+            if self.jump.is_empty() {
+                self.jump = target.addresses;
+            } else {
+                // The hops of the command line replace those of the file.
+                target.servers.truncate(1);
+                for hop in std::mem::take(&mut self.jump) {
+                    let route = servers.route(&hop)?;
+                    self.jump.extend(route.addresses);
+                    target.servers.extend(route.servers);
+                }
+            }
+            for server in target.servers {
+                self.fill_trust(server, &servers);
+            }
+        }
+        *address = complete(address, port);
+        for hop in &mut self.jump {
+            let (tunnel, hop_address) = split_tunnel(hop);
+            *hop = format!("{tunnel}{}", complete(hop_address, SERVER_PORT));
+        }
+        Ok(())
+    }
+
+    /// Fills the gaps among the credentials from those of the server.
+    fn fill_trust(&mut self, server: &NamedServer, servers: &NamedServers) {
+        let path = |path: &Option<PathBuf>| path.as_deref().map(|path| servers.resolve_path(path));
+        let trust = &mut self.trust;
+        trust.ca = trust.ca.take().or_else(|| path(&server.ca));
+        trust.token_file = trust.token_file.take().or_else(|| path(&server.token_file));
+        // A certificate goes with its key.
+        if trust.cert.is_none() && trust.cert_key.is_none() {
+            (trust.cert, trust.cert_key) = (path(&server.cert), path(&server.cert_key));
+        }
+    }
+
+    /// Returns the server at `address` as these options reach it.
+    pub(super) fn named_server(&self, address: String) -> Result<NamedServer, Failure> {
+        Ok(NamedServer {
+            address,
+            via: self.jump.clone(),
+            key: None,
+            token_file: absolute(self.trust.token_file.as_deref())?,
+            ca: absolute(self.trust.ca.as_deref())?,
+            cert: absolute(self.trust.cert.as_deref())?,
+            cert_key: absolute(self.trust.cert_key.as_deref())?,
+            timeout: self.timeout,
+        })
+    }
+
+    /// Checks the addresses of the hops and of the server. Later hops may know schemes that this
+    /// program does not.
+    ///
+    /// # Errors
+    ///
+    /// An address is malformed, or cannot be dialled from here.
+    pub(super) fn check_addresses(&self, address: &str) -> Result<(), Failure> {
+        let hops = self.jump.iter().map(|hop| split_tunnel(hop).1);
+        for (at, text) in hops.chain([address]).enumerate() {
+            let address = parse_address(text)?;
+            if at == 0 {
+                self.transports.check(&address).map_err(|error| Failure::Connect(error.into()))?;
+            }
+        }
+        Ok(())
     }
 
     pub(super) fn timeout(&self) -> Option<Duration> {
@@ -220,6 +312,24 @@ impl CommonOptions {
         close(&session).await;
         outcome
     }
+}
+
+/// Parses an address.
+pub(super) fn parse_address(text: &str) -> Result<Address, Failure> {
+    text.parse().map_err(|error: AddressError| Failure::Connect(error.into()))
+}
+
+/// Returns the address with this port if it lacks one. A malformed address is returned as it is.
+fn complete(address: &str, port: u16) -> String {
+    address.parse().map_or_else(|_| address.to_owned(), |parsed| with_default_port(parsed, port).to_string())
+}
+
+/// Returns the path as one that does not depend on the current folder.
+fn absolute(path: Option<&Path>) -> Result<Option<PathBuf>, Failure> {
+    let absolute = |path: &Path| {
+        std::path::absolute(path).map_err(|error| Failure::file("cannot find the folder of", path, error))
+    };
+    path.map(absolute).transpose()
 }
 
 fn is_tracker(address: &str) -> bool {

@@ -27,7 +27,7 @@ mod recorder;
 #[derive(Args, Debug)]
 pub(super) struct DoctorArgs {
     /// The address to look at
-    address: String,
+    pub(super) address: String,
 }
 
 pub(super) async fn doctor(options: &CommonOptions, output: &Output, args: DoctorArgs) -> Result<(), Failure> {

@@ -7,6 +7,7 @@ use std::time::Duration;
 use rpc_core::{ErrorKind, RpcError};
 use rpc_transports::{ConnectError, TokenError, TransportError};
 
+use super::named_servers::NamedServerError;
 use crate::cli::npy::NpyError;
 use crate::pki::PkiError;
 use crate::pki::trust::TrustError;
@@ -99,6 +100,9 @@ pub enum Failure {
     /// Certificates or tokens cannot be read.
     #[error(transparent)]
     Trust(#[from] TrustError),
+    /// A server is unknown, or the file that names servers cannot be used.
+    #[error(transparent)]
+    NamedServer(#[from] NamedServerError),
     /// Standard output cannot be written.
     #[error("cannot write the output")]
     Output(#[source] io::Error),
@@ -131,6 +135,7 @@ impl Failure {
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::Usage(_)
+            | Self::NamedServer(_)
             | Self::Pki(PkiError::NoHost | PkiError::Token(TokenError::Name | TokenError::Malformed)) => USAGE,
             Self::Connect(error) => connect_code(error),
             // Every server would refuse it.

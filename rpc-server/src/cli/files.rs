@@ -19,8 +19,8 @@ const STANDARD_STREAM: &str = "-";
 
 #[derive(Args, Debug)]
 pub(super) struct PutArgs {
-    /// The server
-    address: String,
+    /// The server. Default: that of rpc-cli use
+    pub(super) address: String,
     /// The local file; - is standard input
     local: PathBuf,
     /// Path in the workspace; without it, or with a / at its end, the name is kept
@@ -74,8 +74,8 @@ pub(super) async fn put(options: &CommonOptions, output: &Output, args: PutArgs)
 
 #[derive(Args, Debug)]
 pub(super) struct GetArgs {
-    /// The server
-    address: String,
+    /// The server. Default: that of rpc-cli use
+    pub(super) address: String,
     /// The file's path in the workspace
     remote: String,
     /// Local file or folder; - is standard output. Without it the name is kept
@@ -161,8 +161,8 @@ impl Target {
 
 #[derive(Args, Debug)]
 pub(super) struct LsArgs {
-    /// The server
-    address: String,
+    /// The server. Default: that of rpc-cli use
+    pub(super) address: String,
     /// Folder of the workspace; all of the workspace without it
     #[arg(default_value = "")]
     path: String,
@@ -197,8 +197,8 @@ fn entry_json(entry: &FileEntry) -> Json {
 
 #[derive(Args, Debug)]
 pub(super) struct RmArgs {
-    /// The server
-    address: String,
+    /// The server. Default: that of rpc-cli use
+    pub(super) address: String,
     /// Files or folders of the workspace
     #[arg(required = true, value_name = "PATH")]
     paths: Vec<String>,

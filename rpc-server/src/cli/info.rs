@@ -15,14 +15,14 @@ use crate::builtins::{DeviceInfo, LeasedDevice, ModulesInfo, ServerInfo};
 
 #[derive(Args, Debug)]
 pub(super) struct AddressArgs {
-    /// The server
-    address: String,
+    /// The server. Default: that of rpc-cli use
+    pub(super) address: String,
 }
 
 #[derive(Args, Debug)]
 pub(super) struct FunctionsArgs {
-    /// The server
-    address: String,
+    /// The server. Default: that of rpc-cli use
+    pub(super) address: String,
     #[command(flatten)]
     module: ModuleArgs,
 }

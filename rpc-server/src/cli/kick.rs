@@ -11,9 +11,9 @@ use crate::tracker::display::{holder, plain};
 
 #[derive(Args, Debug)]
 pub(super) struct KickArgs {
-    /// The tracker, such as tracker://pool.lan:9190
+    /// The tracker, such as tracker://pool.lan. Default: that of rpc-cli use
     #[arg(long, env = "RPC_CLI_TRACKER", value_name = "ADDRESS")]
-    tracker: String,
+    pub(super) tracker: String,
     /// The client, as status shows it; a part is enough if no other client has it
     #[arg(value_parser = clap::builder::NonEmptyStringValueParser::new())]
     client: String,

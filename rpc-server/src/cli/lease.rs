@@ -37,8 +37,8 @@ const SIGNALLED: i32 = 128;
 pub(super) struct LeaseArgs {
     /// The device, such as cuda:0
     device: Device,
-    /// The server
-    address: String,
+    /// The server. Default: that of rpc-cli use
+    pub(super) address: String,
     /// Maximum time of the lease, at which the program is ended. Default: that of the server
     #[arg(long = "for", env = "RPC_CLI_FOR", value_name = "TIME")]
     limit: Option<Span>,

@@ -15,8 +15,8 @@ use crate::config::Span;
 
 #[derive(Args, Debug)]
 pub(super) struct PingArgs {
-    /// The server
-    address: String,
+    /// The server. Default: that of rpc-cli use
+    pub(super) address: String,
     /// Number of round trips. Default: until interrupted
     #[arg(short, long, env = "RPC_CLI_COUNT", value_parser = clap::value_parser!(u64).range(1..))]
     count: Option<u64>,

@@ -32,8 +32,8 @@ The server has to allow it: rpc-server serve --allow-run PROGRAM.";
 #[derive(Args, Debug)]
 #[command(after_help = EXIT_CODES)]
 pub(super) struct RunArgs {
-    /// The server
-    address: String,
+    /// The server. Default: that of rpc-cli use
+    pub(super) address: String,
     /// The program and its arguments
     #[arg(last = true, required = true, value_name = "PROGRAM")]
     command: Vec<String>,

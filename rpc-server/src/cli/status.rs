@@ -16,9 +16,9 @@ use crate::tracker::display::{for_people, has, holder, lost, plain, wanted};
 
 #[derive(Args, Debug)]
 pub(super) struct StatusArgs {
-    /// The tracker, such as tracker://pool.lan:9190
+    /// The tracker, such as tracker://pool.lan. Default: that of rpc-cli use
     #[arg(long, env = "RPC_CLI_TRACKER", value_name = "ADDRESS")]
-    tracker: String,
+    pub(super) tracker: String,
     /// Only servers and requests with this key
     #[arg(long, env = "RPC_CLI_KEY", value_name = "KEY")]
     key: Option<String>,

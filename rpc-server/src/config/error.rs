@@ -12,6 +12,7 @@ use super::serve::MIN_FILES;
 use super::{ByteSize, OtlpEndpoint};
 use crate::modules::ModuleError;
 use crate::pki::trust::TrustError;
+use crate::suggestion::likely_key;
 
 /// Error of a configuration.
 #[derive(Clone, Debug, thiserror::Error)]
@@ -59,7 +60,10 @@ pub enum ConfigError {
         source: Arc<io::Error>,
     },
     /// The configuration file is not TOML, has an unknown key, or a value of the wrong form.
-    #[error("the configuration file {} is not right", file.display())]
+    #[error(
+        "the configuration file {} is not right{}", file.display(),
+        likely_key(source).map(|key| format!("; did you mean '{key}'?")).unwrap_or_default()
+    )]
     Syntax {
         /// The file.
         file: PathBuf,

@@ -4,7 +4,7 @@ use std::fmt;
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::sync::Arc;
 
-use rpc_transports::{Address, AddressError, TransportError, Transports};
+use rpc_transports::{Address, AddressError, TransportError, Transports, tracker};
 use serde::{Deserialize, Serialize};
 
 use super::{ConfigError, HttpAddress};
@@ -95,7 +95,35 @@ pub(super) fn check_metrics(metrics: Option<HttpAddress>, insecure: bool) -> Res
 }
 
 /// Default port of a server.
-pub(super) const DEFAULT_PORT: u16 = 9090;
+pub(crate) const SERVER_PORT: u16 = 9090;
+
+/// Default port of a tracker.
+pub(crate) const TRACKER_PORT: u16 = 9190;
+
+/// Default port of a relay.
+pub(super) const RELAY_PORT: u16 = 9290;
+
+/// Schemes whose addresses name a host and a port that this protocol chooses.
+const SCHEMES_WITH_PORT: [&str; 5] = ["tcp", "tls", "quic", "ws", "wss"];
+
+/// Returns the address with the default port of the role, where it names a host without a port. The
+/// address of a tracker's server gets the port of the tracker.
+pub(crate) fn with_default_port(address: Address, port: u16) -> Address {
+    if address.host().is_none() || address.port().is_some() {
+        return address;
+    }
+    if tracker::address_of(&address).is_some() {
+        return address.with_port(TRACKER_PORT);
+    }
+    if SCHEMES_WITH_PORT.contains(&address.scheme()) { address.with_port(port) } else { address }
+}
+
+/// Gives addresses without a port the default one of the role.
+pub(super) fn fill_ports(addresses: &mut [ListenAddress], port: u16) {
+    for ListenAddress(address) in addresses {
+        *address = with_default_port(address.clone(), port);
+    }
+}
 
 /// Returns a TCP port that only this machine can reach.
 pub(super) fn loopback(port: u16) -> ListenAddress {

@@ -8,7 +8,7 @@ use rpc_core::proto::KEEP_ALIVE;
 use rpc_transports::Transports;
 use serde::{Deserialize, Serialize};
 
-use super::listen_address::{check_addresses, loopback};
+use super::listen_address::{RELAY_PORT, check_addresses, fill_ports, loopback};
 use super::units::seconds;
 use super::{ByteSize, ConfigError, ListenAddress, ServeConfig, Span};
 use crate::file_limit;
@@ -65,8 +65,9 @@ impl RelayConfig {
 
     fn listen_by_default(&mut self) {
         if self.listen.is_empty() {
-            self.listen.push(loopback(DEFAULT_PORT));
+            self.listen.push(loopback(RELAY_PORT));
         }
+        fill_ports(&mut self.listen, RELAY_PORT);
     }
 
     /// Returns the settings of the server that a relay is.
@@ -79,6 +80,3 @@ impl RelayConfig {
         }
     }
 }
-
-/// Default port of a relay.
-const DEFAULT_PORT: u16 = 9290;

@@ -10,7 +10,7 @@ use rpc_core::proto::KEEP_ALIVE;
 use rpc_transports::{Address, Transports};
 use serde::{Deserialize, Serialize};
 
-use super::listen_address::{DEFAULT_PORT, check_addresses, check_metrics, loopback};
+use super::listen_address::{RELAY_PORT, SERVER_PORT, check_addresses, check_metrics, fill_ports, loopback};
 use super::units::seconds;
 use super::{
     ByteSize, ConfigError, Label, ListenAddress, OtlpEndpoint, PortRange, Span, TrackerAddress, machine_memory,
@@ -280,8 +280,10 @@ listener_settings! {
 impl ServeConfig {
     fn listen_by_default(&mut self) {
         if self.listen.is_empty() && !self.stdio && self.relay.is_empty() {
-            self.listen.push(loopback(DEFAULT_PORT));
+            self.listen.push(loopback(SERVER_PORT));
         }
+        fill_ports(&mut self.listen, SERVER_PORT);
+        fill_ports(&mut self.relay, RELAY_PORT);
     }
 
     /// Returns the files by which this server and those to which it forwards authenticate each

@@ -11,7 +11,7 @@ use rpc_core::proto::KEEP_ALIVE;
 use rpc_transports::{Address, AddressError, Transports};
 use serde::{Deserialize, Serialize};
 
-use super::listen_address::{check_addresses, check_metrics, loopback};
+use super::listen_address::{TRACKER_PORT, check_addresses, check_metrics, fill_ports, loopback, with_default_port};
 use super::units::seconds;
 use super::{ByteSize, ConfigError, HttpAddress, ListenAddress, ServeConfig, Span};
 use crate::file_limit;
@@ -127,8 +127,9 @@ impl TrackerConfig {
 
     fn listen_by_default(&mut self) {
         if self.listen.is_empty() {
-            self.listen.push(loopback(DEFAULT_PORT));
+            self.listen.push(loopback(TRACKER_PORT));
         }
+        fill_ports(&mut self.listen, TRACKER_PORT);
     }
 
     /// Returns the options of the tracker. Reads files of certificates and tokens.
@@ -175,9 +176,6 @@ impl TrackerConfig {
     }
 }
 
-/// Default port of a tracker.
-const DEFAULT_PORT: u16 = 9190;
-
 /// Address of a tracker in the settings of a server: `tcp://host:port`, or `tracker://host:port`
 /// for the same.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -193,7 +191,8 @@ impl FromStr for TrackerAddress {
             let problem = "a server says which key it has by --tracker-key, and not in the tracker's address";
             return Err(AddressError::Key { text: key.to_owned(), problem });
         }
-        Ok(Self(rpc_transports::tracker::address_of(&address).unwrap_or(address)))
+        let address = rpc_transports::tracker::address_of(&address).unwrap_or(address);
+        Ok(Self(with_default_port(address, TRACKER_PORT)))
     }
 }
 

@@ -9,7 +9,7 @@ use super::PkiError;
 
 /// Permissions of a file, and permission to replace another.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Mode {
+pub(crate) enum Mode {
     /// All users may read it.
     Public,
     /// Only its owner may read it.
@@ -19,7 +19,7 @@ pub(super) enum Mode {
 }
 
 /// Writes a file. Readers find the old or the new contents, also after a power failure.
-pub(super) fn write(path: &Path, contents: &str, mode: Mode) -> Result<(), PkiError> {
+pub(crate) fn write(path: &Path, contents: &str, mode: Mode) -> Result<(), PkiError> {
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
     // The system creates the file with these permissions, minus the umask, so that it is never more
     // open.

@@ -43,6 +43,8 @@ pub(super) fn command(args: &[&str]) -> Command {
             command.env_remove(name);
         }
     }
+    // Named servers of whoever runs the tests.
+    command.env("XDG_CONFIG_HOME", "/nonexistent");
     command.args(args).stdin(Stdio::null());
     command
 }
@@ -551,6 +553,7 @@ fn help_completions_and_manual() {
         "status",
         "kick",
         "doctor",
+        "use",
         "cert",
         "token",
         "completions",

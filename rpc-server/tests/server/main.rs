@@ -15,6 +15,7 @@ mod library;
 mod metrics;
 #[cfg(feature = "tvm-ffi")]
 mod modules;
+mod named_servers;
 #[cfg(feature = "tvm-ffi")]
 mod native_modules;
 mod node;

@@ -1,0 +1,94 @@
+//! The command line: parsed with the address that a command needs, or for the default server
+//! without it.
+
+use std::ffi::OsString;
+
+use clap::error::ErrorKind;
+use clap::{Arg, ArgMatches, Command, CommandFactory, FromArgMatches};
+use rpc_transports::Transports;
+
+use super::Cli;
+use super::named_servers::is_reference;
+
+/// Ids of the arguments that name the server of a command.
+const SERVER_ARGUMENTS: [&str; 2] = ["address", "tracker"];
+
+/// Name of the default server.
+pub(super) const DEFAULT_SERVER: &str = "@";
+
+/// Parses the command line. If the address is left out, it is [`DEFAULT_SERVER`]: `call add 1 2` is
+/// `call @ add 1 2`, since `add` is no address.
+///
+/// # Errors
+///
+/// The command line is wrong, or asks for help.
+pub(super) fn parse(args: Vec<OsString>, transports: &Transports) -> Result<Cli, clap::Error> {
+    let command = Cli::command();
+    let complete = command.clone().try_get_matches_from(&args);
+    let lacks_address = match &complete {
+        Ok(matches) => leading_address(&command, matches).is_some_and(|text| !is_address(text, transports)),
+        Err(error) => error.kind() == ErrorKind::MissingRequiredArgument,
+    };
+    if lacks_address && let Ok(cli) = parse_without_address(args, transports) {
+        return Ok(cli);
+    }
+    Cli::from_arg_matches(&complete?)
+}
+
+/// Parses the command line of a command whose address is left out: it is [`DEFAULT_SERVER`].
+///
+/// # Errors
+///
+/// The command line is wrong, also since it has an address.
+pub(super) fn parse_without_address(args: Vec<OsString>, transports: &Transports) -> Result<Cli, clap::Error> {
+    let command = without_address(Cli::command());
+    let matches = command.clone().try_get_matches_from(args)?;
+    if leading_address(&Cli::command(), &matches).is_some()
+        && first_positional(&command, &matches).is_some_and(|text| is_address(&text, transports))
+    {
+        return Err(
+            Cli::command().error(ErrorKind::MissingRequiredArgument, "an argument behind the address is missing")
+        );
+    }
+    Cli::from_arg_matches(&matches)
+}
+
+/// Makes the address of each command an option that has a default value.
+fn without_address(command: Command) -> Command {
+    let names: Vec<_> = command.get_subcommands().map(|command| command.get_name().to_owned()).collect();
+    names.into_iter().fold(command, |command, name| {
+        command.mut_subcommand(name, |subcommand| {
+            SERVER_ARGUMENTS.into_iter().fold(subcommand, |subcommand, id| {
+                let is_needed = subcommand.get_arguments().any(|arg| arg.get_id() == id && arg.is_required_set());
+                let optional = |arg: Arg| arg.long(id).required(false).default_value(DEFAULT_SERVER);
+                if is_needed { subcommand.mut_arg(id, optional) } else { subcommand }
+            })
+        })
+    })
+}
+
+/// Returns the address that a command line has, if that is the first argument of the command.
+fn leading_address<'a>(command: &Command, matches: &'a ArgMatches) -> Option<&'a str> {
+    let (name, matches) = matches.subcommand()?;
+    let first = command.find_subcommand(name)?.get_positionals().next()?.get_id().as_str();
+    (first == SERVER_ARGUMENTS[0]).then(|| matches.get_one::<String>(first).map(String::as_str))?
+}
+
+/// Returns the first argument of the command as text, if it is before any `--`.
+fn first_positional(command: &Command, matches: &ArgMatches) -> Option<String> {
+    let (name, matches) = matches.subcommand()?;
+    let first = command.find_subcommand(name)?.get_positionals().find(|arg| !arg.is_last_set())?;
+    let text = matches.get_raw(first.get_id().as_str())?.next()?;
+    text.to_str().map(str::to_owned)
+}
+
+/// Returns true if the text is meant as an address, rather than as the name of a function or a file.
+fn is_address(text: &str, transports: &Transports) -> bool {
+    let Some((scheme, rest)) = text.split_once(':') else { return is_reference(text) };
+    let is_port = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+    is_reference(text)
+        || rest.starts_with("//")
+        || rest.rsplit(':').next().is_some_and(is_port)
+        || transports.get(scheme).is_some()
+        || transports.opener(scheme).is_some()
+}
