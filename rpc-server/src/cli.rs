@@ -139,7 +139,7 @@ pub fn main() -> ExitCode {
 /// As [`main`], with these transports: for a program that registers more than this crate has.
 pub fn main_with(transports: Transports) -> ExitCode {
     crate::raise_file_limit();
-    let parsed = command_line::parse(std::env::args_os().collect(), &transports);
+    let parsed = command_line::parse(std::env::args_os(), &transports);
     let Cli { mut options, mut command } = parsed.unwrap_or_else(|error| error.exit());
     options.set_transports(transports);
     let output = options.output();

@@ -1,11 +1,13 @@
 //! `call` and `time`: calls of functions from the shell.
 
-use std::path::PathBuf;
+use std::convert::Infallible;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
 use std::time::{Duration, Instant};
 
 use clap::Args;
 use rpc_core::client::LeaseOptions;
-use rpc_core::{Device, Session, Value};
+use rpc_core::{Device, RemoteTensor, Session, Value};
 use serde_json::json;
 
 use super::argument::{Argument, Arguments, GRAMMAR};
@@ -32,9 +34,30 @@ pub(super) struct CallArgs {
     #[command(flatten)]
     module: ModuleArgs,
     /// Store the returned tensor in this .npy file; repeated, the tensors of a list. Bytes are
-    /// stored as they are
-    #[arg(short, long, env = "RPC_CLI_OUTPUT", value_name = "FILE")]
-    output: Vec<PathBuf>,
+    /// stored as they are. With a number in front, as in 0=x.npy, store that argument as the call
+    /// has left it; the first one has the number 0
+    #[arg(short, long, env = "RPC_CLI_OUTPUT", value_name = "[NUMBER=]FILE")]
+    output: Vec<OutputFile>,
+}
+
+/// A file for a tensor that a call has returned or changed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum OutputFile {
+    Returned(PathBuf),
+    /// File for the tensor that is the argument of this number.
+    Argument(usize, PathBuf),
+}
+
+impl FromStr for OutputFile {
+    type Err = Infallible;
+
+    fn from_str(text: &str) -> Result<Self, Infallible> {
+        let numbered = text.split_once('=').and_then(|(number, file)| Some((number.parse().ok()?, file)));
+        Ok(match numbered {
+            Some((number, file)) => Self::Argument(number, file.into()),
+            None => Self::Returned(text.into()),
+        })
+    }
 }
 
 pub(super) async fn call(options: &CommonOptions, output: &Output, args: CallArgs) -> Result<(), Failure> {
@@ -43,19 +66,35 @@ pub(super) async fn call(options: &CommonOptions, output: &Output, args: CallArg
             let deadline = options.timeout().and_then(|limit| Instant::now().checked_add(limit));
             let function = args.module.find(&session, output, &args.function).await.map_err(Failure::without_effect)?;
             let arguments = Arguments::upload(&session, output, args.args).await.map_err(Failure::without_effect)?;
+            let (mut returned, mut changed) = (Vec::new(), Vec::new());
+            for file in args.output {
+                match file {
+                    OutputFile::Returned(file) => returned.push(file),
+                    OutputFile::Argument(number, file) => match arguments.tensor(number) {
+                        Some(tensor) => changed.push((tensor, file)),
+                        None => {
+                            let text = format!("-o {number}={}: argument {number} is no tensor", file.display());
+                            return Err(Failure::Usage(text));
+                        }
+                    },
+                }
+            }
             let mut action = function.call::<Value>(&arguments);
             if let Some(deadline) = deadline {
                 action = action.deadline(deadline);
             }
             let mut shown = Shown::new(&session, action.await?)?;
-            store(&session, output, &shown, &args.output).await?;
+            for (tensor, file) in changed {
+                store_tensor(&session, output, tensor, &file).await?;
+            }
+            store(&session, output, &shown, &returned).await?;
             shown.read_small_tensors(&session).await?;
             if output.is_json() {
                 return output.json(&shown.to_json());
             }
             match shown {
                 // A stored result is not printed.
-                Shown::Tensor { .. } | Shown::Bytes(_) if !args.output.is_empty() => Ok(()),
+                Shown::Tensor { .. } | Shown::Bytes(_) if !returned.is_empty() => Ok(()),
                 Shown::Null => Ok(()),
                 shown => output.line(&shown.to_text()),
             }
@@ -78,9 +117,14 @@ async fn store(session: &Session, output: &Output, result: &Shown, files: &[Path
         )));
     }
     for (tensor, file) in tensors.into_iter().zip(files) {
-        tensor::store(session, output, tensor, file).await?;
-        output.note(&format!("{} {:?} stored in {}", tensor.dtype(), tensor.shape(), file.display()));
+        store_tensor(session, output, tensor, file).await?;
     }
+    Ok(())
+}
+
+async fn store_tensor(session: &Session, output: &Output, tensor: &RemoteTensor, file: &Path) -> Result<(), Failure> {
+    tensor::store(session, output, tensor, file).await?;
+    output.note(&format!("{} {:?} stored in {}", tensor.dtype(), tensor.shape(), file.display()));
     Ok(())
 }
 

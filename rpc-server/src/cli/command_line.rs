@@ -8,6 +8,7 @@ use clap::{Arg, ArgMatches, Command, CommandFactory, FromArgMatches};
 use rpc_transports::Transports;
 
 use super::Cli;
+use super::argument::rewrite_negative_numbers;
 use super::named_servers::is_reference;
 
 /// Ids of the arguments that name the server of a command.
@@ -22,7 +23,8 @@ pub(super) const DEFAULT_SERVER: &str = "@";
 /// # Errors
 ///
 /// The command line is wrong, or asks for help.
-pub(super) fn parse(args: Vec<OsString>, transports: &Transports) -> Result<Cli, clap::Error> {
+pub(super) fn parse(args: impl Iterator<Item = OsString>, transports: &Transports) -> Result<Cli, clap::Error> {
+    let args = rewrite_negative_numbers(args);
     let command = Cli::command();
     let complete = command.clone().try_get_matches_from(&args);
     let lacks_address = match &complete {
