@@ -61,8 +61,8 @@ pub use function::{FromReply, IntoArg, IntoArgs, Pack, Shape};
 // For servers.
 pub use device::{DeviceApi, DeviceAttribute, DeviceDescription, Devices, Target, VirtualDevice, VirtualDeviceBuilder};
 pub use function::{
-    Context, Function, FunctionKind, FunctionModule, LoadRequest, LocalValue, Module, ModuleLoader, Object, Registry,
-    Shared, Signature, ThreadPermit, Usage, UsedDevices, WorkspaceFiles,
+    Context, Function, FunctionKind, FunctionModule, LoadRequest, LocalValue, Module, ModuleLoader, Object, Registered,
+    Registry, Shared, Signature, ThreadPermit, Usage, UsedDevices, WorkspaceFiles,
 };
 pub use limits::{MemoryQuota, OpenFileQuota, SessionLimits};
 pub use local::{Backlog, LocalSession, LocalSessionBuilder, Spawner, ThreadQuota};

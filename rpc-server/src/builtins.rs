@@ -6,7 +6,7 @@
 //! | `rpc.sleep` | seconds | null, later |
 //! | `rpc.noop` | anything | null; of the default kind, to measure what that costs |
 //! | `rpc.new_object` | | a new object without content |
-//! | `rpc.functions` | | a list of pairs: name, signature |
+//! | `rpc.functions` | whether to describe them, optional | a list of lists: name, signature, and description if asked for |
 //! | `rpc.info` | | [`ServerInfo`], packed |
 //! | `rpc.time_function` | those of [`time_function`] | seconds per call, a list |
 //! | `rpc.file.begin_write` | path, length or null | a writer |
@@ -54,7 +54,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rpc_core::function::Rest;
-use rpc_core::{Context, ErrorKind, LocalValue, Registry, RpcError, Shared, Value};
+use rpc_core::{Context, ErrorKind, LocalValue, Registry, RpcError, Shared, Signature, Value};
 
 use crate::config::ServeConfig;
 
@@ -74,9 +74,16 @@ pub fn register(registry: &Registry) {
         .add_async("rpc.sleep", sleep)
         .add("rpc.noop", |_: Rest| ())
         .add_inline("rpc.new_object", || Shared(Arc::new(Blank)))
-        .add_inline("rpc.functions", |context: Context| {
-            let functions = context.functions().into_iter();
-            functions.map(|(name, signature)| (name, signature.to_string())).collect::<Vec<_>>()
+        .add_inline("rpc.functions", |context: Context, describe: Option<bool>| {
+            let description = |name: &str| {
+                let function = context.function(name).ok()?;
+                Some(function.description().unwrap_or_default().to_owned())
+            };
+            let entry = |(name, signature): (String, Signature)| {
+                let described = (describe == Some(true)).then(|| description(&name).unwrap_or_default());
+                [name, signature.to_string()].into_iter().chain(described).collect::<Vec<_>>()
+            };
+            context.functions().into_iter().map(entry).collect::<Vec<_>>()
         });
     info::register(registry);
     timing::register(registry);

@@ -53,6 +53,8 @@ pub struct Function {
     inner: Arc<FunctionInner>,
     /// Name under which the function was registered, for errors.
     name: Option<Arc<str>>,
+    /// Description for people.
+    description: Option<Arc<str>>,
 }
 
 impl Function {
@@ -65,6 +67,7 @@ impl Function {
         Self {
             inner: Arc::new(FunctionInner { kind, signature, access, exclusive: false, origin: None, body }),
             name: None,
+            description: None,
         }
     }
 
@@ -79,6 +82,7 @@ impl Function {
         Self {
             inner: Arc::new(FunctionInner { kind, signature, access: Vec::new(), exclusive: true, origin, body }),
             name: None,
+            description: None,
         }
     }
 
@@ -93,6 +97,18 @@ impl Function {
     /// Returns the name that errors call the function by.
     pub fn name(&self) -> Option<&str> {
         self.name.as_deref()
+    }
+
+    /// Returns the function with a description for people.
+    #[must_use]
+    pub fn described(mut self, description: impl Into<String>) -> Self {
+        self.description = Some(description.into().into());
+        self
+    }
+
+    /// Returns the description for people, if the function has one.
+    pub fn description(&self) -> Option<&str> {
+        self.description.as_deref()
     }
 
     /// Puts the argument, and the function if it has a name, in front of an error's message.

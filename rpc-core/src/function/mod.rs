@@ -27,4 +27,4 @@ pub use handler::{AsyncHandler, FromCall, Handler, Rest};
 pub use invocation::{Arg, Invocation};
 pub use loader::{FunctionModule, LoadRequest, ModuleLoader, NamedModules};
 pub use object::{LocalValue, Module, Object, Opaque};
-pub use registry::Registry;
+pub use registry::{Registered, Registry};

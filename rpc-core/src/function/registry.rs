@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::ops::Deref;
 use std::sync::Arc;
 
 use parking_lot::{RwLock, RwLockReadGuard, RwLockWriteGuard};
@@ -40,27 +41,27 @@ impl Registry {
     }
 
     /// Registers a function that may block: the usual kind. It runs on the thread of its lane.
-    pub fn add<A, R>(&self, name: impl Into<String>, handler: impl Handler<A, R>) -> &Self {
+    pub fn add<A, R>(&self, name: impl Into<String>, handler: impl Handler<A, R>) -> Registered<'_> {
         self.add_function(name, Function::blocking(handler))
     }
 
     /// Registers a function that promises not to block. It runs on the thread that reads requests,
     /// and costs no thread switch.
-    pub fn add_inline<A, R>(&self, name: impl Into<String>, handler: impl Handler<A, R>) -> &Self {
+    pub fn add_inline<A, R>(&self, name: impl Into<String>, handler: impl Handler<A, R>) -> Registered<'_> {
         self.add_function(name, Function::inline(handler))
     }
 
     /// Registers a function that returns a future.
-    pub fn add_async<A, R>(&self, name: impl Into<String>, handler: impl AsyncHandler<A, R>) -> &Self {
+    pub fn add_async<A, R>(&self, name: impl Into<String>, handler: impl AsyncHandler<A, R>) -> Registered<'_> {
         self.add_function(name, Function::asynchronous(handler))
     }
 
     /// Registers an existing function.
-    pub fn add_function(&self, name: impl Into<String>, function: Function) -> &Self {
+    pub fn add_function(&self, name: impl Into<String>, function: Function) -> Registered<'_> {
         let name = name.into();
         let function = function.named(&name);
-        self.write().functions.insert(name, function);
-        self
+        self.write().functions.insert(name.clone(), function);
+        Registered { registry: self, name }
     }
 
     /// Registers a module under its own name, for the loader `named`.
@@ -127,6 +128,45 @@ impl Registry {
 
     fn write(&self) -> RwLockWriteGuard<'_, Contents> {
         self.0.write()
+    }
+}
+
+/// A function that has just been registered, and can be described. It also stands for its registry,
+/// so that the next function can be registered.
+///
+/// ```
+/// use rpc_core::Registry;
+///
+/// let registry = Registry::new();
+/// registry
+///     .add("add", |a: i64, b: i64| a + b)
+///     .describe("adds two integers")
+///     .add("negate", |a: i64| -a);
+/// assert_eq!(registry.get("add")?.description(), Some("adds two integers"));
+/// # Ok::<(), rpc_core::RpcError>(())
+/// ```
+#[derive(Debug)]
+pub struct Registered<'a> {
+    registry: &'a Registry,
+    name: String,
+}
+
+impl<'a> Registered<'a> {
+    /// Describes the function to people, in a phrase: `rpc-cli functions` shows it. References that
+    /// sessions have got already are not changed.
+    pub fn describe(self, description: impl Into<String>) -> &'a Registry {
+        if let Some(function) = self.registry.write().functions.get_mut(&self.name) {
+            *function = function.clone().described(description);
+        }
+        self.registry
+    }
+}
+
+impl Deref for Registered<'_> {
+    type Target = Registry;
+
+    fn deref(&self) -> &Registry {
+        self.registry
     }
 }
 

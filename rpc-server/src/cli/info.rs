@@ -3,14 +3,15 @@
 use std::time::Duration;
 
 use clap::Args;
-use rpc_core::Pack;
+use glob::Pattern;
 use rpc_core::client::Modules;
+use rpc_core::{ErrorKind, Pack, Session};
 use serde_json::{Value as Json, json};
 
 use super::connect::{CommonOptions, Files};
 use super::failure::Failure;
 use super::module::ModuleArgs;
-use super::output::{Output, seconds, size};
+use super::output::{Output, counted, seconds, size};
 use crate::builtins::{DeviceInfo, LeasedDevice, ModulesInfo, ServerInfo};
 
 #[derive(Args, Debug)]
@@ -23,26 +24,120 @@ pub(super) struct AddressArgs {
 pub(super) struct FunctionsArgs {
     /// The server. Default: that of rpc-cli use
     pub(super) address: String,
+    /// Only functions with this text in their names, or with names of this pattern, in which *
+    /// stands for any text
+    filter: Option<String>,
+    /// Also the functions of the server itself, rpc.* and disco.*
+    #[arg(short, long, env = "RPC_CLI_ALL")]
+    all: bool,
     #[command(flatten)]
     module: ModuleArgs,
 }
 
+/// Function of a server or of a module, as it is listed.
+struct ListedFunction {
+    name: String,
+    signature: String,
+    description: String,
+}
+
+impl ListedFunction {
+    /// Returns true if the function belongs to the server itself, and not to its program.
+    fn is_internal(&self) -> bool {
+        INTERNAL.iter().any(|prefix| self.name.starts_with(prefix))
+    }
+}
+
+/// Prefixes of the names of functions that belong to servers themselves.
+const INTERNAL: [&str; 2] = ["rpc.", "disco."];
+
 pub(super) async fn functions(options: &CommonOptions, output: &Output, args: FunctionsArgs) -> Result<(), Failure> {
+    let filter = args.filter.as_deref().map(NameFilter::new).transpose()?;
     // The module may be a file of the workspace.
     let files = if args.module.is_given() { Files::Workspace } else { Files::None };
     options
         .with_session(&args.address, files, async |session| {
             let functions = match args.module.load(&session, output).await? {
-                Some(module) => Modules::new(&session).functions(&module).await?,
-                None => session.get_function("rpc.functions").await?.call::<Vec<(String, String)>>(()).await?,
+                Some(module) => {
+                    let functions = Modules::new(&session).functions(&module).await?.into_iter();
+                    functions.map(|(name, signature)| vec![name, signature]).collect()
+                }
+                None => server_functions(&session).await?,
             };
+            let mut functions: Vec<_> = functions.into_iter().filter_map(listed).collect();
+            if let Some(filter) = &filter {
+                functions.retain(|function| filter.matches(&function.name));
+            }
+            let all = functions.len();
+            // Who asks for rpc.* by name wants to see them.
+            let names_internal = args.filter.is_some_and(|filter| INTERNAL.iter().any(|prefix| filter.starts_with(prefix)));
+            if !args.all && !names_internal {
+                functions.retain(|function| !function.is_internal());
+            }
+            functions.sort_by_key(ListedFunction::is_internal);
             if output.is_json() {
-                let entry = |(name, signature): &(String, String)| json!({ "name": name, "signature": signature });
+                let entry = |ListedFunction { name, signature, description }: &ListedFunction| {
+                    json!({ "name": name, "signature": signature, "description": description })
+                };
                 return output.json(&functions.iter().map(entry).collect::<Vec<Json>>());
             }
-            functions.iter().try_for_each(|(name, signature)| output.line(&format!("{name}{signature}")))
+            let described = functions.iter().filter(|function| !function.description.is_empty());
+            let width = described.map(|function| function.name.len() + function.signature.len()).max().unwrap_or(0);
+            for ListedFunction { name, signature, description } in &functions {
+                let function = format!("{name}{signature}");
+                match description.as_str() {
+                    "" => output.line(&function)?,
+                    description => output.line(&format!("{function:width$}  {description}"))?,
+                }
+            }
+            if functions.len() < all {
+                let hidden = counted((all - functions.len()) as u64, "function");
+                output.note(&format!("{hidden} of the server itself not shown; --all shows all"));
+            }
+            Ok(())
         })
         .await
+}
+
+/// Asks a server for its functions: lists of name, signature and, from a server that knows them,
+/// description.
+async fn server_functions(session: &Session) -> Result<Vec<Vec<String>>, Failure> {
+    let functions = session.get_function("rpc.functions").await?;
+    match functions.call((true,)).await {
+        // An older server takes no argument.
+        Err(error) if error.kind() == ErrorKind::InvalidArgument => Ok(functions.call(()).await?),
+        outcome => Ok(outcome?),
+    }
+}
+
+/// Takes the parts of a function.
+fn listed(parts: Vec<String>) -> Option<ListedFunction> {
+    let mut parts = parts.into_iter();
+    let (name, signature) = (parts.next()?, parts.next()?);
+    Some(ListedFunction { name, signature, description: parts.next().unwrap_or_default() })
+}
+
+/// Filter of names.
+enum NameFilter {
+    Text(String),
+    Pattern(Pattern),
+}
+
+impl NameFilter {
+    fn new(text: &str) -> Result<Self, Failure> {
+        if !text.contains(['*', '?', '[']) {
+            return Ok(Self::Text(text.to_owned()));
+        }
+        let pattern = Pattern::new(text).map_err(|error| Failure::Usage(format!("{text}: {error}")))?;
+        Ok(Self::Pattern(pattern))
+    }
+
+    fn matches(&self, name: &str) -> bool {
+        match self {
+            Self::Text(text) => name.contains(text.as_str()),
+            Self::Pattern(pattern) => pattern.matches(name),
+        }
+    }
 }
 
 pub(super) async fn info(options: &CommonOptions, output: &Output, args: AddressArgs) -> Result<(), Failure> {

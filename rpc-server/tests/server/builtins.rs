@@ -67,7 +67,7 @@ fn echo_returns_its_first_argument_and_null_without_one() {
 #[test]
 fn functions_lists_every_name_with_its_signature() {
     let registry = registry();
-    registry.add("user.scale", |x: f64, factor: Option<f64>| x * factor.unwrap_or(2.0));
+    registry.add("user.scale", |x: f64, factor: Option<f64>| x * factor.unwrap_or(2.0)).describe("scales a number");
     let session = Session::new(LocalSession::new(registry));
     let functions: Vec<(String, String)> =
         session.get_function("rpc.functions").wait().unwrap().call(()).wait().unwrap();
@@ -77,6 +77,12 @@ fn functions_lists_every_name_with_its_signature() {
     assert_eq!(signature("rpc.echo"), Some("(any?, ...) -> any"));
     assert_eq!(signature("rpc.sleep"), Some("(float) -> null"));
     assert!(functions.is_sorted());
+    // Asked for descriptions, it returns one for each function.
+    let described: Vec<Vec<String>> =
+        session.get_function("rpc.functions").wait().unwrap().call((true,)).wait().unwrap();
+    let entry = |name: &str| described.iter().find(|entry| entry[0] == name).unwrap();
+    assert_eq!(entry("user.scale"), &["user.scale", "(float, float?) -> float", "scales a number"]);
+    assert_eq!(entry("rpc.sleep"), &["rpc.sleep", "(float) -> null", ""]);
 }
 
 #[test]

@@ -148,6 +148,12 @@ fn types_of_arguments_follow_from_their_text() {
         ("str:-x", json!("-x")),
         ("str:@a.npy", json!("@a.npy")),
         ("nan", json!("nan")),
+        ("-1e-3", json!(-0.001)),
+        ("-.5", json!(-0.5)),
+        ("-1e3", json!(-1000.0)),
+        (r#"[1, -2.5, "@a", [true, null]]"#, json!([1, -2.5, "@a", [true, null]])),
+        (r#"{"a": [1], "b": {}}"#, json!({ "a": [1], "b": {} })),
+        ("hex:00ff", json!({ "bytes": 2, "hex": "00ff", "complete": true })),
     ] {
         assert_eq!(echo(written), meant, "{written}");
     }
@@ -155,7 +161,10 @@ fn types_of_arguments_follow_from_their_text() {
     assert_eq!(fixture.cli("call", &["rpc.echo", "a\"b"]).ok(), "a\"b\n");
     assert_eq!(fixture.cli("call", &["rpc.echo", "--", "-x"]).ok(), "-x\n");
     assert_eq!(fixture.cli("call", &["rpc.noop"]).ok(), "");
-    for wrong in ["@", "99999999999999999999"] {
+    let file = fixture.path("file");
+    std::fs::write(&file, "content").unwrap();
+    assert_eq!(fixture.cli("call", &["rpc.echo", &format!("bytes:@{file}")]).ok(), "b\"content\" (7 bytes)\n");
+    for wrong in ["@", "99999999999999999999", "[1,", "hex:f", "bytes:x"] {
         assert_eq!(fixture.cli("call", &["rpc.echo", wrong]).code, 2, "{wrong}");
     }
 }
@@ -178,6 +187,14 @@ fn tensors_are_sent_from_files_and_returned_to_files() {
     assert!(std::fs::read(&large).unwrap() == std::fs::read(&back).unwrap());
     let header = read_header(&mut std::fs::File::open(&back).unwrap()).unwrap();
     assert_eq!(header.shape, [elements.len() as i64]);
+
+    // An argument as the call has left it.
+    let (argument, file) = (format!("@{large}"), format!("1={back}"));
+    std::fs::remove_file(&back).unwrap();
+    assert_eq!(fixture.cli("call", &["rpc.noop", "0", &argument, "-o", &file]).ok(), "");
+    assert!(std::fs::read(&large).unwrap() == std::fs::read(&back).unwrap());
+    let none = fixture.cli("call", &["rpc.noop", "0", "-o", &format!("0={back}")]);
+    assert!(none.code == 2 && none.stderr.contains("argument 0 is no tensor"), "{none:?}");
 
     std::fs::write(&small, &std::fs::read(&large).unwrap()[..1000]).unwrap();
     let cut = fixture.cli("call", &["rpc.echo", &format!("@{small}")]);
@@ -380,10 +397,13 @@ fn what_a_peer_says_does_not_steer_the_terminal() {
 #[test]
 fn reports_are_printed_as_text_and_as_json() {
     let fixture = Fixture::new(&["--key", "board"]);
-    let functions = fixture.cli("functions", &["--json"]).json();
+    let functions = fixture.cli("functions", &["--json", "--all"]).json();
     let names: Vec<_> = functions.as_array().unwrap().iter().map(|entry| entry["name"].as_str().unwrap()).collect();
     assert!(names.contains(&"rpc.echo") && names.is_sorted(), "{names:?}");
-    assert!(fixture.cli("functions", &[]).ok().contains("rpc.sleep(float) -> null"));
+    assert_eq!(fixture.cli("functions", &["rpc.sle*"]).ok(), "rpc.sleep(float) -> null\n");
+    assert_eq!(fixture.cli("functions", &["sleep", "--all"]).ok(), "rpc.sleep(float) -> null\n");
+    let own = fixture.cli("functions", &[]);
+    assert!(own.stdout.is_empty() && own.stderr.contains("--all"), "{own:?}");
     let info = fixture.cli("info", &["--json"]).json();
     assert_eq!((&info["sessions"], &info["key"]), (&json!(1), &json!("board")));
     assert!(info["version"].is_string() && info["handles"].is_u64() && info["memory_bytes"].is_u64(), "{info}");
