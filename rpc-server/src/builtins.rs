@@ -6,7 +6,7 @@
 //! | `rpc.sleep` | seconds | null, later |
 //! | `rpc.noop` | anything | null; of the default kind, to measure what that costs |
 //! | `rpc.new_object` | | a new object without content |
-//! | `rpc.functions` | whether to describe them, optional | a list of lists: name, signature, and description if asked for |
+//! | `rpc.functions` | true for descriptions | a list of lists: name, signature, description |
 //! | `rpc.info` | | [`ServerInfo`], packed |
 //! | `rpc.time_function` | those of [`time_function`] | seconds per call, a list |
 //! | `rpc.file.begin_write` | path, length or null | a writer |

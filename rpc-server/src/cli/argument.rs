@@ -62,7 +62,7 @@ pub(super) enum ArgumentError {
     NoFile,
     #[error("an integer has 64 bits at most; write {0}.0 for a float, or str:{0} for text")]
     TooLarge(String),
-    #[error("what begins with {} is a list or a map in JSON, such as [1, \"a\"]; write str:{text} for text", &text[..1])]
+    #[error("what begins with {} is a list or a map in JSON, as [1, \"a\"] is; write str:{text} for text", &text[..1])]
     Json {
         /// The text.
         text: String,

@@ -84,7 +84,7 @@ fn first_positional(command: &Command, matches: &ArgMatches) -> Option<String> {
     text.to_str().map(str::to_owned)
 }
 
-/// Returns true if the text is meant as an address, rather than as the name of a function or a file.
+/// Returns true if the text is meant as an address, and not as the name of a function or a file.
 fn is_address(text: &str, transports: &Transports) -> bool {
     let Some((scheme, rest)) = text.split_once(':') else { return is_reference(text) };
     let is_port = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());

@@ -94,9 +94,9 @@ impl CommonOptions {
         self.config.as_deref()
     }
 
-    /// Puts addresses in the place of named servers, in `address` and among the hops, fills the gaps
-    /// of these options from the servers, and completes addresses that lack a port: `port` is that
-    /// of the role of `address`.
+    /// Puts addresses in the place of named servers, in `address` and among the hops, fills the
+    /// gaps of these options from the servers, and completes addresses that lack a port: `port` is
+    /// that of the role of `address`.
     ///
     /// # Errors
     ///

@@ -20,7 +20,8 @@ pub(super) struct ForwardArgs {
     /// either side. With port 0 the system chooses the local one
     #[arg(value_name = "LOCAL:REMOTE")]
     forwarding: Forwarding,
-    /// The server, whose operator allows the service with --allow-port. Default: that of rpc-cli use
+    /// The server, whose operator allows the service with --allow-port. Default: that of rpc-cli
+    /// use
     pub(super) address: String,
 }
 

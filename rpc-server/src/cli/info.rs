@@ -70,7 +70,8 @@ pub(super) async fn functions(options: &CommonOptions, output: &Output, args: Fu
             }
             let all = functions.len();
             // Who asks for rpc.* by name wants to see them.
-            let names_internal = args.filter.is_some_and(|filter| INTERNAL.iter().any(|prefix| filter.starts_with(prefix)));
+            let is_internal = |text: &String| INTERNAL.iter().any(|prefix| text.starts_with(prefix));
+            let names_internal = args.filter.as_ref().is_some_and(is_internal);
             if !args.all && !names_internal {
                 functions.retain(|function| !function.is_internal());
             }

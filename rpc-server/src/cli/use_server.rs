@@ -14,8 +14,8 @@ use super::output::Output;
 pub(super) struct UseArgs {
     /// Server of the file that becomes the default one. Without it, the servers are listed
     name: Option<String>,
-    /// Address of a server that is added to the file under this name, with the --jump, --token-file,
-    /// --ca, --cert, --cert-key and --timeout of this command
+    /// Address of a server that is added to the file under this name, with the --jump,
+    /// --token-file, --ca, --cert, --cert-key and --timeout of this command
     address: Option<String>,
 }
 
