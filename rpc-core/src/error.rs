@@ -42,7 +42,7 @@ pub enum ErrorKind {
     /// The device failed for this session, which cannot use it any more.
     DeviceLost,
     /// A tensor is borrowed by the same call in a conflicting way, or is in use where waiting is
-    /// not possible.
+    /// not possible; or another session has the device for itself.
     Busy,
     /// The peer, the device or this build does not support the operation.
     Unsupported,

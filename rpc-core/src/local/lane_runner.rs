@@ -5,15 +5,17 @@ use std::cell::Cell;
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::task::Poll;
 
 use parking_lot::Mutex;
 
+use super::device_gate::GateTurn;
 use super::job::{Job, LaneKey, Parked};
 use super::lanes::{AdmittedJob, Removed};
 use super::resolve::{self, PinnedOperation, RunsOn};
 use super::thread_quota::{ThreadLease, WantsThreads};
 use super::threads::{Claim, LaneThread, WorkerPool};
-use super::{LocalInner, deadline_exceeded};
+use super::{LocalInner, cancelled, deadline_exceeded};
 use crate::blocking;
 use crate::error::{ErrorKind, Result, RpcError};
 use crate::function::context::{Context, Host};
@@ -139,13 +141,7 @@ impl LocalInner {
             Err(error) => self.finish(job.responder, job.bytes, Err(error)),
             Ok(Some(borrows)) => self.run_borrowed(key, job, borrows, thread),
             Ok(None) => {
-                let submission = job.responder.is_none().then(|| {
-                    let (submission, responder) = self.pending();
-                    responder.admit();
-                    self.watch_deadline(job.deadline, &responder);
-                    job.responder = Some(responder);
-                    FirstOutcome::Later(submission)
-                });
+                let submission = self.defer(&mut job);
                 let mut rendezvous = rendezvous.lock();
                 match std::mem::replace(&mut *rendezvous, Rendezvous::Empty) {
                     Rendezvous::Borrows(borrows) => {
@@ -160,6 +156,18 @@ impl LocalInner {
                 }
             }
         }
+    }
+
+    /// Gives a job that cannot begin yet a responder, if its submitter waits for it in place.
+    /// Returns the submission for the submitter.
+    pub(super) fn defer(&self, job: &mut Job<PinnedOperation>) -> Option<FirstOutcome> {
+        job.responder.is_none().then(|| {
+            let (submission, responder) = self.pending();
+            responder.admit();
+            self.watch_deadline(job.deadline, &responder);
+            job.responder = Some(responder);
+            FirstOutcome::Later(submission)
+        })
     }
 
     /// Continues a lane whose job waited for tensors.
@@ -188,6 +196,10 @@ impl LocalInner {
             drop(borrows);
             return self.finish(job.responder, job.bytes, Err(self.not_begun()));
         }
+        let (job, borrows) = match self.pass_gate(key, job, borrows) {
+            GateTurn::Begin(job, borrows) => (job, borrows),
+            GateTurn::NotNow(outcome, handoff) => return (outcome, handoff),
+        };
         if thread.is_none() && self.needs_thread(&job.work) {
             return self.hand_over(Parked { key, job, borrows });
         }
@@ -328,7 +340,7 @@ impl LocalInner {
     /// Returns the error of a request that ended before it began.
     fn not_begun(&self) -> RpcError {
         let ended = self.gone.load(Ordering::Acquire).then(|| self.lanes.lock().ended.clone()).flatten();
-        ended.unwrap_or_else(|| RpcError::new(ErrorKind::Cancelled, "the request was cancelled before it began"))
+        ended.unwrap_or_else(cancelled)
     }
 
     /// Gives the outcome of a job to its responder, or returns it.
@@ -386,6 +398,10 @@ impl LocalInner {
         }
         let tensor = resolve::tensor(&self.table.lock(), to).ok()?;
         let start = usize::try_from(tensor.byte_range(offset, len).ok()?.start).ok()?;
+        if self.gate.as_ref().is_some_and(|gate| !matches!(gate.poll_device(tensor.device()), Poll::Ready(Ok(())))) {
+            // The request waits, or is refused, when it has been read.
+            return None;
+        }
         let mut borrow = tensor.storage().try_borrow(Access::Write)?;
         borrow.bytes_mut()?;
         let job = Job { work: PinnedOperation::Freed, responder: None, deadline: None, trace: None, bytes };

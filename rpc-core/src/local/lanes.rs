@@ -84,7 +84,11 @@ pub(super) struct Lanes<R, W> {
     default: LaneState<W>,
     others: HashMap<LaneKey, LaneState<W>>,
     next_single_use: u64,
+    /// Jobs that wait until another session has released a device.
+    waiting_for_devices: Vec<Parked<W>>,
     pub(super) threads: Threads<W>,
+    /// True once [`end`](Self::end) has been called.
+    is_over: bool,
     pub(super) ended: Option<RpcError>,
 }
 
@@ -101,7 +105,9 @@ impl<R, W> Lanes<R, W> {
             default: LaneState::default(),
             others: HashMap::new(),
             next_single_use: u64::from(u32::MAX) + 1,
+            waiting_for_devices: Vec::new(),
             threads,
+            is_over: false,
             ended: None,
         }
     }
@@ -211,6 +217,21 @@ impl<R, W> Lanes<R, W> {
         None
     }
 
+    /// Returns true once [`end`](Self::end) has been called.
+    pub(super) fn is_over(&self) -> bool {
+        self.is_over
+    }
+
+    /// Keeps a job whose device another session has for itself. Its lane waits with it.
+    pub(super) fn wait_for_devices(&mut self, parked: Parked<W>) {
+        self.waiting_for_devices.push(parked);
+    }
+
+    /// Removes the jobs that wait for devices. The caller runs them.
+    pub(super) fn take_waiting_for_devices(&mut self) -> Vec<Parked<W>> {
+        std::mem::take(&mut self.waiting_for_devices)
+    }
+
     /// Removes a request that has not begun from the queues.
     pub(super) fn remove(&mut self, id: u64) -> Option<Removed<R, W>> {
         let is_it =
@@ -227,6 +248,9 @@ impl<R, W> Lanes<R, W> {
                 return queue.remove(at).map(Removed::Queued);
             }
         }
+        if let Some(at) = self.waiting_for_devices.iter().position(|parked| parked.job.has_id(id)) {
+            return Some(Removed::Parked(self.waiting_for_devices.swap_remove(at)));
+        }
         self.threads.remove(id).map(Removed::Parked)
     }
 
@@ -234,6 +258,7 @@ impl<R, W> Lanes<R, W> {
     /// requests returned.
     pub(super) fn end(&mut self, error: RpcError) -> Vec<Removed<R, W>> {
         self.ended.get_or_insert(error);
+        self.is_over = true;
         let waiting = self.waiting.drain(..).filter_map(|front| match front {
             QueueEntry::Request(waiting) => Some(Removed::Waiting(waiting)),
             // The end of the session frees all objects.
@@ -245,6 +270,7 @@ impl<R, W> Lanes<R, W> {
         for state in std::iter::once(&mut self.default).chain(self.others.values_mut()) {
             removed.extend(state.queue.drain(..).map(Removed::Queued));
         }
+        removed.extend(self.take_waiting_for_devices().into_iter().map(Removed::Parked));
         removed.extend(self.threads.end().map(Removed::Parked));
         removed
     }

@@ -11,6 +11,7 @@ use parking_lot::Mutex;
 
 use super::LocalInner;
 use super::deadlines::Deadlines;
+use super::device_gate::{DeviceGate, SessionGate};
 use super::lanes::{Backlog, Capacity, Lanes};
 use super::spawner::Spawner;
 use super::sync;
@@ -152,6 +153,7 @@ pub struct LocalSessionBuilder {
     workspace: Option<Arc<dyn WorkspaceFiles>>,
     extensions: HashMap<TypeId, Arc<dyn Any + Send + Sync>>,
     spawner: Option<Arc<dyn Spawner>>,
+    gate: Option<Arc<dyn DeviceGate>>,
     seed: Option<u64>,
 }
 
@@ -169,6 +171,7 @@ impl LocalSessionBuilder {
             workspace: None,
             extensions: HashMap::new(),
             spawner: None,
+            gate: None,
             seed: None,
         }
     }
@@ -239,6 +242,13 @@ impl LocalSessionBuilder {
         self
     }
 
+    /// Sets the gate that requests pass before they use a device; none by default.
+    #[must_use]
+    pub fn device_gate(mut self, gate: Arc<dyn DeviceGate>) -> Self {
+        self.gate = Some(gate);
+        self
+    }
+
     /// Sets the seed of the tag that distinguishes this session's handles from others'; random by
     /// default. For reproducible tests.
     #[must_use]
@@ -272,6 +282,7 @@ impl LocalSessionBuilder {
             workspace: self.workspace,
             extensions: self.extensions,
             spawner: self.spawner,
+            gate: self.gate.map(|gate| SessionGate::new(gate, this.clone())),
             table: Mutex::new(table),
             lanes: sync::Mutex::new(Lanes::new(capacity, threads)),
             deadlines: Mutex::new(Deadlines::new()),

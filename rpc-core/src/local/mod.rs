@@ -4,6 +4,7 @@
 mod async_jobs;
 mod context_host;
 mod deadlines;
+mod device_gate;
 mod job;
 mod lane_runner;
 mod lanes;
@@ -45,6 +46,7 @@ use crate::reply::{Outcome, ReplyControl, Responder, Submission};
 use crate::session::{Operation, Request};
 use crate::value::Value;
 
+pub use self::device_gate::DeviceGate;
 pub use self::lanes::Backlog;
 pub use self::local_session::{LocalSession, LocalSessionBuilder};
 pub use self::spawner::Spawner;
@@ -73,6 +75,7 @@ struct LocalInner {
     workspace: Option<Arc<dyn WorkspaceFiles>>,
     extensions: HashMap<TypeId, Arc<dyn Any + Send + Sync>>,
     spawner: Option<Arc<dyn Spawner>>,
+    gate: Option<device_gate::SessionGate>,
     /// Locked alone, or inside of `lanes`.
     table: Mutex<HandleTable<Object>>,
     lanes: sync::Mutex<Lanes<Request, PinnedOperation>>,
@@ -327,6 +330,10 @@ fn unzip<A, B>((a, b): (A, B)) -> (Option<A>, Option<B>) {
     (Some(a), Some(b))
 }
 
+fn cancelled() -> RpcError {
+    RpcError::new(ErrorKind::Cancelled, "the request was cancelled before it began")
+}
+
 fn deadline_exceeded() -> RpcError {
     RpcError::new(ErrorKind::DeadlineExceeded, "the request's deadline passed")
 }
@@ -369,7 +376,7 @@ struct LocalReplyControl(Weak<LocalInner>);
 impl ReplyControl for LocalReplyControl {
     fn cancel(&self, id: u64) {
         if let Some(session) = self.0.upgrade() {
-            session.remove(id, RpcError::new(ErrorKind::Cancelled, "the request was cancelled before it began"));
+            session.remove(id, cancelled());
         }
     }
 

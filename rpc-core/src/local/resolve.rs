@@ -118,6 +118,34 @@ impl PinnedOperation {
         matches!(self, Self::Call { function, .. } if function.kind() == FunctionKind::Async)
     }
 
+    /// Visits the devices that the work uses, other than to free memory or to ask about them. One
+    /// may be visited repeatedly.
+    pub(super) fn for_each_device(&self, visit: &mut impl FnMut(Device)) {
+        match self {
+            Self::Alloc { device, .. }
+            | Self::CreateStream { device }
+            | Self::SetStream { device, .. }
+            | Self::StreamWait { device, .. } => visit(*device),
+            Self::Write { storage, .. } | Self::Read { storage, .. } => visit(storage.device()),
+            Self::Copy { from, to } => {
+                visit(from.device());
+                visit(to.device());
+            }
+            Self::Call { args, .. } => args.iter().for_each(|arg| {
+                arg.for_each_object(&mut |object| {
+                    if let Object::Tensor(tensor) = object {
+                        visit(tensor.device());
+                    }
+                });
+            }),
+            Self::Get { .. }
+            | Self::Freed
+            | Self::Attribute { .. }
+            | Self::LoadModule { .. }
+            | Self::ModuleFunction { .. } => {}
+        }
+    }
+
     /// Returns the storages that must be borrowed while the work is done.
     pub(super) fn required_borrows(&self) -> Vec<(Arc<Storage>, Access)> {
         match self {

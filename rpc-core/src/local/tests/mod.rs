@@ -2,6 +2,7 @@
 //! objects are kept. This file holds what they share.
 
 mod admission;
+mod device_gate;
 mod lifetimes;
 pub(super) mod models;
 mod streams;

@@ -1,0 +1,172 @@
+//! Requests that wait in front of a device that another session has for itself, or are refused.
+
+use std::task::{self, Poll, Waker};
+
+use super::*;
+use crate::dlpack::DataType;
+use crate::local::DeviceGate;
+use crate::value::TensorRef;
+
+/// Gate that tests open and shut.
+#[derive(Default)]
+struct TestGate {
+    answer: Mutex<Answer>,
+}
+
+#[derive(Default)]
+struct Answer {
+    waits: bool,
+    refuses: bool,
+    waker: Option<Waker>,
+}
+
+impl TestGate {
+    fn open(&self) {
+        let waker = std::mem::take(&mut *self.answer.lock()).waker;
+        waker.into_iter().for_each(Waker::wake);
+    }
+}
+
+impl DeviceGate for TestGate {
+    fn poll_use(&self, device: Device, cx: &mut task::Context<'_>) -> Poll<Result<()>> {
+        assert_eq!(device, Device::cpu());
+        let mut answer = self.answer.lock();
+        if answer.refuses {
+            return Poll::Ready(Err(RpcError::new(ErrorKind::Busy, "refused")));
+        }
+        if answer.waits {
+            answer.waker = Some(cx.waker().clone());
+            return Poll::Pending;
+        }
+        Poll::Ready(Ok(()))
+    }
+}
+
+fn session(gate: &Arc<TestGate>) -> LocalSession {
+    let registry = Registry::new();
+    registry.add_inline("plain", |_: Rest| 7);
+    LocalSession::builder(registry).device_gate(gate.clone()).build()
+}
+
+fn tensor(session: &LocalSession) -> TensorRef {
+    let alloc = Operation::Alloc { device: Device::cpu(), dtype: DataType::U8, shape: vec![4], scope: None };
+    match session.submit(Request::new(alloc)).reply().wait().unwrap() {
+        Value::Object(Reference::Tensor(tensor)) => tensor,
+        other => panic!("{other:?}"),
+    }
+}
+
+/// Requests of every kind that uses the tensor, or its device.
+fn uses(session: &LocalSession, tensor: &TensorRef) -> Vec<Operation> {
+    let device = tensor.device;
+    let argument = || Value::List(vec![Value::Object(Reference::Tensor(tensor.clone()))]);
+    vec![
+        Operation::Alloc { device, dtype: DataType::U8, shape: vec![4], scope: None },
+        Operation::Write { to: tensor.clone(), offset: 0, data: Bytes::from_static(&[1]) },
+        Operation::Read { from: tensor.clone(), offset: 0, len: 4, into: None },
+        Operation::Copy { from: tensor.clone(), to: tensor.clone() },
+        Operation::CreateStream { device },
+        Operation::SetStream { device, stream: None },
+        Operation::StreamWait { device, stream: None },
+        Operation::Call { function: handle(session, "plain"), args: vec![argument()] },
+    ]
+}
+
+#[test]
+fn every_use_of_a_device_is_refused_or_waits_and_other_requests_go_on() {
+    let gate = Arc::new(TestGate::default());
+    let session = session(&gate);
+    let tensor = tensor(&session);
+    gate.answer.lock().refuses = true;
+    for operation in uses(&session, &tensor) {
+        let name = operation.name();
+        let error = session.submit(Request::new(operation)).reply().wait().unwrap_err();
+        assert_eq!((error.kind(), error.request_may_have_run()), (ErrorKind::Busy, false), "{name}");
+    }
+    *gate.answer.lock() = Answer { waits: true, ..Answer::default() };
+    let waiting: Vec<_> = uses(&session, &tensor)
+        .into_iter()
+        .map(|operation| session.submit(Request::new(operation).on(Lane::CONCURRENT)).reply())
+        .collect();
+    assert!(session.write_in_place(Lane::DEFAULT, &tensor, 0, 4).is_none());
+    assert_eq!(session.backlog().admitted_requests, waiting.len());
+    // Other calls, attributes and releases do not wait.
+    assert_eq!(session.submit(call(handle(&session, "plain"), Vec::new())).reply().wait().unwrap(), Value::Int(7));
+    let exists = Operation::Attribute { device: Device::cpu(), attribute: DeviceAttribute::Exists };
+    session.submit(Request::new(exists)).reply().wait().unwrap();
+    // What waits has pinned what it uses.
+    let release = Operation::Release { handles: vec![tensor.storage] };
+    session.submit(Request::new(release)).reply().wait().unwrap();
+    gate.open();
+    wait_all(waiting);
+    eventually("all have ended", || session.backlog() == Backlog::default());
+}
+
+#[test]
+fn a_lane_keeps_its_order_behind_a_request_that_waits() {
+    let gate = Arc::new(TestGate::default());
+    let session = session(&gate);
+    let (tensor, plain) = (tensor(&session), handle(&session, "plain"));
+    gate.answer.lock().waits = true;
+    let write = |byte| {
+        let data = Bytes::from(vec![byte; 4]);
+        session.submit(Request::new(Operation::Write { to: tensor.clone(), offset: 0, data })).reply()
+    };
+    let writes: Vec<_> = (1..=3).map(write).collect();
+    let plain = session.submit(call(plain, Vec::new())).reply();
+    let read = session.submit(Request::new(Operation::Read { from: tensor, offset: 0, len: 4, into: None })).reply();
+    assert_eq!(session.backlog().admitted_requests, 5);
+    gate.open();
+    wait_all(writes);
+    assert_eq!(plain.wait().unwrap(), Value::Int(7));
+    assert_eq!(read.wait().unwrap(), Value::Bytes(Bytes::from_static(&[3; 4])));
+}
+
+#[test]
+fn requests_that_wait_end_with_their_deadline_their_caller_and_their_session() {
+    let gate = Arc::new(TestGate::default());
+    let session = session(&gate);
+    let tensor = tensor(&session);
+    gate.answer.lock().waits = true;
+    let read = || Request::new(Operation::Read { from: tensor.clone(), offset: 0, len: 4, into: None });
+    let mut with_deadline = read();
+    with_deadline.deadline = Some(Instant::now() + Duration::from_millis(10));
+    let error = session.submit(with_deadline).reply().wait().unwrap_err();
+    assert_eq!((error.kind(), error.request_may_have_run()), (ErrorKind::DeadlineExceeded, false));
+
+    // Dropping the reply cancels the request, and its lane goes on.
+    drop(session.submit(read()).reply());
+    let next = session.submit(call(handle(&session, "plain"), Vec::new())).reply();
+    assert_eq!(next.wait().unwrap(), Value::Int(7));
+
+    let last = session.submit(read()).reply();
+    session.close(RpcError::new(ErrorKind::SessionTimeout, "closed"));
+    assert_eq!(last.wait().unwrap_err().kind(), ErrorKind::SessionTimeout);
+    eventually("all have ended", || session.backlog() == Backlog::default());
+}
+
+/// A request that is about to wait as the gate opens, as its caller leaves, or as its session ends
+/// is neither forgotten nor run twice.
+#[test]
+fn no_request_is_lost_when_the_gate_changes_at_the_same_time() {
+    for round in 0..50 {
+        let gate = Arc::new(TestGate::default());
+        let session = session(&gate);
+        let tensor = tensor(&session);
+        gate.answer.lock().waits = true;
+        let opener = {
+            let gate = gate.clone();
+            std::thread::spawn(move || gate.open())
+        };
+        let read = || Request::new(Operation::Read { from: tensor.clone(), offset: 0, len: 4, into: None });
+        let replies: Vec<_> = (0..4).map(|_| session.submit(read().on(Lane::CONCURRENT)).reply()).collect();
+        if round % 2 == 0 {
+            session.close(RpcError::new(ErrorKind::Closed, "closed"));
+        }
+        for reply in replies {
+            let _ = reply.wait();
+        }
+        opener.join().unwrap();
+        eventually("all have ended", || session.backlog() == Backlog::default());
+    }
+}
