@@ -20,6 +20,7 @@ mod serve;
 mod tracker;
 mod units;
 
+pub use crate::leases::{LeaseRule, LeaseRuleError, UnleasedUse};
 pub use disco_node::{WorkerConfig, WorkerSettings};
 pub use error::{ConfigError, ServeError};
 pub use listen_address::ListenAddress;

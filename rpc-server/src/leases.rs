@@ -5,13 +5,16 @@
 //! server's own process that is the table itself, and in the process of an isolated session the
 //! link to the server. Either way the server ends the session of a lease that lasts too long.
 //!
-//! A lease is an agreement among clients that ask for one. Sessions without a lease share the
-//! device with its holder.
+//! Sessions without a lease share a device with its holder, wait, or are refused: the operator says
+//! which, in a [`LeasePolicy`], and the [`LeaseGate`] of each session sees to it.
 
+mod lease_gate;
+mod lease_policy;
 mod lease_table;
 mod scheduler;
 
 use std::sync::Arc;
+use std::task::{Poll, Waker};
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
@@ -19,8 +22,11 @@ use rpc_core::{Device, Result};
 use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 
+pub(crate) use self::lease_gate::LeaseGate;
+pub(crate) use self::lease_policy::LeasePolicy;
+pub use self::lease_policy::{LeaseRule, LeaseRuleError, UnleasedUse};
 pub(crate) use self::lease_table::{LeaseTable, SessionLeases};
-pub(crate) use self::scheduler::{LeaseId, LeasePolicy, LeaseTotals};
+pub(crate) use self::scheduler::{LeaseId, LeaseLimits, LeaseTotals};
 
 /// Maximum number of requests of one session, those that hold a device included.
 pub(crate) const MAX_REQUESTS_PER_SESSION: usize = 16;
@@ -101,6 +107,10 @@ pub(crate) trait LeaseService: Send + Sync {
     ///
     /// The server does not answer.
     async fn leased_devices(&self) -> Result<Vec<LeasedDevice>>;
+
+    /// Returns true if another session holds a lease on `device`; `Pending` if that is not known
+    /// yet. Wakes `waker` once this may have changed, unless the answer is false. Does not block.
+    fn poll_held_by_other(&self, device: Device, waker: &Waker) -> Poll<bool>;
 }
 
 /// The lease service of a session, for its functions

@@ -225,6 +225,12 @@ pub enum ConfigError {
         /// The program, as it was given.
         program: String,
     },
+    /// A device, or a kind of devices, has two rules for sessions without a lease.
+    #[error("--lease-policy gives {devices} more than one rule")]
+    LeaseRules {
+        /// The device or the kind.
+        devices: String,
+    },
     /// Programs would be run for anyone who can connect.
     #[error(
         "--allow-run lets clients run programs as the user of this server, and other machines can connect without \

@@ -17,6 +17,7 @@ use super::{
 };
 use crate::file_limit;
 use crate::isolate::FILES_OF_SESSION;
+use crate::leases::LeaseRule;
 use crate::pki::trust::{ClientTrust, ServerTrust};
 use crate::server::session_workspace::FILES_OF_WORKSPACE;
 
@@ -90,6 +91,11 @@ listener_settings! {
         /// that has released it may ask again
         #[arg(value_name = "TIME")]
         max_lease: Span = seconds(3600), "RPC_SERVER_MAX_LEASE";
+        /// Treatment of sessions that use a device while another one holds a lease on it, such as
+        /// cuda=wait or cuda:1=refuse: share (they use it beside the holder), wait, or refuse; may
+        /// be repeated, or given as a list with commas. Default: share
+        #[arg(value_name = "DEVICE=RULE", value_delimiter = ',')]
+        lease_policy: Vec<LeaseRule> = Vec::new(), "RPC_SERVER_LEASE_POLICY";
         /// Maximum size of one workspace
         #[arg(value_name = "SIZE")]
         workspace_quota: ByteSize = ByteSize(4 << 30), "RPC_SERVER_WORKSPACE_QUOTA";
@@ -399,6 +405,11 @@ impl ServeConfig {
             for pattern in patterns {
                 let checked = transports.check_pattern(pattern);
                 checked.map_err(|source| ConfigError::Pattern { setting, source })?;
+            }
+        }
+        for (at, rule) in self.lease_policy.iter().enumerate() {
+            if self.lease_policy[..at].iter().any(|other| other.devices() == rule.devices()) {
+                return Err(ConfigError::LeaseRules { devices: rule.devices() });
             }
         }
         for ListenAddress(address) in &self.relay {

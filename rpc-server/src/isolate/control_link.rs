@@ -5,12 +5,15 @@ use std::collections::HashMap;
 use std::io;
 use std::os::unix::net;
 use std::sync::mpsc::{self, SyncSender};
+use std::task::{Poll, Waker};
 use std::time::Duration;
 
 use async_trait::async_trait;
 use parking_lot::Mutex;
-use rpc_core::{ErrorKind, Result, RpcError, Usage, clock};
+use rpc_core::{Device, ErrorKind, Result, RpcError, Usage, clock};
+use tokio::io::Interest;
 use tokio::net::UnixDatagram;
+use tokio::runtime::Handle;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::sync::{oneshot, watch};
 
@@ -31,6 +34,21 @@ pub(super) struct ControlLink {
     /// Usage that was reported last.
     reported: Mutex<Usage>,
     awaited: Mutex<Awaited>,
+    holders: Mutex<Holders>,
+    /// Socket to the server, with a buffer for what it receives. Locked while an answer is acted
+    /// on, so that answers are taken in their order by whichever thread reads them.
+    socket: Mutex<(net::UnixDatagram, Vec<u8>)>,
+    /// Runtime of the task that resumes requests.
+    runtime: Handle,
+}
+
+/// Devices that other sessions hold.
+#[derive(Default)]
+struct Holders {
+    /// The devices; `None` until the server has told.
+    held_by_others: Option<Vec<Device>>,
+    /// Waker of requests that wait for a change.
+    waker: Option<Waker>,
 }
 
 /// Receivers of answers.
@@ -52,11 +70,24 @@ impl Awaited {
 }
 
 impl ControlLink {
-    /// Returns a link, and its queue for [`run`](Self::run).
-    pub(super) fn new() -> (Self, UnboundedReceiver<ControlMessage>) {
+    /// Returns a link, and its queue for [`run`](Self::run). Needs a tokio runtime.
+    ///
+    /// # Errors
+    ///
+    /// The system refuses.
+    pub(super) fn new(socket: net::UnixDatagram) -> io::Result<(Self, UnboundedReceiver<ControlMessage>)> {
+        socket.set_nonblocking(true)?;
         let (outgoing, queue) = unbounded_channel();
-        let link = Self { outgoing, asking: Mutex::default(), reported: Mutex::default(), awaited: Mutex::default() };
-        (link, queue)
+        let link = Self {
+            outgoing,
+            asking: Mutex::default(),
+            reported: Mutex::default(),
+            awaited: Mutex::default(),
+            holders: Mutex::default(),
+            socket: Mutex::new((socket, vec![0; ControlAnswer::MAX_LEN])),
+            runtime: Handle::current(),
+        };
+        Ok((link, queue))
     }
 
     /// Sends what is queued, and receives answers, for as long as the process lives.
@@ -65,29 +96,43 @@ impl ControlLink {
     ///
     /// The server is gone, or the system refuses. The process cannot go on: the server would not
     /// learn of leases that it releases.
-    pub(super) async fn run(
-        &self,
-        socket: net::UnixDatagram,
-        mut queue: UnboundedReceiver<ControlMessage>,
-    ) -> io::Result<()> {
-        socket.set_nonblocking(true)?;
-        let socket = UnixDatagram::from_std(socket)?;
-        let mut buffer = vec![0; ControlAnswer::MAX_LEN];
+    pub(super) async fn run(&self, mut queue: UnboundedReceiver<ControlMessage>) -> io::Result<()> {
+        let socket = UnixDatagram::from_std(self.socket.lock().0.try_clone()?)?;
         loop {
             tokio::select! {
                 Some(message) = queue.recv() => {
                     socket.send(&message.to_bytes()).await?;
                 }
-                received = socket.recv(&mut buffer) => {
-                    if let Some(answer) = ControlAnswer::from_bytes(&buffer[..received?]) {
-                        self.take_answer(answer);
+                readable = socket.readable() => {
+                    readable?;
+                    match socket.try_io(Interest::READABLE, || self.take_answers()) {
+                        Err(error) if error.kind() != io::ErrorKind::WouldBlock => return Err(error),
+                        _ => {}
                     }
                 }
             }
         }
     }
 
+    /// Acts on the answers that have arrived. Ends with an error, `WouldBlock` when there is none
+    /// any more.
+    fn take_answers(&self) -> io::Result<()> {
+        let mut socket = self.socket.lock();
+        let (socket, buffer) = &mut *socket;
+        loop {
+            match socket.recv(buffer)? {
+                0 => return Err(io::ErrorKind::UnexpectedEof.into()),
+                len => {
+                    ControlAnswer::from_bytes(&buffer[..len]).into_iter().for_each(|answer| self.take_answer(answer))
+                }
+            }
+        }
+    }
+
     fn take_answer(&self, answer: ControlAnswer) {
+        if let ControlAnswer::Lease(LeaseAnswer::HeldByOthers { devices }) = answer {
+            return self.set_holders(devices);
+        }
         let mut awaited = self.awaited.lock();
         match answer {
             ControlAnswer::Totals(totals) => {
@@ -103,10 +148,19 @@ impl ControlLink {
                 }
             }
             ControlAnswer::Lease(answer) => {
-                if let Some(asker) = awaited.questions.remove(&answer.number()) {
+                if let Some(asker) = answer.number().and_then(|number| awaited.questions.remove(&number)) {
                     let _ = asker.send(answer);
                 }
             }
+        }
+    }
+
+    fn set_holders(&self, devices: Vec<Device>) {
+        let mut holders = self.holders.lock();
+        holders.held_by_others = Some(devices);
+        if let Some(waker) = holders.waker.take() {
+            // Not here: the thread that reads may hold locks of the session.
+            self.runtime.spawn(async move { waker.wake() });
         }
     }
 
@@ -182,6 +236,18 @@ impl LeaseService for ControlLink {
             LeaseAnswer::LeasedDevices { devices, .. } => Ok(devices),
             _ => Err(wrong_answer()),
         }
+    }
+
+    fn poll_held_by_other(&self, device: Device, waker: &Waker) -> Poll<bool> {
+        // The server tells of a holder before the holder learns of it, and the message may still be
+        // in the socket. An error is seen by the task as well, and ends the process.
+        let _ = self.take_answers();
+        let mut holders = self.holders.lock();
+        let is_held = holders.held_by_others.as_ref().map(|devices| devices.contains(&device));
+        if is_held != Some(false) {
+            holders.waker = Some(waker.clone());
+        }
+        is_held.map_or(Poll::Pending, Poll::Ready)
     }
 }
 

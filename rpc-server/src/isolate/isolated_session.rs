@@ -19,6 +19,7 @@ use super::process_io::ProcessIo;
 use super::supervisor::{self, ProcessGuard, Started};
 use super::{GRACE, is_possible};
 use crate::config::{ByteSize, ConfigError, ServeConfig};
+use crate::leases::LeasePolicy;
 use crate::modules::DigestList;
 use crate::server::server_state::{ServerState, SessionCount, UsageSource};
 use crate::server::session_workspace::Cleaner;
@@ -30,6 +31,8 @@ pub(crate) struct Isolation {
     config: String,
     module_digests: Option<DigestList>,
     limits: ProcessLimits,
+    /// True if there are devices that sessions without a lease do not share.
+    tell_holders: bool,
     /// Bytes that each session reserves of the total memory.
     share: Option<u64>,
     connector: Connector,
@@ -66,6 +69,7 @@ impl Isolation {
             config: config.to_toml()?,
             module_digests,
             limits: ProcessLimits::of(config),
+            tell_holders: LeasePolicy::new(&config.lease_policy).restricts(),
             share: total_is_limited.then_some(config.max_memory.0),
             connector,
             workspaces,
@@ -165,7 +169,7 @@ impl SessionFactory for Isolation {
         let Started { stream, mut process_guard } = self.process().await.map_err(cannot_start)?;
         let (cleaner, process) = (self.cleaner.clone(), process_guard.process().clone());
         if let Some(leases) = self.state.leases() {
-            process.set_leases(leases.open_session(request.connection.clone()));
+            process.set_leases(leases.open_session(request.connection.clone()), self.tell_holders);
         }
         let ended = process.clone();
         process_guard.on_exit(move || {

@@ -11,7 +11,7 @@
 use std::io::{self, Read};
 use std::time::Duration;
 
-use rpc_core::{RpcError, Usage};
+use rpc_core::{Device, RpcError, Usage};
 use rpc_transports::MessageFamily;
 use serde::{Deserialize, Serialize};
 
@@ -22,7 +22,7 @@ use crate::versioned_json;
 use crate::workspace::WorkspaceLoan;
 
 /// Messages between a server and its session processes.
-pub(super) const MESSAGES: MessageFamily = MessageFamily::new("the messages of session processes", 3);
+pub(super) const MESSAGES: MessageFamily = MessageFamily::new("the messages of session processes", 4);
 
 /// Settings of a session process.
 #[derive(Debug, Serialize, Deserialize)]
@@ -130,19 +130,40 @@ pub(super) enum LeaseCommand {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum LeaseAnswer {
-    Queued { number: u64 },
-    Refused { number: u64, error: RpcError },
-    Granted { number: u64, waited: Duration, duration: Duration },
-    Ahead { question: u64, ahead: u64 },
-    LeasedDevices { question: u64, devices: Vec<LeasedDevice> },
+    Queued {
+        number: u64,
+    },
+    Refused {
+        number: u64,
+        error: RpcError,
+    },
+    Granted {
+        number: u64,
+        waited: Duration,
+        duration: Duration,
+    },
+    Ahead {
+        question: u64,
+        ahead: u64,
+    },
+    LeasedDevices {
+        question: u64,
+        devices: Vec<LeasedDevice>,
+    },
+    /// Devices that other sessions hold; sent at the begin of the session and at each change, if
+    /// there are devices that sessions without a lease do not share.
+    HeldByOthers {
+        devices: Vec<Device>,
+    },
 }
 
 impl LeaseAnswer {
-    /// Returns the number of the request or of the question.
-    pub(super) fn number(&self) -> u64 {
+    /// Returns the number of the request or of the question; `None` if nothing was asked.
+    pub(super) fn number(&self) -> Option<u64> {
         match self {
-            Self::Queued { number } | Self::Refused { number, .. } | Self::Granted { number, .. } => *number,
-            Self::Ahead { question, .. } | Self::LeasedDevices { question, .. } => *question,
+            Self::Queued { number } | Self::Refused { number, .. } | Self::Granted { number, .. } => Some(*number),
+            Self::Ahead { question, .. } | Self::LeasedDevices { question, .. } => Some(*question),
+            Self::HeldByOthers { .. } => None,
         }
     }
 }
@@ -228,8 +249,6 @@ fn number(bytes: &[u8]) -> Option<u64> {
 
 #[cfg(test)]
 mod tests {
-    use rpc_core::Device;
-
     use super::*;
 
     fn messages() -> [(&'static str, ControlMessage); 5] {
@@ -245,7 +264,7 @@ mod tests {
         ]
     }
 
-    fn answers() -> [(&'static str, ControlAnswer); 6] {
+    fn answers() -> [(&'static str, ControlAnswer); 7] {
         let (waited, duration) = (Duration::from_micros(7), Duration::from_secs(9));
         let error = RpcError::limit("max_lease_requests", 1, 2);
         let device = LeasedDevice { device: "cuda:1".to_owned(), held_seconds: 0.5, left_seconds: 8.5, waiting: 2 };
@@ -256,6 +275,7 @@ mod tests {
             ("refused", ControlAnswer::Lease(LeaseAnswer::Refused { number: 3, error })),
             ("ahead", ControlAnswer::Lease(LeaseAnswer::Ahead { question: 4, ahead: 6 })),
             ("devices", ControlAnswer::Lease(LeaseAnswer::LeasedDevices { question: 5, devices: vec![device] })),
+            ("held by others", ControlAnswer::Lease(LeaseAnswer::HeldByOthers { devices: vec![Device::cuda(1)] })),
         ]
     }
 
@@ -289,12 +309,12 @@ mod tests {
 
     #[test]
     fn messages_keep_their_bytes() {
-        assert_eq!(MESSAGES.version(), 3);
+        assert_eq!(MESSAGES.version(), 4);
         for name in ["setup", "setup with digests"] {
             let bytes = framed(golden(name));
             let setup = SessionSetup::read(&mut &bytes[..]).unwrap().unwrap();
             assert_eq!(setup.to_bytes().unwrap(), bytes, "{name}");
-            assert_eq!((setup.version, setup.config.as_str()), (3, "max-handles = 7\n"));
+            assert_eq!((setup.version, setup.config.as_str()), (4, "max-handles = 7\n"));
             assert_eq!(setup.uptime, Duration::new(3, 5));
             assert_eq!(setup.module_digests.is_some(), name == "setup with digests");
         }
@@ -312,7 +332,7 @@ mod tests {
         for (text, expected) in [
             (r#"{"workspace":1}"#, "speaks version 1 of the messages of session processes"),
             (r#"{"workspace":1}"#, "update the server, and start the server again"),
-            (r#"{"version":4,"others":[]}"#, "update this session process, and start the server again"),
+            (r#"{"version":5,"others":[]}"#, "update this session process, and start the server again"),
         ] {
             let error = SessionSetup::read(&mut &framed(text)[..]).unwrap_err();
             assert!(error.to_string().contains(expected), "{error}");

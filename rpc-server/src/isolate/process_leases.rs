@@ -4,6 +4,9 @@
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::sync::Arc;
+use std::task::Waker;
+
+use rpc_core::Device;
 
 use super::messages::{LeaseAnswer, LeaseCommand};
 use crate::leases::{LeaseId, SessionLeases};
@@ -27,6 +30,16 @@ impl ProcessLeases {
     /// releases its objects before it ends, while its functions may still compute.
     pub(super) fn session_ends(&self) {
         self.session.begin_end();
+    }
+
+    /// Wakes `waker` now and at each change of a holder.
+    pub(super) fn observe_holders(&self, waker: Waker) {
+        self.session.observe_holders(waker);
+    }
+
+    /// Returns the devices that other sessions hold.
+    pub(super) fn held_by_others(&self) -> Vec<Device> {
+        self.session.held_by_others()
     }
 
     /// Does what the process asks for. Commands with numbers that it may not use are ignored.

@@ -25,7 +25,7 @@ use super::control_link::ControlLink;
 use super::messages::SessionSetup;
 use super::{GRACE, REPORT_INTERVAL, process_limits};
 use crate::config::{ServeConfig, ServeSettings};
-use crate::leases::Leases;
+use crate::leases::{LeaseGate, LeasePolicy, Leases};
 use crate::modules::{ModuleService, Native};
 use crate::run::{self, RunPolicy};
 use crate::server::exit_code;
@@ -81,11 +81,11 @@ fn serve(
         .thread_name("rpc-session")
         .build()?;
     runtime.block_on(async {
-        let (link, queue) = ControlLink::new();
+        let (link, queue) = ControlLink::new(control)?;
         let link = Arc::new(link);
         let running = link.clone();
         drop(tokio::spawn(async move {
-            if let Err(error) = running.run(control, queue).await {
+            if let Err(error) = running.run(queue).await {
                 tracing::debug!(%error, "the link to the server is broken, which ends this process");
                 kill_group();
             }
@@ -104,6 +104,9 @@ fn serve(
             .extension(state.clone())
             .extension(Arc::new(Leases(link.clone())))
             .spawner(Arc::new(TokioSpawner::current()));
+        if let Some(gate) = LeaseGate::new(&LeasePolicy::new(&config.lease_policy), link.clone()) {
+            session = session.device_gate(gate);
+        }
         if let Some(address) = config.data_address {
             session = session.extension(Arc::new(DataAddress(address)));
         }

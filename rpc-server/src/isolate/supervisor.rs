@@ -10,10 +10,10 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixDatagram, UnixStream};
 use std::os::unix::process::CommandExt as _;
 use std::process::Child;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{self, Receiver, Sender};
-use std::task::{Context, Poll, Waker};
+use std::sync::{Arc, Weak};
+use std::task::{Context, Poll, Wake, Waker};
 use std::time::{Duration, Instant};
 use std::{process, thread};
 
@@ -41,6 +41,8 @@ pub(super) struct Process {
     kill_requested: AtomicBool,
     /// Leases of the session, from its begin to the end of the process.
     leases: Mutex<Option<ProcessLeases>>,
+    /// True while the process has to be told which devices other sessions hold.
+    holders_changed: AtomicBool,
     end: Mutex<EndState>,
 }
 
@@ -93,11 +95,17 @@ impl Process {
         }
     }
 
-    /// Lets the process have leases from now on, for its session.
-    pub(super) fn set_leases(&self, session: SessionLeases) {
+    /// Lets the process have leases from now on, for its session. With `tell_holders` the process
+    /// is told which devices other sessions hold.
+    pub(super) fn set_leases(self: &Arc<Self>, session: SessionLeases, tell_holders: bool) {
         let id = self.id;
         let leases = ProcessLeases::new(session, move |answer| submit(Job::Answer { id, answer }));
-        *self.leases.lock() = Some(leases);
+        // Set before the observer, whose first call sends the present holders.
+        let mut own = self.leases.lock();
+        let leases = own.insert(leases);
+        if tell_holders {
+            leases.observe_holders(Waker::from(Arc::new(HolderObserver(Arc::downgrade(self)))));
+        }
     }
 
     /// Keeps the devices that the session holds until [`end_leases`](Self::end_leases). Called when
@@ -121,6 +129,23 @@ impl Process {
 
     fn end(&self) -> MutexGuard<'_, EndState> {
         self.end.lock()
+    }
+}
+
+/// Observer of the holders of devices: makes the supervisor tell the process.
+struct HolderObserver(Weak<Process>);
+
+impl Wake for HolderObserver {
+    fn wake(self: Arc<Self>) {
+        self.wake_by_ref();
+    }
+
+    fn wake_by_ref(self: &Arc<Self>) {
+        let Some(process) = self.0.upgrade() else { return };
+        // One job for any number of changes, so that clients cannot fill the queue.
+        if !process.holders_changed.swap(true, Ordering::AcqRel) {
+            submit(Job::HoldersChanged { id: process.id });
+        }
     }
 }
 
@@ -183,6 +208,7 @@ enum Job {
     Release { id: u64, deadline: Instant, on_exit: Option<OnExit> },
     KillAll { state: Arc<ServerState> },
     Answer { id: u64, answer: LeaseAnswer },
+    HoldersChanged { id: u64 },
 }
 
 /// Handle of the supervisor.
@@ -338,6 +364,11 @@ impl Supervisor {
                     child.answer(&ControlAnswer::Lease(answer));
                 }
             }
+            Job::HoldersChanged { id } => {
+                if let Some(child) = self.child(id) {
+                    child.send_unsent();
+                }
+            }
             Job::KillAll { state } => {
                 let now = Instant::now();
                 for child in self.children.iter_mut().filter(|child| Arc::ptr_eq(&child.state, &state)) {
@@ -371,6 +402,7 @@ impl Supervisor {
             memory_bytes: AtomicU64::new(0),
             kill_requested: AtomicBool::new(false),
             leases: Mutex::default(),
+            holders_changed: AtomicBool::new(false),
             end: Mutex::default(),
         });
         self.children.push(ChildEntry {
@@ -430,13 +462,24 @@ impl ChildEntry {
         }
     }
 
+    /// Sends what has waited for room, and then the devices that other sessions hold, if they have
+    /// changed: a process that does not read is sent the last of many changes.
     fn send_unsent(&mut self) {
-        while let Some(answer) = self.unsent.front() {
-            match self.control.send(answer) {
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
-                // Also if the process is gone.
-                _ => _ = self.unsent.pop_front(),
+        loop {
+            while let Some(answer) = self.unsent.front() {
+                match self.control.send(answer) {
+                    Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
+                    // Also if the process is gone.
+                    _ => _ = self.unsent.pop_front(),
+                }
             }
+            // Cleared before the holders are read, so that no later change is missed.
+            if !self.process.holders_changed.swap(false, Ordering::AcqRel) {
+                return;
+            }
+            let devices = self.process.leases.lock().as_ref().map(ProcessLeases::held_by_others);
+            let answer = devices.map(|devices| ControlAnswer::Lease(LeaseAnswer::HeldByOthers { devices }));
+            self.unsent.extend(answer.map(|answer| answer.to_bytes()));
         }
     }
 

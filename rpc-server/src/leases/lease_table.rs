@@ -5,15 +5,17 @@ use std::collections::HashMap;
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
+use std::task::{Poll, Waker};
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use parking_lot::Mutex;
-use rpc_core::{ErrorKind, Result, RpcError, clock, log_limited};
+use rpc_core::{Device, ErrorKind, Result, RpcError, clock, log_limited};
 use rpc_transports::ClientConnection;
+use tokio::runtime::Handle;
 use tokio::sync::{Notify, watch};
 
-use super::scheduler::{DeviceLeases, LeaseEvent, LeaseId, LeasePolicy, LeaseScheduler, LeaseTotals, SessionId};
+use super::scheduler::{DeviceLeases, LeaseEvent, LeaseId, LeaseLimits, LeaseScheduler, LeaseTotals, SessionId};
 use super::{LeaseGrant, LeaseRequest, LeaseService, LeasedDevice, MAX_AHEAD, QueuedRequest};
 
 /// Maximum number of devices in a list.
@@ -29,6 +31,8 @@ pub(crate) struct LeaseTable {
     next_session: AtomicU64,
     /// Notified when the next timeout is earlier than before, and at the end.
     earlier_timeout: Arc<Notify>,
+    /// Runtime of the task that resumes sessions.
+    runtime: Handle,
 }
 
 struct TableState {
@@ -37,6 +41,10 @@ struct TableState {
     on_grant: HashMap<LeaseId, OnGrant>,
     /// Connections of the sessions that have not begun to end.
     sessions: HashMap<SessionId, ClientConnection>,
+    /// Sessions whose requests wait until they may use a device.
+    blocked: HashMap<Device, HashMap<SessionId, Waker>>,
+    /// Sessions that are told of each change of a holder.
+    observers: HashMap<SessionId, Waker>,
 }
 
 impl TableState {
@@ -52,14 +60,20 @@ impl TableState {
 
 impl LeaseTable {
     /// Returns a table, and starts the task that ends overdue leases. Needs a tokio runtime.
-    pub(crate) fn start(policy: LeasePolicy) -> Arc<Self> {
-        let state =
-            TableState { scheduler: LeaseScheduler::new(policy), on_grant: HashMap::new(), sessions: HashMap::new() };
+    pub(crate) fn start(limits: LeaseLimits) -> Arc<Self> {
+        let state = TableState {
+            scheduler: LeaseScheduler::new(limits),
+            on_grant: HashMap::new(),
+            sessions: HashMap::new(),
+            blocked: HashMap::new(),
+            observers: HashMap::new(),
+        };
         let earlier_timeout = Arc::new(Notify::new());
         let table = Arc::new(Self {
             state: Mutex::new(state),
             next_session: AtomicU64::new(0),
             earlier_timeout: earlier_timeout.clone(),
+            runtime: Handle::current(),
         });
         tokio::spawn(handle_timeouts(Arc::downgrade(&table), earlier_timeout));
         table
@@ -81,6 +95,7 @@ impl LeaseTable {
     fn change<T>(&self, change: impl FnOnce(&mut TableState, Instant) -> T) -> T {
         let now = clock::now();
         let (mut granted, mut overdue, mut cancelled) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut resumed, mut observers) = (Vec::new(), Vec::new());
         let mut state = self.state.lock();
         let timeout_before = state.scheduler.next_timeout();
         let changed = change(&mut state, now);
@@ -89,6 +104,14 @@ impl LeaseTable {
                 LeaseEvent::Granted { id, waited, duration } => {
                     let grant = LeaseGrant { since: now, waited, duration };
                     granted.extend(state.on_grant.remove(&id).map(|on_grant| (on_grant, grant)));
+                    if let Some((session, device)) = state.scheduler.request_of(id) {
+                        resumed.extend(state.blocked.get_mut(&device).and_then(|blocked| blocked.remove(&session)));
+                    }
+                    observers = state.observers.values().cloned().collect();
+                }
+                LeaseEvent::Freed { device } => {
+                    resumed.extend(state.blocked.remove(&device).into_iter().flat_map(HashMap::into_values));
+                    observers = state.observers.values().cloned().collect();
                 }
                 LeaseEvent::Overdue { session, device, duration } => {
                     // A release from here on would free a device that the session may still use.
@@ -103,6 +126,16 @@ impl LeaseTable {
         drop(cancelled);
         if timeout.is_some_and(|timeout| timeout_before.is_none_or(|before| timeout < before)) {
             self.earlier_timeout.notify_one();
+        }
+        // Before the holder learns of its lease, so that a request that is made after that waits.
+        observers.into_iter().for_each(Waker::wake);
+        if !resumed.is_empty() {
+            self.runtime.spawn(async {
+                for session in resumed {
+                    session.wake();
+                    tokio::task::yield_now().await;
+                }
+            });
         }
         for (on_grant, grant) in granted {
             on_grant(grant);
@@ -183,7 +216,7 @@ impl SessionLeases {
     pub(crate) fn release(&self, id: LeaseId) {
         let on_grant = self.table.change(|state, now| {
             let is_open = state.sessions.contains_key(&self.session);
-            if !is_open || state.scheduler.session_of(id) != Some(self.session) {
+            if !is_open || state.scheduler.request_of(id).is_none_or(|(session, _)| session != self.session) {
                 return None;
             }
             state.scheduler.release(now, id);
@@ -205,6 +238,28 @@ impl SessionLeases {
         leased.map(LeasedDevice::from).collect()
     }
 
+    /// Returns true if another session holds `device`. Then wakes `waker` once this may have
+    /// changed.
+    pub(crate) fn is_held_by_other(&self, device: Device, waker: &Waker) -> bool {
+        let mut state = self.table.state.lock();
+        let is_held = state.scheduler.holder(device).is_some_and(|holder| holder != self.session);
+        if is_held {
+            state.blocked.entry(device).or_default().insert(self.session, waker.clone());
+        }
+        is_held
+    }
+
+    /// Returns the devices that other sessions hold.
+    pub(crate) fn held_by_others(&self) -> Vec<Device> {
+        self.table.state.lock().scheduler.held_by_others(self.session).collect()
+    }
+
+    /// Wakes `waker` now and at each change of a holder, before the new holder learns of it.
+    pub(crate) fn observe_holders(&self, waker: Waker) {
+        self.table.state.lock().observers.insert(self.session, waker.clone());
+        waker.wake();
+    }
+
     /// Removes the requests that wait, and keeps the devices that the session holds until
     /// [`end`](Self::end), also if it releases them.
     pub(crate) fn begin_end(&self) {
@@ -216,6 +271,11 @@ impl SessionLeases {
     pub(crate) fn end(&self) {
         let on_grant = self.table.change(|state, now| {
             state.sessions.remove(&self.session);
+            state.observers.remove(&self.session);
+            state.blocked.retain(|_, blocked| {
+                blocked.remove(&self.session);
+                !blocked.is_empty()
+            });
             let waiting = state.scheduler.end_session(now, self.session);
             waiting.iter().filter_map(|id| state.on_grant.remove(id)).collect::<Vec<_>>()
         });
@@ -259,6 +319,11 @@ impl LeaseService for Weak<SessionLeases> {
 
     async fn leased_devices(&self) -> Result<Vec<LeasedDevice>> {
         Ok(session(self)?.leased_devices())
+    }
+
+    fn poll_held_by_other(&self, device: Device, waker: &Waker) -> Poll<bool> {
+        // No request begins after the end of the session.
+        Poll::Ready(self.upgrade().is_some_and(|session| session.is_held_by_other(device, waker)))
     }
 }
 

@@ -36,7 +36,7 @@ pub(crate) struct SessionId(pub(super) u64);
 
 /// Limits of a scheduler.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct LeasePolicy {
+pub(crate) struct LeaseLimits {
     /// Maximum time of a lease. A request may ask for less.
     pub(crate) max_duration: Duration,
     /// Maximum number of requests, with those that hold a device.
@@ -54,6 +54,8 @@ pub(crate) enum LeaseEvent {
         /// Time after which the lease is overdue.
         duration: Duration,
     },
+    /// A device has no holder any more.
+    Freed { device: Device },
     /// A lease is overdue: its session has to end.
     Overdue { session: SessionId, device: Device, duration: Duration },
 }
@@ -119,7 +121,7 @@ struct DeviceQueue {
 /// Scheduler of a server; see the [module](self).
 #[derive(Debug)]
 pub(crate) struct LeaseScheduler {
-    policy: LeasePolicy,
+    limits: LeaseLimits,
     leases: HashMap<LeaseId, Lease>,
     devices: BTreeMap<Device, DeviceQueue>,
     by_session: HashMap<SessionId, BTreeSet<LeaseId>>,
@@ -130,9 +132,9 @@ pub(crate) struct LeaseScheduler {
 }
 
 impl LeaseScheduler {
-    pub(crate) fn new(policy: LeasePolicy) -> Self {
+    pub(crate) fn new(limits: LeaseLimits) -> Self {
         Self {
-            policy,
+            limits,
             leases: HashMap::new(),
             devices: BTreeMap::new(),
             by_session: HashMap::new(),
@@ -157,7 +159,7 @@ impl LeaseScheduler {
         priority: i32,
         max_duration: Option<Duration>,
     ) -> Result<LeaseId> {
-        let LeasePolicy { max_duration: longest, max_requests, max_requests_per_session } = self.policy;
+        let LeaseLimits { max_duration: longest, max_requests, max_requests_per_session } = self.limits;
         let of_session = self.by_session.get(&session).map_or(0, BTreeSet::len);
         for (name, limit, present) in [
             ("max_lease_requests", max_requests, self.leases.len()),
@@ -213,7 +215,10 @@ impl LeaseScheduler {
                 self.totals.waiting -= 1;
                 self.grant(now, next);
             }
-            None => _ = self.devices.remove(&lease.device),
+            None => {
+                self.devices.remove(&lease.device);
+                self.events.push_back(LeaseEvent::Freed { device: lease.device });
+            }
         }
     }
 
@@ -262,9 +267,20 @@ impl LeaseScheduler {
         self.timers.first().map(|(due, _)| *due)
     }
 
-    /// Returns the session of a request that has not ended.
-    pub(crate) fn session_of(&self, id: LeaseId) -> Option<SessionId> {
-        self.leases.get(&id).map(|lease| lease.session)
+    /// Returns the session and the device of a request that has not ended.
+    pub(crate) fn request_of(&self, id: LeaseId) -> Option<(SessionId, Device)> {
+        self.leases.get(&id).map(|lease| (lease.session, lease.device))
+    }
+
+    /// Returns the session that holds a device.
+    pub(crate) fn holder(&self, device: Device) -> Option<SessionId> {
+        let leased = self.devices.get(&device)?;
+        self.leases.get(&leased.holder).map(|lease| lease.session)
+    }
+
+    /// Returns the devices that sessions other than this one hold.
+    pub(crate) fn held_by_others(&self, session: SessionId) -> impl Iterator<Item = Device> {
+        self.devices.keys().copied().filter(move |device| self.holder(*device) != Some(session))
     }
 
     /// Returns the number of requests that will be granted before this one as things stand, with

@@ -13,7 +13,7 @@ use super::options::session_limits;
 use super::server_state::{Client, ServerState};
 use super::session_workspace::{Cleaner, FILES_OF_WORKSPACE, SessionWorkspace, WorkspaceSource};
 use crate::config::ServeConfig;
-use crate::leases::Leases;
+use crate::leases::{LeaseGate, LeasePolicy, LeaseService, Leases};
 use crate::modules::{self, ModuleService};
 use crate::workspace::WorkspaceRoot;
 
@@ -32,6 +32,7 @@ pub(super) struct LocalSessions {
     weights: Vec<PathBuf>,
     modules: Option<Arc<ModuleService>>,
     worker_settings: Option<Arc<NodeSettings>>,
+    lease_policy: LeasePolicy,
 }
 
 impl LocalSessions {
@@ -60,6 +61,7 @@ impl LocalSessions {
             weights: config.weights.clone(),
             modules,
             worker_settings: modules::worker_modules::settings_for_workers(config),
+            lease_policy: LeasePolicy::new(&config.lease_policy),
         }
     }
 }
@@ -110,7 +112,11 @@ impl SessionFactory for LocalSessions {
         }
         let leases = self.state.leases().map(|leases| Arc::new(leases.open_session(request.connection.clone())));
         if let Some(leases) = &leases {
-            session = session.extension(Arc::new(Leases(Arc::new(Arc::downgrade(leases)))));
+            let service: Arc<dyn LeaseService> = Arc::new(Arc::downgrade(leases));
+            if let Some(gate) = LeaseGate::new(&self.lease_policy, service.clone()) {
+                session = session.device_gate(gate);
+            }
+            session = session.extension(Arc::new(Leases(service)));
         }
         Ok(self.state.count_local(session.build(), leases))
     }

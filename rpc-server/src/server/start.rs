@@ -23,7 +23,7 @@ use super::session_workspace::Cleaner;
 use super::ticket_gate::TicketGate;
 use crate::config::{ConfigError, Isolate, ListenAddress, ServeConfig, ServeError, TrackerAddress};
 use crate::isolate::Isolation;
-use crate::leases::{LeasePolicy, LeaseTable, MAX_REQUESTS, MAX_REQUESTS_PER_SESSION};
+use crate::leases::{LeaseLimits, LeaseTable, MAX_REQUESTS, MAX_REQUESTS_PER_SESSION};
 use crate::modules::{DigestList, ModuleService, Native};
 use crate::monitor::{Gauges, LeaseGauges, Monitoring, Phase};
 use crate::otel::Spans;
@@ -100,7 +100,7 @@ impl Checked {
         let workspaces = open_workspaces(&config).await?;
         let isolated = config.isolate == Isolate::Process;
         let (digests, modules) = prepare_modules(&config, &registry).await?;
-        let leases = LeaseTable::start(LeasePolicy {
+        let leases = LeaseTable::start(LeaseLimits {
             max_duration: config.max_lease.0,
             max_requests: MAX_REQUESTS,
             max_requests_per_session: MAX_REQUESTS_PER_SESSION,

@@ -6,7 +6,7 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use rpc_core::client::{Files, LeaseOptions, LeaseRequest};
-use rpc_core::{Device, ErrorKind, Pack, RemoteObject, Session};
+use rpc_core::{DataType, Device, ErrorKind, Lane, Pack, RemoteObject, RemoteTensor, Session};
 use rpc_server::ServerProcess;
 use rpc_server::builtins::{LeasedDevice, ServerInfo};
 use rpc_transports::Connector;
@@ -20,16 +20,19 @@ const CPU: Device = Device::cpu();
 
 struct Fixture {
     server: ServerProcess,
-    _folder: tempfile::TempDir,
+    folder: tempfile::TempDir,
 }
 
 impl Fixture {
     fn start(isolate: &str) -> Self {
+        Self::start_with(isolate, &[])
+    }
+
+    fn start_with(isolate: &str, args: &[&str]) -> Self {
         let folder = tempfile::tempdir().unwrap();
-        let mut command = Command::new(env!("CARGO_BIN_EXE_rpc-server"));
-        command.args(["serve", "--listen", "tcp://127.0.0.1:0", "--exit-with-stdin", "--log-level", "error"]);
-        command.args(["--isolate", isolate, "--workdir"]).arg(folder.path().join("work"));
-        Self { server: ServerProcess::spawn(command).unwrap(), _folder: folder }
+        let mut command = server("serve");
+        command.args(["--isolate", isolate, "--workdir"]).arg(folder.path().join("work")).args(args);
+        Self { server: ServerProcess::spawn(command).unwrap(), folder }
     }
 
     async fn connect(&self) -> Session {
@@ -43,10 +46,20 @@ impl Fixture {
     }
 }
 
+fn server(command: &str) -> Command {
+    let mut program = Command::new(env!("CARGO_BIN_EXE_rpc-server"));
+    program.args([command, "--listen", "tcp://127.0.0.1:0", "--exit-with-stdin", "--log-level", "error"]);
+    program
+}
+
 /// Runs a test with a server of each kind of sessions.
 async fn with_each_isolation(test: impl AsyncFn(&Fixture)) {
+    with_each_isolation_and(&[], test).await;
+}
+
+async fn with_each_isolation_and(args: &[&str], test: impl AsyncFn(&Fixture)) {
     for isolate in ["none", "process"] {
-        let fixture = Fixture::start(isolate);
+        let fixture = Fixture::start_with(isolate, args);
         tokio::time::timeout(TIME_LIMIT, test(&fixture)).await.unwrap_or_else(|_| panic!("{isolate}: the test hangs"));
     }
 }
@@ -200,6 +213,115 @@ async fn requests_that_cannot_be_granted_are_refused() {
         until_free(&session).await;
     })
     .await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn sessions_without_a_lease_wait_for_the_device_where_the_operator_says_so() {
+    with_each_isolation_and(&["--lease-policy", "cpu=refuse,cpu:0=wait"], async |fixture| {
+        let (holder, other, third) = tokio::join!(fixture.connect(), fixture.connect(), fixture.connect());
+        let before = other.upload(&[2], &[1_u8, 2]).await.unwrap();
+        let lease = holder.lease(CPU, &LeaseOptions::default()).await.unwrap();
+        holder.upload(&[1], &[1_u8]).await.unwrap();
+        let error = other.alloc(CPU, DataType::U8, &[1]).timeout(Duration::from_millis(20)).await.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::DeadlineExceeded);
+
+        // Calls without tensors go on, and so do other lanes and the holder.
+        let waiting = other.download::<u8>(&before).lane(Lane(1)).start();
+        let echo = other.get_function("rpc.echo").await.unwrap();
+        let echoed = echo.call::<RemoteTensor>((&before,)).lane(Lane(2)).start();
+        assert_eq!(echo.call::<i64>((7,)).await.unwrap(), 7);
+        // One that asks for a lease while its own requests wait gets the device in its turn.
+        let own = other.request_lease(CPU, &LeaseOptions::default()).await.unwrap();
+        let of_third = third.alloc(CPU, DataType::U8, &[1]).start();
+        holder.upload(&[1], &[1_u8]).await.unwrap();
+
+        // A holder that dies is no holder once its process has ended.
+        let pid = info(&holder).await.pid;
+        if pid != fixture.server.id() {
+            kill_process(Pid::from_raw(pid.cast_signed()).unwrap(), Signal::KILL).unwrap();
+        }
+        drop((lease, holder));
+        assert_eq!(waiting.await.unwrap(), [1, 2]);
+        echoed.await.unwrap();
+        let lease = own.granted().await.unwrap();
+        assert_eq!(info(&other).await.leases.len(), 1);
+        lease.release().await.unwrap();
+        of_third.await.unwrap();
+    })
+    .await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn sessions_without_a_lease_are_refused_where_the_operator_says_so() {
+    with_each_isolation_and(&["--lease-policy", "cuda=wait", "--lease-policy", "cpu=refuse"], async |fixture| {
+        let (holder, other) = tokio::join!(fixture.connect(), fixture.connect());
+        let lease = holder.lease(CPU, &LeaseOptions::default()).await.unwrap();
+        for first in [true, false] {
+            let error = other.alloc(CPU, DataType::U8, &[1]).await.unwrap_err();
+            assert_eq!((error.kind(), error.request_may_have_run()), (ErrorKind::Busy, false), "{first} {error}");
+            assert!(error.message().contains("another session holds a lease on cpu:0"), "{error}");
+        }
+        lease.release().await.unwrap();
+        until_free(&other).await;
+        other.alloc(CPU, DataType::U8, &[1]).await.unwrap();
+    })
+    .await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn ten_thousand_requests_wait_for_the_end_of_one_lease() {
+    let fixture = Fixture::start_with("none", &["--lease-policy", "cpu=wait"]);
+    let holder = fixture.connect().await;
+    let lease = holder.lease(CPU, &LeaseOptions::default()).await.unwrap();
+    let mut waiting = Vec::new();
+    for _ in 0..10 {
+        let session = fixture.connect().await;
+        for _ in 0..1000 {
+            waiting.push(session.alloc(CPU, DataType::U8, &[1]).concurrent().start());
+        }
+        // Those before it have been read.
+        info(&session).await;
+    }
+    // Half of them leave.
+    waiting.truncate(5000);
+    lease.release().await.unwrap();
+    for request in waiting {
+        tokio::time::timeout(TIME_LIMIT, request).await.unwrap().unwrap();
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn leases_reach_through_hops_and_relays() {
+    let relay = ServerProcess::spawn(server("relay")).unwrap();
+    let board = format!("{}/board", relay.address());
+    let fixture = Fixture::start_with("none", &["--relay", &board, "--lease-policy", "cpu=wait"]);
+    let hop = ServerProcess::spawn({
+        let mut hop = server("serve");
+        hop.args(["--allow-forward", "tcp://127.0.0.1:*", "--workdir"]).arg(fixture.folder.path().join("hop"));
+        hop
+    });
+    let hop = hop.unwrap();
+    let holder: Session = Connector::new().via(hop.address()).connect(fixture.server.address()).await.unwrap();
+    // The server may not wait at the relay yet.
+    let other = tokio::time::timeout(TIME_LIMIT, async {
+        loop {
+            if let Ok(session) = Connector::new().connect(&board).await {
+                return session;
+            }
+        }
+    });
+    let other = other.await.unwrap();
+    let lease = holder.lease(CPU, &LeaseOptions::default()).await.unwrap();
+    let request = request(&other, 0).await;
+    assert_eq!(request.ahead().await.unwrap(), 1);
+    let waiting = other.alloc(CPU, DataType::U8, &[1]).start();
+    holder.alloc(CPU, DataType::U8, &[1]).await.unwrap();
+    // The lease ends with the hop.
+    drop(hop);
+    assert!(holder.lease(CPU, &LeaseOptions::default()).await.is_err());
+    drop(request.granted().timeout(TIME_LIMIT).await.unwrap());
+    waiting.await.unwrap();
+    drop(lease);
 }
 
 /// Runs `command` apart from the runtime.

@@ -1,15 +1,16 @@
 //! Tests of the scheduler: random histories against a simple model, and its size and limits.
 
+use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
 use proptest::test_runner::RngSeed;
 use rpc_core::{Device, ErrorKind};
 
-use super::{LeaseEvent, LeaseId, LeasePolicy, LeaseScheduler, SessionId};
+use super::{LeaseEvent, LeaseId, LeaseLimits, LeaseScheduler, SessionId};
 
-const POLICY: LeasePolicy =
-    LeasePolicy { max_duration: Duration::from_secs(60), max_requests: 40, max_requests_per_session: 12 };
+const LIMITS: LeaseLimits =
+    LeaseLimits { max_duration: Duration::from_secs(60), max_requests: 40, max_requests_per_session: 12 };
 
 /// Step of a history. Its numbers select among the existing requests and sessions.
 #[derive(Clone, Debug)]
@@ -51,11 +52,18 @@ struct Model {
     now: Instant,
     scheduler: LeaseScheduler,
     requests: Vec<ModelRequest>,
+    /// Devices that were held after the step before.
+    held: BTreeSet<Device>,
 }
 
 impl Model {
     fn new() -> Self {
-        Self { now: Instant::now(), scheduler: LeaseScheduler::new(POLICY), requests: Vec::new() }
+        Self {
+            now: Instant::now(),
+            scheduler: LeaseScheduler::new(LIMITS),
+            requests: Vec::new(),
+            held: BTreeSet::new(),
+        }
     }
 
     fn apply(&mut self, step: &Step) {
@@ -91,12 +99,12 @@ impl Model {
 
     fn request(&mut self, session: SessionId, device: Device, priority: i32, max_seconds: Option<u8>) {
         let of_session = self.requests.iter().filter(|request| request.session == session).count();
-        let has_room = of_session < POLICY.max_requests_per_session && self.requests.len() < POLICY.max_requests;
+        let has_room = of_session < LIMITS.max_requests_per_session && self.requests.len() < LIMITS.max_requests;
         let asked = max_seconds.map(|seconds| Duration::from_secs(seconds.into()));
         match self.scheduler.request(self.now, session, device, priority, asked) {
             Ok(id) => {
                 assert!(has_room);
-                let duration = asked.unwrap_or(POLICY.max_duration).min(POLICY.max_duration);
+                let duration = asked.unwrap_or(LIMITS.max_duration).min(LIMITS.max_duration);
                 let (requested, granted, overdue) = (self.now, None, false);
                 let request = ModelRequest { id, session, device, priority, duration, requested, granted, overdue };
                 self.requests.push(request);
@@ -123,6 +131,10 @@ impl Model {
                 expected.push(LeaseEvent::Granted { id, waited, duration });
             }
         }
+        let of_holders = self.requests.iter().filter(|request| request.granted.is_some());
+        let held: BTreeSet<_> = of_holders.map(|request| request.device).collect();
+        expected.extend(self.held.difference(&held).map(|device| LeaseEvent::Freed { device: *device }));
+        self.held = held;
         for request in &mut self.requests {
             let is_due = request.granted.is_some_and(|granted| granted + request.duration <= self.now);
             if is_due && !std::mem::replace(&mut request.overdue, is_due) {
@@ -153,12 +165,16 @@ impl Model {
         }
         for leased in self.scheduler.devices(self.now) {
             let of_device = || self.requests.iter().filter(|request| request.device == leased.device);
-            let holder = of_device().find_map(|request| Some((request.granted?, request.duration)));
-            let (granted, duration) = holder.expect("a device without a holder has no entry");
+            let holder = of_device().find_map(|request| Some((request.granted?, request.duration, request.session)));
+            let (granted, duration, session) = holder.expect("a device without a holder has no entry");
             let held = self.now - granted;
             assert_eq!((leased.held, leased.left), (held, duration.saturating_sub(held)));
             assert_eq!(leased.waiting, of_device().count() as u64 - 1);
+            assert_eq!(self.scheduler.holder(leased.device), Some(session));
+            assert!(!self.scheduler.held_by_others(session).any(|device| device == leased.device));
         }
+        let of_nobody = SessionId(u64::MAX);
+        assert!(self.scheduler.held_by_others(of_nobody).eq(self.held.iter().copied()));
     }
 }
 
@@ -189,8 +205,8 @@ proptest! {
 #[test]
 fn ten_thousand_wait_for_one_device_and_get_it_in_their_order() {
     const WAITING: u64 = 10_000;
-    let policy = LeasePolicy { max_requests: usize::MAX, max_requests_per_session: 2, ..POLICY };
-    let (mut scheduler, now) = (LeaseScheduler::new(policy), Instant::now());
+    let limits = LeaseLimits { max_requests: usize::MAX, max_requests_per_session: 2, ..LIMITS };
+    let (mut scheduler, now) = (LeaseScheduler::new(limits), Instant::now());
     let mut requested = Vec::new();
     for number in 0..WAITING {
         let priority = (number % 7) as i32;
@@ -207,5 +223,6 @@ fn ten_thousand_wait_for_one_device_and_get_it_in_their_order() {
         assert_eq!(scheduler.poll_event(), None);
         scheduler.release(now, *id);
     }
+    assert_eq!(scheduler.poll_event(), Some(LeaseEvent::Freed { device: Device::cuda(0) }));
     assert_eq!((scheduler.totals().granted, scheduler.devices(now).count()), (WAITING, 0));
 }
