@@ -205,6 +205,9 @@ struct Facts {
     application_kind: Option<String>,
     #[serde(default)]
     may_have_run: bool,
+    /// True if a function has said so of the error that it returns, until it has returned.
+    #[serde(skip)]
+    without_effect: bool,
 }
 
 impl RpcError {
@@ -218,6 +221,7 @@ impl RpcError {
             backtrace: None,
             application_kind: None,
             may_have_run: false,
+            without_effect: false,
         }))
     }
 
@@ -225,6 +229,22 @@ impl RpcError {
     #[must_use]
     pub fn may_have_run(mut self, may_have_run: bool) -> Self {
         self.0.may_have_run = may_have_run;
+        self
+    }
+
+    /// Marks an error that a function returns before it has had any effect, such as a refusal. Its
+    /// caller is told that the request has not run; after other errors of functions it
+    /// [may have](Self::request_may_have_run).
+    #[must_use]
+    pub fn without_effect(mut self) -> Self {
+        self.0.without_effect = true;
+        self
+    }
+
+    /// Returns the error as the caller of the function that has returned it gets it.
+    pub(crate) fn returned_by_function(mut self) -> Self {
+        // Cleared: a function that passes on the error of another may have had effects itself.
+        self.0.may_have_run = !std::mem::take(&mut self.0.without_effect);
         self
     }
 

@@ -14,7 +14,7 @@ pub(super) fn register(registry: &Registry) {
         .add("rpc.run.start", |context: Context, request: Packed| -> Result<_> {
             let refused = || {
                 let text = "this server runs no programs for its clients: its operator has not given --allow-run";
-                RpcError::new(ErrorKind::Refused, text)
+                RpcError::new(ErrorKind::Refused, text).without_effect()
             };
             let policy = context.extension::<RunPolicy>().ok_or_else(refused)?;
             // Nothing of the request is decoded where no programs are run.

@@ -65,7 +65,7 @@ impl Started {
         let Self::Failed(number) = self else { return Ok(()) };
         let error = io::Error::from_raw_os_error(number);
         let kind = if error.kind() == io::ErrorKind::NotFound { ErrorKind::NotFound } else { ErrorKind::Io };
-        Err(RpcError::new(kind, format!("cannot start '{program}': {error}")))
+        Err(RpcError::new(kind, format!("cannot start '{program}': {error}")).without_effect())
     }
 }
 

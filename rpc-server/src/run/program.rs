@@ -80,9 +80,9 @@ impl RunningProgram {
         let folder = workspace.path();
         let setup = ProgramSetup {
             version: MESSAGES.version(),
-            path: policy.program(request, folder)?,
+            path: policy.program(request, folder).map_err(RpcError::without_effect)?,
             args: [std::slice::from_ref(&request.program), &request.args].concat(),
-            env: policy.environment(request, folder)?,
+            env: policy.environment(request, folder).map_err(RpcError::without_effect)?,
             folder: folder.to_owned(),
             time_limit: request.time_limit,
             max_processes: policy.max_processes,

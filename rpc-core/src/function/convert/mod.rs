@@ -157,7 +157,7 @@ pub(crate) fn failure<E: fmt::Display + 'static>(error: &E) -> RpcError {
             RpcError::new(ErrorKind::Application, error.to_string()).with_application_kind(std::any::type_name::<E>())
         }
     }
-    .may_have_run(true)
+    .returned_by_function()
 }
 
 /// Returns the name of a type without the paths of the types in it.
@@ -176,6 +176,16 @@ fn short_name<T>() -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_request_has_run_unless_the_function_itself_says_that_it_had_no_effect() {
+        let refused = RpcError::new(ErrorKind::Refused, "no");
+        let of_function = failure(&refused.clone().without_effect());
+        assert!(failure(&refused).request_may_have_run() && !of_function.request_may_have_run());
+        assert_eq!(of_function, refused);
+        let passed_on = failure(&of_function);
+        assert!(passed_on.request_may_have_run());
+    }
 
     #[test]
     fn names_of_types_come_without_their_paths() {
