@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use clap::Args;
 use rpc_core::{Session, VirtualDevice};
-use rpc_transports::tracker::{ServerRequest, address_of};
+use rpc_transports::tracker::{Loan, ServerRequest, address_of};
 use rpc_transports::{Address, AddressError, Connector, Dial, Transports};
 
 use super::failure::Failure;
@@ -290,6 +290,23 @@ impl CommonOptions {
                 Err(Failure::TimedOut { what: format!("connecting to {address}"), limit, why: self.wait_reason() })
             }
         }
+    }
+
+    /// Borrows a server from the tracker at `address`; `None` if that is no address of a tracker's
+    /// servers.
+    pub(super) async fn borrow_server(&self, address: &str) -> Result<Option<Loan>, Failure> {
+        self.check_requirements(address)?;
+        let Ok(address) = address.parse::<Address>() else { return Ok(None) };
+        let Some(tracker) = address_of(&address) else { return Ok(None) };
+        let wanted = self.wanted_of(address.key());
+        let request = PoolRequest { address: &address, tracker, wanted, limit: self.timeout() };
+        let (connector, output) = (self.connector()?, self.output());
+        let loan = request.borrow(&connector, &self.waiting, &output);
+        let Some(limit) = self.timeout() else { return loan.await.map(Some) };
+        let outcome = tokio::time::timeout(limit, loan).await;
+        let timed_out =
+            |_| Failure::TimedOut { what: format!("connecting to {address}"), limit, why: self.wait_reason() };
+        outcome.map_err(timed_out)?.map(Some)
     }
 
     /// Returns what the command waits for, if that is a server of a tracker.

@@ -1,10 +1,13 @@
 //! `forward`: a local port that leads to a service near a server, in the manner of `ssh -L`.
 
+use std::fmt;
 use std::str::FromStr;
 use std::time::Duration;
 
 use clap::Args;
-use rpc_transports::{Address, Bind, Channel, Connector};
+use rpc_core::RpcError;
+use rpc_transports::tracker::Loan;
+use rpc_transports::{Address, Bind, Channel, ConnectError, Connector, Tunnel};
 use serde_json::json;
 use tokio::task::JoinSet;
 
@@ -20,8 +23,8 @@ pub(super) struct ForwardArgs {
     /// either side. With port 0 the system chooses the local one
     #[arg(value_name = "LOCAL:REMOTE")]
     forwarding: Forwarding,
-    /// The server, whose operator allows the service with --allow-port. Default: that of rpc-cli
-    /// use
+    /// The server, whose operator allows the service with --allow-port; one of a tracker is held
+    /// until the end. Default: that of rpc-cli use
     pub(super) address: String,
 }
 
@@ -32,31 +35,56 @@ struct Forwarding {
     to: Address,
 }
 
-/// Accepts local connections until the interruption comes, and carries each to the service. One
-/// that fails is reported, and closed; the others go on.
+/// Carries local connections to the service until the interruption comes, or until a server of a
+/// tracker is lost. A connection that fails is reported, and closed; the others go on.
 pub(super) async fn forward(
     options: &CommonOptions,
     output: &Output,
     args: ForwardArgs,
     interruption: &Interruption,
 ) -> Result<(), Failure> {
-    let (connector, Forwarding { local, to }) = (options.connector()?, args.forwarding);
-    let bound = options.transports().bind(&local, &Bind::default()).await;
+    let Forwarding { local, to } = args.forwarding;
+    let borrowed = tokio::select! {
+        borrowed = options.borrow_server(&args.address) => borrowed?,
+        failure = interruption.wait() => return Err(failure),
+    };
+    let server = match borrowed {
+        Some(loan) => Server::Borrowed(loan),
+        None => Server::At { connector: Box::new(options.connector()?), address: args.address.clone() },
+    };
+    let outcome = accept(&server, options, output, &local, &to, interruption).await;
+    if let Server::Borrowed(loan) = &server {
+        super::connect::close(loan.session()).await;
+    }
+    outcome
+}
+
+/// Accepts connections at `local`, and carries each to the service.
+async fn accept(
+    server: &Server,
+    options: &CommonOptions,
+    output: &Output,
+    local: &Address,
+    to: &Address,
+    interruption: &Interruption,
+) -> Result<(), Failure> {
+    let bound = options.transports().bind(local, &Bind::default()).await;
     let mut listener = bound.map_err(|error| Failure::Unsuitable(format!("cannot listen at {local}: {error}")))?;
     let local = listener.local_address().to_string();
     if output.is_json() {
-        output.json(&json!({ "local": local, "to": to.to_string(), "address": args.address }))?;
+        output.json(&json!({ "local": local, "to": to.to_string(), "address": server.to_string() }))?;
     } else {
-        output.line(&format!("{local} leads to {to} at {}", args.address))?;
+        output.line(&format!("{local} leads to {to} at {server}"))?;
     }
     let mut connections = JoinSet::new();
+    let mut lost = std::pin::pin!(server.lost());
     loop {
         tokio::select! {
             accepted = listener.accept() => {
                 let channel = accepted.map_err(|error| Failure::Connect(error.into()))?;
-                let (connector, server, to) = (connector.clone(), args.address.clone(), to.clone());
-                connections.spawn(carry(connector, server, to, options.connect_limit(), channel));
+                connections.spawn(carry(server.clone(), to.clone(), options.connect_limit(), channel));
             }
+            error = &mut lost => return Err(error.into()),
             Some(ended) = connections.join_next() => {
                 if let Ok(Err(failure)) = ended {
                     failure.report(output, options.jump());
@@ -73,20 +101,51 @@ pub(super) async fn forward(
 ///
 /// The service cannot be reached within `limit`. A connection that breaks later on is no failure:
 /// its end tells both sides.
-async fn carry(
-    connector: Connector,
-    server: String,
-    to: Address,
-    limit: Duration,
-    local: Channel,
-) -> Result<(), Failure> {
-    let opened = tokio::time::timeout(limit, connector.open_tunnel(&server, &to)).await;
+async fn carry(server: Server, to: Address, limit: Duration, local: Channel) -> Result<(), Failure> {
+    let opened = tokio::time::timeout(limit, server.open_tunnel(&to)).await;
     let timed_out = |_| Failure::TimedOut { what: format!("connecting to {to} at {server}"), limit, why: None };
     let tunnel = opened.map_err(timed_out)?.map_err(Failure::Connect)?;
     if let Err(error) = tunnel.join(local).await {
         tracing::info!(%to, %error, "a forwarded connection broke");
     }
     Ok(())
+}
+
+/// The server that dials the service.
+#[derive(Clone)]
+enum Server {
+    At {
+        connector: Box<Connector>,
+        address: String,
+    },
+    /// A server of a tracker. The loan ends with the command.
+    Borrowed(Loan),
+}
+
+impl Server {
+    async fn open_tunnel(&self, to: &Address) -> Result<Tunnel, ConnectError> {
+        match self {
+            Self::At { connector, address } => connector.open_tunnel(address, to).await,
+            Self::Borrowed(loan) => loan.open_tunnel(to).await,
+        }
+    }
+
+    /// Waits for the end of the loan. A server that is not borrowed is dialled anew each time.
+    async fn lost(&self) -> RpcError {
+        match self {
+            Self::At { .. } => std::future::pending().await,
+            Self::Borrowed(loan) => loan.session().ended().await,
+        }
+    }
+}
+
+impl fmt::Display for Server {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::At { address, .. } => f.write_str(address),
+            Self::Borrowed(loan) => f.write_str(&loan.grant().address.join(",")),
+        }
+    }
 }
 
 impl FromStr for Forwarding {

@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use rpc_core::Session;
-use rpc_transports::tracker::{ServerRequest, TrackerClient};
-use rpc_transports::{Address, Connector};
+use rpc_transports::tracker::{Loan, ServerRequest, TrackerClient};
+use rpc_transports::{Address, ConnectError, Connector};
 use tokio::time::Instant;
 
 use super::failure::Failure;
@@ -67,12 +67,45 @@ impl PoolRequest<'_> {
         reason: &WaitReason,
         output: &Output,
     ) -> Result<Session, Failure> {
-        // The command says more than the tracker when no server comes.
-        let wanted = self.wanted.clone().unservable_timeout(Duration::MAX);
-        let asking = connector.clone().server_request(wanted);
+        let asking = connector.clone().server_request(self.patient_request());
+        self.report_until(asking.connect(self.address), connector, reason, output).await
+    }
+
+    /// Borrows a server from the tracker, as [`connect`](Self::connect) does.
+    ///
+    /// # Errors
+    ///
+    /// As there.
+    pub(super) async fn borrow(
+        &self,
+        connector: &Connector,
+        reason: &WaitReason,
+        output: &Output,
+    ) -> Result<Loan, Failure> {
+        let loan = async {
+            let client = TrackerClient::connect_with(connector.clone(), &self.tracker).await?;
+            Ok(client.request(&self.patient_request()).await?)
+        };
+        self.report_until(loan, connector, reason, output).await
+    }
+
+    /// Returns the request without a time limit for servers that do not come: the command says more
+    /// than the tracker then.
+    fn patient_request(&self) -> ServerRequest {
+        self.wanted.clone().unservable_timeout(Duration::MAX)
+    }
+
+    /// Tells the reason of the wait until `granted` is ready.
+    async fn report_until<T>(
+        &self,
+        granted: impl Future<Output = Result<T, ConnectError>>,
+        connector: &Connector,
+        reason: &WaitReason,
+        output: &Output,
+    ) -> Result<T, Failure> {
         let outcome = tokio::select! {
             biased;
-            opened = asking.connect(self.address) => opened.map_err(Failure::Connect),
+            granted = granted => granted.map_err(Failure::Connect),
             given_up = self.report(connector, reason, output) => match given_up {
                 Ok(never) => match never {},
                 Err(failure) => Err(failure),

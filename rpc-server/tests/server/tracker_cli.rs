@@ -1,6 +1,9 @@
 //! `rpc-server tracker`, `rpc-server serve --tracker` and `rpc-cli`, as processes.
 
-use std::process::{Command, Stdio};
+use std::fs;
+use std::io::{BufRead as _, BufReader, Read as _, Write as _};
+use std::net::TcpStream;
+use std::process::{Child, Command, Stdio};
 
 use rpc_server::ServerProcess;
 use rustix::process::{Pid, Signal, kill_process};
@@ -137,4 +140,57 @@ fn contradicting_options_are_refused_at_once() {
     std::fs::write(&file, &text).unwrap();
     let (code, again) = config(&["tracker-config", "--config", file.to_str().unwrap()]);
     assert_eq!((code, again), (0, text));
+}
+
+/// A child process that is killed with this value.
+struct KillOnDrop(Child);
+
+impl Drop for KillOnDrop {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// Starts a program. Returns the first line that it prints, too.
+fn first_line(command: &mut Command) -> (KillOnDrop, String) {
+    let mut child = KillOnDrop(command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn().unwrap());
+    let mut line = String::new();
+    BufReader::new(child.0.stdout.take().unwrap()).read_line(&mut line).unwrap();
+    (child, line)
+}
+
+/// A web server stands for all programs that speak a protocol of their own.
+#[test]
+fn a_server_is_held_while_a_service_near_it_is_forwarded() {
+    let folder = tempfile::tempdir().unwrap();
+    fs::write(folder.path().join("page"), "hello").unwrap();
+    let mut web = Command::new("python3");
+    web.args(["-u", "-m", "http.server", "0", "--bind", "127.0.0.1"]).current_dir(folder.path()).stderr(Stdio::null());
+    let (_web, line) = first_line(&mut web);
+    let port = line.split(' ').nth(5).unwrap();
+    let tracker = start("tracker", &folder, &[]);
+    let service = format!("tcp://127.0.0.1:{port}");
+    let pool = ["--tracker", tracker.address(), "--tracker-key", "board", "--allow-port", &service];
+    let server = start("serve", &folder, &pool);
+    let board = format!("{}/board", tracker.address().replace("tcp://", "tracker://"));
+    let mut forward = Command::new(env!("CARGO_BIN_EXE_rpc-cli"));
+    forward.args(["forward", &format!("0:{port}"), &board, "--json"]).stderr(Stdio::piped());
+    let (mut forward, line) = first_line(&mut forward);
+    let started: Json = serde_json::from_str(&line).unwrap();
+    assert_eq!(started["address"], server.address(), "{started}");
+    let local = started["local"].as_str().unwrap().strip_prefix("tcp://").unwrap();
+    for _ in 0..2 {
+        let mut stream = TcpStream::connect(local).unwrap();
+        stream.write_all(b"GET /page HTTP/1.0\r\n\r\n").unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).unwrap();
+        assert!(answer.contains("200 OK") && answer.ends_with("hello"), "{answer}");
+    }
+    until(&["status", "--tracker", tracker.address()], |text| text.contains("0 of 1 slot free"));
+    // Without the server there is nothing to forward.
+    drop(server);
+    let mut report = String::new();
+    forward.0.stderr.take().unwrap().read_to_string(&mut report).unwrap();
+    assert!(!forward.0.wait().unwrap().success() && report.contains("error"), "{report}");
 }

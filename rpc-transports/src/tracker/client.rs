@@ -14,7 +14,7 @@ use super::TICKET_REFUSED;
 use super::messages::{Grant, Kick, MESSAGES, Returned, ServerRequest, Summary, functions};
 use crate::address::{Address, AddressError, ToAddress};
 use crate::backoff::Backoff;
-use crate::connect::{ConnectError, Connector, Hop};
+use crate::connect::{ConnectError, Connector, Hop, Tunnel};
 use crate::runtime::run_in_background;
 
 /// Number of unreachable servers that are tried, one after the other, for a request without a time
@@ -307,7 +307,7 @@ impl TrackerClient {
             let (at, grant, session) =
                 attempt.unwrap_or_else(|panicked| std::panic::resume_unwind(panicked.into_panic()));
             match session {
-                Ok(session) => opened[at] = Some(Loan { session, grant }),
+                Ok((session, route)) => opened[at] = Some(Loan { session, grant, route: Arc::new(route) }),
                 Err(error) => {
                     // A ticket that may have been used is not returned. It expires.
                     let is_unused = error.application_kind() == Some(PLAIN_GRANT);
@@ -372,8 +372,9 @@ pub(super) async fn connect(connector: &Connector, address: &Address) -> Result<
     Ok(loan.into_session())
 }
 
-/// Opens a session with a server that the tracker at `tracker` has granted.
-async fn connect_to(connector: Connector, grant: &Grant, tracker: &Address) -> Result<Session> {
+/// Opens a session with a server that the tracker at `tracker` has granted. Returns the route to it
+/// as well.
+async fn connect_to(connector: Connector, grant: &Grant, tracker: &Address) -> Result<(Session, Route)> {
     let mut stops = Vec::new();
     for stop in &grant.address {
         // A tracker gives the locations of servers, and must not start programs here.
@@ -396,9 +397,17 @@ async fn connect_to(connector: Connector, grant: &Grant, tracker: &Address) -> R
         return Err(RpcError::new(ErrorKind::Protocol, "the tracker granted a server without an address"));
     };
     // The address identifies the server, so no key is asked for.
-    let connector = connector.key("").ticket(&grant.ticket);
-    let connector = stops.into_iter().fold(connector, Connector::through);
-    connector.connect_at(target).await.map_err(ConnectError::into_rpc_error)
+    let connector = stops.into_iter().fold(connector.key(""), Connector::through);
+    let session = connector.clone().ticket(&grant.ticket).connect_at(target.clone()).await;
+    Ok((session.map_err(ConnectError::into_rpc_error)?, Route { connector, target }))
+}
+
+/// Route to a server that a tracker has granted.
+#[derive(Debug)]
+struct Route {
+    /// Connector with the hops in front of the server.
+    connector: Connector,
+    target: Hop,
 }
 
 /// Application kind of the error for a grant that this client does not follow, because it leads to
@@ -454,6 +463,7 @@ impl Address {
 pub struct Loan {
     session: Session,
     grant: Grant,
+    route: Arc<Route>,
 }
 
 impl Loan {
@@ -470,6 +480,17 @@ impl Loan {
     /// Returns the tracker's description of the server. The ticket has been used.
     pub fn grant(&self) -> &Grant {
         &self.grant
+    }
+
+    /// Opens a plain stream of bytes to `to`, as [`Connector::open_tunnel`] does, through this
+    /// server. The stream does not keep the loan.
+    ///
+    /// # Errors
+    ///
+    /// As there.
+    pub async fn open_tunnel(&self, to: &Address) -> std::result::Result<Tunnel, ConnectError> {
+        let Route { connector, target } = &*self.route;
+        connector.open_tunnel_at(target.clone(), to).await
     }
 
     /// Returns true if the server's end has caused `error`, and not the code that runs there.

@@ -76,10 +76,15 @@ impl Connector {
     /// # Errors
     ///
     /// [`ConnectError`] if an address is malformed, a peer cannot be reached or refuses, the
-    /// service cannot be reached, or `server` is an address without a channel, such as
-    /// `tracker://`.
+    /// service cannot be reached, or `server` is an address without a channel. That of a tracker's
+    /// servers is such a one: [`Loan::open_tunnel`](crate::tracker::Loan::open_tunnel).
     pub async fn open_tunnel<A: ToAddress + ?Sized>(&self, server: &A, to: &Address) -> Result<Tunnel, ConnectError> {
-        let server = self.target(server)?;
+        self.open_tunnel_at(self.target(server)?, to).await
+    }
+
+    /// Opens a tunnel as [`open_tunnel`](Self::open_tunnel) does, from a server whose address has
+    /// been parsed.
+    pub(crate) async fn open_tunnel_at(&self, server: Hop, to: &Address) -> Result<Tunnel, ConnectError> {
         if self.transports.opener(server.address.scheme()).is_some() {
             let text = "no channel leads there, and so no tunnel";
             return Err(TransportError::unsupported(&server.address, text).into());
