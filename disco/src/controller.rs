@@ -4,7 +4,7 @@
 //! [`dispatch`] has the controller itself, which numbers commands and passes each to all links. The
 //! other files add to it: [`sync`] the waits for workers, [`reports`] the reports of workers,
 //! [`unsynced_failures`] what failed, the [`join_plan`] and [`init_ccl`]. Operations of users are
-//! in [`session`].
+//! in [`session`]; [`run_all`] runs programs at the nodes.
 
 pub(crate) mod ccl_state;
 pub(crate) mod dispatch;
@@ -13,6 +13,7 @@ mod init_ccl;
 mod join_plan;
 mod module_upload;
 mod reports;
+pub(crate) mod run_all;
 pub(crate) mod session;
 mod sync;
 mod tickets;

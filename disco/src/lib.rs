@@ -62,8 +62,8 @@
 //!
 //! Besides: [`DiscoSession::ccl_state`], [`DiscoSession::abort_ccl`], [`DiscoSession::record`],
 //! [`DiscoSession::reduce_scatter`], [`DiscoSession::all_to_all`], [`DiscoSession::barrier`],
-//! [`DiscoSession::send_recv`], [`DiscoSession::reinit_ccl`]; and [`ShardLoader`], which loads
-//! weights of safetensors files.
+//! [`DiscoSession::send_recv`], [`DiscoSession::reinit_ccl`], [`DiscoSession::run_all`]; and
+//! [`ShardLoader`], which loads weights of safetensors files.
 //!
 //! # When things break
 //!
@@ -106,6 +106,7 @@ pub use ccl::{Rank, ReduceOp};
 pub use completion::Completion;
 pub use controller::ccl_state::{Breakage, CclState};
 pub use controller::dref::{Argument, DModule, DPackedFunc, DRef, IntoArgument, IntoArguments, Operand, Recorded};
+pub use controller::run_all::RunAll;
 pub use controller::session::{Content, DiscoSession};
 pub use error::{DiscoError, Failure, Result, WorkerId};
 pub use launch::{NodeListener, ProcessSession, SocketSession, ThreadedSession};

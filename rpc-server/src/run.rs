@@ -14,7 +14,8 @@
 //!    program inherits. The operator lists the programs.
 //! 2. **The environment is the operator's.** It has `PATH`, `LD_*` and what `--run-env` names from
 //!    the server, `HOME` and `TMPDIR` in the workspace, and the variables of the client: those that
-//!    `--run-client-env` names, or all but the operator's if clients may run any program.
+//!    `--run-client-env` names, and the ranks of Disco's workers; or all but the operator's if
+//!    clients may run any program.
 //! 3. **A program leaves no process.** Its reaper is the subreaper of all its descendants, so that
 //!    none escapes by a new session or process group, and kills them when the program exits, when
 //!    it is ended, and when the session process closes the connection or dies. A reaper that the

@@ -190,6 +190,11 @@ impl Link {
         }
     }
 
+    /// Returns the session with the other end.
+    pub(crate) fn session(&self) -> rpc_core::Result<Session> {
+        self.far_end().map(|(session, _)| session).ok_or_else(ended)
+    }
+
     /// Returns the destination of data for a worker there.
     pub(crate) fn destination(&self, worker: u32, is_world: bool) -> rpc_core::Result<Destination> {
         let (session, host) = self.far_end().ok_or_else(ended)?;

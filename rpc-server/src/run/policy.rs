@@ -17,6 +17,10 @@ pub const ANY_PROGRAM: &str = "any";
 /// Search path of programs where the server itself has none.
 const DEFAULT_PATH: &str = "/usr/local/bin:/usr/bin:/bin";
 
+/// Variables that any client may set: numbers of a program that is run for each worker of a Disco
+/// session, by the names that launchers of such programs use.
+const RANK_VARIABLES: [&str; 4] = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"];
+
 /// Programs that clients may run, and the environment that they get.
 pub(crate) struct RunPolicy {
     allowed: Vec<String>,
@@ -90,7 +94,8 @@ impl RunPolicy {
                 )));
             }
             // Variables such as `PYTHONPATH` make a listed program run the client's code.
-            if !self.allows_any() && !self.client_env.contains(name) {
+            let may_set = self.client_env.contains(name) || RANK_VARIABLES.contains(&name.as_str());
+            if !self.allows_any() && !may_set {
                 return Err(RpcError::invalid_argument(format!(
                     "clients of this server may not set the variable {name}: its operator names those that they may \
                      set with --run-client-env"
@@ -157,6 +162,7 @@ mod tests {
             }
         }
         assert_eq!(environment("python3", "MODE").unwrap()["MODE"], "x");
+        assert_eq!(environment("python3", "RANK").unwrap()["RANK"], "x");
         for name in ["PYTHONPATH", "BASH_ENV", "HOME"] {
             let error = environment("python3", name).unwrap_err();
             assert_eq!(error.kind(), ErrorKind::InvalidArgument);

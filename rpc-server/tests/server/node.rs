@@ -2,6 +2,7 @@
 //! and workers in processes of their own.
 
 use std::process::{Child, Command, Output, Stdio};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use disco::{
@@ -320,4 +321,30 @@ fn workers_count_against_the_threads_of_their_session() {
     let error = start(4).unwrap_err();
     assert_eq!(error.cause().kind(), ErrorKind::LimitExceeded);
     assert!(error.to_string().contains("max_threads"), "{error}");
+}
+
+#[test]
+fn a_program_runs_once_for_each_worker_where_the_operator_allows_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let allowed = || server(&folder, &["serve", "--allow-run", "sh", "--isolate", "process"]);
+    let (first, second) = (allowed(), allowed());
+    let session = SocketSession::new([first.address(), second.address()], 2, 1).start().wait().unwrap();
+    let lines = Arc::new(Mutex::new(Vec::new()));
+    let collected = lines.clone();
+    let script = "echo $RANK of $WORLD_SIZE, $LOCAL_RANK of $LOCAL_WORLD_SIZE; printf $RANK >&2; exit $RANK";
+    let command = session.run_all("sh").args(["-c", script]).on_line(move |worker, stream, line| {
+        collected.lock().unwrap().push((worker.0, stream.number(), String::from_utf8(line.to_vec()).unwrap()));
+    });
+    let statuses = command.status().wait().unwrap();
+    assert_eq!(statuses.iter().map(|status| status.code).collect::<Vec<_>>(), [0, 1, 2, 3].map(Some));
+    let mut lines = std::mem::take(&mut *lines.lock().unwrap());
+    lines.sort();
+    let expected =
+        (0..4).flat_map(|rank| [(rank, 1, format!("{rank} of 4, {} of 2", rank % 2)), (rank, 2, rank.to_string())]);
+    assert_eq!(lines, expected.collect::<Vec<_>>());
+    let error = session.run_all("true").status().wait().unwrap_err();
+    assert_eq!(error.cause().kind(), ErrorKind::Refused, "{error}");
+    assert!(error.to_string().contains("worker "), "{error}");
+    works(&session);
+    session.shutdown().wait().unwrap();
 }
