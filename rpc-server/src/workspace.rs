@@ -56,6 +56,8 @@ pub struct Entry {
     pub size: u64,
     /// Time of the last write.
     pub modified: SystemTime,
+    /// True if its owner may execute the file.
+    pub executable: bool,
 }
 
 /// A confined folder of files with a quota. A clone is another reference to the same workspace.
@@ -459,6 +461,7 @@ fn entry(name: String, metadata: &Metadata) -> Entry {
         name,
         size: metadata.len(),
         modified: metadata.modified().map_or(SystemTime::UNIX_EPOCH, cap_std::time::SystemTime::into_std),
+        executable: cap_std::fs::PermissionsExt::mode(&metadata.permissions()) & 0o100 != 0,
     }
 }
 

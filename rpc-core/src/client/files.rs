@@ -28,6 +28,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::client::action::{Action, Options, Pending, ScopedAction};
 use crate::client::copies::CHUNK;
+use crate::client::module_upload::Digest;
 use crate::client::references::{RemoteFunction, RemoteObject};
 use crate::client::session::Session;
 use crate::error::{ErrorKind, Result, RpcError};
@@ -46,6 +47,9 @@ pub struct FileEntry {
     pub size: u64,
     /// Time when the file was last written to.
     pub modified: SystemTime,
+    /// True if its owner may execute the file.
+    #[serde(default)]
+    pub executable: bool,
 }
 
 /// The files of a session's workspace.
@@ -158,6 +162,21 @@ impl Files {
         let (session, path) = (self.session.clone(), path.to_owned());
         let call = async move |options: Options<'static>| {
             call_by_name(&session, &options, "rpc.file.set_executable", (path, executable)).await
+        };
+        ScopedAction::steps(call).lane(self.lane)
+    }
+
+    /// Returns the SHA-256 of a file, which the server computes. For a client that sends a file
+    /// only if the server has another one.
+    ///
+    /// # Errors
+    ///
+    /// As [`get`](Self::get).
+    pub fn digest(&self, path: &str) -> Action<Digest> {
+        let (session, path) = (self.session.clone(), path.to_owned());
+        let call = async move |options: Options<'static>| {
+            let text: String = call_by_name(&session, &options, "rpc.file.digest", (path,)).await?;
+            text.parse().map_err(|error| RpcError::new(ErrorKind::Protocol, format!("rpc.file.digest: {error}")))
         };
         ScopedAction::steps(call).lane(self.lane)
     }

@@ -1,5 +1,6 @@
 //! `rpc.file.*`: files of the session's workspace, in pieces.
 
+use std::io;
 use std::sync::Arc;
 
 use bytes::{Bytes, BytesMut};
@@ -8,6 +9,8 @@ use rpc_core::client::FileEntry;
 use rpc_core::limits::OpenFileLease;
 use rpc_core::{Context, ErrorKind, Packed, Registry, Result, RpcError, Shared};
 
+use super::cancelled;
+use crate::modules::hash;
 use crate::server::session_workspace::SessionWorkspace;
 use crate::workspace::{Entry, FileReader, FileWriter, Workspace, WorkspaceError};
 
@@ -58,7 +61,34 @@ pub(super) fn register(registry: &Registry) {
         .add("rpc.file.rm", |context: Context, path: String| -> Result<()> { Ok(workspace(&context)?.remove(&path)?) })
         .add("rpc.file.set_executable", |context: Context, path: String, executable: bool| -> Result<()> {
             Ok(workspace(&context)?.set_executable(&path, executable)?)
+        })
+        .add("rpc.file.digest", |context: Context, path: String| -> Result<String> {
+            let _open = context.reserve_open_files(1)?;
+            let file = CancellableRead { file: workspace(&context)?.open_read(&path)?, offset: 0, context: &context };
+            match hash(file) {
+                Ok((digest, _)) => Ok(digest.to_string()),
+                Err(_) if context.is_cancelled() => Err(cancelled()),
+                Err(source) => Err(WorkspaceError::Io { path, source }.into()),
+            }
         });
+}
+
+/// Reader of a file from its beginning. Fails once no caller waits any more.
+struct CancellableRead<'a> {
+    file: FileReader,
+    offset: u64,
+    context: &'a Context,
+}
+
+impl io::Read for CancellableRead<'_> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        if self.context.is_cancelled() {
+            return Err(io::ErrorKind::ConnectionAborted.into());
+        }
+        let count = self.file.read_at(self.offset, buffer).map_err(io::Error::other)?;
+        self.offset += count as u64;
+        Ok(count)
+    }
 }
 
 fn read(context: Context, Shared(reader): Shared<OpenFile<FileReader>>, offset: u64, len: u64) -> Result<Bytes> {
@@ -108,7 +138,8 @@ pub(crate) fn workspace(context: &Context) -> Result<Workspace> {
 }
 
 fn listed(entry: Entry) -> FileEntry {
-    FileEntry { name: entry.name, size: entry.size, modified: entry.modified }
+    let Entry { name, size, modified, executable } = entry;
+    FileEntry { name, size, modified, executable }
 }
 
 fn over() -> RpcError {

@@ -48,6 +48,15 @@ impl NewFile {
         self.file.try_clone().map_err(|error| Failure::file("cannot write", &self.target, error))
     }
 
+    /// Lets all who may read the file execute it.
+    pub(super) fn set_executable(&self) -> Result<(), Failure> {
+        let set = self.file.metadata().and_then(|metadata| {
+            let mode = metadata.permissions().mode();
+            self.file.set_permissions(fs::Permissions::from_mode(mode | (mode & 0o444) >> 2))
+        });
+        set.map_err(|error| Failure::file("cannot write", &self.target, error))
+    }
+
     /// Gives the complete file its name. What had the name before is replaced.
     pub(super) fn persist(mut self) -> Result<(), Failure> {
         let complete = match self.name.take() {
@@ -89,6 +98,7 @@ fn copy(file: &mut File, folder: &Path) -> io::Result<TempPath> {
     let mut copy = named(folder)?;
     file.rewind()?;
     io::copy(file, copy.as_file_mut())?;
+    copy.as_file().set_permissions(file.metadata()?.permissions())?;
     Ok(copy.into_temp_path())
 }
 

@@ -3,15 +3,17 @@
 mod artifacts;
 mod program_output;
 
-use std::fs::{self, File};
+use std::collections::HashMap;
+use std::fs::{self, File, Metadata};
+use std::future::IntoFuture as _;
 use std::io;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 
 use clap::Args;
 use glob::Pattern;
-use rpc_core::Session;
-use rpc_core::client::{EndCause, Files as RemoteFiles, RemoteProcess, RunStatus};
+use rpc_core::client::{EndCause, FileEntry, Files as RemoteFiles, RemoteProcess, RunStatus};
+use rpc_core::{ErrorKind, Session};
 use serde_json::json;
 
 use self::program_output::ProgramOutput;
@@ -21,11 +23,12 @@ use super::files::on_own_thread;
 use super::interruption::Interruption;
 use super::output::{Output, size};
 use crate::config::ByteSize;
+use crate::modules::hash;
 
 const EXIT_CODES: &str = "\
-The program runs in a new folder at the server, which is removed afterwards, with all processes that it has \
-started. The exit code is that of the program, or 128 and the number of the signal that has ended it; 124 after \
---timeout. Other codes are those of rpc-cli.
+The program runs in a new folder at the server, which is removed afterwards unless --keep is given, with all \
+processes that it has started. The exit code is that of the program, or 128 and the number of the signal that has \
+ended it; 124 after --timeout. Other codes are those of rpc-cli.
 
 The server has to allow it: rpc-server serve --allow-run PROGRAM.";
 
@@ -40,6 +43,10 @@ pub(super) struct RunArgs {
     /// File or folder that the program gets in its folder, under the same name; may be repeated
     #[arg(long, env = "RPC_CLI_SEND", value_name = "PATH")]
     send: Vec<PathBuf>,
+    /// Run in the folder of the named workspace (--workspace), which the server keeps, and send
+    /// only the files that are not there, or differ
+    #[arg(long, env = "RPC_CLI_KEEP")]
+    keep: bool,
     /// Files that are fetched when the program has ended: a path, in which * and ? stand for text
     /// within a name, and ** for any folders; may be repeated
     #[arg(long, env = "RPC_CLI_FETCH", value_name = "GLOB")]
@@ -73,7 +80,7 @@ pub(super) async fn run(
     interruption: &Interruption,
 ) -> Result<(), Failure> {
     let interrupted = interruption.wait();
-    let connected = options.connect(&args.address, Files::None);
+    let connected = options.connect(&args.address, if args.keep { Files::Workspace } else { Files::None });
     let session = tokio::select! {
         connected = connected => connected?,
         failure = interrupted => return Err(failure),
@@ -91,8 +98,9 @@ async fn run_in(
     interruption: &Interruption,
 ) -> Result<(), Failure> {
     let started = async {
+        let mut sender = Sender::new(session, *output, args.keep).await?;
         for path in &args.send {
-            send(session, output, path).await?;
+            sender.send(path).await?;
         }
         start(session, options, &args).await
     };
@@ -178,48 +186,95 @@ fn exit(program: &str, status: &RunStatus, options: &CommonOptions, output: &Out
     }
 }
 
-/// Sends a file or a folder.
-async fn send(session: &Session, output: &Output, path: &Path) -> Result<(), Failure> {
-    let files = RemoteFiles::new(session);
-    let mut pending = vec![(path.to_owned(), String::new())];
-    while let Some((local, folder)) = pending.pop() {
-        let cannot = |error| Failure::file("cannot send", &local, error);
-        // A path such as `.` or `..` has no name, and stands for what is in it.
-        let name = match local.file_name().map(|name| name.to_str()) {
-            Some(Some(name)) if folder.is_empty() => name.to_owned(),
-            Some(Some(name)) => format!("{folder}/{name}"),
-            None => folder,
-            Some(None) => return Err(cannot(io::Error::other("its name is not UTF-8"))),
-        };
-        let metadata = fs::metadata(&local).map_err(cannot)?;
-        if metadata.is_dir() {
-            for entry in fs::read_dir(&local).map_err(cannot)? {
-                let entry = entry.map_err(cannot)?;
-                // A link to a folder may lead back to it.
-                let is_link = entry.file_type().map_err(cannot)?.is_symlink();
-                if !(is_link && entry.path().is_dir()) {
-                    pending.push((entry.path(), name.clone()));
-                }
-            }
-            continue;
-        }
-        if !metadata.is_file() {
-            return Err(cannot(io::Error::other("it is neither a file nor a folder")));
-        }
-        let file = File::open(&local).map_err(cannot)?;
-        let len = metadata.len();
-        let bar = output.progress(&name, Some(len));
-        let (sender, target, shown) = (files.clone(), name.clone(), bar.clone());
-        on_own_thread(move || {
-            let put = sender.put_sized(&target, len, file);
-            Ok(put.progress(|bytes| shown.set_position(bytes)).wait()?)
-        })
-        .await?;
-        if metadata.permissions().mode() & 0o111 != 0 {
-            files.set_executable(&name, true).await?;
-        }
-        bar.finish_and_clear();
-        output.note(&format!("{name}: {} sent", size(len)));
+/// Sender of files to the workspace.
+struct Sender {
+    files: RemoteFiles,
+    output: Output,
+    /// Files that the workspace had before, by name.
+    present: HashMap<String, FileEntry>,
+}
+
+impl Sender {
+    /// Returns a sender, which sends what `is_kept` workspaces have already only if it differs.
+    async fn new(session: &Session, output: Output, is_kept: bool) -> Result<Self, Failure> {
+        let files = RemoteFiles::new(session);
+        let present = if is_kept { files.ls("").await? } else { Vec::new() };
+        let present = present.into_iter().map(|entry| (entry.name.clone(), entry)).collect();
+        Ok(Self { files, output, present })
     }
-    Ok(())
+
+    /// Sends a file or a folder.
+    async fn send(&mut self, path: &Path) -> Result<(), Failure> {
+        let mut pending = vec![(path.to_owned(), String::new())];
+        while let Some((local, folder)) = pending.pop() {
+            let cannot = |error| Failure::file("cannot send", &local, error);
+            // A path such as `.` or `..` has no name, and stands for what is in it.
+            let name = match local.file_name().map(|name| name.to_str()) {
+                Some(Some(name)) if folder.is_empty() => name.to_owned(),
+                Some(Some(name)) => format!("{folder}/{name}"),
+                None => folder,
+                Some(None) => return Err(cannot(io::Error::other("its name is not UTF-8"))),
+            };
+            let metadata = fs::metadata(&local).map_err(cannot)?;
+            if metadata.is_dir() {
+                for entry in fs::read_dir(&local).map_err(cannot)? {
+                    let entry = entry.map_err(cannot)?;
+                    // A link to a folder may lead back to it.
+                    let is_link = entry.file_type().map_err(cannot)?.is_symlink();
+                    if !(is_link && entry.path().is_dir()) {
+                        pending.push((entry.path(), name.clone()));
+                    }
+                }
+                continue;
+            }
+            if !metadata.is_file() {
+                return Err(cannot(io::Error::other("it is neither a file nor a folder")));
+            }
+            self.send_file(&local, &name, &metadata).await?;
+        }
+        Ok(())
+    }
+
+    async fn send_file(&self, local: &Path, name: &str, metadata: &Metadata) -> Result<(), Failure> {
+        let len = metadata.len();
+        let executable = metadata.permissions().mode() & 0o111 != 0;
+        let mut was_executable = false;
+        if let Some(present) = self.present.get(name).filter(|present| present.size == len)
+            && self.is_same(local, name).await?
+        {
+            was_executable = present.executable;
+            self.output.note(&format!("{name}: unchanged"));
+        } else {
+            let file = File::open(local).map_err(|error| Failure::file("cannot send", local, error))?;
+            let bar = self.output.progress(name, Some(len));
+            let (files, target, shown) = (self.files.clone(), name.to_owned(), bar.clone());
+            on_own_thread(move || {
+                let put = files.put_sized(&target, len, file);
+                Ok(put.progress(|bytes| shown.set_position(bytes)).wait()?)
+            })
+            .await?;
+            bar.finish_and_clear();
+            self.output.note(&format!("{name}: {} sent", size(len)));
+        }
+        if executable != was_executable {
+            self.files.set_executable(name, executable).await?;
+        }
+        Ok(())
+    }
+
+    /// Returns true if the file of the workspace has the same content as the local one.
+    async fn is_same(&self, local: &Path, name: &str) -> Result<bool, Failure> {
+        let path = local.to_owned();
+        let own = on_own_thread(move || {
+            let read = File::open(&path).and_then(hash);
+            read.map(|(digest, _)| digest).map_err(|error| Failure::file("cannot send", &path, error))
+        });
+        let (own, theirs) = tokio::join!(own, self.files.digest(name).into_future());
+        let own = own?;
+        match theirs {
+            // Removed since the listing.
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(false),
+            theirs => Ok(theirs? == own),
+        }
+    }
 }

@@ -275,6 +275,22 @@ fn the_tool_sends_runs_and_fetches() {
     assert_eq!((fetched("one.txt").unwrap(), fetched("a/two.txt").unwrap()), ("1\n".into(), "2\n".into()));
     assert!(fetched("link.txt").is_err());
 
+    // A kept folder gets what has changed, and keeps it; a fetched file keeps its permissions.
+    let keep = |script: &str| {
+        let flags = ["--keep", "--workspace", "w", "--send", &source, "--fetch", "source/build", "--out", &out];
+        let ran = cli(&[&["run"], &flags[..], &[fixture.address(), "--", "sh", "-c", script]].concat());
+        assert_eq!(ran.code, 0, "{ran:?}");
+        ran.stderr
+    };
+    let told = keep("echo kept > source/kept");
+    assert!(told.contains("source/build: ") && !told.contains("unchanged"), "{told}");
+    fs::write(format!("{source}/sub/data"), "DATA").unwrap();
+    let told = keep("grep DATA source/sub/data && grep kept source/kept && test -x source/build");
+    assert!(told.contains("source/build: unchanged") && told.contains("source/sub/data: 4 B sent"), "{told}");
+    let mode = fs::metadata(format!("{out}/source/build")).unwrap().permissions().mode();
+    assert_eq!(mode & 0o100, 0o100, "{mode:o}");
+    fs::write(format!("{source}/sub/data"), "data").unwrap();
+
     let sh =
         |flags: &[&str], script: &str| cli(&[&["run"], flags, &[fixture.address(), "--", "sh", "-c", script]].concat());
     assert_eq!(sh(&[], "kill -15 $$").code, 143);

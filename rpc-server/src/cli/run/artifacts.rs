@@ -4,7 +4,7 @@ use std::fs;
 use std::path::{Component, Path, PathBuf};
 
 use glob::{MatchOptions, Pattern};
-use rpc_core::client::Files;
+use rpc_core::client::{FileEntry, Files};
 use rpc_core::{Session, printable_line};
 
 use super::super::failure::Failure;
@@ -24,12 +24,12 @@ pub(super) async fn fetch(
         return Ok(Vec::new());
     }
     let files = Files::new(session);
-    let mut names: Vec<_> = files.ls("").await?.into_iter().map(|entry| entry.name).collect();
-    for glob in globs.iter().filter(|glob| !names.iter().any(|name| matches(glob, name))) {
+    let mut entries = files.ls("").await?;
+    for glob in globs.iter().filter(|glob| !entries.iter().any(|entry| matches(glob, &entry.name))) {
         output.warn(&format!("no file matches '{glob}'"));
     }
-    names.retain(|name| globs.iter().any(|glob| matches(glob, name)));
-    for name in &names {
+    entries.retain(|entry| globs.iter().any(|glob| matches(glob, &entry.name)));
+    for FileEntry { name, executable, .. } in &entries {
         let target = folder.join(local_path(name)?);
         if let Some(parent) = target.parent() {
             fs::create_dir_all(parent).map_err(|error| Failure::file("cannot create", parent, error))?;
@@ -40,10 +40,13 @@ pub(super) async fn fetch(
         let get = move || Ok(files.get(&path, writer).progress(|bytes| shown.set_position(bytes)).wait()?);
         let bytes = on_own_thread(get).await?;
         bar.finish_and_clear();
+        if *executable {
+            file.set_executable()?;
+        }
         file.persist()?;
         output.note(&format!("{}: {} fetched", target.display(), size(bytes)));
     }
-    Ok(names)
+    Ok(entries.into_iter().map(|entry| entry.name).collect())
 }
 
 /// Returns the path below the local folder for a name that the server has sent.
