@@ -43,7 +43,7 @@ enum Command {
     Rpc(Box<session_bench::SessionBenchArgs>),
     /// Measure commands of a controller to its workers, and collectives among the workers
     Disco(Box<disco_bench::DiscoBenchArgs>),
-    /// Measure programs at a server, and compare them with the same programs here
+    /// Measure programs at a server, and compare them with the same programs here; and leases
     Run(run_bench::RunBenchArgs),
     /// Run a server that `run` starts
     #[command(hide = true)]

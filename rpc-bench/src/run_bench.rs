@@ -1,11 +1,13 @@
-//! `rpc-bench run`: programs at a server, beside the same programs started here.
+//! `rpc-bench run`: programs at a server, beside the same programs started here; and leases that
+//! are granted at once, beside a call.
 
 use std::io::Read as _;
 use std::process::{Command, Stdio};
 use std::time::Instant;
 
 use clap::Args;
-use rpc_core::Session;
+use rpc_core::client::LeaseOptions;
+use rpc_core::{Device, Session};
 use rpc_server::ServerProcess;
 use rpc_server::cli::{Failure, Output, digits};
 use rpc_server::config::ServeConfig;
@@ -54,7 +56,26 @@ pub(crate) fn run(output: &Output, args: &RunBenchArgs) -> Result<(), Failure> {
         let [shown_here, shown_there, ratio] = [here, there, there / here].map(digits);
         output.line(&format!("{case}: {shown_there} {unit} at the server, {shown_here} here, ratio {ratio}"))?;
     }
+    let [call, lease] = lease_times(&session, args.pairs)?.map(|samples| quantile(&samples, 0.5));
+    let [shown_call, shown_lease, ratio] = [call, lease, lease / call].map(digits);
+    output.line(&format!("lease on a free device: {shown_lease} ms, a call {shown_call} ms, ratio {ratio}"))?;
     Ok(())
+}
+
+/// Returns the times of calls that do nothing, and of leases on a free device, in milliseconds.
+fn lease_times(session: &Session, pairs: u32) -> Result<[Vec<f64>; 2], Failure> {
+    let noop = session.get_function("rpc.noop").wait()?;
+    let mut times = [Vec::new(), Vec::new()];
+    for _ in 0..pairs {
+        let began = Instant::now();
+        noop.call::<()>(()).wait()?;
+        times[0].push(began.elapsed().as_secs_f64() * 1e3);
+        let began = Instant::now();
+        let lease = session.lease(Device::cpu(), &LeaseOptions::default()).wait()?;
+        times[1].push(began.elapsed().as_secs_f64() * 1e3);
+        lease.release().wait()?;
+    }
+    Ok(times)
 }
 
 /// Returns the rate of `transfer`, which returns its bytes, in MB/s.
