@@ -14,6 +14,7 @@
 
 #![deny(unsafe_code)]
 
+pub mod access_control;
 pub mod blocking;
 pub mod client;
 pub mod clock;
@@ -59,6 +60,7 @@ pub use client::{
 pub use function::{FromReply, IntoArg, IntoArgs, Pack, Shape};
 
 // For servers.
+pub use access_control::{AccessControl, Permission};
 pub use device::{DeviceApi, DeviceAttribute, DeviceDescription, Devices, Target, VirtualDevice, VirtualDeviceBuilder};
 pub use function::{
     Context, Function, FunctionKind, FunctionModule, LoadRequest, LocalValue, Module, ModuleLoader, Object, Registered,

@@ -9,6 +9,7 @@ use super::attribute::DeviceAttribute;
 use super::cpu::CpuDevice;
 use super::target::Target;
 use super::virtual_device::{DeviceDescription, VirtualDevice};
+use crate::access_control::{AccessControl, Permission};
 use crate::dlpack::{Device, DeviceType};
 use crate::error::{ErrorKind, Result, RpcError};
 use crate::value::Value;
@@ -20,12 +21,14 @@ use crate::value::Value;
 #[derive(Clone)]
 pub struct Devices {
     kinds: BTreeMap<DeviceType, Result<Arc<dyn DeviceApi>, String>>,
+    /// Rights of the client, which may use some of the devices only.
+    access: Option<Arc<dyn AccessControl>>,
 }
 
 impl Devices {
     /// Returns a set with only `cpu`, with the [`SystemAllocator`](super::SystemAllocator).
     pub fn new() -> Self {
-        Self { kinds: BTreeMap::new() }.with(Arc::new(CpuDevice::default()))
+        Self { kinds: BTreeMap::new(), access: None }.with(Arc::new(CpuDevice::default()))
     }
 
     /// Adds `api`, replacing any other of its kind. For example, this gives `cpu` another
@@ -43,13 +46,21 @@ impl Devices {
         self
     }
 
+    /// Limits the set to the devices that a client may use.
+    #[must_use]
+    pub(crate) fn within(mut self, access: Arc<dyn AccessControl>) -> Self {
+        self.access = Some(access);
+        self
+    }
+
     /// Returns the API that serves `device`.
     ///
     /// # Errors
     ///
     /// [`ErrorKind::DeviceUnavailable`] with the reason, if the kind is not offered or the index is
-    /// out of range.
+    /// out of range; [`ErrorKind::Refused`] if the client of the session may not use the device.
     pub fn get(&self, device: Device) -> Result<&Arc<dyn DeviceApi>> {
+        self.authorize(device)?;
         let api = self.kind(device.kind)?;
         let count = api.count()?;
         if (0..count).contains(&device.index) { Ok(api) } else { Err(out_of_range(device, count)) }
@@ -74,7 +85,8 @@ impl Devices {
     ///
     /// # Errors
     ///
-    /// [`ErrorKind::DeviceUnavailable`] for any other attribute of a device that does not exist.
+    /// [`ErrorKind::DeviceUnavailable`] for any other attribute of a device that does not exist, and
+    /// [`ErrorKind::Refused`] for one that the client may not use.
     pub fn attribute(&self, device: Device, attribute: DeviceAttribute) -> Result<Value> {
         match self.get(device) {
             Ok(api) => api.attribute(device.index, attribute),
@@ -83,15 +95,21 @@ impl Devices {
         }
     }
 
-    /// Returns descriptions of the devices of all kinds, for matching constraints. A device that
-    /// fails to describe itself counts as one of its type without further properties. Drivers may
-    /// take long.
+    /// Returns descriptions of the devices that the client may use, of all kinds, for matching
+    /// constraints. A device that fails to describe itself counts as one of its type without further
+    /// properties. Drivers may take long.
     pub fn describe(&self) -> impl Iterator<Item = DeviceDescription> {
         let of_kind = move |(kind, api): (DeviceType, Result<&Arc<dyn DeviceApi>, &str>)| {
             let count = api.map_or(0, |api| api.count().unwrap_or(0));
-            (0..count).map(move |index| self.describe_one(Device::new(kind, index)))
+            let devices = (0..count).map(move |index| Device::new(kind, index));
+            devices.filter(|device| self.authorize(*device).is_ok()).map(|device| self.describe_one(device))
         };
         self.iter().flat_map(of_kind)
+    }
+
+    /// Checks that the client may use `device`.
+    fn authorize(&self, device: Device) -> Result<()> {
+        self.access.as_ref().map_or(Ok(()), |access| access.check(&Permission::Device(device)))
     }
 
     fn describe_one(&self, device: Device) -> DeviceDescription {

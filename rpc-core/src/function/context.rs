@@ -11,6 +11,7 @@ use std::time::Instant;
 
 use parking_lot::Mutex;
 
+use crate::access_control::{AccessControl, Permission};
 use crate::device::{Devices, Memory, Stream};
 use crate::dlpack::{DataType, Device, DeviceType};
 use crate::error::{ErrorKind, Result, RpcError};
@@ -67,10 +68,17 @@ pub trait Host: Send + Sync {
     /// Returns the devices of the session.
     fn devices(&self) -> &Devices;
 
-    /// Returns the function registered under `name`.
-    fn function(&self, name: &str) -> Option<Function>;
+    /// Returns the rights of the session's client; `None` for all.
+    fn access_control(&self) -> Option<&Arc<dyn AccessControl>>;
 
-    /// Returns all registered functions, by name.
+    /// Returns the function registered under `name`.
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::NotFound`], and [`ErrorKind::Refused`] if the client may not call it.
+    fn function(&self, name: &str) -> Result<Function>;
+
+    /// Returns the registered functions that the client may call, by name.
     fn functions(&self) -> Vec<(String, Signature)>;
 
     /// Loads a module with the loader of that name, or else with the first that accepts the path.
@@ -78,7 +86,8 @@ pub trait Host: Send + Sync {
     ///
     /// # Errors
     ///
-    /// [`ErrorKind::NotFound`] if no loader accepts it, and errors of the loader.
+    /// [`ErrorKind::NotFound`] if no loader accepts it, [`ErrorKind::Refused`] if the client may
+    /// load none, and errors of the loader.
     fn load_module(&self, loader: Option<&str>, path: &str, context: &Context) -> Result<Arc<dyn Module>>;
 
     /// Returns the session's folder, if it has one.
@@ -323,12 +332,28 @@ impl Context {
         self.host.devices()
     }
 
+    /// Returns the rights of the session's client. `None` if it may do everything that the session
+    /// offers.
+    pub fn access_control(&self) -> Option<&Arc<dyn AccessControl>> {
+        self.host.access_control()
+    }
+
+    /// Checks that the session's client has a permission.
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::Refused`], with the reason.
+    pub fn authorize(&self, permission: &Permission<'_>) -> Result<()> {
+        self.access_control().map_or(Ok(()), |access| access.check(permission))
+    }
+
     /// Loads a module with the loader of that name, or else with the first that accepts the path.
     /// It may block.
     ///
     /// # Errors
     ///
-    /// [`ErrorKind::NotFound`] if no loader accepts it, and errors of the loader.
+    /// [`ErrorKind::NotFound`] if no loader accepts it, [`ErrorKind::Refused`] if the session's
+    /// client may load none, and errors of the loader.
     pub fn load_module(&self, path: &str, loader: Option<&str>) -> Result<Arc<dyn Module>> {
         self.host.load_module(loader, path, self)
     }
@@ -337,12 +362,12 @@ impl Context {
     ///
     /// # Errors
     ///
-    /// [`ErrorKind::NotFound`].
+    /// [`ErrorKind::NotFound`], and [`ErrorKind::Refused`] if the session's client may not call it.
     pub fn function(&self, name: &str) -> Result<Function> {
-        self.host.function(name).ok_or_else(|| RpcError::not_found(format!("no function is registered as '{name}'")))
+        self.host.function(name)
     }
 
-    /// Returns all registered functions, by name.
+    /// Returns the registered functions that the session's client may call, by name.
     pub fn functions(&self) -> Vec<(String, Signature)> {
         self.host.functions()
     }

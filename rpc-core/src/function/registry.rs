@@ -83,9 +83,15 @@ impl Registry {
     /// [`ErrorKind::NotFound`](crate::ErrorKind::NotFound), with a hint if a registered name is
     /// similar.
     pub fn get(&self, name: &str) -> Result<Function> {
+        self.get_hinting(name, |_| true)
+    }
+
+    /// Returns the function registered under `name`. The error's hint names a function only if it
+    /// `may_be_named`.
+    pub(crate) fn get_hinting(&self, name: &str, may_be_named: impl Fn(&str) -> bool) -> Result<Function> {
         let contents = self.read();
         contents.functions.get(name).cloned().ok_or_else(|| {
-            let near = contents.functions.keys().find(|known| is_near(known, name));
+            let near = contents.functions.keys().find(|known| is_near(known, name) && may_be_named(known));
             let hint = near.map_or_else(String::new, |near| format!("; did you mean '{near}'?"));
             RpcError::not_found(format!("no function is registered as '{}'{hint}", clip(name)))
         })

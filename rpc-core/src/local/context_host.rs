@@ -6,6 +6,7 @@ use std::sync::{Arc, Weak};
 
 use super::LocalInner;
 use super::job::LaneKey;
+use crate::access_control::{AccessControl, Permission};
 use crate::device::{AllocRequest, Devices, Memory, Stream};
 use crate::dlpack::{self, DataType, Device};
 use crate::error::{ErrorKind, Result, RpcError};
@@ -22,15 +23,23 @@ impl Host for LocalInner {
         &self.devices
     }
 
-    fn function(&self, name: &str) -> Option<Function> {
-        self.registry.get(name).ok()
+    fn access_control(&self) -> Option<&Arc<dyn AccessControl>> {
+        self.access.as_ref()
+    }
+
+    fn function(&self, name: &str) -> Result<Function> {
+        self.authorize(&Permission::Function(name))?;
+        self.registry.get_hinting(name, |other| self.may_call(other))
     }
 
     fn functions(&self) -> Vec<(String, Signature)> {
-        self.registry.functions()
+        let mut functions = self.registry.functions();
+        functions.retain(|(name, _)| self.may_call(name));
+        functions
     }
 
     fn load_module(&self, loader: Option<&str>, path: &str, context: &Context) -> Result<Arc<dyn Module>> {
+        self.authorize(&Permission::Modules)?;
         self.registry.load_module(loader, &LoadRequest { path, context })
     }
 
@@ -60,6 +69,7 @@ impl Host for LocalInner {
     }
 
     fn adopt(&self, device: Device, memory: Box<dyn Memory>, layout: Layout<'_>) -> Result<Tensor> {
+        self.authorize(&Permission::Device(device))?;
         let lease = self.memory.reserve(memory.len())?;
         let Layout { byte_offset, shape, strides, dtype } = layout;
         let storage = Storage::new(device, memory, Some(Box::new(lease)));
@@ -102,6 +112,17 @@ impl Host for LocalInner {
 
     fn usage(&self) -> Usage {
         Usage { handles: self.table.lock().len() as u64, memory_bytes: self.memory.used() }
+    }
+}
+
+impl LocalInner {
+    /// Checks that the client has a permission.
+    pub(super) fn authorize(&self, permission: &Permission<'_>) -> Result<()> {
+        self.access.as_ref().map_or(Ok(()), |access| access.check(permission))
+    }
+
+    fn may_call(&self, name: &str) -> bool {
+        self.authorize(&Permission::Function(name)).is_ok()
     }
 }
 

@@ -17,6 +17,7 @@ use super::spawner::Spawner;
 use super::sync;
 use super::thread_quota::ThreadQuota;
 use super::threads::Threads;
+use crate::access_control::AccessControl;
 use crate::device::Devices;
 use crate::error::{ErrorKind, RpcError};
 use crate::function::context::{Host, Usage, WorkspaceFiles};
@@ -144,6 +145,7 @@ impl RpcSession for EndOnDrop {
 /// Builder of a [`LocalSession`].
 pub struct LocalSessionBuilder {
     registry: Registry,
+    access: Option<Arc<dyn AccessControl>>,
     devices: Devices,
     limits: SessionLimits,
     total_memory: Option<Arc<MemoryQuota>>,
@@ -162,6 +164,7 @@ impl LocalSessionBuilder {
     pub(super) fn new(registry: Registry) -> Self {
         Self {
             registry,
+            access: None,
             devices: Devices::new(),
             limits: SessionLimits::default(),
             total_memory: None,
@@ -180,6 +183,14 @@ impl LocalSessionBuilder {
     #[must_use]
     pub fn devices(mut self, devices: Devices) -> Self {
         self.devices = devices;
+        self
+    }
+
+    /// Sets the rights of the session's client. By default it may do everything that the session
+    /// offers.
+    #[must_use]
+    pub fn access_control(mut self, access: Arc<dyn AccessControl>) -> Self {
+        self.access = Some(access);
         self
     }
 
@@ -275,7 +286,11 @@ impl LocalSessionBuilder {
             this: this.clone(),
             limits,
             registry: self.registry,
-            devices: self.devices,
+            devices: match &self.access {
+                Some(access) => self.devices.within(access.clone()),
+                None => self.devices,
+            },
+            access: self.access,
             memory,
             staging,
             open_files: self.open_files.unwrap_or_else(|| OpenFileQuota::new("max_open_files", u64::MAX, None)),

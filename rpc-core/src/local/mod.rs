@@ -32,6 +32,7 @@ use self::job::{Job, LaneKey, Parked};
 use self::lane_runner::FirstOutcome;
 use self::lanes::{AdmittedJob, Lanes, QueueEntry, Removed, WaitingRequest};
 use self::resolve::{PinnedOperation, RunsOn};
+use crate::access_control::AccessControl;
 use crate::device::Devices;
 use crate::dlpack::{Device, DeviceType};
 use crate::error::{ErrorKind, RpcError};
@@ -66,6 +67,8 @@ struct LocalInner {
     this: Weak<Self>,
     limits: SessionLimits,
     registry: Registry,
+    /// Rights of the client; `None` for all.
+    access: Option<Arc<dyn AccessControl>>,
     devices: Devices,
     memory: Arc<MemoryQuota>,
     open_files: OpenFileQuota,

@@ -5,11 +5,11 @@ use bytes::Bytes;
 use super::LocalInner;
 use super::job::LaneKey;
 use super::resolve::{self, PinnedOperation};
+use crate::access_control::Permission;
 use crate::device::BOUNCE_BYTES;
 use crate::dlpack::DeviceType;
 use crate::error::{ErrorKind, Result, RpcError};
 use crate::function::context::{Context, Host};
-use crate::function::loader::LoadRequest;
 use crate::function::object::{LocalValue, Object};
 use crate::tensor::{Borrow, Tensor};
 use crate::value::Value;
@@ -28,7 +28,7 @@ impl LocalInner {
     ) -> Result<LocalValue> {
         match work {
             PinnedOperation::Get { name } => {
-                self.registry.get(&name).map(|function| Value::Object(Object::Function(function)))
+                self.function(&name).map(|function| Value::Object(Object::Function(function)))
             }
             PinnedOperation::Alloc { device, dtype, shape, scope } => self
                 .allocate(device, dtype, &shape, scope.as_deref())
@@ -103,12 +103,11 @@ impl LocalInner {
                 Ok(Value::Null)
             }
             PinnedOperation::LoadModule { path, loader } => {
-                let request = LoadRequest { path: &path, context };
-                self.registry
-                    .load_module(loader.as_deref(), &request)
-                    .map(|module| Value::Object(Object::Module(module)))
+                let module = self.load_module(loader.as_deref(), &path, context)?;
+                Ok(Value::Object(Object::Module(module)))
             }
             PinnedOperation::ModuleFunction { module, name } => {
+                self.authorize(&Permission::Modules)?;
                 module.function(&name).map(|function| Value::Object(Object::Function(function)))
             }
             PinnedOperation::Call { .. } | PinnedOperation::StreamWait { .. } => {

@@ -240,6 +240,12 @@ impl Negotiated {
         let has = |hello: &Hello| hello.features.iter().any(|name| name == feature);
         has(&self.ours) && has(&self.theirs)
     }
+
+    /// Returns the name of the [method](Identity::method) by which the peer has proven its
+    /// identity.
+    pub fn identity_method(&self) -> &str {
+        self.ours.identities.first().map_or("", String::as_str)
+    }
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -343,6 +349,13 @@ impl Handshake {
             }
             _ => None,
         }
+    }
+
+    /// Returns the name of the [method](Identity::method) by which the peer has proven its
+    /// identity; `None` before.
+    pub fn identity_method(&self) -> Option<&str> {
+        // The offer names the agreed method alone.
+        self.proven.as_ref().and(self.config.hello.identities.first()).map(String::as_str)
     }
 
     /// Accepts the peer, after [`awaits_approval`](Self::awaits_approval). Returns `Some` if the

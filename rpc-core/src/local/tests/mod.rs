@@ -1,6 +1,7 @@
 //! Tests of local sessions beyond the conformance suite: threads, queues, and the time for which
 //! objects are kept. This file holds what they share.
 
+mod access_control;
 mod admission;
 mod device_gate;
 mod lifetimes;
