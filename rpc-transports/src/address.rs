@@ -46,7 +46,8 @@ pub use self::convert::ToAddress;
 pub use self::error::AddressError;
 use self::grammar::{KEY_CHARACTERS, Location, Parts, VERBATIM, checked_host, checked_scheme, joined, parse};
 pub(crate) use self::grammar::{is_name, unescaped};
-pub(crate) use self::pattern::{glob, is_covered, scheme_of_pattern};
+pub use self::pattern::glob;
+pub(crate) use self::pattern::{is_covered, scheme_of_pattern};
 
 /// The address of a peer, to dial or to listen on.
 ///

@@ -6,6 +6,7 @@ pub(crate) mod driver;
 pub(crate) mod files;
 pub(crate) mod handshake_slots;
 pub mod identity_proofs;
+pub(crate) mod peer_identity;
 mod security;
 mod steps;
 mod tokens;

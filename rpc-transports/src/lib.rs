@@ -33,7 +33,7 @@ mod transport;
 pub mod transports;
 mod wire_limits;
 
-pub use address::{Address, AddressError, ToAddress};
+pub use address::{Address, AddressError, ToAddress, glob};
 pub use backoff::Backoff;
 pub use channel::{BlockingChannel, BlockingIo, Channel, ChannelGuard, ChannelIo, ExplainEnd, Machine, Peer};
 pub use client::{BlockingClientSession, ClientSession};
@@ -46,14 +46,15 @@ pub use handshake::certificates::{Certificate, CertificateError, ClientCertifica
 pub use handshake::files::CredentialFileError;
 pub use handshake::identity_proofs as identity;
 pub use handshake::identity_proofs::{Access, Security, Token, TokenError, Tokens};
+pub use handshake::peer_identity::{IdentityError, PeerIdentity};
 pub use listener::{Accept, Listener};
 pub use message_family::MessageFamily;
 // For transports of other crates, which log what peers do.
 pub use rpc_core::log_limited;
 pub use serve::filter::{FilteredSession, FunctionPatterns, RequestPolicy};
 pub use serve::{
-    ClientConnection, Onward, OpenRequest, ParkOptions, ServeObserver, ServeOptions, Server, SessionFactory,
-    SessionNote, TokioSpawner,
+    Authorization, Authorizer, ClientConnection, Onward, OpenRequest, ParkOptions, ServeObserver, ServeOptions, Server,
+    SessionFactory, SessionNote, TokioSpawner,
 };
 pub use serve::{
     Dialect, DialectActivity, DialectConnection, DialectRequest, Dialects, MAX_FIRST_BYTES, Receiving, Recognition,

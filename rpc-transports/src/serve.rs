@@ -2,6 +2,7 @@
 
 mod access_record;
 mod admission;
+mod authorization;
 mod client_connection;
 mod connection;
 mod dialect;
@@ -18,6 +19,7 @@ mod state;
 mod task;
 
 pub use self::access_record::SessionNote;
+pub use self::authorization::{Authorization, Authorizer};
 pub use self::client_connection::ClientConnection;
 pub use self::dialect::activity::{DialectActivity, Receiving, Working};
 pub use self::dialect::connection::{DialectConnection, DialectRequest, ServerNotices};

@@ -59,6 +59,8 @@ pub(super) fn serve_options(
         allow_port: config.allow_port.clone(),
         forward_policy: forward_policy(config),
         trust_proxy: config.trust_proxy.clone(),
+        // Set by the caller, which has read the policy.
+        authorizer: None,
         onward,
         transports,
         dialects,

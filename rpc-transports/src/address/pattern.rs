@@ -97,7 +97,8 @@ fn same_family(pattern: &str, host: &str) -> bool {
 }
 
 /// Returns true if `text` matches `pattern`, in which `*` stands for any text.
-pub(crate) fn glob(pattern: &str, text: &str) -> bool {
+#[must_use]
+pub fn glob(pattern: &str, text: &str) -> bool {
     let mut parts = pattern.split('*');
     let Some(rest) = parts.next().and_then(|first| text.strip_prefix(first)) else { return false };
     let Some(last) = parts.next_back() else { return rest.is_empty() };

@@ -23,6 +23,7 @@ use crate::error::TransportError;
 use crate::handshake::certificates::ClientTls;
 use crate::handshake::driver::{dial_handshake, dial_handshake_blocking};
 use crate::handshake::identity_proofs::{DIALLER, Security, Tokens, of_dialler};
+use crate::handshake::peer_identity::{PeerIdentity, ProvenName};
 use crate::tracker::ServerRequest;
 use crate::transport::{Dial, Properties, Transports};
 use crate::wire_limits::WireLimits;
@@ -526,7 +527,9 @@ impl Connector {
         }
         let (negotiated, input) = agreed?;
         if let Some(connection) = &channel.security().connection {
-            connection.prove(DIALLER, &negotiated.identity);
+            let earlier = channel.security().proven_earlier(DIALLER);
+            let server = PeerIdentity::of_handshake(&ProvenName::of(&negotiated), earlier.as_ref(), None);
+            connection.prove(DIALLER, server);
         }
         Ok((negotiated, input))
     }

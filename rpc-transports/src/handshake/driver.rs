@@ -13,6 +13,7 @@ use rpc_core::proto::{Handshake, HandshakeConfig, Hello, Negotiated};
 use rpc_core::{ErrorKind, RpcError};
 use tokio::io::{AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
+use super::peer_identity::ProvenName;
 use super::steps::{HandshakeSteps, Step};
 use crate::channel::{BlockingChannel, Channel, ChannelIo};
 use crate::channel_io::without_reference;
@@ -51,7 +52,7 @@ async fn dial(
     limit: impl FnOnce(HandshakeSteps) -> HandshakeSteps,
 ) -> Result<(Negotiated, BytesMut), RpcError> {
     let opens_nothing =
-        async |_: &Hello, _: &str| Err::<(), _>(RpcError::internal("the dialling side approved itself"));
+        async |_: &Hello, _: &ProvenName| Err::<(), _>(RpcError::internal("the dialling side approved itself"));
     let steps = limit(HandshakeSteps::new(Handshake::dial(config, clock::now()), channel.take_unread()));
     let (negotiated, input, _) = perform_handshake(channel, steps, &KeepAliveSwitch::default(), opens_nothing).await?;
     Ok((negotiated, input))
@@ -68,7 +69,7 @@ pub(crate) async fn accept_handshake<S>(
     channel: &mut Channel,
     handshake: Handshake,
     keep_alive: &KeepAliveSwitch,
-    open: impl AsyncFnOnce(&Hello, &str) -> Result<S, RpcError>,
+    open: impl AsyncFnOnce(&Hello, &ProvenName) -> Result<S, RpcError>,
 ) -> Result<(Negotiated, BytesMut, S), RpcError> {
     let steps = HandshakeSteps::new(handshake, channel.take_unread());
     let (negotiated, input, session) = perform_handshake(channel, steps, keep_alive, open).await?;
@@ -98,7 +99,7 @@ async fn perform_handshake<S>(
     channel: &mut Channel,
     mut steps: HandshakeSteps,
     keep_alive: &KeepAliveSwitch,
-    open: impl AsyncFnOnce(&Hello, &str) -> Result<S, RpcError>,
+    open: impl AsyncFnOnce(&Hello, &ProvenName) -> Result<S, RpcError>,
 ) -> Result<(Negotiated, BytesMut, Option<S>), RpcError> {
     let peer = channel.peer().to_owned();
     let io = channel.io_mut();
@@ -125,7 +126,7 @@ async fn run_steps<S>(
     io: &mut dyn ChannelIo,
     steps: &mut HandshakeSteps,
     keep_alive: &KeepAliveSwitch,
-    open: impl AsyncFnOnce(&Hello, &str) -> Result<S, RpcError>,
+    open: impl AsyncFnOnce(&Hello, &ProvenName) -> Result<S, RpcError>,
 ) -> Result<(Negotiated, Option<S>), RpcError> {
     let (mut open, mut session) = (Some(open), None);
     loop {
@@ -136,9 +137,9 @@ async fn run_steps<S>(
                 written.map_err(broken)?;
                 return Ok((*negotiated, session));
             }
-            Step::Open(hello, identity) => {
+            Step::Open(hello, proven) => {
                 let open = open.take().ok_or_else(|| RpcError::internal("a handshake asked for a second session"))?;
-                match wait_with_peer(io, steps, keep_alive, open(&hello, &identity)).await? {
+                match wait_with_peer(io, steps, keep_alive, open(&hello, &proven)).await? {
                     Ok(opened) => {
                         session = Some(opened);
                         steps.approve(clock::now());

@@ -8,9 +8,10 @@
 //! sides use different labels, so that neither's proof can be sent back to it.
 
 use ring::{digest, hmac};
-use rpc_core::proto::{ANONYMOUS, Anonymous, Identity, IdentityStep, Transcript};
+use rpc_core::proto::{Anonymous, Identity, IdentityStep, Transcript};
 use rpc_core::{ErrorKind, RpcError};
 
+use super::peer_identity::PeerIdentity;
 pub(crate) use super::security::Connection;
 pub use super::security::Security;
 #[cfg(feature = "quic")]
@@ -45,8 +46,8 @@ pub(crate) const DIALLER: u64 = 0;
 /// the other side's proof.
 pub(crate) fn of_dialler(tokens: &Tokens, security: &Security) -> Vec<Box<dyn Identity>> {
     let mut methods: Vec<Box<dyn Identity>> = Vec::new();
-    if let Some(peer) = security.connection.as_ref().and_then(|connection| connection.proven(DIALLER)) {
-        methods.push(Box::new(Known { method: SAME_CONNECTION, peer }));
+    if let Some(peer) = security.proven_earlier(DIALLER) {
+        methods.push(Box::new(Known { method: SAME_CONNECTION, peer: peer.name().to_owned() }));
     }
     if security.showed_certificate && security.server_verified {
         methods.push(Box::new(Known { method: CERTIFICATE, peer: "server".to_owned() }));
@@ -63,12 +64,15 @@ pub(crate) fn of_dialler(tokens: &Tokens, security: &Security) -> Vec<Box<dyn Id
 }
 
 /// Returns the methods by which clients can prove their identity to a server over a channel.
-/// `rules` is the number of `access`: identities that were proven on the connection under other
-/// rules do not count.
-pub(crate) fn of_acceptor(access: &Access, rules: u64, security: &Security) -> Vec<Box<dyn Identity>> {
+/// `earlier` is the identity that is [known](Security::proven_earlier) for the connection.
+pub(crate) fn of_acceptor(
+    access: &Access,
+    earlier: Option<&PeerIdentity>,
+    security: &Security,
+) -> Vec<Box<dyn Identity>> {
     let mut methods: Vec<Box<dyn Identity>> = Vec::new();
-    if let Some(peer) = security.connection.as_ref().and_then(|connection| connection.proven(rules)) {
-        methods.push(Box::new(Known { method: SAME_CONNECTION, peer }));
+    if let Some(peer) = earlier {
+        methods.push(Box::new(Known { method: SAME_CONNECTION, peer: peer.name().to_owned() }));
     }
     if let Some(name) = security.certificate.as_ref().filter(|_| access.certificates) {
         methods.push(Box::new(Known { method: CERTIFICATE, peer: name.clone() }));
@@ -86,18 +90,22 @@ pub(crate) fn of_acceptor(access: &Access, rules: u64, security: &Security) -> V
 }
 
 /// Returns the identity of a client that proves nothing in a handshake: the one that it has proven
-/// on the same connection or by its certificate, or `anonymous` where no proof is needed. Returns
-/// `None` if a proof is missing.
-pub(crate) fn known_by_channel(access: &Access, rules: u64, security: &Security) -> Option<String> {
-    let proven = security.connection.as_ref().and_then(|connection| connection.proven(rules));
-    let certificate = || security.certificate.clone().filter(|_| access.certificates);
-    let anonymous = || (access.anonymous || security.is_parent).then(|| ANONYMOUS.to_owned());
-    proven.or_else(certificate).or_else(anonymous)
+/// on the same connection or by its certificate, or that of its Unix `user` or of nobody where no
+/// proof is needed. Returns `None` if a proof is missing.
+pub(crate) fn known_by_channel(
+    access: &Access,
+    rules: u64,
+    security: &Security,
+    user: Option<u32>,
+) -> Option<PeerIdentity> {
+    let certificate = || security.certificate.clone().filter(|_| access.certificates).map(PeerIdentity::Certificate);
+    let unproven = || (access.anonymous || security.is_parent).then(|| PeerIdentity::without_proof(user));
+    security.proven_earlier(rules).or_else(certificate).or_else(unproven)
 }
 
-const SAME_CONNECTION: &str = "connection";
-const CERTIFICATE: &str = "certificate";
-const TOKEN: &str = "token";
+pub(super) const SAME_CONNECTION: &str = "connection";
+pub(super) const CERTIFICATE: &str = "certificate";
+pub(super) const TOKEN: &str = "token";
 
 /// Method of a peer whose identity was known before the handshake began.
 struct Known {

@@ -8,6 +8,8 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use rpc_core::{ErrorKind, RpcError};
 
+use super::peer_identity::PeerIdentity;
+
 /// Facts about the far end of a channel that are known before the protocol begins.
 ///
 /// A value that says more than the default comes with an encrypted stream. It cannot be copied, so
@@ -48,6 +50,12 @@ impl Security {
         }
     }
 
+    /// Returns the identity that the peer has proven before on the same connection, under the rules
+    /// with the number `rules`.
+    pub(crate) fn proven_earlier(&self, rules: u64) -> Option<PeerIdentity> {
+        self.connection.as_ref().and_then(|connection| connection.proven(rules))
+    }
+
     /// Checks whether a client with this proven identity may use a server with the key `key`, or be
     /// forwarded to one.
     ///
@@ -86,7 +94,7 @@ impl fmt::Debug for Security {
 pub(crate) struct Connection {
     /// Identity that the peer has proven on one of the channels, and the number of the rules that
     /// applied.
-    proven: Mutex<Option<(u64, String)>>,
+    proven: Mutex<Option<(u64, PeerIdentity)>>,
     /// True once the peer has not answered on one of the channels.
     suspect: AtomicBool,
     /// Number of sessions in which the peer is served without a proof, and the function that sets
@@ -124,8 +132,8 @@ const SILENT_ROUND_TRIPS: u32 = 6;
 impl Connection {
     /// Remembers the identity that a handshake on one of the channels has proven under the rules
     /// with the number `rules`.
-    pub(crate) fn prove(&self, rules: u64, peer: &str) {
-        *self.proven.lock() = Some((rules, peer.to_owned()));
+    pub(crate) fn prove(&self, rules: u64, peer: PeerIdentity) {
+        *self.proven.lock() = Some((rules, peer));
         let probation = self.probation.lock().take();
         if let Some((_, mut set_limits)) = probation {
             set_limits(Standing::Proven);
@@ -190,7 +198,7 @@ impl Connection {
     }
 
     /// Returns the identity that was proven under the rules with this number.
-    pub(super) fn proven(&self, rules: u64) -> Option<String> {
+    fn proven(&self, rules: u64) -> Option<PeerIdentity> {
         let proven = self.proven.lock();
         proven.as_ref().filter(|(under, _)| *under == rules).map(|(_, peer)| peer.clone())
     }
@@ -222,7 +230,7 @@ mod tests {
         assert_eq!(taken(), [1, 2, 1, 0].map(unproven));
 
         let session = connection.serve_unproven();
-        connection.prove(0, "alice");
+        connection.prove(0, PeerIdentity::Token("alice".to_owned()));
         assert_eq!(taken(), [unproven(1), Standing::Proven]);
         drop(session);
         assert!(!connection.is_on_probation(), "a proof is for good");

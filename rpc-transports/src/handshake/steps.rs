@@ -7,6 +7,8 @@ use bytes::{Bytes, BytesMut};
 use rpc_core::proto::{Handshake, Hello, Negotiated, SILENT_INTERVALS};
 use rpc_core::{ErrorKind, RpcError};
 
+use super::peer_identity::ProvenName;
+
 /// Longest keep-alive interval that a peer may ask for.
 const MAX_KEEP_ALIVE: Duration = Duration::from_secs(3600);
 
@@ -16,7 +18,7 @@ pub(super) enum Step {
     Read,
     /// Opens the session: the peer has proven its identity. The driver then
     /// [approves](HandshakeSteps::approve) or [refuses](HandshakeSteps::refuse) the peer.
-    Open(Box<Hello>, String),
+    Open(Box<Hello>, ProvenName),
     /// Ends the handshake, which is done.
     Finish(Box<Negotiated>),
 }
@@ -72,8 +74,9 @@ impl HandshakeSteps {
         if let Some(negotiated) = self.handshake.handle_input(&mut self.input)? {
             return Ok(Step::Finish(Box::new(negotiated)));
         }
-        if let Some((hello, identity)) = self.handshake.awaits_approval() {
-            return Ok(Step::Open(Box::new(hello.clone()), identity.to_owned()));
+        if let Some((hello, name)) = self.handshake.awaits_approval() {
+            let method = self.handshake.identity_method().unwrap_or_default().to_owned();
+            return Ok(Step::Open(Box::new(hello.clone()), ProvenName { name: name.to_owned(), method }));
         }
         if self.follows_peer
             && let Some(theirs) = self.handshake.proven()
@@ -208,7 +211,7 @@ mod tests {
         let (timeout, security) = (Duration::from_secs(10), Security::default());
         let mut hello = Hello::new(Role::Server);
         hello.keep_alive_ms = INTERVAL.as_millis() as u64;
-        let identities = of_acceptor(&Access::default(), 1, &security);
+        let identities = of_acceptor(&Access::default(), None, &security);
         let accept = Handshake::accept(HandshakeConfig { hello, identities, hold: true, timeout }, now);
         let mut accept = HandshakeSteps::new(accept, BytesMut::new());
         let (hello, identities) = (Hello::new(Role::Client), of_dialler(&Tokens::default(), &security));

@@ -11,6 +11,7 @@ use rpc_core::{ErrorKind, OpenFileQuota, RpcError, SharedSession};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 use super::access_record::SessionNote;
+use super::authorization::AuthorizedClient;
 use super::client_connection::ClientConnection;
 use super::further_servers::Onward;
 use super::mailbox::Mailbox;
@@ -100,7 +101,7 @@ impl Connection {
     pub(super) async fn open_session(
         &self,
         request: SessionRequest<'_>,
-        identity: &str,
+        client: &AuthorizedClient,
     ) -> Result<SharedSession, RpcError> {
         self.check_descriptors()?;
         self.takes_sessions()?;
@@ -108,12 +109,14 @@ impl Connection {
         let request = OpenRequest {
             peer: self.peer.clone(),
             machine: self.machine,
-            identity: identity.to_owned(),
+            identity: client.identity.name().to_owned(),
+            peer_identity: client.identity.clone(),
+            access: client.access().cloned(),
             key: named(request.key),
             workspace: named(request.workspace),
             ticket: named(request.ticket),
             open_files: self.open_files.clone(),
-            onward: Onward::new(self.server.this.clone(), request.path, identity, self.open_files.clone()),
+            onward: Onward::new(self.server.this.clone(), request.path, client.clone(), self.open_files.clone()),
             note: self.note.clone(),
             connection: ClientConnection::new(&self.mailbox),
         };

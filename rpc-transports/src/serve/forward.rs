@@ -9,15 +9,18 @@ use rpc_core::limits::OpenFileLease;
 use rpc_core::proto::{ANONYMOUS, Hello};
 use rpc_core::session::InPlaceWrite;
 use rpc_core::{
-    ErrorKind, Lane, OpenFileQuota, Request, RpcError, RpcSession, Session, SharedSession, Submission, TensorRef,
+    ErrorKind, Lane, OpenFileQuota, Permission, Request, RpcError, RpcSession, Session, SharedSession, Submission,
+    TensorRef,
 };
 
+use super::authorization::AuthorizedClient;
 use super::further_servers::OnwardServer;
 use super::mailbox::{Command, Mailbox};
 use super::state::{ServerState, UNLIMITED};
 use crate::address::Address;
 use crate::channel::Channel;
 use crate::connect::{ConnectError, Connector, Hop};
+use crate::handshake::peer_identity::PeerIdentity;
 use crate::serve::filter::FilteredSession;
 use crate::splice::splice;
 
@@ -33,11 +36,11 @@ impl ServerState {
     pub(super) async fn open_next(
         &self,
         hello: &Hello,
-        identity: &str,
+        client: &AuthorizedClient,
         open_files: &OpenFileQuota,
     ) -> Result<SharedSession, RpcError> {
-        let (target, further) = self.next_hop(&hello.path, &hello.forward)?;
-        let connector = self.connector(&hello.path, identity);
+        let (target, further) = self.next_hop(&hello.path, &hello.forward, client)?;
+        let connector = self.connector(&hello.path, client.identity.name());
         let open = open_files.reserve(self.files_of_connection(&target.address))?;
         let connector = connector.key(&hello.key).workspace(&hello.workspace).ticket(&hello.ticket);
         let next = connector.forward(&target, &further).await.map_err(|error| error.into_rpc_error())?;
@@ -76,14 +79,23 @@ impl ServerState {
     }
 
     /// Opens the channel to the target of a client's tunnel.
-    pub(super) async fn open_tunnel(&self, hello: &Hello, open_files: &OpenFileQuota) -> Result<Channel, RpcError> {
+    pub(super) async fn open_tunnel(
+        &self,
+        hello: &Hello,
+        client: &AuthorizedClient,
+        open_files: &OpenFileQuota,
+    ) -> Result<Channel, RpcError> {
         let [target] = hello.forward.as_slice() else {
             return Err(RpcError::new(ErrorKind::InvalidArgument, "a tunnel leads to one address"));
         };
         self.check_path(&hello.path, &hello.forward)?;
         let (target, transports) = (parsed(target)?, &self.options.transports);
-        if self.may_reach(&target, &self.options.allow_port).is_err() {
-            self.may_reach(&target, &self.options.allow_forward)?;
+        let is_port = self.may_reach(&target, &self.options.allow_port).is_ok();
+        let as_port = is_port.then(|| client.check(&Permission::Port(&target.address.to_string())));
+        if as_port != Some(Ok(())) {
+            // A right to sessions with the target is one to tunnels, too. Of two refusals, that of
+            // the client's rights tells more than that of the options.
+            self.may_forward(&target, client).map_err(|error| as_port.and_then(Result::err).unwrap_or(error))?;
             if self.options.forward_policy.is_some() {
                 let text = "this server makes no tunnels: it limits what may be done through it (--forward-functions)";
                 return Err(RpcError::new(ErrorKind::Refused, text));
@@ -128,21 +140,25 @@ impl ServerState {
     }
 
     /// Returns the next hop and the addresses behind it, if the client may be forwarded there.
-    fn next_hop(&self, path: &[String], forward: &[String]) -> Result<(Hop, Vec<Hop>), RpcError> {
+    fn next_hop(
+        &self,
+        path: &[String],
+        forward: &[String],
+        client: &AuthorizedClient,
+    ) -> Result<(Hop, Vec<Hop>), RpcError> {
         let Some((next, further)) = forward.split_first() else {
             return Err(RpcError::new(ErrorKind::InvalidArgument, "there is no address to forward to"));
         };
         self.check_path(path, forward)?;
-        let allowed = &self.options.allow_forward;
         let first = parsed(next)?;
-        self.may_reach(&first, allowed)?;
+        self.may_forward(&first, client)?;
         let mut tunnel = first.tunnel;
         let mut stops = Vec::new();
         for next in further {
             let next = parsed(next)?;
             // Behind a tunnel, this server dials the next address itself.
             if tunnel {
-                self.may_reach(&next, allowed)?;
+                self.may_forward(&next, client)?;
             }
             tunnel &= next.tunnel;
             stops.push(next);
@@ -165,6 +181,12 @@ impl ServerState {
         Ok(())
     }
 
+    /// Checks that the client may be forwarded to `hop`.
+    fn may_forward(&self, hop: &Hop, client: &AuthorizedClient) -> Result<(), RpcError> {
+        self.may_reach(hop, &self.options.allow_forward)?;
+        client.check(&Permission::Forward(&hop.address.to_string()))
+    }
+
     /// Checks that `hop` matches one of the patterns `allowed`.
     fn may_reach(&self, hop: &Hop, allowed: &[String]) -> Result<(), RpcError> {
         let text = hop.to_string();
@@ -185,10 +207,14 @@ impl ServerState {
     }
 
     /// Returns the effective identity: the client's own, or the one that a trusted proxy asserts.
-    pub(super) fn effective_identity(&self, hello: &Hello, identity: &str) -> String {
-        let trusted = identity != ANONYMOUS && self.options.trust_proxy.iter().any(|name| name == identity);
+    pub(super) fn effective_identity(&self, hello: &Hello, identity: PeerIdentity) -> PeerIdentity {
+        let proxy = identity.name();
+        let trusted = proxy != ANONYMOUS && self.options.trust_proxy.iter().any(|name| name == proxy);
         let named = !hello.on_behalf.is_empty() && hello.on_behalf.len() <= MAX_NAME;
-        if trusted && named { hello.on_behalf.clone() } else { identity.to_owned() }
+        match trusted && named {
+            true => PeerIdentity::Asserted { proxy: proxy.to_owned(), name: hello.on_behalf.clone() },
+            false => identity,
+        }
     }
 }
 
@@ -197,13 +223,14 @@ impl OnwardServer for ServerState {
     async fn connect_onward(
         &self,
         path: &[String],
-        identity: &str,
+        client: &AuthorizedClient,
         target: &str,
         keep_alive: Duration,
         open_files: &OpenFileQuota,
     ) -> Result<Session, RpcError> {
-        let (target, _) = self.next_hop(path, &[target.to_owned()])?;
-        let connector = self.connector(path, identity).keep_alive(keep_alive.min(self.options.keep_alive));
+        let (target, _) = self.next_hop(path, &[target.to_owned()], client)?;
+        let connector =
+            self.connector(path, client.identity.name()).keep_alive(keep_alive.min(self.options.keep_alive));
         let open = open_files.reserve(self.files_of_connection(&target.address))?;
         let next = connector.forward(&target, &[]).await.map_err(|error| error.into_rpc_error())?;
         Ok(Session::from(self.onward_session(next, open)))

@@ -9,15 +9,17 @@ use rpc_core::{ErrorKind, OpenFileQuota, RpcError, Session};
 use tokio::runtime::Handle;
 use tokio::task::JoinSet;
 
+use super::authorization::AuthorizedClient;
+
 /// Trait of a server that opens sessions with further servers.
 #[async_trait]
 pub(super) trait OnwardServer: Send + Sync {
-    /// Opens a session with the server at `target`, for a client with this identity that has come
-    /// by `path`. The connection counts against `open_files`.
+    /// Opens a session with the server at `target`, for a client that has come by `path`. The
+    /// connection counts against `open_files`.
     async fn connect_onward(
         &self,
         path: &[String],
-        identity: &str,
+        client: &AuthorizedClient,
         target: &str,
         keep_alive: Duration,
         open_files: &OpenFileQuota,
@@ -25,8 +27,8 @@ pub(super) trait OnwardServer: Send + Sync {
 }
 
 /// Access of a session to further servers: to those that the operator of its server allows
-/// ([`ServeOptions::allow_forward`](super::ServeOptions::allow_forward)), with the server's own
-/// identity, and on behalf of the session's client.
+/// ([`ServeOptions::allow_forward`](super::ServeOptions::allow_forward)) to its client, with the
+/// server's own identity, and on behalf of the client.
 ///
 /// A factory gives it to the session as an [extension](rpc_core::LocalSessionBuilder::extension),
 /// where functions find it.
@@ -34,7 +36,7 @@ pub(super) trait OnwardServer: Send + Sync {
 pub struct Onward {
     server: Weak<dyn OnwardServer>,
     path: Arc<[String]>,
-    identity: Arc<str>,
+    client: Arc<AuthorizedClient>,
     open_files: OpenFileQuota,
     /// Runtime of the server, which drives the sessions.
     runtime: Handle,
@@ -45,10 +47,10 @@ impl Onward {
     pub(super) fn new(
         server: Weak<dyn OnwardServer>,
         path: &[String],
-        identity: &str,
+        client: AuthorizedClient,
         open_files: OpenFileQuota,
     ) -> Self {
-        Self { server, path: path.into(), identity: identity.into(), open_files, runtime: Handle::current() }
+        Self { server, path: path.into(), client: Arc::new(client), open_files, runtime: Handle::current() }
     }
 
     /// Returns true if the client has come through a hop that says so. Tunnels and relays do not.
@@ -74,9 +76,8 @@ impl Onward {
         let (this, target) = (self.clone(), target.to_owned());
         // If this future is dropped, the set aborts the task.
         let mut opening = JoinSet::new();
-        let connect = async move {
-            server.connect_onward(&this.path, &this.identity, &target, keep_alive, &this.open_files).await
-        };
+        let connect =
+            async move { server.connect_onward(&this.path, &this.client, &target, keep_alive, &this.open_files).await };
         opening.spawn_on(connect, &self.runtime);
         match opening.join_next().await {
             Some(Ok(opened)) => opened,
@@ -89,6 +90,6 @@ impl Onward {
 
 impl fmt::Debug for Onward {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Onward").field("identity", &self.identity).finish_non_exhaustive()
+        f.debug_struct("Onward").field("identity", &self.client.identity).finish_non_exhaustive()
     }
 }

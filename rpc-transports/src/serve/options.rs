@@ -6,9 +6,10 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use rpc_core::proto::KEEP_ALIVE;
-use rpc_core::{ErrorKind, OpenFileQuota, RpcError, SharedSession};
+use rpc_core::{AccessControl, ErrorKind, OpenFileQuota, RpcError, SharedSession};
 
 use super::access_record::SessionNote;
+use super::authorization::Authorizer;
 use super::client_connection::ClientConnection;
 use super::dialect::Dialects;
 use super::further_servers::Onward;
@@ -16,6 +17,7 @@ use super::stall_timeouts::StallLimits;
 use crate::address::Address;
 use crate::channel::Machine;
 use crate::handshake::identity_proofs::Access;
+use crate::handshake::peer_identity::PeerIdentity;
 use crate::serve::filter::RequestPolicy;
 use crate::transport::{ConnectionLimits, Dial, Transports};
 use crate::wire_limits::WireLimits;
@@ -31,6 +33,11 @@ pub struct OpenRequest {
     /// Identity of the client: the one that it has proven, `anonymous` without proof, or the one
     /// that a trusted hop asserts.
     pub identity: String,
+    /// The same identity, with the kind of its proof.
+    pub peer_identity: PeerIdentity,
+    /// Rights of the client, by the server's [`Authorizer`]; `None` for all. A factory gives them to
+    /// the session ([`access_control`](rpc_core::LocalSessionBuilder::access_control)).
+    pub access: Option<Arc<dyn AccessControl>>,
     /// Key that the client asks for, if any.
     pub key: Option<String>,
     /// Named workspace that the client wants. `None` for a private one.
@@ -134,6 +141,9 @@ pub struct ServeOptions {
     /// Names of hops whose assertion of their client's identity is trusted. The hops prove the
     /// names by tokens or certificates. Default: none.
     pub trust_proxy: Vec<String>,
+    /// Source of the clients' rights, within those that the other options give. Default: none, and
+    /// clients have all rights.
+    pub authorizer: Option<Arc<dyn Authorizer>>,
     /// True for a relay: servers dial in and wait ([`Server::park`](crate::Server::park)), and
     /// clients are connected to them by key. A relay opens no sessions itself, and does not call
     /// the factory. Default: false.
@@ -208,6 +218,7 @@ impl Default for ServeOptions {
             allow_port: Vec::new(),
             forward_policy: None,
             trust_proxy: Vec::new(),
+            authorizer: None,
             relay: false,
             onward: Dial::default(),
             transports: Transports::default(),

@@ -11,12 +11,13 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use bytes::BytesMut;
-use rpc_core::proto::{ANONYMOUS, Handshake, HandshakeConfig, Hello, Negotiated, Role};
+use rpc_core::proto::{Handshake, HandshakeConfig, Hello, Negotiated, Role};
 use rpc_core::{ErrorKind, MemoryQuota, RpcError, SharedSession, printable_line};
 use tokio::io::AsyncWriteExt;
 
 use super::access_record::{AccessRecord, log_fault};
 use super::admission::SessionSlot;
+use super::authorization::AuthorizedClient;
 use super::connection::{Connection, SessionRequest, drain_and_close, log_eviction, log_refusal};
 use super::dialect::RegisteredDialect;
 use super::dialect::task::{DialectClient, DialectTask};
@@ -30,6 +31,7 @@ use crate::clock;
 use crate::handshake::driver::{KeepAliveSwitch, accept_handshake};
 use crate::handshake::handshake_slots::HandshakePermit;
 use crate::handshake::identity_proofs::{Access, known_by_channel, of_acceptor};
+use crate::handshake::peer_identity::{PeerIdentity, ProvenName};
 use crate::tracker::PROBE_ANSWERED;
 
 /// Time for the handshake of a client that is told that the process can open no more files: while
@@ -224,9 +226,10 @@ impl Secured {
     async fn enter_dialect(mut self, registered: RegisteredDialect) -> Result<Recognized, Refusal> {
         let RegisteredDialect { dialect, unproven } = registered;
         let (rules, access) = self.connection.server.access.lock().clone();
-        let (identity, rules) = match known_by_channel(&access, rules, self.channel.security()) {
+        let user = self.user();
+        let (identity, rules) = match known_by_channel(&access, rules, self.channel.security(), user) {
             Some(identity) => (identity, Some(rules)),
-            None if unproven => (ANONYMOUS.to_owned(), None),
+            None if unproven => (PeerIdentity::without_proof(user), None),
             None => {
                 let name = dialect.name();
                 let text = format!("the server wants a proof of identity, which a client of the dialect {name} lacks");
@@ -242,7 +245,8 @@ impl Secured {
         let security = channel.security().duplicate();
         let (limits, total) = (&connection.server.options.limits, connection.server.queued.clone());
         let queued = MemoryQuota::new("window", limits.window.max(limits.max_message), Some(total));
-        let client = DialectClient { connection, security, identity, rules, queued };
+        let served = AuthorizedClient::new(identity, connection.server.options.authorizer.as_ref());
+        let client = DialectClient { connection, security, served, rules, queued };
         Ok(Recognized::Dialect(Box::new(DialectTask::new(dialect, client, channel, permit, deadline))))
     }
 
@@ -251,15 +255,19 @@ impl Secured {
     async fn admit(self) -> Result<Admitted, Refusal> {
         let server = self.connection.server.clone();
         let (generation, access) = server.access.lock().clone();
-        let handshake = self.handshake(generation, &access);
+        // Read once: another channel of the connection may prove another identity meanwhile.
+        let (earlier, user) = (self.channel.security().proven_earlier(generation), self.user());
+        let handshake = self.handshake(&access, earlier.as_ref());
         let Self { connection, mut channel, permit, .. } = self;
         let (keep_alive, mut permit) = (KeepAliveSwitch::default(), Some(permit));
         let security = channel.security().duplicate();
-        let open = async |hello: &Hello, identity: &str| {
+        let open = async |hello: &Hello, proven: &ProvenName| {
             connection.check_descriptors()?;
-            security.may_use(identity, connection.key_to_check(hello))?;
-            let identity_served = server.effective_identity(hello, identity);
-            let slot = server.slots.take(connection.machine, &identity_served)?;
+            security.may_use(&proven.name, connection.key_to_check(hello))?;
+            let identity = PeerIdentity::of_handshake(proven, earlier.as_ref(), user);
+            let effective = server.effective_identity(hello, identity.clone());
+            let client = AuthorizedClient::new(effective, server.options.authorizer.as_ref());
+            let slot = server.slots.take(connection.machine, &client)?;
             let park = connection.park.as_ref();
             let kept = park.and_then(ParkLimit::take_kept);
             if let (None, Some(park)) = (&kept, park) {
@@ -273,7 +281,7 @@ impl Secured {
                 (None, None) => Ok::<_, RpcError>(slot),
             };
             if hello.role == Role::Client {
-                let grant = Grant::open(&connection, hello, &identity_served).await?;
+                let grant = Grant::open(&connection, hello, &client).await?;
                 return Ok((grant, placed(slot)?));
             }
             let slot = placed(slot)?;
@@ -297,7 +305,8 @@ impl Secured {
         match agreed {
             Ok((negotiated, input, (grant, slot))) => {
                 if let Some(connection) = &channel.security().connection {
-                    connection.prove(generation, &negotiated.identity);
+                    let proven = ProvenName::of(&negotiated);
+                    connection.prove(generation, PeerIdentity::of_handshake(&proven, earlier.as_ref(), user));
                 }
                 let (identity, agent) = (&negotiated.identity, &negotiated.theirs.agent);
                 tracing::debug!(peer, identity, agent, "session opened");
@@ -314,15 +323,21 @@ impl Secured {
         }
     }
 
-    /// Returns the server's side of the handshake. `generation` counts the changes of `access`.
-    fn handshake(&self, generation: u64, access: &Access) -> Handshake {
+    /// Returns the Unix user that the client runs as, if it has come by itself and the kernel says.
+    fn user(&self) -> Option<u32> {
+        if self.is_dialled { None } else { self.channel.user() }
+    }
+
+    /// Returns the server's side of the handshake. `earlier` is the identity that is known for the
+    /// connection.
+    fn handshake(&self, access: &Access, earlier: Option<&PeerIdentity>) -> Handshake {
         let options = &self.connection.server.options;
         let mut hello = Hello::new(Role::Server);
         hello.key.clone_from(&self.connection.key);
         hello.relay = options.relay;
         hello.keep_alive_ms = options.keep_alive.as_millis() as u64;
         options.limits.apply(&mut hello);
-        let identities = of_acceptor(access, generation, self.channel.security());
+        let identities = of_acceptor(access, earlier, self.channel.security());
         let now = clock::now();
         let timeout = self.deadline.saturating_duration_since(now);
         let handshake = Handshake::accept(HandshakeConfig { hello, identities, hold: true, timeout }, now);
@@ -332,7 +347,7 @@ impl Secured {
 
 impl Grant {
     /// Opens the session or the channel that a client asks for.
-    async fn open(connection: &Connection, hello: &Hello, identity: &str) -> Result<Self, RpcError> {
+    async fn open(connection: &Connection, hello: &Hello, client: &AuthorizedClient) -> Result<Self, RpcError> {
         let server = &connection.server;
         connection.takes_sessions()?;
         if let Some(next) = hello.forward.first() {
@@ -340,10 +355,10 @@ impl Grant {
             connection.note.set(Arc::new(format!("{how} {}", printable_line(next))));
         }
         if hello.tunnel && !connection.leads_to_parked(hello) {
-            return server.open_tunnel(hello, &connection.open_files).await.map(Self::Tunnel);
+            return server.open_tunnel(hello, client, &connection.open_files).await.map(Self::Tunnel);
         }
         if !hello.forward.is_empty() && !hello.tunnel {
-            return server.open_next(hello, identity, &connection.open_files).await.map(Self::Session);
+            return server.open_next(hello, client, &connection.open_files).await.map(Self::Session);
         }
         if server.options.relay {
             connection.note.set(Arc::new(format!("the server '{}'", printable_line(&hello.key))));
@@ -351,7 +366,7 @@ impl Grant {
         }
         let Hello { key, workspace, ticket, path, .. } = hello;
         let request = SessionRequest { key, workspace, ticket, path };
-        connection.open_session(request, identity).await.map(Self::Session)
+        connection.open_session(request, client).await.map(Self::Session)
     }
 }
 

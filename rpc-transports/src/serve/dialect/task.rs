@@ -18,6 +18,7 @@ use crate::clock;
 use crate::handshake::handshake_slots::HandshakePermit;
 use crate::handshake::identity_proofs::Security;
 use crate::serve::access_record::{AccessRecord, log_fault};
+use crate::serve::authorization::AuthorizedClient;
 use crate::serve::connection::{Connection, LINGER, SessionRequest, drain_and_close, log_eviction, log_refusal};
 use crate::serve::mailbox::{Command, EndOfSession};
 use crate::serve::stall_timeouts::StallTimeouts;
@@ -38,7 +39,7 @@ pub(in crate::serve) struct DialectTask {
 pub(in crate::serve) struct DialectClient {
     pub(in crate::serve) connection: Connection,
     pub(in crate::serve) security: Security,
-    pub(in crate::serve) identity: String,
+    pub(in crate::serve) served: AuthorizedClient,
     /// Number of the rules by which the server would serve the client natively, too, so that other
     /// channels of the same connection inherit the identity. `None` if it would not.
     pub(in crate::serve) rules: Option<u64>,
@@ -64,14 +65,14 @@ impl SessionSource for DialectClient {
             let text = format!("the client asks for key '{}', and the server has '{own_key}'", request.key);
             return Err(RpcError::new(ErrorKind::Refused, text));
         }
-        self.security.may_use(&self.identity, own_key)?;
-        let slot = server.slots.take(self.connection.machine, &self.identity)?;
+        self.security.may_use(self.served.identity.name(), own_key)?;
+        let slot = server.slots.take(self.connection.machine, &self.served)?;
         let DialectRequest { key, workspace, ticket } = request;
         let request = SessionRequest { key, workspace, ticket, path: &[] };
-        let session = self.connection.open_session(request, &self.identity).await?;
+        let session = self.connection.open_session(request, &self.served).await?;
         let unproven = match (&self.security.connection, self.rules) {
             (Some(parent), Some(rules)) => {
-                parent.prove(rules, &self.identity);
+                parent.prove(rules, self.served.identity.clone());
                 None
             }
             // The client is served, and so is no longer in its handshake, although it has proven
@@ -105,7 +106,8 @@ impl DialectTask {
         deadline: Instant,
     ) -> Self {
         let (client, eviction) = (Arc::new(client), permit.eviction());
-        let (connection, notices) = DialectConnection::new(channel, client.identity.clone(), client.clone(), permit);
+        let identity = client.served.identity.name().to_owned();
+        let (connection, notices) = DialectConnection::new(channel, identity, client.clone(), permit);
         Self { dialect, client, connection, notices, eviction, deadline }
     }
 
@@ -117,7 +119,7 @@ impl DialectTask {
     pub(in crate::serve) async fn run(mut self) -> Result<(), ErrorKind> {
         let peer = self.connection.peer().to_owned();
         let dialect = self.dialect.name().to_owned();
-        let record = AccessRecord::new(&peer, &self.client.identity, self.client.connection.note.clone());
+        let record = AccessRecord::new(&peer, self.client.served.identity.name(), self.client.connection.note.clone());
         let (outcome, was_cut) = match self.serve().await {
             DialectEnd::Returned(outcome) => (outcome, false),
             DialectEnd::Cut(reason) => (Err(reason), true),
