@@ -114,7 +114,7 @@ pub use logs::WorkerLogLayer;
 pub use node::functions::{refuse, register};
 pub use node::join::{JoinOptions, NodeRank, join, join_with};
 pub use node::settings::NodeSettings;
-pub use node::worker_process::{serve_if_worker, serve_if_worker_with};
+pub use node::worker_process::{serve_if_worker, serve_if_worker_with, serve_if_worker_with_access};
 pub use options::{Advertise, Hosting, Options};
 pub use program::recorder::{Program, Recorder};
 pub use weights::folders::WeightFolders;

@@ -147,7 +147,7 @@ pub fn join(registry: &Registry, controller: &str, options: JoinOptions) -> Comp
             ..ServeOptions::default()
         };
         let node = WorkerSettings::new(SessionLimits::default(), options.weights.clone());
-        let server = server_of(registry, options.devices, node, options.data_address, serve);
+        let server = server_of(registry, options.devices, node, None, options.data_address, serve);
         Ok(join_with(&server, &controller, options.rank, options.connect_timeout).await?)
     })
 }

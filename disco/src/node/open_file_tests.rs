@@ -85,14 +85,14 @@ fn the_process_of_a_worker_has_the_limit_of_its_session() {
         let registry = Registry::new();
         register(&registry);
         let node_registry = registry.clone();
-        let settings = |context: Context| serde_json::to_string(&WorkerSettings::of(&context)).unwrap();
+        let settings = |context: Context| serde_json::to_string(&WorkerSettings::of(&context).unwrap()).unwrap();
         node_registry.add_inline("settings", settings);
         let quota = OpenFileQuota::new("max_open_files", limit, None);
         let node = Session::new(LocalSession::builder(node_registry).open_files(quota).build());
         let settings: String = node.get_function("settings").wait().unwrap().call(()).wait().unwrap();
         let settings = WorkerSettings::decode(settings.as_bytes()).unwrap();
         let connecting = async {
-            let server = server_of(registry, Devices::new(), settings, None, ServeOptions::default());
+            let server = server_of(registry, Devices::new(), settings, None, None, ServeOptions::default());
             let (near, far) = duplex();
             server.serve_channel(far);
             Connector::new().connect_channel(near).await

@@ -41,6 +41,9 @@ pub(crate) struct WorkerSettings {
     /// Limit of the descriptors that the process opens for its session.
     pub(crate) max_open_files: u64,
     pub(crate) weights: Option<WeightFolders>,
+    /// Rights of the client of the session, as text; `None` for all.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) access: Option<String>,
     /// Settings of the program's own.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) settings: Option<NodeSettings>,
@@ -50,17 +53,27 @@ impl WorkerSettings {
     /// Settings of sessions with these limits and files of weights, and without a limit of open
     /// files.
     pub(crate) fn new(limits: SessionLimits, weights: Option<WeightFolders>) -> Self {
-        Self { version: MESSAGES.version(), limits, max_open_files: u64::MAX, weights, settings: None }
+        Self { version: MESSAGES.version(), limits, max_open_files: u64::MAX, weights, access: None, settings: None }
     }
 
-    pub(super) fn of(context: &rpc_core::Context) -> Self {
+    /// Settings of the session of `context`.
+    ///
+    /// # Errors
+    ///
+    /// The rights of its client cannot be passed on.
+    pub(super) fn of(context: &rpc_core::Context) -> Result<Self> {
         let weights = context.extension::<WeightFolders>();
         let settings = context.extension::<NodeSettings>();
-        Self {
+        let access = context.access_control().map(|access| {
+            let unsupported = "the rights of the session's client cannot be passed on to processes of workers";
+            access.to_text().ok_or_else(|| RpcError::unsupported(unsupported))
+        });
+        Ok(Self {
+            access: access.transpose()?,
             settings: settings.map(|settings| NodeSettings::clone(&settings)),
             max_open_files: context.max_open_files(),
             ..Self::new(context.limits().clone(), weights.map(|folders| WeightFolders::clone(&folders)))
-        }
+        })
     }
 
     /// Decodes the argument of a worker's process.

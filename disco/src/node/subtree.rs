@@ -233,7 +233,7 @@ fn processes(
     set_up: &SetUp,
     sink: &Arc<dyn EventSink>,
 ) -> Result<(Children, Vec<ThreadPermit>)> {
-    let address = this_program_as_worker(Some(&WorkerSettings::of(context)))?;
+    let address = this_program_as_worker(Some(&WorkerSettings::of(context)?))?;
     let permits = (0..set_up.count).map(|_| context.reserve_thread()).collect::<Result<_>>()?;
     let child = |first| {
         let set_up = SetUp { first, count: 1, hosting: Hosting::Threads, children: Vec::new(), ..set_up.clone() };

@@ -7,7 +7,7 @@
 
 use std::sync::Arc;
 
-use rpc_core::{ErrorKind, Packed, Result, RpcError};
+use rpc_core::{ErrorKind, Packed, Permission, Result, RpcError};
 
 use super::executor::Worker;
 use super::joined_ccl::JoinedCcl;
@@ -66,6 +66,7 @@ impl Worker {
 
     fn join(&self, plan: &Plan) -> Result<JoinedCcl> {
         let device = plan.devices.get(self.id.index()).copied().unwrap_or_else(|| self.this.device());
+        self.this.context().authorize(&Permission::Device(device))?;
         let (rendezvous, open_files) = (self.shared.rendezvous(), OpenFiles::of(self.this.context()));
         let mut membership = rendezvous.join(plan, self.layout, self.id, self.shared.relays(), open_files)?;
         if plan.nccl {
