@@ -8,6 +8,7 @@
 //! | `rpc.new_object` | | a new object without content |
 //! | `rpc.functions` | true for descriptions | a list of lists: name, signature, description |
 //! | `rpc.info` | | [`ServerInfo`], packed |
+//! | `rpc.can` | text of a [`Permission`] | [`Answer`](crate::policy::Answer), packed |
 //! | `rpc.time_function` | those of [`time_function`] | seconds per call, a list |
 //! | `rpc.file.begin_write` | path, length or null | a writer |
 //! | `rpc.file.write` | writer, offset, bytes | null |
@@ -35,6 +36,8 @@
 //! | `rpc.run.wait` | program | [`RunStatus`](rpc_core::client::RunStatus), packed, at its end |
 //! | `rpc.run.write` | program, bytes for standard input | the number of bytes taken |
 //! | `rpc.run.close_input`, `rpc.run.terminate` | program | null |
+//!
+//! [`Permission`]: rpc_core::Permission
 //!
 //! Writers, readers, uploads, requests and programs are objects of the session and go with it.
 //! [`rpc_core::client::Files`] is the client of the file functions, [`rpc_core::client::Modules`]

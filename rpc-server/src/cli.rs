@@ -7,6 +7,7 @@
 
 mod argument;
 mod call;
+mod can;
 mod command_line;
 mod connect;
 mod credentials;
@@ -53,7 +54,7 @@ pub use self::output::{ColorChoice, Output, digits, size};
 const EXIT_CODES: &str = "\
 Exit codes:
   0     success
-  1     the request failed: at the server, in the function, or with a file here
+  1     the request failed: at the server, in the function, or with a file here; or the answer is no
   2     the command line is wrong
   69    the server or a hop cannot be reached, or was lost
   76    the peer speaks another protocol
@@ -89,6 +90,8 @@ enum Command {
     Functions(info::FunctionsArgs),
     /// Show version, devices and usage of a server
     Info(info::AddressArgs),
+    /// Tell if you may do something at a server: exit code 0 for yes, 1 for no
+    Can(can::CanArgs),
     /// Copy a file into the workspace at a server
     Put(files::PutArgs),
     /// Copy a file from the workspace at a server
@@ -166,6 +169,7 @@ impl Command {
             Self::Call(args) => &mut args.address,
             Self::Functions(args) => &mut args.address,
             Self::Info(args) => &mut args.address,
+            Self::Can(args) => &mut args.address,
             Self::Put(args) => &mut args.address,
             Self::Get(args) => &mut args.address,
             Self::Ls(args) => &mut args.address,
@@ -198,6 +202,7 @@ fn run(options: &CommonOptions, output: &Output, command: Command) -> Result<(),
             limited(options, info::functions(options, output, args)).map_err(Failure::without_effect)
         }
         Command::Info(args) => limited(options, info::info(options, output, args)).map_err(Failure::without_effect),
+        Command::Can(args) => limited(options, can::can(options, output, args)).map_err(Failure::without_effect),
         Command::Put(args) => limited(options, files::put(options, output, args)),
         Command::Get(args) => limited(options, files::get(options, output, args)).map_err(Failure::without_effect),
         Command::Ls(args) => limited(options, files::ls(options, output, args)).map_err(Failure::without_effect),

@@ -2,24 +2,25 @@
 //! own, too.
 
 use std::io::{self, Write};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use crate::config::{ConfigError, RelaySettings, ServeError, ServeSettings, TrackerSettings, WorkerSettings};
 use crate::isolate::{self, gpu};
+use crate::policy::{Answer, Policy};
 use crate::server::Relay;
 use crate::server::{RpcServer, StopReason};
 use crate::server::{disco_node, exit_code};
 use crate::tracker::Tracker;
 use crate::{builtins, logging};
 use clap::{CommandFactory, Parser, Subcommand};
-use rpc_core::Registry;
-use rpc_transports::{Dialects, Transports};
+use rpc_core::{Permission, Registry};
+use rpc_transports::{Dialects, PeerIdentity, Transports};
 
 const EXIT_CODES: &str = "\
 Exit codes:
   0     stopped by a signal or at the end of its session, or printed what was asked for
-  1     failed
+  1     failed, or the answer is no
   2     the command line is wrong
   69    an address, the folder for files of sessions, or a controller is not available
   78    the configuration is wrong
@@ -74,6 +75,11 @@ enum Command {
     /// Print the configuration that "serve" would use with these flags, this environment and this
     /// file, as TOML.
     Config(#[command(flatten)] Box<ServeSettings>),
+    /// Check the rights of clients (--policy) without a server.
+    Policy {
+        #[command(subcommand)]
+        command: PolicyCommand,
+    },
     /// Print a completion script for a shell.
     Completions {
         /// The shell.
@@ -83,6 +89,25 @@ enum Command {
     Man {
         /// The folder.
         folder: Option<PathBuf>,
+    },
+}
+
+#[derive(Subcommand)]
+enum PolicyCommand {
+    /// Check a policy file, and answer what it lets a client do.
+    ///
+    /// The settings of a server, which limit every rule, are not considered. The exit code is 0 for
+    /// yes, 1 for no.
+    #[command(after_help = EXIT_CODES)]
+    Check {
+        /// The policy file.
+        file: PathBuf,
+        /// The client: token:NAME, cert:NAME, unix:NUMBER, via:PROXY/NAME or anonymous.
+        #[arg(requires = "permission")]
+        identity: Option<PeerIdentity>,
+        /// Permission that the client wants: call:NAME, device:DEVICE, run:PROGRAM, modules, disco,
+        /// forward:ADDRESS, port:ADDRESS or lease-priority:NUMBER.
+        permission: Option<String>,
     },
 }
 
@@ -101,7 +126,7 @@ pub fn main_with(transports: Transports, dialects: Dialects) -> ExitCode {
     let registry = Registry::new();
     builtins::register(&registry);
     // First, so that session processes can have worker processes.
-    disco::serve_if_worker_with(&registry, || disco_node::worker_devices(&registry));
+    disco_node::serve_if_worker(&registry);
     isolate::run_if_isolated_with(&registry, || gpu::devices(&registry));
     match Cli::parse().command {
         Command::Serve(settings) => exit_code::of_server(&serve(*settings, transports, dialects)).into(),
@@ -111,6 +136,9 @@ pub fn main_with(transports: Transports, dialects: Dialects) -> ExitCode {
         Command::RelayConfig(settings) => print_config(settings.resolve().and_then(|config| config.to_toml())),
         Command::Tracker(settings) => exit_code::of_server(&track(*settings, transports)).into(),
         Command::TrackerConfig(settings) => print_config(settings.resolve().and_then(|config| config.to_toml())),
+        Command::Policy { command: PolicyCommand::Check { file, identity, permission } } => {
+            check_policy(&file, identity.zip(permission), &transports)
+        }
         Command::Completions { shell } => {
             let mut script = Vec::new();
             clap_complete::generate(shell, &mut Cli::command(), "rpc-server", &mut script);
@@ -155,6 +183,28 @@ fn work(settings: WorkerSettings, transports: Transports, dialects: Dialects) ->
     let known = transports.clone();
     let read_origins = move || Ok(settings.clone().resolve_with(&known)?.serve.allow_origin);
     disco_node::run_blocking_reading(config, transports, dialects, read_origins)
+}
+
+/// Reads a policy file, and prints the number of its rules, or what it lets a client do.
+fn check_policy(file: &Path, question: Option<(PeerIdentity, String)>, transports: &Transports) -> ExitCode {
+    let policy = match Policy::read(file, transports) {
+        Ok(policy) => policy,
+        Err(error) => return exit_code::of_server(&Err(error.into())).into(),
+    };
+    let Some((identity, permission)) = question else {
+        return print(format!("{}: {} rules\n", file.display(), policy.rule_count()).as_bytes());
+    };
+    match Permission::parse(&permission) {
+        Ok(permission) => {
+            let answer = Answer::of_policy(&policy, &identity, &permission);
+            let printed = print(format!("{answer}\n").as_bytes());
+            if answer.allowed { printed } else { exit_code::FAILURE.into() }
+        }
+        Err(error) => {
+            exit_code::report(&error);
+            exit_code::USAGE.into()
+        }
+    }
 }
 
 fn print_config(config: Result<String, ConfigError>) -> ExitCode {

@@ -4,8 +4,8 @@
 //! [`server`] is the daemon as a library; begin there. [`isolate`] gives each session a process of
 //! its own. [`builtins`] are the functions of every server, [`workspace`] has the files of
 //! sessions, [`modules`] the native code of clients and [`run`] their programs. [`tracker`] gives
-//! servers to clients, [`config`] has all settings, [`pki`] certificates and tokens, and [`cli`]
-//! and [`daemon`] the two programs.
+//! servers to clients, [`config`] has all settings, [`pki`] certificates and tokens, [`policy`] the
+//! rights of clients, and [`cli`] and [`daemon`] the two programs.
 
 #![forbid(unsafe_code)]
 
@@ -28,6 +28,7 @@ mod otel;
 #[path = "otel/absent.rs"]
 mod otel;
 pub mod pki;
+pub mod policy;
 pub mod run;
 pub mod server;
 mod suggestion;

@@ -85,7 +85,7 @@ impl Devices {
     ///
     /// # Errors
     ///
-    /// [`ErrorKind::DeviceUnavailable`] for any other attribute of a device that does not exist, and
+    /// [`ErrorKind::DeviceUnavailable`] for any other attribute of a device that does not exist;
     /// [`ErrorKind::Refused`] for one that the client may not use.
     pub fn attribute(&self, device: Device, attribute: DeviceAttribute) -> Result<Value> {
         match self.get(device) {
@@ -96,8 +96,8 @@ impl Devices {
     }
 
     /// Returns descriptions of the devices that the client may use, of all kinds, for matching
-    /// constraints. A device that fails to describe itself counts as one of its type without further
-    /// properties. Drivers may take long.
+    /// constraints. A device that fails to describe itself counts as one of its type without
+    /// further properties. Drivers may take long.
     pub fn describe(&self) -> impl Iterator<Item = DeviceDescription> {
         let of_kind = move |(kind, api): (DeviceType, Result<&Arc<dyn DeviceApi>, &str>)| {
             let count = api.map_or(0, |api| api.count().unwrap_or(0));

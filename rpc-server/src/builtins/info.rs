@@ -1,4 +1,5 @@
-//! `rpc.info`: version, devices and usage of a server.
+//! `rpc.info`: version, devices and usage of a server, and the client's identity. `rpc.can`: the
+//! client's rights.
 
 use std::sync::OnceLock;
 use std::time::Instant;
@@ -10,6 +11,7 @@ use serde::{Deserialize, Serialize};
 use super::leases::leased_devices;
 use crate::leases::LeasedDevice;
 use crate::modules::ModuleService;
+use crate::policy::{self, ClientIdentity};
 use crate::server::server_state::ServerState;
 
 /// Result of `rpc.info`. Fields may be added; readers ignore unknown ones.
@@ -47,6 +49,13 @@ pub struct ServerInfo {
     /// Devices that sessions have leased, at most 64.
     #[serde(default)]
     pub leases: Vec<LeasedDevice>,
+    /// Identity of the client, with the kind of its proof, such as `token:alice`. `None` in
+    /// sessions that belong to no server.
+    #[serde(default)]
+    pub identity: Option<String>,
+    /// Names of the rules that give the client its rights; `None` if the server has no policy.
+    #[serde(default)]
+    pub rules: Option<Vec<String>>,
 }
 
 /// Conditions for native modules.
@@ -82,6 +91,7 @@ pub(super) fn register(registry: &Registry) {
     started();
     // Not inline: drivers are asked for their devices, and take as long as they take.
     registry.add("rpc.info", |context: Context| Pack(collect(&context)));
+    registry.add("rpc.can", |context: Context, permission: String| policy::answer(&context, &permission).map(Pack));
 }
 
 /// Returns the time at which this program began to offer functions: the start of a server that has
@@ -118,6 +128,8 @@ fn collect(context: &Context) -> ServerInfo {
         arch: std::env::consts::ARCH.to_owned(),
         os: std::env::consts::OS.to_owned(),
         leases: leased_devices(context),
+        identity: context.extension::<ClientIdentity>().map(|identity| identity.0.clone()),
+        rules: policy::rights_in(context).map(|rights| rights.rule_names().map(str::to_owned).collect()),
         modules: context.extension::<ModuleService>().map(|service| {
             let store = service.store();
             ModulesInfo {
@@ -138,7 +150,12 @@ fn devices(devices: &Devices) -> Vec<DeviceInfo> {
     for (kind, api) in devices.iter() {
         match api.map_err(str::to_owned).and_then(|api| api.count().map_err(|error| error.to_string())) {
             Ok(0) => infos.push(absent(kind, "the driver reports none".to_owned())),
-            Ok(count) => infos.extend((0..count).map(|index| present(devices, Device::new(kind, index)))),
+            Ok(count) => {
+                let offered = (0..count).map(|index| Device::new(kind, index));
+                // Devices that the client may not use are left out.
+                let offered = offered.filter(|device| devices.get(*device).is_ok());
+                infos.extend(offered.map(|device| present(devices, device)));
+            }
             Err(reason) => infos.push(absent(kind, reason)),
         }
     }

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use rpc_core::blocking::block_on;
 use rpc_core::limits::MemoryLease;
-use rpc_core::{Context, Device, ErrorKind, Pack, Registry, Result, RpcError, Shared, clock};
+use rpc_core::{Context, Device, ErrorKind, Pack, Permission, Registry, Result, RpcError, Shared, clock};
 
 use super::cancellable;
 use crate::leases::{GrantReceiver, LeaseRequest, LeaseService, LeasedDevice, Leases, QueuedRequest};
@@ -72,6 +72,7 @@ pub(super) fn register(registry: &Registry) {
 fn request(context: Context, device: Device, priority: i32, max_ms: Option<u64>) -> Result<Shared<LeaseObject>> {
     let service = service(&context)?;
     context.devices().get(device)?;
+    context.authorize(&Permission::LeasePriority(priority))?;
     if max_ms == Some(0) {
         return Err(RpcError::invalid_argument("the maximum time of a lease must not be zero"));
     }

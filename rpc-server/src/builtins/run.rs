@@ -4,10 +4,10 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use rpc_core::client::{RunRequest, RunStatus};
-use rpc_core::{Context, ErrorKind, Pack, Packed, Registry, Result, RpcError, Shared};
+use rpc_core::{Context, ErrorKind, Pack, Packed, Permission, Registry, Result, RpcError, Shared};
 
 use super::files::workspace;
-use crate::run::{RunPolicy, RunningProgram};
+use crate::run::{ANY_PROGRAM, RunPolicy, RunningProgram};
 
 pub(super) fn register(registry: &Registry) {
     registry
@@ -19,6 +19,12 @@ pub(super) fn register(registry: &Registry) {
             let policy = context.extension::<RunPolicy>().ok_or_else(refused)?;
             // Nothing of the request is decoded where no programs are run.
             let request: RunRequest = request.decode()?;
+            context.authorize(&Permission::Program(&request.program))?;
+            // A client that may run some programs only must not make them run others, by variables.
+            let policy = match context.authorize(&Permission::Program(ANY_PROGRAM)) {
+                Ok(()) => policy,
+                Err(_) => Arc::new(policy.limited_to(&request.program)),
+            };
             let program = RunningProgram::start(&context, &policy, &workspace(&context)?, &request)?;
             Ok(Shared(Arc::new(program)))
         })

@@ -14,7 +14,7 @@ use crate::pki::trust::TrustError;
 use crate::server::child_server::SpawnError;
 
 /// A request failed.
-const FAILURE: u8 = 1;
+pub(super) const FAILURE: u8 = 1;
 /// The command line is wrong.
 const USAGE: u8 = 2;
 /// `EX_UNAVAILABLE` of `sysexits.h`.

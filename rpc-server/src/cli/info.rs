@@ -157,6 +157,10 @@ pub(super) async fn info(options: &CommonOptions, output: &Output, args: Address
 
 fn text(info: &ServerInfo) -> Vec<String> {
     let uptime = Duration::from_secs(info.uptime_seconds as u64);
+    let mut identity = info.identity.clone().unwrap_or_else(|| "unknown".to_owned());
+    if let Some(rules) = &info.rules {
+        identity += &format!(" (rules of the policy: {})", rules.join(", "));
+    }
     let mut lines = vec![
         format!("version    {} (protocol {})", info.version, info.protocol_version),
         format!("machine    {} ({} {}), process {}", info.host, info.os, info.arch, info.pid),
@@ -166,6 +170,7 @@ fn text(info: &ServerInfo) -> Vec<String> {
         format!("handles    {}", info.handles),
         format!("memory     {}", size(info.memory_bytes)),
         format!("modules    {}", modules_text(info.modules.as_ref())),
+        format!("you are    {identity}"),
     ];
     for leased in &info.leases {
         let LeasedDevice { device, held_seconds, left_seconds, waiting, .. } = leased;

@@ -12,6 +12,7 @@ use super::serve::MIN_FILES;
 use super::{ByteSize, OtlpEndpoint};
 use crate::modules::ModuleError;
 use crate::pki::trust::TrustError;
+use crate::policy::PolicyError;
 use crate::suggestion::likely_key;
 
 /// Error of a configuration.
@@ -322,6 +323,9 @@ pub enum ServeError {
     /// Certificates or tokens cannot be used.
     #[error("certificates or tokens cannot be used")]
     Trust(#[from] TrustError),
+    /// The rights of clients cannot be used.
+    #[error("the rights of clients cannot be used (--policy)")]
+    Policy(#[from] PolicyError),
     /// The async runtime cannot be started.
     #[error("cannot start the runtime")]
     Runtime(#[source] io::Error),

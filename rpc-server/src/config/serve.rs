@@ -228,6 +228,11 @@ listener_settings! {
         /// machine
         #[arg(value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
         allow_disco: bool, "RPC_SERVER_ALLOW_DISCO";
+        /// File with the rights of clients, in TOML, which is read again at SIGHUP. A client may
+        /// then do what a rule for its identity says, within what the other settings allow, and
+        /// nothing else. Default: everything that the other settings allow
+        #[arg(value_name = "FILE")]
+        policy: PathBuf, "RPC_SERVER_POLICY";
         /// IP address on which Disco workers here listen for tensors of other workers. Default: the
         /// choice of the controller, which may relay the tensors
         #[arg(value_name = "IP")]

@@ -7,7 +7,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use parking_lot::Mutex;
 use rpc_core::limits::{MemoryLease, OpenFileLease};
-use rpc_core::{ErrorKind, Request, RpcError, RpcSession, SharedSession, Submission, Usage};
+use rpc_core::{ErrorKind, Request, RpcError, RpcSession, SessionLimits, SharedSession, Submission, Usage};
 use rpc_transports::{Channel, Connector, OpenRequest, SessionFactory};
 use tokio::io::AsyncWriteExt;
 use tokio::net::UnixStream;
@@ -21,6 +21,7 @@ use super::{GRACE, is_possible};
 use crate::config::{ByteSize, ConfigError, ServeConfig};
 use crate::leases::LeasePolicy;
 use crate::modules::DigestList;
+use crate::policy::rights_of;
 use crate::server::server_state::{ServerState, SessionCount, UsageSource};
 use crate::server::session_workspace::Cleaner;
 use crate::server::wire_limits;
@@ -150,8 +151,14 @@ impl SessionFactory for Isolation {
     ///
     /// The workspace, the share of the memory, or the process is not available.
     async fn open(&self, request: &OpenRequest) -> Result<SharedSession, RpcError> {
+        let rights = rights_of(request)?;
         let open = request.open_files.reserve(FILES_OF_SESSION)?;
-        let share = self.share.map(|bytes| self.state.memory().reserve(bytes)).transpose()?;
+        let share = self.share.map(|max_memory| {
+            let limits = SessionLimits { max_memory, ..SessionLimits::default() };
+            let limits = rights.as_ref().map_or(limits.clone(), |rights| rights.limits(limits));
+            self.state.memory().reserve(limits.max_memory)
+        });
+        let share = share.transpose()?;
         let workspace = self.workspace(request).await?;
         let setup = SessionSetup {
             version: MESSAGES.version(),
@@ -159,6 +166,8 @@ impl SessionFactory for Isolation {
             workspace: workspace.lend(),
             uptime: self.state.started().elapsed(),
             module_digests: self.module_digests.clone(),
+            identity: request.peer_identity.to_string(),
+            rights: rights.map(|rights| rights.passed()),
         };
         let resources = SessionResources {
             _workspace: workspace,

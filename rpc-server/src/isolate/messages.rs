@@ -17,12 +17,13 @@ use serde::{Deserialize, Serialize};
 
 use crate::leases::{LeaseRequest, LeasedDevice};
 use crate::modules::DigestList;
+use crate::policy::PassedRights;
 use crate::server::server_state::ServerTotals;
 use crate::versioned_json;
 use crate::workspace::WorkspaceLoan;
 
 /// Messages between a server and its session processes.
-pub(super) const MESSAGES: MessageFamily = MessageFamily::new("the messages of session processes", 4);
+pub(super) const MESSAGES: MessageFamily = MessageFamily::new("the messages of session processes", 5);
 
 /// Settings of a session process.
 #[derive(Debug, Serialize, Deserialize)]
@@ -37,6 +38,10 @@ pub(super) struct SessionSetup {
     pub(super) uptime: Duration,
     /// Modules that may be loaded, as the server has read them; `None` for any.
     pub(super) module_digests: Option<DigestList>,
+    /// Identity of the client, as text with the kind of its proof.
+    pub(super) identity: String,
+    /// Rights of the client; `None` if the server has no policy.
+    pub(super) rights: Option<PassedRights>,
 }
 
 /// Maximum length: far more than a configuration and the longest list of digests.
@@ -309,14 +314,14 @@ mod tests {
 
     #[test]
     fn messages_keep_their_bytes() {
-        assert_eq!(MESSAGES.version(), 4);
-        for name in ["setup", "setup with digests"] {
+        assert_eq!(MESSAGES.version(), 5);
+        for name in ["setup", "setup with digests and rights"] {
             let bytes = framed(golden(name));
             let setup = SessionSetup::read(&mut &bytes[..]).unwrap().unwrap();
             assert_eq!(setup.to_bytes().unwrap(), bytes, "{name}");
-            assert_eq!((setup.version, setup.config.as_str()), (4, "max-handles = 7\n"));
+            assert_eq!((setup.version, setup.config.as_str()), (5, "max-handles = 7\n"));
             assert_eq!(setup.uptime, Duration::new(3, 5));
-            assert_eq!(setup.module_digests.is_some(), name == "setup with digests");
+            assert_eq!((setup.module_digests.is_some(), setup.rights.is_some()), (name != "setup", name != "setup"));
         }
         let hex = |bytes: &[u8]| bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
         for (name, message) in messages() {
@@ -332,7 +337,7 @@ mod tests {
         for (text, expected) in [
             (r#"{"workspace":1}"#, "speaks version 1 of the messages of session processes"),
             (r#"{"workspace":1}"#, "update the server, and start the server again"),
-            (r#"{"version":5,"others":[]}"#, "update this session process, and start the server again"),
+            (r#"{"version":6,"others":[]}"#, "update this session process, and start the server again"),
         ] {
             let error = SessionSetup::read(&mut &framed(text)[..]).unwrap_err();
             assert!(error.to_string().contains(expected), "{error}");

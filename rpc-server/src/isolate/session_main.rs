@@ -27,6 +27,7 @@ use super::{GRACE, REPORT_INTERVAL, process_limits};
 use crate::config::{ServeConfig, ServeSettings};
 use crate::leases::{LeaseGate, LeasePolicy, Leases};
 use crate::modules::{ModuleService, Native};
+use crate::policy::{Ceiling, ClientIdentity};
 use crate::run::{self, RunPolicy};
 use crate::server::exit_code;
 use crate::server::server_state::{ServerState, SessionCount, UsageSource};
@@ -63,7 +64,8 @@ fn serve(
     }
     let (mut connection, control) = (UnixStream::from(read), UnixDatagram::from(write));
     let Some(setup) = SessionSetup::read(&mut connection)? else { return Ok(()) };
-    let SessionSetup { config, workspace, uptime, module_digests, .. } = setup;
+    let SessionSetup { config, workspace, uptime, module_digests, identity, rights, .. } = setup;
+    let rights = rights.map(|rights| Arc::new(rights.restore(crate::transports())));
     let config = ServeSettings::from_toml(&config, "of the server".as_ref())?.resolve()?;
     logging::init(&config.log_level, config.log_format);
     process_limits::set(&config)?;
@@ -98,14 +100,22 @@ fn serve(
         let workspace = WorkspaceSource::Opened(Workspace::borrowed(&workspace)?, open);
         let mut session = LocalSession::builder(registry.clone())
             .devices(devices())
-            .limits(session_limits(&config))
+            .limits(match &rights {
+                Some(rights) => rights.limits(session_limits(&config)),
+                None => session_limits(&config),
+            })
             .workspace(Arc::new(SessionWorkspace::new(workspace, Cleaner::none(), open_files.clone())))
             .open_files(open_files)
             .extension(state.clone())
             .extension(Arc::new(Leases(link.clone())))
+            .extension(Arc::new(ClientIdentity(identity)))
+            .extension(Arc::new(Ceiling::new(&config, crate::transports())))
             .spawner(Arc::new(TokioSpawner::current()));
         if let Some(gate) = LeaseGate::new(&LeasePolicy::new(&config.lease_policy), link.clone()) {
             session = session.device_gate(gate);
+        }
+        if let Some(rights) = rights {
+            session = session.access_control(rights);
         }
         if let Some(address) = config.data_address {
             session = session.extension(Arc::new(DataAddress(address)));

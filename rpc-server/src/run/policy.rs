@@ -22,6 +22,7 @@ const DEFAULT_PATH: &str = "/usr/local/bin:/usr/bin:/bin";
 const RANK_VARIABLES: [&str; 4] = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"];
 
 /// Programs that clients may run, and the environment that they get.
+#[derive(Clone)]
 pub(crate) struct RunPolicy {
     allowed: Vec<String>,
     /// Variables of the operator, by name.
@@ -50,6 +51,12 @@ impl RunPolicy {
             client_env: config.run_client_env.clone(),
             max_processes: config.max_run_processes,
         })
+    }
+
+    /// Returns this policy for a client that may run `program` and not all programs.
+    pub(crate) fn limited_to(&self, program: &str) -> Self {
+        let allowed = if self.allows_any() { vec![program.to_owned()] } else { self.allowed.clone() };
+        Self { allowed, ..self.clone() }
     }
 
     /// Returns the path of the program that `request` names, if it may be run.

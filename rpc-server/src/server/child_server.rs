@@ -25,10 +25,11 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::{env, process};
 
-use rpc_core::Registry;
+use rpc_core::{Devices, Registry};
 use rpc_transports::{Address, self_start};
 
 use crate::config::ServeConfig;
+use crate::policy;
 use crate::server::RpcServer;
 use crate::server::exit_code;
 
@@ -184,9 +185,10 @@ impl Drop for ServerProcess {
 /// `--serve-as-child` selects this. The child serves until its standard input ends, which happens
 /// when its parent ends.
 ///
-/// It includes [`run_if_isolated`](crate::isolate::run_if_isolated) and [`disco::serve_if_worker`].
+/// It includes [`run_if_isolated`](crate::isolate::run_if_isolated) and
+/// [`disco::serve_if_worker_with_access`].
 pub fn run_as_child_if_asked(registry: &Registry) {
-    disco::serve_if_worker(registry);
+    disco::serve_if_worker_with_access(registry, Devices::new, policy::restore);
     crate::isolate::run_if_isolated(registry);
     HOOKED.store(true, Ordering::Relaxed);
     let mut args = env::args().skip(1);

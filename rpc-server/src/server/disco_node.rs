@@ -7,6 +7,7 @@ use rpc_transports::{Address, Dialects, Server, Transports};
 use crate::config::{ConfigError, Origin, ServeError, WorkerConfig};
 use crate::isolate::gpu;
 use crate::modules;
+use crate::policy;
 use crate::server::{RpcServer, StopReason};
 
 /// Controller to join, and the options for it.
@@ -67,6 +68,14 @@ pub(crate) fn run_blocking_reading(
         job.finish();
     }
     reason
+}
+
+/// Serves the functions of `registry` as a worker of Disco and exits, if this process was started
+/// as one by a server of this program; otherwise returns at once. It is
+/// [`disco::serve_if_worker`] with [`worker_devices`] and with the rights that a
+/// [policy] gives.
+pub fn serve_if_worker(registry: &Registry) {
+    disco::serve_if_worker_with_access(registry, || worker_devices(registry), policy::restore);
 }
 
 /// Returns the devices of a worker process, with all that its node has handed down: functions of

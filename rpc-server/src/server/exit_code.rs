@@ -22,9 +22,11 @@ pub fn of_server(outcome: &Result<StopReason, ServeError>) -> u8 {
         Err(error) => {
             report(error);
             match error {
-                ServeError::Trust(_) | ServeError::Config(_) | ServeError::Modules(_) | ServeError::Library(_) => {
-                    CONFIG
-                }
+                ServeError::Trust(_)
+                | ServeError::Policy(_)
+                | ServeError::Config(_)
+                | ServeError::Modules(_)
+                | ServeError::Library(_) => CONFIG,
                 ServeError::Listen(_)
                 | ServeError::Workdir { .. }
                 | ServeError::Metrics { .. }

@@ -15,6 +15,7 @@ use super::session_workspace::{Cleaner, FILES_OF_WORKSPACE, SessionWorkspace, Wo
 use crate::config::ServeConfig;
 use crate::leases::{LeaseGate, LeasePolicy, LeaseService, Leases};
 use crate::modules::{self, ModuleService};
+use crate::policy::{Ceiling, ClientIdentity, rights_of};
 use crate::workspace::WorkspaceRoot;
 
 /// Factory of local sessions.
@@ -33,6 +34,7 @@ pub(super) struct LocalSessions {
     modules: Option<Arc<ModuleService>>,
     worker_settings: Option<Arc<NodeSettings>>,
     lease_policy: LeasePolicy,
+    ceiling: Option<Arc<Ceiling>>,
 }
 
 impl LocalSessions {
@@ -62,13 +64,21 @@ impl LocalSessions {
             modules,
             worker_settings: modules::worker_modules::settings_for_workers(config),
             lease_policy: LeasePolicy::new(&config.lease_policy),
+            ceiling: None,
         }
+    }
+
+    /// Sets the ceiling of the policy, by which functions answer questions about rights.
+    pub(super) fn with_ceiling(mut self, ceiling: Ceiling) -> Self {
+        self.ceiling = Some(Arc::new(ceiling));
+        self
     }
 }
 
 #[async_trait]
 impl SessionFactory for LocalSessions {
     async fn open(&self, request: &OpenRequest) -> Result<SharedSession, RpcError> {
+        let rights = rights_of(request)?;
         let source = match &request.workspace {
             // Opened here and not at its first use, so that an unavailable name is an error of the
             // handshake.
@@ -83,7 +93,10 @@ impl SessionFactory for LocalSessions {
         };
         let mut session = LocalSession::builder(self.registry.clone())
             .devices(self.devices.clone())
-            .limits(self.limits.clone())
+            .limits(match &rights {
+                Some(rights) => rights.limits(self.limits.clone()),
+                None => self.limits.clone(),
+            })
             .total_threads(self.total_threads.clone())
             .total_handles(self.total_handles.clone())
             .total_memory(self.state.memory().clone())
@@ -97,7 +110,14 @@ impl SessionFactory for LocalSessions {
                 through_hop: request.onward.is_through_hop(),
             }))
             .extension(Arc::new(request.onward.clone()))
+            .extension(Arc::new(ClientIdentity(request.peer_identity.to_string())))
             .spawner(self.spawner.clone());
+        if let Some(ceiling) = &self.ceiling {
+            session = session.extension(ceiling.clone());
+        }
+        if let Some(rights) = rights {
+            session = session.access_control(rights);
+        }
         if let Some(address) = self.data_address {
             session = session.extension(Arc::new(DataAddress(address)));
         }

@@ -18,6 +18,7 @@ use crate::isolate::{self, Isolation};
 use crate::monitor::{Monitoring, Phase};
 use crate::otel::Spans;
 use crate::pki::trust::{ClientTrust, ServerTrust};
+use crate::policy::PolicySource;
 
 /// Longest time for sending clients the reason why their sessions end.
 const NOTIFY_TIMEOUT: Duration = Duration::from_secs(2);
@@ -61,6 +62,7 @@ impl StopReason {
 pub struct Running {
     pub(super) server: Server,
     pub(super) trust: ServerTrust,
+    pub(super) policy: Option<Arc<PolicySource>>,
     pub(super) onward: ClientTrust,
     pub(super) tls: Option<ServerTls>,
     /// Web pages that the listeners serve.
@@ -95,18 +97,24 @@ impl Running {
         self.monitoring.as_ref().map(Monitoring::address)
     }
 
-    /// Reads certificates and tokens again, and uses them for all later connections. If one cannot
-    /// be used, nothing changes. The programs then read the origins of web pages in their
-    /// configuration file again (`allow-origin`). Blocks shortly.
+    /// Reads certificates, tokens and the policy again, and uses them for all later connections. If
+    /// one cannot be used, nothing changes. The programs then read the origins of web pages in
+    /// their configuration file again (`allow-origin`). Blocks shortly.
     ///
     /// # Errors
     ///
     /// [`ServeError::Trust`]: a file with certificates or tokens cannot be read or used.
-    /// [`ServeError::Config`]: the configuration file cannot; certificates and tokens are the new
-    /// ones then.
+    /// [`ServeError::Policy`]: the policy cannot. [`ServeError::Config`]: the configuration file
+    /// cannot; certificates, tokens and policy are the new ones then.
     pub fn reload(&self) -> Result<(), ServeError> {
         let onward = self.onward.dial_options()?;
+        let policy = self.policy.as_ref().map(|policy| policy.read()).transpose()?;
         let credentials = self.trust.reload(self.tls.as_ref())?;
+        // Nothing fails from here on. The policy comes first: no client that only the new
+        // credentials admit has the rights of the old policy.
+        if let (Some(source), Some(policy)) = (&self.policy, policy) {
+            source.set(policy);
+        }
         self.server.set_access(credentials.access);
         self.expiry.set(credentials.validity);
         self.expiry.warn_if_soon();
@@ -198,7 +206,7 @@ impl Running {
 
     pub(super) fn reload_and_log(&self) {
         match self.reload() {
-            Ok(()) => tracing::info!("certificates, tokens and origins have been read again"),
+            Ok(()) => tracing::info!("certificates, tokens, policy and origins have been read again"),
             Err(error) => {
                 let (mut causes, mut next) = (Vec::new(), error.source());
                 while let Some(cause) = next {
@@ -210,10 +218,15 @@ impl Running {
                     tracing::error!(
                         %error,
                         cause,
-                        "certificates and tokens have been read again; cannot read origins, the old ones stay in use"
+                        "certificates, tokens and policy have been read again; cannot read origins, the old ones stay \
+                         in use"
                     );
                 } else {
-                    tracing::error!(%error, cause, "cannot reload credentials and origins; the old ones stay in use");
+                    tracing::error!(
+                        %error,
+                        cause,
+                        "cannot reload credentials, policy and origins; the old ones stay in use"
+                    );
                 }
             }
         }

@@ -7,7 +7,8 @@ use std::time::{Duration, SystemTime};
 
 use rpc_core::{DeviceType, Devices, Registry};
 use rpc_transports::{
-    AllowedOrigins, Bind, Channel, Connector, Dial, Dialects, ParkOptions, Server, SessionFactory, Transports, exec,
+    AllowedOrigins, Authorizer, Bind, Channel, Connector, Dial, Dialects, ParkOptions, ServeOptions, Server,
+    SessionFactory, Transports, exec,
 };
 
 use super::advertisement::{Advertisement, named_relays, offered_devices};
@@ -28,6 +29,7 @@ use crate::modules::{DigestList, ModuleService, Native};
 use crate::monitor::{Gauges, LeaseGauges, Monitoring, Phase};
 use crate::otel::Spans;
 use crate::pki::trust::ServerCredentials;
+use crate::policy::{Ceiling, PolicySource};
 use crate::workspace::{WorkspaceLimits, WorkspaceRoot};
 use crate::{builtins, file_limit, isolate, modules};
 
@@ -68,6 +70,7 @@ struct Checked {
     /// Channel over standard input and output, with `stdio`.
     stdio: Option<Channel>,
     credentials: ServerCredentials,
+    policy: Option<Arc<PolicySource>>,
     dial: Dial,
 }
 
@@ -89,12 +92,13 @@ impl Checked {
         // Done before any output is printed: standard output belongs to the peer.
         let stdio = if config.stdio { Some(exec::stdio_channel().await?) } else { None };
         let (credentials, dial) = (config.trust().load()?, config.onward().dial_options()?);
-        Ok(Self { parts, ready_file, stdio, credentials, dial })
+        let policy = config.policy.clone().map(|file| PolicySource::open(file, transports.clone())).transpose()?;
+        Ok(Self { parts, ready_file, stdio, credentials, policy, dial })
     }
 
     /// Opens the workspaces and modules, and makes the factory of sessions.
     async fn prepare(self) -> Result<Prepared, ServeError> {
-        let Self { parts, ready_file, stdio, credentials, dial } = self;
+        let Self { parts, ready_file, stdio, credentials, policy, dial } = self;
         let ServerParts { registry, devices, config, transports, dialects, is_relay, on_reload, read_origins, gauges } =
             parts;
         let workspaces = open_workspaces(&config).await?;
@@ -124,7 +128,7 @@ impl Checked {
         } else {
             let (workspaces, cleaner, state) = (workspaces.clone(), cleaner.clone(), state.clone());
             let sessions = LocalSessions::new(&config, registry, devices, modules, workspaces, cleaner, state);
-            (Arc::new(sessions), None)
+            (Arc::new(sessions.with_ceiling(Ceiling::new(&config, transports.clone()))), None)
         };
         if let Some(monitoring) = &monitoring {
             factory = monitoring.metered(factory);
@@ -146,11 +150,14 @@ impl Checked {
             async move { _ = tokio::join!(remove_expired(workspaces), expiry.warn_daily(), give_back_memory(&ended)) }
         };
         let observer = monitoring.as_ref().map(Monitoring::observer);
+        let authorizer = policy.clone().map(|policy| policy as Arc<dyn Authorizer>);
         let options =
             serve_options(&config, credentials.access, dial.clone(), transports.clone(), dialects, is_relay, observer);
+        let options = ServeOptions { authorizer, ..options };
         let running = Running {
             server: Server::new(factory, options),
             trust: config.trust(),
+            policy,
             onward: config.onward(),
             tls: credentials.tls,
             origins: AllowedOrigins::new(config.allow_origin.iter().map(ToString::to_string)),

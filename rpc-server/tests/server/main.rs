@@ -23,6 +23,8 @@ mod open_files;
 mod page;
 mod relay_cli;
 #[cfg(target_os = "linux")]
+mod rights;
+#[cfg(target_os = "linux")]
 mod run;
 mod ssh;
 mod tracker;

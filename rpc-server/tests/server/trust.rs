@@ -85,9 +85,10 @@ struct Daemon {
 }
 
 impl Daemon {
-    /// Reads the log up to a line with `text`.
-    fn await_log(&mut self, text: &str) {
-        assert!(self.log.any(|line| line.unwrap().contains(text)), "the log does not say {text}");
+    /// Returns the first line of the log with `text` that has not been read.
+    fn await_log(&mut self, text: &str) -> String {
+        let found = self.log.find_map(|line| line.ok().filter(|line| line.contains(text)));
+        found.unwrap_or_else(|| panic!("the log does not say {text}"))
     }
 
     fn hang_up(&mut self) {
@@ -233,6 +234,69 @@ fn a_hop_proves_itself_by_a_certificate_or_a_token_of_its_own() {
             assert_eq!(refused.status.code(), Some(77), "{}", said(&refused));
         }
     }
+}
+
+/// Holders of a token and of a certificate with one name, and a client whom a hop calls so.
+#[test]
+fn clients_with_one_name_have_the_rights_of_their_proof_and_a_broken_policy_changes_nothing() {
+    let files = TrustFiles::with_certificates();
+    files.token("alice", &["--name", "alice"]);
+    files.token("gateway", &["--name", "gateway"]);
+    let [alice, gateway] = ["alice", "gateway"].map(|name| std::fs::read_to_string(files.path(name)).unwrap());
+    std::fs::write(files.path("tokens"), alice + &gateway).unwrap();
+    let rule = |identity: &str, function: &str| {
+        format!("[[rule]]\nname = '{identity}'\nidentities = ['{identity}']\nfunctions = ['{function}']\n")
+    };
+    let policy = |of_token: &str| {
+        let rules =
+            [("token:alice", of_token), ("cert:alice", "rpc.time_function"), ("via:gateway/alice", "rpc.new_object")];
+        rules.map(|(identity, function)| rule(identity, function)).concat()
+    };
+    let file = files.path("policy");
+    std::fs::write(&file, policy("rpc.sleep")).unwrap();
+    let (cert, key, ca) = (files.pki("server.pem"), files.pki("server.key"), files.pki("ca.pem"));
+    let (tokens, hop_token, alice) = (files.path("tokens"), files.path("gateway"), files.path("alice"));
+    let mut server = files.serve(
+        &["tls://127.0.0.1:0", "quic://127.0.0.1:0"],
+        &[
+            &["--cert", &cert, "--cert-key", &key, "--client-ca", &ca, "--token-file", &tokens][..],
+            &["--trust-proxy", "gateway", "--policy", &file],
+        ]
+        .concat(),
+    );
+    let hop = files.serve(
+        &["tcp://127.0.0.1:0"],
+        &["--token-file", &tokens, "--forward-token-file", &hop_token, "--allow-forward", "*"],
+    );
+    let (client_cert, client_key) = (files.pki("client.pem"), files.pki("client.key"));
+    let functions = ["rpc.sleep", "rpc.time_function", "rpc.new_object"];
+    let may_call = |address: &str, trust: &[&str]| {
+        functions.map(|function| {
+            let permission = format!("call:{function}");
+            let answer = cli(&[&["can", &permission, address], trust].concat());
+            assert!([Some(0), Some(1)].contains(&answer.status.code()), "{}", said(&answer));
+            answer.status.success()
+        })
+    };
+    for address in &server.addresses {
+        assert_eq!(may_call(address, &["--token-file", &alice]), [true, false, false]);
+        let by_certificate = ["--ca", &ca, "--cert", &client_cert, "--cert-key", &client_key];
+        assert_eq!(may_call(address, &by_certificate), [false, true, false]);
+        assert_eq!(may_call(address, &["-J", &hop.addresses[0], "--token-file", &alice]), [false, false, true]);
+    }
+
+    let address = server.addresses[0].clone();
+    std::fs::write(&file, "[[rule]]\nname = 'x'\nidentitys = ['*']\n").unwrap();
+    server.hang_up();
+    let logged = server.await_log("the old ones stay in use");
+    assert!(logged.contains(&file) && logged.contains("line 3") && logged.contains("identitys"), "{logged}");
+    assert_eq!(may_call(&address, &["--token-file", &alice]), [true, false, false]);
+    std::fs::write(&file, policy("rpc.time*")).unwrap();
+    server.hang_up();
+    server.await_log("have been read again");
+    assert_eq!(may_call(&address, &["--token-file", &alice]), [false, true, false]);
+    let text = files.refused(&["--policy", &files.path("absent")]);
+    assert!(text.contains("cannot read the policy"), "{text}");
 }
 
 #[test]

@@ -35,8 +35,8 @@ pub struct OpenRequest {
     pub identity: String,
     /// The same identity, with the kind of its proof.
     pub peer_identity: PeerIdentity,
-    /// Rights of the client, by the server's [`Authorizer`]; `None` for all. A factory gives them to
-    /// the session ([`access_control`](rpc_core::LocalSessionBuilder::access_control)).
+    /// Rights of the client, by the server's [`Authorizer`]; `None` for all. A factory gives them
+    /// to the session ([`access_control`](rpc_core::LocalSessionBuilder::access_control)).
     pub access: Option<Arc<dyn AccessControl>>,
     /// Key that the client asks for, if any.
     pub key: Option<String>,

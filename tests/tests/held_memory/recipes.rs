@@ -260,6 +260,7 @@ fn calls(name: &str, peer: &mut Peer) -> Calls {
             Calls::new(|_| Vec::new())
         }
         "rpc.signature" => Calls::new(|_| vec![text("rpc.echo")]),
+        "rpc.can" => Calls::new(|_| vec![text("call:rpc.echo")]),
         "rpc.sleep" => Calls::new(|_| vec![Value::Float(3600.0)]).answered(Answer::Later),
         "rpc.time_function" => {
             let echo = peer.ask(Operation::GetFunction { name: "rpc.echo".into() });

@@ -1,0 +1,58 @@
+//! The ceiling of a policy: what the settings of the server allow to any client.
+
+use rpc_core::Permission;
+use rpc_transports::Transports;
+
+use crate::config::ServeConfig;
+use crate::run::ANY_PROGRAM;
+
+/// Settings of a server that limit what clients may do, whatever its policy says. They are enforced
+/// where they are used; this copy answers questions beforehand.
+#[derive(Clone, Debug)]
+pub(crate) struct Ceiling {
+    run: Vec<String>,
+    forward: Vec<String>,
+    port: Vec<String>,
+    disco: bool,
+    /// True if a client that may be forwarded to a server may have a tunnel there.
+    forwards_tunnels: bool,
+    transports: Transports,
+}
+
+impl Ceiling {
+    /// Returns the ceiling of a server with these settings, as far as they are resolved.
+    pub(crate) fn new(config: &ServeConfig, transports: Transports) -> Self {
+        Self {
+            run: config.allow_run.clone(),
+            forward: config.allow_forward.clone(),
+            port: config.allow_port.clone(),
+            disco: config.allow_disco == Some(true),
+            forwards_tunnels: config.forward_functions.is_empty(),
+            transports,
+        }
+    }
+
+    /// Returns true if a client that may be forwarded to a server may have a tunnel there.
+    pub(super) fn forwards_tunnels(&self) -> bool {
+        self.forwards_tunnels
+    }
+
+    /// Returns the setting that would have to allow `permission` and does not.
+    pub(super) fn missing(&self, permission: &Permission<'_>) -> Option<&'static str> {
+        let reaches = |patterns: &[String], address: &str| {
+            let address = address.parse();
+            address.is_ok_and(|address| patterns.iter().any(|pattern| self.transports.matches(pattern, &address)))
+        };
+        let (setting, allowed) = match permission {
+            Permission::Program(program) => {
+                ("--allow-run", self.run.iter().any(|name| name == ANY_PROGRAM || name == program))
+            }
+            Permission::Forward(address) => ("--allow-forward", reaches(&self.forward, address)),
+            Permission::Port(address) => ("--allow-port", reaches(&self.port, address)),
+            Permission::Disco => ("--allow-disco", self.disco),
+            // Modules of the operator can be loaded without a setting.
+            _ => return None,
+        };
+        (!allowed).then_some(setting)
+    }
+}

@@ -1,0 +1,192 @@
+//! The policy file: its rules, and its errors.
+
+use std::collections::BTreeSet;
+use std::fs::File;
+use std::io::{self, Read};
+use std::mem;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use rpc_core::Permission;
+use rpc_transports::{AddressError, PeerIdentity, Transports};
+use serde::Deserialize;
+
+use super::identity_pattern::IdentityPattern;
+use super::rights::Rights;
+use super::rule::Rule;
+use crate::suggestion::likely_key;
+
+/// Maximum length of a policy file in bytes.
+const MAX_FILE_BYTES: u64 = 1 << 20;
+
+/// Policy of a server: rules that say what the holders of identities may do.
+///
+/// ```
+/// use rpc_core::Permission;
+/// use rpc_server::policy::Policy;
+///
+/// let policy: Policy = r#"
+///     [[rule]]
+///     name = "ci"
+///     identities = ["token:ci"]
+///     functions = ["model.*"]
+/// "#
+/// .parse()?;
+/// let ci = "token:ci".parse()?;
+/// assert_eq!(policy.check(&ci, &Permission::Function("model.run")).unwrap(), "ci");
+/// assert!(policy.check(&ci, &Permission::Program("make")).is_err());
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Policy {
+    rules: Vec<PolicyRule>,
+}
+
+/// A rule of a policy, with the clients that it is for.
+#[derive(Clone, Debug, PartialEq)]
+struct PolicyRule {
+    identities: Vec<IdentityPattern>,
+    rule: Arc<Rule>,
+}
+
+/// Content of a policy file.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Document {
+    #[serde(default, rename = "rule")]
+    rules: Vec<Rule>,
+}
+
+impl Policy {
+    /// Reads a policy file. Blocks shortly.
+    ///
+    /// # Errors
+    ///
+    /// The file cannot be read, or is no policy.
+    pub fn read(file: &Path, transports: &Transports) -> Result<Self, PolicyError> {
+        let read = || {
+            let mut text = String::new();
+            File::open(file)?.take(MAX_FILE_BYTES + 1).read_to_string(&mut text)?;
+            if text.len() as u64 > MAX_FILE_BYTES {
+                return Err(io::Error::new(io::ErrorKind::FileTooLarge, "it is longer than 1 MiB"));
+            }
+            Ok(text)
+        };
+        let text = read().map_err(|source| PolicyError::Read { file: file.to_owned(), source })?;
+        let parsed = Self::parse(&text, transports);
+        parsed.map_err(|source| PolicyError::Content { file: file.to_owned(), source: Box::new(source) })
+    }
+
+    /// Parses the text of a policy, for a server with these transports.
+    ///
+    /// # Errors
+    ///
+    /// The text is not TOML, has an unknown key or a malformed value; a rule has no identity, or
+    /// the name of another; a pattern of addresses stands for none.
+    pub fn parse(text: &str, transports: &Transports) -> Result<Self, PolicyError> {
+        let Document { rules } = toml::from_str(text)?;
+        let (mut names, mut parsed) = (BTreeSet::new(), Vec::with_capacity(rules.len()));
+        for mut rule in rules {
+            let name = rule.name.clone();
+            if name.is_empty() || !names.insert(name.clone()) {
+                return Err(PolicyError::Name { name });
+            }
+            let identities = mem::take(&mut rule.identities);
+            if identities.is_empty() {
+                return Err(PolicyError::NoIdentity { rule: name });
+            }
+            for pattern in rule.forward.iter().chain(&rule.port) {
+                let checked = transports.check_pattern(pattern);
+                checked.map_err(|source| PolicyError::Pattern { rule: name.clone(), source })?;
+            }
+            parsed.push(PolicyRule { identities, rule: Arc::new(rule) });
+        }
+        Ok(Self { rules: parsed })
+    }
+
+    /// Returns the number of rules.
+    #[must_use]
+    pub fn rule_count(&self) -> usize {
+        self.rules.len()
+    }
+
+    /// Returns the name of a rule that gives a permission to a client, for a server with the
+    /// default transports. The settings of a server, which limit every rule, are not considered.
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::Refused`](rpc_core::ErrorKind::Refused), with the rules for that client.
+    pub fn check(&self, identity: &PeerIdentity, permission: &Permission<'_>) -> rpc_core::Result<String> {
+        let rights = self.rights(identity, &crate::transports());
+        rights.allowing_rule(permission).map(str::to_owned).ok_or_else(|| rights.refusal(permission))
+    }
+
+    /// Returns the rights of a client with this identity.
+    pub(super) fn rights(&self, identity: &PeerIdentity, transports: &Transports) -> Rights {
+        let rules = self.rules.iter().filter(|entry| entry.identities.iter().any(|pattern| pattern.matches(identity)));
+        let rules = rules.map(|entry| entry.rule.clone()).collect();
+        Rights::new(identity.to_string(), rules, transports.clone())
+    }
+}
+
+impl std::str::FromStr for Policy {
+    type Err = PolicyError;
+
+    /// Parses a policy for a server with the default transports.
+    fn from_str(text: &str) -> Result<Self, PolicyError> {
+        Self::parse(text, &crate::transports())
+    }
+}
+
+/// Error of a policy.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum PolicyError {
+    /// The file cannot be read.
+    #[error("cannot read the policy {}", file.display())]
+    Read {
+        /// The file.
+        file: PathBuf,
+        /// Error of the system.
+        source: io::Error,
+    },
+    /// The content of the file cannot be used.
+    #[error("the policy {} cannot be used{}", file.display(), source.suggestion())]
+    Content {
+        /// The file.
+        file: PathBuf,
+        /// The reason.
+        source: Box<Self>,
+    },
+    /// The text is not TOML, has an unknown key, or a malformed value.
+    #[error(transparent)]
+    Syntax(#[from] toml::de::Error),
+    /// A rule has no name, or that of another.
+    #[error("each rule has a name of its own, and '{name}' is none")]
+    Name {
+        /// The name.
+        name: String,
+    },
+    /// A rule is for no identity.
+    #[error("the rule '{rule}' is for no client: give identities, such as [\"token:alice\"]")]
+    NoIdentity {
+        /// Name of the rule.
+        rule: String,
+    },
+    /// A pattern of addresses stands for no address.
+    #[error("the rule '{rule}' has a pattern that allows nothing")]
+    Pattern {
+        /// Name of the rule.
+        rule: String,
+        /// The reason.
+        source: AddressError,
+    },
+}
+
+impl PolicyError {
+    /// Returns a hint at the key that was probably meant by an unknown one; else nothing.
+    fn suggestion(&self) -> String {
+        let Self::Syntax(error) = self else { return String::new() };
+        likely_key(error).map(|key| format!("; did you mean '{key}'?")).unwrap_or_default()
+    }
+}
