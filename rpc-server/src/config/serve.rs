@@ -122,8 +122,9 @@ listener_settings! {
         /// tunnel are not seen and not limited
         #[arg(value_name = "PATTERN", value_delimiter = ',')]
         forward_functions: Vec<String> = Vec::new(), "RPC_SERVER_FORWARD_FUNCTIONS";
-        /// Names of servers, proven by their tokens or certificates, that may state the identity of
-        /// the clients that they forward; may be repeated, or given as a list with commas
+        /// Servers that may state the identity of the clients that they forward, such as
+        /// token:gateway or cert:gateway, or the name alone for both; may be repeated, or given as
+        /// a list with commas
         #[arg(value_name = "NAME", value_delimiter = ',')]
         trust_proxy: Vec<String> = Vec::new(), "RPC_SERVER_TRUST_PROXY";
         /// Folders of model weights that Disco workers may read here for their controllers, which

@@ -260,7 +260,7 @@ fn clients_with_one_name_have_the_rights_of_their_proof_and_a_broken_policy_chan
         &["tls://127.0.0.1:0", "quic://127.0.0.1:0"],
         &[
             &["--cert", &cert, "--cert-key", &key, "--client-ca", &ca, "--token-file", &tokens][..],
-            &["--trust-proxy", "gateway", "--policy", &file],
+            &["--trust-proxy", "token:gateway", "--policy", &file],
         ]
         .concat(),
     );

@@ -209,7 +209,11 @@ impl ServerState {
     /// Returns the effective identity: the client's own, or the one that a trusted proxy asserts.
     pub(super) fn effective_identity(&self, hello: &Hello, identity: PeerIdentity) -> PeerIdentity {
         let proxy = identity.name();
-        let trusted = proxy != ANONYMOUS && self.options.trust_proxy.iter().any(|name| name == proxy);
+        let is_named = |entry: &String| match entry.parse::<PeerIdentity>() {
+            Ok(wanted) => wanted == identity,
+            Err(_) => entry == proxy,
+        };
+        let trusted = proxy != ANONYMOUS && self.options.trust_proxy.iter().any(is_named);
         let named = !hello.on_behalf.is_empty() && hello.on_behalf.len() <= MAX_NAME;
         match trusted && named {
             true => PeerIdentity::Asserted { proxy: proxy.to_owned(), name: hello.on_behalf.clone() },

@@ -138,8 +138,9 @@ pub struct ServeOptions {
     pub allow_port: Vec<String>,
     /// Policy on requests that are forwarded to other servers. Default: all are allowed.
     pub forward_policy: Option<Arc<dyn RequestPolicy>>,
-    /// Names of hops whose assertion of their client's identity is trusted. The hops prove the
-    /// names by tokens or certificates. Default: none.
+    /// Hops whose assertion of their client's identity is trusted, by the text of their
+    /// [identity](PeerIdentity), such as `token:gateway`, or by the name that they prove by a token
+    /// or a certificate. Default: none.
     pub trust_proxy: Vec<String>,
     /// Source of the clients' rights, within those that the other options give. Default: none, and
     /// clients have all rights.

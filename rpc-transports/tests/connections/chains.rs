@@ -289,6 +289,8 @@ async fn the_identity_that_a_hop_asserts_counts_if_the_hop_is_trusted() {
         (vec![], vec!["second"], "first"),
         (vec!["first"], vec![], "second"),
         (vec!["first"], vec!["first", "anonymous"], "second"),
+        (vec!["token:first"], vec!["token:second"], "client"),
+        (vec!["token:first"], vec!["cert:second", "unix:0"], "second"),
     ] {
         let hops = [named_hop(0, 1, &[]), named_hop(1, 2, &second_trusts)];
         let target = named_hop(2, 3, &target_trusts);
