@@ -165,6 +165,7 @@ fn every_setting_is_a_flag_a_variable_and_a_key_of_the_same_name() {
         module_digests: Some("digests".into()),
         module_store: Some("modules".into()),
         tvm_ffi: Some("libtvm_ffi.so".into()),
+        policy: Some("policy.toml".into()),
         ..ServeConfig::default()
     };
     let keys: toml::Table = config.to_toml().unwrap().parse().unwrap();

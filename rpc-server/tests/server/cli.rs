@@ -561,6 +561,7 @@ fn help_completions_and_manual() {
         "call",
         "functions",
         "info",
+        "can",
         "put",
         "get",
         "ls",
