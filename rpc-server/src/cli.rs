@@ -28,6 +28,7 @@ mod output;
 mod ping;
 mod pool_wait;
 mod run;
+mod shell;
 mod show;
 mod status;
 mod tensor;
@@ -69,8 +70,9 @@ Calls functions, runs programs, moves files and tensors, and measures round trip
 
 An ADDRESS is tcp://HOST:PORT[/KEY], tls://…, quic://…, unix:PATH[?key=KEY], 'exec:COMMAND LINE', \
 ssh://[USER@]HOST for a server that ssh starts there, tracker://HOST:PORT/KEY for a server of a tracker, or @NAME for \
-one that rpc-cli use lists. Without an ADDRESS it is the default one of these. Ports are by default 9090, and 9190 for \
-a tracker. Data goes to standard output, everything else to standard error.";
+one that rpc-cli use lists. Without an ADDRESS it is the default one of these; without a command, a shell starts \
+there. Ports are by default 9090, and 9190 for a tracker. Data goes to standard output, everything else to standard \
+error.";
 
 #[derive(Parser)]
 #[command(name = "rpc-cli", version, about = "Servers from the shell", long_about = ABOUT, after_help = EXIT_CODES)]
@@ -116,6 +118,8 @@ enum Command {
     Kick(kick::KickArgs),
     /// Diagnose an address that does not work
     Doctor(doctor::DoctorArgs),
+    /// Run commands line by line, over one connection
+    Shell(shell::ShellArgs),
     /// List named servers, make one the default, or add one
     Use(use_server::UseArgs),
     /// Make certificates for a server and a client, or renew them
@@ -180,6 +184,7 @@ impl Command {
             Self::Ping(args) => &mut args.address,
             Self::Time(args) => &mut args.address,
             Self::Doctor(args) => &mut args.address,
+            Self::Shell(args) => &mut args.address,
             Self::Use(_) | Self::Cert(_) | Self::Token(_) | Self::Completions { .. } | Self::Man { .. } => return None,
         };
         Some((address, SERVER_PORT))
@@ -197,37 +202,49 @@ fn resolve_server(options: &mut CommonOptions, command: &mut Command) -> Result<
 
 fn run(options: &CommonOptions, output: &Output, command: Command) -> Result<(), Failure> {
     match command {
-        Command::Call(args) => limited(options, call::call(options, output, args)),
+        // It takes signals itself, and goes on.
+        Command::Shell(args) => block_on(shell::shell(options, output, args)),
+        command => {
+            let interruption = Interruption::listen()?;
+            block_on(perform(options, output, command, &interruption))
+        }
+    }
+}
+
+/// Performs a command other than `shell`, until a signal asks to end.
+async fn perform(
+    options: &CommonOptions,
+    output: &Output,
+    command: Command,
+    interruption: &Interruption,
+) -> Result<(), Failure> {
+    let limits = (options, interruption);
+    match command {
+        Command::Call(args) => limited(limits, call::call(options, output, args)).await,
         Command::Functions(args) => {
-            limited(options, info::functions(options, output, args)).map_err(Failure::without_effect)
+            limited(limits, info::functions(options, output, args)).await.map_err(Failure::without_effect)
         }
-        Command::Info(args) => limited(options, info::info(options, output, args)).map_err(Failure::without_effect),
-        Command::Can(args) => limited(options, can::can(options, output, args)).map_err(Failure::without_effect),
-        Command::Put(args) => limited(options, files::put(options, output, args)),
-        Command::Get(args) => limited(options, files::get(options, output, args)).map_err(Failure::without_effect),
-        Command::Ls(args) => limited(options, files::ls(options, output, args)).map_err(Failure::without_effect),
-        Command::Rm(args) => limited(options, files::rm(options, output, args)),
-        Command::Time(args) => limited(options, call::time(options, output, args)),
-        Command::Kick(args) => limited(options, kick::kick(options, output, args)),
-        // These commands apply the limit to each of their steps, or to the program.
-        Command::Run(args) => {
-            until_interrupted(async |interruption| run::run(options, output, args, &interruption).await)
+        Command::Info(args) => {
+            limited(limits, info::info(options, output, args)).await.map_err(Failure::without_effect)
         }
+        Command::Can(args) => limited(limits, can::can(options, output, args)).await.map_err(Failure::without_effect),
+        Command::Put(args) => limited(limits, files::put(options, output, args)).await,
+        Command::Get(args) => limited(limits, files::get(options, output, args)).await.map_err(Failure::without_effect),
+        Command::Ls(args) => limited(limits, files::ls(options, output, args)).await.map_err(Failure::without_effect),
+        Command::Rm(args) => limited(limits, files::rm(options, output, args)).await,
+        Command::Time(args) => limited(limits, call::time(options, output, args)).await,
+        Command::Kick(args) => limited(limits, kick::kick(options, output, args)).await,
+        // These commands apply the limit to each of their steps, or to the program, and end by
+        // themselves when a signal asks them to.
+        Command::Run(args) => run::run(options, output, args, interruption).await,
         Command::Status(args) => {
-            until_interrupted(async |interruption| status::status(options, output, args, &interruption).await)
-                .map_err(Failure::without_effect)
+            status::status(options, output, args, interruption).await.map_err(Failure::without_effect)
         }
-        Command::Ping(args) => {
-            until_interrupted(async |interruption| ping::ping(options, output, args, &interruption).await)
-                .map_err(Failure::without_effect)
-        }
-        Command::Forward(args) => {
-            until_interrupted(async |interruption| forward::forward(options, output, args, &interruption).await)
-        }
-        Command::Lease(args) => {
-            until_interrupted(async |interruption| lease::lease(options, output, args, &interruption).await)
-        }
-        Command::Doctor(args) => on_runtime(doctor::doctor(options, output, args)),
+        Command::Ping(args) => ping::ping(options, output, args, interruption).await.map_err(Failure::without_effect),
+        Command::Forward(args) => forward::forward(options, output, args, interruption).await,
+        Command::Lease(args) => lease::lease(options, output, args, interruption).await,
+        Command::Doctor(args) => interruptible(interruption, doctor::doctor(options, output, args)).await,
+        Command::Shell(_) => Err(Failure::Usage("this is a shell already".to_owned())),
         Command::Use(args) => use_server::use_server(options, output, args),
         Command::Cert(args) => credentials::cert(output, args),
         Command::Token(args) => credentials::token(output, args),
@@ -249,9 +266,12 @@ fn run(options: &CommonOptions, output: &Output, command: Command) -> Result<(),
     }
 }
 
-/// Runs `work` within the time limit.
-fn limited(options: &CommonOptions, work: impl Future<Output = Result<(), Failure>>) -> Result<(), Failure> {
-    on_runtime(async {
+/// Runs `work` within the time limit of the options, until the interruption comes.
+async fn limited(
+    (options, interruption): (&CommonOptions, &Interruption),
+    work: impl Future<Output = Result<(), Failure>>,
+) -> Result<(), Failure> {
+    let within_limit = async {
         match options.timeout() {
             Some(limit) => match tokio::time::timeout(limit, work).await {
                 Ok(outcome) => outcome,
@@ -259,24 +279,25 @@ fn limited(options: &CommonOptions, work: impl Future<Output = Result<(), Failur
             },
             None => work.await,
         }
-    })
+    };
+    interruptible(interruption, within_limit).await
 }
 
-/// Runs `work` on the calling thread, until a signal asks to end: then it is dropped.
-fn on_runtime(work: impl Future<Output = Result<(), Failure>>) -> Result<(), Failure> {
-    until_interrupted(async |interruption| {
-        tokio::select! {
-            outcome = work => outcome,
-            failure = interruption.wait() => Err(failure),
-        }
-    })
+/// Runs `work` until the interruption comes: then it is dropped.
+async fn interruptible(
+    interruption: &Interruption,
+    work: impl Future<Output = Result<(), Failure>>,
+) -> Result<(), Failure> {
+    tokio::select! {
+        outcome = work => outcome,
+        failure = interruption.wait() => Err(failure),
+    }
 }
 
-/// Runs work that ends by itself when a signal asks it to.
-fn until_interrupted(work: impl AsyncFnOnce(Interruption) -> Result<(), Failure>) -> Result<(), Failure> {
-    let interruption = Interruption::listen()?;
+/// Runs `work` on the calling thread.
+fn block_on(work: impl Future<Output = Result<(), Failure>>) -> Result<(), Failure> {
     let runtime = runtime()?;
-    let outcome = runtime.block_on(work(interruption));
+    let outcome = runtime.block_on(work);
     // A read of standard input may still block a thread for ever.
     runtime.shutdown_background();
     outcome

@@ -18,7 +18,8 @@ const SERVER_ARGUMENTS: [&str; 2] = ["address", "tracker"];
 pub(super) const DEFAULT_SERVER: &str = "@";
 
 /// Parses the command line. If the address is left out, it is [`DEFAULT_SERVER`]: `call add 1 2` is
-/// `call @ add 1 2`, since `add` is no address.
+/// `call @ add 1 2`, since `add` is no address. Without a command, it is `shell` if there is a
+/// default server.
 ///
 /// # Errors
 ///
@@ -27,14 +28,27 @@ pub(super) fn parse(args: impl Iterator<Item = OsString>, transports: &Transport
     let args = rewrite_negative_numbers(args);
     let command = Cli::command();
     let complete = command.clone().try_get_matches_from(&args);
-    let lacks_address = match &complete {
-        Ok(matches) => leading_address(&command, matches).is_some_and(|text| !is_address(text, transports)),
-        Err(error) => error.kind() == ErrorKind::MissingRequiredArgument,
+    let completed = match &complete {
+        Err(error) if is_missing_command(error) => {
+            let shell = args.into_iter().chain(["shell".into()]).collect();
+            parse_without_address(shell, transports).ok().filter(|cli| cli.options.has_default_server())
+        }
+        Err(error) if error.kind() == ErrorKind::MissingRequiredArgument => {
+            parse_without_address(args, transports).ok()
+        }
+        Ok(matches) if leading_address(&command, matches).is_some_and(|text| !is_address(text, transports)) => {
+            parse_without_address(args, transports).ok()
+        }
+        _ => None,
     };
-    if lacks_address && let Ok(cli) = parse_without_address(args, transports) {
-        return Ok(cli);
+    match completed {
+        Some(cli) => Ok(cli),
+        None => Cli::from_arg_matches(&complete?),
     }
-    Cli::from_arg_matches(&complete?)
+}
+
+fn is_missing_command(error: &clap::Error) -> bool {
+    matches!(error.kind(), ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand | ErrorKind::MissingSubcommand)
 }
 
 /// Parses the command line of a command whose address is left out: it is [`DEFAULT_SERVER`].

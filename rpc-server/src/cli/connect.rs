@@ -13,6 +13,7 @@ use super::failure::Failure;
 use super::named_servers::{NamedServer, NamedServers, is_reference, split_tunnel};
 use super::output::{ColorChoice, Output};
 use super::pool_wait::{PoolRequest, WaitReason};
+use super::shell::SharedConnection;
 use crate::config::{Label, SERVER_PORT, Span, with_default_port};
 use crate::pki::trust::ClientTrust;
 
@@ -27,7 +28,7 @@ const CONNECT_LIMIT: Duration = Duration::from_secs(10);
 const CLOSE_LIMIT: Duration = Duration::from_secs(1);
 
 /// Options of all commands: how to connect, and how to print.
-#[derive(Args, Debug)]
+#[derive(Args, Clone, Debug)]
 #[command(next_help_heading = "Common options")]
 pub struct CommonOptions {
     /// Transports of the program.
@@ -36,6 +37,9 @@ pub struct CommonOptions {
     /// Reason of the present wait for a server.
     #[arg(skip)]
     waiting: WaitReason,
+    /// Connection of the shell that runs the command, if one does.
+    #[arg(skip)]
+    shared: Option<SharedConnection>,
     /// File with named servers, which rpc-cli use lists; @NAME stands for their addresses. Default:
     /// rpc/config.toml in $XDG_CONFIG_HOME or ~/.config
     #[arg(long, global = true, env = "RPC_CLI_CONFIG", value_name = "FILE")]
@@ -92,6 +96,27 @@ impl CommonOptions {
     /// Returns the file with named servers, if one was given.
     pub(super) fn config(&self) -> Option<&Path> {
         self.config.as_deref()
+    }
+
+    /// Returns true if the user has a default server.
+    pub(super) fn has_default_server(&self) -> bool {
+        NamedServers::read(self.config()).is_ok_and(|servers| servers.default_name().is_some())
+    }
+
+    /// Returns the options of a shell with this connection.
+    pub(super) fn with_connection(self, connection: SharedConnection) -> Self {
+        Self { shared: Some(connection), ..self }
+    }
+
+    /// Returns the options of a line of a shell with these options: the connection is that of the
+    /// shell, and the line may say more on time and output.
+    pub(super) fn for_line(&self, line: &Self) -> Self {
+        Self {
+            timeout: line.timeout.or(self.timeout),
+            json: line.json || self.json,
+            quiet: line.quiet || self.quiet,
+            ..self.clone()
+        }
     }
 
     /// Puts addresses in the place of named servers, in `address` and among the hops, fills the
@@ -314,7 +339,8 @@ impl CommonOptions {
         self.waiting.get()
     }
 
-    /// As [`connect`](Self::connect), for the duration of `work`.
+    /// As [`connect`](Self::connect), for the duration of `work`. In a shell, the session is the
+    /// one of the shell, which has a workspace.
     pub(super) async fn with_session<F>(
         &self,
         address: &str,
@@ -324,10 +350,24 @@ impl CommonOptions {
     where
         F: Future<Output = Result<(), Failure>>,
     {
-        let session = self.connect(address, files).await?;
-        let outcome = work(session.clone()).await;
-        close(&session).await;
-        outcome
+        let Some(shared) = &self.shared else {
+            let session = self.connect(address, files).await?;
+            let outcome = work(session.clone()).await;
+            close(&session).await;
+            return outcome;
+        };
+        let session = match shared.current().await {
+            Some(Ok(session)) => session,
+            lost => {
+                if let Some(Err(error)) = lost {
+                    self.output().warn(&format!("the connection was lost, and is made anew: {}", error.message()));
+                }
+                let session = self.connect(address, Files::Workspace).await?;
+                shared.set(session.clone());
+                session
+            }
+        };
+        work(session).await
     }
 }
 

@@ -102,7 +102,7 @@ pub(super) async fn functions(options: &CommonOptions, output: &Output, args: Fu
 
 /// Asks a server for its functions: lists of name, signature and, from a server that knows them,
 /// description.
-async fn server_functions(session: &Session) -> Result<Vec<Vec<String>>, Failure> {
+pub(super) async fn server_functions(session: &Session) -> Result<Vec<Vec<String>>, Failure> {
     let functions = session.get_function("rpc.functions").await?;
     match functions.call((true,)).await {
         // An older server takes no argument.

@@ -39,6 +39,13 @@ impl Interruption {
         Ok(Self(told))
     }
 
+    /// Returns an interruption as by SIGINT, and what triggers it.
+    pub(super) fn manual() -> (impl Fn(), Self) {
+        let (tell, told) = watch::channel(None);
+        let trigger = move || _ = tell.send(Some(SignalKind::interrupt().as_raw_value()));
+        (trigger, Self(told))
+    }
+
     /// Waits for the first signal. Returns the failure that says so.
     pub(super) async fn wait(&self) -> Failure {
         let mut told = self.0.clone();
@@ -48,6 +55,11 @@ impl Interruption {
             _ => std::future::pending().await,
         }
     }
+}
+
+/// Returns the failure of what SIGINT has ended.
+pub(super) fn interrupted() -> Failure {
+    Failure::Interrupted(SignalKind::interrupt().as_raw_value())
 }
 
 /// Waits for a signal that asks to end. Returns its number.

@@ -574,6 +574,7 @@ fn help_completions_and_manual() {
         "status",
         "kick",
         "doctor",
+        "shell",
         "use",
         "cert",
         "token",

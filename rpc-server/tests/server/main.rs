@@ -26,6 +26,8 @@ mod relay_cli;
 mod rights;
 #[cfg(target_os = "linux")]
 mod run;
+#[cfg(target_os = "linux")]
+mod shell;
 mod ssh;
 mod tracker;
 mod tracker_cli;

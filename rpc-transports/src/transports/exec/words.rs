@@ -5,7 +5,11 @@
 /// White space separates words. Between single quotes all characters stand for themselves. Between
 /// double quotes a backslash takes the meaning from `"`, `\`, `$` and `` ` ``, and stands for
 /// itself before any other character. Outside quotes it takes the meaning from any character.
-pub(super) fn split_words(line: &str) -> Result<Vec<String>, &'static str> {
+///
+/// # Errors
+///
+/// The problem: a quote is not closed, or nothing follows a backslash.
+pub fn split_words(line: &str) -> Result<Vec<String>, &'static str> {
     let mut words = Vec::new();
     let mut characters = line.chars().peekable();
     loop {
