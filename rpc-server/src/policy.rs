@@ -32,5 +32,5 @@ pub(crate) use answer::answer;
 pub(crate) use ceiling::Ceiling;
 pub use document::{Policy, PolicyError};
 pub use rights::restore;
-pub(crate) use rights::{ClientIdentity, PassedRights, rights_in, rights_of};
+pub(crate) use rights::{ClientIdentity, PassedRights, rights_in, rights_of, session_limits_within};
 pub(crate) use source::PolicySource;

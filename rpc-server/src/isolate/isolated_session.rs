@@ -21,7 +21,7 @@ use super::{GRACE, is_possible};
 use crate::config::{ByteSize, ConfigError, ServeConfig};
 use crate::leases::LeasePolicy;
 use crate::modules::DigestList;
-use crate::policy::rights_of;
+use crate::policy::{rights_of, session_limits_within};
 use crate::server::server_state::{ServerState, SessionCount, UsageSource};
 use crate::server::session_workspace::Cleaner;
 use crate::server::wire_limits;
@@ -155,8 +155,7 @@ impl SessionFactory for Isolation {
         let open = request.open_files.reserve(FILES_OF_SESSION)?;
         let share = self.share.map(|max_memory| {
             let limits = SessionLimits { max_memory, ..SessionLimits::default() };
-            let limits = rights.as_ref().map_or(limits.clone(), |rights| rights.limits(limits));
-            self.state.memory().reserve(limits.max_memory)
+            self.state.memory().reserve(session_limits_within(rights.as_deref(), limits).max_memory)
         });
         let share = share.transpose()?;
         let workspace = self.workspace(request).await?;

@@ -27,7 +27,7 @@ use super::{GRACE, REPORT_INTERVAL, process_limits};
 use crate::config::{ServeConfig, ServeSettings};
 use crate::leases::{LeaseGate, LeasePolicy, Leases};
 use crate::modules::{ModuleService, Native};
-use crate::policy::{Ceiling, ClientIdentity};
+use crate::policy::{Ceiling, ClientIdentity, session_limits_within};
 use crate::run::{self, RunPolicy};
 use crate::server::exit_code;
 use crate::server::server_state::{ServerState, SessionCount, UsageSource};
@@ -100,10 +100,7 @@ fn serve(
         let workspace = WorkspaceSource::Opened(Workspace::borrowed(&workspace)?, open);
         let mut session = LocalSession::builder(registry.clone())
             .devices(devices())
-            .limits(match &rights {
-                Some(rights) => rights.limits(session_limits(&config)),
-                None => session_limits(&config),
-            })
+            .limits(session_limits_within(rights.as_deref(), session_limits(&config)))
             .workspace(Arc::new(SessionWorkspace::new(workspace, Cleaner::none(), open_files.clone())))
             .open_files(open_files)
             .extension(state.clone())

@@ -15,8 +15,9 @@ const MAX_NAMED: usize = 8;
 /// Maximum number of characters of a name that an error repeats. Names come from clients.
 const MAX_NAME_CHARS: usize = 120;
 
-/// Maximum length of rights that are an argument of another process, in bytes.
-const MAX_TEXT_BYTES: usize = 64 << 10;
+/// Maximum length of rights that are an argument of another process, in bytes: a quarter of what
+/// the system takes, since quoting may double it.
+const MAX_TEXT_BYTES: usize = 32 << 10;
 
 /// Rights of one client, as its session has them from its begin to its end.
 #[derive(Clone, Debug)]
@@ -65,7 +66,7 @@ impl Rights {
 
     /// Returns the limits of the client's session at a server with the limits `ceiling`: of each
     /// limit the greatest that a rule names, and never more than the server's.
-    pub(crate) fn limits(&self, ceiling: SessionLimits) -> SessionLimits {
+    fn limits(&self, ceiling: SessionLimits) -> SessionLimits {
         self.rule_limits().within(ceiling)
     }
 
@@ -178,6 +179,15 @@ pub(crate) fn rights_of(request: &OpenRequest) -> Result<Option<Arc<Rights>>> {
     match rights.no_rule() {
         Some(error) => Err(error),
         None => Ok(Some(rights)),
+    }
+}
+
+/// Returns the limits of a session at a server with the limits `ceiling`, for a client with these
+/// rights.
+pub(crate) fn session_limits_within(rights: Option<&Rights>, ceiling: SessionLimits) -> SessionLimits {
+    match rights {
+        Some(rights) => rights.limits(ceiling),
+        None => ceiling,
     }
 }
 

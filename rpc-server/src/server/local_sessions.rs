@@ -15,7 +15,7 @@ use super::session_workspace::{Cleaner, FILES_OF_WORKSPACE, SessionWorkspace, Wo
 use crate::config::ServeConfig;
 use crate::leases::{LeaseGate, LeasePolicy, LeaseService, Leases};
 use crate::modules::{self, ModuleService};
-use crate::policy::{Ceiling, ClientIdentity, rights_of};
+use crate::policy::{Ceiling, ClientIdentity, rights_of, session_limits_within};
 use crate::workspace::WorkspaceRoot;
 
 /// Factory of local sessions.
@@ -93,10 +93,7 @@ impl SessionFactory for LocalSessions {
         };
         let mut session = LocalSession::builder(self.registry.clone())
             .devices(self.devices.clone())
-            .limits(match &rights {
-                Some(rights) => rights.limits(self.limits.clone()),
-                None => self.limits.clone(),
-            })
+            .limits(session_limits_within(rights.as_deref(), self.limits.clone()))
             .total_threads(self.total_threads.clone())
             .total_handles(self.total_handles.clone())
             .total_memory(self.state.memory().clone())
