@@ -58,7 +58,7 @@ pub enum ErrorKind {
     /// A peer broke the protocol.
     Protocol,
     /// The peer refused the session: for its key, its policy, its capacity, or a hop that may not
-    /// be used.
+    /// be used. Or it refused a request, for which the client has no right.
     Refused,
     /// One side has not proven its identity, or not by a method that the other side accepts.
     Unauthenticated,
