@@ -142,7 +142,7 @@ fn libraries_of_the_operator_bring_functions_by_name() {
         let fixture = Fixture::with(&flags);
         let (code, stdout, stderr) = said(&fixture.cli("call", &["tests.triple", "14"]));
         assert_eq!((code, stdout.trim()), (0, "42"), "{stderr}");
-        let (_, stdout, _) = said(&fixture.cli("functions", &[]));
+        let (_, stdout, _) = said(&fixture.cli("functions", &["--all"]));
         assert!(
             stdout.contains("tests.greet") && stdout.contains("rpc.echo") && !stdout.contains("ffi.Array"),
             "{stdout}"
