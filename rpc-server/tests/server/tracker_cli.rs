@@ -162,7 +162,7 @@ fn first_line(command: &mut Command) -> (KillOnDrop, String) {
 
 /// A web server stands for all programs that speak a protocol of their own.
 #[test]
-fn a_server_is_held_while_a_service_near_it_is_forwarded() {
+fn a_server_of_a_tracker_runs_programs_and_is_held_while_a_service_near_it_is_forwarded() {
     let folder = tempfile::tempdir().unwrap();
     fs::write(folder.path().join("page"), "hello").unwrap();
     let mut web = Command::new("python3");
@@ -172,8 +172,11 @@ fn a_server_is_held_while_a_service_near_it_is_forwarded() {
     let tracker = start("tracker", &folder, &[]);
     let service = format!("tcp://127.0.0.1:{port}");
     let pool = ["--tracker", tracker.address(), "--tracker-key", "board", "--allow-port", &service];
-    let server = start("serve", &folder, &pool);
+    let server = start("serve", &folder, &[&pool[..], &["--allow-run", "sh"]].concat());
     let board = format!("{}/board", tracker.address().replace("tcp://", "tracker://"));
+    // A program runs there as well, at a server that has what it wants.
+    let (code, text) = cli(&["run", "--want", "cpu", &board, "--", "sh", "-c", "echo $HOME; exit 3"]);
+    assert!(code == 3 && text.contains(folder.path().to_str().unwrap()), "{code} {text}");
     let mut forward = Command::new(env!("CARGO_BIN_EXE_rpc-cli"));
     forward.args(["forward", &format!("0:{port}"), &board, "--json"]).stderr(Stdio::piped());
     let (mut forward, line) = first_line(&mut forward);
