@@ -18,6 +18,8 @@
 //! | `rpc.file.ls` | folder | a list of [`FileEntry`](rpc_core::client::FileEntry), packed |
 //! | `rpc.file.rm` | path | null |
 //! | `rpc.file.set_executable` | path, bool | null |
+//! | `rpc.file.folders` | | a list of paths, packed |
+//! | `rpc.file.create_folder` | path | null |
 //! | `rpc.file.digest` | path | SHA-256, in hexadecimal digits |
 //! | `rpc.lease.request` | device, priority, maximum milliseconds or null | a request for a lease |
 //! | `rpc.lease.wait` | request | microseconds waited, and left, once it is granted |

@@ -178,6 +178,52 @@ impl Workspace {
         Ok(entries)
     }
 
+    /// Lists the folders in the workspace, sorted by name, and calls `count` as
+    /// [`list_counted`](Self::list_counted) does.
+    ///
+    /// # Errors
+    ///
+    /// The file system failed; and those of `count`.
+    pub(crate) fn list_folders_counted<E: From<WorkspaceError>>(
+        &self,
+        mut count: impl FnMut(usize) -> Result<(), E>,
+    ) -> Result<Vec<String>, E> {
+        let mut folders = Vec::new();
+        let visited = walk(&self.0.files, "", |name, kind, _| {
+            if kind.is_dir() {
+                if let Err(error) = count(name.len()) {
+                    return ControlFlow::Break(error);
+                }
+                folders.push(name);
+            }
+            ControlFlow::Continue(())
+        });
+        if let ControlFlow::Break(error) = visited.map_err(at(""))? {
+            return Err(error);
+        }
+        folders.sort_unstable();
+        Ok(folders)
+    }
+
+    /// Creates a folder, with those that it is in, unless it is there.
+    ///
+    /// # Errors
+    ///
+    /// The path is malformed or leads outside, something else is there, a limit is reached, or the
+    /// file system failed.
+    pub fn create_folder(&self, path: &str) -> Result<(), WorkspaceError> {
+        let target = normalize(path)?;
+        let mut account = self.account();
+        let ends = target.match_indices('/').map(|(end, _)| end).chain([target.len()]);
+        for end in ends {
+            self.make_parent(path, &target[..end], &mut account)?;
+        }
+        match self.0.files.metadata(&target).map_err(at(path))?.is_dir() {
+            true => Ok(()),
+            false => Err(WorkspaceError::NotAFolder { path: path.to_owned() }),
+        }
+    }
+
     /// Removes a file, or a folder with all that is in it. A link is removed itself, not what it
     /// leads to.
     ///

@@ -166,6 +166,35 @@ impl Files {
         ScopedAction::steps(call).lane(self.lane)
     }
 
+    /// Lists all folders, sorted by name.
+    ///
+    /// # Errors
+    ///
+    /// Errors of the session.
+    pub fn folders(&self) -> Action<Vec<String>> {
+        let session = self.session.clone();
+        let action = ScopedAction::steps(async move |options: Options<'static>| {
+            let Pack(folders) = call_by_name(&session, &options, "rpc.file.folders", ()).await?;
+            Ok(folders)
+        });
+        action.lane(self.lane)
+    }
+
+    /// Creates a folder, with those that it is in, unless it is there. Files need none: their
+    /// folders come with them.
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::InvalidArgument`] for a path that leaves the workspace or leads through a file,
+    /// and [`ErrorKind::LimitExceeded`] if the workspace has too many entries.
+    pub fn create_folder(&self, path: &str) -> Action<()> {
+        let (session, path) = (self.session.clone(), path.to_owned());
+        let call = async move |options: Options<'static>| {
+            call_by_name(&session, &options, "rpc.file.create_folder", (path,)).await
+        };
+        ScopedAction::steps(call).lane(self.lane)
+    }
+
     /// Returns the SHA-256 of a file, which the server computes. For a client that sends a file
     /// only if the server has another one.
     ///

@@ -62,6 +62,10 @@ pub(super) fn register(registry: &Registry) {
         .add("rpc.file.set_executable", |context: Context, path: String, executable: bool| -> Result<()> {
             Ok(workspace(&context)?.set_executable(&path, executable)?)
         })
+        .add("rpc.file.folders", |context: Context| list_folders(&context))
+        .add("rpc.file.create_folder", |context: Context, path: String| -> Result<()> {
+            Ok(workspace(&context)?.create_folder(&path)?)
+        })
         .add("rpc.file.digest", |context: Context, path: String| -> Result<String> {
             let _open = context.reserve_open_files(1)?;
             let file = CancellableRead { file: workspace(&context)?.open_read(&path)?, offset: 0, context: &context };
@@ -110,18 +114,30 @@ fn read(context: Context, Shared(reader): Shared<OpenFile<FileReader>>, offset: 
 const LIST_STEP: u64 = 64 << 10;
 
 fn list(context: &Context, folder: &str) -> Result<Packed> {
+    let mut count = listing_memory(context)?;
+    let entries = workspace(context)?.list_counted(folder, &mut count)?;
+    Packed::encode(&entries.into_iter().map(listed).collect::<Vec<_>>())
+}
+
+fn list_folders(context: &Context) -> Result<Packed> {
+    let mut count = listing_memory(context)?;
+    Packed::encode(&workspace(context)?.list_folders_counted(&mut count)?)
+}
+
+/// Returns a counter of the memory of a listing, by the lengths of its names in bytes. The memory
+/// is counted until it is dropped.
+fn listing_memory(context: &Context) -> Result<impl FnMut(usize) -> Result<()>> {
     let mut staged = context.stage(0)?;
     let (mut counted, mut held) = (0, 0);
-    let entries = workspace(context)?.list_counted(folder, |name_bytes| {
+    Ok(move |name_bytes| {
         // The names are there as entries, and then as what is packed.
         held += 2 * (name_bytes + size_of::<Entry>()) as u64;
         if held > counted {
             staged.grow(LIST_STEP)?;
             counted += LIST_STEP;
         }
-        Ok::<_, RpcError>(())
-    })?;
-    Packed::encode(&entries.into_iter().map(listed).collect::<Vec<_>>())
+        Ok(())
+    })
 }
 
 /// Returns the workspace of the session.

@@ -47,8 +47,9 @@ pub(super) struct RunArgs {
     /// only the files that are not there, or differ
     #[arg(long, env = "RPC_CLI_KEEP")]
     keep: bool,
-    /// Files that are fetched when the program has ended: a path, in which * and ? stand for text
-    /// within a name, and ** for any folders; may be repeated
+    /// Files and folders that are fetched when the program has ended: a path, in which * and ?
+    /// stand for text within a name, and ** for any folders; a folder comes without its files; may
+    /// be repeated
     #[arg(long, env = "RPC_CLI_FETCH", value_name = "GLOB")]
     fetch: Vec<Pattern>,
     /// Folder for the fetched files
@@ -217,13 +218,18 @@ impl Sender {
             };
             let metadata = fs::metadata(&local).map_err(cannot)?;
             if metadata.is_dir() {
+                let mut is_empty = true;
                 for entry in fs::read_dir(&local).map_err(cannot)? {
+                    is_empty = false;
                     let entry = entry.map_err(cannot)?;
                     // A link to a folder may lead back to it.
                     let is_link = entry.file_type().map_err(cannot)?.is_symlink();
                     if !(is_link && entry.path().is_dir()) {
                         pending.push((entry.path(), name.clone()));
                     }
+                }
+                if is_empty && !name.is_empty() {
+                    self.files.create_folder(&name).await?;
                 }
                 continue;
             }

@@ -446,6 +446,28 @@ fn folders_are_closed_to_other_users() {
 }
 
 #[test]
+fn folders_are_made_and_listed_and_count_as_entries() {
+    let dir = TempDir::new().unwrap();
+    let limits = WorkspaceLimits { max_entries: 4, ..WorkspaceLimits::default() };
+    let root = WorkspaceRoot::open(dir.path(), limits).unwrap();
+    let workspace = root.private().unwrap();
+    let folders = || workspace.list_folders_counted(|_| Ok::<_, WorkspaceError>(())).unwrap();
+    workspace.create_folder("a/b").unwrap();
+    workspace.create_folder("a/b").unwrap();
+    put(&workspace, "file", b"1").unwrap();
+    assert_eq!((folders(), workspace.list("").unwrap().len()), (vec!["a".to_owned(), "a/b".to_owned()], 1));
+    for path in ["file", "file/c"] {
+        assert!(matches!(workspace.create_folder(path), Err(WorkspaceError::NotAFolder { .. })), "{path}");
+    }
+    for path in ["", "/tmp/x", "../x"] {
+        assert!(workspace.create_folder(path).is_err(), "{path}");
+    }
+    assert!(matches!(workspace.create_folder("c/d"), Err(WorkspaceError::TooManyEntries { .. })));
+    std::os::unix::fs::symlink("/tmp", workspace.path().join("out")).unwrap();
+    assert!(workspace.create_folder("out/x").is_err());
+}
+
+#[test]
 fn a_named_workspace_is_kept_and_belongs_to_its_identity() {
     let dir = TempDir::new().unwrap();
     {

@@ -142,8 +142,10 @@ fn programs_return_their_output_and_status() {
     assert_eq!((endless.status.signal, endless.status.ended_by), (Some(15), Some(EndCause::TimeLimit)));
     let endless = session.run("yes").output_limit(1 << 20).output().wait().unwrap();
     assert_eq!((endless.status.ended_by, endless.stdout.len()), (Some(EndCause::OutputLimit), 1 << 20));
-    let bomb = script(&session, "while :; do sleep 1000 & done").output().wait().unwrap();
-    assert_eq!(bomb.status.ended_by, Some(EndCause::ProcessLimit));
+    for bomb in ["while :; do sleep 1000 & done", "while :; do setsid sleep 1000 & done"] {
+        let ended = script(&session, bomb).output().wait().unwrap();
+        assert_eq!(ended.status.ended_by, Some(EndCause::ProcessLimit), "{bomb}");
+    }
 
     let missing = session.run("no-such-program").output().wait().unwrap_err();
     assert_eq!(missing.kind(), ErrorKind::NotFound, "{missing}");
@@ -255,15 +257,29 @@ fn the_tool_sends_runs_and_fetches() {
     let hop = Fixture::new(&["--allow-forward", "tcp://127.0.0.1:*"]);
     let source = fixture.path("source");
     fs::create_dir_all(format!("{source}/sub")).unwrap();
+    fs::create_dir_all(format!("{source}/none/in")).unwrap();
     fs::write(format!("{source}/sub/data"), "data").unwrap();
-    let build = "#!/bin/sh\ncat; cat source/sub/data; echo $KEY >&2; mkdir -p out/a; echo 1 > out/one.txt; \
-                 echo 2 > out/a/two.txt; ln -s /etc/passwd out/link.txt; printf '\\033[2J\\377'; exit 7";
+    let build = "#!/bin/sh\ncat; cat source/sub/data; echo $KEY >&2; mkdir -p out/a out/bare; \
+                 [ -d source/none/in ] && echo 1 > out/one.txt; echo 2 > out/a/two.txt; \
+                 ln -s /etc/passwd out/link.txt; printf '\\033[2J\\377'; exit 7";
     fs::write(format!("{source}/build"), build).unwrap();
     fs::set_permissions(format!("{source}/build"), fs::Permissions::from_mode(0o755)).unwrap();
     fs::write(fixture.path("input"), "input ").unwrap();
 
     let out = fixture.path("fetched");
-    let files = ["--send", &source, "--fetch", "out/**/*.txt", "--out", &out, "--env", "KEY=value", "--stdin"];
+    let files = [
+        "--send",
+        &source,
+        "--fetch",
+        "out/**/*.txt",
+        "--fetch",
+        "out/b*",
+        "--out",
+        &out,
+        "--env",
+        "KEY=value",
+        "--stdin",
+    ];
     let mut build = command(
         &[&["-q", "-J", hop.address(), "run"], &files[..], &[fixture.address(), "--", "source/build"]].concat(),
     );
@@ -274,6 +290,7 @@ fn the_tool_sends_runs_and_fetches() {
     let fetched = |name: &str| fs::read_to_string(format!("{out}/out/{name}"));
     assert_eq!((fetched("one.txt").unwrap(), fetched("a/two.txt").unwrap()), ("1\n".into(), "2\n".into()));
     assert!(fetched("link.txt").is_err());
+    assert_eq!(fs::read_dir(format!("{out}/out/bare")).unwrap().count(), 0);
 
     // A kept folder gets what has changed, and keeps it; a fetched file keeps its permissions.
     let keep = |script: &str| {

@@ -1,4 +1,4 @@
-//! `--fetch`: files that a program has left in its workspace.
+//! `--fetch`: files and folders that a program has left in its workspace.
 
 use std::fs;
 use std::path::{Component, Path, PathBuf};
@@ -12,8 +12,8 @@ use super::super::files::on_own_thread;
 use super::super::new_file::NewFile;
 use super::super::output::{Output, size};
 
-/// Fetches the files of the workspace that match one of `globs` into `folder`. Returns their paths
-/// in the workspace.
+/// Fetches the files of the workspace that match one of `globs` into `folder`, and creates the
+/// folders that do. Returns the paths of the files in the workspace.
 pub(super) async fn fetch(
     session: &Session,
     output: &Output,
@@ -24,11 +24,18 @@ pub(super) async fn fetch(
         return Ok(Vec::new());
     }
     let files = Files::new(session);
-    let mut entries = files.ls("").await?;
-    for glob in globs.iter().filter(|glob| !entries.iter().any(|entry| matches(glob, &entry.name))) {
+    let (mut entries, mut folders) = (files.ls("").await?, files.folders().await?);
+    let names = entries.iter().map(|entry| &entry.name).chain(&folders);
+    for glob in globs.iter().filter(|glob| !names.clone().any(|name| matches(glob, name))) {
         output.warn(&format!("no file matches '{glob}'"));
     }
-    entries.retain(|entry| globs.iter().any(|glob| matches(glob, &entry.name)));
+    let is_wanted = |name: &str| globs.iter().any(|glob| matches(glob, name));
+    entries.retain(|entry| is_wanted(&entry.name));
+    folders.retain(|name| is_wanted(name));
+    for name in &folders {
+        let target = folder.join(local_path(name)?);
+        fs::create_dir_all(&target).map_err(|error| Failure::file("cannot create", &target, error))?;
+    }
     for FileEntry { name, executable, .. } in &entries {
         let target = folder.join(local_path(name)?);
         if let Some(parent) = target.parent() {
