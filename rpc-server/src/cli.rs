@@ -146,8 +146,17 @@ pub fn main() -> ExitCode {
 /// As [`main`], with these transports: for a program that registers more than this crate has.
 pub fn main_with(transports: Transports) -> ExitCode {
     crate::raise_file_limit();
-    let parsed = command_line::parse(std::env::args_os(), &transports);
-    let Cli { mut options, mut command } = parsed.unwrap_or_else(|error| error.exit());
+    let args: Vec<_> = std::env::args_os().collect();
+    let asks_for_json = command_line::asks_for_json(&args);
+    let Cli { mut options, mut command } = match command_line::parse(args.into_iter(), &transports) {
+        Ok(cli) => cli,
+        Err(error) if error.use_stderr() && asks_for_json => {
+            let failure = command_line::usage_failure(&error);
+            failure.report(&Output::new(true, false, ColorChoice::Never), &[]);
+            return ExitCode::from(failure.exit_code());
+        }
+        Err(error) => error.exit(),
+    };
     options.set_transports(transports);
     let output = options.output();
     if let Ok(filter) = options.log_level().parse() {

@@ -13,6 +13,7 @@ mod settings;
 
 mod disco_node;
 mod error;
+mod help;
 mod listen_address;
 mod machine_memory;
 mod relay;
@@ -23,6 +24,7 @@ mod units;
 pub use crate::leases::{LeaseRule, LeaseRuleError, UnleasedUse};
 pub use disco_node::{WorkerConfig, WorkerSettings};
 pub use error::{ConfigError, ServeError};
+pub(crate) use help::with_groups_and_defaults;
 pub use listen_address::ListenAddress;
 pub(crate) use listen_address::{SERVER_PORT, TRACKER_PORT, with_default_port};
 pub use relay::{RelayConfig, RelaySettings};

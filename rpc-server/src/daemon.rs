@@ -5,7 +5,9 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use crate::config::{ConfigError, RelaySettings, ServeError, ServeSettings, TrackerSettings, WorkerSettings};
+use crate::config::{
+    ConfigError, RelaySettings, ServeError, ServeSettings, TrackerSettings, WorkerSettings, with_groups_and_defaults,
+};
 use crate::isolate::{self, gpu};
 use crate::policy::{Answer, Policy};
 use crate::server::Relay;
@@ -13,7 +15,7 @@ use crate::server::{RpcServer, StopReason};
 use crate::server::{disco_node, exit_code};
 use crate::tracker::Tracker;
 use crate::{builtins, logging};
-use clap::{CommandFactory, Parser, Subcommand};
+use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 use rpc_core::{Permission, Registry};
 use rpc_transports::{Dialects, PeerIdentity, Transports};
 
@@ -128,7 +130,8 @@ pub fn main_with(transports: Transports, dialects: Dialects) -> ExitCode {
     // First, so that session processes can have worker processes.
     disco_node::serve_if_worker(&registry);
     isolate::run_if_isolated_with(&registry, || gpu::devices(&registry));
-    match Cli::parse().command {
+    let Cli { command } = Cli::from_arg_matches(&command_line().get_matches()).unwrap_or_else(|error| error.exit());
+    match command {
         Command::Serve(settings) => exit_code::of_server(&serve(*settings, transports, dialects)).into(),
         Command::Worker(settings) => exit_code::of_server(&work(*settings, transports, dialects)).into(),
         Command::Config(settings) => print_config(settings.resolve().and_then(|config| config.to_toml())),
@@ -141,18 +144,23 @@ pub fn main_with(transports: Transports, dialects: Dialects) -> ExitCode {
         }
         Command::Completions { shell } => {
             let mut script = Vec::new();
-            clap_complete::generate(shell, &mut Cli::command(), "rpc-server", &mut script);
+            clap_complete::generate(shell, &mut command_line(), "rpc-server", &mut script);
             print(&script)
         }
-        Command::Man { folder: Some(folder) } => done(clap_mangen::generate_to(Cli::command(), folder)),
+        Command::Man { folder: Some(folder) } => done(clap_mangen::generate_to(command_line(), folder)),
         Command::Man { folder: None } => {
             let mut page = Vec::new();
-            match clap_mangen::Man::new(Cli::command()).render(&mut page) {
+            match clap_mangen::Man::new(command_line()).render(&mut page) {
                 Ok(()) => print(&page),
                 Err(error) => done(Err(error)),
             }
         }
     }
+}
+
+/// Returns the command line, with the settings in groups.
+fn command_line() -> clap::Command {
+    with_groups_and_defaults(Cli::command())
 }
 
 fn serve(settings: ServeSettings, transports: Transports, dialects: Dialects) -> Result<StopReason, ServeError> {

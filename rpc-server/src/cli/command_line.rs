@@ -1,6 +1,7 @@
 //! The command line: parsed with the address that a command needs, or for the default server
 //! without it.
 
+use std::env;
 use std::ffi::OsString;
 
 use clap::error::ErrorKind;
@@ -9,6 +10,7 @@ use rpc_transports::Transports;
 
 use super::Cli;
 use super::argument::rewrite_negative_numbers;
+use super::failure::Failure;
 use super::named_servers::is_reference;
 
 /// Ids of the arguments that name the server of a command.
@@ -47,6 +49,21 @@ pub(super) fn parse(args: impl Iterator<Item = OsString>, transports: &Transport
     }
 }
 
+/// Returns the failure of a wrong command line: the message of the parser without the usage.
+pub(super) fn usage_failure(error: &clap::Error) -> Failure {
+    let text = error.to_string();
+    let message = text.strip_prefix("error: ").unwrap_or(&text);
+    Failure::Usage(message.split("\n\n").next().unwrap_or(message).trim_end().to_owned())
+}
+
+/// Returns true if a command line that cannot be parsed asks for JSON, or the environment does.
+pub(super) fn asks_for_json(args: &[OsString]) -> bool {
+    let is_on =
+        |value: OsString| !["", "0", "false", "n", "no", "off"].iter().any(|off| value.eq_ignore_ascii_case(off));
+    let mut flags = args.iter().take_while(|arg| *arg != "--");
+    flags.any(|arg| arg == "--json") || env::var_os("RPC_CLI_JSON").is_some_and(is_on)
+}
+
 fn is_missing_command(error: &clap::Error) -> bool {
     matches!(error.kind(), ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand | ErrorKind::MissingSubcommand)
 }
@@ -62,9 +79,7 @@ pub(super) fn parse_without_address(args: Vec<OsString>, transports: &Transports
     if leading_address(&Cli::command(), &matches).is_some()
         && first_positional(&command, &matches).is_some_and(|text| is_address(&text, transports))
     {
-        return Err(
-            Cli::command().error(ErrorKind::MissingRequiredArgument, "an argument behind the address is missing")
-        );
+        return Err(Cli::command().error(ErrorKind::MissingRequiredArgument, "the address is left out here"));
     }
     Cli::from_arg_matches(&matches)
 }

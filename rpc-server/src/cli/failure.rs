@@ -174,6 +174,18 @@ impl Failure {
         matches!(self, Self::Remote(error) if error.request_may_have_run())
     }
 
+    /// Returns the name of the kind of a failure that is no error of a session.
+    pub(super) fn local_kind(&self) -> &'static str {
+        match self.exit_code() {
+            USAGE => "usage",
+            UNREACHABLE => "unreachable",
+            REFUSED => "refused",
+            TIMEOUT => "deadline_exceeded",
+            _ if matches!(self, Self::Interrupted(_)) => "interrupted",
+            _ => "local",
+        }
+    }
+
     /// Returns the error of the request or of the session, with its kind and origin.
     pub(super) fn rpc_error(&self) -> Option<&RpcError> {
         match self {

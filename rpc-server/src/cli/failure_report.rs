@@ -61,18 +61,19 @@ impl Failure {
             causes.push(error.to_string());
             cause = error.source();
         }
-        let mut report = json!({ "message": self.to_string(), "causes": causes, "exit_code": self.exit_code() });
-        if let Some(error) = self.rpc_error() {
-            report["message"] = error.message().into();
-            report["kind"] = error.kind().name().into();
-            report["hop"] = error.hop().into();
-            report["at"] = origin(error, jump).into();
-            report["peer"] = error.peer().into();
-            report["application_kind"] = error.application_kind().into();
-            report["backtrace"] = error.backtrace().into();
-            report["may_have_run"] = self.may_have_run().into();
-        }
-        output.error_json(&json!({ "error": report }));
+        let rpc = self.rpc_error();
+        output.error_json(&json!({ "error": {
+            "message": rpc.map_or_else(|| self.to_string(), |error| error.message().to_owned()),
+            "causes": causes,
+            "kind": rpc.map_or_else(|| self.local_kind(), |error| error.kind().name()),
+            "exit_code": self.exit_code(),
+            "may_have_run": self.may_have_run(),
+            "hop": rpc.map(RpcError::hop),
+            "at": rpc.map(|error| origin(error, jump)),
+            "peer": rpc.and_then(RpcError::peer),
+            "application_kind": rpc.and_then(RpcError::application_kind),
+            "backtrace": rpc.and_then(RpcError::backtrace),
+        } }));
     }
 }
 

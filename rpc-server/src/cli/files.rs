@@ -3,6 +3,7 @@
 use std::fs::{self, File};
 use std::io;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use clap::Args;
 use rpc_core::client::{FileEntry, Files as RemoteFiles};
@@ -11,7 +12,7 @@ use serde_json::{Value as Json, json};
 use super::connect::{CommonOptions, Files};
 use super::failure::Failure;
 use super::new_file::NewFile;
-use super::output::{Output, size};
+use super::output::{Output, seconds, size};
 use crate::pki::rfc3339;
 
 /// File name that stands for standard input or output.
@@ -52,7 +53,7 @@ pub(super) async fn put(options: &CommonOptions, output: &Output, args: PutArgs)
     };
     options
         .with_session(&args.address, Files::Workspace, async |session| {
-            let bar = output.progress(&remote, len);
+            let (bar, began) = (output.progress(&remote, len), Instant::now());
             let (files, path, shown) = (RemoteFiles::new(&session), remote.clone(), bar.clone());
             let bytes = on_own_thread(move || {
                 let put = match len {
@@ -63,10 +64,12 @@ pub(super) async fn put(options: &CommonOptions, output: &Output, args: PutArgs)
             })
             .await?;
             bar.finish_and_clear();
+            let elapsed = began.elapsed();
             if output.is_json() {
-                return output.json(&json!({ "path": remote, "bytes": bytes }));
+                let seconds = elapsed.as_secs_f64();
+                return output.json(&json!({ "path": remote, "bytes": bytes, "seconds": seconds }));
             }
-            output.note(&format!("{remote}: {}", size(bytes)));
+            output.note(&format!("{remote}: {}", transferred(bytes, elapsed)));
             Ok(())
         })
         .await
@@ -97,7 +100,7 @@ pub(super) async fn get(options: &CommonOptions, output: &Output, args: GetArgs)
                 return on_own_thread(move || Ok(files.get(&path, io::stdout()).wait().map(drop)?)).await;
             }
             let target = writable(&local, output)?;
-            let bar = output.progress(name, None);
+            let (bar, began) = (output.progress(name, None), Instant::now());
             let shown = bar.clone();
             let file = target.writer(&local)?;
             let bytes =
@@ -105,14 +108,22 @@ pub(super) async fn get(options: &CommonOptions, output: &Output, args: GetArgs)
                     .await?;
             bar.finish_and_clear();
             target.finish()?;
+            let elapsed = began.elapsed();
             if output.is_json() {
-                return output
-                    .json(&json!({ "path": args.remote, "local": local.display().to_string(), "bytes": bytes }));
+                let (local, seconds) = (local.display().to_string(), elapsed.as_secs_f64());
+                let report = json!({ "path": args.remote, "local": local, "bytes": bytes, "seconds": seconds });
+                return output.json(&report);
             }
-            output.note(&format!("{}: {}", local.display(), size(bytes)));
+            output.note(&format!("{}: {}", local.display(), transferred(bytes, elapsed)));
             Ok(())
         })
         .await
+}
+
+/// Describes a transfer by size, time and rate.
+fn transferred(bytes: u64, elapsed: Duration) -> String {
+    let rate = bytes as f64 / elapsed.as_secs_f64().max(f64::MIN_POSITIVE);
+    format!("{} in {}, {}/s", size(bytes), seconds(elapsed.as_secs_f64()), size(rate as u64))
 }
 
 /// Runs work that may wait for a file, a pipe or a terminal, so that signals and the session's

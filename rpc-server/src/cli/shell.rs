@@ -22,7 +22,7 @@ pub(super) use self::connection::SharedConnection;
 
 use self::completion::LineHelper;
 use super::argument::rewrite_negative_numbers;
-use super::command_line::parse_without_address;
+use super::command_line::{parse_without_address, usage_failure};
 use super::connect::{CommonOptions, Files, close};
 use super::failure::Failure;
 use super::interruption::{Interruption, interrupted};
@@ -147,6 +147,7 @@ fn parse_line(line: &str, options: &CommonOptions) -> Result<Line, Failure> {
     let words = ["rpc-cli".to_owned()].into_iter().chain(words).map(OsString::from);
     match parse_without_address(rewrite_negative_numbers(words), options.transports()) {
         Ok(cli) => Ok(Line::Command(Box::new(cli))),
+        Err(error) if error.use_stderr() && options.output().is_json() => Err(usage_failure(&error)),
         Err(error) => {
             error.print().map_err(Failure::Output)?;
             match error.kind() {

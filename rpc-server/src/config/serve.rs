@@ -534,6 +534,7 @@ pub enum Isolate {
     /// All sessions are in the process of the server: a crash ends all of them. GPUs are not used.
     None,
     /// Each session has a process of its own: see [`isolate`](crate::isolate).
+    #[value(help = "Each session has a process of its own")]
     Process,
 }
 

@@ -1,6 +1,11 @@
 //! The macro `settings!`: one declaration gives the flags, the environment variables, the keys of
 //! the file and the defaults. And `listener_settings!`, with the settings of all that listens.
 
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
+
+use toml::Spanned;
+
 macro_rules! settings {
     (
         $settings:ident => $config:ident, $config_env:expr, $what:literal;
@@ -57,7 +62,8 @@ macro_rules! settings {
             /// [`ConfigError::Syntax`] with the position: not TOML, an unknown key, or a malformed
             /// value.
             pub fn from_toml(text: &str, file: &Path) -> Result<Self, ConfigError> {
-                toml::from_str(text)
+                let flags = <Self as clap::Args>::augment_args(clap::Command::new(""));
+                toml::from_str(&$crate::config::settings::with_lists(text, &flags))
                     .map_err(|error| ConfigError::Syntax { file: file.to_owned(), source: Box::new(error) })
             }
 
@@ -139,6 +145,26 @@ macro_rules! settings {
             }
         }
     };
+}
+
+/// Returns the text of a configuration file with brackets around single values of the settings
+/// that are lists: `listen = "unix:/a"` means `listen = ["unix:/a"]`. `command` has the flags of
+/// the settings. All lines stay where they are.
+pub(super) fn with_lists(text: &str, command: &clap::Command) -> String {
+    let mut text = text.to_owned();
+    let Ok(values) = toml::from_str::<BTreeMap<String, Spanned<toml::Value>>>(&text) else { return text };
+    let is_list = |arg: &clap::Arg| matches!(arg.get_action(), clap::ArgAction::Append);
+    let lists: Vec<_> = command.get_arguments().filter(|arg| is_list(arg)).filter_map(clap::Arg::get_long).collect();
+    let single =
+        |(key, value): &(String, Spanned<toml::Value>)| lists.contains(&key.as_str()) && value.as_ref().is_str();
+    let mut spans: Vec<_> = values.into_iter().filter(single).map(|(_, value)| value.span()).collect();
+    // From the last on, so that the others stay where they are.
+    spans.sort_unstable_by_key(|span| Reverse(span.start));
+    for span in spans {
+        text.insert(span.end, ']');
+        text.insert(span.start, '[');
+    }
+    text
 }
 
 /// Declares settings as `settings!` does, and adds those of every program that listens. Their

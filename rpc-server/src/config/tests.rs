@@ -235,6 +235,16 @@ fn the_effective_configuration_reads_back_as_itself() {
 }
 
 #[test]
+fn a_list_of_one_is_written_as_a_string() {
+    let list = file("listen = ['tcp://127.0.0.1:1']\nallow-forward = [ 'unix:/a' ] # one\nweights = []\n").unwrap();
+    let single = file("listen = 'tcp://127.0.0.1:1'\nallow-forward = \"unix:/a\" # one\nweights = []\n").unwrap();
+    assert_eq!(single, list);
+    // An error is in its line still, and what is no list takes no other kind of value.
+    let error = file("listen = 'unix:/a'\nallow-forward = 'unix:/b'\nkey = ['a']").unwrap_err();
+    assert!(error.source().unwrap().to_string().contains("line 3"), "{error}");
+}
+
+#[test]
 fn an_unknown_key_and_a_malformed_value_are_errors_with_their_line() {
     for (text, hint) in [
         ("max-mesage = \"1MiB\"", "max-mesage"),
@@ -247,6 +257,7 @@ fn an_unknown_key_and_a_malformed_value_are_errors_with_their_line() {
         ("insecure", "insecure"),
     ] {
         let error = file(text).unwrap_err();
+        assert_eq!(error.to_string().contains("did you mean 'max-message'?"), hint == "max-mesage", "{error}");
         let detail = error.source().unwrap().to_string();
         assert!(detail.contains(hint) && detail.contains("line 1"), "{detail}");
     }

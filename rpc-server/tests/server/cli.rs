@@ -212,7 +212,9 @@ fn a_file_that_is_put_can_be_got_from_the_named_workspace() {
     let (local, copy) = (fixture.path("local.bin"), fixture.path("copy.bin"));
     let data: Vec<u8> = (0..3_000_000_u32).map(|at| (at % 251) as u8).collect();
     std::fs::write(&local, &data).unwrap();
-    assert_eq!(fixture.cli("put", &[&local]).ok(), "");
+    let put = fixture.cli("put", &[&local]);
+    assert!(put.stderr.starts_with("local.bin: 2.86 MiB in ") && put.stderr.ends_with("/s\n"), "{put:?}");
+    assert_eq!(put.ok(), "");
     assert_eq!(fixture.cli("put", &["--json", &local, "folder/"]).json()["path"], "folder/local.bin");
     assert_eq!(fixture.cli("ls", &[]).ok(), "folder/local.bin\nlocal.bin\n");
     let entries = fixture.cli("ls", &["--json", "folder"]).json();
@@ -372,6 +374,25 @@ fn a_remote_error_is_printed_with_kind_origin_and_backtrace() {
     let error: Json = serde_json::from_str(&run.stderr).unwrap();
     assert_eq!(error["error"]["kind"], "not_found");
     assert_eq!((&error["error"]["hop"], &error["error"]["exit_code"]), (&json!(1), &json!(1)));
+
+    // Errors of all commands have the same fields.
+    let (missing, closed) = (fixture.path("missing"), unused());
+    for (args, kind, code) in [
+        (&["info", "--json", &closed][..], "unreachable", 69),
+        (&["put", "--json", fixture.address(), &missing], "local", 1),
+        (&["info", "--json", "nonsense"], "usage", 2),
+        (&["call", "--json", fixture.address()], "usage", 2),
+        (&["ls", "--json", "@nobody"], "usage", 2),
+        (&["nothing", "--json"], "usage", 2),
+        (&["status", "--json", "--tracker", &closed], "peer_lost", 69),
+        (&["call", "--json", fixture.address(), "rpc.sleep", "9", "--timeout", "100ms"], "deadline_exceeded", 124),
+    ] {
+        let run = cli(args);
+        let other: Json = serde_json::from_str(&run.stderr).unwrap_or_else(|_| panic!("{run:?}"));
+        let fields = |error: &Json| error["error"].as_object().unwrap().keys().cloned().collect::<Vec<_>>();
+        assert_eq!(fields(&other), fields(&error), "{args:?}");
+        assert_eq!((&other["error"]["kind"], run.code), (&json!(kind), code), "{run:?}");
+    }
 }
 
 #[test]

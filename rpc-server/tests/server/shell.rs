@@ -36,6 +36,7 @@ fn a_script_runs_over_one_connection_until_a_line_fails() {
     for (lines, code, says) in [
         ("call no.such.function\nput x\n", 1, "no.such.function"),
         ("info tcp://127.0.0.1:1\n", 2, "unexpected argument"),
+        ("call tcp://127.0.0.1:1 rpc.echo\n", 2, "left out here"),
         ("call 'open\n", 2, "not closed"),
         ("call -J tcp://127.0.0.1:1 rpc.echo 1\n", 2, "give it to rpc-cli shell"),
         ("shell\n", 2, "a shell already"),
