@@ -3,8 +3,8 @@
 use rpc_core::Permission;
 use rpc_transports::Transports;
 
+use super::rule::{lists_program, reaches};
 use crate::config::ServeConfig;
-use crate::run::ANY_PROGRAM;
 
 /// Settings of a server that limit what clients may do, whatever its policy says. They are enforced
 /// where they are used; this copy answers questions beforehand.
@@ -39,16 +39,10 @@ impl Ceiling {
 
     /// Returns the setting that would have to allow `permission` and does not.
     pub(super) fn missing(&self, permission: &Permission<'_>) -> Option<&'static str> {
-        let reaches = |patterns: &[String], address: &str| {
-            let address = address.parse();
-            address.is_ok_and(|address| patterns.iter().any(|pattern| self.transports.matches(pattern, &address)))
-        };
         let (setting, allowed) = match permission {
-            Permission::Program(program) => {
-                ("--allow-run", self.run.iter().any(|name| name == ANY_PROGRAM || name == program))
-            }
-            Permission::Forward(address) => ("--allow-forward", reaches(&self.forward, address)),
-            Permission::Port(address) => ("--allow-port", reaches(&self.port, address)),
+            Permission::Program(program) => ("--allow-run", lists_program(&self.run, program)),
+            Permission::Forward(address) => ("--allow-forward", reaches(&self.transports, &self.forward, address)),
+            Permission::Port(address) => ("--allow-port", reaches(&self.transports, &self.port, address)),
             Permission::Disco => ("--allow-disco", self.disco),
             // Modules of the operator can be loaded without a setting.
             _ => return None,

@@ -63,18 +63,15 @@ const CALLBACKS: &str = "rpc.callback.";
 impl Rule {
     /// Returns true if the rule gives a permission.
     pub(super) fn allows(&self, permission: &Permission<'_>, transports: &Transports) -> bool {
-        let reaches = |patterns: &[String], address: &str| {
-            address.parse().is_ok_and(|address| patterns.iter().any(|pattern| transports.matches(pattern, &address)))
-        };
         match permission {
             Permission::Function(name) => self.may_call(name),
             Permission::Device(device) => {
                 device.kind == DeviceType::CPU || self.devices.iter().any(|pattern| pattern.matches(*device))
             }
             Permission::Modules => self.modules,
-            Permission::Program(program) => self.run.iter().any(|name| name == ANY_PROGRAM || name == program),
-            Permission::Forward(address) => reaches(&self.forward, address),
-            Permission::Port(address) => reaches(&self.port, address),
+            Permission::Program(program) => lists_program(&self.run, program),
+            Permission::Forward(address) => reaches(transports, &self.forward, address),
+            Permission::Port(address) => reaches(transports, &self.port, address),
             Permission::Disco => self.disco,
             Permission::LeasePriority(priority) => *priority <= self.lease_priority,
             // Permissions of later versions are not given by a rule that cannot name them.
@@ -120,6 +117,16 @@ impl Rule {
             sessions: self.max_sessions.map(NonZeroUsize::get),
         }
     }
+}
+
+/// Returns true if `program` is in a list in the words of `--allow-run`.
+pub(super) fn lists_program(list: &[String], program: &str) -> bool {
+    list.iter().any(|name| name == ANY_PROGRAM || name == program)
+}
+
+/// Returns true if one of the patterns stands for the address.
+pub(super) fn reaches(transports: &Transports, patterns: &[String], address: &str) -> bool {
+    address.parse().is_ok_and(|address| patterns.iter().any(|pattern| transports.matches(pattern, &address)))
 }
 
 /// Limits that rules name; `None` where they name none.

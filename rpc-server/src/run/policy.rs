@@ -153,6 +153,24 @@ mod tests {
         assert_eq!(program(&any, ""), Err(ErrorKind::NotFound));
     }
 
+    /// A client that may run one program only must not make it run others.
+    #[test]
+    fn a_client_with_one_program_sets_the_variables_of_a_listed_one() {
+        let limited = policy(&[ANY_PROGRAM]).limited_to("python3");
+        let request = |program: &str, name: &str| RunRequest {
+            program: program.to_owned(),
+            env: vec![(name.to_owned(), "x".to_owned())],
+            ..RunRequest::default()
+        };
+        let program = |name: &str| limited.program(&request(name, "MODE"), Path::new("/work"));
+        assert_eq!(program("sh").unwrap_err().kind(), ErrorKind::Refused);
+        let environment = |name: &str| limited.environment(&request("python3", name), Path::new("/work"));
+        assert!(environment("MODE").is_ok());
+        assert_eq!(environment("PYTHONPATH").unwrap_err().kind(), ErrorKind::InvalidArgument);
+        let listed = policy(&["sh", "make"]).limited_to("sh");
+        assert_eq!(listed.allowed, ["sh", "make"], "the rights of the client are checked beside the list");
+    }
+
     #[test]
     fn clients_set_the_variables_that_are_theirs() {
         let environment = |allowed: &str, name: &str| {
