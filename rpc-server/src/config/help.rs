@@ -39,6 +39,8 @@ const GROUPS: [(&str, &[&str]); 7] = [
             "allow-kick",
             "allow-advertise",
             "max-lease",
+            "lease-policy",
+            "policy",
         ],
     ),
     (
