@@ -33,6 +33,7 @@ mod show;
 mod status;
 mod tensor;
 mod tracker_pool;
+mod up;
 mod use_server;
 
 use std::future::Future;
@@ -122,6 +123,10 @@ enum Command {
     Shell(shell::ShellArgs),
     /// List named servers, make one the default, or add one
     Use(use_server::UseArgs),
+    /// Start a server on another machine by ssh, with a token of its own, and name it
+    Up(up::UpArgs),
+    /// Stop a server that up has started
+    Down(up::DownArgs),
     /// Make certificates for a server and a client, or renew them
     Cert(credentials::CertArgs),
     /// Make a token, the secret that a server and its clients share
@@ -194,7 +199,13 @@ impl Command {
             Self::Time(args) => &mut args.address,
             Self::Doctor(args) => &mut args.address,
             Self::Shell(args) => &mut args.address,
-            Self::Use(_) | Self::Cert(_) | Self::Token(_) | Self::Completions { .. } | Self::Man { .. } => return None,
+            Self::Use(_)
+            | Self::Up(_)
+            | Self::Down(_)
+            | Self::Cert(_)
+            | Self::Token(_)
+            | Self::Completions { .. }
+            | Self::Man { .. } => return None,
         };
         Some((address, SERVER_PORT))
     }
@@ -254,6 +265,8 @@ async fn perform(
         Command::Lease(args) => lease::lease(options, output, args, interruption).await,
         Command::Doctor(args) => interruptible(interruption, doctor::doctor(options, output, args)).await,
         Command::Shell(_) => Err(Failure::Usage("this is a shell already".to_owned())),
+        Command::Up(args) => up::up(options, output, args, interruption).await,
+        Command::Down(args) => up::down(options, output, args, interruption).await,
         Command::Use(args) => use_server::use_server(options, output, args),
         Command::Cert(args) => credentials::cert(output, args),
         Command::Token(args) => credentials::token(output, args),

@@ -80,6 +80,14 @@ pub enum Failure {
         /// The error of the system.
         source: io::Error,
     },
+    /// `ssh` does not lead to a machine.
+    #[error("cannot reach {destination} by ssh: {detail}")]
+    Ssh {
+        /// The machine, as `ssh` was given it.
+        destination: String,
+        /// What `ssh` says.
+        detail: String,
+    },
     /// A file is not a usable `.npy` file.
     #[error("cannot use {}", file.display())]
     Npy {
@@ -142,7 +150,7 @@ impl Failure {
             Self::Trust(TrustError::Expired { .. }) => REFUSED,
             Self::Remote(error) => code_of_kind(error.kind()),
             Self::TimedOut { .. } => TIMEOUT,
-            Self::NoServer { .. } => UNREACHABLE,
+            Self::NoServer { .. } | Self::Ssh { .. } => UNREACHABLE,
             // As a shell reports a program that the signal has killed.
             Self::Interrupted(signal) => {
                 u8::try_from(*signal).map_or(FAILURE, |signal| SIGNALLED.saturating_add(signal))

@@ -249,14 +249,30 @@ impl NamedServers {
 
     /// Adds a server, and makes it the default one.
     pub(super) fn add(self, name: &str, server: NamedServer) -> Result<(), Failure> {
+        self.check_new(name, |_| false)?;
+        self.change(name, Some(server))
+    }
+
+    /// Returns the address of the server of this name; `None` if there is none, and so one can be
+    /// added.
+    ///
+    /// # Errors
+    ///
+    /// The name is malformed, or stands for a server that is not the `same`.
+    pub(super) fn check_new(
+        &self,
+        name: &str,
+        same: impl Fn(&NamedServer) -> bool,
+    ) -> Result<Option<String>, NamedServerError> {
         let is_name = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
         if name.is_empty() || !name.chars().all(is_name) {
-            return Err(NamedServerError::Name { name: name.to_owned() }.into());
+            return Err(NamedServerError::Name { name: name.to_owned() });
         }
-        if self.content.server.contains_key(name) {
-            return Err(NamedServerError::Exists { name: name.to_owned(), file: self.file }.into());
+        match self.content.server.get(name) {
+            Some(server) if same(server) => Ok(Some(server.address.clone())),
+            Some(_) => Err(NamedServerError::Exists { name: name.to_owned(), file: self.file.clone() }),
+            None => Ok(None),
         }
-        self.change(name, Some(server))
     }
 
     /// Writes the file with another default server, and with one server more if it is given. The

@@ -597,6 +597,8 @@ fn help_completions_and_manual() {
         "doctor",
         "shell",
         "use",
+        "up",
+        "down",
         "cert",
         "token",
         "completions",

@@ -32,3 +32,4 @@ mod ssh;
 mod tracker;
 mod tracker_cli;
 mod trust;
+mod up;
