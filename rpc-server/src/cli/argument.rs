@@ -137,7 +137,7 @@ pub(super) fn rewrite_negative_numbers(args: impl Iterator<Item = OsString>) -> 
     let rewrite = |arg: OsString| {
         is_over |= arg == "--";
         match arg.to_str().filter(|text| !is_over && text.starts_with('-')).map(number) {
-            Some(Ok(Argument::Float(value))) => {
+            Some(Ok(Argument::Float(value))) if value.is_finite() => {
                 let text = value.to_string();
                 // A float stays one without its exponent.
                 if text.contains('.') { text.into() } else { format!("{text}.0").into() }

@@ -91,7 +91,7 @@ fn without_address(command: Command) -> Command {
         command.mut_subcommand(name, |subcommand| {
             SERVER_ARGUMENTS.into_iter().fold(subcommand, |subcommand, id| {
                 let is_needed = subcommand.get_arguments().any(|arg| arg.get_id() == id && arg.is_required_set());
-                let optional = |arg: Arg| arg.long(id).required(false).default_value(DEFAULT_SERVER);
+                let optional = |arg: Arg| arg.long(id).hide(true).required(false).default_value(DEFAULT_SERVER);
                 if is_needed { subcommand.mut_arg(id, optional) } else { subcommand }
             })
         })

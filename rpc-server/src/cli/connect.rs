@@ -5,12 +5,13 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::Args;
+use clap::builder::FalseyValueParser;
 use rpc_core::{Session, VirtualDevice};
 use rpc_transports::tracker::{Loan, ServerRequest, address_of};
 use rpc_transports::{Address, AddressError, Connector, Dial, Transports};
 
 use super::failure::Failure;
-use super::named_servers::{NamedServer, NamedServers, is_reference, split_tunnel};
+use super::named_servers::{NamedServer, NamedServerError, NamedServers, is_reference, split_tunnel};
 use super::output::{ColorChoice, Output};
 use super::pool_wait::{PoolRequest, WaitReason};
 use super::shell::SharedConnection;
@@ -66,14 +67,14 @@ pub struct CommonOptions {
     #[arg(long, global = true, env = "RPC_CLI_TIMEOUT", value_name = "TIME")]
     timeout: Option<Span>,
     /// Print JSON, one document a line; errors too, on standard error
-    #[arg(long, global = true, env = "RPC_CLI_JSON")]
+    #[arg(long, global = true, env = "RPC_CLI_JSON", value_parser = FalseyValueParser::new())]
     json: bool,
     /// Log more on standard error; twice for debugging, three times for everything
     #[arg(short, long, global = true, env = "RPC_CLI_VERBOSE", action = clap::ArgAction::Count)]
     #[arg(conflicts_with = "quiet")]
     verbose: u8,
     /// Print nothing but data and errors
-    #[arg(short, long, global = true, env = "RPC_CLI_QUIET")]
+    #[arg(short, long, global = true, env = "RPC_CLI_QUIET", value_parser = FalseyValueParser::new())]
     quiet: bool,
     #[command(flatten)]
     trust: ClientTrust,
@@ -145,6 +146,7 @@ impl CommonOptions {
                     target.servers.extend(route.servers);
                 }
             }
+            self.check_trust(&target.servers, &servers)?;
             for server in target.servers {
                 self.fill_trust(server, &servers);
             }
@@ -153,6 +155,27 @@ impl CommonOptions {
         for hop in &mut self.jump {
             let (tunnel, hop_address) = split_tunnel(hop);
             *hop = format!("{tunnel}{}", complete(hop_address, SERVER_PORT));
+        }
+        Ok(())
+    }
+
+    /// Checks that the servers on the way have the same credentials, as far as they have any and
+    /// the command line has none: a connection has one set for all its hops.
+    fn check_trust(&self, route: &[&NamedServer], servers: &NamedServers) -> Result<(), NamedServerError> {
+        type File = fn(&NamedServer) -> &Option<PathBuf>;
+        let files: [(&'static str, bool, File); 3] = [
+            ("token-file", self.trust.token_file.is_some(), |server| &server.token_file),
+            ("ca", self.trust.ca.is_some(), |server| &server.ca),
+            ("cert", self.trust.cert.is_some(), |server| &server.cert),
+        ];
+        for (setting, is_given, file) in files {
+            let mut all =
+                route.iter().filter_map(|server| Some((server, servers.resolve_path(file(server).as_ref()?))));
+            let Some((first, path)) = all.next().filter(|_| !is_given) else { continue };
+            if let Some((other, _)) = all.find(|(_, other)| *other != path) {
+                let (first, other) = (first.address.clone(), other.address.clone());
+                return Err(NamedServerError::Credentials { setting, first, other });
+            }
         }
         Ok(())
     }
@@ -389,7 +412,7 @@ fn absolute(path: Option<&Path>) -> Result<Option<PathBuf>, Failure> {
     path.map(absolute).transpose()
 }
 
-fn is_tracker(address: &str) -> bool {
+pub(super) fn is_tracker(address: &str) -> bool {
     address.parse::<Address>().is_ok_and(|address| address_of(&address).is_some())
 }
 

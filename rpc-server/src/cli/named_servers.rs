@@ -76,6 +76,19 @@ pub enum NamedServerError {
         /// The file.
         file: PathBuf,
     },
+    /// Two servers on one way need credentials of their own.
+    #[error(
+        "{first} and {other} are on one way, and have different files as {setting}: put the tokens or certificates \
+         of both into one file, and name that for both"
+    )]
+    Credentials {
+        /// The setting.
+        setting: &'static str,
+        /// Address of one server.
+        first: String,
+        /// Address of the other one.
+        other: String,
+    },
     /// The address in the file, or with the key that was given, is malformed.
     #[error("the address of the server '{name}' cannot be used")]
     Address {

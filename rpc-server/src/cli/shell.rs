@@ -22,12 +22,13 @@ pub(super) use self::connection::SharedConnection;
 
 use self::completion::LineHelper;
 use super::argument::rewrite_negative_numbers;
-use super::command_line::{parse_without_address, usage_failure};
-use super::connect::{CommonOptions, Files, close};
+use super::command_line::{DEFAULT_SERVER, parse_without_address, usage_failure};
+use super::connect::{CommonOptions, Files, close, is_tracker};
 use super::failure::Failure;
 use super::interruption::{Interruption, interrupted};
 use super::output::Output;
 use super::{Cli, Command, perform};
+use crate::config::TRACKER_PORT;
 
 /// Maximum number of lines in the history.
 const HISTORY_LINES: usize = 10_000;
@@ -141,7 +142,8 @@ fn parse_line(line: &str, options: &CommonOptions) -> Result<Line, Failure> {
     }
     let words = split_words(line).map_err(|problem| Failure::Usage(problem.to_owned()))?;
     let mut flags = words.iter().take_while(|word| *word != "--").map(|word| word.split('=').next().unwrap_or(word));
-    if let Some(flag) = flags.find(|flag| CONNECTION_OPTIONS.contains(flag)) {
+    let is_connection = |flag: &&str| CONNECTION_OPTIONS.contains(flag) || flag.starts_with("-J");
+    if let Some(flag) = flags.find(is_connection) {
         return Err(Failure::Usage(format!("{flag} is an option of the connection: give it to rpc-cli shell")));
     }
     let words = ["rpc-cli".to_owned()].into_iter().chain(words).map(OsString::from);
@@ -169,10 +171,23 @@ async fn perform_line(
     if matches!(command, Command::Shell(_)) {
         return Err(Failure::Usage("this is a shell already".to_owned()));
     }
-    if let Some((address, _)) = command.address_mut() {
-        server.clone_into(address);
+    if is_tracker(server) && matches!(command, Command::Run(_) | Command::Lease(_) | Command::Forward(_)) {
+        return Err(Failure::Usage(
+            "this shell holds a server of the tracker, and the command would take another: run it outside of the shell"
+                .to_owned(),
+        ));
     }
-    let options = options.for_line(&line_options);
+    let mut options = options.for_line(&line_options);
+    match command.address_mut() {
+        Some((address, _)) if address == DEFAULT_SERVER => server.clone_into(address),
+        // Another tracker than that of the shell.
+        Some((address, TRACKER_PORT)) => {
+            options.resolve_servers(address, TRACKER_PORT)?;
+            options.check_addresses(address)?;
+        }
+        Some(_) => return Err(Failure::Usage("the address is left out here".to_owned())),
+        None => {}
+    }
     perform(&options, &options.output(), command, interruption).await
 }
 

@@ -4,19 +4,20 @@ mod machine;
 
 use std::env::consts::{ARCH, OS};
 use std::error::Error as _;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::Args;
-use rpc_transports::{Address, ClientTls, Tokens};
+use rpc_transports::Address;
 use serde_json::json;
 
 use self::machine::{Machine, Probe};
-use super::connect::{CommonOptions, close, parse_address};
+use super::connect::{CommonOptions, Files, close, parse_address};
 use super::failure::Failure;
 use super::interruption::Interruption;
 use super::named_servers::{NamedServer, NamedServers};
 use super::output::Output;
+use crate::config::SERVER_PORT;
 use crate::modules::hash;
 use crate::pki::private_file::{Mode, write};
 use crate::pki::token_file;
@@ -91,18 +92,24 @@ pub(super) async fn up(
                 machine.destination()
             )));
         }
-        let program = match args.program {
-            Some(program) => program,
+        let program = match &args.program {
+            Some(program) => program.clone(),
             None => install(&machine, &probe, output).await?,
         };
-        let token = token_file::generate(None)?;
-        let listening = machine.start(&program, &token, &args.listen, &args.serve).await?;
-        let address = address_of(&listening, &machine).await?;
         if let Some(folder) = token_file.parent() {
             std::fs::create_dir_all(folder).map_err(|error| Failure::file("cannot make the folder", folder, error))?;
         }
-        write(&token_file, &format!("{token}\n"), Mode::Private)?;
-        Ok(address)
+        let token = token_file::generate(None)?;
+        // A file that belongs to no server of this command is not replaced.
+        let mode = if known.is_some() { Mode::Private } else { Mode::PrivateNew };
+        write(&token_file, &format!("{token}\n"), mode)?;
+        let named = start_and_name(options, &machine, &args, &program, &token, known.as_deref()).await;
+        if named.is_err() {
+            // Nobody could use it. The first failure is the one to tell.
+            _ = machine.stop().await;
+            _ = std::fs::remove_file(&token_file);
+        }
+        named
     };
     let address = tokio::select! {
         address = start => address?,
@@ -111,20 +118,14 @@ pub(super) async fn up(
             return Err(failure);
         }
     };
-
-    let config = servers.file().to_owned();
-    match known {
-        Some(before) if before != address.to_string() => output.warn(&format!(
+    match &known {
+        Some(before) if *before != address.to_string() => output.warn(&format!(
             "'{name}' is {before} in {}, and the server is at {address}: change the file",
-            config.display()
+            servers.file().display()
         )),
-        Some(_) => {}
-        None => {
-            let server = options.named_server(address.to_string())?;
-            servers.add(name, NamedServer { token_file: Some(token_file.clone()), ..server })?;
-        }
+        _ => {}
     }
-    let reached = first_connection(options, &address, &token_file).await;
+    let reached = first_connection(options, name).await;
     if let Err(failure) = &reached {
         output.warn(&format!(
             "the server runs, and cannot be reached from here: {}; a firewall may be between, and {} may lead to a \
@@ -146,6 +147,29 @@ pub(super) async fn up(
     Ok(())
 }
 
+/// Starts the server, and makes it the default one under its name. Returns its address.
+async fn start_and_name(
+    options: &CommonOptions,
+    machine: &Machine,
+    args: &UpArgs,
+    program: &str,
+    token: &str,
+    known: Option<&str>,
+) -> Result<Address, Failure> {
+    let listening = machine.start(program, token, &args.listen, &args.serve).await?;
+    let address = address_of(&listening, machine).await?;
+    // Read again: another command may have changed the file while the server was started.
+    let (name, servers) = (args.target.name(), NamedServers::read(options.config())?);
+    if known.is_some() {
+        servers.set_default(name)?;
+    } else {
+        let token_file = Some(token_file_of(&servers, name));
+        let server = options.named_server(address.to_string())?;
+        servers.add(name, NamedServer { token_file, ..server })?;
+    }
+    Ok(address)
+}
+
 /// Stops the server, and removes its token.
 pub(super) async fn down(
     options: &CommonOptions,
@@ -160,11 +184,15 @@ pub(super) async fn down(
         failure = interruption.wait() => return Err(failure),
     };
     let token_file = token_file_of(&servers, name);
-    match std::fs::remove_file(&token_file) {
-        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-            return Err(Failure::file("cannot remove", &token_file, error));
+    let is_ours = |server: &NamedServer| server.token_file.as_deref() == Some(&*token_file);
+    // The token of another server stays.
+    if matches!(servers.check_new(name, is_ours), Ok(Some(_))) {
+        match std::fs::remove_file(&token_file) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+                return Err(Failure::file("cannot remove", &token_file, error));
+            }
+            _ => {}
         }
-        _ => {}
     }
     if output.is_json() {
         return output.json(&json!({ "name": name, "was_running": was_running }));
@@ -227,11 +255,13 @@ fn reason(failure: &Failure) -> String {
     causes.fold(failure.to_string(), |text, cause| format!("{text}: {cause}"))
 }
 
-async fn first_connection(options: &CommonOptions, address: &Address, token_file: &Path) -> Result<(), Failure> {
-    let tokens = Tokens::from_file(token_file).map_err(crate::pki::trust::TrustError::from)?;
-    let connector = options.connector()?.tokens(tokens).connect_timeout(FIRST_CONNECTION);
-    let tls = ClientTls::unverified(None).map_err(|error| Failure::Unsuitable(error.to_string()))?;
-    let session = connector.tls(tls).connect(&address.to_string()).await.map_err(Failure::Connect)?;
-    close(&session).await;
+/// Connects to a named server, as other commands do.
+async fn first_connection(options: &CommonOptions, name: &str) -> Result<(), Failure> {
+    let mut options = options.clone();
+    let mut address = format!("@{name}");
+    options.resolve_servers(&mut address, SERVER_PORT)?;
+    let connected = tokio::time::timeout(FIRST_CONNECTION, options.connect(&address, Files::None)).await;
+    let timed_out = |_| Failure::TimedOut { what: "connecting".to_owned(), limit: FIRST_CONNECTION, why: None };
+    close(&connected.map_err(timed_out)??).await;
     Ok(())
 }

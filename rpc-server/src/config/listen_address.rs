@@ -103,8 +103,9 @@ pub(crate) const TRACKER_PORT: u16 = 9190;
 /// Default port of a relay.
 pub(super) const RELAY_PORT: u16 = 9290;
 
-/// Schemes whose addresses name a host and a port that this protocol chooses.
-const SCHEMES_WITH_PORT: [&str; 5] = ["tcp", "tls", "quic", "ws", "wss"];
+/// Schemes whose addresses name a host and a port, for which there is no default but ours. The
+/// ports of `ws` and `wss` are those of HTTP.
+const SCHEMES_WITH_PORT: [&str; 3] = ["tcp", "tls", "quic"];
 
 /// Returns the address with the default port of the role, where it names a host without a port. The
 /// address of a tracker's server gets the port of the tracker.

@@ -53,6 +53,13 @@ fn a_server_has_a_name_and_the_default_one_needs_none() {
         assert_eq!(cli(args).code, 0, "{args:?}");
     }
 
+    // One connection has one set of credentials.
+    cli(&["use", "locked", fixture.address(), "-J", "@gated", "--token-file", &fixture.path("a")]).ok();
+    cli(&["use", "gated", hop.address(), "--token-file", &fixture.path("b")]).ok();
+    let apart = cli(&["info", "@locked"]);
+    assert!(apart.code == 2 && apart.stderr.contains("different files as token-file"), "{apart:?}");
+    cli(&["use", "board"]).ok();
+
     // What an address stands before is never the name of a function or a file.
     for args in [&["call", fixture.address()][..], &["get", "tpc://board"], &["call", "@board"]] {
         let short = cli(args);

@@ -21,6 +21,7 @@ while [ $# -gt 0 ]; do
     esac
 done
 case "$1" in away) echo "ssh: connect to host away: No route to host" >&2; exit 255 ;; esac
+echo "Welcome!"
 env -u XDG_STATE_HOME HOME="$home" sh -c "$2"
 "#;
 
@@ -40,6 +41,12 @@ impl Machines {
         self.folder.path().join(name).display().to_string()
     }
 
+    /// Returns the path of a file of the server.
+    fn state(&self, name: &str) -> String {
+        let machine = fs::read_to_string("/proc/sys/kernel/hostname").unwrap();
+        self.path(&format!("home/.local/state/rpc-up/{}/{name}", machine.trim()))
+    }
+
     fn cli(&self, args: &[&str]) -> Run {
         let mut command = command(args);
         command.env("RPC_CLI_CONFIG", self.path("user/config.toml"));
@@ -49,7 +56,7 @@ impl Machines {
 
     /// Returns the process of the server, if one was started and not stopped.
     fn server(&self) -> Option<String> {
-        Some(fs::read_to_string(self.path("home/.local/state/rpc-up/pid")).ok()?.trim().to_owned())
+        Some(fs::read_to_string(self.state("pid")).ok()?.trim().to_owned())
     }
 }
 
@@ -69,7 +76,7 @@ fn a_server_is_started_used_and_stopped_on_another_machine() {
     assert!(started["name"] == "board" && started["reached"] == true, "{started}");
     assert_eq!(machines.cli(&["call", "@board", "rpc.echo", "7"]).ok(), "7\n");
     let token = fs::read_to_string(machines.path("user/board.token")).unwrap();
-    for file in [machines.path("user/board.token"), machines.path("home/.local/state/rpc-up/token")] {
+    for file in [machines.path("user/board.token"), machines.state("token")] {
         assert_eq!(fs::metadata(&file).unwrap().permissions().mode() & 0o077, 0, "{file}");
         assert_eq!(fs::read_to_string(&file).unwrap(), token);
     }
@@ -84,8 +91,8 @@ fn a_server_is_started_used_and_stopped_on_another_machine() {
     assert!(stopped.stderr.contains("stopped the server"), "{stopped:?}");
     let state = fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap_or_default();
     assert!(!state.contains("rpc-server"), "{state}");
-    for gone in ["user/board.token", "home/.local/state/rpc-up/token", "home/.local/state/rpc-up/pid"] {
-        assert!(!Path::new(&machines.path(gone)).exists(), "{gone}");
+    for gone in [machines.path("user/board.token"), machines.state("token"), machines.state("pid")] {
+        assert!(!Path::new(&gone).exists(), "{gone}");
     }
     let none = machines.cli(&["down", "board"]);
     assert!(none.code == 0 && none.stderr.contains("no server"), "{none:?}");
@@ -111,8 +118,14 @@ fn what_cannot_be_started_is_explained_and_leaves_nothing() {
         assert_eq!(machines.server(), None, "{args:?}");
         assert!(!Path::new(&machines.path("user/board.token")).exists(), "{args:?}");
     }
+    // The token of a server that was named by hand stays.
+    machines.cli(&["use", "board", "tls://board.lan", "--token-file", &machines.path("mine")]).ok();
+    fs::write(machines.path("user/board.token"), "of another").unwrap();
+    assert_eq!(machines.cli(&["down", "board"]).code, 0);
+    assert_eq!(machines.cli(&["up", "board"]).code, 2);
+    assert_eq!(fs::read_to_string(machines.path("user/board.token")).unwrap(), "of another");
     // A process that has got the number of a server that is gone is not taken for it.
-    let folder = machines.path("home/.local/state/rpc-up");
+    let folder = machines.state("");
     fs::create_dir_all(&folder).unwrap();
     fs::write(format!("{folder}/pid"), std::process::id().to_string()).unwrap();
     let none = machines.cli(&["down", "board"]);

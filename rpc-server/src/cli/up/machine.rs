@@ -1,7 +1,8 @@
 //! Another machine, on which `ssh` runs scripts of the shell.
 //!
-//! All that is kept there is in one folder, which only its owner can enter: the program, the
-//! token, the process id, the log and the folder for workspaces.
+//! All that is kept there is in one folder, which only its owner can enter: the program, the token,
+//! the process id, the log and the folder for workspaces. The folder has the name of the machine,
+//! since machines may share a home.
 
 use std::process::{Output, Stdio};
 
@@ -17,7 +18,7 @@ pub(super) const INSTALLED: &str = "./rpc-server";
 /// Beginning of each script. `is_running` is true if the process of the file is the server, and no
 /// other that has got its number. No script has a single quote or a line break, so that every login
 /// shell takes it as one word.
-const PROLOGUE: &str = "umask 077; d=\"${XDG_STATE_HOME:-$HOME/.local/state}/rpc-up\"; mkdir -p \"$d\" && \
+const PROLOGUE: &str = "umask 077; d=\"${XDG_STATE_HOME:-$HOME/.local/state}/rpc-up/$(uname -n)\"; mkdir -p \"$d\" && \
                         cd \"$d\" || exit 1; p=$(cat pid 2>/dev/null); is_running() { [ -n \"$p\" ] && \
                         tr \"\\0\" \" \" 2>/dev/null <\"/proc/$p/cmdline\" | grep -qF \"$d/ready\"; }; ";
 
@@ -35,8 +36,8 @@ const START: &str = "s=\"$1\"; shift; cat >new && mv new token && rm -f ready ||
                      --workdir \"$d/work\" \"$@\" >log 2>&1 </dev/null & p=$!; echo $p >pid; i=0; \
                      while [ ! -e ready ] && kill -0 $p 2>/dev/null && [ $i -lt 100 ]; do sleep 0.1; \
                      i=$((i+1)); done; \
-                     if [ -e ready ]; then cat ready; else kill $p 2>/dev/null; rm -f pid token; \
-                     tail -n 20 log >&2; exit 1; fi";
+                     if [ -e ready ]; then while read -r a; do echo \"listening $a\"; done <ready; else \
+                     kill $p 2>/dev/null; rm -f pid token; tail -n 20 log >&2; exit 1; fi";
 
 /// Stops the server: in order, then at once. The second signal does not wait for sessions.
 const STOP: &str = "if is_running; then echo running; for s in TERM TERM KILL; do kill -$s $p 2>/dev/null; i=0; \
@@ -111,12 +112,15 @@ impl Machine {
         let mut args = vec![program, "--listen", listen];
         args.extend(more.iter().map(String::as_str));
         let addresses = self.run(START, &args, format!("{token}\n").into_bytes()).await?;
-        Ok(addresses.lines().next().unwrap_or_default().to_owned())
+        // A login shell may print lines of its own.
+        let address = addresses.lines().find_map(|line| line.strip_prefix("listening "));
+        let none = || Failure::Unsuitable(format!("the server on {} tells no address", self.destination));
+        address.map(str::to_owned).ok_or_else(none)
     }
 
     /// Stops the server. Returns true if it ran.
     pub(super) async fn stop(&self) -> Result<bool, Failure> {
-        Ok(self.run(STOP, &[], Vec::new()).await?.starts_with("running"))
+        Ok(self.run(STOP, &[], Vec::new()).await?.lines().any(|line| line == "running"))
     }
 
     /// Returns the name or the number of the machine in the network: `destination` may be an alias
