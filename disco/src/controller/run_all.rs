@@ -98,8 +98,12 @@ impl RunAll {
     /// Starts all programs, and waits for their ends. Gives the exit statuses, by worker.
     ///
     /// Dropping the completion ends the programs, and so does an error: if one of them cannot be
-    /// started, none goes on. A node that is lost ends its own. Each program that runs takes a
-    /// thread of its node's session (`--max-threads`).
+    /// started, none goes on. A node that is lost ends its own. No line is given to
+    /// [`on_line`](Self::on_line) after an error; after a drop, those that have arrived still are.
+    ///
+    /// Each program that runs takes a thread of its node's session, beside that of its worker. A
+    /// node needs `--max-threads` of twice its workers: with fewer, programs that wait for each
+    /// other may wait for ever.
     ///
     /// Its errors are those of [`RemoteCommand::status`], with the worker in front: so where a
     /// server runs no programs, or not this one. Workers of this process, and nodes that other
@@ -139,11 +143,12 @@ impl RunAll {
             running.spawn(follow(worker, process, output.clone()));
         }
         drop(output);
-        let mut statuses = Vec::new();
-        while let Some(ended) = running.join_next().await {
-            statuses.push(joined(ended)?);
-        }
-        printer.await.map_err(panicked)?;
+        let ended = all_statuses(&mut running).await;
+        // Also after an error: without their tasks the printer ends, before the error is returned.
+        running.shutdown().await;
+        let printed = printer.await.map_err(panicked);
+        let mut statuses = ended?;
+        printed?;
         statuses.sort_by_key(|(worker, _)| *worker);
         Ok(statuses.into_iter().map(|(_, status)| status).collect())
     }
@@ -219,26 +224,50 @@ async fn follow(
     }
 }
 
+/// Waits until all programs have ended, or for the first error.
+async fn all_statuses(
+    running: &mut JoinSet<Result<(WorkerId, RunStatus), RpcError>>,
+) -> Result<Vec<(WorkerId, RunStatus)>> {
+    let mut statuses = Vec::new();
+    while let Some(ended) = running.join_next().await {
+        statuses.push(joined(ended)?);
+    }
+    Ok(statuses)
+}
+
+/// Beginning of a line that is not complete.
+#[derive(Default)]
+struct BegunLine {
+    text: Vec<u8>,
+    /// True if the text before has been passed on without the end of the line.
+    is_cut: bool,
+}
+
 /// Calls `on_line` with the lines of all workers, until all have ended.
 fn pass_on_lines(mut output: mpsc::Receiver<Output>, mut on_line: OnLine) {
-    // Beginnings of lines that are not complete.
-    let mut begun: HashMap<WorkerId, [Vec<u8>; 2]> = HashMap::new();
+    let mut begun: HashMap<WorkerId, [BegunLine; 2]> = HashMap::new();
     while let Some((worker, piece)) = output.blocking_recv() {
         let Some((stream, piece)) = piece else {
             let lines = begun.remove(&worker).unwrap_or_default();
             for (stream, line) in [OutputStream::Stdout, OutputStream::Stderr].into_iter().zip(lines) {
-                if !line.is_empty() {
-                    on_line(worker, stream, &line);
+                if !line.text.is_empty() {
+                    on_line(worker, stream, &line.text);
                 }
             }
             continue;
         };
         let line = &mut begun.entry(worker).or_default()[usize::from(stream == OutputStream::Stderr)];
         for part in piece.split_inclusive(|byte| *byte == b'\n') {
-            line.extend_from_slice(part);
-            if line.ends_with(b"\n") || line.len() >= MAX_LINE {
-                on_line(worker, stream, line.strip_suffix(b"\n").unwrap_or(line));
-                line.clear();
+            if std::mem::take(&mut line.is_cut) && part == b"\n" {
+                // The end of the line that was cut.
+                continue;
+            }
+            line.text.extend_from_slice(part);
+            let is_whole = line.text.ends_with(b"\n");
+            if is_whole || line.text.len() >= MAX_LINE {
+                on_line(worker, stream, line.text.strip_suffix(b"\n").unwrap_or(&line.text));
+                line.text.clear();
+                line.is_cut = !is_whole;
             }
         }
     }
@@ -263,4 +292,29 @@ fn joined<T>(outcome: std::result::Result<Result<T, RpcError>, JoinError>) -> Re
 
 fn panicked(error: JoinError) -> RpcError {
     RpcError::internal(format!("a task panicked: {error}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use parking_lot::Mutex;
+
+    use super::*;
+
+    #[test]
+    fn the_end_of_a_line_that_was_cut_is_no_line_of_its_own() {
+        let (output, received) = mpsc::channel(PIECES_IN_QUEUE);
+        let long = vec![b'x'; MAX_LINE];
+        let pieces: [&[u8]; 4] = [&long, b"\n\nshort\n", &long, b"rest\nlast"];
+        for piece in pieces {
+            let piece = Some((OutputStream::Stdout, Bytes::copy_from_slice(piece)));
+            output.blocking_send((WorkerId(0), piece)).unwrap();
+        }
+        output.blocking_send((WorkerId(0), None)).unwrap();
+        drop(output);
+        let lines = Arc::new(Mutex::new(Vec::new()));
+        let collected = lines.clone();
+        pass_on_lines(received, Box::new(move |_, _, line: &[u8]| collected.lock().push(line.to_vec())));
+        let expected: [&[u8]; 6] = [&long, b"", b"short", &long, b"rest", b"last"];
+        assert_eq!(*lines.lock(), expected);
+    }
 }

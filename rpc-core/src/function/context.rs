@@ -267,7 +267,8 @@ impl Context {
     }
 
     /// Counts one thread that the function starts for itself, for work that outlives the call,
-    /// against the session's limit. The thread keeps the returned value until it ends.
+    /// against the session's limit. The thread keeps the returned value until it ends. The last
+    /// thread that the session may have is left for blocking functions.
     ///
     /// # Errors
     ///

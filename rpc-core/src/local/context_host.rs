@@ -132,7 +132,7 @@ struct ReservedThread(Weak<LocalInner>);
 impl Drop for ReservedThread {
     fn drop(&mut self) {
         let Some(session) = self.0.upgrade() else { return };
-        let lease = session.lanes.lock().threads.left();
+        let lease = session.lanes.lock().threads.left_by_function();
         drop(lease);
         // Jobs of this session may have waited for its own limit, for which no quota calls back.
         session.start_parked();

@@ -130,6 +130,8 @@ pub(super) struct Threads<W> {
     quota: Option<Arc<ThreadQuota>>,
     /// Number of threads, including those that are being started.
     live: usize,
+    /// Number of those threads that functions run for themselves, and that take no jobs.
+    for_functions: usize,
     /// Number of threads that are ending and whose slot another thread has taken. Not included in
     /// `live`.
     passed_on: usize,
@@ -152,6 +154,7 @@ impl<W> Threads<W> {
             max: max.max(1),
             quota,
             live: 0,
+            for_functions: 0,
             passed_on: 0,
             leases: Vec::new(),
             kept: Vec::new(),
@@ -202,9 +205,21 @@ impl<W> Threads<W> {
     }
 
     /// Counts one more thread, which a function starts for itself, if there is room for it or an
-    /// idle thread can end instead.
+    /// idle thread can end instead. The last thread of the session is left for jobs, which would
+    /// otherwise wait for as long as functions keep theirs.
     pub(super) fn reserve_for_function(&mut self) -> bool {
-        !self.ended && (self.reserve() || self.pass_on_idle())
+        if self.ended || self.for_functions + 1 >= self.max || !(self.reserve() || self.pass_on_idle()) {
+            return false;
+        }
+        self.for_functions += 1;
+        true
+    }
+
+    /// Records that a thread which a function has started for itself has ended. The caller drops
+    /// the returned lease outside of locks.
+    pub(super) fn left_by_function(&mut self) -> Option<ThreadLease> {
+        self.for_functions -= 1;
+        self.left()
     }
 
     /// Ends an idle thread and passes its slot on to another. Returns true if there was one.

@@ -32,8 +32,8 @@ pub(crate) struct Isolation {
     config: String,
     module_digests: Option<DigestList>,
     limits: ProcessLimits,
-    /// True if there are devices that sessions without a lease do not share.
-    tell_holders: bool,
+    /// Rules for sessions without a lease.
+    lease_policy: LeasePolicy,
     /// Bytes that each session reserves of the total memory.
     share: Option<u64>,
     connector: Connector,
@@ -70,7 +70,7 @@ impl Isolation {
             config: config.to_toml()?,
             module_digests,
             limits: ProcessLimits::of(config),
-            tell_holders: LeasePolicy::new(&config.lease_policy).restricts(),
+            lease_policy: LeasePolicy::new(&config.lease_policy),
             share: total_is_limited.then_some(config.max_memory.0),
             connector,
             workspaces,
@@ -177,7 +177,7 @@ impl SessionFactory for Isolation {
         let Started { stream, mut process_guard } = self.process().await.map_err(cannot_start)?;
         let (cleaner, process) = (self.cleaner.clone(), process_guard.process().clone());
         if let Some(leases) = self.state.leases() {
-            process.set_leases(leases.open_session(request.connection.clone()), self.tell_holders);
+            process.set_leases(leases.open_session(request.connection.clone()), &self.lease_policy);
         }
         let ended = process.clone();
         process_guard.on_exit(move || {

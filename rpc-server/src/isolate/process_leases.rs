@@ -9,7 +9,7 @@ use std::task::Waker;
 use rpc_core::Device;
 
 use super::messages::{LeaseAnswer, LeaseCommand};
-use crate::leases::{LeaseId, SessionLeases};
+use crate::leases::{LeaseId, LeasePolicy, SessionLeases};
 
 /// Sender of answers to the process. Must not block.
 type AnswerSender = Arc<dyn Fn(LeaseAnswer) + Send + Sync>;
@@ -32,12 +32,12 @@ impl ProcessLeases {
         self.session.begin_end();
     }
 
-    /// Wakes `waker` now and at each change of a holder.
-    pub(super) fn observe_holders(&self, waker: Waker) {
-        self.session.observe_holders(waker);
+    /// Wakes `waker` now and at each change of a holder, as [`SessionLeases::observe_holders`].
+    pub(super) fn observe_holders(&self, policy: LeasePolicy, waker: Waker) {
+        self.session.observe_holders(policy, waker);
     }
 
-    /// Returns the devices that other sessions hold.
+    /// Returns the observed devices that other sessions hold.
     pub(super) fn held_by_others(&self) -> Vec<Device> {
         self.session.held_by_others()
     }

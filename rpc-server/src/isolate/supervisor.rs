@@ -27,7 +27,7 @@ use super::exit_cause::ExitCause;
 use super::messages::{ControlAnswer, ControlMessage, LeaseAnswer};
 use super::process_leases::ProcessLeases;
 use super::{CHILD_ARGUMENT, GRACE};
-use crate::leases::SessionLeases;
+use crate::leases::{LeasePolicy, SessionLeases};
 use crate::server::server_state::ServerState;
 use crate::this_program::this_program_again;
 
@@ -95,16 +95,17 @@ impl Process {
         }
     }
 
-    /// Lets the process have leases from now on, for its session. With `tell_holders` the process
-    /// is told which devices other sessions hold.
-    pub(super) fn set_leases(self: &Arc<Self>, session: SessionLeases, tell_holders: bool) {
+    /// Lets the process have leases from now on, for its session. The process is told which devices
+    /// other sessions hold, of those that sessions without a lease do not share.
+    pub(super) fn set_leases(self: &Arc<Self>, session: SessionLeases, policy: &LeasePolicy) {
         let id = self.id;
         let leases = ProcessLeases::new(session, move |answer| submit(Job::Answer { id, answer }));
         // Set before the observer, whose first call sends the present holders.
         let mut own = self.leases.lock();
         let leases = own.insert(leases);
-        if tell_holders {
-            leases.observe_holders(Waker::from(Arc::new(HolderObserver(Arc::downgrade(self)))));
+        if policy.restricts() {
+            let waker = Waker::from(Arc::new(HolderObserver(Arc::downgrade(self))));
+            leases.observe_holders(policy.clone(), waker);
         }
     }
 

@@ -16,7 +16,7 @@ use tokio::runtime::Handle;
 use tokio::sync::{Notify, watch};
 
 use super::scheduler::{DeviceLeases, LeaseEvent, LeaseId, LeaseLimits, LeaseScheduler, LeaseTotals, SessionId};
-use super::{LeaseGrant, LeaseRequest, LeaseService, LeasedDevice, MAX_AHEAD, QueuedRequest};
+use super::{LeaseGrant, LeasePolicy, LeaseRequest, LeaseService, LeasedDevice, MAX_AHEAD, QueuedRequest, UnleasedUse};
 
 /// Maximum number of devices in a list.
 const MAX_LISTED: usize = 64;
@@ -31,7 +31,7 @@ pub(crate) struct LeaseTable {
     next_session: AtomicU64,
     /// Notified when the next timeout is earlier than before, and at the end.
     earlier_timeout: Arc<Notify>,
-    /// Runtime of the task that resumes sessions.
+    /// Runtime of the tasks that resume sessions.
     runtime: Handle,
 }
 
@@ -44,7 +44,19 @@ struct TableState {
     /// Sessions whose requests wait until they may use a device.
     blocked: HashMap<Device, HashMap<SessionId, Waker>>,
     /// Sessions that are told of each change of a holder.
-    observers: HashMap<SessionId, Waker>,
+    observers: HashMap<SessionId, HolderObserver>,
+}
+
+/// Observer of the holders of those devices that sessions without a lease do not share.
+struct HolderObserver {
+    policy: LeasePolicy,
+    waker: Waker,
+}
+
+impl HolderObserver {
+    fn observes(&self, device: Device) -> bool {
+        self.policy.treatment(device) != UnleasedUse::Share
+    }
 }
 
 impl TableState {
@@ -55,6 +67,12 @@ impl TableState {
         let waiting = self.scheduler.cancel_waiting(now, session);
         let on_grant = waiting.iter().filter_map(|id| self.on_grant.remove(id)).collect();
         (self.sessions.remove(&session), on_grant)
+    }
+
+    /// Returns the wakers of the sessions that are told of the holders of `device`.
+    fn observers_of(&self, device: Device) -> Vec<Waker> {
+        let observers = self.observers.values().filter(|observer| observer.observes(device));
+        observers.map(|observer| observer.waker.clone()).collect()
     }
 }
 
@@ -106,12 +124,12 @@ impl LeaseTable {
                     granted.extend(state.on_grant.remove(&id).map(|on_grant| (on_grant, grant)));
                     if let Some((session, device)) = state.scheduler.request_of(id) {
                         resumed.extend(state.blocked.get_mut(&device).and_then(|blocked| blocked.remove(&session)));
+                        observers.extend(state.observers_of(device));
                     }
-                    observers = state.observers.values().cloned().collect();
                 }
                 LeaseEvent::Freed { device } => {
                     resumed.extend(state.blocked.remove(&device).into_iter().flat_map(HashMap::into_values));
-                    observers = state.observers.values().cloned().collect();
+                    observers.extend(state.observers_of(device));
                 }
                 LeaseEvent::Overdue { session, device, duration } => {
                     // A release from here on would free a device that the session may still use.
@@ -129,13 +147,9 @@ impl LeaseTable {
         }
         // Before the holder learns of its lease, so that a request that is made after that waits.
         observers.into_iter().for_each(Waker::wake);
-        if !resumed.is_empty() {
-            self.runtime.spawn(async {
-                for session in resumed {
-                    session.wake();
-                    tokio::task::yield_now().await;
-                }
-            });
+        // Each in a task of its own: a wake runs the lanes of its session, which may take long.
+        for session in resumed {
+            self.runtime.spawn(async move { session.wake() });
         }
         for (on_grant, grant) in granted {
             on_grant(grant);
@@ -249,14 +263,20 @@ impl SessionLeases {
         is_held
     }
 
-    /// Returns the devices that other sessions hold.
+    /// Returns the devices that other sessions hold, of those that this session
+    /// [observes](Self::observe_holders).
     pub(crate) fn held_by_others(&self) -> Vec<Device> {
-        self.table.state.lock().scheduler.held_by_others(self.session).collect()
+        let state = self.table.state.lock();
+        let Some(observer) = state.observers.get(&self.session) else { return Vec::new() };
+        let held = state.scheduler.held_by_others(self.session);
+        held.filter(|device| observer.observes(*device)).collect()
     }
 
-    /// Wakes `waker` now and at each change of a holder, before the new holder learns of it.
-    pub(crate) fn observe_holders(&self, waker: Waker) {
-        self.table.state.lock().observers.insert(self.session, waker.clone());
+    /// Wakes `waker` now and at each change of a holder, before the new holder learns of it. Leaves
+    /// out the devices that `policy` lets sessions without a lease share.
+    pub(crate) fn observe_holders(&self, policy: LeasePolicy, waker: Waker) {
+        let observer = HolderObserver { policy, waker: waker.clone() };
+        self.table.state.lock().observers.insert(self.session, observer);
         waker.wake();
     }
 

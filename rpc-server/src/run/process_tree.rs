@@ -14,7 +14,8 @@ pub(super) struct ProcessEntry {
     pub(super) session: i32,
     /// Time of the start, which tells two processes with one id apart.
     start_time: u64,
-    is_zombie: bool,
+    /// True once the process has ended, until it is reaped.
+    pub(super) is_zombie: bool,
     /// True if a signal or a debugger has stopped the process.
     pub(super) is_stopped: bool,
 }
@@ -57,7 +58,7 @@ impl ProcessEntry {
     }
 }
 
-/// Returns the children of `parent`, and their children in turn, without those that have ended. The
+/// Returns the children of `parent`, and their children in turn, with the zombies among them. The
 /// children that `is_searched` declines are left out with theirs.
 pub(super) fn descendants(parent: Pid, is_searched: impl Fn(&ProcessEntry) -> bool) -> Vec<ProcessEntry> {
     let mut by_parent: HashMap<i32, Vec<ProcessEntry>> = HashMap::new();
@@ -76,7 +77,6 @@ pub(super) fn descendants(parent: Pid, is_searched: impl Fn(&ProcessEntry) -> bo
         found.extend(children.unwrap_or_default());
         next += 1;
     }
-    found.retain(|process| !process.is_zombie);
     found
 }
 

@@ -230,35 +230,35 @@ impl ProcessLimit {
             return false;
         }
         self.newest = newest;
-        self.counted = u32::try_from(descendants(getpid(), |_| true).len()).unwrap_or(u32::MAX);
+        let processes = descendants(getpid(), |_| true);
+        let live = processes.iter().filter(|process| !process.is_zombie).count();
+        self.counted = u32::try_from(live).unwrap_or(u32::MAX);
         self.counted > self.max
     }
 }
 
-/// Makes this session process the parent of the descendants of a reaper that is killed.
+/// Makes this session process the parent of the descendants that a failed reaper leaves.
 pub(crate) fn adopt_orphans() -> io::Result<()> {
     Ok(set_child_subreaper(Some(getpid()))?)
 }
 
-/// Kills and reaps the processes that a killed reaper has left to this session process: those that
+/// Kills and reaps the processes that a failed reaper has left to this session process: those that
 /// are in another session of the kernel than it is, and are no reapers. `is_reaper` is asked after
 /// each look at the processes, so that it knows a reaper that was started before the look.
+/// Processes that the kernel holds are given up after [`KILL_LIMIT`].
 pub(super) fn end_orphans(is_reaper: impl Fn(Pid) -> bool) {
     let Some(own) = ProcessEntry::read(getpid()) else { return };
     let is_orphan = |process: &ProcessEntry| process.session != own.session && !is_reaper(process.pid);
     let deadline = Instant::now() + KILL_LIMIT;
-    let mut killed = Vec::new();
     loop {
         let orphans = descendants(getpid(), is_orphan);
+        if orphans.is_empty() || Instant::now() > deadline {
+            return;
+        }
         orphans.iter().for_each(ProcessEntry::kill);
-        killed.extend(orphans);
-        killed.retain(|orphan: &ProcessEntry| {
+        for orphan in &orphans {
             // Only its parent can reap it, which is this process once its own parent has ended.
             let _ = waitpid(Some(orphan.pid), WaitOptions::NOHANG);
-            orphan.is_there()
-        });
-        if killed.is_empty() || Instant::now() > deadline {
-            return;
         }
         thread::sleep(Duration::from_millis(1));
     }

@@ -4,7 +4,6 @@
 use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
-use std::os::unix::process::ExitStatusExt as _;
 use std::process::{Child, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -25,7 +24,7 @@ const STOPPED_LOOKS: u32 = 5;
 /// The reapers that have not been reaped.
 static REAPERS: Mutex<Vec<Reaper>> = Mutex::new(Vec::new());
 
-/// Held during a look, so that the end of the session waits for one that ends what a killed reaper
+/// Held during a look, so that the end of the session waits for one that ends what a failed reaper
 /// has left.
 static LOOK: Mutex<()> = Mutex::new(());
 
@@ -84,8 +83,9 @@ pub(super) fn resume(pid: Pid) {
     REAPERS.lock().iter().filter(|reaper| reaper.pid() == pid).for_each(Reaper::resume);
 }
 
-/// Waits until all reapers have ended, or for `limit`. Reapers that stay stopped are killed, and
-/// what they leave with them. All programs must have been dropped, or will soon be. Blocks.
+/// Waits until all reapers have ended: for about `limit`, and some seconds longer if processes
+/// cannot be killed. Reapers that stay stopped are killed, and what they leave with them. All
+/// programs must have been dropped, or will soon be. Blocks.
 pub(crate) fn end_reapers(limit: Duration) {
     let started = Instant::now();
     while started.elapsed() < limit {
@@ -115,11 +115,11 @@ fn guard() {
 }
 
 /// Reaps the reapers that have ended, kills those that `must_end` names, and lets the others run.
-/// Ends what killed reapers have left. Returns true if there are others.
+/// Ends what failed reapers have left. Returns true if there are others.
 fn look(mut must_end: impl FnMut(&mut Reaper) -> bool) -> bool {
     let _look = LOOK.lock();
     let mut reapers = REAPERS.lock();
-    let mut was_killed = false;
+    let mut has_failed = false;
     reapers.retain_mut(|reaper| {
         if must_end(reaper) {
             let _ = reaper.process.kill();
@@ -129,14 +129,15 @@ fn look(mut must_end: impl FnMut(&mut Reaper) -> bool) -> bool {
         match reaper.process.try_wait() {
             Ok(None) => true,
             ended => {
-                was_killed |= ended.ok().flatten().is_some_and(|status| status.signal().is_some());
+                // A reaper that succeeds has left nothing.
+                has_failed |= ended.ok().flatten().is_none_or(|status| !status.success());
                 false
             }
         }
     });
     let are_left = !reapers.is_empty();
     drop(reapers);
-    if was_killed {
+    if has_failed {
         // Its descendants are those of this process, now that it has been reaped.
         end_orphans(is_reaper);
     }

@@ -218,6 +218,12 @@ fn no_process_and_no_file_is_left() {
     assert!(error.to_string().contains("the process that watches the program was killed"), "{error}");
     ends(stray);
 
+    // A process that ended before its reaper was killed is reaped by the session process.
+    let (_process, [reaper, zombie]) = start(&session, "echo $PPID; sleep 0.5 & echo $!; exec sleep 1000");
+    eventually("no parent reaps it", || stat(zombie, 0).is_some_and(|state| state == "Z"));
+    kill(reaper);
+    eventually("it is reaped", || stat(zombie, 0).is_none());
+
     // The session process is killed.
     let (_process, [stray]) = start(&session, &format!("{STRAY}; sleep 1000"));
     let folder = fs::read_link(format!("/proc/{stray}/cwd")).unwrap();

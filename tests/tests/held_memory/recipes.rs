@@ -304,7 +304,17 @@ fn calls(name: &str, peer: &mut Peer) -> Calls {
             }
             Calls::new(|_| vec![text("")])
         }
-        "rpc.file.rm" => {
+        "rpc.file.folders" => {
+            for number in 0..LISTED {
+                peer.call("rpc.file.create_folder", vec![text(&format!("{number}{}", "x".repeat(200)))]);
+            }
+            Calls::new(|_| vec![])
+        }
+        "rpc.file.digest" => {
+            file(peer, 1);
+            Calls::new(|_| vec![text("file")])
+        }
+        "rpc.file.rm" | "rpc.file.create_folder" => {
             Calls::new(|_| vec![text(&"x".repeat(LONG))]).answered(Answer::Error(ErrorKind::InvalidArgument))
         }
         "rpc.file.set_executable" => {

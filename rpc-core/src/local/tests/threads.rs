@@ -166,6 +166,33 @@ fn threads_that_functions_start_count_until_they_end() {
 }
 
 #[test]
+fn functions_leave_the_last_thread_for_calls() {
+    let registry = Registry::new();
+    let held: Arc<Mutex<Vec<ThreadPermit>>> = Arc::default();
+    let permits = held.clone();
+    registry.add("block", || 1).add_inline("reserve", move |context: Context| -> Result<()> {
+        let permit = context.reserve_thread()?;
+        permits.lock().push(permit);
+        Ok(())
+    });
+    for (max_threads, allowed) in [(1, 0), (3, 2)] {
+        let session = with_threads(registry.clone(), max_threads);
+        let (reserve, block) = (handle(&session, "reserve"), handle(&session, "block"));
+        // An inline function takes no thread of its own.
+        let reserve = || session.submit(concurrent(reserve)).reply().wait();
+        for _ in 0..2 {
+            for _ in 0..allowed {
+                reserve().unwrap();
+            }
+            assert_eq!(reserve().unwrap_err().kind(), ErrorKind::LimitExceeded);
+            session.submit(concurrent(block)).reply().wait().unwrap();
+            // Returned permits count no more.
+            held.lock().clear();
+        }
+    }
+}
+
+#[test]
 fn an_idle_thread_makes_room_for_one_that_a_function_starts() {
     let (quota, gate) = (ThreadQuota::new(8), Arc::new(Gate::default()));
     let registry = Registry::new();
