@@ -4,15 +4,17 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use rpc_core::{Result, RpcError, SessionLimits};
-use rpc_transports::{Address, self_start};
+use rpc_transports::{Address, MessageFamily, self_start};
 use serde::{Deserialize, Serialize};
 
 use crate::node::settings::NodeSettings;
 use crate::weights::folders::WeightFolders;
-use crate::wire::set_up::MESSAGES;
 
 /// The first argument of a program that is started as its own worker.
 pub(crate) const WORKER: &str = "--disco-worker";
+
+/// Settings of workers. Up to version 8 they had the version of Disco's messages, and no rights.
+const SETTINGS: MessageFamily = MessageFamily::new("the settings of Disco's workers", 9);
 
 /// Latest version whose settings of a worker do not carry it.
 const LAST_WITHOUT_NUMBER: u32 = 3;
@@ -33,8 +35,9 @@ pub(crate) fn can_serve_workers() -> bool {
 /// Settings that the session of a worker's process takes over from that of its node: the second
 /// argument of the process, as JSON.
 #[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub(crate) struct WorkerSettings {
-    /// Version of [`MESSAGES`] at the node. It differs from that of the worker only if the file of
+    /// Version of [`SETTINGS`] at the node. It differs from that of the worker only if the file of
     /// the program has been replaced since the node was started.
     pub(crate) version: u32,
     pub(crate) limits: SessionLimits,
@@ -53,7 +56,7 @@ impl WorkerSettings {
     /// Settings of sessions with these limits and files of weights, and without a limit of open
     /// files.
     pub(crate) fn new(limits: SessionLimits, weights: Option<WeightFolders>) -> Self {
-        Self { version: MESSAGES.version(), limits, max_open_files: u64::MAX, weights, access: None, settings: None }
+        Self { version: SETTINGS.version(), limits, max_open_files: u64::MAX, weights, access: None, settings: None }
     }
 
     /// Settings of the session of `context`.
@@ -65,8 +68,12 @@ impl WorkerSettings {
         let weights = context.extension::<WeightFolders>();
         let settings = context.extension::<NodeSettings>();
         let access = context.access_control().map(|access| {
-            let unsupported = "the rights of the session's client cannot be passed on to processes of workers";
-            access.to_text().ok_or_else(|| RpcError::unsupported(unsupported))
+            access.to_text().ok_or_else(|| {
+                RpcError::unsupported(
+                    "the rights of the session's client cannot be passed on to processes of workers: the rules for it \
+                     may be too long (32 KiB for rpc-server); have workers as threads, or shorten its rules",
+                )
+            })
         });
         Ok(Self {
             access: access.transpose()?,
@@ -89,7 +96,7 @@ impl WorkerSettings {
         }
         let malformed = |error| RpcError::invalid_argument(format!("malformed settings of a worker: {error}"));
         let Versioned { version } = serde_json::from_slice(text).map_err(malformed)?;
-        MESSAGES.check(version.unwrap_or(LAST_WITHOUT_NUMBER), "the node of this worker", "the worker")?;
+        SETTINGS.check(version.unwrap_or(LAST_WITHOUT_NUMBER), "the node of this worker", "the worker")?;
         serde_json::from_slice(text).map_err(malformed)
     }
 }
@@ -142,16 +149,29 @@ mod tests {
     use rpc_core::ErrorKind;
 
     use super::*;
-    use crate::wire::golden::assert_refused;
 
     #[test]
     fn settings_of_another_version_are_refused_in_words() {
         let own = || WorkerSettings::new(SessionLimits::default(), None);
-        let newer = MESSAGES.version() + 1;
-        let text = serde_json::to_vec(&WorkerSettings { version: newer, ..own() }).unwrap();
-        for (text, version) in [(text, newer), (b"{}".to_vec(), LAST_WITHOUT_NUMBER)] {
-            assert_refused(WorkerSettings::decode(&text), ("the node of this worker", version), "the worker");
+        let ours = SETTINGS.version();
+        let of_version = |version| serde_json::to_vec(&WorkerSettings { version, ..own() }).unwrap();
+        for (text, version, older) in [
+            (of_version(ours + 1), ours + 1, "the worker"),
+            // A worker of the last version without rights would serve with all of them.
+            (of_version(8), 8, "the node of this worker"),
+            (b"{}".to_vec(), LAST_WITHOUT_NUMBER, "the node of this worker"),
+        ] {
+            let error = WorkerSettings::decode(&text).unwrap_err();
+            let expected = format!(
+                "the node of this worker speaks version {version} of the settings of Disco's workers, and the worker \
+                 version {ours}: update {older}"
+            );
+            assert_eq!((error.kind(), error.message()), (ErrorKind::VersionMismatch, expected.as_str()));
         }
+        let mut unknown = serde_json::to_value(own()).unwrap();
+        unknown["unknown"] = "{}".into();
+        let error = WorkerSettings::decode(unknown.to_string().as_bytes()).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InvalidArgument);
         WorkerSettings::decode(&serde_json::to_vec(&own()).unwrap()).unwrap();
         assert_eq!(WorkerSettings::decode(b"x").unwrap_err().kind(), ErrorKind::InvalidArgument);
     }

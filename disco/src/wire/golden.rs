@@ -2,7 +2,7 @@
 //! the fields in there with the tables of `PROTOCOL.md`.
 //!
 //! Names of fields and variants are part of the bytes. A change of a line of `golden.txt` is a new
-//! version of [`MESSAGES`].
+//! version of [`MESSAGES`]; that of `WorkerSettings` is a new version of the settings alone.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Debug;
@@ -111,6 +111,7 @@ fn set_ups(all: &mut Samples) {
     all.packed("NodeInfo", &info);
     let mut settings = WorkerSettings::new(SessionLimits::default(), Some(WeightFolders::new(["/w"])));
     settings.settings = Some(NodeSettings::new("s"));
+    settings.access = Some("a".to_owned());
     let mut settings = serde_json::to_value(&settings).unwrap();
     // The limits are those of `rpc-core`, and their defaults are no part of this message.
     settings["limits"] = json!({});

@@ -5,7 +5,8 @@ use std::sync::Arc;
 
 use rpc_core::function::{FunctionKind, Object};
 use rpc_core::{
-    DataType, Device, DeviceApi, Devices, ErrorKind, LocalValue, RpcError, Tensor, Value, VirtualDevice, blocking,
+    DataType, Device, DeviceApi, Devices, ErrorKind, LocalValue, Permission, RpcError, Tensor, Value, VirtualDevice,
+    blocking,
 };
 
 use super::executor::Worker;
@@ -58,6 +59,7 @@ impl Worker {
 
     /// Sets a register to a function of the module in another one.
     pub(super) fn module_function(&mut self, to: Register, module: Register, name: &str) -> Outcome {
+        self.this.context().authorize(&Permission::Modules)?;
         let function = self.module(module)?.function(name)?;
         self.set_name(to, Some(name))?;
         Ok(self.set_object(to, Object::Function(function))?)
@@ -231,8 +233,8 @@ impl Worker {
 ///
 /// # Errors
 ///
-/// [`ErrorKind::DeviceUnavailable`], with the device, the reason and the devices that there are;
-/// and those of a driver that cannot count its devices.
+/// [`ErrorKind::DeviceUnavailable`], with the device, the reason and the devices that there are
+/// for the client; and those of a driver that cannot count its devices.
 fn check_device(devices: &Devices, device: Device) -> Result<(), RpcError> {
     let Err(error) = devices.get(device) else { return Ok(()) };
     if error.kind() != ErrorKind::DeviceUnavailable {
@@ -240,9 +242,11 @@ fn check_device(devices: &Devices, device: Device) -> Result<(), RpcError> {
     }
     let of_kind = |(kind, api): (_, Result<&Arc<dyn DeviceApi>, &str>)| {
         let count = api.map_or(0, |api| api.count().unwrap_or(0));
-        (0..count).map(move |index| Device::new(kind, index).to_string())
+        (0..count).map(move |index| Device::new(kind, index))
     };
-    let there_are: Vec<String> = devices.iter().flat_map(of_kind).collect();
+    // Devices that the client may not use are left out.
+    let offered = devices.iter().flat_map(of_kind).filter(|device| devices.get(*device).is_ok());
+    let there_are: Vec<String> = offered.map(|device| device.to_string()).collect();
     let there_are = if there_are.is_empty() { "none at all".to_owned() } else { there_are.join(", ") };
     let text = format!("this worker has no device {device}, but {there_are}: {}", error.message());
     Err(RpcError::new(ErrorKind::DeviceUnavailable, text))

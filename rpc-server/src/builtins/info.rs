@@ -46,7 +46,7 @@ pub struct ServerInfo {
     /// Native modules that clients may upload; `None` if they may not.
     #[serde(default)]
     pub modules: Option<ModulesInfo>,
-    /// Devices that sessions have leased, at most 64.
+    /// Devices that sessions have leased and the client may use, at most 64.
     #[serde(default)]
     pub leases: Vec<LeasedDevice>,
     /// Identity of the client, with the kind of its proof, such as `token:alice`. `None` in

@@ -65,7 +65,7 @@ pub(super) fn register(registry: &Registry) {
             grant.map(|grant| micros(clock::now().saturating_duration_since(grant.since)))
         })
         .add_async("rpc.lease.status", |context: Context| async move {
-            service(&context)?.leased_devices().await.map(Pack)
+            service(&context)?.leased_devices().await.map(|devices| Pack(within_rights(&context, devices)))
         });
 }
 
@@ -102,11 +102,19 @@ fn service(context: &Context) -> Result<Arc<dyn LeaseService>> {
     Ok(leases.0.clone())
 }
 
-/// Returns the leased devices of the server of this session; none if there are no leases.
+/// Returns the leased devices of the server of this session that its client may use; none if there
+/// are no leases.
 pub(super) fn leased_devices(context: &Context) -> Vec<LeasedDevice> {
     let leases = context.extension::<Leases>();
     let devices = leases.and_then(|leases| block_on(leases.0.leased_devices()).ok()?.ok());
-    devices.unwrap_or_default()
+    within_rights(context, devices.unwrap_or_default())
+}
+
+/// Leaves out the devices that the client may not use.
+fn within_rights(context: &Context, mut devices: Vec<LeasedDevice>) -> Vec<LeasedDevice> {
+    let may_use = |device: Device| context.authorize(&Permission::Device(device)).is_ok();
+    devices.retain(|leased| leased.device.parse::<Device>().is_ok_and(may_use));
+    devices
 }
 
 /// Returns a time in microseconds, saturated to what a value can hold.

@@ -3,7 +3,7 @@
 use rpc_core::Permission;
 use rpc_transports::Transports;
 
-use super::rule::{lists_program, reaches};
+use super::rule::{Right, lists_program, reaches, right_behind};
 use crate::config::ServeConfig;
 
 /// Settings of a server that limit what clients may do, whatever its policy says. They are enforced
@@ -44,6 +44,11 @@ impl Ceiling {
             Permission::Forward(address) => ("--allow-forward", reaches(&self.transports, &self.forward, address)),
             Permission::Port(address) => ("--allow-port", reaches(&self.transports, &self.port, address)),
             Permission::Disco => ("--allow-disco", self.disco),
+            Permission::Function(name) => match right_behind(name) {
+                Some(Right::Run) => ("--allow-run", !self.run.is_empty()),
+                Some(Right::Disco) => ("--allow-disco", self.disco),
+                Some(Right::Modules | Right::Devices) | None => return None,
+            },
             // Modules of the operator can be loaded without a setting.
             _ => return None,
         };

@@ -2,6 +2,7 @@
 
 use std::fs;
 
+use rpc_core::proto::ANONYMOUS;
 use rpc_transports::{PeerIdentity, glob};
 use serde::Deserialize;
 
@@ -23,7 +24,7 @@ pub(super) enum IdentityPattern {
     /// `cert:NAME`: holders of certificates.
     Certificate(String),
     /// `via:PROXY/NAME`: clients that a trusted proxy names so. The name of the proxy is no
-    /// pattern.
+    /// pattern, and clients without proof are `via:PROXY/anonymous` alone.
     Asserted { proxy: String, name: String },
 }
 
@@ -38,7 +39,8 @@ impl IdentityPattern {
             (Self::Token(pattern), PeerIdentity::Token(name))
             | (Self::Certificate(pattern), PeerIdentity::Certificate(name)) => glob(pattern, name),
             (Self::Asserted { proxy, name: pattern }, PeerIdentity::Asserted { proxy: by, name }) => {
-                proxy == by && glob(pattern, name)
+                // Clients without proof are meant by that word alone.
+                proxy == by && if name == ANONYMOUS { pattern == ANONYMOUS } else { glob(pattern, name) }
             }
             _ => false,
         }
@@ -109,6 +111,7 @@ mod tests {
             "cert:gateway/alice",
             "via:gateway/alice",
             "via:token/alice",
+            "via:gateway/anonymous",
             "token:root",
         ];
         for (text, expected) in [
@@ -123,6 +126,10 @@ mod tests {
             ("cert:*", &["cert:alice", "cert:gateway/alice"]),
             ("via:gateway/alice", &["via:gateway/alice"]),
             ("via:token/*", &["via:token/alice"]),
+            ("via:gateway/*", &["via:gateway/alice"]),
+            ("via:gateway/a*", &["via:gateway/alice"]),
+            ("via:gateway/anonymous", &["via:gateway/anonymous"]),
+            ("via:token/anonymous", &[]),
             ("token:anonymous", &[]),
             ("cert:via:gateway/alice", &[]),
         ] {

@@ -110,8 +110,10 @@ impl Running {
         let onward = self.onward.dial_options()?;
         let policy = self.policy.as_ref().map(|policy| policy.read()).transpose()?;
         let credentials = self.trust.reload(self.tls.as_ref())?;
-        // Nothing fails from here on. The policy comes first: no client that only the new
-        // credentials admit has the rights of the old policy.
+        // Nothing fails from here on. The policy comes before the tokens: no client that only the
+        // new ones admit has the rights of the old policy. Certificates are in use since the line
+        // above, because only their use shows that they are good: a client that they admit, and
+        // whose session begins in this moment, may still have those rights.
         if let (Some(source), Some(policy)) = (&self.policy, policy) {
             source.set(policy);
         }

@@ -21,6 +21,7 @@ use rpc_transports::tracker::{
 use rpc_transports::{ClientConnection, OpenRequest, SessionFactory};
 use tokio::sync::watch;
 
+use crate::policy::rights_of;
 use crate::tracker::millis;
 
 /// Id of a registration at one tracker.
@@ -156,13 +157,15 @@ impl TicketGate {
     /// # Errors
     ///
     /// [`ErrorKind::Refused`] of the application kind [`TICKET_REFUSED`]; and of the application
-    /// kind [`PROBE_ANSWERED`] for the probe of a tracker, which gets no session.
+    /// kind [`PROBE_ANSWERED`] for the probe of a tracker, which gets no session. Those of
+    /// [`rights_of`], before a ticket is marked as used.
     pub(super) fn admit(self: &Arc<Self>, request: &OpenRequest) -> Result<SessionPermit> {
         let known_as = if request.identity == ANONYMOUS { &request.peer } else { &request.identity };
+        let rights = rights_of(request).map(drop);
         let mut state = self.lock();
         let ticket = match request.ticket.as_deref() {
             Some(PROBE_TICKET) => return Err(probe_answered()),
-            Some(text) => match state.take_ticket(text, self.now_ms())? {
+            Some(text) => match state.take_ticket(text, self.now_ms(), rights)? {
                 (_, PROOF_SERIAL) => return Err(probe_answered()),
                 (id, serial) if state.with_ticket() >= self.capacity as usize => {
                     state.spend(id, serial);
@@ -172,7 +175,10 @@ impl TicketGate {
                 }
                 ticket => Some(ticket),
             },
-            None if self.allow_direct => None,
+            None if self.allow_direct => {
+                rights?;
+                None
+            }
             None => {
                 return Err(refused(
                     "this server is given out by a tracker, and the client has no ticket: connect to \
@@ -226,8 +232,8 @@ impl GateState {
         }
     }
 
-    /// Marks a ticket as used.
-    fn take_ticket(&mut self, text: &str, now_ms: u64) -> Result<(RegistrationId, u64)> {
+    /// Marks a ticket as used, if `rights` is no error: the client may have a session.
+    fn take_ticket(&mut self, text: &str, now_ms: u64, rights: Result<()>) -> Result<(RegistrationId, u64)> {
         let mut why = TicketError::Foreign;
         for (id, registration) in &mut self.registrations {
             let ticket = match registration.key.verify(text) {
@@ -242,9 +248,10 @@ impl GateState {
                 return Err(refused(format!("the ticket expired {late} ms ago: ask the tracker for another one")));
             }
             if ticket.serial == PROOF_SERIAL {
-                // Opens no session, however often it is shown.
+                // Opens no session, however often it is shown. Trackers need no rights for it.
                 return Ok((*id, ticket.serial));
             }
+            rights?;
             // Expired tickets are refused by their time, so they need not be remembered.
             registration.used.retain(|_, expires_ms| *expires_ms > now_ms);
             if registration.used.insert(ticket.serial, ticket.expires_ms).is_some() {

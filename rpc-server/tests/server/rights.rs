@@ -141,7 +141,6 @@ fn clients_do_what_the_rules_for_them_say_and_nothing_else() {
             ("call:rpc.sleep", None, None),
             ("call:rpc.file.ls", Some("ci"), None),
             ("call:rpc.module.find", None, None),
-            ("call:rpc.run.start", Some("ci"), None),
             ("run:true", Some("ci").filter(|_| isolated), None),
             ("run:sh", None, None),
             ("device:cpu:0", Some("everybody"), Some("everybody")),
@@ -168,6 +167,12 @@ fn clients_do_what_the_rules_for_them_say_and_nothing_else() {
                 }
             }
         }
+        // Functions that the settings leave nothing to do can be looked up, and the answer is no.
+        let answer = can(&ci, "call:rpc.run.start");
+        assert_eq!(answer.allowed, isolated, "{args:?}: {answer:?}");
+        fixture.attempt("ci", &ci, "call:rpc.run.start").unwrap();
+        assert!(!can(&guest, "call:rpc.run.start").allowed);
+        assert_eq!(fixture.attempt("guest", &guest, "call:rpc.run.start").unwrap_err().kind(), ErrorKind::Refused);
         // Refusals name the rules, and what they give.
         let refusal = |permission: &str| fixture.attempt("ci", &ci, permission).unwrap_err().message().to_owned();
         let expected = "the policy lets 'token:ci' call rpc.new_object (rule 'everybody'), rpc.time* (rule 'ci') and \
