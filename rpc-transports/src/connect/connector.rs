@@ -404,7 +404,8 @@ impl Connector {
     /// Opens a channel to `address` and runs `continuation` over it. If the channel is on an
     /// existing connection and nothing is heard over that connection any more, the server has
     /// restarted or the route to it is cut. A second attempt is then made over a new connection,
-    /// and the first attempt to succeed counts.
+    /// and the first attempt to succeed counts. The second attempt is made as well if a reused
+    /// connection is lost, because its server may have restarted.
     async fn run_over_channel<'a, T>(
         &'a self,
         address: &'a Address,
@@ -413,13 +414,17 @@ impl Connector {
     ) -> Result<T, ConnectError> {
         let channel = self.dial_channel(address, existing).await?;
         let Some(connection) = channel.security().connection.clone() else { return continuation(channel).await };
+        let reuses_connection = channel.security().reuses_connection;
+        let mut second = Box::pin(async { continuation(self.dial_channel(address, None).await?).await });
         let mut first = continuation(channel);
         tokio::select! {
             biased;
-            outcome = &mut first => return outcome,
+            outcome = &mut first => match outcome {
+                Err(error) if reuses_connection && is_lost_connection(&error) => return second.await,
+                outcome => return outcome,
+            },
             () = connection.silence() => connection.suspect(),
         }
-        let mut second = Box::pin(async { continuation(self.dial_channel(address, None).await?).await });
         tokio::select! {
             biased;
             outcome = &mut first => match outcome {
@@ -576,6 +581,11 @@ fn is_of_the_end(error: &RpcError) -> bool {
     error.hop() == 0 && matches!(error.kind(), ErrorKind::PeerLost | ErrorKind::Refused)
 }
 
+/// Returns true if the connection to the dialled peer broke before the peer had answered.
+fn is_lost_connection(error: &ConnectError) -> bool {
+    matches!(error, ConnectError::Session(error) if error.hop() == 0 && error.kind() == ErrorKind::PeerLost)
+}
+
 /// Adds the explanation of the far side's end to an error, if there is one.
 fn explained(error: RpcError, end: Option<String>) -> RpcError {
     match end {
@@ -624,5 +634,79 @@ type Continuation<'a, T> = Pin<Box<dyn Future<Output = Result<T, ConnectError>> 
 impl Default for Connector {
     fn default() -> Self {
         Self::new()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::task::{Context, Poll};
+
+    use rpc_core::{LocalSession, SharedSession};
+    use tokio::io::{AsyncRead, ReadBuf};
+
+    use super::*;
+    use crate::handshake::identity_proofs::Connection;
+    use crate::serve::{ServeOptions, Server};
+    use crate::transport::{Bind, BoxFuture, Transport};
+
+    /// Stream of a connection that is lost.
+    struct LostStream;
+
+    impl AsyncRead for LostStream {
+        fn poll_read(self: Pin<&mut Self>, _: &mut Context<'_>, _: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+            Poll::Ready(Err(io::ErrorKind::ConnectionReset.into()))
+        }
+    }
+
+    /// Transport with pooled connections, the first of which is lost in the handshake. The
+    /// others lead to a server.
+    #[derive(Debug)]
+    struct LosesFirst {
+        /// True if the lost channel is on a connection that has carried others.
+        reuses_connection: bool,
+        server: Address,
+        dialled: Arc<AtomicUsize>,
+    }
+
+    impl Transport for LosesFirst {
+        fn schemes(&self) -> &[&str] {
+            &["pooled"]
+        }
+
+        fn dial<'a>(&'a self, _: &'a Address, with: &'a Dial) -> BoxFuture<'a, Result<Channel, TransportError>> {
+            Box::pin(async move {
+                let is_first = self.dialled.fetch_add(1, Ordering::Relaxed) == 0;
+                if !is_first {
+                    return Transports::default().dial(&self.server, with).await;
+                }
+                let lost = Channel::new(tokio::io::join(LostStream, tokio::io::sink()), "pooled:server");
+                let connection = Some(Arc::new(Connection::default()));
+                let reuses_connection = self.reuses_connection;
+                Ok(lost.with_security(Security { connection, reuses_connection, ..Security::default() }))
+            })
+        }
+    }
+
+    /// Regression: a client failed because a pooled QUIC connection was lost in the handshake: the
+    /// server had restarted.
+    #[tokio::test]
+    async fn a_reused_connection_that_is_lost_is_replaced_and_a_new_one_is_an_error() {
+        let open = |_: &_| -> Result<SharedSession, RpcError> { Ok(Arc::new(LocalSession::new(Registry::new()))) };
+        let server = Server::new(Arc::new(open), ServeOptions::default());
+        let address: Address = "memory:loses-first".parse().unwrap();
+        server.listen(&address, &Bind::default()).await.unwrap();
+        for (reuses_connection, attempts) in [(true, 2), (false, 1)] {
+            let dialled = Arc::default();
+            let pooled = LosesFirst { reuses_connection, server: address.clone(), dialled: Arc::clone(&dialled) };
+            let connector = Connector::new().transports(Transports::default().with(pooled));
+            let outcome = connector.connect("pooled:server").await;
+            assert_eq!(dialled.load(Ordering::Relaxed), attempts);
+            match outcome {
+                Ok(_) => assert!(reuses_connection),
+                Err(error) => assert!(!reuses_connection && is_lost_connection(&error), "{error:?}"),
+            }
+        }
     }
 }

@@ -32,6 +32,9 @@ pub struct Security {
     pub(crate) is_parent: bool,
     /// Connection that carries this channel beside others.
     pub(crate) connection: Option<Arc<Connection>>,
+    /// True if the connection had carried another channel before this one was opened. Set on the
+    /// dialling side.
+    pub(crate) reuses_connection: bool,
 }
 
 impl Security {
@@ -47,6 +50,7 @@ impl Security {
             showed_certificate: self.showed_certificate,
             is_parent: self.is_parent,
             connection: self.connection.clone(),
+            reuses_connection: self.reuses_connection,
         }
     }
 

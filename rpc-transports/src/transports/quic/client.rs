@@ -98,9 +98,10 @@ pub(super) async fn dial(address: &Address, options: &Dial) -> Result<Channel, T
         // A connection that has as many channels as the server allows goes on, and a new one takes
         // its place in the pool.
         if let Some(pooled) = pooled(&key)
-            && let Ok(Ok(channel)) = tokio::time::timeout(ROOM, open(address, &pooled)).await
+            && let Ok(Ok(mut channel)) = tokio::time::timeout(ROOM, open(address, &pooled)).await
         {
-            return Ok(channel);
+            let security = Security { reuses_connection: true, ..channel.take_security() };
+            return Ok(channel.with_security(security));
         }
         let pooled = connect(address, options, tls, key).await?;
         open(address, &pooled).await.map_err(|error| unconnected(address, options, error))
