@@ -12,6 +12,7 @@ mod command_line;
 mod connect;
 mod credentials;
 mod doctor;
+mod download;
 mod failure;
 mod failure_report;
 mod files;
@@ -25,6 +26,7 @@ mod named_servers;
 mod new_file;
 pub mod npy;
 mod output;
+mod partial_file;
 mod ping;
 mod pool_wait;
 mod run;
@@ -34,6 +36,7 @@ mod status;
 mod tensor;
 mod tracker_pool;
 mod up;
+mod upload;
 mod use_server;
 
 use std::future::Future;
@@ -95,9 +98,9 @@ enum Command {
     Info(info::AddressArgs),
     /// Tell if you may do something at a server: exit code 0 for yes, 1 for no
     Can(can::CanArgs),
-    /// Copy a file into the workspace at a server
+    /// Copy files or folders into the workspace at a server
     Put(files::PutArgs),
-    /// Copy a file from the workspace at a server
+    /// Copy files or folders from the workspace at a server
     Get(files::GetArgs),
     /// List the files of the workspace at a server
     Ls(files::LsArgs),

@@ -33,7 +33,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, SystemTime};
 
-use cap_std::fs::{Dir, DirBuilder, DirBuilderExt, Metadata, OpenOptions, OpenOptionsExt};
+use cap_std::fs::{Dir, DirBuilder, DirBuilderExt, Metadata, MetadataExt, OpenOptions, OpenOptionsExt};
 use parking_lot::{Mutex, MutexGuard};
 use rustix::fs::{FlockOperation, OFlags, flock};
 use serde::{Deserialize, Serialize};
@@ -263,12 +263,31 @@ impl Workspace {
     /// The path is malformed or leads outside, something that is not a regular file is there, the
     /// quota is reached, or the file system failed.
     pub fn begin_write(&self, path: &str, expected_len: Option<u64>) -> Result<FileWriter, WorkspaceError> {
+        let target = self.writable(path)?;
+        FileWriter::new(self.clone(), path, target, expected_len)
+    }
+
+    /// Begins to write the file at `path`, like [`begin_write`](Self::begin_write), by a writer
+    /// that leaves the beginning of the file, as far as it has come, as the file `path` with
+    /// `.rpc-part` at its end if it is dropped. If such a file is there, the writer takes it over:
+    /// its [length](FileWriter::len) is that of the part.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`begin_write`](Self::begin_write).
+    pub fn resume_write(&self, path: &str, expected_len: u64) -> Result<FileWriter, WorkspaceError> {
+        let target = self.writable(path)?;
+        let part = self.writable(&part_of(path))?;
+        FileWriter::resume(self.clone(), path, target, part, expected_len)
+    }
+
+    /// Returns the cleaned form of `path`, at which a file can be put.
+    fn writable(&self, path: &str) -> Result<String, WorkspaceError> {
         let target = normalize_file(path)?;
         match self.regular(path, &target) {
-            Ok(_) | Err(WorkspaceError::NotFound { .. }) => {}
-            Err(error) => return Err(error),
+            Ok(_) | Err(WorkspaceError::NotFound { .. }) => Ok(target),
+            Err(error) => Err(error),
         }
-        FileWriter::new(self.clone(), path, target, expected_len)
     }
 
     /// Opens the file at `path` for reading.
@@ -384,7 +403,7 @@ impl Workspace {
         loop {
             let name = self.0.owner.unique("write");
             let mut options = OpenOptions::new();
-            options.write(true).create_new(true).mode(0o600);
+            options.read(true).write(true).create_new(true).mode(0o600);
             let file = self.0.staging.open_with(&name, &options)?.into_std();
             rustix::io::retry_on_intr(|| flock(&file, FlockOperation::LockExclusive))?;
             // Another server that opens the workspace may have removed the file before it was
@@ -393,6 +412,58 @@ impl Workspace {
                 return Ok((name, file));
             }
         }
+    }
+
+    /// Moves the file `part` to the staging folder, locked as one that is created there, and counts
+    /// `reserved` for it as pending. Returns its name there, the file, and its length; `None` if
+    /// there is no part, or it is longer than `reserved`, and then nothing is counted.
+    fn take_part(
+        &self,
+        path: &str,
+        part: &str,
+        reserved: Usage,
+    ) -> Result<Option<(String, File, u64)>, WorkspaceError> {
+        // Held over the move, so that no measurement counts the file twice or not at all.
+        let mut account = self.account();
+        let Ok(metadata) = self.0.files.symlink_metadata(part) else { return Ok(None) };
+        // A file with two names could be changed by the other one.
+        if !metadata.is_file() || metadata.nlink() != 1 || metadata.len() > reserved.bytes {
+            return Ok(None);
+        }
+        let taken = Usage::of(&metadata);
+        self.check_limits(path, &mut account, reserved.minus(taken))?;
+        let staged = self.0.owner.unique("write");
+        if self.0.files.rename(part, &self.0.staging, &staged).is_err() {
+            return Ok(None);
+        }
+        account.committed = account.committed.minus(taken);
+        match self.open_staged(&staged) {
+            // Unless another program has replaced or changed the file between the two looks.
+            Ok((file, len)) if len <= reserved.bytes => {
+                account.pending = account.pending.plus(reserved);
+                Ok(Some((staged, file, len)))
+            }
+            _ => {
+                self.discard_staged(&staged);
+                Ok(None)
+            }
+        }
+    }
+
+    /// Opens and locks a file that was moved to the staging folder. Returns its length, too.
+    fn open_staged(&self, staged: &str) -> io::Result<(File, u64)> {
+        let mut options = OpenOptions::new();
+        let flags = OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY;
+        options.read(true).write(true).custom_flags(flags.bits().cast_signed());
+        let file = self.0.staging.open_with(staged, &options)?.into_std();
+        flock(&file, FlockOperation::NonBlockingLockExclusive)?;
+        let stat = rustix::fs::fstat(&file)?;
+        // Another server that opens the workspace may have removed the file before it was locked.
+        if stat.st_nlink != 1 || !file.metadata()?.is_file() {
+            return Err(io::ErrorKind::NotFound.into());
+        }
+        file.set_permissions(Permissions::from_mode(0o600))?;
+        Ok((file, stat.st_size.unsigned_abs()))
     }
 
     fn discard_staged(&self, staged: &str) {
@@ -476,6 +547,11 @@ const REMOVAL_RETRIES: u32 = 10;
 
 /// Interval between two attempts.
 const REMOVAL_INTERVAL: Duration = Duration::from_millis(20);
+
+/// Returns the path of the file in which an incomplete upload to `path` leaves its beginning.
+fn part_of(path: &str) -> String {
+    format!("{path}.rpc-part")
+}
 
 /// Removes what servers that died have left in a staging folder.
 fn sweep_staging(staging: &Dir) -> io::Result<()> {

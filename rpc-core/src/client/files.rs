@@ -4,7 +4,7 @@
 //! Files travel in pieces of [`CHUNK`] bytes that follow each other closely, so a chain of hops
 //! streams them and memory stays bounded at both ends. A file that is being written has no name
 //! until it is complete, and belongs to the session until then: if either side stops midway,
-//! nothing of it remains.
+//! nothing of it remains, unless it is written by [`Files::put_resumable`].
 //!
 //! ```no_run
 //! # fn example(session: &rpc_core::Session) -> rpc_core::Result<()> {
@@ -29,6 +29,7 @@ use serde::{Deserialize, Serialize};
 use crate::client::action::{Action, Options, Pending, ScopedAction};
 use crate::client::copies::CHUNK;
 use crate::client::module_upload::Digest;
+use crate::client::partial_files::{RemoteFile, ResumableUpload};
 use crate::client::references::{RemoteFunction, RemoteObject};
 use crate::client::session::Session;
 use crate::error::{ErrorKind, Result, RpcError};
@@ -36,7 +37,7 @@ use crate::function::convert::{FromReply, IntoArgs, Pack};
 use crate::session::Lane;
 
 /// Number of pieces in flight at once: enough to fill two hops.
-const IN_FLIGHT: usize = 8;
+pub(crate) const IN_FLIGHT: usize = 8;
 
 /// A file in a listing.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -121,8 +122,40 @@ impl Files {
     /// became shorter while it was read.
     pub fn get<'a>(&self, path: &str, mut sink: impl Write + Send + 'a) -> ScopedAction<'a, u64> {
         let (session, path) = (self.session.clone(), path.to_owned());
-        let action = ScopedAction::steps(async move |options| download(&session, &path, &mut sink, options).await);
-        action.lane(self.lane)
+        let lane = self.lane;
+        let action = ScopedAction::steps(async move |options: Options<'a>| {
+            let file = RemoteFile::open(&session, &path, lane, &options).await?;
+            file.download(0, &mut sink, options).await
+        });
+        action.lane(lane)
+    }
+
+    /// Opens the file `path` for reading. For a client that wants to know the length first, or has
+    /// a part of the file already.
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::NotFound`] if there is no such file, [`ErrorKind::InvalidArgument`] for a path
+    /// that leaves the workspace.
+    pub fn open(&self, path: &str) -> Action<RemoteFile> {
+        let (session, path, lane) = (self.session.clone(), path.to_owned(), self.lane);
+        let call = async move |options: Options<'static>| RemoteFile::open(&session, &path, lane, &options).await;
+        ScopedAction::steps(call).lane(lane)
+    }
+
+    /// Begins an upload of `len` bytes to the file `path` which, if it does not complete, leaves
+    /// its part in the workspace, as the file `path` with `.rpc-part` at its
+    /// end. The next such upload
+    /// takes the part over, and its client decides by the digest if it goes on behind it.
+    ///
+    /// # Errors
+    ///
+    /// As [`put`](Self::put).
+    pub fn put_resumable(&self, path: &str, len: u64) -> Action<ResumableUpload> {
+        let (session, path, lane) = (self.session.clone(), path.to_owned(), self.lane);
+        let call =
+            async move |options: Options<'static>| ResumableUpload::begin(&session, path, len, lane, &options).await;
+        ScopedAction::steps(call).lane(lane)
     }
 
     /// Lists the files in the folder `dir` and in all folders below it, sorted by name; all files
@@ -205,7 +238,7 @@ impl Files {
         let (session, path) = (self.session.clone(), path.to_owned());
         let call = async move |options: Options<'static>| {
             let text: String = call_by_name(&session, &options, "rpc.file.digest", (path,)).await?;
-            text.parse().map_err(|error| RpcError::new(ErrorKind::Protocol, format!("rpc.file.digest: {error}")))
+            parse_digest(&text)
         };
         ScopedAction::steps(call).lane(self.lane)
     }
@@ -228,42 +261,14 @@ async fn send(
     let [begin, write, commit] = functions(session, &options, names).await?;
     // Dropped on every error below, which frees the writer and the bytes that it has written.
     let writer: RemoteObject = options.apply(begin.call((path, len))).await?;
-    let sent = send_pieces(&write, &writer, source, &mut options).await?;
+    let sent = send_pieces(&write, &writer, 0, source, &mut options).await?;
     options.apply(commit.call::<()>((&writer,))).await?;
     Ok(sent)
 }
 
-async fn download(
-    session: &Session,
-    path: &str,
-    sink: &mut (impl Write + Send),
-    mut options: Options<'_>,
-) -> Result<u64> {
-    let [open, read] = functions(session, &options, ["rpc.file.open", "rpc.file.read"]).await?;
-    let (reader, len): (RemoteObject, u64) = options.apply(open.call((path,))).await?;
-    let mut window: VecDeque<(u64, Pending<Bytes>)> = VecDeque::with_capacity(IN_FLIGHT);
-    let (mut asked, mut done) = (0, 0);
-    while done < len {
-        while asked < len && window.len() < IN_FLIGHT {
-            let piece = (len - asked).min(CHUNK as u64);
-            let mut pending = options.apply(read.call((&reader, asked, piece))).start();
-            pending.admitted().await?;
-            window.push_back((piece, pending));
-            asked += piece;
-        }
-        let Some((expected, pending)) = window.pop_front() else { break };
-        let piece = pending.await?;
-        if piece.len() as u64 != expected {
-            let got = done + piece.len() as u64;
-            let message = format!("'{path}' changed while it was read: it had {len} bytes, and now ends after {got}");
-            return Err(RpcError::new(ErrorKind::Io, message));
-        }
-        sink.write_all(&piece).map_err(|error| local_io("cannot store what was received", &error))?;
-        done += expected;
-        options.report(done);
-    }
-    sink.flush().map_err(|error| local_io("cannot store what was received", &error))?;
-    Ok(done)
+/// Parses a digest that the server has sent.
+pub(crate) fn parse_digest(text: &str) -> Result<Digest> {
+    text.parse().map_err(|error| RpcError::new(ErrorKind::Protocol, format!("the server's digest of a file: {error}")))
 }
 
 /// Fetches several functions in one round trip.
@@ -291,15 +296,17 @@ pub(crate) async fn call_by_name<R: FromReply>(
     options.apply(function.call(args)).await
 }
 
-/// Sends all of `source` to `writer`, by calls of `write` with the writer, the offset and a piece,
-/// several of which are in flight at a time. Returns the number of bytes.
+/// Sends all of `source` to `writer`, to the bytes from `start` on, by calls of `write` with the
+/// writer, the offset and a piece, several of which are in flight at a time. Returns the offset
+/// behind the last byte, as which progress is reported too.
 pub(crate) async fn send_pieces(
     write: &RemoteFunction,
     writer: &RemoteObject,
+    start: u64,
     mut source: impl Pieces,
     options: &mut Options<'_>,
 ) -> Result<u64> {
-    let (mut sent, mut done) = (0, 0);
+    let (mut sent, mut done) = (start, start);
     let mut window: VecDeque<(u64, Pending<()>)> = VecDeque::with_capacity(IN_FLIGHT);
     loop {
         let piece = source.next_piece().map_err(|error| local_io("cannot read what is to be sent", &error))?;

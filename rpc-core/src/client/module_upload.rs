@@ -237,7 +237,7 @@ async fn send(
     let [begin, write, commit] = functions(session, &options, names).await?;
     // Dropped on every error below, so that nothing of it remains at the server.
     let upload: RemoteObject = options.apply(begin.call((digest.to_string(), len))).await?;
-    send_pieces(&write, &upload, source, &mut options).await?;
+    send_pieces(&write, &upload, 0, source, &mut options).await?;
     options.apply(commit.call::<()>((&upload,))).await?;
     Ok(true)
 }

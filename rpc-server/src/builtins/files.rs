@@ -1,6 +1,8 @@
 //! `rpc.file.*`: files of the session's workspace, in pieces.
 
-use std::io;
+use std::fs::File;
+use std::io::{self, Read as _};
+use std::os::unix::fs::FileExt as _;
 use std::sync::Arc;
 
 use bytes::{Bytes, BytesMut};
@@ -45,11 +47,22 @@ pub(super) fn register(registry: &Registry) {
             let file = workspace(&context)?.begin_write(&path, len)?;
             Ok(Shared(Arc::new(Writer(Mutex::new(Some(OpenFile { file, _open }))))))
         })
+        .add("rpc.file.resume_write", |context: Context, path: String, len: u64| -> Result<_> {
+            let _open = context.reserve_open_files(1)?;
+            let file = workspace(&context)?.resume_write(&path, len)?;
+            let part_len = file.len();
+            let digest = digest(&context, file.as_file(), part_len, &path)?;
+            let writer = Writer(Mutex::new(Some(OpenFile { file, _open })));
+            Ok((Shared(Arc::new(writer)), part_len, digest))
+        })
         .add("rpc.file.write", |Shared(writer): Shared<Writer>, offset: u64, data: Bytes| -> Result<()> {
             Ok(writer.lock().as_mut().ok_or_else(over)?.file.write_at(offset, &data)?)
         })
         .add("rpc.file.commit", |Shared(writer): Shared<Writer>| -> Result<()> { Ok(writer.take()?.file.commit()?) })
-        .add("rpc.file.abort", |Shared(writer): Shared<Writer>| -> Result<()> { writer.take().map(drop) })
+        .add("rpc.file.abort", |Shared(writer): Shared<Writer>| -> Result<()> {
+            writer.take()?.file.abort();
+            Ok(())
+        })
         .add("rpc.file.open", |context: Context, path: String| -> Result<_> {
             let _open = context.reserve_open_files(1)?;
             let file = workspace(&context)?.open_read(&path)?;
@@ -68,18 +81,30 @@ pub(super) fn register(registry: &Registry) {
         })
         .add("rpc.file.digest", |context: Context, path: String| -> Result<String> {
             let _open = context.reserve_open_files(1)?;
-            let file = CancellableRead { file: workspace(&context)?.open_read(&path)?, offset: 0, context: &context };
-            match hash(file) {
-                Ok((digest, _)) => Ok(digest.to_string()),
-                Err(_) if context.is_cancelled() => Err(cancelled()),
-                Err(source) => Err(WorkspaceError::Io { path, source }.into()),
+            let file = workspace(&context)?.open_read(&path)?;
+            digest(&context, file.as_file(), u64::MAX, &path)
+        })
+        .add("rpc.file.prefix_digest", |context: Context, Shared(reader): Shared<OpenFile<FileReader>>, len: u64| {
+            if len > reader.file.len() {
+                let has = reader.file.len();
+                return Err(RpcError::invalid_argument(format!("the file has {has} bytes, and not {len}")));
             }
+            digest(&context, reader.file.as_file(), len, "an open file")
         });
+}
+
+/// Returns the SHA-256 of the first `len` bytes of a file, or of all if it has fewer.
+fn digest(context: &Context, file: &File, len: u64, path: &str) -> Result<String> {
+    match hash(CancellableRead { file, offset: 0, context }.take(len)) {
+        Ok((digest, _)) => Ok(digest.to_string()),
+        Err(_) if context.is_cancelled() => Err(cancelled()),
+        Err(source) => Err(WorkspaceError::Io { path: path.to_owned(), source }.into()),
+    }
 }
 
 /// Reader of a file from its beginning. Fails once no caller waits any more.
 struct CancellableRead<'a> {
-    file: FileReader,
+    file: &'a File,
     offset: u64,
     context: &'a Context,
 }
@@ -89,7 +114,7 @@ impl io::Read for CancellableRead<'_> {
         if self.context.is_cancelled() {
             return Err(io::ErrorKind::ConnectionAborted.into());
         }
-        let count = self.file.read_at(self.offset, buffer).map_err(io::Error::other)?;
+        let count = self.file.read_at(buffer, self.offset)?;
         self.offset += count as u64;
         Ok(count)
     }

@@ -50,11 +50,7 @@ impl NewFile {
 
     /// Lets all who may read the file execute it.
     pub(super) fn set_executable(&self) -> Result<(), Failure> {
-        let set = self.file.metadata().and_then(|metadata| {
-            let mode = metadata.permissions().mode();
-            self.file.set_permissions(fs::Permissions::from_mode(mode | (mode & 0o444) >> 2))
-        });
-        set.map_err(|error| Failure::file("cannot write", &self.target, error))
+        set_executable(&self.file).map_err(|error| Failure::file("cannot write", &self.target, error))
     }
 
     /// Gives the complete file its name. What had the name before is replaced.
@@ -87,6 +83,12 @@ impl Write for NewFile {
     fn flush(&mut self) -> io::Result<()> {
         self.file.flush()
     }
+}
+
+/// Lets all who may read a file execute it.
+pub(super) fn set_executable(file: &File) -> io::Result<()> {
+    let mode = file.metadata()?.permissions().mode();
+    file.set_permissions(fs::Permissions::from_mode(mode | (mode & 0o444) >> 2))
 }
 
 fn named(folder: &Path) -> io::Result<NamedTempFile> {

@@ -144,7 +144,7 @@ impl Output {
         if let Ok(style) = ProgressStyle::with_template(template) {
             bar.set_style(style.progress_chars("=> "));
         }
-        bar.set_message(printable(what).into_owned());
+        label(&bar, what);
         bar
     }
 
@@ -166,6 +166,11 @@ const YELLOW: &str = "33";
 
 fn paint(colored: bool, color: &str, text: &str) -> String {
     if colored { format!("\x1b[1;{color}m{text}\x1b[0m") } else { text.to_owned() }
+}
+
+/// Names the file at which a progress bar is.
+pub(super) fn label(bar: &ProgressBar, file: &str) {
+    bar.set_message(printable(file).into_owned());
 }
 
 /// Returns a JSON document in which every character that could steer a terminal is escaped: JSON

@@ -1,29 +1,25 @@
 //! `run`: a program at the server, with files in, output as it comes, and artifacts out.
 
-mod artifacts;
 mod program_output;
 
-use std::collections::HashMap;
-use std::fs::{self, File, Metadata};
-use std::future::IntoFuture as _;
 use std::io;
-use std::os::unix::fs::PermissionsExt as _;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use clap::Args;
 use glob::Pattern;
-use rpc_core::client::{EndCause, FileEntry, Files as RemoteFiles, RemoteProcess, RunStatus};
-use rpc_core::{ErrorKind, Session};
+use rpc_core::Session;
+use rpc_core::client::{EndCause, Files as RemoteFiles, RemoteProcess, RunStatus};
 use serde_json::json;
 
 use self::program_output::ProgramOutput;
 use super::connect::{CommonOptions, Files};
+use super::download::{DownloadList, Downloader};
 use super::failure::Failure;
 use super::files::on_own_thread;
 use super::interruption::Interruption;
 use super::output::{Output, size};
+use super::upload::{UploadList, UploadMode, Uploader, own_name};
 use crate::config::ByteSize;
-use crate::modules::hash;
 
 const EXIT_CODES: &str = "\
 The program runs in a new folder at the server, which is removed afterwards unless --keep is given, with all \
@@ -69,6 +65,13 @@ pub(super) struct RunArgs {
     raw: bool,
 }
 
+impl RunArgs {
+    /// Returns true if the program gets standard input.
+    pub(super) fn reads_stdin(&self) -> bool {
+        self.stdin
+    }
+}
+
 fn variable(text: &str) -> Result<(String, String), &'static str> {
     let (name, value) = text.split_once('=').ok_or("a variable is written as NAME=VALUE")?;
     Ok((name.to_owned(), value.to_owned()))
@@ -99,10 +102,7 @@ async fn run_in(
     interruption: &Interruption,
 ) -> Result<(), Failure> {
     let started = async {
-        let mut sender = Sender::new(session, *output, args.keep).await?;
-        for path in &args.send {
-            sender.send(path).await?;
-        }
+        send(session, output, &args).await?;
         start(session, options, &args).await
     };
     let process = tokio::select! {
@@ -123,7 +123,7 @@ async fn run_in(
         return Err(failure);
     }
     let fetched = tokio::select! {
-        fetched = artifacts::fetch(session, output, &args.fetch, &args.out) => fetched?,
+        fetched = fetch(session, output, &args) => fetched?,
         failure = interruption.wait() => return Err(failure),
     };
     if output.is_json() {
@@ -131,6 +131,39 @@ async fn run_in(
         output.json(&json!({ "code": code, "signal": signal, "ended_by": ended_by, "fetched": fetched }))?;
     }
     exit(&args.command[0], &status, options, output)
+}
+
+/// Sends the files of `--send`; to a folder that is kept, what it has not.
+async fn send(session: &Session, output: &Output, args: &RunArgs) -> Result<(), Failure> {
+    let mut list = UploadList::default();
+    for path in &args.send {
+        list.add(path, own_name(path)?.to_owned(), output)?;
+    }
+    let mode = if args.keep { UploadMode::Update } else { UploadMode::Replace };
+    let mut uploader = Uploader::new(session, output, &list, mode).await?;
+    uploader.create_folders(&list).await?;
+    for upload in &list.files {
+        match uploader.send(upload).await? {
+            Some(bytes) => output.note(&format!("{}: {} sent", upload.remote, size(bytes))),
+            None => output.note(&format!("{}: unchanged", upload.remote)),
+        }
+    }
+    uploader.finish();
+    Ok(())
+}
+
+/// Fetches the files of `--fetch`. Returns their paths in the workspace.
+async fn fetch(session: &Session, output: &Output, args: &RunArgs) -> Result<Vec<String>, Failure> {
+    let files = RemoteFiles::new(session);
+    let list = DownloadList::matching(&files, &args.fetch, &args.out, output).await?;
+    list.create_folders()?;
+    let mut downloader = Downloader::new(&files, output, &list, false);
+    for download in &list.files {
+        let bytes = downloader.fetch(download).await?;
+        output.note(&format!("{}: {} fetched", download.local.display(), size(bytes)));
+    }
+    downloader.finish();
+    Ok(list.files.into_iter().map(|download| download.remote.name).collect())
 }
 
 async fn start(session: &Session, options: &CommonOptions, args: &RunArgs) -> Result<RemoteProcess, Failure> {
@@ -184,103 +217,5 @@ fn exit(program: &str, status: &RunStatus, options: &CommonOptions, output: &Out
                 Err(Failure::Reported(((128 + signal) & 0xff) as u8))
             }
         },
-    }
-}
-
-/// Sender of files to the workspace.
-struct Sender {
-    files: RemoteFiles,
-    output: Output,
-    /// Files that the workspace had before, by name.
-    present: HashMap<String, FileEntry>,
-}
-
-impl Sender {
-    /// Returns a sender, which sends what `is_kept` workspaces have already only if it differs.
-    async fn new(session: &Session, output: Output, is_kept: bool) -> Result<Self, Failure> {
-        let files = RemoteFiles::new(session);
-        let present = if is_kept { files.ls("").await? } else { Vec::new() };
-        let present = present.into_iter().map(|entry| (entry.name.clone(), entry)).collect();
-        Ok(Self { files, output, present })
-    }
-
-    /// Sends a file or a folder.
-    async fn send(&mut self, path: &Path) -> Result<(), Failure> {
-        let mut pending = vec![(path.to_owned(), String::new())];
-        while let Some((local, folder)) = pending.pop() {
-            let cannot = |error| Failure::file("cannot send", &local, error);
-            // A path such as `.` or `..` has no name, and stands for what is in it.
-            let name = match local.file_name().map(|name| name.to_str()) {
-                Some(Some(name)) if folder.is_empty() => name.to_owned(),
-                Some(Some(name)) => format!("{folder}/{name}"),
-                None => folder,
-                Some(None) => return Err(cannot(io::Error::other("its name is not UTF-8"))),
-            };
-            let metadata = fs::metadata(&local).map_err(cannot)?;
-            if metadata.is_dir() {
-                let mut is_empty = true;
-                for entry in fs::read_dir(&local).map_err(cannot)? {
-                    is_empty = false;
-                    let entry = entry.map_err(cannot)?;
-                    // A link to a folder may lead back to it.
-                    let is_link = entry.file_type().map_err(cannot)?.is_symlink();
-                    if !(is_link && entry.path().is_dir()) {
-                        pending.push((entry.path(), name.clone()));
-                    }
-                }
-                if is_empty && !name.is_empty() {
-                    self.files.create_folder(&name).await?;
-                }
-                continue;
-            }
-            if !metadata.is_file() {
-                return Err(cannot(io::Error::other("it is neither a file nor a folder")));
-            }
-            self.send_file(&local, &name, &metadata).await?;
-        }
-        Ok(())
-    }
-
-    async fn send_file(&self, local: &Path, name: &str, metadata: &Metadata) -> Result<(), Failure> {
-        let len = metadata.len();
-        let executable = metadata.permissions().mode() & 0o111 != 0;
-        let mut was_executable = false;
-        if let Some(present) = self.present.get(name).filter(|present| present.size == len)
-            && self.is_same(local, name).await?
-        {
-            was_executable = present.executable;
-            self.output.note(&format!("{name}: unchanged"));
-        } else {
-            let file = File::open(local).map_err(|error| Failure::file("cannot send", local, error))?;
-            let bar = self.output.progress(name, Some(len));
-            let (files, target, shown) = (self.files.clone(), name.to_owned(), bar.clone());
-            on_own_thread(move || {
-                let put = files.put_sized(&target, len, file);
-                Ok(put.progress(|bytes| shown.set_position(bytes)).wait()?)
-            })
-            .await?;
-            bar.finish_and_clear();
-            self.output.note(&format!("{name}: {} sent", size(len)));
-        }
-        if executable != was_executable {
-            self.files.set_executable(name, executable).await?;
-        }
-        Ok(())
-    }
-
-    /// Returns true if the file of the workspace has the same content as the local one.
-    async fn is_same(&self, local: &Path, name: &str) -> Result<bool, Failure> {
-        let path = local.to_owned();
-        let own = on_own_thread(move || {
-            let read = File::open(&path).and_then(hash);
-            read.map(|(digest, _)| digest).map_err(|error| Failure::file("cannot send", &path, error))
-        });
-        let (own, theirs) = tokio::join!(own, self.files.digest(name).into_future());
-        let own = own?;
-        match theirs {
-            // Removed since the listing.
-            Err(error) if error.kind() == ErrorKind::NotFound => Ok(false),
-            theirs => Ok(theirs? == own),
-        }
     }
 }

@@ -177,6 +177,15 @@ async fn perform_line(
                 .to_owned(),
         ));
     }
+    let reads_stdin = match &command {
+        Command::Put(args) => args.reads_stdin(),
+        Command::Run(args) => args.reads_stdin(),
+        _ => false,
+    };
+    if reads_stdin && !io::stdin().is_terminal() {
+        let text = "standard input is this script, whose other lines the command would take: give it a file";
+        return Err(Failure::Usage(text.to_owned()));
+    }
     let mut options = options.for_line(&line_options);
     match command.address_mut() {
         Some((address, _)) if address == DEFAULT_SERVER => server.clone_into(address),

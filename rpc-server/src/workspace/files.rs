@@ -12,7 +12,9 @@ use super::{Workspace, WorkspaceError};
 ///
 /// The bytes go to a file that has no name in the workspace; [`commit`](Self::commit) puts it in
 /// place in one step. Until then, and for ever if the writer is dropped instead, what was there
-/// before stays as it is. All methods block. The writer keeps its workspace alive.
+/// before stays as it is. A writer of [`resume_write`](Workspace::resume_write) leaves the
+/// beginning of its file when it is dropped. All methods block. The writer keeps its workspace
+/// alive.
 pub struct FileWriter {
     workspace: Workspace,
     file: File,
@@ -24,6 +26,10 @@ pub struct FileWriter {
     expected_bytes: Option<u64>,
     /// End of the last write.
     len_bytes: u64,
+    /// Length of the beginning that has no gap.
+    gapless_bytes: u64,
+    /// Cleaned path that the beginning gets if the writer is dropped, for a writer that leaves it.
+    part: Option<String>,
     /// Usage reserved for this file; at least `len_bytes`.
     reserved: Usage,
     /// True after a failed write: the file has a gap.
@@ -48,6 +54,8 @@ impl FileWriter {
                 target,
                 expected_bytes,
                 len_bytes: 0,
+                gapless_bytes: 0,
+                part: None,
                 reserved,
                 broken: false,
             }),
@@ -56,6 +64,46 @@ impl FileWriter {
                 Err(WorkspaceError::io(path, source))
             }
         }
+    }
+
+    /// Returns a writer of `expected_bytes` bytes that leaves the beginning of the file as `part`
+    /// if it is dropped, and takes that of an earlier writer over.
+    pub(super) fn resume(
+        workspace: Workspace,
+        path: &str,
+        target: String,
+        part: String,
+        expected_bytes: u64,
+    ) -> Result<Self, WorkspaceError> {
+        let reserved = Usage { bytes: expected_bytes, entries: 1 };
+        let Some((staged, file, len_bytes)) = workspace.take_part(path, &part, reserved)? else {
+            let mut writer = Self::new(workspace, path, target, Some(expected_bytes))?;
+            writer.part = Some(part);
+            return Ok(writer);
+        };
+        Ok(Self {
+            workspace,
+            file,
+            staged,
+            path: path.to_owned(),
+            target,
+            expected_bytes: Some(expected_bytes),
+            len_bytes,
+            gapless_bytes: len_bytes,
+            part: Some(part),
+            reserved,
+            broken: false,
+        })
+    }
+
+    /// Ends the writer, and leaves nothing.
+    pub fn abort(mut self) {
+        self.part = None;
+    }
+
+    /// Returns the file in the staging folder.
+    pub(crate) fn as_file(&self) -> &File {
+        &self.file
     }
 
     /// Writes `bytes` at `offset`. Pieces may come in any order; a gap that no piece fills reads as
@@ -130,7 +178,20 @@ impl FileWriter {
         }
         self.file.write_all_at(bytes, offset).map_err(|source| WorkspaceError::io(&*self.path, source))?;
         self.len_bytes = self.len_bytes.max(end_bytes);
+        if offset <= self.gapless_bytes {
+            self.gapless_bytes = self.gapless_bytes.max(end_bytes);
+        }
         Ok(())
+    }
+
+    /// Puts the beginning of the file in its place. What is counted for it stays reserved on
+    /// errors.
+    fn keep_part(&mut self, part: &str) -> Result<(), WorkspaceError> {
+        self.file.set_len(self.gapless_bytes).map_err(|source| WorkspaceError::io(part, source))?;
+        let kept = Usage { bytes: self.gapless_bytes, entries: 1 };
+        self.workspace.release(self.reserved.minus(kept));
+        self.reserved = kept;
+        self.workspace.commit(part, part, &self.staged, kept)
     }
 
     fn write_failed(&self) -> WorkspaceError {
@@ -149,7 +210,11 @@ impl fmt::Debug for FileWriter {
 
 impl Drop for FileWriter {
     fn drop(&mut self) {
-        if !self.staged.is_empty() {
+        if self.staged.is_empty() {
+            return;
+        }
+        let part = self.part.take().filter(|_| !self.broken && self.gapless_bytes > 0);
+        if part.is_none_or(|part| self.keep_part(&part).is_err()) {
             self.workspace.discard_staged(&self.staged);
             self.workspace.release(self.reserved);
         }

@@ -10,6 +10,7 @@ use rpc_core::client::CHUNK;
 use rpc_core::client::Files;
 use rpc_core::{ErrorKind, Lane, LocalSession, Pack, Registry, RemoteObject, Session, Value};
 use rpc_server::builtins::{self, ServerInfo, TimeOptions, time_function};
+use rpc_server::modules::hash;
 use rpc_server::workspace::{Workspace, WorkspaceLimits, WorkspaceRoot};
 
 fn registry() -> Registry {
@@ -254,6 +255,59 @@ fn a_writer_is_used_up_by_commit_and_abort() {
     }
     let other: RemoteObject = get("rpc.new_object").call(()).wait().unwrap();
     assert_eq!(get("rpc.file.commit").call::<()>((&other,)).wait().unwrap_err().kind(), ErrorKind::InvalidArgument);
+}
+
+#[test]
+fn an_upload_that_fails_leaves_its_part_for_the_next_one_if_it_may() {
+    let fixture = Fixture::new();
+    let files = fixture.files();
+    let (data, first) = (pattern(5 * CHUNK), 2 * CHUNK);
+    let len = data.len() as u64;
+    let upload = || files.put_resumable("file", len).wait().unwrap();
+    let get = |name: &str| fixture.session.get_function(name).wait().unwrap();
+    let begin = |from: usize| {
+        let (writer, ..): (RemoteObject, u64, String) =
+            get("rpc.file.resume_write").call(("file", len)).wait().unwrap();
+        let piece = bytes::Bytes::copy_from_slice(&data[from..from + first]);
+        get("rpc.file.write").call::<()>((&writer, 0, piece)).wait().unwrap();
+        // What is behind a gap is no beginning.
+        get("rpc.file.write").call::<()>((&writer, first + 1, bytes::Bytes::from_static(b"x"))).wait().unwrap();
+        drop(writer);
+        fixture.settle();
+    };
+    begin(0);
+    assert_eq!((fixture.names(), fixture.workspace.used_bytes()), (vec!["file.rpc-part".to_owned()], first as u64));
+    let resumed = upload();
+    assert_eq!((resumed.part_len(), fixture.names().len()), (first as u64, 0));
+    assert_eq!(resumed.part_digest(), hash(&data[..first]).unwrap().0);
+    assert_eq!(fixture.workspace.used_bytes(), len);
+    assert_eq!(resumed.finish(&data[first..]).wait().unwrap(), len);
+    let mut copy = Vec::new();
+    files.get("file", &mut copy).wait().unwrap();
+    assert!(copy == data);
+
+    // A part that is not wanted goes; so does one that is longer than the file, and a link.
+    begin(1);
+    upload().discard().wait().unwrap();
+    assert_eq!((fixture.names(), fixture.workspace.used_bytes()), (vec!["file".to_owned()], len));
+    let part = fixture.workspace.path().join("file.rpc-part");
+    for make in [
+        (|part| std::fs::write(part, vec![0; 6 * CHUNK])) as fn(&std::path::Path) -> io::Result<()>,
+        |part| std::os::unix::fs::symlink("file", part),
+        |part| std::fs::hard_link(part.with_extension(""), part),
+    ] {
+        make(&part).unwrap();
+        let fresh = upload();
+        assert_eq!(fresh.part_len(), 0);
+        fresh.discard().wait().unwrap();
+        std::fs::remove_file(&part).unwrap();
+    }
+    let opened = files.open("file").wait().unwrap();
+    assert_eq!((opened.len(), opened.prefix_digest(7).wait().unwrap()), (len, hash(&data[..7]).unwrap().0));
+    assert_eq!(opened.prefix_digest(len + 1).wait().unwrap_err().kind(), ErrorKind::InvalidArgument);
+    let mut end = Vec::new();
+    opened.read_from(len - 3, &mut end).wait().unwrap();
+    assert_eq!(end, data[data.len() - 3..]);
 }
 
 #[test]

@@ -1,7 +1,9 @@
 //! `rpc-cli` against `rpc-server`, both as the programs that they are.
 
+use std::fs::Permissions;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
+use std::os::unix::fs::{PermissionsExt as _, symlink};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc;
@@ -238,6 +240,83 @@ fn a_file_that_is_put_can_be_got_from_the_named_workspace() {
 }
 
 #[test]
+fn folders_and_patterns_are_transferred_and_links_do_not_lead_out() {
+    let fixture = Fixture::new(&[]);
+    let (tree, into) = (fixture.path("tree"), fixture.path("into"));
+    std::fs::create_dir_all(format!("{tree}/sub/none")).unwrap();
+    std::fs::write(fixture.path("outside"), "secret").unwrap();
+    for (name, mode) in [("a.txt", 0o644), ("b.txt", 0o644), ("sub/tool", 0o755)] {
+        std::fs::write(format!("{tree}/{name}"), name).unwrap();
+        std::fs::set_permissions(format!("{tree}/{name}"), Permissions::from_mode(mode)).unwrap();
+    }
+    for (link, target) in [("inner", "sub/tool"), ("outer", "../outside"), ("loop", "..")] {
+        symlink(target, format!("{tree}/{link}")).unwrap();
+    }
+    let put = fixture.cli("put", &[&tree]);
+    assert!(put.stderr.contains("tree/outer is not sent") && put.stderr.contains("tree/loop is not"), "{put:?}");
+    assert!(put.stderr.contains("\n4 files: 26 B in ") && put.code == 0, "{put:?}");
+    assert_eq!(fixture.cli("ls", &[]).ok(), "tree/a.txt\ntree/b.txt\ntree/inner\ntree/sub/tool\n");
+
+    fixture.cli("get", &["tree", &format!("{into}/copy")]).ok();
+    assert_eq!(std::fs::read_to_string(format!("{into}/copy/sub/tool")).unwrap(), "sub/tool");
+    let mode = |name: &str| std::fs::metadata(format!("{into}/copy/{name}")).unwrap().permissions().mode() & 0o100;
+    assert_eq!((mode("sub/tool"), mode("inner"), mode("a.txt")), (0o100, 0o100, 0));
+    assert!(Path::new(&format!("{into}/copy/sub/none")).is_dir());
+
+    let pattern = format!("{tree}/*.txt");
+    let flat = fixture.cli("put", &["--json", &pattern, &format!("{tree}/sub"), "flat"]).json();
+    let names: Vec<_> = flat["files"].as_array().unwrap().iter().map(|file| file["path"].as_str().unwrap()).collect();
+    assert_eq!(names, ["flat/a.txt", "flat/b.txt", "flat/sub/tool"]);
+    assert_eq!((flat["bytes"].as_u64(), flat["transferred"].as_u64()), (Some(18), Some(18)));
+    fixture.cli("get", &["tree/s*", "flat/?.txt", &into]).ok();
+    let there = |name: &str| Path::new(&into).join(name).exists();
+    assert!(there("sub/tool") && there("a.txt") && there("b.txt") && !there("inner"));
+
+    for (command, args, code, says) in [
+        ("get", &["tree/a.txt", "flat/a.txt", "x"][..], 2, "would both be x/a.txt"),
+        ("get", &["*.bin"], 1, "no file of the workspace matches"),
+        ("get", &["a[", "x"], 2, "a["),
+        ("put", &[&format!("{tree}/*.bin")], 1, "no file matches"),
+        ("put", &["-", &tree, "x"], 2, "- stands alone"),
+    ] {
+        let refused = fixture.cli(command, args);
+        assert!(refused.code == code && refused.stderr.contains(says), "{args:?}: {refused:?}");
+    }
+    assert!(!Path::new("x").exists());
+}
+
+#[test]
+fn an_interrupted_transfer_is_continued_behind_what_is_proven_the_same() {
+    let fixture = Fixture::new(&[]);
+    let (local, copy) = (fixture.path("local"), fixture.path("copy"));
+    let data: Vec<u8> = (0..300_000_u32).map(|at| (at % 251) as u8).collect();
+    let other = vec![1; 1000];
+    std::fs::write(&local, &data).unwrap();
+    let transferred = |run: Run| (run.json()["bytes"].as_u64().unwrap(), run.json()["transferred"].as_u64().unwrap());
+
+    // What an upload of before would have left.
+    let part = fixture.path("part");
+    for (left, sent, says) in [(&data[..200_000], 100_000, "continued after"), (&other[..], 300_000, "of another file")]
+    {
+        std::fs::write(&part, left).unwrap();
+        fixture.cli("put", &[&part, "name.rpc-part"]).ok();
+        let put = fixture.cli("put", &["--resume", &local, "name"]);
+        assert!(put.code == 0 && put.stderr.contains(says), "{put:?}");
+        assert_eq!(fixture.cli("ls", &[]).ok(), "name\n");
+        assert_eq!(transferred(fixture.cli("put", &["--json", "--resume", &local, "name"])), (300_000, 0));
+        fixture.cli("get", &["name", &copy]).ok();
+        assert!(std::fs::read(&copy).unwrap() == data);
+
+        std::fs::write(format!("{copy}.rpc-part"), left).unwrap();
+        std::fs::write(&copy, "old").unwrap();
+        assert_eq!(transferred(fixture.cli("get", &["--json", "--resume", "name", &copy])), (300_000, sent));
+        assert!(std::fs::read(&copy).unwrap() == data && !Path::new(&format!("{copy}.rpc-part")).exists());
+        assert_eq!(transferred(fixture.cli("get", &["--json", "--resume", "name", &copy])), (300_000, 0));
+        fixture.cli("rm", &["name"]).ok();
+    }
+}
+
+#[test]
 fn files_are_read_from_standard_input_and_written_to_standard_output() {
     let fixture = Fixture::new(&[]);
     let mut put = command(&["put", fixture.address(), "-", "text"]);
@@ -327,6 +406,25 @@ fn an_interrupted_download_leaves_the_old_file_and_nothing_beside_it() {
     assert!(stderr.contains("name: incomplete, and not kept"), "{stderr}");
     assert_eq!(std::fs::read_to_string(&target).unwrap(), "old");
     assert_eq!(std::fs::read_dir(&folder).unwrap().count(), 1);
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn an_interrupted_download_leaves_its_part_for_the_next_one_if_it_may() {
+    let fixture = Fixture::new(&[]);
+    let (local, target) = (fixture.path("local"), fixture.path("target"));
+    std::fs::write(&local, vec![7; 4 << 20]).unwrap();
+    fixture.cli("put", &[&local, "name"]).ok();
+    let (address, stalls) = stalling(fixture.address(), 2 << 20);
+    let mut child = spawn(&["get", "--resume", &address, "name", &target]);
+    stalls.recv().unwrap();
+    interrupt(&mut child, Signal::INT);
+    let stderr = String::from_utf8(child.wait_with_output().unwrap().stderr).unwrap();
+    assert!(stderr.contains("target.rpc-part: ") && stderr.contains("are kept"), "{stderr}");
+    assert!(!Path::new(&target).exists());
+    let got = fixture.cli("get", &["--json", "--resume", "name", &target]).json();
+    assert!(got["transferred"].as_u64().unwrap() < 4 << 20, "{got}");
+    assert!(std::fs::read(&target).unwrap() == vec![7; 4 << 20]);
 }
 
 #[cfg(target_os = "linux")]

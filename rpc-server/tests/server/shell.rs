@@ -40,6 +40,7 @@ fn a_script_runs_over_one_connection_until_a_line_fails() {
         ("call 'open\n", 2, "not closed"),
         ("call -J tcp://127.0.0.1:1 rpc.echo 1\n", 2, "give it to rpc-cli shell"),
         ("shell\n", 2, "a shell already"),
+        ("put - name\n", 2, "standard input is this script"),
         ("nothing\n", 2, "unrecognized"),
     ] {
         let run = shell(&format!("{lines}call rpc.echo behind\n"));

@@ -279,6 +279,9 @@ fn calls(name: &str, peer: &mut Peer) -> Calls {
         "rpc.file.begin_write" => {
             Calls::new(|number| vec![text(&format!("{number}/{}", "x".repeat(200))), Value::Null])
         }
+        "rpc.file.resume_write" => {
+            Calls::new(|number| vec![text(&format!("{number}/{}", "x".repeat(200))), Value::Int(1)])
+        }
         "rpc.file.write" => {
             let writer = writer(peer, "written");
             Calls::new(move |number| vec![writer.clone(), Value::Int((number as i64 % 16) << 17), large()])
@@ -313,6 +316,11 @@ fn calls(name: &str, peer: &mut Peer) -> Calls {
         "rpc.file.digest" => {
             file(peer, 1);
             Calls::new(|_| vec![text("file")])
+        }
+        "rpc.file.prefix_digest" => {
+            file(peer, 1);
+            let Value::List(opened) = peer.call("rpc.file.open", vec![text("file")]) else { panic!("no reader") };
+            Calls::new(move |_| vec![opened[0].clone(), Value::Int(LARGE as i64)])
         }
         "rpc.file.rm" | "rpc.file.create_folder" => {
             Calls::new(|_| vec![text(&"x".repeat(LONG))]).answered(Answer::Error(ErrorKind::InvalidArgument))
