@@ -67,6 +67,7 @@ use crate::config::ServeConfig;
 pub use crate::leases::LeasedDevice;
 pub use files::MAX_READ_BYTES;
 pub(crate) use files::workspace;
+pub(crate) use info::device_info;
 pub use info::{DeviceInfo, ModulesInfo, ServerInfo};
 pub use timing::{TimeOptions, time_function};
 

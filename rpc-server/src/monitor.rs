@@ -387,7 +387,7 @@ mod tests {
     use super::*;
 
     fn monitor(registry: &Registry) -> Arc<Monitor> {
-        Monitor::new(registry.clone(), ServerState::new(None, u64::MAX, false, None), Vec::new())
+        Monitor::new(registry.clone(), ServerState::new(None, u64::MAX, false, None, Arc::default()), Vec::new())
     }
 
     fn metered(registry: &Registry, monitor: &Arc<Monitor>) -> MeteredSession {

@@ -50,12 +50,14 @@
 mod advertisement;
 mod certificate_expiry;
 pub mod child_server;
+mod details;
 pub mod disco_node;
 pub mod exit_code;
 mod functions_used;
 mod local_sessions;
 mod options;
 mod ready_file;
+pub(crate) mod recent_errors;
 mod registrar;
 mod relay;
 mod rpc_server;

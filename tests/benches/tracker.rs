@@ -391,7 +391,7 @@ impl Member {
 
     async fn report(&self, uses: &[Use], spent: Vec<u64>) -> Result<()> {
         let now_ms = self.began.elapsed().as_millis() as u64;
-        let status = ServerStatus { now_ms, uses: uses.to_vec(), spent, leaving: false };
+        let status = ServerStatus { now_ms, uses: uses.to_vec(), spent, leaving: false, details: None };
         let Pack(Renewed { .. }) = self.renew.call((&self.registration, Pack(status))).await?;
         Ok(())
     }

@@ -154,7 +154,7 @@ fn devices(devices: &Devices) -> Vec<DeviceInfo> {
                 let offered = (0..count).map(|index| Device::new(kind, index));
                 // Devices that the client may not use are left out.
                 let offered = offered.filter(|device| devices.get(*device).is_ok());
-                infos.extend(offered.map(|device| present(devices, device)));
+                infos.extend(offered.map(|device| device_info(devices, device)));
             }
             Err(reason) => infos.push(absent(kind, reason)),
         }
@@ -165,7 +165,8 @@ fn devices(devices: &Devices) -> Vec<DeviceInfo> {
     infos
 }
 
-fn present(devices: &Devices, device: Device) -> DeviceInfo {
+/// Describes a device that is present.
+pub(crate) fn device_info(devices: &Devices, device: Device) -> DeviceInfo {
     let name = match devices.attribute(device, DeviceAttribute::Name) {
         Ok(Value::Str(name)) => Some(name),
         _ => None,

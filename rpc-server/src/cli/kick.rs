@@ -80,6 +80,7 @@ mod tests {
                 holder("bob (tcp://10.0.0.6:2)", Some(8), HolderState::InUse),
                 holder("carol (tcp://10.0.0.7:1)", None, HolderState::Granted),
             ],
+            details: None,
         };
         let summary = Summary {
             version: MESSAGES.version(),
@@ -89,6 +90,7 @@ mod tests {
             queue: Vec::new(),
             losses: Vec::new(),
             history: Vec::new(),
+            events: Vec::new(),
         };
         assert_eq!(find(&summary, "alice").unwrap().0, Kick { server: 3, session: 7 });
         assert_eq!(find(&summary, ":2)").unwrap().0, Kick { server: 3, session: 8 });

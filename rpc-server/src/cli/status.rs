@@ -102,7 +102,7 @@ fn text(summary: &Summary, width: u16) -> Vec<String> {
         lines.push(table.to_string());
     }
     if !summary.queue.is_empty() {
-        let mut table = table(&["waiting", "client", "wants", "priority", "there are"], width);
+        let mut table = table(&["waiting", "client", "wants", "priority", "suitable slots"], width);
         for entry in &summary.queue {
             table.add_row([
                 for_people(entry.for_ms),
@@ -189,6 +189,7 @@ mod tests {
             registered_for_ms: 0,
             heard_ago_ms: 0,
             holders: vec![holder("alice (tcp://10.0.0.6:40000)"), holder("bob (tcp://10.0.0.7:40000)")],
+            details: None,
         };
         let summary = Summary {
             version: MESSAGES.version(),
@@ -198,6 +199,7 @@ mod tests {
             queue: Vec::new(),
             losses: Vec::new(),
             history: Vec::new(),
+            events: Vec::new(),
         };
         for width in [80, DEFAULT_WIDTH, 160] {
             let text = text(&summary, width).join("\n");

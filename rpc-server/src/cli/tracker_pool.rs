@@ -119,6 +119,7 @@ mod tests {
             queue: Vec::new(),
             losses: Vec::new(),
             history: Vec::new(),
+            events: Vec::new(),
         }
     }
 
@@ -137,6 +138,7 @@ mod tests {
             registered_for_ms: 0,
             heard_ago_ms: 0,
             holders: Vec::new(),
+            details: None,
         }
     }
 

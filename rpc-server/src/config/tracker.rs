@@ -163,7 +163,9 @@ impl TrackerConfig {
             // files. A waiting request holds its claim and the functions that were fetched for it.
             max_handles: self.max_waiting_per_client.saturating_mul(4).saturating_add(64),
             max_total_handles: self.max_sessions.saturating_mul(4).saturating_add(self.max_waiting.saturating_mul(4)),
-            max_memory: ByteSize(0),
+            // For the details that servers report: a server with eight devices takes about 2 KiB.
+            max_memory: ByteSize(64 << 10),
+            max_total_memory: Some(ByteSize(256 << 20)),
             max_message: ByteSize(8 << 20),
             max_queued: ByteSize(9 << 20),
             max_threads: 2,

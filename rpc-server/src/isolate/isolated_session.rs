@@ -187,7 +187,8 @@ impl SessionFactory for Isolation {
         });
         stream.set_nonblocking(true)?;
         let peer = format!("isolated process {}", process.pid().as_raw_nonzero());
-        let mut io = ProcessIo { stream: UnixStream::from_std(stream)?, process, limits: self.limits };
+        let errors = self.state.errors().clone();
+        let mut io = ProcessIo { stream: UnixStream::from_std(stream)?, process, limits: self.limits, errors };
         io.write_all(&setup.to_bytes()?).await.map_err(cannot_start)?;
         let session = self.connector.connect_channel(Channel::new(io, peer)).await;
         let session = session.map_err(|error| error.into_rpc_error().context(CANNOT_START))?;

@@ -11,6 +11,7 @@ use tokio::net::UnixStream;
 
 use super::exit_cause::ProcessLimits;
 use super::supervisor::Process;
+use crate::server::recent_errors::RecentErrors;
 
 /// A connection that explains its end: where a plain socket would report an end, it waits for the
 /// end of the process and reports the exit cause.
@@ -18,6 +19,8 @@ pub(super) struct ProcessIo {
     pub(super) stream: UnixStream,
     pub(super) process: Arc<Process>,
     pub(super) limits: ProcessLimits,
+    /// Errors of the server, to which a process that fails is added.
+    pub(super) errors: Arc<RecentErrors>,
 }
 
 impl ProcessIo {
@@ -25,7 +28,13 @@ impl ProcessIo {
     /// end.
     fn poll_broken<T>(&self, cx: &mut Context<'_>) -> Poll<io::Result<T>> {
         self.process.kill_after_grace();
-        self.process.poll_exit_cause(cx).map(|exit_cause| Err(io::Error::other(exit_cause.describe(&self.limits))))
+        self.process.poll_exit_cause(cx).map(|exit_cause| {
+            let text = exit_cause.describe(&self.limits);
+            if exit_cause.status.is_some_and(|status| !status.success()) {
+                self.errors.add(&text);
+            }
+            Err(io::Error::other(text))
+        })
     }
 }
 

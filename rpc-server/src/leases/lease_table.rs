@@ -17,6 +17,7 @@ use tokio::sync::{Notify, watch};
 
 use super::scheduler::{DeviceLeases, LeaseEvent, LeaseId, LeaseLimits, LeaseScheduler, LeaseTotals, SessionId};
 use super::{LeaseGrant, LeasePolicy, LeaseRequest, LeaseService, LeasedDevice, MAX_AHEAD, QueuedRequest, UnleasedUse};
+use crate::server::recent_errors::RecentErrors;
 
 /// Maximum number of devices in a list.
 const MAX_LISTED: usize = 64;
@@ -33,6 +34,8 @@ pub(crate) struct LeaseTable {
     earlier_timeout: Arc<Notify>,
     /// Runtime of the tasks that resume sessions.
     runtime: Handle,
+    /// Errors of the server, to which overdue leases are added.
+    errors: Arc<RecentErrors>,
 }
 
 struct TableState {
@@ -78,7 +81,7 @@ impl TableState {
 
 impl LeaseTable {
     /// Returns a table, and starts the task that ends overdue leases. Needs a tokio runtime.
-    pub(crate) fn start(limits: LeaseLimits) -> Arc<Self> {
+    pub(crate) fn start(limits: LeaseLimits, errors: Arc<RecentErrors>) -> Arc<Self> {
         let state = TableState {
             scheduler: LeaseScheduler::new(limits),
             on_grant: HashMap::new(),
@@ -92,6 +95,7 @@ impl LeaseTable {
             next_session: AtomicU64::new(0),
             earlier_timeout: earlier_timeout.clone(),
             runtime: Handle::current(),
+            errors,
         });
         tokio::spawn(handle_timeouts(Arc::downgrade(&table), earlier_timeout));
         table
@@ -102,6 +106,13 @@ impl LeaseTable {
         let session = SessionId(self.next_session.fetch_add(1, Ordering::Relaxed));
         self.state.lock().sessions.insert(session, connection);
         SessionLeases { table: self.clone(), session }
+    }
+
+    /// Returns the leased devices, at most [`MAX_LISTED`].
+    pub(crate) fn leased_devices(&self) -> Vec<LeasedDevice> {
+        let state = self.state.lock();
+        let leased = state.scheduler.devices(clock::now()).take(MAX_LISTED);
+        leased.map(LeasedDevice::from).collect()
     }
 
     /// Returns the numbers for metrics.
@@ -160,6 +171,7 @@ impl LeaseTable {
                  it was granted for"
             );
             log_limited!(WARN, %device, ?duration, "ending a session that has kept a lease for too long");
+            self.errors.add(&format!("ended a session that kept its lease on {device} for longer than {duration:?}"));
             connection.end(RpcError::new(ErrorKind::SessionTimeout, text).may_have_run(true));
         }
         changed
@@ -245,11 +257,9 @@ impl SessionLeases {
         self.table.state.lock().scheduler.ahead(id, MAX_AHEAD) as u64
     }
 
-    /// Returns the leased devices of the server, at most [`MAX_LISTED`].
+    /// Returns the leased devices of the server, as [`LeaseTable::leased_devices`].
     pub(crate) fn leased_devices(&self) -> Vec<LeasedDevice> {
-        let state = self.table.state.lock();
-        let leased = state.scheduler.devices(clock::now()).take(MAX_LISTED);
-        leased.map(LeasedDevice::from).collect()
+        self.table.leased_devices()
     }
 
     /// Returns true if another session holds `device`. Then wakes `waker` once this may have

@@ -9,12 +9,15 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use rpc_core::{Fault, Pack, Packed, RemoteObject, Result, RpcError, Session};
-use rpc_transports::tracker::{MESSAGES, Reach, Registered, Registration, Renewed, ServerStatus, functions};
+use rpc_transports::tracker::{
+    MESSAGES, Reach, Registered, Registration, Renewed, ServerDetails, ServerStatus, functions,
+};
 use rpc_transports::{Address, Backoff, Connector, Dial};
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
 use super::advertisement::Advertisement;
+use super::details::DetailsCollector;
 use super::ticket_gate::{RegistrationId, TicketGate};
 
 /// First and longest pause before the next attempt to reach the tracker.
@@ -33,6 +36,7 @@ pub(super) struct Registrar {
     connector: Arc<Mutex<Connector>>,
     /// Set to true when the server leaves its trackers.
     leaving: watch::Sender<bool>,
+    _details: DetailsCollector,
 }
 
 impl Registrar {
@@ -42,6 +46,7 @@ impl Registrar {
         connector: &Connector,
         gate: &Arc<TicketGate>,
         advertisement: &Advertisement,
+        details: DetailsCollector,
     ) -> Self {
         let connector = Arc::new(Mutex::new(connector.clone()));
         let (leaving, left) = watch::channel(false);
@@ -52,10 +57,11 @@ impl Registrar {
                 gate: gate.clone(),
                 advertisement: advertisement.clone(),
                 leaving: left.clone(),
+                details: details.latest(),
             };
             tokio::spawn(registration.run())
         };
-        Self { registrations: Mutex::new(trackers.iter().map(start).collect()), connector, leaving }
+        Self { registrations: Mutex::new(trackers.iter().map(start).collect()), connector, leaving, _details: details }
     }
 
     /// Sets the credentials for all later connections.
@@ -98,6 +104,8 @@ struct TrackerRegistration {
     gate: Arc<TicketGate>,
     advertisement: Advertisement,
     leaving: watch::Receiver<bool>,
+    /// Facts about the server for people.
+    details: watch::Receiver<Option<ServerDetails>>,
 }
 
 impl TrackerRegistration {
@@ -189,16 +197,25 @@ impl TrackerRegistration {
         let (tracker, address) = (&self.tracker, address.join(","));
         rpc_core::log_limited!(INFO, %tracker, key = self.advertisement.key, address, "registered with the tracker");
         let mut reach = Reach::Untried;
+        // The first facts are sent at once. Later ones wait for the next report.
+        let (mut details, mut has_told) = (self.details.clone(), false);
+        if details.borrow().is_some() {
+            details.mark_changed();
+        }
         loop {
             tokio::select! {
                 // The gate outlives this task, so the receiver does not close.
                 changed = changes.changed() => if changed.is_ok() { tokio::time::sleep(REPORT_INTERVAL).await },
                 () = tokio::time::sleep(lease / 3) => {}
+                Ok(()) = details.changed(), if !has_told => details.mark_changed(),
                 ended = session.ended() => return Err(ended),
                 () = self.left() => {}
             }
             changes.mark_unchanged();
-            let status = ServerStatus { leaving: *self.leaving.borrow(), ..self.gate.status(id) };
+            let news = details.has_changed().is_ok_and(|changed| changed).then(|| details.borrow_and_update().clone());
+            let news = news.flatten();
+            has_told |= news.is_some();
+            let status = ServerStatus { leaving: *self.leaving.borrow(), details: news, ..self.gate.status(id) };
             let leaving = status.leaving;
             let spent = status.spent.len();
             // A tracker that does not answer within the lease has dropped this server.
@@ -269,6 +286,7 @@ mod tests {
                     address: vec!["tcp://127.0.0.1:2".to_owned()],
                 },
                 leaving: watch::channel(false).1,
+                details: watch::channel(None).1,
             };
             let mut was_registered = false;
             let outcome = registration.renew_until_error(&session, id, key.to_bytes(), &mut was_registered).await;

@@ -12,6 +12,7 @@ use rpc_core::value::TensorRef;
 use rpc_core::{Lane, LocalSession, MemoryQuota, Request, RpcSession, SharedSession, Submission, Usage};
 use rpc_transports::Machine;
 
+use super::recent_errors::RecentErrors;
 use crate::leases::{LeaseTable, SessionLeases};
 
 /// State of a server for its functions: [`Context::extension`](rpc_core::Context::extension)
@@ -23,6 +24,7 @@ pub struct ServerState {
     memory: Arc<MemoryQuota>,
     /// Leases of the server. The process of one session has none, and asks the server.
     leases: Option<Arc<LeaseTable>>,
+    errors: Arc<RecentErrors>,
     next_id: AtomicU64,
     live: Mutex<HashMap<u64, Weak<dyn UsageSource>>>,
     view: SessionView,
@@ -77,10 +79,11 @@ impl ServerState {
         max_total_memory: u64,
         isolated: bool,
         leases: Option<Arc<LeaseTable>>,
+        errors: Arc<RecentErrors>,
     ) -> Arc<Self> {
         let view = if isolated { SessionView::Reported } else { SessionView::InProcess };
         let state = Self::with(key, max_total_memory, Instant::now(), view);
-        Arc::new(Self { leases, ..state })
+        Arc::new(Self { leases, errors, ..state })
     }
 
     /// Returns the state for a session process. `totals` reports the usage of the session to the
@@ -101,6 +104,7 @@ impl ServerState {
             runtime: tokio::runtime::Handle::try_current().ok(),
             memory: MemoryQuota::new("max_total_memory", max_total_memory, None),
             leases: None,
+            errors: Arc::default(),
             next_id: AtomicU64::new(0),
             live: Mutex::default(),
             view,
@@ -174,6 +178,11 @@ impl ServerState {
     /// Returns the leases of the server; `None` in the process of one session.
     pub(crate) fn leases(&self) -> Option<&Arc<LeaseTable>> {
         self.leases.as_ref()
+    }
+
+    /// Returns the last errors of the server.
+    pub(crate) fn errors(&self) -> &Arc<RecentErrors> {
+        &self.errors
     }
 
     /// Counts the session that `make` returns for as long as it keeps its argument.

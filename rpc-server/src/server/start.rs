@@ -7,16 +7,18 @@ use std::time::{Duration, SystemTime};
 
 use rpc_core::{DeviceType, Devices, Registry};
 use rpc_transports::{
-    AllowedOrigins, Authorizer, Bind, Channel, Connector, Dial, Dialects, ParkOptions, ServeOptions, Server,
-    SessionFactory, Transports, exec,
+    AllowedOrigins, Authorizer, Bind, Channel, Connector, Dial, Dialects, ParkOptions, ServeObserver, ServeOptions,
+    Server, SessionFactory, Transports, exec,
 };
 
 use super::advertisement::{Advertisement, named_relays, offered_devices};
 use super::certificate_expiry::CertificateExpiry;
+use super::details::DetailsCollector;
 use super::functions_used::NotingFactory;
 use super::local_sessions::LocalSessions;
 use super::options::serve_options;
 use super::ready_file::ReadyFile;
+use super::recent_errors::{RecentErrors, RefusalRecorder};
 use super::registrar::Registrar;
 use super::running::{OnReload, ReadOrigins, Running};
 use super::server_state::ServerState;
@@ -104,12 +106,15 @@ impl Checked {
         let workspaces = open_workspaces(&config).await?;
         let isolated = config.isolate == Isolate::Process;
         let (digests, modules) = prepare_modules(&config, &registry).await?;
-        let leases = LeaseTable::start(LeaseLimits {
+        let errors = Arc::<RecentErrors>::default();
+        let limits = LeaseLimits {
             max_duration: config.max_lease.0,
             max_requests: MAX_REQUESTS,
             max_requests_per_session: MAX_REQUESTS_PER_SESSION,
-        });
-        let state = ServerState::new(config.key.clone(), config.total_memory().0, isolated, Some(leases.clone()));
+        };
+        let leases = LeaseTable::start(limits, errors.clone());
+        let total_memory = config.total_memory().0;
+        let state = ServerState::new(config.key.clone(), total_memory, isolated, Some(leases.clone()), errors.clone());
         let monitoring = match &config.metrics {
             Some(address) => {
                 let gauges = gauges.into_iter().chain([Arc::new(LeaseGauges(leases)) as Arc<dyn Gauges>]).collect();
@@ -120,6 +125,7 @@ impl Checked {
         let gate = (!config.tracker.is_empty())
             .then(|| TicketGate::new(config.allow_direct, config.capacity, config.keep_alive.0));
         let offered = if gate.is_some() { offered_devices(devices.clone()).await } else { Vec::new() };
+        let shown_devices = devices.clone();
         let cleaner = Cleaner::start();
         let (mut factory, isolation): (Arc<dyn SessionFactory>, _) = if isolated {
             let isolation = Isolation::new(&config, digests, workspaces.clone(), cleaner.clone(), state.clone())?;
@@ -149,7 +155,8 @@ impl Checked {
             let expiry = expiry.clone();
             async move { _ = tokio::join!(remove_expired(workspaces), expiry.warn_daily(), give_back_memory(&ended)) }
         };
-        let observer = monitoring.as_ref().map(Monitoring::observer);
+        let observer = RefusalRecorder { errors, inner: monitoring.as_ref().map(Monitoring::observer) };
+        let observer = Some(Arc::new(observer) as Arc<dyn ServeObserver>);
         let authorizer = policy.clone().map(|policy| policy as Arc<dyn Authorizer>);
         let options =
             serve_options(&config, credentials.access, dial.clone(), transports.clone(), dialects, is_relay, observer);
@@ -177,7 +184,7 @@ impl Checked {
         };
         let registration = gate.map(|gate| {
             let connector = Connector::new().transports(transports.clone()).dial(dial).keep_alive(config.keep_alive.0);
-            Registration { gate, offered, connector }
+            Registration { gate, offered, devices: shown_devices, connector }
         });
         Ok(Prepared { config, transports, stdio, running, registration })
     }
@@ -187,6 +194,7 @@ impl Checked {
 struct Registration {
     gate: Arc<TicketGate>,
     offered: Vec<rpc_transports::tracker::DeviceOffer>,
+    devices: Devices,
     connector: Connector,
 }
 
@@ -231,10 +239,11 @@ impl Prepared {
             tracing::info!(%relay, "waiting at the relay for clients");
             running.server.park(relay, &options);
         }
-        if let Some(Registration { gate, offered, connector }) = registration {
+        if let Some(Registration { gate, offered, devices, connector }) = registration {
             let trackers: Vec<_> = config.tracker.iter().map(|TrackerAddress(address)| address.clone()).collect();
             let advertisement = Advertisement::new(&config, &running.addresses, &relays, offered);
-            running.registrar = Some(Registrar::start(&trackers, &connector, &gate, &advertisement));
+            let details = DetailsCollector::start(running.state.clone(), devices);
+            running.registrar = Some(Registrar::start(&trackers, &connector, &gate, &advertisement, details));
         }
         running.enter(Phase::Ready);
         Ok(running)

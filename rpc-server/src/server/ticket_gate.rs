@@ -126,6 +126,7 @@ impl TicketGate {
             uses: state.sessions.iter().map(describe).collect(),
             spent: state.registrations.get(&id).map(|registration| registration.spent.clone()).unwrap_or_default(),
             leaving: false,
+            details: None,
         }
     }
 

@@ -5,7 +5,9 @@ use std::collections::BTreeMap;
 
 use rpc_core::{Result, RpcError};
 use rpc_transports::Address;
-use rpc_transports::tracker::{DeviceOffer, Registration, ServerRequest, ServerStatus};
+use rpc_transports::tracker::{
+    DeviceDetails, DeviceOffer, RecentError, Registration, ServerDetails, ServerRequest, ServerStatus,
+};
 
 /// Maximum bytes of a name, a key, or either part of a label.
 const MAX_TEXT: usize = 128;
@@ -59,7 +61,10 @@ pub(super) fn check_registration(registration: &Registration) -> Result<()> {
 /// The limit that is exceeded.
 pub(super) fn check_status(status: &ServerStatus) -> Result<()> {
     at_most("sessions of a server", MAX_USES, status.uses.len())?;
-    at_most("spent tickets", MAX_USES, status.spent.len())
+    at_most("spent tickets", MAX_USES, status.spent.len())?;
+    let Some(ServerDetails { devices, errors, .. }) = &status.details else { return Ok(()) };
+    at_most("devices of a report", ServerDetails::MAX_DEVICES, devices.len())?;
+    at_most("errors of a report", ServerDetails::MAX_ERRORS, errors.len())
 }
 
 /// Checks the sizes in a request.
@@ -91,12 +96,30 @@ pub(super) fn clip(text: &str) -> String {
     text.chars().filter(|c| !c.is_control()).take(MAX_SHOWN).collect()
 }
 
-/// Shortens the names of clients in a report.
+/// Shortens the names of clients in a report, and the texts of its details.
 pub(super) fn clipped(mut status: ServerStatus) -> ServerStatus {
     for used in &mut status.uses {
         used.client = clip(&used.client);
     }
+    if let Some(details) = &mut status.details {
+        texts(details).for_each(|text| *text = clip(text));
+    }
     status
+}
+
+/// Returns the bytes that details take.
+pub(super) fn size_of_details(details: &mut ServerDetails) -> u64 {
+    let fixed = size_of::<ServerDetails>()
+        + details.devices.len() * size_of::<DeviceDetails>()
+        + details.errors.len() * size_of::<RecentError>();
+    (fixed + texts(details).map(|text| text.len()).sum::<usize>()) as u64
+}
+
+/// Returns the texts of details, which the server chose.
+fn texts(details: &mut ServerDetails) -> impl Iterator<Item = &mut String> {
+    let ServerDetails { version, devices, errors, .. } = details;
+    let of_devices = devices.iter_mut().flat_map(|device| std::iter::once(&mut device.device).chain(&mut device.name));
+    std::iter::once(version).chain(of_devices).chain(errors.iter_mut().map(|error| &mut error.text))
 }
 
 fn check_key(key: &str) -> Result<()> {

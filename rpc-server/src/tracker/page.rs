@@ -1,11 +1,15 @@
-//! The tracker's status page: the present table of `rpc-cli status` for a browser on the same
-//! machine.
+//! The tracker's status pages, for a browser on the same machine.
 //!
 //! | path | content |
 //! | --- | --- |
-//! | `/` | the page, complete without its script, which updates it every second |
+//! | `/` | the overview: keys, servers, queue, losses and events |
+//! | `/key/KEY` | one key, with charts of the last hour and day |
+//! | `/server/ID` | one server, with its devices, clients and last errors |
 //! | `/status.json` | the output of `rpc-cli status --json` |
-//! | `/page.css`, `/page.js` | the page's style and script; none is loaded from elsewhere |
+//! | `/page.css`, `/page.js` | style and script of the pages; none is loaded from elsewhere |
+//!
+//! The pages are complete without the script, which updates them every second. The query of the
+//! overview searches, sorts and groups: `?search=WORDS&sort=free&order=reversed&group=key`.
 //!
 //! Much of the content was written by servers and clients. All of it is escaped where it is
 //! written, and the page's policy allows no script but the one above. On a loopback address only
@@ -13,8 +17,14 @@
 //! browser, cannot read this one through a name that points here.
 
 mod chart;
-mod html;
+mod key_view;
+mod markup;
+mod overview;
+mod query;
+mod sections;
+mod server_view;
 
+use std::collections::BTreeMap;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::{Arc, Weak};
@@ -28,21 +38,32 @@ use hyper::http::uri::Authority;
 use hyper::{Request, Response, StatusCode};
 use parking_lot::Mutex;
 
+use rpc_transports::tracker::Summary;
+
+use self::query::Query;
+use super::history::KeySamples;
 use super::service::Tracker;
 use crate::http_listener::{HttpServer, Site, plain, response};
 
-/// Time for which an answer is reused, so that any number of browsers costs little.
+/// Time for which the tracker's state is reused, so that any number of browsers costs little.
 const FRESH: Duration = Duration::from_millis(250);
 
 const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; base-uri 'none'; \
-                      form-action 'none'; frame-ancestors 'none'";
+                      form-action 'self'; frame-ancestors 'none'";
 
-/// Serves the page of a tracker, until the result is dropped.
-pub(super) async fn serve(address: SocketAddr, tracker: &Arc<Tracker>) -> io::Result<HttpServer> {
+/// Serves the pages of a tracker, until the result is dropped. Where there are no servers, they
+/// show `serve_command`, which starts one.
+pub(super) async fn serve(
+    address: SocketAddr,
+    tracker: &Arc<Tracker>,
+    serve_command: String,
+) -> io::Result<HttpServer> {
     let page = Page {
         tracker: Arc::downgrade(tracker),
         loopback: address.ip().to_canonical().is_loopback(),
-        page: Mutex::default(),
+        serve_command,
+        view: Mutex::default(),
+        overview: Mutex::default(),
         json: Mutex::default(),
     };
     HttpServer::start(address, Arc::new(page)).await
@@ -52,12 +73,22 @@ struct Page {
     /// Tracker of the page, which the page does not keep alive.
     tracker: Weak<Tracker>,
     loopback: bool,
-    page: Mutex<Option<Answer>>,
-    json: Mutex<Option<Answer>>,
+    serve_command: String,
+    view: Latest<Arc<PoolView>>,
+    overview: Latest<Bytes>,
+    json: Latest<Bytes>,
 }
 
-/// Body of an answer, and the time at which it was made.
-type Answer = (Instant, Bytes);
+/// The last of something that is made anew when it is old, and the time at which it was made.
+type Latest<T> = Mutex<Option<(Instant, T)>>;
+
+/// State of a tracker that the pages show.
+struct PoolView {
+    summary: Summary,
+    /// Usage of the keys that have histories.
+    keys: BTreeMap<String, KeySamples>,
+    serve_command: String,
+}
 
 impl Site for Page {
     fn respond(&self, request: &Request<Incoming>) -> Response<Full<Bytes>> {
@@ -77,36 +108,62 @@ impl Page {
         if self.loopback && !host.is_some_and(means_this_machine) {
             return plain(StatusCode::MISDIRECTED_REQUEST, "this page is at localhost or 127.0.0.1 only\n");
         }
-        match request.uri().path() {
-            "/" => self.fresh(&self.page, "text/html; charset=utf-8", |tracker| html::page(&tracker.summary())),
-            "/status.json" => self.fresh(&self.json, "application/json", |tracker| {
+        let (path, query) = (request.uri().path(), Query::parse(request.uri().query().unwrap_or_default()));
+        match path {
+            "/page.css" => return response(StatusCode::OK, "text/css; charset=utf-8", include_str!("page/page.css")),
+            "/page.js" => {
+                return response(StatusCode::OK, "text/javascript; charset=utf-8", include_str!("page/page.js"));
+            }
+            _ => {}
+        }
+        let Some(view) = self.view() else { return plain(StatusCode::SERVICE_UNAVAILABLE, "the tracker stops\n") };
+        match path {
+            "/" if query == Query::default() => {
+                html(StatusCode::OK, fresh(&self.overview, || Bytes::from(overview::page(&view, &query))))
+            }
+            "/" => html(StatusCode::OK, overview::page(&view, &query)),
+            "/status.json" => {
                 // Serialization cannot fail: the summary consists of maps, text and numbers.
-                serde_json::to_string(&tracker.summary()).unwrap_or_default()
-            }),
-            "/page.css" => response(StatusCode::OK, "text/css; charset=utf-8", include_str!("page/page.css")),
-            "/page.js" => response(StatusCode::OK, "text/javascript; charset=utf-8", include_str!("page/page.js")),
-            _ => plain(StatusCode::NOT_FOUND, "there are / and /status.json\n"),
+                let make = || Bytes::from(serde_json::to_string(&view.summary).unwrap_or_default());
+                response(StatusCode::OK, "application/json", fresh(&self.json, make))
+            }
+            _ => {
+                let key = path.strip_prefix("/key/").map(|key| key_view::page(&view, &query::decoded(key)));
+                let id = path.strip_prefix("/server/").map(|id| id.parse().ok());
+                let page = key.or_else(|| id.map(|id| server_view::page(&view, id?)));
+                match page {
+                    Some(Some(page)) => html(StatusCode::OK, page),
+                    Some(None) => html(StatusCode::NOT_FOUND, overview::not_here(&view)),
+                    None => plain(StatusCode::NOT_FOUND, "there are /, /key/KEY, /server/ID and /status.json\n"),
+                }
+            }
         }
     }
 
-    fn fresh(
-        &self,
-        last: &Mutex<Option<Answer>>,
-        content_type: &'static str,
-        make: impl FnOnce(&Tracker) -> String,
-    ) -> Response<Full<Bytes>> {
-        // The lock is held while the page is made, so concurrent requests get the same page.
-        let mut last = last.lock();
-        if let Some((_, body)) = last.as_ref().filter(|(made, _)| made.elapsed() < FRESH) {
-            return response(StatusCode::OK, content_type, body.clone());
-        }
-        let Some(tracker) = self.tracker.upgrade() else {
-            return plain(StatusCode::SERVICE_UNAVAILABLE, "the tracker stops\n");
-        };
-        let body = Bytes::from(make(&tracker));
-        *last = Some((Instant::now(), body.clone()));
-        response(StatusCode::OK, content_type, body)
+    /// Returns the state of the tracker; `None` once the tracker has ended.
+    fn view(&self) -> Option<Arc<PoolView>> {
+        let tracker = self.tracker.upgrade()?;
+        Some(fresh(&self.view, || {
+            let (summary, keys) = (tracker.summary(), tracker.key_samples());
+            Arc::new(PoolView { summary, keys, serve_command: self.serve_command.clone() })
+        }))
     }
+}
+
+/// Returns the latest, or what `make` makes if it is old.
+fn fresh<T: Clone>(latest: &Latest<T>, make: impl FnOnce() -> T) -> T {
+    // The lock is held meanwhile, so concurrent requests get the same.
+    let mut latest = latest.lock();
+    if let Some((_, value)) = latest.as_ref().filter(|(made, _)| made.elapsed() < FRESH) {
+        return value.clone();
+    }
+    let value = make();
+    *latest = Some((Instant::now(), value.clone()));
+    value
+}
+
+fn html(status: StatusCode, body: impl Into<Bytes>) -> Response<Full<Bytes>> {
+    response(status, "text/html; charset=utf-8", body)
 }
 
 /// Returns true if a `Host` is `localhost` or an IP address: other names could be made to point

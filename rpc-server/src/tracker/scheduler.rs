@@ -88,7 +88,9 @@ struct Pool {
     servers: BTreeSet<ServerId>,
     /// Servers with free slots, in the order of grants.
     with_free: BTreeSet<GrantOrder>,
-    free: u64,
+    /// Sums over the servers. Requests are not counted here, since they may wait for a key that no
+    /// server has.
+    totals: SlotTotals,
 }
 
 /// Scheduler of a tracker; see the [module](self).
@@ -104,6 +106,7 @@ pub(crate) struct Scheduler {
     classes: RequestClasses,
     priorities: HashMap<ClaimId, i32>,
     waiting_by_peer: HashMap<String, usize>,
+    waiting_by_key: HashMap<String, usize>,
     timers: BTreeSet<(Instant, Timer)>,
     /// Granted slots of claims whose clients are gone, until their timers.
     abandoned: HashMap<ClaimId, Vec<(ServerId, u64)>>,
@@ -129,6 +132,7 @@ impl Scheduler {
             classes: RequestClasses::default(),
             priorities: HashMap::new(),
             waiting_by_peer: HashMap::new(),
+            waiting_by_key: HashMap::new(),
             timers: BTreeSet::new(),
             abandoned: HashMap::new(),
             events: VecDeque::new(),
@@ -179,7 +183,8 @@ impl Scheduler {
         let pool = self.pools.entry(offer.key.clone()).or_default();
         pool.servers.insert(id);
         pool.with_free.extend(server.grant_order(id));
-        pool.free += u64::from(server.free());
+        pool.totals.free += u64::from(server.free());
+        pool.totals.capacity += u64::from(offer.capacity);
         self.totals.free += u64::from(server.free());
         self.totals.capacity += u64::from(offer.capacity);
         self.timers.insert((lease_end, Timer::Lease(id)));
@@ -266,6 +271,7 @@ impl Scheduler {
         let priority = request.priority;
         self.priorities.insert(id, priority);
         *self.waiting_by_peer.entry(peer.to_owned()).or_default() += 1;
+        *self.waiting_by_key.entry(request.key.clone()).or_default() += 1;
         let (key, request, order) = (request.key.clone(), Arc::new(request), (Reverse(priority), id));
         let mut classes = std::mem::take(&mut self.classes);
         let class = classes.insert(now, order, &request, || {
@@ -406,6 +412,13 @@ impl Scheduler {
         SlotTotals { waiting: self.waiting.len() as u64, ..self.totals }
     }
 
+    /// Returns the sums over the servers with this key and over the requests that name it. Those of
+    /// granted slots begin again when the last of the servers has left.
+    pub(crate) fn totals_of(&self, key: &str) -> SlotTotals {
+        let totals = self.pools.get(key).map(|pool| pool.totals).unwrap_or_default();
+        SlotTotals { waiting: self.waiting_by_key.get(key).map_or(0, |waiting| *waiting as u64), ..totals }
+    }
+
     pub(crate) fn server(&self, id: ServerId) -> Option<&Server> {
         self.servers.get(&id)
     }
@@ -437,7 +450,8 @@ impl Scheduler {
         self.totals.capacity -= u64::from(offer.capacity);
         self.totals.free -= u64::from(server.free());
         if let Some(pool) = self.pools.get_mut(&offer.key) {
-            pool.free -= u64::from(server.free());
+            pool.totals.free -= u64::from(server.free());
+            pool.totals.capacity -= u64::from(offer.capacity);
             if let Some(grant_order) = server.grant_order(id) {
                 pool.with_free.remove(&grant_order);
             }
@@ -475,12 +489,18 @@ impl Scheduler {
         let claim = order.1;
         let Some(waiting) = self.remove_waiting(claim) else { return };
         let client = &waiting.request.client;
+        let waited_ms = millis(now.saturating_duration_since(waiting.since));
         let ticket = self.policy.ticket;
         let mut slots = Vec::with_capacity(servers.len());
         for id in servers {
             let serial = self.next_serial;
             self.next_serial += 1;
-            self.totals.granted += 1;
+            let key = self.servers.get(&id).map(|server| server.offer.key.as_str());
+            let pool = key.and_then(|key| self.pools.get_mut(key)).map(|pool| &mut pool.totals);
+            for totals in std::iter::once(&mut self.totals).chain(pool) {
+                totals.granted += 1;
+                totals.waited_ms += waited_ms;
+            }
             self.change(id, |server| {
                 // The clock of the server has advanced since its report.
                 let expires_ms =
@@ -501,6 +521,7 @@ impl Scheduler {
         }
         self.classes.remove(waiting.class, waiting.request.count, (Reverse(priority), id));
         count_down(&mut self.waiting_by_peer, &waiting.peer);
+        count_down(&mut self.waiting_by_key, &waiting.request.key);
         Some(waiting)
     }
 
@@ -512,7 +533,7 @@ impl Scheduler {
         let after = u64::from(server.free());
         self.totals.free = self.totals.free - before + after;
         if let Some(pool) = self.pools.get_mut(&server.offer.key) {
-            pool.free = pool.free - before + after;
+            pool.totals.free = pool.totals.free - before + after;
             if let Some(grant_order) = grant_order {
                 pool.with_free.remove(&grant_order);
             }

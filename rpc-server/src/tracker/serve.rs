@@ -9,7 +9,7 @@ use rpc_transports::Transports;
 use super::page;
 use super::scheduler::SlotTotals;
 use super::service::{Tracker, TrackerOptions};
-use crate::config::{ConfigError, HttpAddress, Origin, ServeError, TrackerConfig};
+use crate::config::{ConfigError, HttpAddress, ListenAddress, Origin, ServeError, TrackerConfig};
 use crate::http_listener::HttpServer;
 use crate::monitor::Gauges;
 use crate::server::{RpcServer, Running, StopReason};
@@ -124,14 +124,31 @@ impl Gauges for Tracker {
     }
 
     fn now(&self) -> Vec<u64> {
-        let (servers, SlotTotals { capacity, free, waiting, granted }) = self.totals();
+        let (servers, SlotTotals { capacity, free, waiting, granted, .. }) = self.totals();
         vec![servers, capacity, free, waiting, granted]
     }
 }
 
 async fn serve_page(config: &TrackerConfig, tracker: &Arc<Tracker>) -> Result<Option<HttpServer>, ServeError> {
     let Some(HttpAddress(address)) = config.http else { return Ok(None) };
-    let server = page::serve(address, tracker).await.map_err(|source| ServeError::Page { address, source })?;
+    let server = page::serve(address, tracker, serve_command(config))
+        .await
+        .map_err(|source| ServeError::Page { address, source })?;
     tracing::info!(address = %server.address(), "serving the status page");
     Ok(Some(server))
+}
+
+/// Returns the command by which a server registers with a tracker of these settings.
+fn serve_command(config: &TrackerConfig) -> String {
+    let local = config.listen.first().map(|ListenAddress(address)| address.to_string());
+    // Servers on other machines reach all addresses of this one by its name.
+    let address = local.map(|address| {
+        let name = rustix::system::uname().nodename().to_string_lossy().into_owned();
+        ["0.0.0.0", "[::]"]
+            .iter()
+            .fold(address, |address, any| address.replace(&format!("//{any}:"), &format!("//{name}:")))
+    });
+    let address = address.unwrap_or_else(|| "ADDRESS".to_owned());
+    let token = if config.token_file.is_some() { " --forward-token-file FILE" } else { "" };
+    format!("rpc-server serve --tracker {address} --tracker-key KEY{token}")
 }

@@ -10,11 +10,12 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Mutex, MutexGuard};
 use rpc_core::function::EndProbe;
+use rpc_core::limits::MemoryLease;
 use rpc_core::proto::ANONYMOUS;
 use rpc_core::{Context, ErrorKind, Pack, Packed, Registry, Result, RpcError, Shared};
 use rpc_transports::tracker::{
-    Kick, Loss, LossReason, MESSAGES, Reach, Registered, Registration, Returned, ServerRequest, ServerStatus, Ticket,
-    TicketKey, functions,
+    Kick, Loss, LossReason, MESSAGES, PoolEvent, PoolEventKind, Reach, Registered, Registration, Returned,
+    ServerDetails, ServerRequest, ServerStatus, Ticket, TicketKey, functions,
 };
 use rpc_transports::{Connector, Dial, Machine, Transports};
 use tokio::runtime::Handle;
@@ -25,8 +26,8 @@ use self::grants::grants;
 use self::objects::{ClaimObject, ServerObject};
 use self::proof_queue::{ProofQueue, SessionId};
 use super::advertised_addresses::{self, Admitted};
-use super::history::History;
-use super::limits::{check_registration, check_request, clip, clipped};
+use super::history::{History, KeyHistories, LAST_HOUR};
+use super::limits::{check_registration, check_request, clip, clipped, size_of_details};
 use super::millis;
 use super::scheduler::{
     ClaimId, Event, GrantedSlot, Offer, Policy, Scheduler, ServerId, SlotTotals, timed_out, unservable,
@@ -43,6 +44,9 @@ const MAX_GRANTS: usize = 4 << 20;
 
 /// Maximum number of losses that are kept.
 const MAX_LOSSES: usize = 256;
+
+/// Maximum number of events that are kept.
+const MAX_EVENTS: usize = 128;
 
 /// Maximum number of concurrent probes.
 const PROBES: usize = 32;
@@ -121,6 +125,9 @@ struct TrackerState {
     /// Recent losses, the latest first.
     losses: VecDeque<(Instant, Loss)>,
     history: History,
+    key_histories: KeyHistories,
+    /// Recent events, the latest first.
+    events: VecDeque<(Instant, PoolEvent)>,
 }
 
 /// Facts of a server that the scheduler does not need.
@@ -132,6 +139,25 @@ struct ServerEntry {
     /// Sessions that the server is asked to end with its next report.
     to_end: BTreeSet<u64>,
     probed: Instant,
+    /// Last facts that the server has reported for people.
+    details: Option<ReportedDetails>,
+}
+
+/// Facts that a server has reported, charged to its session.
+#[derive(Debug)]
+struct ReportedDetails {
+    received: Instant,
+    details: Arc<ServerDetails>,
+    _memory: MemoryLease,
+}
+
+impl ReportedDetails {
+    /// Charges details to the session that reports them. Returns `None` if it has no memory left.
+    fn new(context: &Context, mut details: ServerDetails) -> Option<Self> {
+        let memory = context.reserve_memory(size_of_details(&mut details));
+        let memory = memory.inspect_err(|error| rpc_core::log_limited!(WARN, %error, "dropped details of a server"));
+        Some(Self { received: rpc_core::clock::now(), details: Arc::new(details), _memory: memory.ok()? })
+    }
 }
 
 /// Description of a server, shared by its grants and by summaries.
@@ -181,7 +207,9 @@ impl Tracker {
             servers: HashMap::new(),
             claims: HashMap::new(),
             losses: VecDeque::new(),
-            history: History::new(now),
+            history: History::new(now, LAST_HOUR),
+            key_histories: KeyHistories::new(),
+            events: VecDeque::new(),
         };
         let changed = Arc::new(Notify::new());
         let this = Arc::new(Self {
@@ -225,9 +253,10 @@ impl Tracker {
                 Ok((Shared(Arc::new(server)), Pack(registered)))
             }
         });
-        registry.add_inline(functions::RENEW, |server: Shared<ServerObject>, Pack(status): Pack<ServerStatus>| {
-            server.0.renew(status).map(Pack)
-        });
+        let renew = |context: Context, server: Shared<ServerObject>, Pack(status): Pack<ServerStatus>| {
+            server.0.renew(&context, status).map(Pack)
+        };
+        registry.add_inline(functions::RENEW, renew);
         let this = self.clone();
         registry.add_inline(functions::REQUEST, move |context: Context, request: Packed| {
             let request = MESSAGES.decode(&request, "the client", "the tracker")?;
@@ -314,6 +343,7 @@ impl Tracker {
                     %error,
                     "refused a server"
                 );
+                state.add_event(now, PoolEventKind::Refused, &loss.key, &loss.name, clip(error.message()));
                 state.remember(now, loss);
                 return Err(error);
             }
@@ -327,6 +357,8 @@ impl Tracker {
             "a server has registered"
         );
         state.forget_losses(&name, &shown_key);
+        state.key_histories.track(now, &offer.key);
+        state.add_event(now, PoolEventKind::Registered, &shown_key, &name, String::new());
         let description =
             ServerDescription { name, key: shown_key, address: address.clone(), peer: client.peer.clone(), offer };
         let entry = ServerEntry {
@@ -335,6 +367,8 @@ impl Tracker {
             reach: if is_proven { Reach::Reached } else { Reach::Untried },
             to_end: BTreeSet::new(),
             probed: now,
+            // Come with the first renewal.
+            details: None,
         };
         state.servers.insert(id, entry);
         self.apply_events(state, now);
@@ -377,8 +411,10 @@ impl Tracker {
             return Err(RpcError::not_found("the session has ended already"));
         };
         entry.to_end.insert(kick.session);
-        let (name, session) = (&entry.description.name, kick.session);
+        let (description, session) = (entry.description.clone(), kick.session);
+        let ServerDescription { name, key, .. } = &*description;
         rpc_core::log_limited!(INFO, name, session, peer = client.peer, "a client has the session of another ended");
+        state.add_event(rpc_core::clock::now(), PoolEventKind::Kicked, key, name, clip(&client.peer));
         Ok(())
     }
 
@@ -438,6 +474,7 @@ impl Tracker {
             }
         }
         state.history.note(now, state.scheduler.totals());
+        state.key_histories.note(now, &state.scheduler);
         self.changed.notify_one();
     }
 
@@ -466,9 +503,17 @@ impl Tracker {
                 );
             }
             let reachable = !matches!(reach, Reach::Unreachable { .. });
-            entry.reach = reach;
-            entry.probed = rpc_core::clock::now();
+            let now = rpc_core::clock::now();
+            entry.probed = now;
+            let before = std::mem::replace(&mut entry.reach, reach.clone());
+            let description = entry.description.clone();
             state.scheduler.set_reachable(id, reachable);
+            if let Reach::Unreachable { why } = reach
+                && !matches!(before, Reach::Unreachable { .. })
+            {
+                let ServerDescription { name, key, .. } = &*description;
+                state.add_event(now, PoolEventKind::Unreachable, key, name, clip(&why));
+            }
         });
     }
 
@@ -500,7 +545,17 @@ impl TrackerState {
         let ServerDescription { name, key, address, peer, .. } = &*description;
         let (name, key, address, peer) = (name.clone(), key.clone(), address.clone(), peer.clone());
         let (orderly, reason) = (reason.is_none(), reason.unwrap_or(LossReason::Gone));
+        let kind = if orderly { PoolEventKind::Stopped } else { PoolEventKind::Lost };
+        let why = if reason == LossReason::LeaseExpired { "its lease has expired" } else { "" };
+        self.add_event(now, kind, &key, &name, why.to_owned());
         self.remember(now, Loss { name, key, address, peer, ago_ms: 0, reason, orderly });
+    }
+
+    /// Adds an event of a server, with its shortened key and name.
+    fn add_event(&mut self, now: Instant, kind: PoolEventKind, key: &str, name: &str, why: String) {
+        self.events.truncate(MAX_EVENTS - 1);
+        let event = PoolEvent { ago_ms: 0, kind, key: key.to_owned(), name: name.to_owned(), why };
+        self.events.push_front((now, event));
     }
 
     fn remember(&mut self, now: Instant, loss: Loss) {

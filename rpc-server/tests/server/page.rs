@@ -74,7 +74,7 @@ async fn the_page_shows_names_of_peers_as_text_and_allows_no_scripts() {
         "content-type: text/html; charset=utf-8",
         "x-content-type-options: nosniff",
         "content-security-policy: default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; \
-         base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+         base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
         "referrer-policy: no-referrer",
         "x-frame-options: deny",
         "cross-origin-resource-policy: same-origin",

@@ -15,8 +15,9 @@ use rpc_server::server::Client;
 use rpc_server::tracker::{RunningTracker, Tracker, TrackerOptions};
 use rpc_server::{RpcServer, Running};
 use rpc_transports::tracker::{
-    Grant, HolderState, Kick, LossReason, MESSAGES, Reach, Registered, Registration, Renewed, Returned, ServerRequest,
-    ServerStatus, ServerSummary, Summary, TICKET_REFUSED, TrackerClient, Use, functions,
+    Grant, HolderState, Kick, LossReason, MESSAGES, PoolEventKind, Reach, RecentError, Registered, Registration,
+    Renewed, Returned, ServerDetails, ServerRequest, ServerStatus, ServerSummary, Summary, TICKET_REFUSED,
+    TrackerClient, Use, functions,
 };
 use rpc_transports::{Address, Connector, Machine};
 use tempfile::TempDir;
@@ -767,8 +768,26 @@ async fn a_peer_that_registers_without_end_is_stopped_and_leaves_nothing() {
     }
     let renew = session.get_function(functions::RENEW).await.unwrap();
     let used = Use { id: 1, serial: Some(99), direct: false, client: "c".to_owned(), for_ms: u64::MAX, silent_ms: 0 };
-    let wild = ServerStatus { now_ms: u64::MAX, uses: vec![used; 1000], spent: vec![1, 1, u64::MAX], leaving: false };
+    let wild = ServerStatus {
+        now_ms: u64::MAX,
+        uses: vec![used; 1000],
+        spent: vec![1, 1, u64::MAX],
+        leaving: false,
+        details: None,
+    };
     let _: Pack<Renewed> = renew.call((&kept[0], Pack(wild))).await.unwrap();
+
+    // Details are counted and cut, and dropped where the session has no memory for them.
+    let error = RecentError { ago_ms: u64::MAX, text: "x".repeat(100_000) };
+    let report = async |errors| {
+        let details = Some(ServerDetails { uptime_ms: u64::MAX, errors, ..ServerDetails::default() });
+        renew.call::<Pack<Renewed>>((&kept[0], Pack(ServerStatus { details, ..ServerStatus::default() }))).await
+    };
+    let refused = report(vec![error.clone(); 9]).await.unwrap_err();
+    assert!(refused.message().contains("errors of a report"), "{refused}");
+    report(vec![error; 8]).await.unwrap();
+    let kept_details = pool.summary().servers.into_iter().filter_map(|server| server.details).next().unwrap();
+    assert_eq!((kept_details.uptime_ms, kept_details.errors[7].text.len()), (u64::MAX, 256));
     let wait = session.get_function(functions::WAIT).await.unwrap();
     let error = wait.call::<Value>((&kept[0],)).await.unwrap_err();
     assert_eq!(error.kind(), ErrorKind::InvalidArgument, "a registration is no claim: {error}");
@@ -778,6 +797,23 @@ async fn a_peer_that_registers_without_end_is_stopped_and_leaves_nothing() {
     // The objects of the session end with it.
     drop((register, renew, wait, kept, session));
     pool.until(|summary| summary.servers.is_empty()).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_server_describes_itself_with_its_first_report_and_its_events_are_kept() {
+    let pool = Pool::new().await;
+    let server = pool.server("board", |_| {}).await;
+    let summary = pool.until(|summary| summary.servers[0].details.is_some()).await;
+    let details = summary.servers[0].details.clone().unwrap();
+    assert_eq!(details.version, env!("CARGO_PKG_VERSION"));
+    let cpu = details.devices.iter().find(|device| device.device == "cpu:0").unwrap();
+    assert!(cpu.available_memory <= cpu.total_memory && cpu.total_memory > Some(0), "{cpu:?}");
+    assert_eq!((cpu.lease, details.errors), (None, Vec::new()));
+    let events: Vec<_> = summary.events.iter().map(|event| (event.kind, event.key.as_str())).collect();
+    assert_eq!(events, [(PoolEventKind::Registered, "board")]);
+    drop(server);
+    let summary = pool.until(|summary| summary.servers.is_empty()).await;
+    assert_eq!(summary.events[0].kind, PoolEventKind::Lost);
 }
 
 /// Requests a slot and gives it back at once.

@@ -50,12 +50,31 @@ fn messages_keep_their_bytes() {
         DeviceOffer { target: Some(target), memory_scopes: vec!["shared".to_owned()], ..DeviceOffer::new("cpu", 1) };
     let used =
         Use { id: 1, serial: Some(7), direct: false, client: "tcp://10.0.0.9:1".to_owned(), for_ms: 20, silent_ms: 0 };
-    let status = ServerStatus { now_ms: 5, uses: vec![used], spent: vec![3], leaving: false };
+    let status = ServerStatus { now_ms: 5, uses: vec![used], spent: vec![3], leaving: false, details: None };
     golden.check("server status", &status);
     golden.check("last server status", &ServerStatus { leaving: true, ..status.clone() });
     let silent = Use { id: 1, serial: None, direct: false, client: "c".to_owned(), for_ms: 20, silent_ms: 7000 };
     let silent = ServerStatus { uses: vec![silent], spent: Vec::new(), ..status.clone() };
     golden.check("server status: silent client", &silent);
+    let lease = DeviceLease { held_ms: 2, left_ms: 3, waiting: 4 };
+    let gpu = DeviceDetails {
+        device: "cuda:0".to_owned(),
+        name: Some("gpu".to_owned()),
+        total_memory: Some(9),
+        available_memory: Some(5),
+        utilization_percent: Some(50),
+        lease: Some(lease),
+    };
+    let cpu_alone = DeviceDetails { device: "cpu:0".to_owned(), ..DeviceDetails::default() };
+    let details = ServerDetails {
+        version: "0.1.0".to_owned(),
+        uptime_ms: 7,
+        sessions: 1,
+        memory_bytes: 6,
+        devices: vec![gpu, cpu_alone],
+        errors: vec![RecentError { ago_ms: 8, text: "w".to_owned() }],
+    };
+    golden.check("server status: details", &ServerStatus { details: Some(details.clone()), ..silent });
     let registration = Registration {
         version: 2,
         name: name(),
@@ -93,6 +112,7 @@ fn messages_keep_their_bytes() {
     golden.check("returned", &vec![Returned { serial: 7, why: "w".to_owned() }]);
 
     let holder = |state| Holder { client: client(), for_ms: 3, state, session: None, silent_ms: 0 };
+    let details = ServerDetails { devices: Vec::new(), errors: Vec::new(), ..details };
     let server = ServerSummary {
         id: 0,
         name: name(),
@@ -107,6 +127,7 @@ fn messages_keep_their_bytes() {
         registered_for_ms: 1,
         heard_ago_ms: 2,
         holders: [HolderState::Granted, HolderState::InUse, HolderState::Direct].map(holder).into(),
+        details: Some(details),
     };
     let entry = QueueEntry {
         client: client(),
@@ -124,6 +145,16 @@ fn messages_keep_their_bytes() {
         Loss { name: name(), key: key(), address, peer, ago_ms: 4, reason, orderly: false }
     };
     golden.check("orderly loss", &Loss { orderly: true, ..loss(LossReason::Gone) });
+    let event = |kind| PoolEvent { ago_ms: 9, kind, key: key(), name: name(), why: String::new() };
+    let kinds = [
+        PoolEventKind::Registered,
+        PoolEventKind::Refused,
+        PoolEventKind::Stopped,
+        PoolEventKind::Lost,
+        PoolEventKind::Unreachable,
+        PoolEventKind::Kicked,
+    ];
+    golden.check("event", &PoolEvent { why: "w".to_owned(), ..event(PoolEventKind::Refused) });
     let refused = LossReason::Refused { why: "w".to_owned() };
     let summary = Summary {
         version: 2,
@@ -132,7 +163,8 @@ fn messages_keep_their_bytes() {
         servers: vec![server],
         queue: vec![entry],
         losses: [LossReason::Gone, LossReason::LeaseExpired, refused].map(loss).into(),
-        history: vec![Sample { ago_ms: 6, capacity: 2, busy: 1, waiting: 1, granted: 3 }],
+        history: vec![Sample { ago_ms: 6, capacity: 2, busy: 1, waiting: 1, granted: 3, waited_ms: 4 }],
+        events: kinds.map(event).into(),
     };
     golden.check("summary", &summary);
     assert!(golden.messages.keys().eq(&golden.checked), "golden.txt has messages that are not checked");

@@ -141,6 +141,78 @@ pub struct ServerStatus {
     /// True in the last report of a server that stops in good order.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub leaving: bool,
+    /// Facts about the server for people. `None` if they are those of the last report that had any.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub details: Option<ServerDetails>,
+}
+
+/// Facts about a server that trackers show to people.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ServerDetails {
+    /// Version of the server's program.
+    pub version: String,
+    /// Time since the server has started.
+    pub uptime_ms: u64,
+    /// Number of open sessions, those of other trackers included.
+    pub sessions: u64,
+    /// Bytes of device memory that sessions hold.
+    pub memory_bytes: u64,
+    /// Devices, those of the host first; at most [`MAX_DEVICES`](Self::MAX_DEVICES).
+    #[serde(default)]
+    pub devices: Vec<DeviceDetails>,
+    /// Last errors of the server, the latest first; at most [`MAX_ERRORS`](Self::MAX_ERRORS).
+    #[serde(default)]
+    pub errors: Vec<RecentError>,
+}
+
+impl ServerDetails {
+    /// Maximum number of devices.
+    pub const MAX_DEVICES: usize = 64;
+
+    /// Maximum number of errors.
+    pub const MAX_ERRORS: usize = 8;
+}
+
+/// A device of a server, as its driver and the leases of the server describe it.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DeviceDetails {
+    /// Device, such as `cuda:0`.
+    pub device: String,
+    /// Vendor's name of the device.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub name: Option<String>,
+    /// Size of the memory in bytes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub total_memory: Option<u64>,
+    /// Memory in bytes that can be allocated, if the device tells it without being used.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub available_memory: Option<u64>,
+    /// Part of the time for which the device was busy lately, in percent, if it is known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub utilization_percent: Option<u8>,
+    /// Lease on the device, if a session holds one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub lease: Option<DeviceLease>,
+}
+
+/// Lease of a session on a device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DeviceLease {
+    /// Time for which the session has held the device.
+    pub held_ms: u64,
+    /// Time that is left until the server ends the session.
+    pub left_ms: u64,
+    /// Number of requests that wait for the device.
+    pub waiting: u64,
+}
+
+/// An error of a server.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RecentError {
+    /// Time since the error.
+    pub ago_ms: u64,
+    /// Description of the error.
+    pub text: String,
 }
 
 /// One session of a server.
@@ -355,8 +427,12 @@ impl ServerRequest {
     }
 }
 
+/// Returns the name of the user and the machine. Without a name in the environment, as in many
+/// containers, the user is called by number.
 fn this_user() -> String {
-    let user = std::env::var("USER").unwrap_or_else(|_| "somebody".to_owned());
+    let named = ["USER", "LOGNAME"].into_iter().filter_map(|name| std::env::var(name).ok());
+    let user = named.into_iter().find(|name| !name.is_empty());
+    let user = user.unwrap_or_else(|| format!("uid{}", rustix::process::getuid().as_raw()));
     let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
     format!("{user}@{host}")
 }
@@ -418,6 +494,9 @@ pub struct Summary {
     pub losses: Vec<Loss>,
     /// Last hour, minute by minute, the oldest first. The last entry is the current minute.
     pub history: Vec<Sample>,
+    /// Recent events, the latest first.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub events: Vec<PoolEvent>,
 }
 
 /// One server of a [`Summary`].
@@ -450,6 +529,9 @@ pub struct ServerSummary {
     pub heard_ago_ms: u64,
     /// Clients that hold slots.
     pub holders: Vec<Holder>,
+    /// Facts about the server for people, if it has reported any. Times are as of this summary.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub details: Option<ServerDetails>,
 }
 
 /// Client that holds a slot at a server.
@@ -543,6 +625,41 @@ pub enum LossReason {
     },
 }
 
+/// Event of a pool: a change of one server.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PoolEvent {
+    /// Time since the event.
+    pub ago_ms: u64,
+    /// Kind of the event.
+    pub kind: PoolEventKind,
+    /// Key of the server.
+    pub key: String,
+    /// Name of the server for people.
+    pub name: String,
+    /// Reason, or the client that has caused the event; empty if there is none.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub why: String,
+}
+
+/// Kind of a [`PoolEvent`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum PoolEventKind {
+    /// The server has registered.
+    Registered,
+    /// The registration was refused.
+    Refused,
+    /// The server has stopped in good order.
+    Stopped,
+    /// The server was lost.
+    Lost,
+    /// The tracker does not reach the server at its address.
+    Unreachable,
+    /// A client has had the session of another one ended.
+    Kicked,
+}
+
 /// Usage of the pool in one minute.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Sample {
@@ -556,6 +673,9 @@ pub struct Sample {
     pub waiting: u32,
     /// Number of slots granted.
     pub granted: u32,
+    /// Time that the requests for these slots have waited, summed over the slots.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub waited_ms: u64,
 }
 
 /// Serialization of a key as bytes.

@@ -62,9 +62,31 @@ fn the_page_shows_the_pool_as_it_changes() {
         assert_eq!(browser.evaluate(&shows), true, "{table}");
     }
     assert_eq!(browser.evaluate("document.querySelectorAll('main img, main script').length"), 0);
-    browser.screenshot("light", 1280);
-    browser.screenshot("dark", 1280);
-    browser.screenshot("light", 420);
+    // A search filters while it is typed, and the address keeps it.
+    browser.evaluate(
+        "{ const field = document.querySelector('#search input'); field.value = 'ARM64 board'; \
+         field.dispatchEvent(new Event('input')); }",
+    );
+    browser.until(rows, 1);
+    browser.until("location.search", "?search=ARM64+board");
+    browser.until("document.querySelector('#servers-table h2').textContent", "Servers: 1 of 2 match");
+    browser.pictures("overview");
+
+    // Links sort and group without the script, and lead to the pages of keys and servers.
+    let page = tracker.page().unwrap();
+    browser.open(&format!("{page}/?sort=free&order=reversed&group=key"));
+    browser.until("document.querySelector('.group').textContent.includes('0 of 3 free')", true);
+    browser.until("document.querySelector('[aria-sort=ascending] a').textContent", "Free");
+    let server = browser.evaluate("document.querySelector('#servers-table a[href^=\"/server/\"]').href");
+    browser.open(&format!("{page}/key/board"));
+    browser.until("document.querySelectorAll('.chart').length", 4);
+    browser.until("document.querySelectorAll('#hour rect.in-use, #day rect.in-use').length", 2);
+    browser.pictures("key");
+    browser.open(server.as_str().unwrap());
+    browser.until("document.querySelector('#devices-table').textContent.includes('cpu:0')", true);
+    browser.until("document.querySelector('#clients-table').textContent.includes('ada@lab')", true);
+    browser.pictures("server");
+    browser.open(page);
 
     drop(loans);
     drop(second);
@@ -76,6 +98,7 @@ fn the_page_shows_the_pool_as_it_changes() {
 
     drop(tracker);
     browser.until("document.getElementById('live').className", "off");
+    browser.until("document.title", "no answer · tracker");
 }
 
 struct Browser {
@@ -175,15 +198,23 @@ impl Browser {
         }
     }
 
-    fn screenshot(&mut self, scheme: &str, width: u32) {
-        let metrics = json!({"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": false});
+    /// Takes pictures at three widths in both colour schemes. No page is wider than its window.
+    fn pictures(&mut self, name: &str) {
+        for (scheme, width) in [("light", 380), ("dark", 800), ("light", 1400)] {
+            self.screenshot(name, scheme, width);
+            assert_eq!(self.evaluate("document.documentElement.scrollWidth <= innerWidth"), true, "{name} at {width}");
+        }
+    }
+
+    fn screenshot(&mut self, name: &str, scheme: &str, width: u32) {
+        let metrics = json!({"width": width, "height": 1000, "deviceScaleFactor": 1, "mobile": false});
         self.call("Emulation.setDeviceMetricsOverride", metrics);
         let scheme_is = json!({"features": [{"name": "prefers-color-scheme", "value": scheme}]});
         self.call("Emulation.setEmulatedMedia", scheme_is);
         let shot = self.call("Page.captureScreenshot", json!({"format": "png"}));
         let image = from_base64(shot["data"].as_str().unwrap());
         assert!(image.starts_with(b"\x89PNG") && image.len() > 5000, "{} bytes", image.len());
-        let file = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("tracker-page-{scheme}-{width}.png"));
+        let file = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("tracker-{name}-{scheme}-{width}.png"));
         fs::write(&file, image).unwrap();
         println!("{}", file.display());
     }

@@ -3,7 +3,10 @@
 
 const INTERVAL = 1000;
 const live = document.getElementById('live');
+const search = document.querySelector('#search input[type=search]');
 let seen = Date.now();
+// True while an answer is awaited. The latest search may differ from the one that it is for.
+let asking = false;
 
 function show(answers) {
   if (answers) seen = Date.now();
@@ -11,6 +14,8 @@ function show(answers) {
   const ago = Math.round((Date.now() - seen) / 1000);
   const text = answers ? 'live' : `no answer for ${ago} s`;
   if (live.textContent !== text) live.textContent = text;
+  // A tab in the background shows its title alone.
+  if (!answers) document.title = 'no answer · tracker';
 }
 
 // Makes `old` like `fresh`, which was made from text in which everything of others is escaped.
@@ -39,9 +44,13 @@ function change(old, fresh) {
 }
 
 async function update() {
+  if (asking) return;
+  asking = true;
+  const address = location.pathname + location.search;
   try {
-    const answer = await fetch('/', { cache: 'no-store', signal: AbortSignal.timeout(5000) });
-    if (!answer.ok) throw new Error(answer.statusText);
+    const answer = await fetch(address, { cache: 'no-store', signal: AbortSignal.timeout(5000) });
+    // A server or key that is gone has a page that says so.
+    if (!answer.ok && answer.status !== 404) throw new Error(answer.statusText);
     const fresh = new DOMParser().parseFromString(await answer.text(), 'text/html');
     document.title = fresh.title;
     for (const part of ['header > p', 'main']) change(document.querySelector(part), fresh.querySelector(part));
@@ -49,7 +58,31 @@ async function update() {
   } catch {
     show(false);
   }
+  asking = false;
+  if (address !== location.pathname + location.search) await update();
 }
+
+// Searches while the user types. The address keeps the search, and the server filters.
+search?.addEventListener('input', () => {
+  const query = new URLSearchParams(location.search);
+  if (search.value) query.set('search', search.value);
+  else query.delete('search');
+  history.replaceState(null, '', query.size ? `/?${query}` : '/');
+  update();
+});
+search?.form.addEventListener('submit', (event) => event.preventDefault());
+
+document.addEventListener('click', async (event) => {
+  const button = event.target.closest?.('.copy');
+  if (!button) return;
+  const code = button.parentElement.querySelector('code');
+  try {
+    await navigator.clipboard.writeText(code.textContent);
+  } catch {
+    // The clipboard is for secure pages alone: the user copies what is selected.
+    getSelection().selectAllChildren(code);
+  }
+});
 
 async function run() {
   // Nobody looks at a page in the background.
@@ -58,5 +91,6 @@ async function run() {
 }
 
 document.addEventListener('visibilitychange', () => { if (!document.hidden) update(); });
+document.documentElement.classList.add('script');
 show(true);
 setTimeout(run, INTERVAL);

@@ -40,7 +40,7 @@ impl Scheduler {
         let mut nothing_for = HashSet::new();
         // Requests for slots at different servers that got none, by class.
         let mut reserving: HashMap<ClassId, Reserving> = HashMap::new();
-        let free_of = |key: &str| self.pools.get(key).map_or(0, |pool| pool.free);
+        let free_of = |key: &str| self.pools.get(key).map_or(0, |pool| pool.totals.free);
         // Requests of different keys affect each other only through requests for any key.
         let alone = changed.filter(|key| !key.is_empty() && !self.classes.has_key(""));
         let keys: Vec<&str> = match alone {

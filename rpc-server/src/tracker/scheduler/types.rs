@@ -81,7 +81,7 @@ pub(crate) enum OccupancyKind {
     Direct,
 }
 
-/// Sums over all servers and requests.
+/// Sums over servers and requests: all of them, or those of one key.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct SlotTotals {
     pub(crate) capacity: u64,
@@ -89,4 +89,6 @@ pub(crate) struct SlotTotals {
     pub(crate) waiting: u64,
     /// Number of slots granted so far.
     pub(crate) granted: u64,
+    /// Time that the requests for these slots have waited, summed over the slots.
+    pub(crate) waited_ms: u64,
 }

@@ -4,13 +4,13 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use rpc_core::function::EndProbe;
-use rpc_core::{Result, RpcError};
+use rpc_core::{Context, Result, RpcError};
 use rpc_transports::tracker::{LossReason, Reach, Renewed, Returned, ServerStatus};
 use tokio::sync::watch;
 
 use super::super::limits::{check_status, clip, clipped};
 use super::super::scheduler::{ClaimId, ServerId};
-use super::{Answer, Granted, PROBE_INTERVAL, Tracker};
+use super::{Answer, Granted, PROBE_INTERVAL, ReportedDetails, Tracker};
 
 /// A registration. It ends when the session that made it ends or frees it.
 pub(super) struct ServerObject {
@@ -19,9 +19,11 @@ pub(super) struct ServerObject {
 }
 
 impl ServerObject {
-    pub(super) fn renew(&self, status: ServerStatus) -> Result<Renewed> {
+    /// Takes a report. Details are kept as long as the session of the server has memory for them.
+    pub(super) fn renew(&self, context: &Context, status: ServerStatus) -> Result<Renewed> {
         check_status(&status)?;
-        let status = clipped(status);
+        let mut status = clipped(status);
+        let details = status.details.take().and_then(|details| ReportedDetails::new(context, details));
         let now = rpc_core::clock::now();
         let mut state = self.tracker.lock();
         if !state.scheduler.report(now, self.id, &status) {
@@ -30,6 +32,9 @@ impl ServerObject {
         let Some(entry) = state.servers.get_mut(&self.id) else {
             return Err(RpcError::internal("a server is registered of which nothing is known"));
         };
+        if details.is_some() {
+            entry.details = details;
+        }
         let reach = entry.reach.clone();
         if status.leaving {
             if state.scheduler.unregister(now, self.id) {

@@ -1,12 +1,15 @@
 //! The summary of a tracker: servers, queue, losses and history.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Instant;
 
 use rpc_transports::tracker::{
-    Holder, HolderState, Loss, MESSAGES, QueueEntry, Reach, Sample, ServerRequest, ServerSummary, Summary,
+    Holder, HolderState, Loss, MESSAGES, PoolEvent, QueueEntry, Reach, Sample, ServerDetails, ServerRequest,
+    ServerSummary, Summary,
 };
 
+use super::super::history::KeySamples;
 use super::super::millis;
 use super::super::scheduler::{Occupancy, OccupancyKind, ServerId};
 use super::{ServerDescription, ServerEntry, Tracker, TrackerState};
@@ -42,6 +45,7 @@ impl Tracker {
             registered_for_ms: ago(server.registered),
             heard_ago_ms: ago(server.heard),
             holders: server.holders.into_iter().map(holder).collect(),
+            details: server.details.map(|(received, details)| as_of_now(&details, ago(received))),
         };
         let mut servers: Vec<_> = snapshot.servers.into_iter().map(server).collect();
         servers.sort_by(|a, b| (&a.key, &a.name, &a.address).cmp(&(&b.key, &b.name, &b.address)));
@@ -64,14 +68,20 @@ impl Tracker {
             queue: snapshot.queue.into_iter().map(entry).collect(),
             losses: snapshot.losses.into_iter().map(|(when, loss)| Loss { ago_ms: ago(when), ..loss }).collect(),
             history: snapshot.history,
+            events: snapshot.events.into_iter().map(|(when, event)| PoolEvent { ago_ms: ago(when), ..event }).collect(),
         }
+    }
+
+    /// Returns the usage of the keys that have histories.
+    pub(in crate::tracker) fn key_samples(&self) -> BTreeMap<String, KeySamples> {
+        self.lock().key_histories.samples(rpc_core::clock::now())
     }
 
     /// Copies the data of a summary. No request is served meanwhile, so all other work is left for
     /// later.
     fn snapshot(&self, now: Instant) -> Snapshot {
         let mut state = self.lock();
-        let TrackerState { scheduler, servers, losses, history, .. } = &mut *state;
+        let TrackerState { scheduler, servers, losses, history, events, .. } = &mut *state;
         let server = |(id, entry): (&ServerId, &ServerEntry)| {
             let server = scheduler.server(*id)?;
             Some(ServerSnapshot {
@@ -82,6 +92,7 @@ impl Tracker {
                 registered: server.registered,
                 heard: server.heard,
                 holders: server.holders().collect(),
+                details: entry.details.as_ref().map(|reported| (reported.received, reported.details.clone())),
             })
         };
         Snapshot {
@@ -89,6 +100,7 @@ impl Tracker {
             queue: scheduler.waiting().map(|(w, possible)| (w.request.clone(), w.since, possible)).collect(),
             losses: losses.iter().cloned().collect(),
             history: history.samples(now),
+            events: events.iter().cloned().collect(),
         }
     }
 }
@@ -100,6 +112,7 @@ struct Snapshot {
     queue: Vec<(Arc<ServerRequest>, Instant, u64)>,
     losses: Vec<(Instant, Loss)>,
     history: Vec<Sample>,
+    events: Vec<(Instant, PoolEvent)>,
 }
 
 struct ServerSnapshot {
@@ -110,4 +123,19 @@ struct ServerSnapshot {
     registered: Instant,
     heard: Instant,
     holders: Vec<Occupancy>,
+    /// Details, and the time at which they were received.
+    details: Option<(Instant, Arc<ServerDetails>)>,
+}
+
+/// Returns details that were received `age_ms` ago, with the times of now.
+fn as_of_now(details: &ServerDetails, age_ms: u64) -> ServerDetails {
+    let mut details = details.clone();
+    let later = |time: &mut u64| *time = time.saturating_add(age_ms);
+    later(&mut details.uptime_ms);
+    details.errors.iter_mut().for_each(|error| later(&mut error.ago_ms));
+    for lease in details.devices.iter_mut().filter_map(|device| device.lease.as_mut()) {
+        later(&mut lease.held_ms);
+        lease.left_ms = lease.left_ms.saturating_sub(age_ms);
+    }
+    details
 }

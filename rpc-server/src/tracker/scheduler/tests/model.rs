@@ -125,6 +125,7 @@ impl ModelServer {
             uses,
             spent: self.spent.clone(),
             leaving: false,
+            details: None,
         });
     }
 
