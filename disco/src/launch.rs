@@ -7,6 +7,7 @@ mod threads;
 
 use std::time::Duration;
 
+use ring::rand::{SecureRandom, SystemRandom};
 use rpc_core::{ErrorKind, RpcError, Session};
 
 use crate::completion::Completion;
@@ -101,6 +102,8 @@ async fn start(layout: Layout, count: u32, nodes: Vec<Node>, options: Options) -
         report_every: (options.window / 8).max(1),
         keep_alive_ms: u64::try_from(options.keep_alive.as_millis()).unwrap_or(u64::MAX),
         children: Vec::new(),
+        // For people alone, so that a session can do without it.
+        session: random_number(),
     };
     let mut first = 0;
     let nodes = nodes.into_iter().map(|Node { source, children }| {
@@ -112,4 +115,10 @@ async fn start(layout: Layout, count: u32, nodes: Vec<Node>, options: Options) -
     let controller = Controller::new(layout, options, links);
     controller.start().await?;
     Ok(DiscoSession::new(controller))
+}
+
+/// Returns a random number; `None` if the system has none.
+fn random_number() -> Option<u64> {
+    let mut bytes = [0; 8];
+    SystemRandom::new().fill(&mut bytes).ok().map(|()| u64::from_le_bytes(bytes))
 }

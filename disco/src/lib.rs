@@ -112,6 +112,7 @@ pub use error::{DiscoError, Failure, Result, WorkerId};
 pub use launch::{NodeListener, ProcessSession, SocketSession, ThreadedSession};
 pub use logs::WorkerLogLayer;
 pub use node::functions::{refuse, register};
+pub use node::host_table::{CallReport, HostOwner, HostReport, HostTable, WorkerReport};
 pub use node::join::{JoinOptions, NodeRank, join, join_with};
 pub use node::settings::NodeSettings;
 pub use node::worker_process::{serve_if_worker, serve_if_worker_with, serve_if_worker_with_access};

@@ -6,6 +6,7 @@
 
 pub(crate) mod functions;
 pub(crate) mod host;
+pub(crate) mod host_table;
 pub(crate) mod join;
 pub(crate) mod self_start;
 mod server;

@@ -26,6 +26,7 @@
 //! | `rpc.lease.ahead` | request | number of requests that are granted before |
 //! | `rpc.lease.release` | request | microseconds held; null if it was not granted |
 //! | `rpc.lease.status` | | a list of [`LeasedDevice`], packed |
+//! | `rpc.disco.sessions` | | a list of [`HostReport`](disco::HostReport), packed |
 //! | `rpc.module.find` | digest | whether the server has that [module](crate::modules) |
 //! | `rpc.module.begin_upload` | digest, length | an upload |
 //! | `rpc.module.write` | upload, offset, bytes, in order | null |
@@ -49,6 +50,7 @@
 //! `--allow-run`. The functions of Disco nodes, `disco.*`, refuse without `--allow-disco` where
 //! clients need not prove who they are.
 
+mod disco_sessions;
 mod files;
 mod info;
 mod leases;
@@ -65,6 +67,7 @@ use rpc_core::{Context, ErrorKind, LocalValue, Registry, RpcError, Shared, Signa
 use crate::config::ServeConfig;
 
 pub use crate::leases::LeasedDevice;
+pub(crate) use disco_sessions::DISCO_SESSIONS;
 pub use files::MAX_READ_BYTES;
 pub(crate) use files::workspace;
 pub(crate) use info::device_info;
@@ -98,6 +101,7 @@ pub fn register(registry: &Registry) {
     leases::register(registry);
     modules::register(registry);
     run::register(registry);
+    disco_sessions::register(registry);
 }
 
 /// Adds the functions of a Disco node to `registry`, or those that refuse controllers.

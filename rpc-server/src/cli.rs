@@ -11,6 +11,7 @@ mod can;
 mod command_line;
 mod connect;
 mod credentials;
+mod disco;
 mod doctor;
 mod download;
 mod failure;
@@ -120,6 +121,8 @@ enum Command {
     Status(status::StatusArgs),
     /// End the session of a client of a tracker's server, where the tracker allows it
     Kick(kick::KickArgs),
+    /// Show the sessions of Disco at servers
+    Disco(disco::DiscoArgs),
     /// Diagnose an address that does not work
     Doctor(doctor::DoctorArgs),
     /// Run commands line by line, over one connection
@@ -202,7 +205,9 @@ impl Command {
             Self::Time(args) => &mut args.address,
             Self::Doctor(args) => &mut args.address,
             Self::Shell(args) => &mut args.address,
-            Self::Use(_)
+            // It may have several, which are resolved one by one.
+            Self::Disco(_)
+            | Self::Use(_)
             | Self::Up(_)
             | Self::Down(_)
             | Self::Cert(_)
@@ -256,6 +261,9 @@ async fn perform(
         Command::Ls(args) => limited(limits, files::ls(options, output, args)).await.map_err(Failure::without_effect),
         Command::Rm(args) => limited(limits, files::rm(options, output, args)).await,
         Command::Time(args) => limited(limits, call::time(options, output, args)).await,
+        Command::Disco(args) => {
+            limited(limits, disco::disco(options, output, args)).await.map_err(Failure::without_effect)
+        }
         Command::Kick(args) => limited(limits, kick::kick(options, output, args)).await,
         // These commands apply the limit to each of their steps, or to the program, and end by
         // themselves when a signal asks them to.

@@ -20,6 +20,7 @@ use crate::error::WorkerId;
 use crate::link::event_queue::EventQueue;
 use crate::link::local::{LocalHost, LocalLink};
 use crate::link::relayed_data::{Destination, Relays, WorkerDirectory};
+use crate::node::host_table::{HostEntry, HostOwner, HostReport, WorkerReport};
 use crate::node::self_start::can_serve_workers;
 use crate::node::subtree::Subtree;
 use crate::open_files::OpenFiles;
@@ -68,6 +69,13 @@ pub(crate) struct WorkerHost {
     relays: Arc<Relays>,
     /// Context of the session that it was opened in.
     context: Context,
+    layout: Layout,
+    /// Number of the session of Disco.
+    session: Option<u64>,
+    /// Number of workers in the subtree.
+    workers_below: u32,
+    /// Entry in the table of the server, if the server has one.
+    _entry: Option<HostEntry>,
 }
 
 /// Workers as threads of this process.
@@ -147,7 +155,19 @@ impl WorkerHost {
             info.data_addresses.extend(opened.data_addresses());
             subtree = Some(opened);
         }
-        let host = Arc::new(Self { events, threads, subtree, relays, context: context.detached() });
+        let own = if threads.is_some() { set_up.count } else { 0 };
+        let owner = context.extension::<HostOwner>();
+        let host = Arc::new_cyclic(|host| Self {
+            events,
+            threads,
+            subtree,
+            relays,
+            context: context.detached(),
+            layout: set_up.layout,
+            session: set_up.session,
+            workers_below: set_up.workers() - own,
+            _entry: owner.map(|owner| owner.list(host)),
+        });
         let directory: Weak<dyn WorkerDirectory> = Arc::downgrade(&host) as Weak<dyn WorkerDirectory>;
         host.relays.set_directory(directory);
         if let Some(local) = local {
@@ -180,6 +200,25 @@ impl WorkerHost {
             queued.charge = Some(large.unwrap_or_else(|| Arc::clone(&of_batch)));
         }
         Ok(())
+    }
+
+    /// Returns the number of workers in this process.
+    pub(super) fn num_workers(&self) -> usize {
+        self.threads.as_ref().map_or(0, |threads| threads.workers.len())
+    }
+
+    /// Describes the host and its first `max_workers` workers in this process.
+    pub(super) fn report(&self, client: &str, max_workers: usize) -> HostReport {
+        let mut report = HostReport::new(self.session, client, self.layout);
+        report.workers_below = self.workers_below;
+        if let Some(Threads { workers, feed, .. }) = &self.threads {
+            let issued = feed.last();
+            let describe = |worker: &WorkerContext| {
+                WorkerReport::new(worker.worker_id().0, worker.activity(), issued, worker.calls())
+            };
+            report.workers = workers.iter().take(max_workers).map(describe).collect();
+        }
+        report
     }
 
     /// Returns the queue of events for a controller in another process.

@@ -61,6 +61,7 @@ pub(super) fn set_up(worker: u32, layout: Layout) -> SetUp {
         report_every: u64::MAX,
         keep_alive_ms: 1000,
         children: Vec::new(),
+        session: None,
     }
 }
 

@@ -92,6 +92,7 @@ fn set_ups(all: &mut Samples) {
         report_every: 2_097_152,
         keep_alive_ms: 200,
         children: vec![child.clone()],
+        session: None,
     };
     all.packed("SetUp", &set_up);
     all.packed("Layout", &layout);

@@ -33,6 +33,9 @@ pub(crate) struct SetUp {
     pub(crate) keep_alive_ms: u64,
     /// The nodes below it.
     pub(crate) children: Vec<ChildNode>,
+    /// Random number of the session, by which people find its workers at different nodes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) session: Option<u64>,
 }
 
 impl SetUp {
@@ -122,6 +125,7 @@ mod tests {
             report_every: 2_097_152,
             keep_alive_ms: 200,
             children: vec![ChildNode { address: "tcp://b:1".to_owned(), children: Vec::new() }],
+            session: None,
         }
     }
 

@@ -137,6 +137,11 @@ impl Feed {
         Ok(())
     }
 
+    /// Returns the number of the last command.
+    pub(crate) fn last(&self) -> u64 {
+        self.tail.lock().next - 1
+    }
+
     /// Ends the feed: readers get no more, even if commands are left.
     pub(crate) fn abort(&self) {
         self.aborted.store(true, Ordering::SeqCst);

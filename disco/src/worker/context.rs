@@ -5,6 +5,7 @@ use std::cell::RefCell;
 use std::fmt;
 use std::future::poll_fn;
 use std::sync::Arc;
+use std::time::Instant;
 
 use parking_lot::{Mutex, MutexGuard};
 use rpc_core::function::{FromCall, Invocation, UsedDevices};
@@ -14,7 +15,7 @@ use rpc_core::{Context, DataType, Device, ErrorKind, Result, RpcError, Tensor, V
 use super::tensor_loan::{fit, lend};
 use crate::ccl::communicators::Membership;
 use crate::ccl::{
-    BreakCause, Breakdown, Ccl, CclError, Collective, CollectiveInput, Control, Operation, Rank, ReduceOp,
+    BreakCause, Breakdown, Ccl, CclError, Collective, CollectiveInput, Control, Flight, Operation, Rank, ReduceOp,
 };
 use crate::error::WorkerId;
 use crate::wire::command::Scope;
@@ -69,6 +70,35 @@ struct ContextState {
     controls: Mutex<Controls>,
     /// Controls of communicators that the worker is joining others over.
     joining: Mutex<Vec<Arc<dyn Control>>>,
+    activity: Mutex<Activity>,
+}
+
+/// Command that a worker executes, or has executed last.
+#[derive(Clone, Debug)]
+pub(crate) struct Activity {
+    /// Name of the command or function; `None` before the first.
+    pub(crate) command: Option<ActivityName>,
+    pub(crate) sequence: u64,
+    /// Time at which the worker has begun it.
+    pub(crate) since: Instant,
+    /// Number of the last command that the worker has executed.
+    pub(crate) executed: u64,
+}
+
+/// Name of a command or of a function.
+#[derive(Clone, Debug)]
+pub(crate) enum ActivityName {
+    Command(&'static str),
+    Function(Arc<str>),
+}
+
+impl fmt::Display for ActivityName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Command(name) => f.write_str(name),
+            Self::Function(name) => f.write_str(name),
+        }
+    }
 }
 
 /// Controls of a membership's communicators, for any thread.
@@ -127,6 +157,7 @@ impl WorkerContext {
             membership: Mutex::new(Err(RpcError::unsupported("it has not joined the others"))),
             controls: Mutex::default(),
             joining: Mutex::default(),
+            activity: Mutex::new(Activity { command: None, sequence: 0, since: Instant::now(), executed: 0 }),
         }))
     }
 
@@ -405,6 +436,34 @@ impl WorkerContext {
             self.0.id,
             self.world_size()
         )))
+    }
+
+    /// Records that the worker begins a command. All before it have been executed.
+    pub(crate) fn begin_command(&self, sequence: u64, command: ActivityName) {
+        let activity = Activity { command: Some(command), sequence, since: Instant::now(), executed: sequence - 1 };
+        *lock(&self.0.activity) = activity;
+    }
+
+    /// Records that the worker has executed the command that it began last.
+    pub(crate) fn end_command(&self) {
+        let mut activity = lock(&self.0.activity);
+        activity.executed = activity.sequence;
+    }
+
+    /// Returns the present activity of the worker.
+    pub(crate) fn activity(&self) -> Activity {
+        lock(&self.0.activity).clone()
+    }
+
+    /// Returns the last calls in collectives, each with true if it was one of all workers.
+    pub(crate) fn calls(&self) -> Vec<(bool, Flight)> {
+        let controls = lock(&self.0.controls).all.clone();
+        // The first is the control of the world.
+        let calls = controls.iter().enumerate().flat_map(|(at, control)| {
+            let flights = control.flights().into_iter();
+            flights.map(move |flight| (at == 0, flight))
+        });
+        calls.collect()
     }
 
     /// Sets the device of tensors for which no device is named.

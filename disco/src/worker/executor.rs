@@ -8,7 +8,7 @@ use std::sync::Arc;
 use rpc_core::{ErrorKind, RpcError};
 
 use super::command_feed::{Feed, Reader};
-use super::context::WorkerContext;
+use super::context::{ActivityName, WorkerContext};
 use super::joined_ccl::JoinedCcl;
 use super::process_state::ProcessState;
 use super::recorded_program::{RunningProgram, StoredProgram};
@@ -86,7 +86,9 @@ impl Worker {
         while !self.shut_down {
             let performed = reader.next(|sequence, queued| {
                 self.sequence = sequence;
+                self.this.begin_command(sequence, self.activity_name(&queued.command));
                 self.perform(&queued.command);
+                self.this.end_command();
                 self.executed += queued.cost;
                 if self.executed - self.reported >= self.report_every {
                     self.report();
@@ -218,17 +220,22 @@ impl Worker {
         Failure { worker: self.id, sequence: self.sequence, command: self.title(command), cause }
     }
 
-    /// Returns the title of a command in failures.
-    fn title(&self, command: &Command) -> String {
+    /// Returns the name of a command, or of the function that it calls.
+    fn activity_name(&self, command: &Command) -> ActivityName {
         let name = match command {
             Command::CallPacked { function, .. } => {
                 let function =
                     self.running.as_ref().map_or(Some(*function), |running| running.session_register(*function));
-                function.and_then(|function| self.names.get(function as usize)?.as_ref()).map(|name| name.to_string())
+                function.and_then(|function| self.names.get(function as usize)?.clone())
             }
             _ => None,
         };
-        let command = name.unwrap_or_else(|| command.name().to_owned());
+        name.map_or_else(|| ActivityName::Command(command.name()), ActivityName::Function)
+    }
+
+    /// Returns the title of a command in failures.
+    fn title(&self, command: &Command) -> String {
+        let command = self.activity_name(command).to_string();
         match &self.running {
             Some(running) => format!("{command}, step {} of program {}", running.step, running.program),
             None => command,

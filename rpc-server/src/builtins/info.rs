@@ -4,6 +4,7 @@
 use std::sync::OnceLock;
 use std::time::Instant;
 
+use disco::HostOwner;
 use rpc_core::proto::VERSION_MAX;
 use rpc_core::{Context, Device, DeviceAttribute, DeviceType, Devices, Pack, Registry, Value};
 use serde::{Deserialize, Serialize};
@@ -56,6 +57,10 @@ pub struct ServerInfo {
     /// Names of the rules that give the client its rights; `None` if the server has no policy.
     #[serde(default)]
     pub rules: Option<Vec<String>>,
+    /// Workers of Disco in the process of the server, of all its sessions. `None` if sessions have
+    /// processes of their own.
+    #[serde(default)]
+    pub disco_workers: Option<u64>,
 }
 
 /// Conditions for native modules.
@@ -130,6 +135,7 @@ fn collect(context: &Context) -> ServerInfo {
         leases: leased_devices(context),
         identity: context.extension::<ClientIdentity>().map(|identity| identity.0.clone()),
         rules: policy::rights_in(context).map(|rights| rights.rule_names().map(str::to_owned).collect()),
+        disco_workers: context.extension::<HostOwner>().map(|owner| owner.table().num_workers() as u64),
         modules: context.extension::<ModuleService>().map(|service| {
             let store = service.store();
             ModulesInfo {

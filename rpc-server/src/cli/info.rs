@@ -172,6 +172,9 @@ fn text(info: &ServerInfo) -> Vec<String> {
         format!("modules    {}", modules_text(info.modules.as_ref())),
         format!("you are    {identity}"),
     ];
+    if let Some(workers) = info.disco_workers.filter(|workers| *workers > 0) {
+        lines.push(format!("disco      {}", counted(workers, "worker")));
+    }
     for leased in &info.leases {
         let LeasedDevice { device, held_seconds, left_seconds, waiting, .. } = leased;
         let [held, left] = [held_seconds, left_seconds].map(|time| seconds(*time));

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use disco::{DataAddress, NodeSettings, WeightFolders};
+use disco::{DataAddress, HostTable, NodeSettings, WeightFolders};
 use rpc_core::{Devices, HandleQuota, LocalSession, Registry, RpcError, SessionLimits, SharedSession, ThreadQuota};
 use rpc_transports::{OpenRequest, SessionFactory, TokioSpawner};
 
@@ -35,6 +35,8 @@ pub(super) struct LocalSessions {
     worker_settings: Option<Arc<NodeSettings>>,
     lease_policy: LeasePolicy,
     ceiling: Option<Arc<Ceiling>>,
+    /// Workers of Disco in this process.
+    disco_hosts: Arc<HostTable>,
 }
 
 impl LocalSessions {
@@ -65,6 +67,7 @@ impl LocalSessions {
             worker_settings: modules::worker_modules::settings_for_workers(config),
             lease_policy: LeasePolicy::new(&config.lease_policy),
             ceiling: None,
+            disco_hosts: Arc::default(),
         }
     }
 
@@ -107,6 +110,7 @@ impl SessionFactory for LocalSessions {
                 through_hop: request.onward.is_through_hop(),
             }))
             .extension(Arc::new(request.onward.clone()))
+            .extension(Arc::new(self.disco_hosts.entry(request.peer_identity.to_string())))
             .extension(Arc::new(ClientIdentity(request.peer_identity.to_string())))
             .spawner(self.spawner.clone());
         if let Some(ceiling) = &self.ceiling {

@@ -692,6 +692,7 @@ fn help_completions_and_manual() {
         "time",
         "status",
         "kick",
+        "disco",
         "doctor",
         "shell",
         "use",

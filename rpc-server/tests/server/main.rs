@@ -9,6 +9,7 @@ mod credentials;
 #[cfg(all(feature = "cuda", target_os = "linux"))]
 mod cuda;
 mod daemon;
+mod disco_top;
 mod doctor;
 mod leases;
 mod library;

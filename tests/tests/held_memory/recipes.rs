@@ -256,9 +256,12 @@ pub(crate) fn large() -> Value {
 fn calls(name: &str, peer: &mut Peer) -> Calls {
     match name {
         "rpc.echo" | "rpc.noop" => Calls::new(|_| vec![large()]),
-        "rpc.new_object" | "rpc.functions" | "rpc.info" | "rpc.lease.status" | "rpc.callback.create" => {
-            Calls::new(|_| Vec::new())
-        }
+        "rpc.new_object"
+        | "rpc.functions"
+        | "rpc.info"
+        | "rpc.lease.status"
+        | "rpc.disco.sessions"
+        | "rpc.callback.create" => Calls::new(|_| Vec::new()),
         "rpc.signature" => Calls::new(|_| vec![text("rpc.echo")]),
         "rpc.can" => Calls::new(|_| vec![text("call:rpc.echo")]),
         "rpc.sleep" => Calls::new(|_| vec![Value::Float(3600.0)]).answered(Answer::Later),

@@ -147,9 +147,18 @@ pub(super) fn section(
 }
 
 pub(super) fn begin_table(to: &mut String, title: &str, columns: &[Column]) -> fmt::Result {
-    // Tables that are wider than the window scroll by themselves, by keys as well.
-    write!(to, "<p class=\"hint\">Scroll sideways for more columns</p>\n<div class=\"scroll\" tabindex=\"0\" ")?;
-    write!(to, "role=\"region\" aria-label=\"{title}\"><table>\n<thead><tr>")?;
+    // Tables that are wider than the window scroll by themselves, by keys as well. The style tells
+    // for each width of the window which of them are.
+    let width = match columns.len() {
+        ..4 => "narrow",
+        4..7 => "middle",
+        _ => "wide",
+    };
+    writeln!(to, "<p class=\"hint {width}\">Scroll sideways for more columns</p>")?;
+    write!(
+        to,
+        "<div class=\"scroll {width}\" tabindex=\"0\" role=\"region\" aria-label=\"{title}\"><table>\n<thead><tr>"
+    )?;
     for Column { title, is_number, sort } in columns {
         to.write_str("<th scope=\"col\"")?;
         if *is_number {

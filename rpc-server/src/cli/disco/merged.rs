@@ -1,0 +1,273 @@
+//! Sessions of Disco as several servers report them, merged: all workers, and the collectives in
+//! progress with those who are missing.
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+use disco::{CallReport, HostReport, WorkerReport};
+use serde::Serialize;
+
+use super::ServerAnswer;
+use crate::cli::output::seconds;
+
+/// A session of Disco, with all workers of it that the servers have reported.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub(crate) struct MergedSession {
+    /// Number of the session, or of its server for a controller that gives none.
+    pub(super) name: String,
+    pub(super) client: String,
+    pub(super) world_size: u32,
+    pub(super) num_groups: u32,
+    /// Workers in the order of their numbers.
+    pub(super) workers: Vec<MergedWorker>,
+    /// Number of workers that the servers know to be below them.
+    pub(super) workers_below: u32,
+    pub(super) collectives: Vec<CollectiveInProgress>,
+}
+
+/// A worker of a [`MergedSession`].
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub(crate) struct MergedWorker {
+    pub(super) worker: u32,
+    pub(super) server: String,
+    /// Command that the worker executes.
+    pub(super) command: Option<String>,
+    /// Time since the worker has begun its last command.
+    pub(super) for_seconds: f64,
+    pub(super) executed: u64,
+    pub(super) queued: u64,
+    /// Last calls in collectives.
+    pub(super) calls: Vec<MergedCall>,
+}
+
+/// Call of a worker, with times since the command began. Earlier times are negative.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub(crate) struct MergedCall {
+    pub(super) entered_micros: i64,
+    #[serde(flatten)]
+    pub(super) call: CallReport,
+}
+
+/// A collective that some workers are in.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub(crate) struct CollectiveInProgress {
+    /// Group of the collective; `None` for all workers.
+    pub(super) group: Option<u32>,
+    pub(super) sequence: u64,
+    pub(super) call: String,
+    /// Time since the first of them has entered it.
+    pub(super) for_seconds: f64,
+    /// Workers that have entered it.
+    pub(super) entered: Vec<u32>,
+    /// Workers that have not entered it.
+    pub(super) missing: Vec<u32>,
+    /// Workers that no server has reported.
+    pub(super) unknown: Vec<u32>,
+}
+
+impl fmt::Display for CollectiveInProgress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { group, sequence, call, for_seconds, entered, missing, unknown } = self;
+        write!(f, "{call} #{sequence} ")?;
+        match group {
+            Some(group) => write!(f, "in group {group}")?,
+            None => f.write_str("of all workers")?,
+        }
+        write!(f, " for {}: entered by {}", seconds(*for_seconds), Numbers(entered))?;
+        if !missing.is_empty() {
+            write!(f, "; MISSING: {}", Numbers(missing))?;
+        }
+        if !unknown.is_empty() {
+            write!(f, "; not reported by these servers: {}", Numbers(unknown))?;
+        }
+        Ok(())
+    }
+}
+
+/// Numbers of workers in order, written as ranges.
+struct Numbers<'a>(&'a [u32]);
+
+impl fmt::Display for Numbers<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (at, range) in self.0.chunk_by(|a, b| a + 1 == *b).enumerate() {
+            f.write_str(if at == 0 { "" } else { ", " })?;
+            match range {
+                [] => {}
+                [one] => write!(f, "{one}")?,
+                [first, .., last] => write!(f, "{first}-{last}")?,
+            }
+        }
+        Ok(())
+    }
+}
+
+impl MergedSession {
+    /// Merges the reports of several servers.
+    pub(super) fn merge(answers: &[ServerAnswer]) -> Vec<Self> {
+        // Reports without a number are sessions of their own.
+        let mut sessions: BTreeMap<(Option<u64>, usize), Self> = BTreeMap::new();
+        let reports = answers.iter().flat_map(|answer| answer.reports.iter().map(move |report| (answer, report)));
+        for (at, (answer, report)) in reports.enumerate() {
+            let HostReport { session, client, world_size, num_groups, workers, workers_below, .. } = report;
+            let key = (*session, if session.is_some() { 0 } else { at });
+            let merged = sessions.entry(key).or_insert_with(|| Self {
+                name: session.map_or_else(|| format!("at {}", answer.server), |number| format!("{number:016x}")),
+                client: client.clone(),
+                world_size: *world_size,
+                num_groups: *num_groups,
+                workers: Vec::new(),
+                workers_below: 0,
+                collectives: Vec::new(),
+            });
+            merged.workers_below = merged.workers_below.saturating_add(*workers_below);
+            merged.workers.extend(workers.iter().map(|worker| MergedWorker::new(answer, worker)));
+        }
+        let mut sessions: Vec<_> = sessions.into_values().collect();
+        for session in &mut sessions {
+            session.workers.sort_by_key(|worker| worker.worker);
+            // A server that was named twice.
+            session.workers.dedup_by_key(|worker| worker.worker);
+            session.collectives = session.collectives_in_progress();
+        }
+        sessions
+    }
+
+    /// Returns the collectives that workers are in: those of all workers, and those of each group.
+    fn collectives_in_progress(&self) -> Vec<CollectiveInProgress> {
+        let size = self.world_size / self.num_groups.max(1);
+        let mut running: BTreeMap<(Option<u32>, u64), (&MergedCall, i64)> = BTreeMap::new();
+        for worker in &self.workers {
+            let group = worker.worker.checked_div(size);
+            for call in worker.calls.iter().filter(|call| call.call.took_micros.is_none() && !call.call.is_transfer) {
+                let group = group.filter(|_| !call.call.is_world);
+                let first = running.entry((group, call.call.sequence)).or_insert((call, call.entered_micros));
+                first.1 = first.1.min(call.entered_micros);
+            }
+        }
+        let describe = |((group, sequence), (call, since)): ((Option<u32>, u64), (&MergedCall, i64))| {
+            let mut collective = CollectiveInProgress {
+                group,
+                sequence,
+                call: call.call.call.clone(),
+                for_seconds: self.latest_micros().saturating_sub(since).max(0) as f64 / 1e6,
+                entered: Vec::new(),
+                missing: Vec::new(),
+                unknown: Vec::new(),
+            };
+            let members = match group {
+                Some(group) => group * size..(group * size).saturating_add(size),
+                None => 0..self.world_size,
+            };
+            for member in members.take(MAX_LISTED) {
+                let found = self.workers.binary_search_by_key(&member, |worker| worker.worker);
+                let list = match found.ok().and_then(|at| self.workers.get(at)) {
+                    None => &mut collective.unknown,
+                    Some(worker) if worker.last_collective(group.is_none()) >= Some(sequence) => {
+                        &mut collective.entered
+                    }
+                    Some(_) => &mut collective.missing,
+                };
+                list.push(member);
+            }
+            collective
+        };
+        running.into_iter().map(describe).collect()
+    }
+
+    /// Returns the time of the latest report.
+    fn latest_micros(&self) -> i64 {
+        let times = self.workers.iter().flat_map(|worker| &worker.calls);
+        times.map(|call| call.entered_micros.saturating_add(signed(call.call.entered_micros))).max().unwrap_or(0)
+    }
+}
+
+/// Maximum number of workers that are looked for. Sizes come from servers.
+const MAX_LISTED: usize = 1 << 16;
+
+impl MergedWorker {
+    fn new(answer: &ServerAnswer, report: &WorkerReport) -> Self {
+        let WorkerReport { worker, command, since_micros, executed, queued, calls, .. } = report.clone();
+        let made = i64::try_from(answer.made.as_micros()).unwrap_or(i64::MAX);
+        let at =
+            |call: CallReport| MergedCall { entered_micros: made.saturating_sub(signed(call.entered_micros)), call };
+        Self {
+            worker,
+            server: answer.server.clone(),
+            command,
+            for_seconds: since_micros as f64 / 1e6,
+            executed,
+            queued,
+            calls: calls.into_iter().map(at).collect(),
+        }
+    }
+
+    /// Returns the number of the last collective that the worker has entered.
+    fn last_collective(&self, is_world: bool) -> Option<u64> {
+        let calls = self.calls.iter().map(|call| &call.call);
+        calls.filter(|call| call.is_world == is_world && !call.is_transfer).map(|call| call.sequence).max()
+    }
+}
+
+fn signed(micros: u64) -> i64 {
+    i64::try_from(micros).unwrap_or(i64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use serde_json::{Value as Json, json};
+
+    use super::*;
+
+    fn call(is_world: bool, sequence: u64, entered_micros: u64, took_micros: Option<u64>) -> Json {
+        json!({
+            "is_world": is_world, "is_transfer": false, "sequence": sequence, "call": "barrier",
+            "entered_micros": entered_micros, "took_micros": took_micros, "has_failed": false,
+        })
+    }
+
+    fn answer(server: &str, made_micros: u64, session: Option<u64>, workers: &[(u32, Json)]) -> ServerAnswer {
+        let worker = |(worker, calls): &(u32, Json)| {
+            json!({
+                "worker": worker, "command": null, "since_micros": 0, "executed": 0, "queued": 0, "calls": calls,
+            })
+        };
+        let report = json!({
+            "session": session, "client": "me", "world_size": 6, "num_groups": 2,
+            "workers": workers.iter().map(worker).collect::<Vec<_>>(), "workers_below": 0,
+        });
+        let reports = vec![serde_json::from_value(report).unwrap()];
+        ServerAnswer { server: server.to_owned(), made: Duration::from_micros(made_micros), reports }
+    }
+
+    #[test]
+    fn those_who_are_missing_are_found_in_each_group_over_several_servers() {
+        // Worker 4 has gone on to the next call of its group, which worker 3 has not entered yet.
+        let group = |running: u64, ago: u64| json!([call(false, 1, 900, Some(5)), call(false, running, ago, None)]);
+        let answers = [
+            answer("a", 2_000_000, Some(7), &[(0, json!([call(true, 1, 10, Some(3))])), (1, json!([]))]),
+            answer("b", 3_000_000, Some(7), &[(3, group(2, 1_500_000)), (4, group(3, 500_000))]),
+        ];
+        let sessions = MergedSession::merge(&answers);
+        let texts: Vec<_> = sessions[0].collectives.iter().map(ToString::to_string).collect();
+        assert_eq!(
+            texts,
+            [
+                "barrier #2 in group 1 for 1.500 s: entered by 3-4; not reported by these servers: 5",
+                "barrier #3 in group 1 for 500.0 ms: entered by 4; MISSING: 3; not reported by these servers: 5",
+            ]
+        );
+        assert_eq!((sessions.len(), sessions[0].workers[2].calls[1].entered_micros), (1, 1_500_000));
+    }
+
+    #[test]
+    fn sessions_without_numbers_are_apart_and_wild_sizes_cost_little() {
+        let mut wild = answer("b", 0, None, &[(5, json!([call(false, 1, u64::MAX, None)]))]);
+        wild.reports[0].world_size = u32::MAX;
+        wild.reports[0].num_groups = 0;
+        let sessions = MergedSession::merge(&[answer("a", 0, None, &[]), wild]);
+        assert_eq!(sessions.iter().map(|session| session.name.as_str()).collect::<Vec<_>>(), ["at a", "at b"]);
+        assert_eq!(sessions[1].collectives[0].unknown.len() + sessions[1].collectives[0].entered.len(), MAX_LISTED);
+    }
+}
