@@ -261,15 +261,15 @@ async fn perform(
         Command::Ls(args) => limited(limits, files::ls(options, output, args)).await.map_err(Failure::without_effect),
         Command::Rm(args) => limited(limits, files::rm(options, output, args)).await,
         Command::Time(args) => limited(limits, call::time(options, output, args)).await,
-        Command::Disco(args) => {
-            limited(limits, disco::disco(options, output, args)).await.map_err(Failure::without_effect)
-        }
         Command::Kick(args) => limited(limits, kick::kick(options, output, args)).await,
         // These commands apply the limit to each of their steps, or to the program, and end by
         // themselves when a signal asks them to.
         Command::Run(args) => run::run(options, output, args, interruption).await,
         Command::Status(args) => {
             status::status(options, output, args, interruption).await.map_err(Failure::without_effect)
+        }
+        Command::Disco(args) => {
+            disco::disco(options, output, args, interruption).await.map_err(Failure::without_effect)
         }
         Command::Ping(args) => ping::ping(options, output, args, interruption).await.map_err(Failure::without_effect),
         Command::Forward(args) => forward::forward(options, output, args, interruption).await,

@@ -72,7 +72,8 @@ pub struct HostReport {
 pub struct WorkerReport {
     /// The worker.
     pub worker: u32,
-    /// Command that the worker executes, a function by its name; `None` if it waits for one.
+    /// Command that the worker executes, a function by the begin of its name; `None` if it waits
+    /// for one.
     pub command: Option<String>,
     /// Time since the worker has begun it, or since it has begun the last one, in microseconds.
     pub since_micros: u64,
@@ -175,7 +176,7 @@ impl WorkerReport {
         let is_busy = sequence > executed;
         Self {
             worker,
-            command: command.filter(|_| is_busy).map(|command| command.to_string()),
+            command: command.filter(|_| is_busy).map(|command| command.to_string().chars().take(MAX_NAME).collect()),
             since_micros: micros(now.saturating_duration_since(since)),
             executed,
             queued: issued.saturating_sub(sequence),
@@ -197,6 +198,9 @@ impl CallReport {
         }
     }
 }
+
+/// Maximum length of the name of a command, in characters. Clients choose the names of functions.
+const MAX_NAME: usize = 256;
 
 fn micros(time: Duration) -> u64 {
     u64::try_from(time.as_micros()).unwrap_or(u64::MAX)

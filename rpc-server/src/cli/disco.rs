@@ -4,7 +4,7 @@
 mod merged;
 mod trace;
 
-use std::io::Write as _;
+use std::io::{IsTerminal as _, Write as _};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
@@ -12,18 +12,22 @@ use clap::{Args, Subcommand};
 use disco::HostReport;
 use rpc_core::{Pack, RemoteFunction};
 
+use self::merged::MergedSession;
 use super::connect::{CommonOptions, Files};
 use super::failure::Failure;
+use super::interruption::Interruption;
+use super::limited;
 use super::new_file::NewFile;
 use super::output::{Output, counted, seconds};
 use crate::builtins::DISCO_SESSIONS;
-use crate::config::SERVER_PORT;
-
-use self::merged::MergedSession;
+use crate::config::{SERVER_PORT, Span};
 
 /// Number of times that each server is asked. The answer of the shortest round trip counts, since
 /// its time is known best.
 const ROUNDS: usize = 3;
+
+/// Control sequence that clears a terminal.
+const CLEAR: &[u8] = b"\x1b[2J\x1b[H";
 
 #[derive(Args, Debug)]
 pub(super) struct DiscoArgs {
@@ -46,6 +50,12 @@ struct TopArgs {
     /// chrome://tracing
     #[arg(long, env = "RPC_CLI_TRACE", value_name = "FILE")]
     trace: Option<PathBuf>,
+    /// Repeat until interrupted
+    #[arg(short, long, env = "RPC_CLI_WATCH")]
+    watch: bool,
+    /// With --watch: time between two updates
+    #[arg(short, long, env = "RPC_CLI_INTERVAL", value_name = "TIME", default_value = "1s")]
+    interval: Span,
 }
 
 /// Reports of one server, and the time to which their ages relate.
@@ -59,15 +69,37 @@ pub(super) struct ServerAnswer {
     pub(super) reports: Vec<HostReport>,
 }
 
-pub(super) async fn disco(options: &CommonOptions, output: &Output, args: DiscoArgs) -> Result<(), Failure> {
-    let DiscoCommand::Top(TopArgs { servers, trace }) = args.command;
+/// Performs a command about Disco: once, or again and again until the interruption comes.
+pub(super) async fn disco(
+    options: &CommonOptions,
+    output: &Output,
+    args: DiscoArgs,
+    interruption: &Interruption,
+) -> Result<(), Failure> {
+    let DiscoCommand::Top(args) = args.command;
+    loop {
+        match limited((options, interruption), top(options, output, &args)).await {
+            Err(Failure::Interrupted(_)) if args.watch => return Ok(()),
+            outcome => outcome?,
+        }
+        if !args.watch {
+            return Ok(());
+        }
+        tokio::select! {
+            () = tokio::time::sleep(args.interval.0) => {}
+            _ = interruption.wait() => return Ok(()),
+        }
+    }
+}
+
+async fn top(options: &CommonOptions, output: &Output, args: &TopArgs) -> Result<(), Failure> {
     let began = Instant::now();
     let mut answers = Vec::new();
-    for server in servers {
-        answers.push(ask(options, server, began).await?);
+    for server in &args.servers {
+        answers.push(ask(options, server.clone(), began).await?);
     }
     let sessions = MergedSession::merge(&answers);
-    if let Some(file) = &trace {
+    if let Some(file) = &args.trace {
         let new = NewFile::create(file, output)?;
         let text = trace::document(&answers, &sessions).to_string();
         new.writer()?.write_all(text.as_bytes()).map_err(|error| Failure::file("cannot write", file, error))?;
@@ -76,6 +108,9 @@ pub(super) async fn disco(options: &CommonOptions, output: &Output, args: DiscoA
     }
     if output.is_json() {
         return output.json(&sessions);
+    }
+    if args.watch && std::io::stdout().is_terminal() {
+        output.bytes(CLEAR)?;
     }
     text(&sessions).iter().try_for_each(|line| output.line(line))
 }

@@ -197,11 +197,9 @@ impl TrackerRegistration {
         let (tracker, address) = (&self.tracker, address.join(","));
         rpc_core::log_limited!(INFO, %tracker, key = self.advertisement.key, address, "registered with the tracker");
         let mut reach = Reach::Untried;
-        // The first facts are sent at once. Later ones wait for the next report.
+        // The first facts are sent at once. Later ones wait for the next report. What was collected
+        // before is news as well, since this task looks at copies of its receiver alone.
         let (mut details, mut has_told) = (self.details.clone(), false);
-        if details.borrow().is_some() {
-            details.mark_changed();
-        }
         loop {
             tokio::select! {
                 // The gate outlives this task, so the receiver does not close.

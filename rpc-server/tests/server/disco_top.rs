@@ -86,7 +86,7 @@ async fn top_names_the_worker_that_a_collective_waits_for() {
 
         // Without the second server its workers are not known; and the text says all of it.
         let text = run(command(&["disco", "top", a])).ok();
-        assert!(text.contains("entered by 0; MISSING: 1; not reported by these servers: 2-3"), "{text}");
+        assert!(text.contains("entered by 0; MISSING: 1; not known of 2-3"), "{text}");
 
         let trace: Json = serde_json::from_slice(&fs::read(&trace).unwrap()).unwrap();
         let events = trace["traceEvents"].as_array().unwrap();

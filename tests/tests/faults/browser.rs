@@ -70,7 +70,7 @@ fn the_page_shows_the_pool_as_it_changes() {
     browser.until(rows, 1);
     browser.until("location.search", "?search=ARM64+board");
     browser.until("document.querySelector('#servers-table h2').textContent", "Servers: 1 of 2 match");
-    browser.pictures("overview");
+    browser.pictures("overview", &[("light", 380), ("dark", 800), ("light", 1400)]);
 
     // Links sort and group without the script, and lead to the pages of keys and servers.
     let page = tracker.page().unwrap();
@@ -81,11 +81,11 @@ fn the_page_shows_the_pool_as_it_changes() {
     browser.open(&format!("{page}/key/board"));
     browser.until("document.querySelectorAll('.chart').length", 4);
     browser.until("document.querySelectorAll('#hour rect.in-use, #day rect.in-use').length", 2);
-    browser.pictures("key");
+    browser.pictures("key", &[("dark", 380), ("light", 1400)]);
     browser.open(server.as_str().unwrap());
     browser.until("document.querySelector('#devices-table').textContent.includes('cpu:0')", true);
     browser.until("document.querySelector('#clients-table').textContent.includes('ada@lab')", true);
-    browser.pictures("server");
+    browser.pictures("server", &[("light", 380), ("dark", 1400)]);
     browser.open(page);
 
     drop(loans);
@@ -198,9 +198,9 @@ impl Browser {
         }
     }
 
-    /// Takes pictures at three widths in both colour schemes. No page is wider than its window.
-    fn pictures(&mut self, name: &str) {
-        for (scheme, width) in [("light", 380), ("dark", 800), ("light", 1400)] {
+    /// Takes pictures at several widths. No page is wider than its window.
+    fn pictures(&mut self, name: &str, of: &[(&str, u32)]) {
+        for (scheme, width) in of.iter().copied() {
             self.screenshot(name, scheme, width);
             assert_eq!(self.evaluate("document.documentElement.scrollWidth <= innerWidth"), true, "{name} at {width}");
         }

@@ -30,6 +30,8 @@ pub(crate) struct MergedSession {
 pub(crate) struct MergedWorker {
     pub(super) worker: u32,
     pub(super) server: String,
+    /// Time of the report, counted from the begin of the command that merges.
+    pub(super) reported_micros: i64,
     /// Command that the worker executes.
     pub(super) command: Option<String>,
     /// Time since the worker has begun its last command.
@@ -40,7 +42,8 @@ pub(crate) struct MergedWorker {
     pub(super) calls: Vec<MergedCall>,
 }
 
-/// Call of a worker, with times since the command began. Earlier times are negative.
+/// Call of a worker, with its time counted from the begin of the command that merges: earlier times
+/// are negative.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub(crate) struct MergedCall {
     pub(super) entered_micros: i64,
@@ -59,9 +62,9 @@ pub(crate) struct CollectiveInProgress {
     pub(super) for_seconds: f64,
     /// Workers that have entered it.
     pub(super) entered: Vec<u32>,
-    /// Workers that have not entered it.
+    /// Workers that had not entered it when they were reported, after the first has.
     pub(super) missing: Vec<u32>,
-    /// Workers that no server has reported.
+    /// Workers that were not reported, or only before the first has entered it.
     pub(super) unknown: Vec<u32>,
 }
 
@@ -78,7 +81,7 @@ impl fmt::Display for CollectiveInProgress {
             write!(f, "; MISSING: {}", Numbers(missing))?;
         }
         if !unknown.is_empty() {
-            write!(f, "; not reported by these servers: {}", Numbers(unknown))?;
+            write!(f, "; not known of {}", Numbers(unknown))?;
         }
         Ok(())
     }
@@ -104,12 +107,13 @@ impl fmt::Display for Numbers<'_> {
 impl MergedSession {
     /// Merges the reports of several servers.
     pub(super) fn merge(answers: &[ServerAnswer]) -> Vec<Self> {
-        // Reports without a number are sessions of their own.
-        let mut sessions: BTreeMap<(Option<u64>, usize), Self> = BTreeMap::new();
+        // Reports without a number are sessions of their own. Controllers choose the numbers, so
+        // that a session is told from those of other clients by their identities.
+        let mut sessions: BTreeMap<(Option<u64>, &str, usize), Self> = BTreeMap::new();
         let reports = answers.iter().flat_map(|answer| answer.reports.iter().map(move |report| (answer, report)));
         for (at, (answer, report)) in reports.enumerate() {
             let HostReport { session, client, world_size, num_groups, workers, workers_below, .. } = report;
-            let key = (*session, if session.is_some() { 0 } else { at });
+            let key = (*session, client.as_str(), if session.is_some() { 0 } else { at });
             let merged = sessions.entry(key).or_insert_with(|| Self {
                 name: session.map_or_else(|| format!("at {}", answer.server), |number| format!("{number:016x}")),
                 client: client.clone(),
@@ -165,6 +169,8 @@ impl MergedSession {
                     Some(worker) if worker.last_collective(group.is_none()) >= Some(sequence) => {
                         &mut collective.entered
                     }
+                    // Servers are asked one after the other, and sessions go on meanwhile.
+                    Some(worker) if worker.reported_micros < since => &mut collective.unknown,
                     Some(_) => &mut collective.missing,
                 };
                 list.push(member);
@@ -176,8 +182,7 @@ impl MergedSession {
 
     /// Returns the time of the latest report.
     fn latest_micros(&self) -> i64 {
-        let times = self.workers.iter().flat_map(|worker| &worker.calls);
-        times.map(|call| call.entered_micros.saturating_add(signed(call.call.entered_micros))).max().unwrap_or(0)
+        self.workers.iter().map(|worker| worker.reported_micros).max().unwrap_or(0)
     }
 }
 
@@ -193,6 +198,7 @@ impl MergedWorker {
         Self {
             worker,
             server: answer.server.clone(),
+            reported_micros: made,
             command,
             for_seconds: since_micros as f64 / 1e6,
             executed,
@@ -254,11 +260,19 @@ mod tests {
         assert_eq!(
             texts,
             [
-                "barrier #2 in group 1 for 1.500 s: entered by 3-4; not reported by these servers: 5",
-                "barrier #3 in group 1 for 500.0 ms: entered by 4; MISSING: 3; not reported by these servers: 5",
+                "barrier #2 in group 1 for 1.500 s: entered by 3-4; not known of 5",
+                "barrier #3 in group 1 for 500.0 ms: entered by 4; MISSING: 3; not known of 5",
             ]
         );
         assert_eq!((sessions.len(), sessions[0].workers[2].calls[1].entered_micros), (1, 1_500_000));
+
+        // A worker that was reported before the first has entered may be there by now.
+        let answers = [
+            answer("a", 2_000_000, Some(7), &[(0, json!([]))]),
+            answer("b", 3_000_000, Some(7), &[(3, json!([call(true, 9, 400_000, None)])), (4, json!([]))]),
+        ];
+        let text = MergedSession::merge(&answers)[0].collectives[0].to_string();
+        assert_eq!(text, "barrier #9 of all workers for 400.0 ms: entered by 3; MISSING: 4; not known of 0-2, 5");
     }
 
     #[test]
