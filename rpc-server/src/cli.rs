@@ -55,6 +55,7 @@ use crate::logging::{self, LogFormat};
 pub use self::connect::{CommonOptions, close};
 pub use self::failure::Failure;
 pub use self::named_servers::NamedServerError;
+pub(crate) use self::output::counted;
 pub use self::output::{ColorChoice, Output, digits, size};
 
 const EXIT_CODES: &str = "\

@@ -197,7 +197,7 @@ pub fn size(bytes: u64) -> String {
 }
 
 /// Returns the number with a noun in the singular or plural: "1 server", "2 servers".
-pub(super) fn counted(number: u64, noun: &str) -> String {
+pub(crate) fn counted(number: u64, noun: &str) -> String {
     format!("{number} {noun}{}", if number == 1 { "" } else { "s" })
 }
 

@@ -68,15 +68,20 @@ listener_settings! {
         /// File of tokens that prove this tracker to the servers that it checks
         #[arg(value_name = "FILE")]
         forward_token_file: PathBuf, "RPC_TRACKER_FORWARD_TOKEN_FILE";
-        /// Serve a status page for browsers at this address, such as 127.0.0.1:9191, with servers,
-        /// queue and the last hour. Default: off. It shows everything to everyone who connects, so
-        /// the address must be local to this machine, unless --insecure is given
+        /// Serve status pages for browsers at this address, such as 127.0.0.1:9191, with keys,
+        /// servers, queue, charts and events. Default: off. They show everything to everyone who
+        /// connects, so the address must be local to this machine, unless --insecure is given
         #[arg(value_name = "ADDRESS")]
         http: HttpAddress, "RPC_TRACKER_HTTP";
     }
 }
 
 listener_config!(TrackerConfig);
+
+/// Memory of a session for the details that its server reports, in bytes. A server with eight
+/// devices takes about 2 KiB, and one with 64 about 12 KiB, twice while new details replace old
+/// ones.
+const DETAILS_BYTES: u64 = 32 << 10;
 
 impl TrackerConfig {
     /// Checks that the settings go together.
@@ -163,9 +168,9 @@ impl TrackerConfig {
             // files. A waiting request holds its claim and the functions that were fetched for it.
             max_handles: self.max_waiting_per_client.saturating_mul(4).saturating_add(64),
             max_total_handles: self.max_sessions.saturating_mul(4).saturating_add(self.max_waiting.saturating_mul(4)),
-            // For the details that servers report: a server with eight devices takes about 2 KiB.
-            max_memory: ByteSize(64 << 10),
-            max_total_memory: Some(ByteSize(256 << 20)),
+            max_memory: ByteSize(DETAILS_BYTES),
+            // Enough for all sessions, so that none takes the memory of another.
+            max_total_memory: Some(ByteSize(DETAILS_BYTES.saturating_mul(self.max_sessions as u64))),
             max_message: ByteSize(8 << 20),
             max_queued: ByteSize(9 << 20),
             max_threads: 2,

@@ -54,7 +54,7 @@ pub(super) fn usage(to: &mut String, id: &str, title: &str, of: Periods, history
 /// waited for.
 pub(super) fn waits(to: &mut String, id: &str, title: &str, of: Periods, history: &[Sample]) -> fmt::Result {
     let longest = history.iter().filter_map(mean_wait_ms).max().unwrap_or(0);
-    let legend = [("waits", "mean wait for a slot")];
+    let legend = [("waits", "mean per slot")];
     let top = wait(longest);
     begin(to, &Frame { id, title, legend: &legend, top, height: HEIGHT, what: "Mean wait for a slot" }, of)?;
     for (x, when, sample) in columns(of, history) {

@@ -6,6 +6,7 @@ use rpc_transports::tracker::{Loss, PoolEvent, PoolEventKind, QueueEntry, Reach,
 
 use super::markup::{Column, Text, begin_table, columns, end_table, section, table, write_row};
 use super::query::{Encoded, Query, Sort};
+use crate::cli::counted;
 use crate::tracker::display::{for_people, has, holder, lost, wanted};
 
 /// Sums over the servers of one key.
@@ -171,9 +172,4 @@ impl fmt::Display for KeyLink<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "<a href=\"/key/{}\">{}</a>", Encoded(self.0), Text(self.0))
     }
-}
-
-/// Returns the number with a noun in the singular or plural.
-pub(super) fn counted(number: u64, noun: &str) -> String {
-    format!("{number} {noun}{}", if number == 1 { "" } else { "s" })
 }
