@@ -11,6 +11,7 @@ use std::os::unix::net::UnixStream;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
+use std::time::Duration;
 
 use async_trait::async_trait;
 use bytes::BytesMut;
@@ -18,6 +19,7 @@ use tokio::io::{AsyncRead, AsyncWrite};
 
 use crate::handshake::handshake_slots::ClosedFlag;
 use crate::handshake::identity_proofs::Security;
+use crate::session_io::SessionIo;
 
 /// Ordered, reliable byte pipe for async code. Implemented for every type that fits.
 pub trait ChannelIo: AsyncRead + AsyncWrite + Send + Unpin {}
@@ -135,7 +137,7 @@ pub struct Channel {
 }
 
 #[cfg_attr(not(any(feature = "tcp", feature = "unix")), allow(dead_code, reason = "there are no sockets then"))]
-enum Io {
+pub(crate) enum Io {
     /// Bare socket of the system, which can do more than move bytes.
     Plain(Box<dyn PlainSocket>),
     /// Any other byte pipe.
@@ -328,10 +330,7 @@ impl Channel {
 
     /// Returns the byte pipe.
     pub fn io_mut(&mut self) -> &mut dyn ChannelIo {
-        match &mut self.io {
-            Io::Plain(io) => &mut **io,
-            Io::Other(io) => &mut **io,
-        }
+        self.io.as_channel_io()
     }
 
     /// Returns the socket if the channel is a bare one.
@@ -379,6 +378,12 @@ impl Channel {
     pub fn into_parts(self) -> (Box<dyn ChannelIo>, String, Option<ChannelGuard>) {
         (self.io.boxed(), self.peer.text, self.guard)
     }
+
+    /// Splits the channel as [`into_parts`](Self::into_parts) does, for the task of a session that
+    /// looks for input for at most `spin` before it waits.
+    pub(crate) fn into_session_parts(self, spin: Duration) -> (SessionIo, String, Option<ChannelGuard>) {
+        (SessionIo::new(self.io, spin), self.peer.text, self.guard)
+    }
 }
 
 impl Io {
@@ -386,6 +391,13 @@ impl Io {
         match self {
             Self::Plain(io) => io,
             Self::Other(io) => io,
+        }
+    }
+
+    pub(crate) fn as_channel_io(&mut self) -> &mut dyn ChannelIo {
+        match self {
+            Self::Plain(io) => &mut **io,
+            Self::Other(io) => &mut **io,
         }
     }
 }
@@ -539,7 +551,7 @@ impl BlockingIo {
     }
 
     /// Limits the time that a read waits. `None` means no limit.
-    pub(crate) fn set_read_timeout(&self, timeout: Option<std::time::Duration>) -> io::Result<()> {
+    pub(crate) fn set_read_timeout(&self, timeout: Option<Duration>) -> io::Result<()> {
         match self {
             Self::Tcp(stream) => stream.set_read_timeout(timeout),
             Self::Unix(stream) => stream.set_read_timeout(timeout),

@@ -5,5 +5,16 @@ mod idle_poller;
 mod state;
 mod task;
 
+use std::time::Duration;
+
+use rpc_core::proto::EndpointConfig;
+
 pub use self::blocking::BlockingClientSession;
 pub use self::task::ClientSession;
+
+/// Settings of a client's session.
+pub(crate) struct SessionConfig {
+    pub(crate) endpoint: EndpointConfig,
+    /// Longest time for which a thread looks for input before it sleeps.
+    pub(crate) spin: Duration,
+}

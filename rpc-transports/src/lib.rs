@@ -27,6 +27,8 @@ mod message_family;
 mod runtime;
 pub mod self_start;
 mod serve;
+mod session_io;
+mod spin;
 mod splice;
 pub mod tracker;
 mod transport;
@@ -60,6 +62,7 @@ pub use serve::{
     Dialect, DialectActivity, DialectConnection, DialectRequest, Dialects, MAX_FIRST_BYTES, Receiving, Recognition,
     ServerNotices, Working,
 };
+pub use spin::SPIN;
 pub use transport::{
     AllowedOrigins, Bind, BoxFuture, ConnectionLimits, Dial, Properties, Reach, Transport, Transports,
 };

@@ -15,16 +15,18 @@ use std::time::{Duration, Instant};
 
 use bytes::BytesMut;
 use parking_lot::{Condvar, MutexGuard};
-use rpc_core::proto::{ClientEndpoint, ClientEvent, EndpointConfig, Negotiated};
+use rpc_core::proto::{ClientEndpoint, ClientEvent, Negotiated};
 use rpc_core::{Request, Responder, RpcSession, SharedSession, Submission};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendAncillaryBuffer, SendFlags, recv, send, sendmsg};
 
+use super::SessionConfig;
 use super::idle_poller::{IdlePoller, Interest, PolledSession, timespec};
 use super::state::{Change, ClientState, Locked, Pump, SessionRef};
 use crate::channel::{BlockingChannel, BlockingIo, ChannelGuard, ExplainEnd};
 use crate::channel_io::{READ_MAX, SLICES};
+use crate::spin::Spinner;
 
 /// Time for which a session counts as in use after a call, so that calls in a row do not wake the
 /// idle poller each time.
@@ -79,6 +81,8 @@ struct SocketState {
     is_blocked: bool,
     /// True if the last read was of bulk.
     behind_bulk: bool,
+    /// Spinning, if it is switched on. The leader holds it while it reads.
+    spinner: Option<Spinner>,
 }
 
 type Guard<'a> = MutexGuard<'a, Locked<SocketPump>>;
@@ -93,8 +97,9 @@ impl BlockingClientSession {
         channel: BlockingChannel,
         negotiated: &Negotiated,
         mut input: BytesMut,
-        config: EndpointConfig,
+        config: SessionConfig,
     ) -> io::Result<Self> {
+        let SessionConfig { endpoint: config, spin } = config;
         let end = channel.end().cloned();
         let (io, peer, guard) = channel.into_parts();
         let read_limit = config.keep_alive.max(Duration::from_millis(1));
@@ -112,6 +117,7 @@ impl BlockingClientSession {
             followers: 0,
             is_blocked: false,
             behind_bulk: false,
+            spinner: Spinner::new(spin),
         };
         let pump = SocketPump {
             io,
@@ -347,16 +353,22 @@ impl ClientState<SocketPump> {
         let mut scratch = std::mem::take(&mut locked.pump.scratch);
         let limit = if std::mem::take(&mut locked.pump.behind_bulk) { READ_BEHIND_BULK } else { READ_MAX };
         let is_blocked = locked.pump.is_blocked;
+        let mut spinner = locked.pump.spinner.take();
         locked.pump.is_reading = true;
         drop(locked);
         let target = match &mut bulk {
             Some(bulk) => bulk.unfilled(),
             None => &mut scratch[..limit],
         };
-        let outcome = self.pump.read_into(target, wait, may_wait, is_blocked);
+        let found = match &mut spinner {
+            Some(spinner) if may_wait && !is_blocked => self.pump.spin(spinner, target),
+            _ => None,
+        };
+        let outcome = found.unwrap_or_else(|| self.pump.read_into(target, wait, may_wait, is_blocked));
         let mut locked = self.lock();
         let Locked { endpoint, pump, .. } = &mut *locked;
         pump.is_reading = false;
+        pump.spinner = spinner;
         let (count, is_bulk) = (outcome.unwrap_or(0), bulk.is_some());
         if let Some(bulk) = &mut bulk {
             bulk.advance(count);
@@ -390,6 +402,19 @@ impl ClientState<SocketPump> {
 }
 
 impl SocketPump {
+    /// Looks for input, and reads it. Returns `None` if there was none.
+    fn spin(&self, spinner: &mut Spinner, target: &mut [u8]) -> Option<Result<usize, Errno>> {
+        let mut found = None;
+        spinner.wait(|| match receive(&self.io, target, RecvFlags::DONTWAIT) {
+            Err(Errno::AGAIN | Errno::INTR) => false,
+            outcome => {
+                found = Some(outcome);
+                true
+            }
+        });
+        found
+    }
+
     fn read_into(&self, target: &mut [u8], wait: Duration, may_wait: bool, is_blocked: bool) -> Result<usize, Errno> {
         if !may_wait {
             return receive(&self.io, target, RecvFlags::DONTWAIT);

@@ -7,15 +7,17 @@ use std::task::{Context, Poll, Waker, ready};
 
 use bytes::BytesMut;
 use parking_lot::MutexGuard;
-use rpc_core::proto::{ClientEndpoint, ClientEvent, EndpointConfig, Negotiated};
+use rpc_core::proto::{ClientEndpoint, ClientEvent, Negotiated};
 use rpc_core::{ErrorKind, Request, Responder, RpcError, RpcSession, SharedSession, Submission};
 use tokio::io::AsyncWrite;
 
+use super::SessionConfig;
 use super::state::{Change, ClientState, Locked, Pump, SessionRef};
-use crate::channel::{Channel, ChannelGuard, ChannelIo, ExplainEnd};
+use crate::channel::{Channel, ChannelGuard, ExplainEnd};
 use crate::channel_io::{Alarm, Flush, ReadAhead, SLICES, poll_write};
 use crate::clock;
 use crate::handshake::identity_proofs::Connection;
+use crate::session_io::SessionIo;
 use crate::transport::BoxFuture;
 
 /// A session at the far end of a channel. Cheap to clone; clones are the same session.
@@ -36,10 +38,11 @@ struct TaskPump {
 impl ClientSession {
     /// Starts the session after a handshake, and its task. `input` holds the bytes that were read
     /// beyond the handshake.
-    pub(crate) fn spawn(channel: Channel, negotiated: &Negotiated, input: BytesMut, config: EndpointConfig) -> Self {
+    pub(crate) fn spawn(channel: Channel, negotiated: &Negotiated, input: BytesMut, config: SessionConfig) -> Self {
+        let SessionConfig { endpoint: config, spin } = config;
         let (connection, end) = (channel.security().connection.clone(), channel.end().cloned());
         let is_encrypted = channel.security().is_encrypted() || channel.security().first_link_encrypted;
-        let (io, peer, guard) = channel.into_parts();
+        let (io, peer, guard) = channel.into_session_parts(spin);
         let endpoint = ClientEndpoint::new(negotiated, config, clock::now());
         let session = ClientState::new(endpoint, (TaskPump { connection, end }, None), peer, is_encrypted);
         tokio::spawn(PumpTask {
@@ -123,6 +126,7 @@ impl Future for PumpTask {
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
         let Self { session, wire, events, explaining, .. } = &mut *self;
+        let mut may_spin = wire.io.can_spin();
         loop {
             let mut locked = session.lock();
             let outcome = wire.poll(&mut locked, cx);
@@ -133,9 +137,18 @@ impl Future for PumpTask {
                     Some(task) if task.will_wake(cx.waker()) => {}
                     _ => locked.pump = Some(cx.waker().clone()),
                 }
+                let awaits_reply = !locked.endpoint.is_quiet();
+                drop(locked);
+                // A caller that changes the endpoint takes the waker.
+                let is_changed = || session.try_lock().is_some_and(|locked| locked.pump.is_none());
+                if may_spin && awaits_reply && wire.io.spin(is_changed) {
+                    continue;
+                }
                 return Poll::Pending;
             }
             drop(locked);
+            // The callers whose requests are complete may need this thread to go on.
+            may_spin &= events.is_empty();
             if let Some(end) = session.unexplained_end(events) {
                 let end = Arc::clone(end);
                 let explaining = explaining.get_or_insert_with(|| Box::pin(async move { end.explain().await }));
@@ -157,7 +170,7 @@ impl Future for PumpTask {
 
 /// The task's side of the channel.
 struct Wire {
-    io: Box<dyn ChannelIo>,
+    io: SessionIo,
     read: ReadAhead,
     alarm: Alarm,
     flush: Flush,
@@ -212,9 +225,9 @@ impl Wire {
             let mut slices = [IoSlice::new(&[]); SLICES];
             let count = endpoint.slices(&mut slices);
             if count == 0 {
-                return self.flush.poll(&mut *self.io, cx);
+                return self.flush.poll(&mut self.io, cx);
             }
-            match poll_write(&mut *self.io, &slices[..count], cx) {
+            match poll_write(&mut self.io, &slices[..count], cx) {
                 Poll::Pending => return Ok(()),
                 Poll::Ready(Ok(written)) => {
                     self.flush.want();
@@ -230,7 +243,7 @@ impl Wire {
         endpoint: &mut ClientEndpoint<Responder>,
         cx: &mut Context<'_>,
     ) -> Poll<Result<(), InputError>> {
-        let (io, read) = (&mut *self.io, &mut self.read);
+        let (io, read) = (&mut self.io, &mut self.read);
         let count = match endpoint.bulk_target() {
             Some(target) => {
                 let count = ready!(read.poll_into(io, target, cx)).map_err(InputError::Broken)?;

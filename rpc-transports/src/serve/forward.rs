@@ -74,6 +74,7 @@ impl ServerState {
             .transports(self.options.transports.clone())
             .dial(self.onward())
             .keep_alive(self.options.keep_alive)
+            .spin(self.options.spin)
             .limits(self.options.limits.clone())
             .with_path(path, identity)
     }

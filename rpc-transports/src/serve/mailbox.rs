@@ -67,6 +67,12 @@ impl Mailbox {
         std::mem::swap(&mut *self.replies.lock(), taken);
     }
 
+    /// Returns true if an item has been left since the task was last
+    /// [registered](Self::register).
+    pub(super) fn has_items(&self) -> bool {
+        self.task.lock().is_none()
+    }
+
     /// Ends the session.
     pub(super) fn end(&self, reason: RpcError) {
         *self.ended.lock() = Some(reason);

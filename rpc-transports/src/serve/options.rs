@@ -85,6 +85,11 @@ pub struct ServeOptions {
     /// Interval of silence after which a channel is tested by a ping. The channel is given up after
     /// three such intervals. [Dialects](crate::Dialect) have no such pings. Default 5 s.
     pub keep_alive: Duration,
+    /// Longest time for which the task of a session over a bare socket looks for input before its
+    /// thread sleeps, such as [`SPIN`](crate::SPIN). It saves the time of waking the thread, and
+    /// takes time of a core, also from other tasks of the thread. It adapts: where it does not help
+    /// or others want the core it stops. Default: zero, which switches it off.
+    pub spin: Duration,
     /// Longest time for a handshake, that of TLS included. Default 10 s.
     pub handshake_timeout: Duration,
     /// Limits on the bytes that one session may have on the wire and in queues.
@@ -202,6 +207,7 @@ impl Default for ServeOptions {
         Self {
             key: String::new(),
             keep_alive: KEEP_ALIVE,
+            spin: Duration::ZERO,
             handshake_timeout: Duration::from_secs(10),
             limits: WireLimits::default(),
             max_total_queued: u64::MAX,

@@ -413,7 +413,7 @@ impl Serving {
         log_fault(&self.record.peer(), &reason);
         self.record.log_end(&reason.message(), Some(&self.task.traffic));
         if self.task.last_message_sent {
-            drain_and_close(&mut *self.task.io).await;
+            drain_and_close(&mut self.task.io).await;
         }
     }
 }

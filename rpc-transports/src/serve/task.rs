@@ -12,18 +12,24 @@ use bytes::BytesMut;
 use rpc_core::proto::{EndpointConfig, Negotiated, ServerEndpoint, ServerEvent};
 use rpc_core::reply::{Canceller, Outcome, ReplySink};
 use rpc_core::{ErrorKind, MemoryQuota, Operation, Request, RpcError, RpcSession, SharedSession, Value};
+use tokio::runtime::{Handle, RuntimeFlavor};
 
 use super::access_record::{Traffic, log_refused_request};
 use super::mailbox::{Command, EndOfSession, Mailbox};
 use super::options::ServeOptions;
 use super::stall_timeouts::StallTimeouts;
 use super::state::ConnectionEntry;
-use crate::channel::{Channel, ChannelGuard, ChannelIo};
+use crate::channel::{Channel, ChannelGuard};
 use crate::channel_io::{Alarm, Flush, ReadAhead, SLICES, poll_write, without_reference};
 use crate::clock;
+use crate::session_io::SessionIo;
 
 /// Number of replies for which memory is kept between two batches: an idle session should be small.
 const KEPT_REPLIES: usize = 8;
+
+/// Number of times that the task looks for input before it gives its thread to others: those that
+/// run on the same thread wait meanwhile.
+const MAX_SPINS: u32 = 8;
 
 /// Task that moves bytes between channel and endpoint, and requests and replies between endpoint
 /// and session. Resolves to the reason why the session has ended.
@@ -31,7 +37,7 @@ pub(super) struct SessionTask {
     endpoint: ServerEndpoint,
     session: Option<SharedSession>,
     mailbox: Arc<Mailbox>,
-    pub(super) io: Box<dyn ChannelIo>,
+    pub(super) io: SessionIo,
     read: ReadAhead,
     alarm: Alarm,
     flush: Flush,
@@ -52,6 +58,8 @@ pub(super) struct SessionTask {
     pub(super) traffic: Traffic,
     peer: Arc<str>,
     entry: Option<Arc<ConnectionEntry>>,
+    /// True if the runtime has no other thread for the futures of requests.
+    has_one_thread: bool,
     /// Guard of the channel's resources, such as a child process.
     _guard: Option<ChannelGuard>,
 }
@@ -78,7 +86,7 @@ impl SessionTask {
         let SessionParts { session, mailbox, queued, entry, peer } = parts;
         let now = clock::now();
         mailbox.note_heard(now);
-        let (io, _, guard) = channel.into_parts();
+        let (io, _, guard) = channel.into_session_parts(options.spin);
         let config = EndpointConfig { keep_alive: options.keep_alive };
         let end_watch = session.ended().reply().deliver_to(Arc::new(EndOfSession(mailbox.clone())), 0);
         Self {
@@ -100,6 +108,7 @@ impl SessionTask {
             traffic: Traffic::default(),
             peer,
             entry: Some(entry),
+            has_one_thread: Handle::current().runtime_flavor() == RuntimeFlavor::CurrentThread,
             _guard: guard,
         }
     }
@@ -206,11 +215,11 @@ impl SessionTask {
             let mut slices = [IoSlice::new(&[]); SLICES];
             let count = self.endpoint.slices(&mut slices);
             if count == 0 {
-                self.flush.poll(&mut *self.io, cx)?;
+                self.flush.poll(&mut self.io, cx)?;
                 self.timeouts.set_writing(!self.flush.is_done());
                 return Ok(());
             }
-            match poll_write(&mut *self.io, &slices[..count], cx) {
+            match poll_write(&mut self.io, &slices[..count], cx) {
                 Poll::Pending => {
                     self.timeouts.set_writing(true);
                     return Ok(());
@@ -229,7 +238,7 @@ impl SessionTask {
     /// Reads once, and handles complete messages. `Err` is the end of the session.
     fn poll_input(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), RpcError>> {
         let read = match self.endpoint.bulk_target() {
-            Some(target) => match self.read.poll_into(&mut *self.io, target, cx) {
+            Some(target) => match self.read.poll_into(&mut self.io, target, cx) {
                 Poll::Ready(Ok(count)) if count > 0 => {
                     self.timeouts.idle_since = None;
                     self.timeouts.received(count);
@@ -244,7 +253,7 @@ impl SessionTask {
                 }
                 other => other,
             },
-            None => self.read.poll_more(&mut *self.io, cx),
+            None => self.read.poll_more(&mut self.io, cx),
         };
         match read {
             Poll::Pending => Poll::Pending,
@@ -344,6 +353,7 @@ impl Future for SessionTask {
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<RpcError> {
         let this = &mut *self;
+        let mut spins = if this.io.can_spin() { MAX_SPINS } else { 0 };
         loop {
             this.mailbox.register(cx.waker());
             this.take_mail();
@@ -385,7 +395,18 @@ impl Future for SessionTask {
                 continue;
             }
             match this.poll_input(cx) {
-                Poll::Pending => return Poll::Pending,
+                Poll::Pending => {
+                    let (mailbox, needs_thread) = (&this.mailbox, this.has_one_thread && !this.in_progress.is_empty());
+                    if spins == 0 || needs_thread || !this.io.spin(|| mailbox.has_items()) {
+                        return Poll::Pending;
+                    }
+                    spins -= 1;
+                    if spins == 0 {
+                        // Another task of this thread has its turn first.
+                        cx.waker().wake_by_ref();
+                        return Poll::Pending;
+                    }
+                }
                 Poll::Ready(Ok(())) => {}
                 Poll::Ready(Err(error)) if matches!(error.kind(), ErrorKind::Protocol | ErrorKind::LimitExceeded) => {
                     // Further input of this peer cannot be understood, or would take more memory

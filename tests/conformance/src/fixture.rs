@@ -7,6 +7,7 @@ use std::path::Path;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, LazyLock, Mutex};
+use std::time::Duration;
 
 use rpc_core::{ErrorKind, LocalSession, Registry, RpcError, Session, SessionLimits, SharedSession};
 use rpc_transports::{
@@ -254,6 +255,8 @@ pub struct Remote {
     folder: tempfile::TempDir,
     next: AtomicU64,
     servers: Mutex<Vec<Server>>,
+    /// Time for which clients and servers look for input before they wait.
+    spin: Duration,
 }
 
 impl Remote {
@@ -289,6 +292,7 @@ impl Remote {
             folder,
             next,
             servers,
+            spin: Duration::ZERO,
         }
     }
 
@@ -306,6 +310,18 @@ impl Remote {
     pub fn registry(mut self, registry: MakeRegistry) -> Self {
         self.registry = registry;
         self
+    }
+
+    /// Has clients and servers look for input before they wait
+    /// ([`SPIN`](rpc_transports::SPIN)).
+    #[must_use]
+    pub fn spinning(mut self) -> Self {
+        self.spin = rpc_transports::SPIN;
+        self
+    }
+
+    fn serve_options(&self, limits: &SessionLimits, onward: &Dial) -> ServeOptions {
+        ServeOptions { spin: self.spin, ..serve_options(limits, onward, &self.transports) }
     }
 
     async fn listen(&self, server: Server, address: &str, encrypted: bool) -> String {
@@ -336,13 +352,13 @@ impl Remote {
     /// Starts all servers of one session, and returns how and where to connect.
     async fn prepare(&self, limits: &SessionLimits) -> (Connector, String) {
         let dial = dial_options(&self.links);
-        let mut connector = Connector::new().transports(self.transports.clone()).dial(dial.clone());
+        let mut connector = Connector::new().transports(self.transports.clone()).dial(dial.clone()).spin(self.spin);
         let (last, hops) = self.links.split_last().expect("at least one link");
         for link in hops {
-            let hop = || Server::new(Arc::new(refuse), serve_options(limits, &dial, &self.transports));
+            let hop = || Server::new(Arc::new(refuse), self.serve_options(limits, &dial));
             connector = connector.via(&self.serve(link, limits, hop).await);
         }
-        let origin = || origin(self.registry, limits, serve_options(limits, &dial, &self.transports));
+        let origin = || origin(self.registry, limits, self.serve_options(limits, &dial));
         let target = self.serve(last, limits, origin).await;
         (connector, target)
     }

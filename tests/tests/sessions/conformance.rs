@@ -74,6 +74,7 @@ every_clause! {
     quic_through_a_hop = Remote::through(1, Link::quic());
     unix = Remote::direct(Link::unix());
     unix_through_a_hop = Remote::through(1, Link::unix());
+    unix_with_spinning = Remote::direct(Link::unix()).spinning();
     exec = Remote::direct(program());
     exec_through_a_hop = Remote::through(1, program());
 }
