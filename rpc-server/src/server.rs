@@ -76,4 +76,4 @@ pub use self::running::{Running, StopReason};
 pub use self::server_state::{Client, ServerState, ServerTotals};
 pub use self::session_workspace::SessionWorkspace;
 
-pub(crate) use self::options::{session_limits, wire_limits};
+pub(crate) use self::options::{session_limits, spin_time, wire_limits};

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use rpc_core::{RpcError, Session};
-use rpc_transports::{Connector, Onward};
+use rpc_transports::{Connector, Onward, SPIN};
 
 use crate::link::local::LocalLink;
 use crate::link::node_link::Link;
@@ -30,7 +30,7 @@ impl Source {
             Self::Local(session, local) => (session, "this process".to_owned(), Some(local)),
             Self::Address(connector, address) => {
                 has_hops = connector.has_hops();
-                let session = connector.keep_alive(keep_alive).connect(&address).await;
+                let session = connector.keep_alive(keep_alive).spin(SPIN).connect(&address).await;
                 (session.map_err(|error| error.into_rpc_error())?, address, None)
             }
             Self::Onward(onward, address) => (onward.connect(&address, keep_alive).await?, address, None),

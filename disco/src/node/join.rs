@@ -5,7 +5,9 @@ use std::time::Duration;
 
 use rpc_core::proto::KEEP_ALIVE;
 use rpc_core::{Devices, ErrorKind, Registry, Result as RpcResult, RpcError, SessionLimits};
-use rpc_transports::{Access, Address, Backoff, ConnectError, Dial, ParkOptions, ServeOptions, Server, Transports};
+use rpc_transports::{
+    Access, Address, Backoff, ConnectError, Dial, ParkOptions, SPIN, ServeOptions, Server, Transports,
+};
 use tokio::time::Instant;
 
 use crate::completion::Completion;
@@ -144,6 +146,7 @@ pub fn join(registry: &Registry, controller: &str, options: JoinOptions) -> Comp
             onward: options.dial.clone(),
             transports: options.transports.clone(),
             keep_alive: options.keep_alive,
+            spin: SPIN,
             ..ServeOptions::default()
         };
         let node = WorkerSettings::new(SessionLimits::default(), options.weights.clone());

@@ -81,8 +81,9 @@ const GROUPS: [(&str, &[&str]); 7] = [
 const LIMITS: &str = "Limits";
 
 /// Settings of this group, beside those that begin with `max-`.
-const OTHER_LIMITS: [&str; 7] = [
+const OTHER_LIMITS: [&str; 8] = [
     "keep-alive",
+    "spin",
     "write-timeout",
     "min-rate",
     "handshake-timeout",

@@ -80,6 +80,10 @@ listener_settings! {
         /// Silence after which a connection is tested; after three times as long it is dead
         #[arg(value_name = "TIME")]
         keep_alive: Span = Span(KEEP_ALIVE), "RPC_SERVER_KEEP_ALIVE";
+        /// Look for requests for some 50 µs before a thread sleeps, where that saves the time of
+        /// waking it. Calls take less time, and the server takes more of its cores
+        #[arg(value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+        spin: bool = false, "RPC_SERVER_SPIN";
         /// Time after which the connection of a client that reads nothing is closed
         #[arg(value_name = "TIME")]
         write_timeout: Span = seconds(60), "RPC_SERVER_WRITE_TIMEOUT";

@@ -24,7 +24,7 @@ use crate::modules::DigestList;
 use crate::policy::{rights_of, session_limits_within};
 use crate::server::server_state::{ServerState, SessionCount, UsageSource};
 use crate::server::session_workspace::Cleaner;
-use crate::server::wire_limits;
+use crate::server::{spin_time, wire_limits};
 use crate::workspace::{Workspace, WorkspaceRoot};
 
 /// Factory of the isolated sessions of one server.
@@ -63,6 +63,7 @@ impl Isolation {
         }
         let connector = Connector::new()
             .keep_alive(config.keep_alive.0)
+            .spin(spin_time(config))
             .handshake_timeout(config.handshake_timeout.0)
             .limits(wire_limits(config));
         let total_is_limited = config.total_memory() != ByteSize::UNLIMITED;

@@ -32,7 +32,7 @@ use crate::run::{self, RunPolicy};
 use crate::server::exit_code;
 use crate::server::server_state::{ServerState, SessionCount, UsageSource};
 use crate::server::session_workspace::{Cleaner, FILES_OF_WORKSPACE, SessionWorkspace, WorkspaceSource};
-use crate::server::{session_limits, wire_limits};
+use crate::server::{session_limits, spin_time, wire_limits};
 use crate::workspace::Workspace;
 use crate::{builtins, logging, modules};
 
@@ -156,6 +156,7 @@ async fn serve_session(connection: UnixStream, session: SharedSession, config: &
     let channel = Channel::new(tokio::net::UnixStream::from_std(connection)?, "the server");
     let options = ServeOptions {
         keep_alive: config.keep_alive.0,
+        spin: spin_time(config),
         handshake_timeout: config.handshake_timeout.0,
         limits: wire_limits(config),
         // The server checks the pace of its client for both processes.

@@ -3,6 +3,7 @@
 //! All fields are written out, so that the compiler reports each new limit that is missing here.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use rpc_core::SessionLimits;
 use rpc_transports::{
@@ -30,6 +31,11 @@ pub(crate) fn wire_limits(config: &ServeConfig) -> WireLimits {
     }
 }
 
+/// Returns the time for which sessions of the server look for input before they wait.
+pub(crate) fn spin_time(config: &ServeConfig) -> Duration {
+    if config.spin { rpc_transports::SPIN } else { Duration::ZERO }
+}
+
 pub(super) fn serve_options(
     config: &ServeConfig,
     access: Access,
@@ -42,6 +48,7 @@ pub(super) fn serve_options(
     ServeOptions {
         key: config.key.clone().unwrap_or_default(),
         keep_alive: config.keep_alive.0,
+        spin: spin_time(config),
         handshake_timeout: config.handshake_timeout.0,
         limits: wire_limits(config),
         max_total_queued: config.max_total_queued.0,
