@@ -95,6 +95,9 @@ pub(crate) struct SessionBenchArgs {
     /// Cores on which client and servers run; the servers are single-threaded unless this is none
     #[arg(long, env = "RPC_BENCH_PIN", default_value = "none")]
     pin: Pin,
+    /// Have the client, and the servers that are started, look for input before they sleep
+    #[arg(long, env = "RPC_BENCH_SPIN")]
+    spin: bool,
     /// Transport of the server that is started
     #[arg(long, env = "RPC_BENCH_TRANSPORT", default_value = "tcp")]
     transport: Transport,

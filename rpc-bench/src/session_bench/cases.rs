@@ -1,7 +1,7 @@
 //! Cases: the probe of a session, and the bare probes that it is compared with.
 
 use std::rc::Rc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use rpc_core::Session;
@@ -156,7 +156,7 @@ impl Testbed {
             (None, Transport::Tls) => "tls",
             (None, Transport::Quic) => "quic",
         };
-        let children = ChildServers::new(scheme)?;
+        let children = ChildServers::new(scheme, args.spin)?;
         let server = match &args.address {
             Some(_) => None,
             None => Some(children.start(Role::Server, None, cores.server)?),
@@ -166,7 +166,8 @@ impl Testbed {
             (None, server) => server.as_ref().map_or_else(String::new, |server| server.address().to_owned()),
         };
         let runtime = Rc::new(rpc_server::cli::runtime()?);
-        let mut connector = options.connector()?;
+        let spin = if args.spin { rpc_transports::SPIN } else { Duration::ZERO };
+        let mut connector = options.connector()?.spin(spin);
         if let (None, Some(certificates)) = (&args.address, children.certificates()) {
             connector = connector.tls(certificates.client_tls()?);
         }

@@ -35,6 +35,9 @@ pub(crate) struct ChildArgs {
     forward: Option<String>,
     #[arg(long)]
     core: Option<usize>,
+    /// Switches spinning on
+    #[arg(long)]
+    spin: bool,
     #[arg(long)]
     workdir: Option<PathBuf>,
     /// Folder with certificates
@@ -48,19 +51,21 @@ pub(super) struct ChildServers {
     /// Folder of sockets and workspaces, removed on drop.
     folder: tempfile::TempDir,
     scheme: &'static str,
+    /// True if servers of ours spin.
+    spin: bool,
     /// Present for `tls` and `quic`.
     certificates: Option<Certificates>,
     children: std::cell::Cell<usize>,
 }
 
 impl ChildServers {
-    pub(super) fn new(scheme: &'static str) -> Result<Self, Failure> {
+    pub(super) fn new(scheme: &'static str, spin: bool) -> Result<Self, Failure> {
         let folder = tempfile::tempdir().map_err(|error| Failure::local("cannot make a folder for sockets", error))?;
         let certificates = match scheme {
             "tls" | "quic" => Some(Certificates::make(folder.path().join("certificates"))?),
             _ => None,
         };
-        Ok(Self { folder, scheme, certificates, children: 0.into() })
+        Ok(Self { folder, scheme, spin, certificates, children: 0.into() })
     }
 
     /// Returns the certificates of the servers, if their transport needs any.
@@ -88,6 +93,9 @@ impl ChildServers {
         command.args(forward).arg("--workdir").arg(self.path(&format!("workdir-{number}")));
         if let Some(certificates) = &self.certificates {
             command.arg("--certificates").arg(certificates.folder());
+        }
+        if self.spin {
+            command.arg("--spin");
         }
         if let Some(core) = core {
             command.arg("--core").arg(core.to_string());
@@ -131,6 +139,7 @@ fn serve(args: ChildArgs) -> Result<(), Failure> {
     let mut config = ServeConfig::default();
     config.listen = vec![args.listen.into()];
     config.exit_with_stdin = true;
+    config.spin = args.spin;
     config.allow_forward = args.forward.into_iter().collect();
     config.workdir = args.workdir.unwrap_or(config.workdir);
     if let Some(certificates) = args.certificates.map(Certificates::existing) {
