@@ -38,7 +38,8 @@
 //! 3. **The end of the session ends the process.** After the client has left, died or been cut off,
 //!    the process has [`GRACE`] to end in good order. It cannot while a function still runs, and is
 //!    killed then. All processes that it has started are killed at once when it ends, unless they
-//!    have left its process group.
+//!    have left its process group. Where clients may run programs (`--allow-run`) it has
+//!    [`RUN_GRACE`] more, of which it takes no more than the programs need to end.
 //! 4. **Nothing is left behind.** The server reaps its processes and removes their private
 //!    workspaces, however they end. If the server itself is killed, the processes learn of it by a
 //!    signal of the kernel (Linux) or by the end of the connection, and kill themselves and their
@@ -84,6 +85,10 @@ pub(crate) use isolated_session::{FILES_OF_SESSION, Isolation};
 /// Time that a session process has to end after its session: enough to free its objects, and short
 /// enough that an endless loop is over within a second.
 pub const GRACE: Duration = Duration::from_millis(500);
+
+/// Time that a session process has after its session, beyond [`GRACE`], to end the programs of its
+/// client that resist their end. Without such a program none of it passes.
+pub const RUN_GRACE: Duration = Duration::from_secs(2);
 
 /// Least time between two usage reports of a session process.
 pub const REPORT_INTERVAL: Duration = Duration::from_millis(250);

@@ -20,7 +20,8 @@
 //!    none escapes by a new session or process group, and kills them when the program exits, when
 //!    it is ended, and when the session process closes the connection or dies. A reaper that the
 //!    program stops is continued by the session process; one that stays stopped or is killed
-//!    leaves the descendants to the session process, which kills them.
+//!    leaves the descendants to the session process, which kills them, and looks again until none
+//!    is left. At its end it has [`RUN_GRACE`](crate::isolate::RUN_GRACE) for that.
 //! 4. **Output is not buffered.** A client requests each piece; the program waits in its pipe.
 
 mod messages;
@@ -33,5 +34,5 @@ mod reaper_guard;
 pub use policy::ANY_PROGRAM;
 pub(crate) use policy::RunPolicy;
 pub(crate) use program::RunningProgram;
-pub(crate) use reaper::{REAPER_ARGUMENT, adopt_orphans, run as run_reaper};
-pub(crate) use reaper_guard::end_reapers;
+pub(crate) use reaper::{REAPER_ARGUMENT, adopt_orphans, kill_orphans_of, run as run_reaper};
+pub(crate) use reaper_guard::{end_programs, end_reapers};

@@ -17,7 +17,7 @@ use super::exit_cause::ProcessLimits;
 use super::messages::{MESSAGES, SessionSetup};
 use super::process_io::ProcessIo;
 use super::supervisor::{self, ProcessGuard, Started};
-use super::{GRACE, is_possible};
+use super::{GRACE, RUN_GRACE, is_possible};
 use crate::config::{ByteSize, ConfigError, ServeConfig};
 use crate::leases::LeasePolicy;
 use crate::modules::DigestList;
@@ -41,6 +41,8 @@ pub(crate) struct Isolation {
     cleaner: Arc<Cleaner>,
     state: Arc<ServerState>,
     processes: Arc<ProcessCount>,
+    /// Time that processes have to end after their sessions.
+    grace: Duration,
     /// Process started in advance, so that the next client need not wait for one.
     spare: Arc<Mutex<Spare>>,
 }
@@ -78,6 +80,7 @@ impl Isolation {
             cleaner,
             state,
             processes: Arc::default(),
+            grace: if config.allow_run.is_empty() { GRACE } else { GRACE + RUN_GRACE },
             spare: Arc::default(),
         };
         isolation.prepare_spare();
@@ -115,7 +118,7 @@ impl Isolation {
         };
         let started = match self.replace_spare(Spare::Missing) {
             Spare::Ready(spare) if can_serve(&spare) => spare,
-            _ => start(self.state.clone(), &self.processes).await?,
+            _ => start(self.state.clone(), &self.processes, self.grace).await?,
         };
         self.prepare_spare();
         Ok(started)
@@ -123,8 +126,9 @@ impl Isolation {
 
     fn prepare_spare(&self) {
         let (state, processes, spare) = (self.state.clone(), self.processes.clone(), Arc::downgrade(&self.spare));
+        let grace = self.grace;
         tokio::spawn(async move {
-            match start(state, &processes).await {
+            match start(state, &processes, grace).await {
                 Ok(started) => {
                     let Some(spare) = spare.upgrade() else { return };
                     let mut spare = spare.lock();
@@ -212,9 +216,9 @@ enum Spare {
 pub(crate) const FILES_OF_SESSION: u64 = 6;
 
 /// Starts a process that is counted until it has ended.
-async fn start(state: Arc<ServerState>, processes: &Arc<ProcessCount>) -> std::io::Result<Started> {
+async fn start(state: Arc<ServerState>, processes: &Arc<ProcessCount>, grace: Duration) -> std::io::Result<Started> {
     let counted = ProcessCount::enter(processes);
-    let mut started = supervisor::start(state).await?;
+    let mut started = supervisor::start(state, grace).await?;
     started.process_guard.on_exit(move || drop(counted));
     Ok(started)
 }

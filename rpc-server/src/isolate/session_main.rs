@@ -23,7 +23,7 @@ use tokio::sync::Notify;
 
 use super::control_link::ControlLink;
 use super::messages::SessionSetup;
-use super::{GRACE, REPORT_INTERVAL, process_limits};
+use super::{GRACE, REPORT_INTERVAL, RUN_GRACE, process_limits};
 use crate::config::{ServeConfig, ServeSettings};
 use crate::leases::{LeaseGate, LeasePolicy, Leases};
 use crate::modules::{ModuleService, Native};
@@ -142,7 +142,6 @@ fn serve(
     })?;
     // Other threads drop the objects of the session.
     runtime.shutdown_timeout(GRACE);
-    run::end_reapers(GRACE);
     Ok(())
 }
 
@@ -207,6 +206,8 @@ fn watch(connection: UnixStream) -> io::Result<()> {
                 _ => break,
             }
         }
+        // Also if a function prevents the end of the session here.
+        run::end_programs();
         // In good order the process ends during this sleep.
         thread::sleep(GRACE);
         kill_group();
@@ -214,8 +215,9 @@ fn watch(connection: UnixStream) -> io::Result<()> {
     thread::Builder::new().name("rpc-watch".into()).spawn(watch).map(drop)
 }
 
-/// Kills this process and its process group.
+/// Ends the programs of the client, and kills this process and its process group.
 fn kill_group() -> ! {
+    run::end_reapers(RUN_GRACE);
     if getpgrp() == getpid() {
         let _ = kill_current_process_group(Signal::KILL);
     }

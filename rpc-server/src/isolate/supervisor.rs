@@ -28,6 +28,7 @@ use super::messages::{ControlAnswer, ControlMessage, LeaseAnswer};
 use super::process_leases::ProcessLeases;
 use super::{CHILD_ARGUMENT, GRACE};
 use crate::leases::{LeasePolicy, SessionLeases};
+use crate::run::kill_orphans_of;
 use crate::server::server_state::ServerState;
 use crate::this_program::this_program_again;
 
@@ -38,6 +39,8 @@ pub(super) struct Process {
     /// Usage of the session, as last reported.
     handles: AtomicU64,
     memory_bytes: AtomicU64,
+    /// Time that the process has to end after its session.
+    grace: Duration,
     kill_requested: AtomicBool,
     /// Leases of the session, from its begin to the end of the process.
     leases: Mutex<Option<ProcessLeases>>,
@@ -87,11 +90,11 @@ impl Process {
         }
     }
 
-    /// Kills the process after [`GRACE`], unless it ends by itself. Called when it cannot serve any
+    /// Kills the process after its grace, unless it ends by itself. Called when it cannot serve any
     /// more.
     pub(super) fn kill_after_grace(&self) {
         if !self.kill_requested.swap(true, Ordering::Relaxed) {
-            submit(Job::KillAfterGrace { id: self.id, deadline: Instant::now() + GRACE });
+            submit(Job::KillAfterGrace { id: self.id, deadline: Instant::now() + self.grace });
         }
     }
 
@@ -153,7 +156,7 @@ impl Wake for HolderObserver {
 /// Callback after the end of a process. Runs on the thread of the supervisor and must not block.
 type OnExit = Box<dyn FnOnce() + Send + Sync>;
 
-/// Owner of a process. Dropping it gives the process [`GRACE`] to end, and kills it then.
+/// Owner of a process. Dropping it gives the process its grace to end, and kills it then.
 pub(super) struct ProcessGuard {
     process: Arc<Process>,
     on_exit: Option<OnExit>,
@@ -173,7 +176,8 @@ impl ProcessGuard {
 impl Drop for ProcessGuard {
     fn drop(&mut self) {
         let on_exit = self.on_exit.take();
-        submit(Job::Release { id: self.process.id, deadline: Instant::now() + GRACE, on_exit });
+        let deadline = Instant::now() + self.process.grace;
+        submit(Job::Release { id: self.process.id, deadline, on_exit });
     }
 }
 
@@ -183,14 +187,15 @@ pub(super) struct Started {
     pub(super) process_guard: ProcessGuard,
 }
 
-/// Starts a process, which may ask for the totals of `state`.
+/// Starts a process, which may ask for the totals of `state`, and has `grace` to end after its
+/// session.
 ///
 /// # Errors
 ///
 /// The program cannot be executed, or the system is out of processes or files.
-pub(super) async fn start(state: Arc<ServerState>) -> io::Result<Started> {
+pub(super) async fn start(state: Arc<ServerState>, grace: Duration) -> io::Result<Started> {
     let (reply, answer) = oneshot::channel();
-    submit(Job::Start { state, reply });
+    submit(Job::Start { state, grace, reply });
     // If the caller is gone, the drop of the reply ends the process.
     answer.await.unwrap_or_else(|_| Err(io::Error::other("the thread that starts processes is gone")))
 }
@@ -204,7 +209,7 @@ pub(super) fn kill_all(state: &Arc<ServerState>) {
 /// ends, and those are limited, or for an answer to a process. Between two looks at the queue the
 /// supervisor takes a [few](MESSAGES_AT_ONCE) messages of each process.
 enum Job {
-    Start { state: Arc<ServerState>, reply: oneshot::Sender<io::Result<Started>> },
+    Start { state: Arc<ServerState>, grace: Duration, reply: oneshot::Sender<io::Result<Started>> },
     KillAfterGrace { id: u64, deadline: Instant },
     Release { id: u64, deadline: Instant, on_exit: Option<OnExit> },
     KillAll { state: Arc<ServerState> },
@@ -340,8 +345,8 @@ impl Supervisor {
 
     fn act(&mut self, job: Job) {
         match job {
-            Job::Start { state, reply } => {
-                let started = self.start(state);
+            Job::Start { state, grace, reply } => {
+                let started = self.start(state, grace);
                 let _ = reply.send(started);
             }
             Job::KillAfterGrace { id, deadline } => {
@@ -383,7 +388,7 @@ impl Supervisor {
         self.children.iter_mut().find(|child| child.process.id == id)
     }
 
-    fn start(&mut self, state: Arc<ServerState>) -> io::Result<Started> {
+    fn start(&mut self, state: Arc<ServerState>, grace: Duration) -> io::Result<Started> {
         let (stream, child_stream) = UnixStream::pair()?;
         let (control, reports) = UnixDatagram::pair()?;
         control.set_nonblocking(true)?;
@@ -401,6 +406,7 @@ impl Supervisor {
             pid,
             handles: AtomicU64::new(0),
             memory_bytes: AtomicU64::new(0),
+            grace,
             kill_requested: AtomicBool::new(false),
             leases: Mutex::default(),
             holders_changed: AtomicBool::new(false),
@@ -491,6 +497,9 @@ impl ChildEntry {
         let kill = || kill_process_group(self.process.pid, Signal::KILL);
         if !self.killed && self.deadline.is_some_and(|deadline| deadline <= now) {
             self.killed = true;
+            if self.process.grace > GRACE {
+                kill_orphans_of(self.process.pid);
+            }
             let _ = kill();
         }
         if !std::mem::take(&mut self.look) && self.ended.is_some() {

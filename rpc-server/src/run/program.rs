@@ -3,6 +3,7 @@
 use std::io::{self, PipeReader, PipeWriter, Read as _, Write as _};
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
@@ -43,7 +44,7 @@ pub(crate) struct RunningProgram {
     output: Mutex<OutputPipes>,
     stdin: Mutex<Option<PipeWriter>>,
     /// Connection to the reaper, which ends the program when the connection is closed.
-    control: UnixStream,
+    control: Arc<UnixStream>,
     status: Mutex<Option<Result<RunStatus>>>,
     /// True once the output was more than its limit.
     is_over_limit: AtomicBool,
@@ -118,7 +119,7 @@ impl RunningProgram {
         setup.send(&program.control, &streams).map_err(cannot)?;
         // The ends of the program are with the program alone, so that its end is theirs.
         drop((program_stdout, program_stderr, program_stdin));
-        while !wait_for(&program.control, PollFlags::IN)? {
+        while !wait_for(&*program.control, PollFlags::IN)? {
             if context.is_cancelled() {
                 return Err(cancelled());
             }
@@ -139,7 +140,7 @@ impl RunningProgram {
             let has_ended = self.status.lock().is_some();
             // A process that is none of the program's may have got hold of a pipe, so that the end
             // of the program counts, and what is in the pipes at that time.
-            let ready = output.poll(if has_ended { None } else { Some(&self.control) })?;
+            let ready = output.poll((!has_ended).then_some(&*self.control))?;
             match ready {
                 Ready::Pipe(index) => {
                     if let Some(piece) = output.read(index, context)? {
@@ -172,7 +173,7 @@ impl RunningProgram {
             if let Some(status) = &*self.status.lock() {
                 return status.clone();
             }
-            if wait_for(&self.control, PollFlags::IN)? {
+            if wait_for(&*self.control, PollFlags::IN)? {
                 self.receive_status();
             }
             if context.is_cancelled() {
@@ -218,7 +219,7 @@ impl RunningProgram {
     /// Begins to end the program.
     pub(crate) fn terminate(&self) {
         // A reaper that is gone has ended the program.
-        let _ = (&self.control).write_all(&[TERMINATE]);
+        let _ = (&*self.control).write_all(&[TERMINATE]);
         reaper_guard::resume(self.reaper);
     }
 

@@ -4,6 +4,7 @@
 //! The reaper has a session of the kernel of its own, so that signals to the session process and
 //! its group do not reach it: it ends when the connection does.
 
+use std::fs;
 use std::io::{self, Read};
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -17,7 +18,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::process::{
     Pid, PidfdFlags, Signal, WaitOptions, WaitStatus, getpid, kill_process_group, pidfd_open, set_child_subreaper,
-    setsid, wait, waitpid,
+    set_parent_process_death_signal, setsid, wait, waitpid,
 };
 
 use super::messages::{self, ProgramSetup, Started, TERMINATE};
@@ -29,7 +30,7 @@ use crate::server::exit_code;
 pub(crate) const REAPER_ARGUMENT: &str = "--reap-run-program";
 
 /// Time in which killed processes are gone, unless the kernel holds them.
-const KILL_LIMIT: Duration = Duration::from_secs(2);
+pub(super) const KILL_LIMIT: Duration = Duration::from_secs(2);
 
 /// Interval at which the processes of a program are counted, and those that have ended are reaped.
 const TICK: Duration = Duration::from_millis(100);
@@ -46,6 +47,9 @@ pub(crate) fn run() -> ! {
 fn serve() -> io::Result<()> {
     setsid()?;
     set_child_subreaper(Some(getpid()))?;
+    // A reaper that its program has stopped runs again when the session process is killed, which
+    // could continue it. Harmless at other times: the thread that has started it may end earlier.
+    set_parent_process_death_signal(Some(Signal::CONT))?;
     let _ = rustix::thread::set_name(c"rpc-run");
     let control = UnixStream::from(io::stdin().as_fd().try_clone_to_owned()?);
     let Some((setup, streams)) = ProgramSetup::receive(&control)? else { return Ok(()) };
@@ -244,22 +248,41 @@ pub(crate) fn adopt_orphans() -> io::Result<()> {
 
 /// Kills and reaps the processes that a failed reaper has left to this session process: those that
 /// are in another session of the kernel than it is, and are no reapers. `is_reaper` is asked after
-/// each look at the processes, so that it knows a reaper that was started before the look.
-/// Processes that the kernel holds are given up after [`KILL_LIMIT`].
-pub(super) fn end_orphans(is_reaper: impl Fn(Pid) -> bool) {
-    let Some(own) = ProcessEntry::read(getpid()) else { return };
+/// each look at the processes, so that it knows a reaper that was started before the look. Goes on
+/// for at most `limit`. Returns true if none is left.
+pub(super) fn end_orphans(is_reaper: impl Fn(Pid) -> bool, limit: Duration) -> bool {
+    let Some(own) = ProcessEntry::read(getpid()) else { return false };
     let is_orphan = |process: &ProcessEntry| process.session != own.session && !is_reaper(process.pid);
-    let deadline = Instant::now() + KILL_LIMIT;
-    loop {
+    let deadline = Instant::now() + limit;
+    // One look may miss a process whose parent ends meanwhile.
+    let mut empty_looks = 0;
+    while empty_looks < 2 {
         let orphans = descendants(getpid(), is_orphan);
-        if orphans.is_empty() || Instant::now() > deadline {
-            return;
+        if orphans.is_empty() {
+            empty_looks += 1;
+            continue;
         }
+        empty_looks = 0;
         orphans.iter().for_each(ProcessEntry::kill);
         for orphan in &orphans {
             // Only its parent can reap it, which is this process once its own parent has ended.
             let _ = waitpid(Some(orphan.pid), WaitOptions::NOHANG);
         }
+        if Instant::now() >= deadline {
+            return false;
+        }
         thread::sleep(Duration::from_millis(1));
     }
+    true
+}
+
+/// Kills what failed reapers have left to a session process that is about to be killed, and cannot
+/// do so itself any more. Leaves its reapers, which end their programs when it is gone.
+pub(crate) fn kill_orphans_of(session_process: Pid) {
+    let executable = |pid: Pid| fs::read_link(format!("/proc/{}/exe", pid.as_raw_nonzero())).ok();
+    let Some(own) = ProcessEntry::read(session_process) else { return };
+    let own_executable = executable(session_process);
+    let is_orphan =
+        |process: &ProcessEntry| process.session != own.session && executable(process.pid) != own_executable;
+    descendants(session_process, is_orphan).iter().for_each(ProcessEntry::kill);
 }

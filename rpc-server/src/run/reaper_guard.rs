@@ -2,9 +2,11 @@
 //! as their reapers, and can stop and kill them.
 
 use std::io;
+use std::net::Shutdown;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::process::{Child, Stdio};
+use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -12,7 +14,7 @@ use parking_lot::{Condvar, Mutex};
 use rustix::process::{Pid, Signal, kill_process};
 
 use super::process_tree::ProcessEntry;
-use super::reaper::{REAPER_ARGUMENT, end_orphans};
+use super::reaper::{KILL_LIMIT, REAPER_ARGUMENT, end_orphans};
 use crate::this_program::this_program_again;
 
 /// Interval at which the thread looks at the reapers.
@@ -21,21 +23,39 @@ const LOOK_INTERVAL: Duration = Duration::from_millis(100);
 /// Number of looks in sequence after which a reaper that is stopped at each of them is killed.
 const STOPPED_LOOKS: u32 = 5;
 
-/// The reapers that have not been reaped.
-static REAPERS: Mutex<Vec<Reaper>> = Mutex::new(Vec::new());
+/// Time after which a reaper that is stopped at the end of the session is killed.
+const STOPPED_AT_END: Duration = Duration::from_millis(125);
+
+/// The reapers, and what failed ones have left.
+static GUARDED: Mutex<Guarded> = Mutex::new(Guarded { reapers: Vec::new(), has_orphans: false });
 
 /// Held during a look, so that the end of the session waits for one that ends what a failed reaper
 /// has left.
 static LOOK: Mutex<()> = Mutex::new(());
 
-/// Condition that the list is not empty.
-static HAS_REAPERS: Condvar = Condvar::new();
+/// Condition that there is something to guard.
+static IS_NEEDED: Condvar = Condvar::new();
 
 /// True once the thread has been started.
 static IS_GUARDED: Mutex<bool> = Mutex::new(false);
 
+struct Guarded {
+    /// The reapers that have not been reaped.
+    reapers: Vec<Reaper>,
+    /// True while processes may be left by a reaper that has failed.
+    has_orphans: bool,
+}
+
+impl Guarded {
+    fn is_idle(&self) -> bool {
+        self.reapers.is_empty() && !self.has_orphans
+    }
+}
+
 struct Reaper {
     process: Child,
+    /// Connection to it, whose end ends its program.
+    control: Arc<UnixStream>,
     /// Number of the last looks in sequence at which it was stopped.
     stopped_looks: u32,
 }
@@ -56,7 +76,7 @@ impl Reaper {
 }
 
 /// Starts a reaper. Returns its id and the connection to it.
-pub(super) fn start_reaper() -> io::Result<(Pid, UnixStream)> {
+pub(super) fn start_reaper() -> io::Result<(Pid, Arc<UnixStream>)> {
     {
         let mut is_guarded = IS_GUARDED.lock();
         if !*is_guarded {
@@ -65,33 +85,42 @@ pub(super) fn start_reaper() -> io::Result<(Pid, UnixStream)> {
         }
     }
     let (control, far) = UnixStream::pair()?;
+    let control = Arc::new(control);
     let mut command = this_program_again()?;
     command.arg(REAPER_ARGUMENT).stdin(OwnedFd::from(far)).stdout(Stdio::null());
     // Held until the process is in the list, so that it is never taken for an orphan.
-    let mut reapers = REAPERS.lock();
+    let mut guarded = GUARDED.lock();
     let process = command.spawn()?;
-    let reaper = Reaper { process, stopped_looks: 0 };
+    let reaper = Reaper { process, control: control.clone(), stopped_looks: 0 };
     let pid = reaper.pid();
-    reapers.push(reaper);
-    HAS_REAPERS.notify_one();
+    guarded.reapers.push(reaper);
+    IS_NEEDED.notify_one();
     Ok((pid, control))
 }
 
 /// Lets a reaper run again, if its program has stopped it.
 pub(super) fn resume(pid: Pid) {
     // What is not in the list has been reaped, and its id may be that of another process.
-    REAPERS.lock().iter().filter(|reaper| reaper.pid() == pid).for_each(Reaper::resume);
+    GUARDED.lock().reapers.iter().filter(|reaper| reaper.pid() == pid).for_each(Reaper::resume);
 }
 
-/// Waits until all reapers have ended: for about `limit`, and some seconds longer if processes
-/// cannot be killed. Reapers that stay stopped are killed, and what they leave with them. All
-/// programs must have been dropped, or will soon be. Blocks.
+/// Begins to end all programs of this process.
+pub(crate) fn end_programs() {
+    for reaper in &GUARDED.lock().reapers {
+        let _ = reaper.control.shutdown(Shutdown::Both);
+        reaper.resume();
+    }
+}
+
+/// Ends all programs, and waits until their reapers have ended: for about `limit`, and some seconds
+/// longer if processes cannot be killed. Reapers that stay stopped are killed, and what they leave
+/// with them. Blocks.
 pub(crate) fn end_reapers(limit: Duration) {
     let started = Instant::now();
-    while started.elapsed() < limit {
-        // The server may kill this process before the limit has passed.
-        let kills_stopped = started.elapsed() > limit / 4;
-        if !look(|reaper| kills_stopped && reaper.is_stopped()) {
+    end_programs();
+    loop {
+        let elapsed = started.elapsed();
+        if !look(|reaper| elapsed > STOPPED_AT_END && reaper.is_stopped()) || elapsed > limit {
             return;
         }
         thread::sleep(Duration::from_millis(1));
@@ -101,11 +130,11 @@ pub(crate) fn end_reapers(limit: Duration) {
 /// Looks at the reapers for ever.
 fn guard() {
     loop {
-        let mut reapers = REAPERS.lock();
-        while reapers.is_empty() {
-            HAS_REAPERS.wait(&mut reapers);
+        let mut guarded = GUARDED.lock();
+        while guarded.is_idle() {
+            IS_NEEDED.wait(&mut guarded);
         }
-        drop(reapers);
+        drop(guarded);
         look(|reaper| {
             reaper.stopped_looks = if reaper.is_stopped() { reaper.stopped_looks + 1 } else { 0 };
             reaper.stopped_looks >= STOPPED_LOOKS
@@ -115,12 +144,12 @@ fn guard() {
 }
 
 /// Reaps the reapers that have ended, kills those that `must_end` names, and lets the others run.
-/// Ends what failed reapers have left. Returns true if there are others.
+/// Ends what failed reapers have left. Returns true if there are others, or processes are left.
 fn look(mut must_end: impl FnMut(&mut Reaper) -> bool) -> bool {
     let _look = LOOK.lock();
-    let mut reapers = REAPERS.lock();
+    let mut guarded = GUARDED.lock();
     let mut has_failed = false;
-    reapers.retain_mut(|reaper| {
+    guarded.reapers.retain_mut(|reaper| {
         if must_end(reaper) {
             let _ = reaper.process.kill();
         } else {
@@ -135,16 +164,20 @@ fn look(mut must_end: impl FnMut(&mut Reaper) -> bool) -> bool {
             }
         }
     });
-    let are_left = !reapers.is_empty();
-    drop(reapers);
-    if has_failed {
-        // Its descendants are those of this process, now that it has been reaped.
-        end_orphans(is_reaper);
+    let has_orphans = has_failed || guarded.has_orphans;
+    guarded.has_orphans = has_orphans;
+    drop(guarded);
+    if has_orphans {
+        // Descendants of a reaper that has been reaped are those of this process. What the kernel
+        // holds then is looked at again, once each time.
+        let limit = if has_failed { KILL_LIMIT } else { Duration::ZERO };
+        let is_over = end_orphans(is_reaper, limit);
+        GUARDED.lock().has_orphans = !is_over;
     }
-    are_left
+    !GUARDED.lock().is_idle()
 }
 
 /// Returns true if `pid` is the id of a reaper.
 fn is_reaper(pid: Pid) -> bool {
-    REAPERS.lock().iter().any(|reaper| reaper.pid() == pid)
+    GUARDED.lock().reapers.iter().any(|reaper| reaper.pid() == pid)
 }

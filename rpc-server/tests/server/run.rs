@@ -75,14 +75,19 @@ fn parent(pid: i32) -> i32 {
 }
 
 fn kill(pid: i32) {
-    kill_process(Pid::from_raw(pid).unwrap(), Signal::KILL).unwrap();
+    signal(pid, Signal::KILL);
+}
+
+fn signal(pid: i32, signal: Signal) {
+    kill_process(Pid::from_raw(pid).unwrap(), signal).unwrap();
 }
 
 fn eventually(what: &str, is_so: impl Fn() -> bool) {
     let deadline = Instant::now() + Duration::from_secs(10);
     while !is_so() {
         assert!(Instant::now() < deadline, "{what}");
-        std::thread::yield_now();
+        // The processes that are waited for need the processors.
+        std::thread::sleep(Duration::from_millis(1));
     }
 }
 
@@ -247,6 +252,30 @@ fn no_process_and_no_file_is_left() {
     let closed = Fixture::new(&[]);
     let refused = connect(&closed).run("sh").status().wait().unwrap_err();
     assert!(refused.to_string().contains("has not given --allow-run"), "{refused}");
+}
+
+/// Rule 3 of `rpc_server::run`, where the session process can do nothing any more: it is stopped,
+/// and so are its reapers.
+#[test]
+fn a_stopped_session_process_leaves_no_process() {
+    let fixture = Fixture::new(&["--allow-run", "sh"]);
+    // The server kills the session process, and what a killed reaper has left to it.
+    let session = connect(&fixture);
+    let (process, [reaper, stray]) = start(&session, &format!("echo $PPID; {STRAY}; sleep 1000"));
+    signal(parent(reaper), Signal::STOP);
+    kill(reaper);
+    drop((process, session));
+    ends(stray);
+    // A stopped reaper learns of the death of the session process.
+    let session = connect(&fixture);
+    let (process, [reaper, stray]) = start(&session, &format!("echo $PPID; {STRAY}; sleep 1000"));
+    let session_process = parent(reaper);
+    signal(session_process, Signal::STOP);
+    signal(reaper, Signal::STOP);
+    kill(session_process);
+    ends(stray);
+    ends(reaper);
+    drop((process, session));
 }
 
 /// Starts a relay whose peers prove themselves by a token.
