@@ -7,7 +7,7 @@
 //! servers to clients, [`config`] has all settings, [`pki`] certificates and tokens, [`policy`] the
 //! rights of clients, and [`cli`] and [`daemon`] the two programs.
 
-#![forbid(unsafe_code)]
+#![deny(unsafe_code)]
 
 pub mod builtins;
 pub mod cli;

@@ -24,12 +24,15 @@
 //!    is left. At its end it has [`RUN_GRACE`](crate::isolate::RUN_GRACE) for that.
 //! 4. **Output is not buffered.** A client requests each piece; the program waits in its pipe.
 
+#[allow(unsafe_code)]
+mod fork;
 mod messages;
 mod policy;
 mod process_tree;
 mod program;
 mod reaper;
 mod reaper_guard;
+mod sweep;
 
 pub use policy::ANY_PROGRAM;
 pub(crate) use policy::RunPolicy;

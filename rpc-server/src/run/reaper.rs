@@ -5,24 +5,26 @@
 //! its group do not reach it: it ends when the connection does.
 
 use std::fs;
-use std::io::{self, Read};
+use std::io::{self, Read as _, Write as _};
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt as _;
-use std::process::Stdio;
-use std::thread;
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
+use std::{process, thread};
 
 use rpc_core::client::{EndCause, RunStatus};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::process::{
     Pid, PidfdFlags, Signal, WaitOptions, WaitStatus, getpid, kill_process_group, pidfd_open, set_child_subreaper,
-    set_parent_process_death_signal, setsid, wait, waitpid,
+    set_parent_process_death_signal, setpriority_process, setsid, wait, waitpid,
 };
 
+use super::fork::{Side, fork};
 use super::messages::{self, ProgramSetup, Started, TERMINATE};
 use super::process_tree::{ProcessEntry, descendants, newest_pid};
+use super::sweep::Sweep;
 use crate::isolate::GRACE;
 use crate::server::exit_code;
 
@@ -35,13 +37,22 @@ pub(super) const KILL_LIMIT: Duration = Duration::from_secs(2);
 /// Interval at which the processes of a program are counted, and those that have ended are reaped.
 const TICK: Duration = Duration::from_millis(100);
 
+/// The same interval while many processes are started.
+const SHORT_TICK: Duration = Duration::from_millis(5);
+
+/// Priority that the scheduler gives most of the processor.
+const HIGHEST_PRIORITY: i32 = -20;
+
+/// Number of new processes in a millisecond, of the whole system, from which the interval is short.
+const MANY_IN_MS: f64 = 0.25;
+
 /// Runs one program and exits.
 pub(crate) fn run() -> ! {
     let outcome = serve();
     if let Err(error) = &outcome {
         exit_code::report(error);
     }
-    std::process::exit(if outcome.is_ok() { 0 } else { exit_code::FAILURE.into() })
+    process::exit(if outcome.is_ok() { 0 } else { exit_code::FAILURE.into() })
 }
 
 fn serve() -> io::Result<()> {
@@ -61,13 +72,15 @@ fn serve() -> io::Result<()> {
             return messages::send(&control, &Started::Failed(number));
         }
     };
+    // Where it may, it goes before the processes of the program.
+    let _ = setpriority_process(None, HIGHEST_PRIORITY);
     let mut program = Program {
         pid,
         exit: None,
         ended_by: None,
         // A time that no clock can express is never reached.
         deadline: setup.time_limit.and_then(|limit| started.checked_add(limit)),
-        processes: ProcessLimit { max: setup.max_processes, counted: 1, newest: newest_pid() },
+        processes: ProcessLimit::new(setup.max_processes),
     };
     let told = messages::send(&control, &Started::Running);
     let watched = told.and_then(|()| program.watch(&control));
@@ -88,11 +101,42 @@ fn start(setup: &ProgramSetup, streams: Vec<OwnedFd>) -> io::Result<Pid> {
         return Err(io::ErrorKind::InvalidData.into());
     };
     let mut args = setup.args.iter();
-    let mut command = std::process::Command::new(&setup.path);
+    let mut command = Command::new(&setup.path);
     command.arg0(args.next().map_or("", String::as_str)).args(args).env_clear().envs(&setup.env);
     command.stdin(streams.next().map_or_else(Stdio::null, Stdio::from)).stdout(stdout).stderr(stderr);
-    let child = command.current_dir(&setup.folder).process_group(0).spawn()?;
-    Ok(Pid::from_child(&child))
+    command.current_dir(&setup.folder);
+    spawn_in_session(command)
+}
+
+/// Starts a program in a session of the kernel of its own. The kernel shares the processor between
+/// sessions, too, so that a program with many processes leaves the reaper a part of it.
+fn spawn_in_session(mut command: Command) -> io::Result<Pid> {
+    let (mut failure, mut report) = io::pipe()?;
+    let pid = match fork() {
+        Ok(Side::Original(pid)) => pid,
+        Ok(Side::Copy) => {
+            let error = setsid().map_or_else(io::Error::from, |_| command.exec());
+            let number = error.raw_os_error().unwrap_or(Errno::INVAL.raw_os_error());
+            let _ = report.write_all(&number.to_ne_bytes());
+            process::exit(exit_code::FAILURE.into());
+        }
+        // A program that has started threads before the hook in its `main`: the new one is in the
+        // session of the reaper.
+        Err(error) if error.raw_os_error() == Some(Errno::BUSY.raw_os_error()) => {
+            return Ok(Pid::from_child(&command.process_group(0).spawn()?));
+        }
+        Err(error) => return Err(error),
+    };
+    drop((command, report));
+    // The pipe ends when the program is executed.
+    let mut number = [0; 4];
+    match failure.read_exact(&mut number) {
+        Ok(()) => {
+            let _ = waitpid(Some(pid), WaitOptions::empty());
+            Err(io::Error::from_raw_os_error(i32::from_ne_bytes(number)))
+        }
+        Err(_) => Ok(pid),
+    }
 }
 
 /// A running program.
@@ -112,8 +156,9 @@ impl Program {
     fn watch(&mut self, mut control: &UnixStream) -> io::Result<()> {
         let exited = pidfd_open(self.pid, PidfdFlags::empty())?;
         loop {
-            let left = self.deadline.map_or(TICK, |deadline| deadline.saturating_duration_since(Instant::now()));
-            let timeout = Timespec::try_from(left.min(TICK)).ok();
+            let tick = self.processes.tick;
+            let left = self.deadline.map_or(tick, |deadline| deadline.saturating_duration_since(Instant::now()));
+            let timeout = Timespec::try_from(left.min(tick)).ok();
             let mut fds = [PollFd::new(&exited, PollFlags::IN), PollFd::new(control, PollFlags::IN)];
             match poll(&mut fds, timeout.as_ref()) {
                 Ok(_) | Err(Errno::INTR) => {}
@@ -184,7 +229,7 @@ impl Program {
         let deadline = Instant::now() + KILL_LIMIT;
         // Orphans are children of this process, so that without a child there is no descendant.
         while self.reap() && Instant::now() < deadline {
-            kill_descendants();
+            Sweep::kill();
             thread::sleep(Duration::from_millis(1));
         }
     }
@@ -192,9 +237,11 @@ impl Program {
     /// Kills and reaps descendants until none is left: those that fork as fast as they are killed,
     /// and those that the kernel holds.
     fn kill_late_descendants(&mut self) {
+        let mut pause = Duration::from_millis(1);
         while self.reap() {
-            kill_descendants();
-            thread::sleep(TICK);
+            Sweep::kill();
+            thread::sleep(pause);
+            pause = (2 * pause).min(TICK);
         }
     }
 
@@ -208,10 +255,6 @@ impl Program {
     }
 }
 
-fn kill_descendants() {
-    descendants(getpid(), |_| true).iter().for_each(ProcessEntry::kill);
-}
-
 /// Limit on the processes of a program.
 struct ProcessLimit {
     max: u32,
@@ -219,24 +262,34 @@ struct ProcessLimit {
     counted: u32,
     /// Id of the newest process of the system at that time.
     newest: Option<u32>,
+    /// Time of the last look, and the id at that time.
+    looked: (Instant, Option<u32>),
+    /// Time until the next look.
+    tick: Duration,
 }
 
 impl ProcessLimit {
+    /// Returns the limit for a program that has just been started.
+    fn new(max: u32) -> Self {
+        let newest = newest_pid();
+        Self { max, counted: 1, newest, looked: (Instant::now(), newest), tick: SHORT_TICK }
+    }
+
     /// Returns true if the program has more processes than it may. Counts them only if the system
     /// has started enough since the last time.
     fn is_exceeded(&mut self) -> bool {
-        let newest = newest_pid();
-        let started = match (newest, self.newest) {
-            (Some(newest), Some(before)) => newest.checked_sub(before),
-            _ => None,
-        };
+        let (now, newest) = (Instant::now(), newest_pid());
+        let since = |before: Option<u32>| newest?.checked_sub(before?);
+        let (before, newest_before) = std::mem::replace(&mut self.looked, (now, newest));
+        let elapsed_ms = now.duration_since(before).as_secs_f64() * 1e3;
+        let has_many = since(newest_before).is_none_or(|started| f64::from(started) > MANY_IN_MS * elapsed_ms.max(1.0));
+        self.tick = if has_many { SHORT_TICK } else { TICK };
+        let started = since(self.newest);
         if started.is_some_and(|started| self.counted.saturating_add(started) <= self.max) {
             return false;
         }
         self.newest = newest;
-        let processes = descendants(getpid(), |_| true);
-        let live = processes.iter().filter(|process| !process.is_zombie).count();
-        self.counted = u32::try_from(live).unwrap_or(u32::MAX);
+        self.counted = Sweep::count(self.max);
         self.counted > self.max
     }
 }

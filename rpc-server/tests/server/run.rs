@@ -254,6 +254,54 @@ fn no_process_and_no_file_is_left() {
     assert!(refused.to_string().contains("has not given --allow-run"), "{refused}");
 }
 
+/// Script that starts twice as many processes as the one that started it has, each in a session of
+/// its own and without its parent, and so 2^(n+1) - 1 in all. Each stays.
+const TREE: &str = "[ $1 -gt 0 ] && for _ in 1 2; do (setsid sh tree $(($1 - 1)) &); done; exec sleep 1000";
+
+/// Ids of the processes that run in a folder.
+fn processes_in(folder: &Path) -> Vec<i32> {
+    let pids = fs::read_dir("/proc").unwrap().filter_map(|entry| entry.unwrap().file_name().to_str()?.parse().ok());
+    let is_in = |pid: &i32| fs::read_link(format!("/proc/{pid}/cwd")).is_ok_and(|cwd| cwd.starts_with(folder));
+    pids.filter(is_in).collect()
+}
+
+/// Rule 3 of `rpc_server::run`: programs that fork faster than their processes are found.
+#[test]
+fn many_processes_that_escape_are_counted_and_ended() {
+    let fixture = Fixture::new(&["--allow-run", "sh", "--max-run-processes", "60"]);
+    let generous = Fixture::new(&["--allow-run", "sh"]);
+    let grow = |fixture: &Fixture, script: &str| {
+        let session = connect(fixture);
+        Files::new(&session).put_bytes("tree", TREE).wait().unwrap();
+        let (process, [pid]) = start_pids(self::script(&session, &format!("echo $$; {script}")).piped_input());
+        (session, process, pid)
+    };
+    let folder = |fixture: &Fixture| fixture.folder.path().canonicalize().unwrap();
+    let grows = |fixture: &Fixture| {
+        eventually("it does not grow", || processes_in(&folder(fixture)).len() > 60);
+    };
+    let nothing_is_left = |fixture: &Fixture| {
+        eventually("processes are left", || processes_in(&folder(fixture)).is_empty());
+    };
+
+    let (_session, process, pid) = grow(&fixture, "read line; exec sh tree 7");
+    // The session of the kernel is the program's own, and not that of its reaper.
+    assert_eq!(stat(pid, 3).unwrap(), pid.to_string());
+    process.write_input("\n").wait().unwrap();
+    assert_eq!(process.status().wait().unwrap().ended_by, Some(EndCause::ProcessLimit));
+    nothing_is_left(&fixture);
+    // While it grows, the program exits; and its session ends.
+    let (_session, process, _) = grow(&generous, "sh tree 7 & read line; exit 3");
+    grows(&generous);
+    process.write_input("\n").wait().unwrap();
+    assert_eq!(process.status().wait().unwrap().code, Some(3));
+    nothing_is_left(&generous);
+    let (session, process, _) = grow(&generous, "exec sh tree 7");
+    grows(&generous);
+    drop((session, process));
+    nothing_is_left(&generous);
+}
+
 /// Rule 3 of `rpc_server::run`, where the session process can do nothing any more: it is stopped,
 /// and so are its reapers.
 #[test]
