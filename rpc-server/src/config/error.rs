@@ -226,6 +226,15 @@ pub enum ConfigError {
         /// The program, as it was given.
         program: String,
     },
+    /// A program that clients may run is given by a pattern, or with spaces around it.
+    #[error(
+        "--allow-run '{program}' names no program: patterns and spaces stand for themselves, so give each name or path \
+         letter by letter, or any for all programs"
+    )]
+    RunPattern {
+        /// The program, as it was given.
+        program: String,
+    },
     /// A device, or a kind of devices, has two rules for sessions without a lease.
     #[error("--lease-policy gives {devices} more than one rule")]
     LeaseRules {

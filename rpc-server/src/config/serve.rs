@@ -499,11 +499,20 @@ impl ServeConfig {
         if let Some(program) = self.allow_run.iter().find(|name| !is_program(name)) {
             return Err(ConfigError::RunProgram { program: program.clone() });
         }
+        if let Some(program) = self.allow_run.iter().find(|name| is_ambiguous_program(name)) {
+            return Err(ConfigError::RunPattern { program: program.clone() });
+        }
         if !self.wants_processes() || !cfg!(target_os = "linux") {
             return Err(ConfigError::RunWithoutIsolation);
         }
         if self.knows_clients(transports) { Ok(()) } else { Err(ConfigError::RunWithoutIdentity) }
     }
+}
+
+/// Returns true if a text in a list of programs looks like one that names several: a pattern, or
+/// several names in one. Such a text would silently allow nothing.
+pub(crate) fn is_ambiguous_program(program: &str) -> bool {
+    program.contains(['*', '?', ',']) || program.trim() != program
 }
 
 impl ServeConfig {

@@ -90,6 +90,13 @@ fn programs_need_identity_and_isolation() {
     for program in ["", "./tool", "bin/tool"] {
         assert!(matches!(flags(&["--allow-run", program]).resolve(), Err(ConfigError::RunProgram { .. })), "{program}");
     }
+    // `*` is no way to say any.
+    for program in ["*", "/opt/*", "python?", " sh"] {
+        let error = flags(&["--allow-run", &format!("make,{program}")]).resolve().unwrap_err();
+        assert!(matches!(error, ConfigError::RunPattern { .. }), "{error}");
+        assert!(error.to_string().contains("any for all programs"), "{error}");
+    }
+    assert!(flags(&["--allow-run", "[,g++,tool 2"]).resolve().is_ok());
 }
 
 #[test]

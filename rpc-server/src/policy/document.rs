@@ -14,6 +14,7 @@ use serde::Deserialize;
 use super::identity_pattern::IdentityPattern;
 use super::rights::Rights;
 use super::rule::Rule;
+use crate::config::is_ambiguous_program;
 use crate::suggestion::likely_key;
 
 /// Maximum length of a policy file in bytes.
@@ -82,7 +83,7 @@ impl Policy {
     /// # Errors
     ///
     /// The text is not TOML, has an unknown key or a malformed value; a rule has no identity, or
-    /// the name of another; a pattern of addresses stands for none.
+    /// the name of another; a pattern of addresses stands for none; a program is a pattern.
     pub fn parse(text: &str, transports: &Transports) -> Result<Self, PolicyError> {
         let Document { rules } = toml::from_str(text)?;
         let (mut names, mut parsed) = (BTreeSet::new(), Vec::with_capacity(rules.len()));
@@ -98,6 +99,9 @@ impl Policy {
             for pattern in rule.forward.iter().chain(&rule.port) {
                 let checked = transports.check_pattern(pattern);
                 checked.map_err(|source| PolicyError::Pattern { rule: name.clone(), source })?;
+            }
+            if let Some(program) = rule.run.iter().find(|program| is_ambiguous_program(program)) {
+                return Err(PolicyError::Program { rule: name, program: program.clone() });
             }
             parsed.push(PolicyRule { identities, rule: Arc::new(rule) });
         }
@@ -180,6 +184,17 @@ pub enum PolicyError {
         rule: String,
         /// The reason.
         source: AddressError,
+    },
+    /// A program is given by a pattern, or with spaces around it.
+    #[error(
+        "the rule '{rule}' lets clients run '{program}', which names no program: patterns and spaces stand for \
+         themselves, so give each name or path letter by letter, or \"any\" for all programs"
+    )]
+    Program {
+        /// Name of the rule.
+        rule: String,
+        /// The program, as it was given.
+        program: String,
     },
 }
 

@@ -27,7 +27,7 @@ pub(super) struct Rule {
     devices: Vec<DevicePattern>,
     /// Programs, in the words of `--allow-run`.
     #[serde(default)]
-    run: Vec<String>,
+    pub(super) run: Vec<String>,
     #[serde(default)]
     modules: bool,
     /// Patterns of addresses, in the words of `--allow-forward`.
@@ -360,6 +360,7 @@ mod tests {
             (&format!("{rule}function = ['x']"), "line 4"),
             (&format!("{rule}devices = ['toaster']"), "unknown device kind"),
             (&format!("{rule}forward = ['10.0.0.5']"), "a pattern that allows nothing"),
+            (&format!("{rule}run = ['make', '*']"), "or \"any\" for all programs"),
             (&format!("{rule}max-threads = 0"), "line 4"),
             (&format!("{rule}max-memory = 'much'"), "line 4"),
         ] {
