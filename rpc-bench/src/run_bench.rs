@@ -1,7 +1,7 @@
 //! `rpc-bench run`: programs at a server, beside the same programs started here; and leases that
 //! are granted at once, beside a call.
 
-use std::io::Read as _;
+use std::io::{self, Read as _};
 use std::process::{Command, Stdio};
 use std::time::Instant;
 
@@ -17,6 +17,9 @@ use crate::statistics::quantile;
 
 /// Bytes of output of one sample.
 const OUTPUT_BYTES: u64 = 256 << 20;
+
+/// Number of programs at once, as a Disco session with as many workers runs.
+const MANY: usize = 64;
 
 #[derive(Args, Debug)]
 pub(crate) struct RunBenchArgs {
@@ -41,6 +44,7 @@ pub(crate) fn run(output: &Output, args: &RunBenchArgs) -> Result<(), Failure> {
     let session = Connector::new().connect_blocking(server.address()).map_err(Failure::Connect)?;
 
     let (mut starts, mut rates) = ([Vec::new(), Vec::new()], [Vec::new(), Vec::new()]);
+    let mut many = [Vec::new(), Vec::new()];
     for _ in 0..args.pairs {
         let began = Instant::now();
         Command::new("true").status().map_err(local)?;
@@ -48,10 +52,25 @@ pub(crate) fn run(output: &Output, args: &RunBenchArgs) -> Result<(), Failure> {
         let began = Instant::now();
         session.run("true").status().wait()?;
         starts[1].push(began.elapsed().as_secs_f64() * 1e3);
+        let began = Instant::now();
+        let started = (0..MANY).map(|_| Command::new("true").spawn()).collect::<io::Result<Vec<_>>>().map_err(local)?;
+        for mut child in started {
+            child.wait().map_err(local)?;
+        }
+        many[0].push(began.elapsed().as_secs_f64() * 1e3);
+        let began = Instant::now();
+        std::thread::scope(|scope| {
+            let run = || session.run("true").start().wait()?.status().wait();
+            let running: Vec<_> = (0..MANY).map(|_| scope.spawn(run)).collect();
+            running.into_iter().try_for_each(|thread| thread.join().map(|ended| ended.map(drop)).unwrap_or(Ok(())))
+        })?;
+        many[1].push(began.elapsed().as_secs_f64() * 1e3);
         rates[0].push(rate(|| local_output().map_err(local))?);
         rates[1].push(rate(|| remote_output(&session))?);
     }
-    for (case, unit, samples) in [("start and end of true", "ms", &starts), ("output", "MB/s", &rates)] {
+    let cases =
+        [("start and end of true", "ms", &starts), ("64 of them at once", "ms", &many), ("output", "MB/s", &rates)];
+    for (case, unit, samples) in cases {
         let [here, there] = samples.each_ref().map(|samples| quantile(samples, 0.5));
         let [shown_here, shown_there, ratio] = [here, there, there / here].map(digits);
         output.line(&format!("{case}: {shown_there} {unit} at the server, {shown_here} here, ratio {ratio}"))?;
@@ -91,7 +110,7 @@ fn head() -> [String; 3] {
 }
 
 /// Reads the output from a pipe. Returns its length in bytes.
-fn local_output() -> std::io::Result<u64> {
+fn local_output() -> io::Result<u64> {
     let mut child = Command::new("head").args(head()).stdout(Stdio::piped()).spawn()?;
     let (mut bytes, mut piece) = (0, vec![0; 256 << 10]);
     if let Some(stdout) = &mut child.stdout {

@@ -78,7 +78,7 @@ use rpc_core::{Devices, Registry};
 
 use crate::config::{ConfigError, Isolate, ServeConfig};
 use crate::modules;
-use crate::run::{REAPER_ARGUMENT, run_reaper};
+use crate::run::{REAPER_ARGUMENT, REAPER_SERVER_ARGUMENT, run_reaper, run_reaper_server};
 
 pub(crate) use isolated_session::{FILES_OF_SESSION, Isolation};
 
@@ -103,8 +103,8 @@ static HOOKED: AtomicBool = AtomicBool::new(false);
 ///
 /// Call it first in `main`, before arguments are read, anything is printed, and threads are
 /// started. The first argument `--serve-isolated-session` selects this; with `--load-libraries` the
-/// process checks the libraries of a server (`--library`) instead, and with `--reap-run-program` it
-/// runs one program (`--allow-run`). `registry` must have all
+/// process checks the libraries of a server (`--library`) instead, with `--start-reapers` it starts
+/// programs (`--allow-run`), and with `--reap-run-program` it runs one. `registry` must have all
 /// functions and module loaders that clients of isolated sessions use;
 /// [`builtins`](crate::builtins) are added.
 pub fn run_if_isolated(registry: &Registry) {
@@ -118,6 +118,9 @@ pub fn run_if_isolated_with(registry: &Registry, devices: impl FnOnce() -> Devic
     modules::answer_if_asked(first.as_ref());
     if first.as_deref().is_some_and(|first| first == REAPER_ARGUMENT) {
         run_reaper();
+    }
+    if first.as_deref().is_some_and(|first| first == REAPER_SERVER_ARGUMENT) {
+        run_reaper_server();
     }
     if first.is_some_and(|first| first == CHILD_ARGUMENT) {
         rpc_transports::self_start::hook_took_over();

@@ -2,7 +2,8 @@
 //!
 //! ```text
 //! server ── session process: RunningProgram ── reaper process ── the program, all that it starts
-//!                            │                                       │
+//!                            │    │                                  │
+//!                            │    └ reaper server, of which each reaper is a copy
 //!                            └──── pipes of the standard streams ────┘
 //! ```
 //!
@@ -32,10 +33,12 @@ mod process_tree;
 mod program;
 mod reaper;
 mod reaper_guard;
+mod reaper_server;
 mod sweep;
 
 pub use policy::ANY_PROGRAM;
 pub(crate) use policy::RunPolicy;
 pub(crate) use program::RunningProgram;
-pub(crate) use reaper::{REAPER_ARGUMENT, adopt_orphans, kill_orphans_of, run as run_reaper};
+pub(crate) use reaper::{REAPER_ARGUMENT, adopt_orphans, kill_orphans_of, run_executed as run_reaper};
 pub(crate) use reaper_guard::{end_programs, end_reapers};
+pub(crate) use reaper_server::{REAPER_SERVER_ARGUMENT, run as run_reaper_server};

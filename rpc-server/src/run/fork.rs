@@ -27,6 +27,11 @@ pub(super) fn fork() -> io::Result<Side> {
     clone_process(libc::SIGCHLD)
 }
 
+/// As [`fork`]. The copy is a child of the parent of this process.
+pub(super) fn fork_sibling() -> io::Result<Side> {
+    clone_process(libc::CLONE_PARENT | libc::SIGCHLD)
+}
+
 fn clone_process(flags: libc::c_int) -> io::Result<Side> {
     if thread_count() != Some(1) {
         return Err(Errno::BUSY.into());

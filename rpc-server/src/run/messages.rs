@@ -1,8 +1,12 @@
 //! Messages between a session process and the reaper of a program, over a pair of stream sockets.
 //!
-//! To the reaper: a [`ProgramSetup`] with the descriptors of standard output, of standard error
-//! and, if the client sends it, of standard input; then [`TERMINATE`]. The end of the stream
-//! kills the program. From the reaper: [`Started`], and after that a [`RunStatus`].
+//! The reaper begins with [`ReaperStart`]. To the reaper: a [`ProgramSetup`] with the descriptors
+//! of standard output, of standard error and, if the client sends it, of standard input; then
+//! [`TERMINATE`]. The end of the stream kills the program. From the reaper: [`Started`], and after
+//! that a [`RunStatus`].
+//!
+//! A reaper is requested of the reaper server by one byte with one descriptor, the reaper's end of
+//! the pair. If the server cannot start one, it answers there itself.
 //!
 //! Each message but that byte is JSON after its length in bytes as four bytes, little-endian. Both
 //! processes are the same program, but its file may have been replaced while the server runs, so
@@ -19,6 +23,7 @@ use std::time::Duration;
 
 use rpc_core::{ErrorKind, Result as RpcResult, RpcError};
 use rpc_transports::MessageFamily;
+use rustix::io::Errno;
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
     recvmsg, sendmsg,
@@ -29,7 +34,7 @@ use serde::{Deserialize, Serialize};
 use crate::versioned_json;
 
 /// Messages between session processes and reapers.
-pub(super) const MESSAGES: MessageFamily = MessageFamily::new("the messages of run programs", 1);
+pub(super) const MESSAGES: MessageFamily = MessageFamily::new("the messages of run programs", 2);
 
 /// Program that a reaper starts.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
@@ -50,7 +55,19 @@ pub(super) struct ProgramSetup {
     pub(super) max_processes: u32,
 }
 
-/// Outcome of the start.
+/// Answer to the request for a reaper.
+#[derive(Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(super) enum ReaperStart {
+    /// From the reaper: its process id.
+    Ready(i32),
+    /// From the reaper server, which cannot copy itself.
+    HasThreads,
+    /// From the reaper server: the system's error number.
+    Failed(i32),
+}
+
+/// Outcome of the start of a program.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum Started {
@@ -68,6 +85,9 @@ impl Started {
         Err(RpcError::new(kind, format!("cannot start '{program}': {error}")).without_effect())
     }
 }
+
+/// Byte to the reaper server: start a reaper.
+const START_REAPER: u8 = 1;
 
 /// Byte to a reaper: end the program, in good order if it can.
 pub(super) const TERMINATE: u8 = 1;
@@ -115,6 +135,41 @@ impl ProgramSetup {
     }
 }
 
+/// Requests a reaper of the reaper server, for this end of a connection.
+pub(super) fn send_descriptor(to: &UnixStream, descriptor: BorrowedFd<'_>) -> io::Result<()> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut ancillary = SendAncillaryBuffer::new(&mut space);
+    let descriptors = [descriptor];
+    ancillary.push(SendAncillaryMessage::ScmRights(&descriptors));
+    sendmsg(to, &[IoSlice::new(&[START_REAPER])], &mut ancillary, SendFlags::NOSIGNAL)?;
+    Ok(())
+}
+
+/// Receives a request for a reaper; `None` at the end of the stream.
+pub(super) fn receive_descriptor(from: &UnixStream) -> io::Result<Option<OwnedFd>> {
+    loop {
+        let mut byte = [0];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+        let received = recvmsg(from, &mut [IoSliceMut::new(&mut byte)], &mut ancillary, RecvFlags::CMSG_CLOEXEC);
+        match received {
+            Err(Errno::INTR) => continue,
+            Err(error) => return Err(error.into()),
+            Ok(received) if received.bytes == 0 => return Ok(None),
+            Ok(_) => {}
+        }
+        for message in ancillary.drain() {
+            if let RecvAncillaryMessage::ScmRights(mut descriptors) = message
+                && let Some(descriptor) = descriptors.next()
+            {
+                return Ok(Some(descriptor));
+            }
+        }
+        // A descriptor that the limit on open files kept away: its end of the pair is closed, so
+        // that the one who waits at the other end learns of it.
+    }
+}
+
 /// Sends a message of a reaper.
 pub(super) fn send(to: &UnixStream, message: &impl Serialize) -> io::Result<()> {
     (&mut &*to).write_all(&encode(message)?)
@@ -152,9 +207,9 @@ mod tests {
 
     use super::*;
 
-    /// Bytes of a setup of version 1, without the length.
+    /// Bytes of a setup of version 2, without the length.
     const SETUP: &str = concat!(
-        r#"{"version":1,"path":"/bin/sh","args":["sh","-c"],"env":{"A":{"Unix":[98]}},"folder":"/work","#,
+        r#"{"version":2,"path":"/bin/sh","args":["sh","-c"],"env":{"A":{"Unix":[98]}},"folder":"/work","#,
         r#""time_limit":{"secs":1,"nanos":0},"max_processes":7}"#
     );
 
@@ -177,6 +232,9 @@ mod tests {
 
         let status = RunStatus { code: None, signal: Some(9), ended_by: Some(EndCause::TimeLimit) };
         for (text, message) in [
+            (r#"{"ready":7}"#, serde_json::to_string(&ReaperStart::Ready(7))),
+            (r#""has_threads""#, serde_json::to_string(&ReaperStart::HasThreads)),
+            (r#"{"failed":11}"#, serde_json::to_string(&ReaperStart::Failed(11))),
             (r#""running""#, serde_json::to_string(&Started::Running)),
             (r#"{"failed":2}"#, serde_json::to_string(&Started::Failed(2))),
             (r#"{"code":null,"signal":9,"ended_by":"time_limit"}"#, serde_json::to_string(&status)),
@@ -188,6 +246,19 @@ mod tests {
     }
 
     #[test]
+    fn a_request_for_a_reaper_has_its_connection() {
+        let (near, far) = UnixStream::pair().unwrap();
+        let (control, requested) = UnixStream::pair().unwrap();
+        send_descriptor(&near, requested.as_fd()).unwrap();
+        drop(near);
+        let received = UnixStream::from(receive_descriptor(&far).unwrap().unwrap());
+        send(&received, &ReaperStart::Ready(7)).unwrap();
+        assert_eq!(receive::<ReaperStart>(&control).unwrap(), ReaperStart::Ready(7));
+        assert!(receive_descriptor(&far).unwrap().is_none());
+        assert!(send_descriptor(&far, requested.as_fd()).is_err(), "the other end is closed");
+    }
+
+    #[test]
     fn a_setup_of_another_version_or_length_is_refused() {
         let refused = |bytes: &[u8]| {
             let (mut near, far) = UnixStream::pair().unwrap();
@@ -195,9 +266,9 @@ mod tests {
             drop(near);
             ProgramSetup::receive(&far).unwrap_err().to_string()
         };
-        let newer = SETUP.replace("\"version\":1", "\"version\":2");
+        let newer = SETUP.replace("\"version\":2", "\"version\":3");
         let newer = [&(newer.len() as u32).to_le_bytes()[..], newer.as_bytes()].concat();
-        assert!(refused(&newer).contains("speaks version 2 of the messages of run programs"));
+        assert!(refused(&newer).contains("speaks version 3 of the messages of run programs"));
         refused(&u32::MAX.to_le_bytes());
         refused(&[1, 0]);
     }

@@ -22,13 +22,13 @@ use rustix::process::{
 };
 
 use super::fork::{Side, fork};
-use super::messages::{self, ProgramSetup, Started, TERMINATE};
+use super::messages::{self, ProgramSetup, ReaperStart, Started, TERMINATE};
 use super::process_tree::{ProcessEntry, descendants, newest_pid};
 use super::sweep::Sweep;
 use crate::isolate::GRACE;
 use crate::server::exit_code;
 
-/// First argument of a reaper process.
+/// First argument of a reaper process that is executed, instead of copied.
 pub(crate) const REAPER_ARGUMENT: &str = "--reap-run-program";
 
 /// Time in which killed processes are gone, unless the kernel holds them.
@@ -46,30 +46,42 @@ const HIGHEST_PRIORITY: i32 = -20;
 /// Number of new processes in a millisecond, of the whole system, from which the interval is short.
 const MANY_IN_MS: f64 = 0.25;
 
+/// Runs one program and exits. Standard input is the connection to the session process.
+pub(crate) fn run_executed() -> ! {
+    match io::stdin().as_fd().try_clone_to_owned() {
+        Ok(control) => run(control.into()),
+        Err(error) => {
+            exit_code::report(&error);
+            process::exit(exit_code::FAILURE.into());
+        }
+    }
+}
+
 /// Runs one program and exits.
-pub(crate) fn run() -> ! {
-    let outcome = serve();
+pub(super) fn run(control: UnixStream) -> ! {
+    let outcome = serve(&control);
     if let Err(error) = &outcome {
         exit_code::report(error);
     }
     process::exit(if outcome.is_ok() { 0 } else { exit_code::FAILURE.into() })
 }
 
-fn serve() -> io::Result<()> {
+fn serve(control: &UnixStream) -> io::Result<()> {
+    let _ = rustix::thread::set_name(c"rpc-run");
+    messages::send(control, &ReaperStart::Ready(getpid().as_raw_nonzero().get()))?;
+    let Some((setup, streams)) = ProgramSetup::receive(control)? else { return Ok(()) };
+    // Not before: the session process knows this reaper now, and does not take it for an orphan.
     setsid()?;
     set_child_subreaper(Some(getpid()))?;
     // A reaper that its program has stopped runs again when the session process is killed, which
     // could continue it. Harmless at other times: the thread that has started it may end earlier.
     set_parent_process_death_signal(Some(Signal::CONT))?;
-    let _ = rustix::thread::set_name(c"rpc-run");
-    let control = UnixStream::from(io::stdin().as_fd().try_clone_to_owned()?);
-    let Some((setup, streams)) = ProgramSetup::receive(&control)? else { return Ok(()) };
     let started = Instant::now();
     let pid = match start(&setup, streams) {
         Ok(pid) => pid,
         Err(error) => {
             let number = error.raw_os_error().unwrap_or(Errno::INVAL.raw_os_error());
-            return messages::send(&control, &Started::Failed(number));
+            return messages::send(control, &Started::Failed(number));
         }
     };
     // Where it may, it goes before the processes of the program.
@@ -82,13 +94,13 @@ fn serve() -> io::Result<()> {
         deadline: setup.time_limit.and_then(|limit| started.checked_add(limit)),
         processes: ProcessLimit::new(setup.max_processes),
     };
-    let told = messages::send(&control, &Started::Running);
-    let watched = told.and_then(|()| program.watch(&control));
+    let told = messages::send(control, &Started::Running);
+    let watched = told.and_then(|()| program.watch(control));
     // Kills the program, too, if it still runs.
     program.kill();
     if watched.is_ok() {
         // Without the session process there is no one to tell.
-        let _ = messages::send(&control, &program.status());
+        let _ = messages::send(control, &program.status());
     }
     program.kill_late_descendants();
     watched

@@ -3,19 +3,18 @@
 
 use std::io;
 use std::net::Shutdown;
-use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
-use std::process::{Child, Stdio};
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::io::Errno;
+use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
 
 use super::process_tree::ProcessEntry;
-use super::reaper::{KILL_LIMIT, REAPER_ARGUMENT, end_orphans};
-use crate::this_program::this_program_again;
+use super::reaper::{KILL_LIMIT, end_orphans};
+use super::reaper_server;
 
 /// Interval at which the thread looks at the reapers.
 const LOOK_INTERVAL: Duration = Duration::from_millis(100);
@@ -53,7 +52,7 @@ impl Guarded {
 }
 
 struct Reaper {
-    process: Child,
+    pid: Pid,
     /// Connection to it, whose end ends its program.
     control: Arc<UnixStream>,
     /// Number of the last looks in sequence at which it was stopped.
@@ -61,17 +60,22 @@ struct Reaper {
 }
 
 impl Reaper {
-    fn pid(&self) -> Pid {
-        Pid::from_child(&self.process)
+    fn is_stopped(&self) -> bool {
+        ProcessEntry::read(self.pid).is_some_and(|entry| entry.is_stopped)
     }
 
-    fn is_stopped(&self) -> bool {
-        ProcessEntry::read(self.pid()).is_some_and(|entry| entry.is_stopped)
+    /// Reaps the reaper if it has ended; `None` if it runs, else true if it has succeeded.
+    fn reap(&self) -> Option<bool> {
+        match waitpid(Some(self.pid), WaitOptions::NOHANG) {
+            Ok(None) | Err(Errno::INTR) => None,
+            Ok(Some((_, status))) => Some(status.exit_status() == Some(0)),
+            Err(_) => Some(false),
+        }
     }
 
     /// Lets it run again if its program has stopped it.
     fn resume(&self) {
-        let _ = kill_process(self.pid(), Signal::CONT);
+        let _ = kill_process(self.pid, Signal::CONT);
     }
 }
 
@@ -84,16 +88,11 @@ pub(super) fn start_reaper() -> io::Result<(Pid, Arc<UnixStream>)> {
             *is_guarded = true;
         }
     }
-    let (control, far) = UnixStream::pair()?;
+    // It stays in the session of the kernel of this process until it is sent its program, so that
+    // it is not taken for an orphan before it is in the list.
+    let (pid, control) = reaper_server::start_reaper()?;
     let control = Arc::new(control);
-    let mut command = this_program_again()?;
-    command.arg(REAPER_ARGUMENT).stdin(OwnedFd::from(far)).stdout(Stdio::null());
-    // Held until the process is in the list, so that it is never taken for an orphan.
-    let mut guarded = GUARDED.lock();
-    let process = command.spawn()?;
-    let reaper = Reaper { process, control: control.clone(), stopped_looks: 0 };
-    let pid = reaper.pid();
-    guarded.reapers.push(reaper);
+    GUARDED.lock().reapers.push(Reaper { pid, control: control.clone(), stopped_looks: 0 });
     IS_NEEDED.notify_one();
     Ok((pid, control))
 }
@@ -101,7 +100,7 @@ pub(super) fn start_reaper() -> io::Result<(Pid, Arc<UnixStream>)> {
 /// Lets a reaper run again, if its program has stopped it.
 pub(super) fn resume(pid: Pid) {
     // What is not in the list has been reaped, and its id may be that of another process.
-    GUARDED.lock().reapers.iter().filter(|reaper| reaper.pid() == pid).for_each(Reaper::resume);
+    GUARDED.lock().reapers.iter().filter(|reaper| reaper.pid == pid).for_each(Reaper::resume);
 }
 
 /// Begins to end all programs of this process.
@@ -151,18 +150,14 @@ fn look(mut must_end: impl FnMut(&mut Reaper) -> bool) -> bool {
     let mut has_failed = false;
     guarded.reapers.retain_mut(|reaper| {
         if must_end(reaper) {
-            let _ = reaper.process.kill();
+            let _ = kill_process(reaper.pid, Signal::KILL);
         } else {
             reaper.resume();
         }
-        match reaper.process.try_wait() {
-            Ok(None) => true,
-            ended => {
-                // A reaper that succeeds has left nothing.
-                has_failed |= ended.ok().flatten().is_none_or(|status| !status.success());
-                false
-            }
-        }
+        let ended = reaper.reap();
+        // A reaper that succeeds has left nothing.
+        has_failed |= ended == Some(false);
+        ended.is_none()
     });
     let has_orphans = has_failed || guarded.has_orphans;
     guarded.has_orphans = has_orphans;
@@ -179,5 +174,5 @@ fn look(mut must_end: impl FnMut(&mut Reaper) -> bool) -> bool {
 
 /// Returns true if `pid` is the id of a reaper.
 fn is_reaper(pid: Pid) -> bool {
-    GUARDED.lock().reapers.iter().any(|reaper| reaper.pid() == pid)
+    GUARDED.lock().reapers.iter().any(|reaper| reaper.pid == pid)
 }
