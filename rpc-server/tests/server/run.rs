@@ -3,7 +3,7 @@
 use std::fs;
 use std::io::{BufRead as _, BufReader};
 use std::os::unix::fs::PermissionsExt as _;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -324,6 +324,112 @@ fn a_stopped_session_process_leaves_no_process() {
     ends(stray);
     ends(reaper);
     drop((process, session));
+}
+
+/// Predicate on the workspace of a run.
+type HasBegun = Box<dyn Fn(&Path) -> bool>;
+
+/// Private workspaces of a server with this folder.
+fn workspaces(workdir: &Path) -> Vec<PathBuf> {
+    let entries = |folder: PathBuf| fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path());
+    entries(workdir.join("private")).flat_map(entries).collect()
+}
+
+/// Children of a process with this name.
+fn children(of: i32, name: &str) -> Vec<i32> {
+    let pids = fs::read_dir("/proc").unwrap().filter_map(|entry| entry.unwrap().file_name().to_str()?.parse().ok());
+    let is_child = |pid: &i32| stat(*pid, 1).is_some_and(|parent| parent == of.to_string());
+    let has_name = |pid: &i32| fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|comm| comm.trim() == name);
+    pids.filter(|pid| is_child(pid) && has_name(pid)).collect()
+}
+
+/// Rule 3 of `rpc_server::run`: the server is killed, the process that starts reapers, and a client
+/// in each phase of a run.
+#[test]
+fn whoever_is_killed_leaves_nothing() {
+    let mut fixture = Fixture::new(&["--allow-run", "sh"]);
+    let session = connect(&fixture);
+    let (_process, [reaper, stray]) = start(&session, &format!("echo $PPID; {STRAY}; sleep 1000"));
+    let session_process = parent(reaper);
+    // The process that starts reapers is stopped, and then killed. The program goes on, and others
+    // are started.
+    let starter = || children(session_process, "rpc-reapers")[0];
+    let first = starter();
+    signal(first, Signal::STOP);
+    assert_eq!(shell(&session, "echo 1").stdout, b"1\n");
+    assert_eq!(starter(), first);
+    kill(first);
+    assert_eq!(shell(&session, "echo 2").stdout, b"2\n");
+    assert_ne!(starter(), first);
+    assert!(stat(stray, 0).is_some_and(|state| state == "S"));
+    let starter = starter();
+    fixture.server.kill().unwrap();
+    [stray, reaper, session_process, starter].into_iter().for_each(ends);
+
+    // A client that sends, one whose program waits for input, and one that fetches.
+    let fixture = Fixture::new(&["--allow-run", "sh"]);
+    let (small, large) = (fixture.path("small"), fixture.path("large"));
+    fs::write(&small, "x").unwrap();
+    fs::File::create(&large).unwrap().set_len(2 << 30).unwrap();
+    let out = fixture.path("out");
+    let workdir = fixture.folder.path().join("workdir").canonicalize().unwrap();
+    let program = "echo > begun; (setsid sleep 1000 &); read line";
+    let fetched = "(setsid sleep 1000 &); mkdir sub; truncate -s 64G sub/large";
+    let has_file = |name: &'static str| -> HasBegun { Box::new(move |workspace| workspace.join(name).exists()) };
+    let local = Path::new(&out).join("sub");
+    let begun: [(&[&str], &str, HasBegun); 3] = [
+        (&["--send", &small, "--send", &large], "true", has_file("small")),
+        (&["--stdin"], program, has_file("begun")),
+        (&["--fetch", "sub/*", "--out", &out], fetched, Box::new(move |_| local.exists())),
+    ];
+    for (flags, script, has_begun) in begun {
+        let mut client = command(&[&["run"], flags, &[fixture.address(), "--", "sh", "-c", script]].concat());
+        let mut client = client.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+        eventually("it does not begin", || workspaces(&workdir).iter().any(|workspace| has_begun(workspace)));
+        client.kill().unwrap();
+        client.wait().unwrap();
+        eventually("a process or a file is left", || {
+            processes_in(&workdir).is_empty() && workspaces(&workdir).is_empty()
+        });
+    }
+}
+
+/// Artifacts that are no files of the workspace are not fetched, and none is waited for.
+#[test]
+fn a_fetch_takes_files_of_the_workspace_alone() {
+    let fixture = Fixture::new(&["--allow-run", "sh"]);
+    let out = fixture.path("fetched");
+    let script = "mkdir -p out/sub; echo file > out/file; truncate -s 3M out/sub/sparse; ln -s file out/link; \
+                  ln -s /etc/passwd out/passwd; ln -s /etc out/etc; ln -s ../../.. out/up; ln -s none out/dangling; \
+                  mkfifo out/pipe; ln -s /dev/zero out/zero; (sleep 1000 > out/held &)";
+    let flags = ["run", "--fetch", "out/**", "--out", &out, fixture.address(), "--", "sh", "-c", script];
+    let ran = cli(&flags);
+    assert_eq!(ran.code, 0, "{ran:?}");
+    let names = |folder: &str| {
+        let entries = fs::read_dir(format!("{out}/{folder}")).unwrap();
+        let mut names: Vec<_> = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+        names.sort();
+        names
+    };
+    assert_eq!(names("out"), ["file", "held", "sub"]);
+    assert_eq!(fs::metadata(format!("{out}/out/sub/sparse")).unwrap().len(), 3 << 20);
+}
+
+/// A program whose output is not read waits, and ends when its client has dropped it.
+#[test]
+fn output_that_is_not_read_stops_the_program() {
+    let fixture = Fixture::new(&["--allow-run", "sh"]);
+    let session = connect(&fixture);
+    let flood = script(&session, "echo $$; read line; exec head -c 10G /dev/zero");
+    let (process, [pid]) = start_pids(flood.piped_input());
+    process.write_input("\n").wait().unwrap();
+    eventually("it does not wait", || {
+        let calls = fs::read_to_string(format!("/proc/{pid}/io")).unwrap_or_default();
+        let written = calls.lines().find_map(|line| line.strip_prefix("wchar: ")?.parse::<u64>().ok());
+        stat(pid, 0).is_some_and(|state| state == "S") && written.is_some_and(|bytes| bytes >= 64 << 10)
+    });
+    drop(process);
+    ends(pid);
 }
 
 /// Starts a relay whose peers prove themselves by a token.
