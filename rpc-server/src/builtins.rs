@@ -21,6 +21,10 @@
 //! | `rpc.file.folders` | | a list of paths, packed |
 //! | `rpc.file.create_folder` | path | null |
 //! | `rpc.file.digest` | path | SHA-256, in hexadecimal digits |
+//! | `rpc.file.prefix_digest` | reader, length | SHA-256 of the beginning |
+//! | `rpc.file.cache_limit` | | bytes that the cache of files may hold, 0 if there is none |
+//! | `rpc.file.from_cache` | SHA-256, length, path, executable | true if the cache had the file |
+//! | `rpc.file.to_cache` | path | SHA-256; null if the file is too long to be kept |
 //! | `rpc.lease.request` | device, priority, maximum milliseconds or null | a request for a lease |
 //! | `rpc.lease.wait` | request | microseconds waited, and left, once it is granted |
 //! | `rpc.lease.ahead` | request | number of requests that are granted before |
@@ -51,6 +55,7 @@
 //! clients need not prove who they are.
 
 mod disco_sessions;
+mod file_cache;
 mod files;
 mod info;
 mod leases;
@@ -98,6 +103,7 @@ pub fn register(registry: &Registry) {
     info::register(registry);
     timing::register(registry);
     files::register(registry);
+    file_cache::register(registry);
     leases::register(registry);
     modules::register(registry);
     run::register(registry);

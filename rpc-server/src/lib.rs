@@ -13,6 +13,7 @@ pub mod builtins;
 pub mod cli;
 pub mod config;
 pub mod daemon;
+mod file_cache;
 mod file_limit;
 mod file_lock;
 mod function_table;

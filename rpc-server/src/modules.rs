@@ -38,6 +38,7 @@ pub(crate) mod worker_modules;
 pub use digest_list::DigestList;
 pub use error::ModuleError;
 pub use hash::hash;
+pub(crate) use hash::{FILE_PIECE, Hasher};
 pub use store::{ModuleStore, StoreLimits};
 pub use upload::ModuleUpload;
 

@@ -28,6 +28,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::client::action::{Action, Options, Pending, ScopedAction};
 use crate::client::copies::CHUNK;
+use crate::client::file_cache::FileCache;
 use crate::client::module_upload::Digest;
 use crate::client::partial_files::{RemoteFile, ResumableUpload};
 use crate::client::references::{RemoteFunction, RemoteObject};
@@ -243,25 +244,39 @@ impl Files {
         ScopedAction::steps(call).lane(self.lane)
     }
 
+    /// Opens the server's cache of files, by which a file that this client has sent before is not
+    /// sent again. The result is `None` if the server has no cache, or not for this client.
+    ///
+    /// # Errors
+    ///
+    /// Errors of the session.
+    pub fn cache(&self) -> Action<Option<FileCache>> {
+        let (session, lane) = (self.session.clone(), self.lane);
+        let open = async move |options: Options<'static>| FileCache::open(&session, lane, &options).await;
+        ScopedAction::steps(open).lane(lane)
+    }
+
     fn put_pieces<'a>(&self, path: &str, len: Option<u64>, source: impl Pieces + 'a) -> ScopedAction<'a, u64> {
         let (session, path) = (self.session.clone(), path.to_owned());
-        let action = ScopedAction::steps(async move |options| send(&session, &path, len, source, options).await);
+        let action =
+            ScopedAction::steps(async move |mut options| send(&session, &path, len, source, &mut options).await);
         action.lane(self.lane)
     }
 }
 
-async fn send(
+/// Sends all of `source` to the file `path`, which appears when it is complete.
+pub(crate) async fn send(
     session: &Session,
     path: &str,
     len: Option<u64>,
     source: impl Pieces,
-    mut options: Options<'_>,
+    options: &mut Options<'_>,
 ) -> Result<u64> {
     let names = ["rpc.file.begin_write", "rpc.file.write", "rpc.file.commit"];
-    let [begin, write, commit] = functions(session, &options, names).await?;
+    let [begin, write, commit] = functions(session, options, names).await?;
     // Dropped on every error below, which frees the writer and the bytes that it has written.
     let writer: RemoteObject = options.apply(begin.call((path, len))).await?;
-    let sent = send_pieces(&write, &writer, 0, source, &mut options).await?;
+    let sent = send_pieces(&write, &writer, 0, source, options).await?;
     options.apply(commit.call::<()>((&writer,))).await?;
     Ok(sent)
 }

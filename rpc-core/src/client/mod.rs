@@ -5,6 +5,7 @@
 pub(crate) mod action;
 pub mod callbacks;
 mod copies;
+mod file_cache;
 mod files;
 mod lane_deadlock;
 mod leases;
@@ -18,6 +19,7 @@ pub(crate) mod session;
 pub use action::{Action, Pending, ScopedAction, ScopedPending};
 pub use callbacks::{CallbackHandler, CallbackReturn, RemoteCallback};
 pub use copies::CHUNK;
+pub use file_cache::FileCache;
 pub use files::{FileEntry, Files};
 pub use leases::{Lease, LeaseOptions, LeaseRequest};
 pub use module_upload::{Digest, DigestError, Modules};

@@ -95,7 +95,7 @@ pub(super) fn register(registry: &Registry) {
 
 /// Returns the SHA-256 of the first `len` bytes of a file, or of all if it has fewer.
 fn digest(context: &Context, file: &File, len: u64, path: &str) -> Result<String> {
-    match hash(CancellableRead { file, offset: 0, context }.take(len)) {
+    match hash(CancellableRead::new(context, file).take(len)) {
         Ok((digest, _)) => Ok(digest.to_string()),
         Err(_) if context.is_cancelled() => Err(cancelled()),
         Err(source) => Err(WorkspaceError::Io { path: path.to_owned(), source }.into()),
@@ -103,10 +103,16 @@ fn digest(context: &Context, file: &File, len: u64, path: &str) -> Result<String
 }
 
 /// Reader of a file from its beginning. Fails once no caller waits any more.
-struct CancellableRead<'a> {
+pub(super) struct CancellableRead<'a> {
     file: &'a File,
     offset: u64,
     context: &'a Context,
+}
+
+impl<'a> CancellableRead<'a> {
+    pub(super) fn new(context: &'a Context, file: &'a File) -> Self {
+        Self { file, offset: 0, context }
+    }
 }
 
 impl io::Read for CancellableRead<'_> {

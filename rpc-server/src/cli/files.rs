@@ -74,7 +74,7 @@ pub(super) async fn put(options: &CommonOptions, output: &Output, args: PutArgs)
             uploader.create_folders(&list).await?;
             let mut transfer = Transfer::default();
             for upload in &list.files {
-                let sent = uploader.send(upload).await?.unwrap_or(0);
+                let sent = uploader.send(upload).await?.bytes();
                 transfer.add(json!({ "path": upload.remote, "bytes": upload.len }), &upload.remote, upload.len, sent);
             }
             uploader.finish();

@@ -18,7 +18,7 @@ use super::failure::Failure;
 use super::files::on_own_thread;
 use super::interruption::Interruption;
 use super::output::{Output, size};
-use super::upload::{UploadList, UploadMode, Uploader, own_name};
+use super::upload::{Sent, UploadList, UploadMode, Uploader, own_name};
 use crate::config::ByteSize;
 
 const EXIT_CODES: &str = "\
@@ -39,6 +39,9 @@ pub(super) struct RunArgs {
     /// File or folder that the program gets in its folder, under the same name; may be repeated
     #[arg(long, env = "RPC_CLI_SEND", value_name = "PATH")]
     send: Vec<PathBuf>,
+    /// Send all files, and neither take them from the server's cache nor leave them there
+    #[arg(long, env = "RPC_CLI_NO_CACHE")]
+    no_cache: bool,
     /// Run in the folder of the named workspace (--workspace), which the server keeps, and send
     /// only the files that are not there, or differ
     #[arg(long, env = "RPC_CLI_KEEP")]
@@ -141,12 +144,17 @@ async fn send(session: &Session, output: &Output, args: &RunArgs) -> Result<(), 
     }
     let mode = if args.keep { UploadMode::Update } else { UploadMode::Replace };
     let mut uploader = Uploader::new(session, output, &list, mode).await?;
+    if !args.no_cache && list.total_bytes() > 0 {
+        uploader.use_cache().await?;
+    }
     uploader.create_folders(&list).await?;
     for upload in &list.files {
-        match uploader.send(upload).await? {
-            Some(bytes) => output.note(&format!("{}: {} sent", upload.remote, size(bytes))),
-            None => output.note(&format!("{}: unchanged", upload.remote)),
-        }
+        let outcome = match uploader.send(upload).await? {
+            Sent::Bytes(bytes) => format!("{} sent", size(bytes)),
+            Sent::FromCache => format!("{} from the server's cache", size(upload.len)),
+            Sent::Unchanged => "unchanged".to_owned(),
+        };
+        output.note(&format!("{}: {outcome}", upload.remote));
     }
     uploader.finish();
     Ok(())

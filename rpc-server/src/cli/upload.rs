@@ -8,7 +8,7 @@ use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 
 use indicatif::ProgressBar;
-use rpc_core::client::{FileEntry, Files};
+use rpc_core::client::{FileCache, FileEntry, Files};
 use rpc_core::{ErrorKind, Session};
 
 use super::failure::Failure;
@@ -116,11 +116,34 @@ pub(super) enum UploadMode {
     Resume,
 }
 
+/// Way in which a file has come to a workspace.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Sent {
+    /// So many bytes were sent for it.
+    Bytes(u64),
+    /// The server had it in its cache.
+    FromCache,
+    /// It was there.
+    Unchanged,
+}
+
+impl Sent {
+    /// Returns the number of bytes that were sent.
+    pub(super) fn bytes(self) -> u64 {
+        match self {
+            Self::Bytes(bytes) => bytes,
+            Self::FromCache | Self::Unchanged => 0,
+        }
+    }
+}
+
 /// Sender of files to a workspace.
 pub(super) struct Uploader {
     files: Files,
     output: Output,
     mode: UploadMode,
+    /// Cache of the server, if files are taken from it and added to it.
+    cache: Option<FileCache>,
     /// Files that the workspace had before, by name; none for [`UploadMode::Replace`].
     present: HashMap<String, FileEntry>,
     /// Bar over the bytes of all files.
@@ -140,7 +163,13 @@ impl Uploader {
         let present = if mode == UploadMode::Replace { Vec::new() } else { files.ls("").await? };
         let present = present.into_iter().map(|entry| (entry.name.clone(), entry)).collect();
         let bar = output.progress("", Some(list.total_bytes()));
-        Ok(Self { files, output: *output, mode, present, bar, done_bytes: 0 })
+        Ok(Self { files, output: *output, mode, cache: None, present, bar, done_bytes: 0 })
+    }
+
+    /// Takes files from the server's cache, and adds those that are sent, if the server has one.
+    pub(super) async fn use_cache(&mut self) -> Result<(), Failure> {
+        self.cache = self.files.cache().await?;
+        Ok(())
     }
 
     /// Creates the empty folders of the list.
@@ -151,20 +180,21 @@ impl Uploader {
         Ok(())
     }
 
-    /// Sends a file. Returns the number of bytes that were sent for it; `None` if the workspace has
-    /// it already.
-    pub(super) async fn send(&mut self, upload: &Upload) -> Result<Option<u64>, Failure> {
+    /// Brings a file to the workspace, unless it is there already.
+    pub(super) async fn send(&mut self, upload: &Upload) -> Result<Sent, Failure> {
         let Upload { local, remote, len, executable } = upload;
         label(&self.bar, remote);
         let present = self.present.get(remote).filter(|present| present.size == *len);
-        let (sent, was_executable) = match present {
-            Some(present) if self.is_same(local, remote).await? => (None, present.executable),
-            _ if self.mode == UploadMode::Resume => (Some(self.send_rest(upload).await?), false),
+        let cache = self.cache.clone().filter(|cache| (1..=cache.limit()).contains(len));
+        let (sent, was_executable) = match (present, cache) {
+            (Some(present), _) if self.is_same(local, remote).await? => (Sent::Unchanged, present.executable),
+            _ if self.mode == UploadMode::Resume => (Sent::Bytes(self.send_rest(upload).await?), false),
+            (_, Some(cache)) => (self.send_by_cache(cache, upload).await?, *executable),
             _ => {
                 let (files, target, len, report) = (self.files.clone(), remote.clone(), *len, self.reporter());
                 let file = open(local)?;
                 let put = move || Ok(files.put_sized(&target, len, file).progress(report).wait()?);
-                (Some(on_own_thread(put).await?), false)
+                (Sent::Bytes(on_own_thread(put).await?), false)
             }
         };
         if *executable != was_executable {
@@ -178,6 +208,17 @@ impl Uploader {
     /// Clears the bar.
     pub(super) fn finish(self) {
         self.bar.finish_and_clear();
+    }
+
+    /// Takes a file from the server's cache, or sends it if it is not there.
+    async fn send_by_cache(&self, cache: FileCache, upload: &Upload) -> Result<Sent, Failure> {
+        let Upload { local, remote, len, executable } = upload;
+        let digest = local_digest(local).await?;
+        let (target, len, executable, report) = (remote.clone(), *len, *executable, self.reporter());
+        let file = open(local)?;
+        let put = move || Ok(cache.put(&target, digest, len, executable, file).progress(report).wait()?);
+        let was_sent = on_own_thread(put).await?;
+        Ok(if was_sent { Sent::Bytes(len) } else { Sent::FromCache })
     }
 
     /// Continues behind the part that an earlier upload has left, if that is the beginning of the

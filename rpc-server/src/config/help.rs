@@ -49,6 +49,7 @@ const GROUPS: [(&str, &[&str]); 7] = [
             "workdir",
             "workspace-quota",
             "workspace-expiry",
+            "file-cache",
             "weights",
             "library",
             "runtime-library",

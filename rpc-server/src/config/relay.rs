@@ -76,6 +76,7 @@ impl RelayConfig {
             drain_timeout: self.drain_timeout,
             // A relay has no sessions, and so no files.
             workspace_quota: ByteSize(0),
+            file_cache: ByteSize(0),
             ..self.listener_config()
         }
     }

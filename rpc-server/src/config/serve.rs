@@ -103,7 +103,12 @@ listener_settings! {
         /// Maximum size of one workspace
         #[arg(value_name = "SIZE")]
         workspace_quota: ByteSize = ByteSize(4 << 30), "RPC_SERVER_WORKSPACE_QUOTA";
-        /// Time after the last use at which a named workspace is removed
+        /// Maximum size of the cache of files, by which a client sends the same file once to its
+        /// programs (rpc-cli run); 0 for none. It is for all clients together: the one whose files
+        /// take most makes room, by those that it has not used for longest
+        #[arg(value_name = "SIZE")]
+        file_cache: ByteSize = ByteSize(1 << 30), "RPC_SERVER_FILE_CACHE";
+        /// Time after the last use at which a named workspace or a file of the cache is removed
         #[arg(value_name = "TIME")]
         workspace_expiry: Span = seconds(30 * 24 * 3600), "RPC_SERVER_WORKSPACE_EXPIRY";
         /// Time that sessions have to end after the first signal

@@ -176,6 +176,7 @@ impl TrackerConfig {
             max_threads: 2,
             max_total_threads: 64,
             workspace_quota: ByteSize(0),
+            file_cache: ByteSize(0),
             // No session of a tracker has work that must be finished.
             drain_timeout: seconds(0),
             ..self.listener_config()

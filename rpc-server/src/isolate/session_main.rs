@@ -25,6 +25,7 @@ use super::control_link::ControlLink;
 use super::messages::SessionSetup;
 use super::{GRACE, REPORT_INTERVAL, RUN_GRACE, process_limits};
 use crate::config::{ServeConfig, ServeSettings};
+use crate::file_cache::FileCache;
 use crate::leases::{LeaseGate, LeasePolicy, Leases};
 use crate::modules::{ModuleService, Native};
 use crate::policy::{Ceiling, ClientIdentity, session_limits_within};
@@ -108,6 +109,9 @@ fn serve(
             .extension(Arc::new(ClientIdentity(identity)))
             .extension(Arc::new(Ceiling::new(&config, crate::transports())))
             .spawner(Arc::new(TokioSpawner::current()));
+        if let Some(cache) = FileCache::of(&config) {
+            session = session.extension(cache);
+        }
         if let Some(gate) = LeaseGate::new(&LeasePolicy::new(&config.lease_policy), link.clone()) {
             session = session.device_gate(gate);
         }

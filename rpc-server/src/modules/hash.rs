@@ -1,5 +1,6 @@
 //! SHA-256 of a stream.
 
+use std::fmt;
 use std::io::{self, Read};
 
 use ring::digest::{Context, SHA256};
@@ -7,7 +8,7 @@ use rpc_core::client::Digest;
 
 /// Bytes read at a time: few enough for the caches of the processor, and enough for few system
 /// calls.
-pub(super) const FILE_PIECE: usize = 128 << 10;
+pub(crate) const FILE_PIECE: usize = 128 << 10;
 
 /// Reads `source` to its end, and returns its digest and its length in bytes, as
 /// [`Modules::upload`](rpc_core::client::Modules::upload) needs them. Blocks.
@@ -33,22 +34,28 @@ pub fn hash(mut source: impl Read) -> io::Result<(Digest, u64)> {
 }
 
 /// State of the computation of a digest.
-pub(super) struct Hasher(Context);
+pub(crate) struct Hasher(Context);
 
 impl Hasher {
-    pub(super) fn new() -> Self {
+    pub(crate) fn new() -> Self {
         Self(Context::new(&SHA256))
     }
 
-    pub(super) fn update(&mut self, bytes: &[u8]) {
+    pub(crate) fn update(&mut self, bytes: &[u8]) {
         self.0.update(bytes);
     }
 
-    pub(super) fn finish(self) -> Digest {
+    pub(crate) fn finish(self) -> Digest {
         let mut bytes = [0; Digest::LEN];
         // The lengths are equal: SHA-256 is chosen above.
         bytes.copy_from_slice(self.0.finish().as_ref());
         Digest::from_bytes(bytes)
+    }
+}
+
+impl fmt::Debug for Hasher {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Hasher")
     }
 }
 

@@ -13,6 +13,7 @@ use super::options::session_limits;
 use super::server_state::{Client, ServerState};
 use super::session_workspace::{Cleaner, FILES_OF_WORKSPACE, SessionWorkspace, WorkspaceSource};
 use crate::config::ServeConfig;
+use crate::file_cache::FileCache;
 use crate::leases::{LeaseGate, LeasePolicy, LeaseService, Leases};
 use crate::modules::{self, ModuleService};
 use crate::policy::{Ceiling, ClientIdentity, rights_of, session_limits_within};
@@ -35,6 +36,7 @@ pub(super) struct LocalSessions {
     worker_settings: Option<Arc<NodeSettings>>,
     lease_policy: LeasePolicy,
     ceiling: Option<Arc<Ceiling>>,
+    file_cache: Option<Arc<FileCache>>,
     /// Workers of Disco in this process.
     disco_hosts: Arc<HostTable>,
 }
@@ -67,6 +69,7 @@ impl LocalSessions {
             worker_settings: modules::worker_modules::settings_for_workers(config),
             lease_policy: LeasePolicy::new(&config.lease_policy),
             ceiling: None,
+            file_cache: FileCache::of(config),
             disco_hosts: Arc::default(),
         }
     }
@@ -115,6 +118,9 @@ impl SessionFactory for LocalSessions {
             .spawner(self.spawner.clone());
         if let Some(ceiling) = &self.ceiling {
             session = session.extension(ceiling.clone());
+        }
+        if let Some(cache) = &self.file_cache {
+            session = session.extension(cache.clone());
         }
         if let Some(rights) = rights {
             session = session.access_control(rights);

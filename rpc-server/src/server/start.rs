@@ -25,6 +25,7 @@ use super::server_state::ServerState;
 use super::session_workspace::Cleaner;
 use super::ticket_gate::TicketGate;
 use crate::config::{ConfigError, Isolate, ListenAddress, ServeConfig, ServeError, TrackerAddress};
+use crate::file_cache::FileCache;
 use crate::isolate::Isolation;
 use crate::leases::{LeaseLimits, LeaseTable, MAX_REQUESTS, MAX_REQUESTS_PER_SESSION};
 use crate::modules::{DigestList, ModuleService, Native};
@@ -153,7 +154,11 @@ impl Checked {
         let expiry = CertificateExpiry::new(credentials.validity, gauge);
         let housekeeping = {
             let expiry = expiry.clone();
-            async move { _ = tokio::join!(remove_expired(workspaces), expiry.warn_daily(), give_back_memory(&ended)) }
+            let cache = FileCache::of(&config);
+            async move {
+                let expired = remove_expired(workspaces, cache);
+                _ = tokio::join!(expired, expiry.warn_daily(), give_back_memory(&ended));
+            }
         };
         let observer = RefusalRecorder { errors, inner: monitoring.as_ref().map(Monitoring::observer) };
         let observer = Some(Arc::new(observer) as Arc<dyn ServeObserver>);
@@ -320,17 +325,26 @@ async fn give_back_memory(ended: &AtomicU64) {
     }
 }
 
-/// Removes expired named workspaces once in each interval.
-async fn remove_expired(workspaces: WorkspaceRoot) {
+/// Removes expired named workspaces and files of the cache once in each interval.
+async fn remove_expired(workspaces: WorkspaceRoot, cache: Option<Arc<FileCache>>) {
     let mut ticks = tokio::time::interval(EXPIRY_INTERVAL);
     loop {
         ticks.tick().await;
-        let workspaces = workspaces.clone();
-        match tokio::task::spawn_blocking(move || workspaces.expire(SystemTime::now())).await {
-            Ok(Ok(0)) => {}
-            Ok(Ok(count)) => tracing::info!(count, "removed named workspaces that had expired"),
-            Ok(Err(error)) => tracing::warn!(%error, "cannot remove expired workspaces"),
-            Err(error) => tracing::error!(%error, "removing expired workspaces failed"),
+        let (workspaces, cache) = (workspaces.clone(), cache.clone());
+        let expire = move || {
+            match workspaces.expire(SystemTime::now()) {
+                Ok(0) => {}
+                Ok(count) => tracing::info!(count, "removed named workspaces that had expired"),
+                Err(error) => tracing::warn!(%error, "cannot remove expired workspaces"),
+            }
+            match cache.map_or(Ok(0), |cache| cache.expire(SystemTime::now())) {
+                Ok(0) => {}
+                Ok(count) => tracing::info!(count, "removed files of the cache that had expired"),
+                Err(error) => tracing::warn!(%error, "cannot remove expired files of the cache"),
+            }
+        };
+        if let Err(error) = tokio::task::spawn_blocking(expire).await {
+            tracing::error!(%error, "removing expired workspaces failed");
         }
     }
 }

@@ -1,9 +1,9 @@
 //! One file of a workspace, being written or read in pieces.
 
 use std::fmt;
-use std::fs::File;
+use std::fs::{File, Permissions};
 use std::io;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, PermissionsExt as _};
 
 use super::tree::Usage;
 use super::{Workspace, WorkspaceError};
@@ -120,6 +120,17 @@ impl FileWriter {
         let result = self.try_write_at(offset, bytes);
         self.broken = result.is_err();
         result
+    }
+
+    /// Sets or clears the permission of the owner to execute the file.
+    ///
+    /// # Errors
+    ///
+    /// The file system failed.
+    pub fn set_executable(&self, executable: bool) -> Result<(), WorkspaceError> {
+        let mode = if executable { 0o700 } else { 0o600 };
+        let set = self.file.set_permissions(Permissions::from_mode(mode));
+        set.map_err(|source| WorkspaceError::io(&*self.path, source))
     }
 
     /// Puts the file in place under its path, with the folders that it needs, replacing an earlier

@@ -72,9 +72,14 @@ pub(super) struct Fixture {
 
 impl Fixture {
     pub(super) fn new(flags: &[&str]) -> Self {
+        Self::listening(&[&["--listen", "tcp://127.0.0.1:0"], flags].concat())
+    }
+
+    /// Starts a server whose flags have its address.
+    pub(super) fn listening(flags: &[&str]) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let mut command = Command::new(env!("CARGO_BIN_EXE_rpc-server"));
-        command.args(["serve", "--listen", "tcp://127.0.0.1:0", "--exit-with-stdin", "--log-level", "error"]);
+        command.args(["serve", "--exit-with-stdin", "--log-level", "error"]);
         command.arg("--workdir").arg(folder.path().join("workdir")).args(flags);
         Self { server: ServerProcess::spawn(command).unwrap(), folder }
     }

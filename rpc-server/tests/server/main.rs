@@ -11,6 +11,8 @@ mod cuda;
 mod daemon;
 mod disco_top;
 mod doctor;
+#[cfg(target_os = "linux")]
+mod file_cache;
 mod leases;
 mod library;
 mod metrics;

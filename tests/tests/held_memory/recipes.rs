@@ -259,6 +259,7 @@ fn calls(name: &str, peer: &mut Peer) -> Calls {
         "rpc.new_object"
         | "rpc.functions"
         | "rpc.info"
+        | "rpc.file.cache_limit"
         | "rpc.lease.status"
         | "rpc.disco.sessions"
         | "rpc.callback.create" => Calls::new(|_| Vec::new()),
@@ -324,6 +325,19 @@ fn calls(name: &str, peer: &mut Peer) -> Calls {
             file(peer, 1);
             let Value::List(opened) = peer.call("rpc.file.open", vec![text("file")]) else { panic!("no reader") };
             Calls::new(move |_| vec![opened[0].clone(), Value::Int(LARGE as i64)])
+        }
+        "rpc.file.to_cache" => {
+            file(peer, 1);
+            Calls::new(|_| vec![text("file")])
+        }
+        "rpc.file.from_cache" => {
+            file(peer, 1);
+            let Value::Str(digest) = peer.call("rpc.file.to_cache", vec![text("file")]) else { panic!("not cached") };
+            let (digest, len) = (Value::Str(digest), Value::Int(LARGE as i64));
+            Calls::new(move |number| {
+                let path = text(&format!("{number}/{}", "x".repeat(200)));
+                vec![digest.clone(), len.clone(), path, Value::Bool(true)]
+            })
         }
         "rpc.file.rm" | "rpc.file.create_folder" => {
             Calls::new(|_| vec![text(&"x".repeat(LONG))]).answered(Answer::Error(ErrorKind::InvalidArgument))

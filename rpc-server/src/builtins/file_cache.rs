@@ -1,0 +1,96 @@
+//! `rpc.file.from_cache`, `rpc.file.to_cache`, `rpc.file.cache_limit`: files that stay at the
+//! server, so that they are sent once.
+
+use std::fs::File;
+use std::io::{self, Read as _};
+use std::sync::Arc;
+
+use rpc_core::client::Digest;
+use rpc_core::{Context, ErrorKind, Registry, Result, RpcError};
+
+use super::cancelled;
+use super::files::{CancellableRead, workspace};
+use crate::file_cache::FileCache;
+use crate::modules::{FILE_PIECE, Hasher};
+use crate::policy::ClientIdentity;
+
+/// Descriptors of a copy: both files, and the lock of the cache.
+const FILES_OF_COPY: u64 = 3;
+
+pub(super) fn register(registry: &Registry) {
+    registry
+        .add("rpc.file.cache_limit", cache_limit)
+        .add("rpc.file.from_cache", from_cache)
+        .add("rpc.file.to_cache", to_cache);
+}
+
+/// Returns the cache of the session's server, and the identity of the client; `None` if there is no
+/// cache.
+fn cache(context: &Context) -> Option<(Arc<FileCache>, Arc<ClientIdentity>)> {
+    context.extension::<FileCache>().zip(context.extension::<ClientIdentity>())
+}
+
+fn cache_limit(context: Context) -> u64 {
+    let limit = cache(&context).map_or(0, |(cache, _)| cache.limit_bytes());
+    // Numbers on the way have a sign.
+    limit.min(i64::MAX as u64)
+}
+
+fn from_cache(context: Context, digest: String, len: u64, path: String, executable: bool) -> Result<bool> {
+    let Some((cache, identity)) = cache(&context) else { return Ok(false) };
+    let ClientIdentity(identity) = &*identity;
+    let no_digest = |error| RpcError::invalid_argument(format!("the digest of a file: {error}"));
+    let digest = digest.parse::<Digest>().map_err(no_digest)?;
+    let _open = context.reserve_open_files(FILES_OF_COPY)?;
+    let Some(file) = cache.find(identity, &digest, len).map_err(failed)? else { return Ok(false) };
+    let mut writer = workspace(&context)?.begin_write(&path, Some(len))?;
+    let (mut hasher, mut offset) = (Hasher::new(), 0);
+    copy(&context, &file, len, |piece| {
+        hasher.update(piece);
+        writer.write_at(offset, piece)?;
+        offset += piece.len() as u64;
+        Ok(())
+    })?;
+    if hasher.finish() != digest {
+        rpc_core::log_limited!(WARN, %digest, "removed a damaged file from the cache of files");
+        cache.discard(identity, &digest).map_err(failed)?;
+        return Ok(false);
+    }
+    writer.set_executable(executable)?;
+    writer.commit()?;
+    Ok(true)
+}
+
+fn to_cache(context: Context, path: String) -> Result<Option<String>> {
+    let Some((cache, identity)) = cache(&context) else { return Ok(None) };
+    let ClientIdentity(identity) = &*identity;
+    let _open = context.reserve_open_files(FILES_OF_COPY)?;
+    let file = workspace(&context)?.open_read(&path)?;
+    let Some(mut writer) = cache.begin(file.len()).map_err(failed)? else { return Ok(None) };
+    copy(&context, file.as_file(), file.len(), |piece| writer.write(piece).map_err(failed))?;
+    Ok(Some(writer.commit(identity).map_err(failed)?.to_string()))
+}
+
+/// Calls `write` with the first `len` bytes of a file, or with all if it has fewer, piece by piece.
+fn copy(context: &Context, file: &File, len: u64, mut write: impl FnMut(&[u8]) -> Result<()>) -> Result<()> {
+    let piece_len = FILE_PIECE.min(usize::try_from(len).unwrap_or(FILE_PIECE));
+    let _staged = context.stage(piece_len as u64)?;
+    let mut piece = vec![0; piece_len];
+    let mut source = CancellableRead::new(context, file).take(len);
+    loop {
+        match source.read(&mut piece) {
+            Ok(0) => return Ok(()),
+            Ok(count) => write(&piece[..count])?,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(_) if context.is_cancelled() => return Err(cancelled()),
+            Err(error) => return Err(failed(error)),
+        }
+    }
+}
+
+/// Returns the error of a cache whose file system failed, and logs it: the operator has to know of
+/// a full disk.
+fn failed(error: io::Error) -> RpcError {
+    rpc_core::log_limited!(WARN, %error, "the file system of the cache of files failed");
+    RpcError::new(ErrorKind::Io, format!("the server's cache of files failed: {error}"))
+}

@@ -1,0 +1,428 @@
+//! The cache of files that clients have sent (`--file-cache`), by which the same file is sent once.
+//!
+//! Any number of processes share it: servers with the same `--workdir`, and the processes of their
+//! sessions. On disk, with modes that exclude other users:
+//!
+//! ```text
+//! WORKDIR/cache/lock            held to reserve room, and to add and remove files
+//! WORKDIR/cache/used            bytes that are reserved, as decimal digits
+//! WORKDIR/cache/new-RANDOM      a file that is being added; locked by its writer
+//! WORKDIR/cache/IDENTITY/HEX    a file, 0400, by its SHA-256; its time is that of its last use
+//! ```
+//!
+//! # What holds
+//!
+//! 1. **A file has the digest that names it when it reaches a workspace.** A process that adds one
+//!    computes the digest itself, and one that copies it computes the digest of the copy before it
+//!    puts the copy in place.
+//! 2. **Identities share nothing.** IDENTITY is the SHA-256 of the identity's text, in which the
+//!    kind of its proof is: the token `alice` is another identity than the certificate `alice`.
+//!    All clients without a proven identity are one, as for named workspaces.
+//! 3. **Bounded.** Room for the whole file is reserved before its first byte is written. To make
+//!    room, the identity that takes most loses its least recently used file, again and again.
+//! 4. **A crash leaves no wrong file.** Files are renamed to their names when they are complete.
+//!    What a process that died has left is not locked, and is removed when the cache is searched.
+//!    It may leave `used` too high, never too low; a search counts anew, before anything is
+//!    evicted.
+
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+use std::fs::{self, File};
+use std::io::{self, Write as _};
+use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _, PermissionsExt as _};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use rpc_core::client::Digest;
+use rustix::fs::{FlockOperation, OFlags, flock};
+
+use crate::config::ServeConfig;
+use crate::modules::Hasher;
+
+/// The cache of a server, as one process uses it. All methods block.
+#[derive(Debug)]
+pub(crate) struct FileCache {
+    folder: PathBuf,
+    limit_bytes: u64,
+    expiry: Duration,
+}
+
+/// Minimum that a file counts as, in bytes: a block of the usual file systems.
+const LEAST: u64 = 4096;
+
+/// Maximum number of files. It bounds the time and memory of a search; a file counts as this part
+/// of the limit at least.
+const MAX_FILES: u64 = 65_536;
+
+/// Part of the limit that is free after a search that has evicted files, so that not every new file
+/// causes one.
+const EVICTED_PART: u64 = 8;
+
+const LOCK: &str = "lock";
+const USED: &str = "used";
+const NEW: &str = "new-";
+
+impl FileCache {
+    /// Returns the cache of a server with these settings; `None` if it is off.
+    pub(crate) fn of(config: &ServeConfig) -> Option<Arc<Self>> {
+        Self::new(&config.workdir, config.file_cache.0, config.workspace_expiry.0)
+    }
+
+    fn new(workdir: &Path, limit_bytes: u64, expiry: Duration) -> Option<Arc<Self>> {
+        (limit_bytes > 0).then(|| Arc::new(Self { folder: workdir.join("cache"), limit_bytes, expiry }))
+    }
+
+    /// Returns the maximum bytes of all files.
+    pub(crate) fn limit_bytes(&self) -> u64 {
+        self.limit_bytes
+    }
+
+    /// Opens the file of this identity with this digest and length, which counts as a use; `None`
+    /// if it is not there. Its content need not have the digest.
+    ///
+    /// # Errors
+    ///
+    /// The file system failed.
+    pub(crate) fn find(&self, identity: &str, digest: &Digest, len: u64) -> io::Result<Option<File>> {
+        let file = match open(&self.path_of(identity, digest)) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            file => file?,
+        };
+        let metadata = file.metadata()?;
+        if !metadata.is_file() || metadata.len() != len {
+            return Ok(None);
+        }
+        file.set_modified(SystemTime::now())?;
+        Ok(Some(file))
+    }
+
+    /// Begins to add a file of `len` bytes, and makes room for it; `None` if there cannot be as
+    /// much.
+    ///
+    /// # Errors
+    ///
+    /// The file system failed.
+    pub(crate) fn begin(self: &Arc<Self>, len: u64) -> io::Result<Option<CacheWriter>> {
+        let charge = self.charge(len);
+        if charge > self.limit_bytes {
+            return Ok(None);
+        }
+        fs::DirBuilder::new().recursive(true).mode(0o700).create(&self.folder)?;
+        let held = self.lock()?;
+        let Some(used) = self.make_room(charge)? else { return Ok(None) };
+        // Counted before it is there, so that a crash leaves a number that is too high.
+        self.write_used(used.saturating_add(charge))?;
+        let created = self.create(len);
+        if created.is_err() {
+            self.write_used(used)?;
+        }
+        let (path, file) = created?;
+        drop(held);
+        Ok(Some(CacheWriter { cache: self.clone(), path, file, hasher: Hasher::new(), len, written: 0, charge }))
+    }
+
+    /// Removes a file of this identity that does not have its digest.
+    ///
+    /// # Errors
+    ///
+    /// The file system failed.
+    pub(crate) fn discard(&self, identity: &str, digest: &Digest) -> io::Result<()> {
+        let path = self.path_of(identity, digest);
+        let _held = self.lock()?;
+        let metadata = match fs::symlink_metadata(&path) {
+            // Another session was faster.
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+            metadata => metadata?,
+        };
+        fs::remove_file(&path)?;
+        self.give_back(self.charge(metadata.len()))
+    }
+
+    /// Removes the files that have not been used for the time of named workspaces, and what died
+    /// processes have left. Returns the number of files.
+    ///
+    /// # Errors
+    ///
+    /// The file system failed.
+    pub(crate) fn expire(&self, now: SystemTime) -> io::Result<usize> {
+        let held = match self.lock() {
+            // There is no cache yet.
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(0),
+            held => held?,
+        };
+        let mut found = self.search()?;
+        let mut removed = 0;
+        for owner in &mut found.owners {
+            owner.files.retain(|file| {
+                let is_expired = now.duration_since(file.used).is_ok_and(|idle| idle >= self.expiry);
+                let is_gone = is_expired && fs::remove_file(owner.folder.join(file.digest.to_string())).is_ok();
+                if is_gone {
+                    found.used -= file.charge;
+                    removed += 1;
+                }
+                !is_gone
+            });
+            // Fails, as it should, if files are left.
+            let _ = fs::remove_dir(&owner.folder);
+        }
+        self.write_used(found.used)?;
+        drop(held);
+        Ok(removed)
+    }
+
+    fn path_of(&self, identity: &str, digest: &Digest) -> PathBuf {
+        self.folder_of(identity).join(digest.to_string())
+    }
+
+    fn folder_of(&self, identity: &str) -> PathBuf {
+        let mut hasher = Hasher::new();
+        hasher.update(identity.as_bytes());
+        self.folder.join(hasher.finish().to_string())
+    }
+
+    /// Returns the bytes that a file of this length counts as.
+    fn charge(&self, len: u64) -> u64 {
+        len.max(LEAST).max(self.limit_bytes / MAX_FILES)
+    }
+
+    /// Waits for the lock, which excludes other processes and threads until it is dropped.
+    fn lock(&self) -> io::Result<File> {
+        // A file that is opened again has a lock of its own, which also excludes other threads.
+        let file = options().write(true).create(true).truncate(false).mode(0o600).open(self.folder.join(LOCK))?;
+        rustix::io::retry_on_intr(|| flock(&file, FlockOperation::LockExclusive))?;
+        Ok(file)
+    }
+}
+
+// These methods are called under the lock.
+impl FileCache {
+    /// Returns the bytes that are reserved once there is room for `charge` more; `None` if files
+    /// that are being added take it.
+    fn make_room(&self, charge: u64) -> io::Result<Option<u64>> {
+        let fits = |used: u64| used.saturating_add(charge) <= self.limit_bytes;
+        if let Some(used) = self.read_used().filter(|used| fits(*used)) {
+            return Ok(Some(used));
+        }
+        let mut found = self.search()?;
+        if !fits(found.used) {
+            self.evict(&mut found, charge);
+            self.write_used(found.used)?;
+        }
+        Ok(fits(found.used).then_some(found.used))
+    }
+
+    /// Removes files until `charge` more bytes fit, and a part of the limit besides, if there are
+    /// as many.
+    fn evict(&self, found: &mut Found, charge: u64) {
+        let target = (self.limit_bytes - self.limit_bytes / EVICTED_PART).saturating_sub(charge);
+        for owner in &mut found.owners {
+            // The least recently used one is the last.
+            owner.files.sort_unstable_by_key(|file| Reverse(file.used));
+        }
+        let held = |owner: &Owner| owner.files.iter().map(|file| file.charge).sum::<u64>();
+        let mut largest: BinaryHeap<_> = found.owners.iter().enumerate().map(|(at, owner)| (held(owner), at)).collect();
+        while found.used > target {
+            let Some((held, at)) = largest.pop() else { break };
+            let owner = &mut found.owners[at];
+            let Some(file) = owner.files.pop() else { continue };
+            if fs::remove_file(owner.folder.join(file.digest.to_string())).is_ok() {
+                found.used -= file.charge;
+            }
+            largest.push((held - file.charge, at));
+        }
+    }
+
+    /// Returns all files, after removing what died processes have left.
+    fn search(&self) -> io::Result<Found> {
+        let mut found = Found::default();
+        for entry in fs::read_dir(&self.folder)?.flatten() {
+            let name = entry.file_name();
+            let Some(name) = name.to_str() else { continue };
+            if name.starts_with(NEW) {
+                found.used = found.used.saturating_add(self.charge_of_new(&entry.path()));
+            } else if name.parse::<Digest>().is_ok() {
+                let files = self.files_in(&entry.path());
+                found.used = files.iter().fold(found.used, |sum, file| sum.saturating_add(file.charge));
+                found.owners.push(Owner { folder: entry.path(), files });
+            }
+        }
+        Ok(found)
+    }
+
+    /// Returns what a file counts as that is being added; 0 once it is removed because no process
+    /// adds it.
+    fn charge_of_new(&self, path: &Path) -> u64 {
+        let Ok(file) = open(path) else { return 0 };
+        if flock(&file, FlockOperation::NonBlockingLockExclusive).is_ok() && fs::remove_file(path).is_ok() {
+            return 0;
+        }
+        file.metadata().map_or(0, |metadata| self.charge(metadata.len()))
+    }
+
+    fn files_in(&self, folder: &Path) -> Vec<CachedFile> {
+        let Ok(entries) = fs::read_dir(folder) else { return Vec::new() };
+        let file = |entry: fs::DirEntry| {
+            let digest = entry.file_name().to_str()?.parse().ok()?;
+            let metadata = entry.metadata().ok().filter(fs::Metadata::is_file)?;
+            let used = metadata.modified().unwrap_or(SystemTime::UNIX_EPOCH);
+            Some(CachedFile { digest, charge: self.charge(metadata.len()), used })
+        };
+        entries.flatten().filter_map(file).collect()
+    }
+
+    /// Creates a file of `len` bytes, locked so that no other process takes it for left.
+    fn create(&self, len: u64) -> io::Result<(PathBuf, File)> {
+        loop {
+            let path = self.folder.join(format!("{NEW}{:016x}", getrandom::u64()?));
+            let file = match options().write(true).create_new(true).mode(0o600).open(&path) {
+                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => continue,
+                file => file?,
+            };
+            let ready = flock(&file, FlockOperation::NonBlockingLockExclusive).map_err(io::Error::from);
+            // Searches count its length.
+            return match ready.and_then(|()| file.set_len(len)) {
+                Ok(()) => Ok((path, file)),
+                Err(error) => {
+                    let _ = fs::remove_file(&path);
+                    Err(error)
+                }
+            };
+        }
+    }
+
+    /// Returns the bytes that are reserved; `None` if they are not known.
+    fn read_used(&self) -> Option<u64> {
+        fs::read_to_string(self.folder.join(USED)).ok()?.trim().parse().ok()
+    }
+
+    fn write_used(&self, used: u64) -> io::Result<()> {
+        // A crash in between leaves an empty file, after which the files are counted.
+        let mut file = options().write(true).create(true).truncate(true).mode(0o600).open(self.folder.join(USED))?;
+        file.write_all(used.to_string().as_bytes())
+    }
+
+    fn give_back(&self, charge: u64) -> io::Result<()> {
+        match self.read_used() {
+            Some(used) => self.write_used(used.saturating_sub(charge)),
+            None => Ok(()),
+        }
+    }
+}
+
+/// Files of the cache, as a search has found them.
+#[derive(Default)]
+struct Found {
+    /// Bytes that they and the files that are being added count as.
+    used: u64,
+    owners: Vec<Owner>,
+}
+
+/// The files of one identity.
+struct Owner {
+    folder: PathBuf,
+    files: Vec<CachedFile>,
+}
+
+struct CachedFile {
+    digest: Digest,
+    /// Bytes that the file counts as.
+    charge: u64,
+    /// Time of the last use.
+    used: SystemTime,
+}
+
+/// A file that is being added to the cache, hashed as it is written. Dropping it removes it.
+#[derive(Debug)]
+pub(crate) struct CacheWriter {
+    cache: Arc<FileCache>,
+    /// Path of the file; empty once it is in its place.
+    path: PathBuf,
+    file: File,
+    hasher: Hasher,
+    /// Length that was announced.
+    len: u64,
+    written: u64,
+    /// Bytes that are reserved for it.
+    charge: u64,
+}
+
+impl CacheWriter {
+    /// Appends a piece.
+    ///
+    /// # Errors
+    ///
+    /// More comes than was announced, or the file system failed.
+    pub(crate) fn write(&mut self, piece: &[u8]) -> io::Result<()> {
+        self.written += piece.len() as u64;
+        if self.written > self.len {
+            return Err(io::Error::other("the file has become longer"));
+        }
+        self.file.write_all(piece)?;
+        self.hasher.update(piece);
+        Ok(())
+    }
+
+    /// Puts the file in its place among those of this identity. It replaces one with the same
+    /// digest, which may be damaged.
+    ///
+    /// # Errors
+    ///
+    /// Less has come than was announced, or the file system failed.
+    pub(crate) fn commit(mut self, identity: &str) -> io::Result<Digest> {
+        if self.written != self.len {
+            return Err(io::Error::other("the file has become shorter"));
+        }
+        let digest = std::mem::replace(&mut self.hasher, Hasher::new()).finish();
+        self.file.set_permissions(fs::Permissions::from_mode(0o400))?;
+        let (folder, target) = (self.cache.folder_of(identity), self.cache.path_of(identity, &digest));
+        let _held = self.cache.lock()?;
+        let replaced_len = place(&self.path, &folder, &target)?;
+        self.path = PathBuf::new();
+        if let Some(len) = replaced_len {
+            self.cache.give_back(self.cache.charge(len))?;
+        }
+        Ok(digest)
+    }
+}
+
+/// Renames a file to `target`, in `folder`. Returns the length of the file that it replaces.
+fn place(path: &Path, folder: &Path, target: &Path) -> io::Result<Option<u64>> {
+    if let Err(error) = fs::DirBuilder::new().mode(0o700).create(folder)
+        && error.kind() != io::ErrorKind::AlreadyExists
+    {
+        return Err(error);
+    }
+    let replaced = fs::symlink_metadata(target).ok().map(|metadata| metadata.len());
+    fs::rename(path, target)?;
+    Ok(replaced)
+}
+
+impl Drop for CacheWriter {
+    fn drop(&mut self) {
+        if self.path.as_os_str().is_empty() {
+            return;
+        }
+        let removed = self.cache.lock().and_then(|_held| {
+            fs::remove_file(&self.path)?;
+            self.cache.give_back(self.charge)
+        });
+        if let Err(error) = removed {
+            tracing::debug!(%error, "a file that was not added stays until the cache is searched");
+        }
+    }
+}
+
+/// Opens a file for reading. Follows no link, and does not wait for a writer of a FIFO.
+fn open(path: &Path) -> io::Result<File> {
+    options().read(true).open(path)
+}
+
+fn options() -> fs::OpenOptions {
+    let mut options = File::options();
+    options.custom_flags((OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY).bits().cast_signed());
+    options
+}
+
+#[cfg(test)]
+mod tests;
