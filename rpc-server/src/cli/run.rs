@@ -49,7 +49,7 @@ pub(super) struct RunArgs {
     /// Files and folders that are fetched when the program has ended: a path, in which * and ?
     /// stand for text within a name, and ** for any folders; a folder comes without its files; may
     /// be repeated
-    #[arg(long, env = "RPC_CLI_FETCH", value_name = "GLOB")]
+    #[arg(long, env = "RPC_CLI_FETCH", value_name = "GLOB", value_parser = artifacts)]
     fetch: Vec<Pattern>,
     /// Folder for the fetched files
     #[arg(long, env = "RPC_CLI_OUT", value_name = "FOLDER", default_value = ".")]
@@ -73,6 +73,21 @@ impl RunArgs {
     pub(super) fn reads_stdin(&self) -> bool {
         self.stdin
     }
+}
+
+/// Parses a pattern of files in the folder of the program.
+fn artifacts(text: &str) -> Result<Pattern, String> {
+    if text.starts_with('/') {
+        return Err("it is absolute, and files are fetched by their paths in the folder of the program".to_owned());
+    }
+    let names: Vec<_> = text.split('/').filter(|name| !matches!(*name, "" | ".")).collect();
+    if names.contains(&"..") {
+        return Err("it leads out of the folder of the program, and nothing is fetched from elsewhere".to_owned());
+    }
+    if names.is_empty() {
+        return Err("it names no file; ** stands for all".to_owned());
+    }
+    Pattern::new(&names.join("/")).map_err(|error| error.to_string())
 }
 
 fn variable(text: &str) -> Result<(String, String), &'static str> {
@@ -225,5 +240,20 @@ fn exit(program: &str, status: &RunStatus, options: &CommonOptions, output: &Out
                 Err(Failure::Reported(((128 + signal) & 0xff) as u8))
             }
         },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_patterns_that_can_match_in_the_folder_are_taken() {
+        for (text, expected) in [("./out//*.txt", "out/*.txt"), ("**", "**"), ("a../..b/", "a../..b")] {
+            assert_eq!(artifacts(text).unwrap().as_str(), expected);
+        }
+        for text in ["../*", "out/../../x", "**/..", "/etc/*", "//", "", ".", "./", "a["] {
+            assert!(artifacts(text).is_err(), "{text}");
+        }
     }
 }

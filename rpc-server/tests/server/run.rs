@@ -532,6 +532,14 @@ fn the_tool_sends_runs_and_fetches() {
     }
     assert_eq!(answer.ok(), "Linux\n");
 
+    // Patterns that match nothing in the folder are refused before the program runs.
+    let ran = fixture.path("ran");
+    for pattern in ["../*", "/etc/passwd", "out/../../*"] {
+        let refused = sh(&["--fetch", pattern], &format!("touch {ran}"));
+        assert!(refused.code == 2 && refused.stderr.contains(pattern), "{refused:?}");
+        assert!(!Path::new(&ran).exists());
+    }
+
     // An interrupted program can end in good order.
     let script = "trap 'echo interrupted; exit 0' TERM; echo $$; sleep 1000 & wait";
     let mut child = command(&["run", fixture.address(), "--", "sh", "-c", script]);
