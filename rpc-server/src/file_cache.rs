@@ -39,6 +39,7 @@ use rustix::fs::{FlockOperation, OFlags, flock};
 
 use crate::config::ServeConfig;
 use crate::modules::Hasher;
+use crate::sparse::write_data;
 
 /// The cache of a server, as one process uses it. All methods block.
 #[derive(Debug)]
@@ -354,12 +355,13 @@ impl CacheWriter {
     ///
     /// More comes than was announced, or the file system failed.
     pub(crate) fn write(&mut self, piece: &[u8]) -> io::Result<()> {
-        self.written += piece.len() as u64;
-        if self.written > self.len {
+        let end = self.written.saturating_add(piece.len() as u64);
+        if end > self.len {
             return Err(io::Error::other("the file has become longer"));
         }
-        self.file.write_all(piece)?;
+        write_data(&self.file, self.written, piece)?;
         self.hasher.update(piece);
+        self.written = end;
         Ok(())
     }
 

@@ -32,6 +32,7 @@ pub mod pki;
 pub mod policy;
 pub mod run;
 pub mod server;
+mod sparse;
 mod suggestion;
 mod this_program;
 pub mod tracker;

@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::fs::{self, File};
 use std::future::IntoFuture as _;
+use std::io::Write;
 use std::path::{Component, Path, PathBuf};
 
 use glob::{MatchOptions, Pattern};
@@ -15,6 +16,7 @@ use super::files::{local_digest, on_own_thread};
 use super::new_file::NewFile;
 use super::output::{Output, label, size};
 use super::partial_file::PartialFile;
+use crate::sparse::SparseWriter;
 
 /// A file to fetch, and its local path.
 #[derive(Debug)]
@@ -276,11 +278,14 @@ impl LocalFile {
         opened.map(Self::Existing).map_err(|error| Failure::file("cannot write", local, error))
     }
 
-    /// Returns the file, for the thread that writes to it.
-    fn writer(&self, local: &Path) -> Result<File, Failure> {
+    /// Returns a writer for a thread. Long runs of zeros become holes of a new file.
+    fn writer(&self, local: &Path) -> Result<Box<dyn Write + Send>, Failure> {
         match self {
-            Self::New(file) => file.writer(),
-            Self::Existing(file) => file.try_clone().map_err(|error| Failure::file("cannot write", local, error)),
+            Self::New(file) => Ok(Box::new(SparseWriter::new(file.writer()?, 0))),
+            Self::Existing(file) => match file.try_clone() {
+                Ok(file) => Ok(Box::new(file)),
+                Err(error) => Err(Failure::file("cannot write", local, error)),
+            },
         }
     }
 

@@ -2,7 +2,7 @@
 //! continue.
 
 use std::fs::{self, File};
-use std::io::{self, Seek as _, SeekFrom};
+use std::io::{self, Seek as _};
 use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 
@@ -13,6 +13,7 @@ use super::failure::Failure;
 use super::files::digest_of;
 use super::new_file::set_executable;
 use super::output::{Output, size};
+use crate::sparse::SparseWriter;
 
 /// End of the name of the file, behind the name of the complete one.
 const SUFFIX: &str = ".rpc-part";
@@ -48,14 +49,11 @@ impl PartialFile {
         digest_of(rewound.map_err(|error| self.failed(error))?, &self.path).await
     }
 
-    /// Removes what is behind the first `start` bytes, and returns the file for a thread that
+    /// Removes what is behind the first `start` bytes, and returns a writer for a thread that
     /// continues there.
-    pub(super) fn writer(&self, start: u64) -> Result<File, Failure> {
-        let writer = self.file.set_len(start).and_then(|()| {
-            let mut file = self.file.try_clone()?;
-            file.seek(SeekFrom::Start(start)).map(|_| file)
-        });
-        writer.map_err(|error| self.failed(error))
+    pub(super) fn writer(&self, start: u64) -> Result<SparseWriter, Failure> {
+        let file = self.file.set_len(start).and_then(|()| self.file.try_clone());
+        file.map(|file| SparseWriter::new(file, start)).map_err(|error| self.failed(error))
     }
 
     /// Gives the complete file its name. What had the name before is replaced.

@@ -7,6 +7,7 @@ use std::os::unix::fs::{FileExt, PermissionsExt as _};
 
 use super::tree::Usage;
 use super::{Workspace, WorkspaceError};
+use crate::sparse::write_data;
 
 /// A writer of a file of a workspace.
 ///
@@ -26,6 +27,8 @@ pub struct FileWriter {
     expected_bytes: Option<u64>,
     /// End of the last write.
     len_bytes: u64,
+    /// End of the bytes that are in the file. Zeros at the end of a write may be left out.
+    stored_bytes: u64,
     /// Length of the beginning that has no gap.
     gapless_bytes: u64,
     /// Cleaned path that the beginning gets if the writer is dropped, for a writer that leaves it.
@@ -54,6 +57,7 @@ impl FileWriter {
                 target,
                 expected_bytes,
                 len_bytes: 0,
+                stored_bytes: 0,
                 gapless_bytes: 0,
                 part: None,
                 reserved,
@@ -89,6 +93,7 @@ impl FileWriter {
             target,
             expected_bytes: Some(expected_bytes),
             len_bytes,
+            stored_bytes: len_bytes,
             gapless_bytes: len_bytes,
             part: Some(part),
             reserved,
@@ -107,7 +112,7 @@ impl FileWriter {
     }
 
     /// Writes `bytes` at `offset`. Pieces may come in any order; a gap that no piece fills reads as
-    /// zeros.
+    /// zeros. Long runs of zeros behind all that was written become holes.
     ///
     /// # Errors
     ///
@@ -153,6 +158,9 @@ impl FileWriter {
                 got_bytes: self.len_bytes,
             });
         }
+        if self.stored_bytes < self.len_bytes {
+            self.file.set_len(self.len_bytes).map_err(|source| WorkspaceError::io(&*self.path, source))?;
+        }
         self.workspace.commit(&self.path, &self.target, &self.staged, self.reserved)?;
         self.staged.clear();
         Ok(())
@@ -187,7 +195,12 @@ impl FileWriter {
             self.workspace.reserve(&self.path, more)?;
             self.reserved = self.reserved.plus(more);
         }
-        self.file.write_all_at(bytes, offset).map_err(|source| WorkspaceError::io(&*self.path, source))?;
+        let written = if offset >= self.len_bytes {
+            write_data(&self.file, offset, bytes)
+        } else {
+            self.file.write_all_at(bytes, offset).map(|()| end_bytes)
+        };
+        self.stored_bytes = self.stored_bytes.max(written.map_err(|source| WorkspaceError::io(&*self.path, source))?);
         self.len_bytes = self.len_bytes.max(end_bytes);
         if offset <= self.gapless_bytes {
             self.gapless_bytes = self.gapless_bytes.max(end_bytes);

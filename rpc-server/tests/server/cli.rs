@@ -321,6 +321,35 @@ fn an_interrupted_transfer_is_continued_behind_what_is_proven_the_same() {
     }
 }
 
+/// Returns the bytes that a file takes on the disk.
+#[cfg(target_os = "linux")]
+fn on_disk(path: impl AsRef<Path>) -> u64 {
+    std::os::unix::fs::MetadataExt::blocks(&std::fs::metadata(path).unwrap()) * 512
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn a_file_with_holes_has_holes_on_the_other_side() {
+    let fixture = Fixture::new(&[]);
+    let (local, copy) = (fixture.path("local"), fixture.path("copy"));
+    let mut data = vec![0; (8 << 20) + 3];
+    data[5 << 20] = 1;
+    std::fs::write(&local, &data).unwrap();
+    for resume in [&[][..], &["--resume"]] {
+        fixture.cli("put", &[resume, &[&local, "name"]].concat()).ok();
+        // What an earlier download has left ends in the middle of a hole.
+        std::fs::write(format!("{copy}.rpc-part"), &data[..3_000_000]).unwrap();
+        fixture.cli("get", &[resume, &["name", &copy]].concat()).ok();
+        assert!(std::fs::read(&copy).unwrap() == data);
+        assert!(on_disk(&copy) < 6 << 20, "{}", on_disk(&copy));
+        let workdir = Path::new(&fixture.path("workdir")).join("named/anonymous/cli/files/name");
+        assert!(std::fs::read(&workdir).unwrap() == data);
+        assert!(on_disk(&workdir) < 4 << 20, "{}", on_disk(&workdir));
+        std::fs::remove_file(&copy).unwrap();
+        fixture.cli("rm", &["name"]).ok();
+    }
+}
+
 #[test]
 fn files_are_read_from_standard_input_and_written_to_standard_output() {
     let fixture = Fixture::new(&[]);

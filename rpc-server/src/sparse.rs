@@ -1,0 +1,103 @@
+//! Writing without long runs of zeros, so that the copy of a file with holes has holes, too.
+
+use std::fs::File;
+use std::io::{self, Write};
+use std::os::unix::fs::FileExt as _;
+
+/// Length of the aligned blocks that are left out if they have zeros alone: large enough for a hole
+/// to be worth more than a longer write.
+const BLOCK: usize = 64 << 10;
+
+/// Writes `bytes` at `offset` to a file that has no bytes from there on, without the blocks that
+/// have zeros alone. Returns the end of what was written. The caller sets the length of the file.
+pub(crate) fn write_data(file: &File, offset: u64, bytes: &[u8]) -> io::Result<u64> {
+    let mut end = offset;
+    let mut write = |start: usize, data: &[u8]| {
+        if data.is_empty() {
+            return Ok(());
+        }
+        let at = offset + start as u64;
+        end = at + data.len() as u64;
+        file.write_all_at(data, at)
+    };
+    // Length of the block that `offset` is in, as far as it is behind it.
+    let first = BLOCK - (offset % BLOCK as u64) as usize;
+    let (mut start, mut at) = (0, 0);
+    while at < bytes.len() {
+        let next = bytes.len().min(if at == 0 { first } else { at + BLOCK });
+        // A block at an edge is written.
+        if next - at == BLOCK && is_zero(&bytes[at..next]) {
+            write(start, &bytes[start..at])?;
+            start = next;
+        }
+        at = next;
+    }
+    write(start, &bytes[start..])?;
+    Ok(end)
+}
+
+fn is_zero(block: &[u8]) -> bool {
+    static ZEROS: [u8; BLOCK] = [0; BLOCK];
+    block == &ZEROS[..block.len()]
+}
+
+/// Writer of a file, from a position behind which it has no bytes. [`flush`](Write::flush) sets the
+/// length of the file.
+#[derive(Debug)]
+pub(crate) struct SparseWriter {
+    file: File,
+    position: u64,
+    /// End of the bytes that the file has.
+    end: u64,
+}
+
+impl SparseWriter {
+    pub(crate) fn new(file: File, position: u64) -> Self {
+        Self { file, position, end: position }
+    }
+}
+
+impl Write for SparseWriter {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.end = self.end.max(write_data(&self.file, self.position, bytes)?);
+        self.position += bytes.len() as u64;
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        if self.end < self.position {
+            self.file.set_len(self.position)?;
+            self.end = self.position;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::os::unix::fs::MetadataExt as _;
+
+    use super::*;
+
+    #[test]
+    fn a_copy_has_the_same_bytes_and_no_blocks_for_long_runs_of_zeros() {
+        let mut content = vec![0; 40 * BLOCK + 17];
+        content[3] = 1;
+        content[5 * BLOCK + 1] = 2;
+        content[20 * BLOCK - 1] = 3;
+        let folder = tempfile::tempdir().unwrap();
+        for (start, piece) in [(0, 1 << 20), (0, BLOCK), (0, 1000), (7, 1 << 20), (3 * BLOCK - 1, 8 * BLOCK + 5)] {
+            let path = folder.path().join("copy");
+            fs::write(&path, &content[..start]).unwrap();
+            let mut writer = SparseWriter::new(File::options().write(true).open(&path).unwrap(), start as u64);
+            content[start..].chunks(piece).for_each(|piece| writer.write_all(piece).unwrap());
+            writer.flush().unwrap();
+            assert!(fs::read(&path).unwrap() == content, "{start} {piece}");
+            let disk = fs::metadata(&path).unwrap().blocks() * 512;
+            if piece >= BLOCK {
+                assert!(disk < content.len() as u64 / 2, "{start} {piece}: {disk}");
+            }
+        }
+    }
+}
