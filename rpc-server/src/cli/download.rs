@@ -14,7 +14,7 @@ use rpc_core::{ErrorKind, printable_line};
 use super::failure::Failure;
 use super::files::{local_digest, on_own_thread};
 use super::new_file::NewFile;
-use super::output::{Output, label, size};
+use super::output::{Output, label, size, skip_to};
 use super::partial_file::PartialFile;
 use crate::sparse::SparseWriter;
 
@@ -193,6 +193,7 @@ impl Downloader {
             self.fetch_whole(remote, local).await?
         } else if self.is_there(remote, local).await? {
             self.output.note(&format!("{}: unchanged", local.display()));
+            skip_to(&self.bar, self.done_bytes + remote.size);
             0
         } else {
             self.fetch_rest(remote, local).await?
@@ -248,6 +249,7 @@ impl Downloader {
                 start = 0;
             }
         }
+        skip_to(&self.bar, self.done_bytes + start);
         let (writer, report) = (part.writer(start)?, self.reporter());
         let len = on_own_thread(move || Ok(source.read_from(start, writer).progress(report).wait()?)).await?;
         part.persist(remote.executable)?;

@@ -1,7 +1,7 @@
 //! `put`, `get`, `ls`, `rm`: the files of a workspace.
 
 use std::fs::{self, File};
-use std::io;
+use std::io::{self, IsTerminal as _};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -181,11 +181,15 @@ pub(super) async fn get(options: &CommonOptions, output: &Output, args: GetArgs)
     options
         .with_session(&args.address, Files::Workspace, async |session| {
             let files = RemoteFiles::new(&session);
+            let began = Instant::now();
             if to_stdout {
                 let path = sources.concat();
-                return on_own_thread(move || Ok(files.get(&path, io::stdout()).wait().map(drop)?)).await;
+                let bytes = get_to_stdout(&files, &path, output).await?;
+                let mut transfer = Transfer::default();
+                transfer.add(Json::Null, &path, bytes, bytes);
+                // Standard output has the file, and no document beside it.
+                return if output.is_json() { Ok(()) } else { transfer.report(output, began.elapsed()) };
             }
-            let began = Instant::now();
             let list = DownloadList::of_sources(&files, &sources, &target).await?;
             list.create_folders()?;
             let mut downloader = Downloader::new(&files, output, &list, args.resume);
@@ -200,6 +204,18 @@ pub(super) async fn get(options: &CommonOptions, output: &Output, args: GetArgs)
             transfer.report(output, began.elapsed())
         })
         .await
+}
+
+/// Writes a file to standard output. Returns its length.
+async fn get_to_stdout(files: &RemoteFiles, path: &str, output: &Output) -> Result<u64, Failure> {
+    let file = files.open(path).await?;
+    // A bar and the file would be in each other's way on a terminal.
+    let bar = (!io::stdout().is_terminal()).then(|| output.progress(path, Some(file.len())));
+    let shown = bar.clone();
+    let report = move |bytes| shown.iter().for_each(|bar| bar.set_position(bytes));
+    let bytes = on_own_thread(move || Ok(file.read_from(0, io::stdout()).progress(report).wait()?)).await?;
+    bar.iter().for_each(|bar| bar.finish_and_clear());
+    Ok(bytes)
 }
 
 /// Report of the files that a command has transferred.

@@ -173,6 +173,14 @@ pub(super) fn label(bar: &ProgressBar, file: &str) {
     bar.set_message(printable(file).into_owned());
 }
 
+/// Moves a progress bar by bytes that need not be transferred, and so say nothing about the rate.
+pub(super) fn skip_to(bar: &ProgressBar, position: u64) {
+    bar.set_position(position);
+    // The rate is forgotten only once it has seen the position.
+    bar.tick();
+    bar.reset_eta();
+}
+
 /// Returns a JSON document in which every character that could steer a terminal is escaped: JSON
 /// itself demands it of those below 32 alone. Outside of strings there is none.
 fn ascii_controls(json: &str) -> Cow<'_, str> {

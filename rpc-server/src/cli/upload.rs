@@ -13,7 +13,7 @@ use rpc_core::{ErrorKind, Session};
 
 use super::failure::Failure;
 use super::files::{digest_of, local_digest, on_own_thread};
-use super::output::{Output, label, size};
+use super::output::{Output, label, size, skip_to};
 
 /// A file to send, and its path in the workspace.
 #[derive(Debug)]
@@ -197,6 +197,9 @@ impl Uploader {
                 (Sent::Bytes(on_own_thread(put).await?), false)
             }
         };
+        if sent.bytes() == 0 {
+            skip_to(&self.bar, self.done_bytes + len);
+        }
         if *executable != was_executable {
             self.files.set_executable(remote, *executable).await?;
         }
@@ -242,6 +245,7 @@ impl Uploader {
                 }
             }
         }
+        skip_to(&self.bar, self.done_bytes + start);
         file.seek(io::SeekFrom::Start(start)).map_err(|error| Failure::file("cannot send", local, error))?;
         let report = self.reporter();
         let sent = on_own_thread(move || Ok(transfer.finish(file).progress(report).wait()?)).await?;

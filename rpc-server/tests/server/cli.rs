@@ -357,7 +357,10 @@ fn files_are_read_from_standard_input_and_written_to_standard_output() {
     let mut child = put.stdin(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
     child.stdin.take().unwrap().write_all(b"from a pipe\n").unwrap();
     assert!(child.wait().unwrap().success());
-    assert_eq!(fixture.cli("get", &["text", "-"]).ok(), "from a pipe\n");
+    let got = fixture.cli("get", &["text", "-"]);
+    assert!(got.stderr.starts_with("text: 12 B in ") && got.stderr.ends_with("/s\n"), "{got:?}");
+    assert_eq!(got.ok(), "from a pipe\n");
+    assert_eq!(fixture.cli("get", &["text", "-", "--json"]).ok(), "from a pipe\n");
     assert_eq!(fixture.cli("put", &["-"]).code, 2);
 }
 
