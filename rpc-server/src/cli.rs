@@ -14,6 +14,7 @@ mod credentials;
 mod disco;
 mod doctor;
 mod download;
+mod drain;
 mod failure;
 mod failure_report;
 mod files;
@@ -122,6 +123,8 @@ enum Command {
     Status(status::StatusArgs),
     /// End the session of a client of a tracker's server, where the tracker allows it
     Kick(kick::KickArgs),
+    /// Give a tracker's server to no more clients, or to clients again, where the tracker allows it
+    Drain(drain::DrainArgs),
     /// Show the sessions of Disco at servers
     Disco(disco::DiscoArgs),
     /// Diagnose an address that does not work
@@ -188,9 +191,9 @@ impl Command {
     /// Returns the address of the server that the command uses, with the default port of its role.
     fn address_mut(&mut self) -> Option<(&mut String, u16)> {
         let address = match self {
-            Self::Status(status::StatusArgs { tracker, .. }) | Self::Kick(kick::KickArgs { tracker, .. }) => {
-                return Some((tracker, TRACKER_PORT));
-            }
+            Self::Status(status::StatusArgs { tracker, .. })
+            | Self::Kick(kick::KickArgs { tracker, .. })
+            | Self::Drain(drain::DrainArgs { tracker, .. }) => return Some((tracker, TRACKER_PORT)),
             Self::Call(args) => &mut args.address,
             Self::Functions(args) => &mut args.address,
             Self::Info(args) => &mut args.address,
@@ -263,6 +266,7 @@ async fn perform(
         Command::Rm(args) => limited(limits, files::rm(options, output, args)).await,
         Command::Time(args) => limited(limits, call::time(options, output, args)).await,
         Command::Kick(args) => limited(limits, kick::kick(options, output, args)).await,
+        Command::Drain(args) => limited(limits, drain::drain(options, output, args)).await,
         // These commands apply the limit to each of their steps, or to the program, and end by
         // themselves when a signal asks them to.
         Command::Run(args) => run::run(options, output, args, interruption).await,

@@ -80,6 +80,7 @@ mod tests {
                 holder("bob (tcp://10.0.0.6:2)", Some(8), HolderState::InUse),
                 holder("carol (tcp://10.0.0.7:1)", None, HolderState::Granted),
             ],
+            draining: None,
             details: None,
         };
         let summary = Summary {

@@ -12,7 +12,7 @@ use super::failure::Failure;
 use super::interruption::Interruption;
 use super::output::{Output, counted};
 use crate::config::Span;
-use crate::tracker::display::{for_people, has, holder, lost, plain, wanted};
+use crate::tracker::display::{draining, for_people, free, has, holder, lost, offered, plain, wanted};
 
 #[derive(Args, Debug)]
 pub(super) struct StatusArgs {
@@ -79,19 +79,25 @@ async fn within<T>(limit: Duration, what: &str, work: impl Future<Output = rpc_c
 }
 
 fn text(summary: &Summary, width: u16) -> Vec<String> {
-    let slots: u64 = summary.servers.iter().map(|server| u64::from(server.capacity)).sum();
-    let free: u64 = summary.servers.iter().map(|server| u64::from(server.free)).sum();
+    let slots: u64 = summary.servers.iter().map(offered).sum();
+    let all_free: u64 = summary.servers.iter().map(|server| u64::from(server.free)).sum();
     let servers = counted(summary.servers.len() as u64, "server");
     let (slots, queued) = (counted(slots, "slot"), counted(summary.queue.len() as u64, "request"));
-    let mut lines = vec![format!("{servers}, {free} of {slots} free, {queued} waiting")];
+    let mut lines = vec![format!("{servers}, {all_free} of {slots} free, {queued} waiting")];
     if !summary.servers.is_empty() {
         let mut table = table(&["key", "server", "free", "held by", "has", "address"], width);
         for server in &summary.servers {
             table.add_row([
                 server.key.clone(),
                 plain(&server.name),
-                format!("{}/{}", server.free, server.capacity),
-                server.holders.iter().map(holder).collect::<Vec<_>>().join("\n"),
+                free(server),
+                server
+                    .holders
+                    .iter()
+                    .map(holder)
+                    .chain(server.draining.as_ref().map(draining))
+                    .collect::<Vec<_>>()
+                    .join("\n"),
                 has(server),
                 address(server),
             ]);
@@ -189,6 +195,7 @@ mod tests {
             registered_for_ms: 0,
             heard_ago_ms: 0,
             holders: vec![holder("alice (tcp://10.0.0.6:40000)"), holder("bob (tcp://10.0.0.7:40000)")],
+            draining: None,
             details: None,
         };
         let summary = Summary {

@@ -5,7 +5,7 @@ use rpc_transports::tracker::{LossReason, Reach, ServerRequest, ServerSummary, S
 
 use crate::cli::output::counted;
 use crate::tracker::Offer;
-use crate::tracker::display::{for_people, has, lost};
+use crate::tracker::display::{for_people, has, lost, offered};
 
 /// Result for a key.
 #[derive(Debug, PartialEq, Eq)]
@@ -51,7 +51,16 @@ pub(super) fn look_for(summary: &Summary, wanted: &ServerRequest) -> PoolVerdict
                 .to_owned(),
         };
     }
-    let slots = counted(servers.iter().map(|server| u64::from(server.capacity)).sum(), "slot");
+    let drained = servers.iter().filter(|server| server.draining.is_some()).count();
+    if drained == servers.len() {
+        let (count, is) = (counted(drained as u64, "server"), if drained == 1 { "is" } else { "are" });
+        return PoolVerdict::Missing {
+            detail: format!("draining: {count} with {named} {is} given to no more clients (rpc-cli drain)"),
+            advice: "ask for another key, start another server, or have the draining ended: rpc-cli drain --undo"
+                .to_owned(),
+        };
+    }
+    let slots = counted(servers.iter().map(|server| offered(server)).sum(), "slot");
     let free: u32 = servers.iter().map(|server| server.free).sum();
     let waiting = summary.queue.iter().filter(|entry| entry.key.is_empty() || suits(&entry.key)).count();
     let (servers, waiting) = (counted(servers.len() as u64, "server"), counted(waiting as u64, "request"));
@@ -138,6 +147,7 @@ mod tests {
             registered_for_ms: 0,
             heard_ago_ms: 0,
             holders: Vec::new(),
+            draining: None,
             details: None,
         }
     }

@@ -37,7 +37,7 @@ listener_settings! {
         /// Default: none
         #[arg(value_name = "PATTERN", value_delimiter = ',')]
         allow_advertise: Vec<String> = Vec::new(), "RPC_TRACKER_ALLOW_ADVERTISE";
-        /// Let clients end the sessions of others (rpc-cli kick)
+        /// Let clients end the sessions of others (rpc-cli kick) and drain servers (rpc-cli drain)
         #[arg(value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
         allow_kick: bool = false, "RPC_TRACKER_ALLOW_KICK";
         /// Maximum number of servers; more are refused

@@ -1,6 +1,8 @@
 //! Texts for the state of a tracker, shared by `rpc-cli status` and the status page.
 
-use rpc_transports::tracker::{DeviceOffer, Holder, HolderState, Loss, LossReason, QueueEntry, ServerSummary};
+use rpc_transports::tracker::{
+    DeviceOffer, Draining, Holder, HolderState, Loss, LossReason, QueueEntry, ServerSummary,
+};
 
 /// Describes a client and its slot.
 pub(crate) fn holder(Holder { client, for_ms, state, silent_ms, .. }: &Holder) -> String {
@@ -14,6 +16,24 @@ pub(crate) fn holder(Holder { client, for_ms, state, silent_ms, .. }: &Holder) -
         silent_ms => format!(", silent for {}", for_people(*silent_ms)),
     };
     format!("{} for {}{how}{silent}", plain(client), for_people(*for_ms))
+}
+
+/// Returns the number of slots that a server has for clients, free or not.
+pub(crate) fn offered(server: &ServerSummary) -> u64 {
+    if server.draining.is_some() { 0 } else { server.capacity.into() }
+}
+
+/// Describes the free slots of a server.
+pub(crate) fn free(server: &ServerSummary) -> String {
+    match server.draining {
+        Some(_) => "draining".to_owned(),
+        None => format!("{}/{}", server.free, server.capacity),
+    }
+}
+
+/// Describes the draining of a server.
+pub(crate) fn draining(Draining { for_ms, by }: &Draining) -> String {
+    plain(&format!("draining for {}, by {by}", for_people(*for_ms)))
 }
 
 /// Describes the labels and devices of a server.

@@ -30,6 +30,9 @@
 //! or reports at a time past the expiry of the ticket, by its own clock, that it has not seen the
 //! ticket. A late report returns a slot late, and never twice. A server that is silent for the
 //! length of its lease is dropped with all of its slots.
+//!
+//! A server that *drains* has no slots for requests, as if it were not registered: no client gets
+//! it, and no request waits or reserves for it. Its sessions and granted slots stay.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
@@ -176,17 +179,10 @@ impl Scheduler {
             heard: now,
             clock_ms: status.now_ms,
             last_granted: 0,
+            is_draining: false,
         };
         let offer = server.offer.clone();
-        self.count_possible(now, &offer, |possible, slots| *possible += slots);
-        self.properties.insert(id, &offer);
-        let pool = self.pools.entry(offer.key.clone()).or_default();
-        pool.servers.insert(id);
-        pool.with_free.extend(server.grant_order(id));
-        pool.totals.free += u64::from(server.free());
-        pool.totals.capacity += u64::from(offer.capacity);
-        self.totals.free += u64::from(server.free());
-        self.totals.capacity += u64::from(offer.capacity);
+        self.add_slots(now, id, &server);
         self.timers.insert((lease_end, Timer::Lease(id)));
         self.servers.insert(id, server);
         self.take_report(now, id, status);
@@ -246,6 +242,32 @@ impl Scheduler {
     /// Sets whether the server is reachable. Reachable servers are granted first.
     pub(crate) fn set_reachable(&mut self, id: ServerId, reachable: bool) {
         self.change(id, |server| server.reachable = reachable);
+    }
+
+    /// Begins or ends the draining of a server. Returns false if it is not registered.
+    pub(crate) fn set_draining(&mut self, now: Instant, id: ServerId, is_draining: bool) -> bool {
+        let Some(mut server) = self.servers.remove(&id) else { return false };
+        let key = server.offer.key.clone();
+        match (server.is_draining, is_draining) {
+            (false, true) => {
+                self.remove_slots(now, id, &server);
+                server.is_draining = true;
+            }
+            (true, false) => {
+                server.is_draining = false;
+                self.add_slots(now, id, &server);
+            }
+            _ => {}
+        }
+        self.servers.insert(id, server);
+        // Slots have come, or requests reserve none any more that the server alone could serve.
+        self.serve(now, Some(&key));
+        true
+    }
+
+    /// Returns the number of servers that drain and would suit a request.
+    pub(crate) fn draining_for(&self, request: &ServerRequest) -> usize {
+        self.servers.values().filter(|server| server.is_draining && server.offer.suits(request)).count()
     }
 
     /// Removes a server with all its grants.
@@ -444,6 +466,29 @@ impl Scheduler {
     fn forget(&mut self, now: Instant, id: ServerId) -> Option<Server> {
         let server = self.servers.remove(&id)?;
         self.timers.remove(&(server.lease_end, Timer::Lease(id)));
+        if !server.is_draining {
+            self.remove_slots(now, id, &server);
+        }
+        count_down(&mut self.by_peer, &server.peer);
+        Some(server)
+    }
+
+    /// Makes the slots of a server available to requests, without serving these.
+    fn add_slots(&mut self, now: Instant, id: ServerId, server: &Server) {
+        let offer = server.offer.clone();
+        self.count_possible(now, &offer, |possible, slots| *possible += slots);
+        self.properties.insert(id, &offer);
+        let pool = self.pools.entry(offer.key.clone()).or_default();
+        pool.servers.insert(id);
+        pool.with_free.extend(server.grant_order(id));
+        for totals in [&mut pool.totals, &mut self.totals] {
+            totals.free += u64::from(server.free());
+            totals.capacity += u64::from(offer.capacity);
+        }
+    }
+
+    /// Takes back the slots of a server from requests.
+    fn remove_slots(&mut self, now: Instant, id: ServerId, server: &Server) {
         let offer = server.offer.clone();
         self.properties.remove(id, &offer);
         self.count_possible(now, &offer, |possible, slots| *possible -= slots);
@@ -460,8 +505,6 @@ impl Scheduler {
                 self.pools.remove(&offer.key);
             }
         }
-        count_down(&mut self.by_peer, &server.peer);
-        Some(server)
     }
 
     /// Updates the possible slots of waiting requests when a server with this offer comes or goes.
@@ -606,10 +649,12 @@ pub(crate) fn timed_out(wanted: u32, possible: u64, key: &str) -> RpcError {
 const MAX_LISTED: usize = 8;
 
 /// Returns the error of a request that no servers with the keys `registered` could have served for
-/// the time that it allows. Lists the first of these keys, and counts the others.
+/// the time that it allows. Lists the first of these keys, and counts the others. `draining` more
+/// servers suit the request.
 pub(crate) fn unservable<'a>(
     request: &ServerRequest,
     possible: u64,
+    draining: usize,
     registered: impl ExactSizeIterator<Item = &'a str>,
 ) -> RpcError {
     let key = if request.key.is_empty() { String::new() } else { format!(" with the key '{}'", request.key) };
@@ -627,9 +672,14 @@ pub(crate) fn unservable<'a>(
     let (wanted, limit) = (request.count, Duration::from_millis(request.unservable_timeout_ms.unwrap_or_default()));
     let slots = if wanted == 1 { "slot" } else { "slots" };
     let distinct = if request.distinct && wanted > 1 { ", each at another server" } else { "" };
+    let draining = match draining {
+        0 => String::new(),
+        1 => "; one more that suits is draining".to_owned(),
+        more => format!("; {more} more that suit are draining"),
+    };
     let text = format!(
         "no servers that could serve the request have come for {limit:?}: {wanted} {slots}{key}{labels}{kinds}\
-         {constraints}{distinct} were asked for, and the servers that are registered have {possible}; {keys}"
+         {constraints}{distinct} were asked for, and the servers that are registered have {possible}; {keys}{draining}"
     );
     RpcError::new(ErrorKind::DeadlineExceeded, text)
 }

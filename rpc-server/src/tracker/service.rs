@@ -14,7 +14,7 @@ use rpc_core::limits::MemoryLease;
 use rpc_core::proto::ANONYMOUS;
 use rpc_core::{Context, ErrorKind, Pack, Packed, Registry, Result, RpcError, Shared};
 use rpc_transports::tracker::{
-    Kick, Loss, LossReason, MESSAGES, PoolEvent, PoolEventKind, Reach, Registered, Registration, Returned,
+    Drain, Kick, Loss, LossReason, MESSAGES, PoolEvent, PoolEventKind, Reach, Registered, Registration, Returned,
     ServerDetails, ServerRequest, ServerStatus, Ticket, TicketKey, functions,
 };
 use rpc_transports::{Connector, Dial, Machine, Transports};
@@ -72,7 +72,7 @@ pub struct TrackerOptions {
     pub max_waiting_per_client: usize,
     /// Patterns of addresses that servers may advertise beside their own. Default: none.
     pub allow_advertise: Vec<String>,
-    /// True if clients may end the sessions of others. Default: false.
+    /// True if clients may end the sessions of others, and drain servers. Default: false.
     pub allow_kick: bool,
     /// Options for probing servers: trust and tokens. Default: neither. [`Tracker::set_onward`]
     /// replaces them.
@@ -138,6 +138,8 @@ struct ServerEntry {
     reach: Reach,
     /// Sessions that the server is asked to end with its next report.
     to_end: BTreeSet<u64>,
+    /// Time since which the server drains, and the client that has asked for it.
+    draining: Option<(Instant, String)>,
     probed: Instant,
     /// Last facts that the server has reported for people.
     details: Option<ReportedDetails>,
@@ -284,6 +286,10 @@ impl Tracker {
             this.kick(&client_of(&context), kick)
         });
         let this = self.clone();
+        registry.add_inline(functions::DRAIN, move |context: Context, Pack(drain): Pack<Drain>| {
+            this.drain(&client_of(&context), drain)
+        });
+        let this = self.clone();
         // Runs on a thread: the summary of a large pool takes long, and must not delay others.
         registry.add(functions::SUMMARY, move || Pack(this.summary()));
     }
@@ -366,6 +372,7 @@ impl Tracker {
             ticket_key,
             reach: if is_proven { Reach::Reached } else { Reach::Untried },
             to_end: BTreeSet::new(),
+            draining: None,
             probed: now,
             // Come with the first renewal.
             details: None,
@@ -387,8 +394,7 @@ impl Tracker {
     ) -> Result<ClaimObject> {
         check_request(&request)?;
         let now = rpc_core::clock::now();
-        let known_as = if client.identity == ANONYMOUS { &client.peer } else { &client.identity };
-        request.client = format!("{} ({known_as})", clip(&request.client));
+        request.client = format!("{} ({})", clip(&request.client), known_as(client));
         let (sender, answer) = watch::channel(None);
         let mut state = self.lock();
         let key = request.key.clone();
@@ -400,10 +406,7 @@ impl Tracker {
 
     /// Has a server end a session, with its next report.
     fn kick(&self, client: &Client, kick: Kick) -> Result<()> {
-        if !self.options.allow_kick {
-            let text = "the operator of the tracker does not let clients end the sessions of others (--allow-kick)";
-            return Err(RpcError::new(ErrorKind::Refused, text));
-        }
+        self.check_allows_kick("end the sessions of others")?;
         let mut state = self.lock();
         let id = ServerId(kick.server);
         let has_session = state.scheduler.server(id).is_some_and(|server| server.has_session(kick.session));
@@ -416,6 +419,37 @@ impl Tracker {
         rpc_core::log_limited!(INFO, name, session, peer = client.peer, "a client has the session of another ended");
         state.add_event(rpc_core::clock::now(), PoolEventKind::Kicked, key, name, clip(&client.peer));
         Ok(())
+    }
+
+    /// Begins or ends the draining of a server.
+    fn drain(&self, client: &Client, drain: Drain) -> Result<()> {
+        self.check_allows_kick("drain servers")?;
+        let now = rpc_core::clock::now();
+        let mut state = self.lock();
+        let id = ServerId(drain.server);
+        let Some(entry) = state.servers.get_mut(&id) else {
+            return Err(RpcError::not_found("the server is not registered any more"));
+        };
+        if drain.undo {
+            entry.draining = None;
+        } else {
+            entry.draining.get_or_insert_with(|| (now, clip(known_as(client))));
+        }
+        let description = entry.description.clone();
+        state.scheduler.set_draining(now, id, !drain.undo);
+        let (name, undone) = (&description.name, drain.undo);
+        rpc_core::log_limited!(INFO, name, undone, peer = client.peer, "a client has a server drained");
+        self.apply_events(state, now);
+        Ok(())
+    }
+
+    /// Checks that the operator lets clients do what they do to others.
+    fn check_allows_kick(&self, what: &str) -> Result<()> {
+        if self.options.allow_kick {
+            return Ok(());
+        }
+        let text = format!("the operator of the tracker does not let clients {what} (--allow-kick)");
+        Err(RpcError::new(ErrorKind::Refused, text))
     }
 
     fn check_addresses(&self, registration: &Registration, client: &Client) -> Result<Admitted> {
@@ -467,7 +501,8 @@ impl Tracker {
                     state.answer(claim, |key| Err(timed_out(wanted, possible, key)));
                 }
                 Event::Unservable { claim, request, possible } => {
-                    let error = unservable(&request, possible, state.scheduler.keys());
+                    let draining = state.scheduler.draining_for(&request);
+                    let error = unservable(&request, possible, draining, state.scheduler.keys());
                     state.answer(claim, |_| Err(error));
                 }
                 Event::LeaseExpired { server } => state.remove_server(now, server, Some(LossReason::LeaseExpired)),
@@ -636,6 +671,11 @@ fn client_of(context: &Context) -> Arc<Client> {
         through_hop: false,
     };
     context.extension().unwrap_or_else(|| Arc::new(local()))
+}
+
+/// Returns the name by which people know a client: its identity, or else its address.
+fn known_as(client: &Client) -> &str {
+    if client.identity == ANONYMOUS { &client.peer } else { &client.identity }
 }
 
 /// Returns the name under which the limits of a client are counted.

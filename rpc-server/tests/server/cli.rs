@@ -729,6 +729,7 @@ fn help_completions_and_manual() {
         "time",
         "status",
         "kick",
+        "drain",
         "disco",
         "doctor",
         "shell",

@@ -104,6 +104,7 @@ fn flags_override_the_file_and_bad_addresses_end_with_2() {
         &["ping", "@open/a b"],
         &["status", "--tracker", "nonsense"],
         &["kick", "--tracker", "foo://a", "client"],
+        &["drain", "--tracker", "foo://a", "server"],
         &["doctor", "nonsense"],
         &["use", "name", "nonsense"],
     ] {

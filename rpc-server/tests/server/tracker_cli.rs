@@ -142,6 +142,47 @@ fn contradicting_options_are_refused_at_once() {
     assert_eq!((code, again), (0, text));
 }
 
+#[test]
+fn a_server_that_is_drained_goes_to_no_more_clients_until_that_is_undone() {
+    let folder = tempfile::tempdir().unwrap();
+    let (closed, tracker) = (start("tracker", &folder, &[]), start("tracker", &folder, &["--allow-kick"]));
+    let both = [closed.address(), tracker.address()].join(",");
+    let flags = ["--tracker", &both, "--tracker-key", "board", "--capacity", "2"];
+    let server = start("serve", &folder, &flags);
+    let board = format!("{}/board", tracker.address().replace("tcp://", "tracker://"));
+    let call = |flags: &[&str]| cli(&[&["call", &board, "rpc.echo", "42"], flags].concat());
+    for tracker in [&closed, &tracker] {
+        until(&["status", "--tracker", tracker.address()], |text| text.contains("2 of 2 slots free"));
+    }
+
+    // The operator lets nobody do it by default.
+    let (code, text) = cli(&["drain", "--tracker", closed.address(), server.address()]);
+    assert!(code == 77 && text.contains("--allow-kick"), "{code} {text}");
+    let drain = |args: &[&str]| cli(&[&["drain", "--tracker", tracker.address()], args].concat());
+    let (code, text) = drain(&["nothing"]);
+    assert!(code == 1 && text.contains("no server has the name"), "{code} {text}");
+
+    // A client keeps its session.
+    let mut holder = Command::new(env!("CARGO_BIN_EXE_rpc-cli"));
+    holder.args(["ping", &board]);
+    let (_holder, line) = first_line(&mut holder);
+    assert!(line.contains("reply from"), "{line}");
+    let (code, text) = drain(&[server.address()]);
+    assert!(code == 0 && text.contains("1 client may go on"), "{code} {text}");
+    let (code, text) = cli(&["status", "--tracker", tracker.address()]);
+    assert!(code == 0 && text.contains("0 of 0 slots free") && text.contains("draining for "), "{code} {text}");
+    let (code, text) = call(&["--timeout", "100ms"]);
+    assert_eq!(code, 124, "{text}");
+    let (code, text) = cli(&["doctor", &board]);
+    assert_eq!(code, 69, "{text}");
+    assert!(text.contains("draining: 1 server with the key 'board'") && text.contains("--undo"), "{text}");
+
+    let (code, text) = drain(&["--undo", server.address()]);
+    assert_eq!(code, 0, "{text}");
+    let (code, text) = call(&[]);
+    assert_eq!((code, text.trim()), (0, "42"));
+}
+
 /// A child process that is killed with this value.
 struct KillOnDrop(Child);
 

@@ -6,12 +6,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use rpc_core::{ErrorKind, Fault, Pack, Packed, RemoteObject, Result, RpcError, Session};
+use serde::Serialize;
 use tokio::sync::Mutex;
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 
 use super::TICKET_REFUSED;
-use super::messages::{Grant, Kick, MESSAGES, Returned, ServerRequest, Summary, functions};
+use super::messages::{Drain, Grant, Kick, MESSAGES, Returned, ServerRequest, Summary, functions};
 use crate::address::{Address, AddressError, ToAddress};
 use crate::backoff::Backoff;
 use crate::connect::{ConnectError, Connector, Hop, Tunnel};
@@ -170,14 +171,30 @@ impl TrackerClient {
     /// [`ErrorKind::Refused`]: the operator of the tracker does not allow it;
     /// [`ErrorKind::NotFound`]: there is no such session any more.
     pub async fn kick(&self, kick: Kick) -> Result<()> {
+        self.command(functions::KICK, kick).await
+    }
+
+    /// Gives a server to no more clients, or to clients again. Its sessions go on. A server that
+    /// registers again is given to clients.
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::Refused`]: the operator of the tracker does not allow it;
+    /// [`ErrorKind::NotFound`]: the server is not registered any more.
+    pub async fn drain(&self, drain: Drain) -> Result<()> {
+        self.command(functions::DRAIN, drain).await
+    }
+
+    /// Calls a function of the tracker that returns nothing.
+    async fn command<T: Serialize>(&self, name: &str, argument: T) -> Result<()> {
         let session = self.session().await?;
-        let kicked = async {
-            let function = session.get_function(functions::KICK).await?;
-            function.call((Pack(kick),)).concurrent().await
+        let done = async {
+            let function = session.get_function(name).await?;
+            function.call((Pack(argument),)).concurrent().await
         };
-        match kicked.await {
+        match done.await {
             Ok(()) => Ok(()),
-            // The session is what was not found.
+            // The tracker itself has answered.
             Err(error) if error.hop() > 0 => Err(error),
             Err(error) => Err(self.failed(&session, error).await),
         }

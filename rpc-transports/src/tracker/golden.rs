@@ -94,6 +94,8 @@ fn messages_keep_their_bytes() {
     golden.check("renewed: unreachable", &renewed(Reach::Unreachable { why: "w".to_owned() }));
     golden.check("renewed: kick", &Renewed { end: vec![9], ..renewed(Reach::Reached) });
     golden.check("kick", &Kick { server: 3, session: 9 });
+    golden.check("drain", &Drain { server: 3, undo: false });
+    golden.check("drain: undo", &Drain { server: 3, undo: true });
 
     let request = ServerRequest::new("board").count(2).distinct().label("arch", "arm64").device(DeviceType::CUDA, 1);
     let request = request.virtual_device(DeviceType::CUDA).priority(-1).client("me").timeout(Duration::from_secs(1));
@@ -127,8 +129,11 @@ fn messages_keep_their_bytes() {
         registered_for_ms: 1,
         heard_ago_ms: 2,
         holders: [HolderState::Granted, HolderState::InUse, HolderState::Direct].map(holder).into(),
+        draining: None,
         details: Some(details),
     };
+    let draining = Draining { for_ms: 8, by: client() };
+    golden.check("draining server", &ServerSummary { draining: Some(draining), details: None, ..server.clone() });
     let entry = QueueEntry {
         client: client(),
         key: String::new(),

@@ -36,6 +36,8 @@ pub mod functions {
     pub const SUMMARY: &str = "tracker.summary";
     /// `(Kick) -> null`. Has a server end the session of a client.
     pub const KICK: &str = "tracker.kick";
+    /// `(Drain) -> null`. Gives a server to no more clients, or to clients again.
+    pub const DRAIN: &str = "tracker.drain";
 }
 
 /// Returns true for a number that is left out of a message.
@@ -476,6 +478,16 @@ pub struct Kick {
     pub session: u64,
 }
 
+/// Server that is to be given to no more clients, or to clients again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Drain {
+    /// Tracker's number of the registration: [`ServerSummary::id`].
+    pub server: u64,
+    /// True to give it to clients again.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub undo: bool,
+}
+
 /// State of a tracker.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Summary {
@@ -529,9 +541,21 @@ pub struct ServerSummary {
     pub heard_ago_ms: u64,
     /// Clients that hold slots.
     pub holders: Vec<Holder>,
+    /// Draining of the server, while it is given to no more clients.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub draining: Option<Draining>,
     /// Facts about the server for people, if it has reported any. Times are as of this summary.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub details: Option<ServerDetails>,
+}
+
+/// Draining of a server: its sessions go on, and no client gets it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Draining {
+    /// Time for which the server has been draining.
+    pub for_ms: u64,
+    /// Client that has asked for it, as the tracker knows it.
+    pub by: String,
 }
 
 /// Client that holds a slot at a server.

@@ -10,6 +10,7 @@ use super::chart;
 use super::markup::{Text, columns, document, figures, table};
 use super::query::Query;
 use super::sections::{self, KeyLink, KeySums};
+use crate::tracker::display::offered;
 use crate::tracker::history::LAST_HOUR;
 
 /// Returns the overview of a pool.
@@ -65,7 +66,7 @@ fn search(to: &mut String, query: &Query) -> fmt::Result {
 }
 
 fn pool_figures(to: &mut String, summary: &Summary, free: u64) -> fmt::Result {
-    let slots: u64 = summary.servers.iter().map(|server| u64::from(server.capacity)).sum();
+    let slots: u64 = summary.servers.iter().map(offered).sum();
     let held: usize = summary.servers.iter().map(|server| server.holders.len()).sum();
     let missing = summary.servers.iter().filter(|server| matches!(server.reach, Reach::Unreachable { .. })).count();
     let missing = if missing == 0 { String::new() } else { format!("{missing} not found") };
@@ -125,8 +126,8 @@ fn first_server(to: &mut String, command: &str) -> fmt::Result {
 #[cfg(test)]
 mod tests {
     use rpc_transports::tracker::{
-        DeviceDetails, DeviceOffer, Holder, HolderState, Loss, LossReason, MESSAGES, PoolEvent, PoolEventKind,
-        QueueEntry, RecentError, Sample, ServerDetails, ServerSummary,
+        DeviceDetails, DeviceOffer, Draining, Holder, HolderState, Loss, LossReason, MESSAGES, PoolEvent,
+        PoolEventKind, QueueEntry, RecentError, Sample, ServerDetails, ServerSummary,
     };
 
     use super::super::{key_view, server_view};
@@ -164,6 +165,7 @@ mod tests {
                     session: None,
                     silent_ms: 0,
                 }],
+                draining: Some(Draining { for_ms: 0, by: evil() }),
                 details: Some(ServerDetails {
                     version: evil(),
                     devices: vec![DeviceDetails { device: evil(), name: Some(evil()), ..DeviceDetails::default() }],

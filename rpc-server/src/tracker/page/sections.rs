@@ -7,7 +7,7 @@ use rpc_transports::tracker::{Loss, PoolEvent, PoolEventKind, QueueEntry, Reach,
 use super::markup::{Column, Text, begin_table, columns, end_table, section, table, write_row};
 use super::query::{Encoded, Query, Sort};
 use crate::cli::counted;
-use crate::tracker::display::{for_people, has, holder, lost, wanted};
+use crate::tracker::display::{for_people, free, has, holder, lost, offered, wanted};
 
 /// Sums over the servers of one key.
 #[derive(Clone, Copy, Debug, Default)]
@@ -21,7 +21,7 @@ pub(super) struct KeySums {
 impl KeySums {
     pub(super) fn add(&mut self, server: &ServerSummary) {
         self.servers += 1;
-        self.slots += u64::from(server.capacity);
+        self.slots += offered(server);
         self.free += u64::from(server.free);
         self.clients += server.holders.len();
     }
@@ -103,7 +103,7 @@ fn server_row(to: &mut String, server: &ServerSummary) -> fmt::Result {
     };
     write!(to, "<td>{}</td>", KeyLink(&server.key))?;
     write!(to, "<td><a href=\"/server/{}\">{}</a></td>", server.id, Text(&server.name))?;
-    write!(to, "<td class=\"number {use_is}\">{}/{}</td><td class=\"holders\">", server.free, server.capacity)?;
+    write!(to, "<td class=\"number {use_is}\">{}</td><td class=\"holders\">", free(server))?;
     server.holders.iter().try_for_each(|held| write!(to, "<div>{}</div>", Text(holder(held))))?;
     write!(to, "</td><td class=\"has\">{}</td>", Text(has(server)))?;
     write!(to, "<td class=\"number\">{} ago</td><td class=\"address\">", for_people(server.heard_ago_ms))?;

@@ -8,7 +8,7 @@ use super::PoolView;
 use super::markup::{Text, columns, document, table};
 use super::sections::{self, KeyLink};
 use crate::cli::size;
-use crate::tracker::display::{for_people, has, holder};
+use crate::tracker::display::{draining, for_people, has, holder};
 
 /// Returns the page of a server; `None` if no server has this number.
 pub(super) fn page(view: &PoolView, id: u64) -> Option<String> {
@@ -53,6 +53,9 @@ fn facts(to: &mut String, server: &ServerSummary) -> fmt::Result {
     sections::address(&mut address, server)?;
     fact(to, "Key", &KeyLink(&server.key))?;
     fact(to, "Slots free", &format_args!("{} of {}", server.free, server.capacity))?;
+    if let Some(of) = &server.draining {
+        fact(to, "Given to clients", &format_args!("no: {}", Text(draining(of))))?;
+    }
     fact(to, "Last heard", &format_args!("{} ago", for_people(server.heard_ago_ms)))?;
     fact(to, "Registered for", &for_people(server.registered_for_ms))?;
     if let Some(ServerDetails { version, uptime_ms, sessions, memory_bytes, .. }) = &server.details {

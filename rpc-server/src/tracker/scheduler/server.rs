@@ -25,6 +25,8 @@ pub(crate) struct Server {
     pub(super) clock_ms: u64,
     /// Serial number of the server's last grant.
     pub(super) last_granted: u64,
+    /// True while the server is given to no client.
+    pub(super) is_draining: bool,
 }
 
 #[derive(Debug)]
@@ -41,8 +43,11 @@ pub(super) type GrantOrder = (bool, Reverse<u32>, u64, ServerId);
 
 impl Server {
     /// Returns the number of free slots. There may be more sessions than slots, because clients
-    /// without tickets have sessions too.
+    /// without tickets have sessions too. A server that drains has none.
     pub(crate) fn free(&self) -> u32 {
+        if self.is_draining {
+            return 0;
+        }
         let taken = u32::try_from(self.granted.len() + self.uses.len()).unwrap_or(u32::MAX);
         self.offer.capacity.saturating_sub(taken)
     }

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use rpc_core::DeviceType;
 use rpc_transports::tracker::{DeviceOffer, ServerRequest, ServerStatus, Use};
 
-use super::{ClaimId, Event, GrantedSlot, Offer, Policy, Scheduler, unservable};
+use super::{ClaimId, Event, GrantedSlot, Offer, Policy, Scheduler, ServerId, unservable};
 
 const LEASE: Duration = Duration::from_secs(10);
 const TICKET: Duration = Duration::from_secs(20);
@@ -168,6 +168,38 @@ fn slots_are_spread_over_servers_and_unreachable_ones_come_last() {
 }
 
 /// A restarted tracker learns the sessions of servers from the servers themselves.
+#[test]
+fn a_server_that_drains_is_given_to_nobody_and_no_request_waits_for_it() {
+    let (mut scheduler, now) = scheduler();
+    let drained = scheduler.register(now, "p", offer("k", 2), &no_uses()).unwrap();
+    let first = scheduler.request(now, "c", ServerRequest::new("k")).unwrap();
+    assert_eq!(granted(&mut scheduler)[0].0, first);
+    assert!(scheduler.set_draining(now, drained, true) && scheduler.set_draining(now, drained, true));
+    let server = scheduler.server(drained).unwrap();
+    assert_eq!((server.free(), server.holders().count()), (0, 1), "the slot that was granted stays");
+    let (both, one) = (ServerRequest::new("k").count(2), ServerRequest::new("k"));
+    assert_eq!(scheduler.draining_for(&one), 1);
+    // It does not reserve the other server's slot for a request that needs both servers.
+    scheduler.register(now, "p", offer("k", 1), &no_uses()).unwrap();
+    let both = scheduler.request(now, "c", both).unwrap();
+    let one = scheduler.request(now, "c", one).unwrap();
+    let [(claim, _)] = granted(&mut scheduler)[..] else { panic!() };
+    assert_eq!(claim, one);
+    let possible: Vec<_> = scheduler.waiting().map(|(_, possible)| possible).collect();
+    assert_eq!(possible, [1]);
+    // Its reports change nothing.
+    scheduler.report(now, drained, &no_uses());
+    assert_eq!(granted(&mut scheduler), []);
+    // The first ticket is gone with its time, so both slots are free.
+    let later = now + TICKET;
+    scheduler.report(later, drained, &ServerStatus { now_ms: TICKET.as_millis() as u64, ..no_uses() });
+    assert!(scheduler.set_draining(later, drained, false));
+    let [(claim, slots)] = &granted(&mut scheduler)[..] else { panic!() };
+    assert_eq!((*claim, slots.len()), (both, 2));
+    assert!(slots.iter().all(|slot| slot.server == drained));
+    assert!(!scheduler.set_draining(later, ServerId(99), true));
+}
+
 #[test]
 fn a_server_that_registers_in_use_is_not_granted_again() {
     let (mut scheduler, now) = scheduler();
@@ -391,7 +423,7 @@ fn a_request_that_can_never_be_served_fails_after_its_time_and_says_why() {
     pass(&mut scheduler, &mut now, second);
     let Some(Event::Unservable { claim: told, request, possible }) = scheduler.poll_event() else { panic!() };
     assert_eq!((told, possible), (claim, 1));
-    let error = unservable(&request, possible, scheduler.keys());
+    let error = unservable(&request, possible, 0, scheduler.keys());
     let text = error.message();
     assert!(text.contains("for 60s: 2 slots with the key 'k'") && text.contains("have 1; "), "{text}");
     assert!(text.ends_with("keys: k"), "{text}");
@@ -449,7 +481,7 @@ fn the_error_of_an_impossible_request_looks_at_few_of_the_keys() {
         seen.set(seen.get() + 1);
         key.as_str()
     });
-    let error = unservable(&ServerRequest::new("board"), 0, registered);
+    let error = unservable(&ServerRequest::new("board"), 0, 0, registered);
     assert!(error.message().ends_with("k0, k1, k2, k3, k4, k5, k6, k7 and 7992 others"), "{error}");
     assert!(seen.get() < 10, "{} keys", seen.get());
 

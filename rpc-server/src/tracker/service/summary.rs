@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use rpc_transports::tracker::{
-    Holder, HolderState, Loss, MESSAGES, PoolEvent, QueueEntry, Reach, Sample, ServerDetails, ServerRequest,
+    Draining, Holder, HolderState, Loss, MESSAGES, PoolEvent, QueueEntry, Reach, Sample, ServerDetails, ServerRequest,
     ServerSummary, Summary,
 };
 
@@ -45,6 +45,7 @@ impl Tracker {
             registered_for_ms: ago(server.registered),
             heard_ago_ms: ago(server.heard),
             holders: server.holders.into_iter().map(holder).collect(),
+            draining: server.draining.map(|(since, by)| Draining { for_ms: ago(since), by }),
             details: server.details.map(|(received, details)| as_of_now(&details, ago(received))),
         };
         let mut servers: Vec<_> = snapshot.servers.into_iter().map(server).collect();
@@ -92,6 +93,7 @@ impl Tracker {
                 registered: server.registered,
                 heard: server.heard,
                 holders: server.holders().collect(),
+                draining: entry.draining.clone(),
                 details: entry.details.as_ref().map(|reported| (reported.received, reported.details.clone())),
             })
         };
@@ -123,6 +125,8 @@ struct ServerSnapshot {
     registered: Instant,
     heard: Instant,
     holders: Vec<Occupancy>,
+    /// Begin of the draining, and the client that has asked for it.
+    draining: Option<(Instant, String)>,
     /// Details, and the time at which they were received.
     details: Option<(Instant, Arc<ServerDetails>)>,
 }

@@ -25,6 +25,8 @@ enum Step {
     },
     Renew(u8),
     Unregister(u8),
+    /// A server begins or ends to drain.
+    Drain(u8, bool),
     Request {
         peer: u8,
         key: u8,
@@ -64,6 +66,7 @@ fn step(kinds: u8) -> impl Strategy<Value = Step> {
         ),
         2 => any::<u8>().prop_map(Step::Renew),
         1 => any::<u8>().prop_map(Step::Unregister),
+        3 => any::<(u8, bool)>().prop_map(|(at, is_draining)| Step::Drain(at, is_draining)),
         8 => (
             0..3u8, 0..wanted, 0..wanted, 0..u32::from(kinds), 1..6u32, distinct, -1..2i32,
             proptest::option::of(0..30_000u16),
@@ -101,6 +104,7 @@ struct ModelServer {
     /// State that the tracker knows, with its grants since.
     known_uses: usize,
     known_granted: BTreeMap<u64, (ClaimId, u64)>,
+    is_draining: bool,
 }
 
 impl ModelServer {
@@ -115,7 +119,12 @@ impl ModelServer {
 
     /// Returns the number of free slots as far as the tracker can know it.
     fn free(&self) -> u32 {
-        self.offer.capacity.saturating_sub((self.known_uses + self.known_granted.len()) as u32)
+        self.offered().saturating_sub((self.known_uses + self.known_granted.len()) as u32)
+    }
+
+    /// Returns the number of slots that requests may use, free or not.
+    fn offered(&self) -> u32 {
+        if self.is_draining { 0 } else { self.offer.capacity }
     }
 
     fn send_report(&mut self, now: Instant) {
@@ -131,7 +140,8 @@ impl ModelServer {
 
     fn suits(&self, request: &ServerRequest) -> bool {
         let gpus = |devices: &[DeviceOffer]| devices.first().map_or(0, |device| device.count);
-        (request.key.is_empty() || request.key == self.offer.key)
+        !self.is_draining
+            && (request.key.is_empty() || request.key == self.offer.key)
             && (request.labels.is_empty() || request.labels == self.offer.labels)
             && gpus(&request.devices) <= gpus(&self.offer.devices)
     }
@@ -208,6 +218,7 @@ impl Model {
                             spent: Vec::new(),
                             unreceived: VecDeque::new(),
                             known_granted: BTreeMap::new(),
+                            is_draining: false,
                         };
                         assert!(self.servers.insert(id, server).is_none(), "a number was used twice");
                     }
@@ -233,6 +244,12 @@ impl Model {
                 if let Some(id) = self.server_at(at) {
                     assert!(self.scheduler.unregister(now, id));
                     self.servers.remove(&id);
+                }
+            }
+            Step::Drain(at, is_draining) => {
+                if let Some(id) = self.server_at(at) {
+                    assert!(self.scheduler.set_draining(now, id, is_draining));
+                    self.servers.get_mut(&id).unwrap().is_draining = is_draining;
                 }
             }
             Step::Request { peer, key, arch, gpus, count, distinct, priority, timeout, unservable_timeout } => {
@@ -502,7 +519,7 @@ impl Model {
     fn counts_agree(&self) {
         let totals = self.scheduler.totals();
         let free: u64 = self.servers.values().map(|server| u64::from(server.free())).sum();
-        let capacity: u64 = self.servers.values().map(|server| u64::from(server.offer.capacity)).sum();
+        let capacity: u64 = self.servers.values().map(|server| u64::from(server.offered())).sum();
         assert_eq!((totals.free, totals.capacity, totals.waiting), (free, capacity, self.waiting.len() as u64));
         for (id, server) in &self.servers {
             let theirs = self.scheduler.server(*id).expect("no server is lost");
@@ -521,7 +538,8 @@ impl Model {
             let possible: u64 = self.servers.values().map(|server| slots(&waiting.request, server)).sum();
             assert_eq!(told, possible, "{waiting:?}");
         }
-        assert_eq!(self.scheduler.pools.values().map(|pool| pool.servers.len()).sum::<usize>(), self.servers.len());
+        let offered = self.servers.values().filter(|server| !server.is_draining).count();
+        assert_eq!(self.scheduler.pools.values().map(|pool| pool.servers.len()).sum::<usize>(), offered);
         assert_eq!(self.scheduler.priorities.len(), self.waiting.len());
         assert_eq!(self.scheduler.classes.checked_len(), self.waiting.len());
     }
@@ -529,6 +547,11 @@ impl Model {
     /// Ends all sessions and requests, and checks that all slots are free. Then removes all
     /// servers, and checks that the scheduler keeps no state of them.
     fn remove_all(&mut self) {
+        for id in self.servers.keys().copied().collect::<Vec<_>>() {
+            self.scheduler.set_draining(self.now, id, false);
+            self.servers.get_mut(&id).unwrap().is_draining = false;
+            self.settle();
+        }
         for id in self.servers.keys().copied().collect::<Vec<_>>() {
             let server = self.servers.get_mut(&id).unwrap();
             let ended = std::mem::take(&mut server.uses);
