@@ -50,6 +50,8 @@ pub enum Permission<'a> {
     Disco,
     /// Leases with this priority: `lease-priority:NUMBER`.
     LeasePriority(i32),
+    /// Log lines of the server: `logs`.
+    Logs,
 }
 
 impl<'a> Permission<'a> {
@@ -63,12 +65,13 @@ impl<'a> Permission<'a> {
         let malformed = || {
             RpcError::invalid_argument(format!(
                 "'{text}' is no permission: write call:NAME, device:DEVICE, modules, run:PROGRAM, forward:ADDRESS, \
-                 port:ADDRESS, disco or lease-priority:NUMBER"
+                 port:ADDRESS, disco, logs or lease-priority:NUMBER"
             ))
         };
         match text.split_once(':') {
             None if text == "modules" => Ok(Self::Modules),
             None if text == "disco" => Ok(Self::Disco),
+            None if text == "logs" => Ok(Self::Logs),
             Some((_, "")) | None => Err(malformed()),
             Some(("call", name)) => Ok(Self::Function(name)),
             Some(("device", device)) => Ok(Self::Device(device.parse()?)),
@@ -92,6 +95,7 @@ impl fmt::Display for Permission<'_> {
             Self::Port(address) => write!(f, "port:{address}"),
             Self::Disco => f.write_str("disco"),
             Self::LeasePriority(priority) => write!(f, "lease-priority:{priority}"),
+            Self::Logs => f.write_str("logs"),
         }
     }
 }
@@ -110,12 +114,15 @@ mod tests {
             "forward:tcp://10.0.0.5:9090",
             "port:unix:/run/x.sock",
             "disco",
+            "logs",
             "lease-priority:-3",
         ] {
             assert_eq!(Permission::parse(text).unwrap().to_string(), text);
         }
         assert_eq!(Permission::parse("device:cuda").unwrap(), Permission::Device(Device::cuda(0)));
-        for text in ["", "call", "call:", "modules:x", "disco:", "device:toaster", "lease-priority:high", "shell:x"] {
+        for text in
+            ["", "call", "call:", "modules:x", "disco:", "logs:", "device:toaster", "lease-priority:high", "shell:x"]
+        {
             assert!(Permission::parse(text).is_err(), "{text}");
         }
     }

@@ -30,6 +30,7 @@
 //! | `rpc.lease.ahead` | request | number of requests that are granted before |
 //! | `rpc.lease.release` | request | microseconds held; null if it was not granted |
 //! | `rpc.lease.status` | | a list of [`LeasedDevice`], packed |
+//! | `rpc.logs.read` | first line and milliseconds to wait, or null | [`LogPage`], packed |
 //! | `rpc.disco.sessions` | | a list of [`HostReport`](disco::HostReport), packed |
 //! | `rpc.module.find` | digest | whether the server has that [module](crate::modules) |
 //! | `rpc.module.begin_upload` | digest, length | an upload |
@@ -51,7 +52,8 @@
 //! that of those for modules, which refuse without `--allow-modules`. With them comes the module
 //! loader `tvm_ffi`. [`Session::lease`](rpc_core::Session::lease) is the client of `rpc.lease.*`.
 //! [`rpc_core::client::RemoteCommand`] is the client of `rpc.run.*`, which refuse without
-//! `--allow-run`. The functions of Disco nodes, `disco.*`, refuse without `--allow-disco` where
+//! `--allow-run`. `rpc.logs.read` refuses without `--allow-logs`, which is the default with
+//! `--policy`. The functions of Disco nodes, `disco.*`, refuse without `--allow-disco` where
 //! clients need not prove who they are.
 
 mod disco_sessions;
@@ -59,6 +61,7 @@ mod file_cache;
 mod files;
 mod info;
 mod leases;
+mod logs;
 mod modules;
 mod run;
 mod timing;
@@ -72,11 +75,13 @@ use rpc_core::{Context, ErrorKind, LocalValue, Registry, RpcError, Shared, Signa
 use crate::config::ServeConfig;
 
 pub use crate::leases::LeasedDevice;
+pub use crate::recent_logs::LogPage;
 pub(crate) use disco_sessions::DISCO_SESSIONS;
 pub use files::MAX_READ_BYTES;
 pub(crate) use files::workspace;
 pub(crate) use info::device_info;
 pub use info::{DeviceInfo, ModulesInfo, ServerInfo};
+pub(crate) use logs::READ_LOGS;
 pub use timing::{TimeOptions, time_function};
 
 /// Interval at which a sleeping call checks for cancellation.
@@ -105,6 +110,7 @@ pub fn register(registry: &Registry) {
     files::register(registry);
     file_cache::register(registry);
     leases::register(registry);
+    logs::register(registry);
     modules::register(registry);
     run::register(registry);
     disco_sessions::register(registry);

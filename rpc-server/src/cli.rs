@@ -23,6 +23,7 @@ mod info;
 mod interruption;
 mod kick;
 mod lease;
+mod logs;
 mod module;
 mod named_servers;
 mod new_file;
@@ -119,6 +120,8 @@ enum Command {
     Ping(ping::PingArgs),
     /// Measure the run time of a function at the server
     Time(call::TimeArgs),
+    /// Show the last log lines of a server, where it lets you read them, and follow its log
+    Logs(logs::LogsArgs),
     /// Show the servers of a tracker, their clients and the waiting requests
     Status(status::StatusArgs),
     /// End the session of a client of a tracker's server, where the tracker allows it
@@ -207,6 +210,7 @@ impl Command {
             Self::Lease(args) => &mut args.address,
             Self::Ping(args) => &mut args.address,
             Self::Time(args) => &mut args.address,
+            Self::Logs(args) => &mut args.address,
             Self::Doctor(args) => &mut args.address,
             Self::Shell(args) => &mut args.address,
             // It may have several, which are resolved one by one.
@@ -276,6 +280,7 @@ async fn perform(
         Command::Disco(args) => {
             disco::disco(options, output, args, interruption).await.map_err(Failure::without_effect)
         }
+        Command::Logs(args) => logs::logs(options, output, args, interruption).await.map_err(Failure::without_effect),
         Command::Ping(args) => ping::ping(options, output, args, interruption).await.map_err(Failure::without_effect),
         Command::Forward(args) => forward::forward(options, output, args, interruption).await,
         Command::Lease(args) => lease::lease(options, output, args, interruption).await,

@@ -108,7 +108,7 @@ enum PolicyCommand {
         #[arg(requires = "permission")]
         identity: Option<PeerIdentity>,
         /// Permission that the client wants: call:NAME, device:DEVICE, run:PROGRAM, modules, disco,
-        /// forward:ADDRESS, port:ADDRESS or lease-priority:NUMBER.
+        /// forward:ADDRESS, port:ADDRESS, logs or lease-priority:NUMBER.
         permission: Option<String>,
     },
 }
@@ -165,7 +165,7 @@ fn command_line() -> clap::Command {
 
 fn serve(settings: ServeSettings, transports: Transports, dialects: Dialects) -> Result<StopReason, ServeError> {
     let config = settings.clone().resolve_with(&transports)?;
-    logging::init(&config.log_level, config.log_format);
+    logging::init_for_server(&config);
     let server = RpcServer::default().devices(gpu::for_server(&config)).config(config);
     let server = server.transports(transports.clone()).dialects(dialects);
     server.read_origins(move || Ok(settings.clone().resolve_with(&transports)?.allow_origin)).run_blocking()
@@ -187,7 +187,7 @@ fn track(settings: TrackerSettings, transports: Transports) -> Result<StopReason
 
 fn work(settings: WorkerSettings, transports: Transports, dialects: Dialects) -> Result<StopReason, ServeError> {
     let config = settings.clone().resolve_with(&transports)?;
-    logging::init(&config.serve.log_level, config.serve.log_format);
+    logging::init_for_server(&config.serve);
     let known = transports.clone();
     let read_origins = move || Ok(settings.clone().resolve_with(&known)?.serve.allow_origin);
     disco_node::run_blocking_reading(config, transports, dialects, read_origins)

@@ -67,6 +67,7 @@ mod messages;
 mod process_io;
 mod process_leases;
 mod process_limits;
+mod process_logs;
 mod session_main;
 mod supervisor;
 

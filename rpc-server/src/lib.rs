@@ -30,6 +30,7 @@ mod otel;
 mod otel;
 pub mod pki;
 pub mod policy;
+mod recent_logs;
 pub mod run;
 pub mod server;
 mod sparse;

@@ -2,6 +2,7 @@
 
 use std::io::{self, IsTerminal};
 use std::str::FromStr;
+use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 use tracing_subscriber::filter::{LevelFilter, ParseError};
@@ -9,6 +10,9 @@ use tracing_subscriber::fmt::format::FmtSpan;
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{EnvFilter, Layer};
+
+use crate::config::ServeConfig;
+use crate::recent_logs::{self, LogRing, RingWriter};
 
 /// Format of log events.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default, Serialize, Deserialize, clap::ValueEnum)]
@@ -81,15 +85,33 @@ impl Default for LogFilter {
 
 /// Sends the events of this program to standard error. A second call changes nothing.
 pub fn init(filter: &LogFilter, format: LogFormat) {
+    install(filter, format, None);
+}
+
+/// As [`init`], for a server with these settings: keeps the last lines where clients may read them.
+pub(crate) fn init_for_server(config: &ServeConfig) {
+    let ring = config.shows_logs().then(Arc::<LogRing>::default);
+    if install(&config.log_level, config.log_format, ring.clone())
+        && let Some(ring) = ring
+    {
+        recent_logs::keep(ring);
+    }
+}
+
+/// Installs the subscriber of this program. Returns false if there is one already, which stays.
+fn install(filter: &LogFilter, format: LogFormat, ring: Option<Arc<LogRing>>) -> bool {
     let lines = tracing_subscriber::fmt::layer().with_writer(io::stderr).with_span_events(FmtSpan::NONE);
     let lines = match format {
         LogFormat::Text => lines.with_ansi(io::stderr().is_terminal()).boxed(),
         LogFormat::Json => lines.json().flatten_event(true).boxed(),
     };
     let lines = lines.with_filter(EnvFilter::new(&filter.0));
-    // Events of Disco workers go to their controllers as well, if those ask for them. An error
-    // means that the program has a subscriber of its own already, which stays.
-    let _ = tracing_subscriber::registry().with(lines).with(disco::WorkerLogLayer).try_init();
+    let kept = ring.map(|ring| {
+        let lines = tracing_subscriber::fmt::layer().with_ansi(false).with_writer(RingWriter(ring));
+        lines.with_filter(EnvFilter::new(&filter.0))
+    });
+    // Events of Disco workers go to their controllers as well, if those ask for them.
+    tracing_subscriber::registry().with(lines).with(kept).with(disco::WorkerLogLayer).try_init().is_ok()
 }
 
 #[cfg(test)]

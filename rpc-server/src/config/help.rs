@@ -35,6 +35,7 @@ const GROUPS: [(&str, &[&str]); 7] = [
             "run-env",
             "run-client-env",
             "allow-disco",
+            "allow-logs",
             "data-address",
             "allow-kick",
             "allow-advertise",

@@ -238,6 +238,10 @@ listener_settings! {
         /// machine
         #[arg(value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
         allow_disco: bool, "RPC_SERVER_ALLOW_DISCO";
+        /// Show recent log lines of the server to clients (rpc-cli logs), which name other clients.
+        /// Default: with --policy, to those for whom a rule has 'logs'; else to none
+        #[arg(value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+        allow_logs: bool, "RPC_SERVER_ALLOW_LOGS";
         /// File with the rights of clients, in TOML, which is read again at SIGHUP. A client may
         /// then do what a rule for its identity says, within what the other settings allow, and
         /// nothing else. Default: everything that the other settings allow
@@ -340,6 +344,11 @@ impl ServeConfig {
     /// must prove who they are, or can only be on this machine.
     pub(crate) fn serves_disco(&self, transports: &Transports) -> bool {
         self.allow_disco.unwrap_or_else(|| self.knows_clients(transports))
+    }
+
+    /// Returns true if clients may read log lines, those whom the policy lets if there is one.
+    pub(crate) fn shows_logs(&self) -> bool {
+        self.allow_logs.unwrap_or(self.policy.is_some())
     }
 
     /// Returns true if clients must prove who they are, or can only be on this machine.

@@ -152,6 +152,7 @@ fn every_setting_is_a_flag_a_variable_and_a_key_of_the_same_name() {
         key: Some("board".to_owned()),
         tracker_key: Some("rasp4".to_owned()),
         allow_disco: Some(true),
+        allow_logs: Some(true),
         data_address: Some("10.0.0.5".parse().unwrap()),
         port_range: Some(PortRange(1..=2)),
         isolate_cpu_time: Some(seconds(60)),

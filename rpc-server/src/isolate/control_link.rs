@@ -1,5 +1,5 @@
-//! The link of a session process to its server beside the session: usage reports, questions, and
-//! leases.
+//! The link of a session process to its server beside the session: usage reports, questions,
+//! leases, and log lines.
 
 use std::collections::HashMap;
 use std::io;
@@ -17,8 +17,9 @@ use tokio::runtime::Handle;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::sync::{oneshot, watch};
 
-use super::messages::{ControlAnswer, ControlMessage, LeaseAnswer, LeaseCommand, Report};
+use super::messages::{ControlAnswer, ControlMessage, LeaseAnswer, LeaseCommand, LogAnswer, LogCommand, Report};
 use crate::leases::{LeaseGrant, LeaseRequest, LeaseService, LeasedDevice, QueuedRequest};
+use crate::recent_logs::{LogPage, LogService};
 use crate::server::server_state::ServerTotals;
 
 /// Longest time for an answer. The thread that answers does nothing else that takes long.
@@ -58,6 +59,7 @@ struct Awaited {
     totals: Option<SyncSender<ServerTotals>>,
     grants: HashMap<u64, watch::Sender<Option<LeaseGrant>>>,
     questions: HashMap<u64, oneshot::Sender<LeaseAnswer>>,
+    log_reads: HashMap<u64, oneshot::Sender<Result<LogPage>>>,
 }
 
 impl Awaited {
@@ -65,6 +67,15 @@ impl Awaited {
     fn await_answer(&mut self, asker: oneshot::Sender<LeaseAnswer>) -> u64 {
         self.last_number += 1;
         self.questions.insert(self.last_number, asker);
+        self.last_number
+    }
+
+    /// Adds the receiver of log lines. Returns the number of its question.
+    fn await_log_lines(&mut self, asker: oneshot::Sender<Result<LogPage>>) -> u64 {
+        // Reads that were cancelled have no receiver any more, and their answers may take long.
+        self.log_reads.retain(|_, asker| !asker.is_closed());
+        self.last_number += 1;
+        self.log_reads.insert(self.last_number, asker);
         self.last_number
     }
 }
@@ -147,6 +158,11 @@ impl ControlLink {
                     let _ = sender.send(Some(grant));
                 }
             }
+            ControlAnswer::Logs(LogAnswer { question, outcome }) => {
+                if let Some(asker) = awaited.log_reads.remove(&question) {
+                    let _ = asker.send(outcome);
+                }
+            }
             ControlAnswer::Lease(answer) => {
                 if let Some(asker) = answer.number().and_then(|number| awaited.questions.remove(&number)) {
                     let _ = asker.send(answer);
@@ -191,11 +207,21 @@ impl ControlLink {
 
     /// Sends a command with a number of its own, and waits for the answer.
     async fn ask(&self, command: impl FnOnce(u64) -> LeaseCommand) -> Result<LeaseAnswer> {
-        let gone = || RpcError::new(ErrorKind::PeerLost, "the server of this session is gone");
         let (asker, answer) = oneshot::channel();
         let number = self.awaited.lock().await_answer(asker);
-        self.outgoing.send(ControlMessage::Lease(command(number))).map_err(|_| gone())?;
-        answer.await.map_err(|_| gone())
+        self.outgoing.send(ControlMessage::Lease(command(number))).map_err(|_| server_is_gone())?;
+        answer.await.map_err(|_| server_is_gone())
+    }
+}
+
+#[async_trait]
+impl LogService for ControlLink {
+    async fn read(&self, from: Option<u64>, wait: Duration) -> Result<LogPage> {
+        let (asker, answer) = oneshot::channel();
+        let question = self.awaited.lock().await_log_lines(asker);
+        let wait_ms = u64::try_from(wait.as_millis()).unwrap_or(u64::MAX);
+        self.send(ControlMessage::Logs(LogCommand { question, from, wait_ms }));
+        answer.await.map_err(|_| server_is_gone())?
     }
 }
 
@@ -249,6 +275,10 @@ impl LeaseService for ControlLink {
         }
         is_held.map_or(Poll::Pending, Poll::Ready)
     }
+}
+
+fn server_is_gone() -> RpcError {
+    RpcError::new(ErrorKind::PeerLost, "the server of this session is gone")
 }
 
 fn wrong_answer() -> RpcError {

@@ -7,7 +7,10 @@ use std::time::Duration;
 use async_trait::async_trait;
 use parking_lot::Mutex;
 use rpc_core::limits::{MemoryLease, OpenFileLease};
-use rpc_core::{ErrorKind, Request, RpcError, RpcSession, SessionLimits, SharedSession, Submission, Usage};
+use rpc_core::{
+    AccessControl as _, ErrorKind, Permission, Request, RpcError, RpcSession, SessionLimits, SharedSession, Submission,
+    Usage,
+};
 use rpc_transports::{Channel, Connector, OpenRequest, SessionFactory};
 use tokio::io::AsyncWriteExt;
 use tokio::net::UnixStream;
@@ -22,6 +25,7 @@ use crate::config::{ByteSize, ConfigError, ServeConfig};
 use crate::leases::LeasePolicy;
 use crate::modules::DigestList;
 use crate::policy::{rights_of, session_limits_within};
+use crate::recent_logs::{self, LogRing};
 use crate::server::server_state::{ServerState, SessionCount, UsageSource};
 use crate::server::session_workspace::Cleaner;
 use crate::server::{spin_time, wire_limits};
@@ -34,6 +38,8 @@ pub(crate) struct Isolation {
     limits: ProcessLimits,
     /// Rules for sessions without a lease.
     lease_policy: LeasePolicy,
+    /// Log lines of the server, if clients may read them.
+    logs: Option<Arc<LogRing>>,
     /// Bytes that each session reserves of the total memory.
     share: Option<u64>,
     connector: Connector,
@@ -74,6 +80,7 @@ impl Isolation {
             module_digests,
             limits: ProcessLimits::of(config),
             lease_policy: LeasePolicy::new(&config.lease_policy),
+            logs: recent_logs::ring().filter(|_| config.allow_logs == Some(true)),
             share: total_is_limited.then_some(config.max_memory.0),
             connector,
             workspaces,
@@ -157,6 +164,7 @@ impl SessionFactory for Isolation {
     /// The workspace, the share of the memory, or the process is not available.
     async fn open(&self, request: &OpenRequest) -> Result<SharedSession, RpcError> {
         let rights = rights_of(request)?;
+        let may_read_logs = rights.as_ref().is_none_or(|rights| rights.check(&Permission::Logs).is_ok());
         let open = request.open_files.reserve(FILES_OF_SESSION)?;
         let share = self.share.map(|max_memory| {
             let limits = SessionLimits { max_memory, ..SessionLimits::default() };
@@ -183,6 +191,9 @@ impl SessionFactory for Isolation {
         let (cleaner, process) = (self.cleaner.clone(), process_guard.process().clone());
         if let Some(leases) = self.state.leases() {
             process.set_leases(leases.open_session(request.connection.clone()), &self.lease_policy);
+        }
+        if let Some(logs) = self.logs.clone().filter(|_| may_read_logs) {
+            process.set_logs(logs);
         }
         let ended = process.clone();
         process_guard.on_exit(move || {

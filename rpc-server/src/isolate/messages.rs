@@ -18,12 +18,13 @@ use serde::{Deserialize, Serialize};
 use crate::leases::{LeaseRequest, LeasedDevice};
 use crate::modules::DigestList;
 use crate::policy::PassedRights;
+use crate::recent_logs::LogPage;
 use crate::server::server_state::ServerTotals;
 use crate::versioned_json;
 use crate::workspace::WorkspaceLoan;
 
 /// Messages between a server and its session processes.
-pub(super) const MESSAGES: MessageFamily = MessageFamily::new("the messages of session processes", 5);
+pub(super) const MESSAGES: MessageFamily = MessageFamily::new("the messages of session processes", 6);
 
 /// Settings of a session process.
 #[derive(Debug, Serialize, Deserialize)]
@@ -110,6 +111,8 @@ pub(super) enum ControlMessage {
     Report(Report),
     /// Kind 1; as JSON.
     Lease(LeaseCommand),
+    /// Kind 2; as JSON.
+    Logs(LogCommand),
 }
 
 /// Datagram to a session process: a byte for its kind, and its content.
@@ -119,6 +122,8 @@ pub(super) enum ControlAnswer {
     Totals(ServerTotals),
     /// Kind 1; as JSON.
     Lease(LeaseAnswer),
+    /// Kind 2; as JSON.
+    Logs(LogAnswer),
 }
 
 /// Command about a lease. The process numbers its requests and its questions in one sequence.
@@ -173,8 +178,26 @@ impl LeaseAnswer {
     }
 }
 
+/// Read of log lines of the server. Its number is in the sequence of the questions about leases.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct LogCommand {
+    pub(super) question: u64,
+    /// Number of the first line; `None` for the oldest.
+    pub(super) from: Option<u64>,
+    /// Time to wait for a line if there is none.
+    pub(super) wait_ms: u64,
+}
+
+/// Answer to a read of log lines.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(super) struct LogAnswer {
+    pub(super) question: u64,
+    pub(super) outcome: Result<LogPage, RpcError>,
+}
+
 const FIXED_LAYOUT: u8 = 0;
-const JSON: u8 = 1;
+const LEASES: u8 = 1;
+const LOGS: u8 = 2;
 
 impl ControlMessage {
     /// Maximum length in bytes.
@@ -183,7 +206,8 @@ impl ControlMessage {
     pub(super) fn to_bytes(&self) -> Vec<u8> {
         match self {
             Self::Report(report) => [&[FIXED_LAYOUT][..], &report.to_bytes()].concat(),
-            Self::Lease(command) => json(command),
+            Self::Lease(command) => json(LEASES, command),
+            Self::Logs(command) => json(LOGS, command),
         }
     }
 
@@ -192,34 +216,37 @@ impl ControlMessage {
     pub(super) fn from_bytes(bytes: &[u8]) -> Option<Self> {
         match bytes.split_first()? {
             (&FIXED_LAYOUT, content) => Report::from_bytes(content).map(Self::Report),
-            (&JSON, content) => serde_json::from_slice(content).ok().map(Self::Lease),
+            (&LEASES, content) => serde_json::from_slice(content).ok().map(Self::Lease),
+            (&LOGS, content) => serde_json::from_slice(content).ok().map(Self::Logs),
             _ => None,
         }
     }
 }
 
 impl ControlAnswer {
-    /// Maximum length in bytes: far more than the longest list of devices.
+    /// Maximum length in bytes: far more than the longest list of devices or page of log lines.
     pub(super) const MAX_LEN: usize = 64 << 10;
 
     pub(super) fn to_bytes(&self) -> Vec<u8> {
         match self {
             Self::Totals(totals) => [&[FIXED_LAYOUT][..], &totals.to_bytes()].concat(),
-            Self::Lease(answer) => json(answer),
+            Self::Lease(answer) => json(LEASES, answer),
+            Self::Logs(answer) => json(LOGS, answer),
         }
     }
 
     pub(super) fn from_bytes(bytes: &[u8]) -> Option<Self> {
         match bytes.split_first()? {
             (&FIXED_LAYOUT, content) => ServerTotals::from_bytes(content).map(Self::Totals),
-            (&JSON, content) => serde_json::from_slice(content).ok().map(Self::Lease),
+            (&LEASES, content) => serde_json::from_slice(content).ok().map(Self::Lease),
+            (&LOGS, content) => serde_json::from_slice(content).ok().map(Self::Logs),
             _ => None,
         }
     }
 }
 
-fn json(message: &impl Serialize) -> Vec<u8> {
-    let mut bytes = vec![JSON];
+fn json(kind: u8, message: &impl Serialize) -> Vec<u8> {
+    let mut bytes = vec![kind];
     // These types have no maps and no values that JSON cannot express, so nothing can fail; an
     // incomplete message would be ignored.
     let written = serde_json::to_writer(&mut bytes, message);
@@ -256,7 +283,7 @@ fn number(bytes: &[u8]) -> Option<u64> {
 mod tests {
     use super::*;
 
-    fn messages() -> [(&'static str, ControlMessage); 5] {
+    fn messages() -> [(&'static str, ControlMessage); 6] {
         let max_duration = Some(Duration::from_millis(1500));
         let request = LeaseRequest { device: Device::cuda(1), priority: -2, max_duration };
         let usage = Usage { handles: 7, memory_bytes: 1 << 40 };
@@ -266,20 +293,24 @@ mod tests {
             ("release", ControlMessage::Lease(LeaseCommand::Release { number: 3 })),
             ("ask ahead", ControlMessage::Lease(LeaseCommand::Ahead { question: 4, number: 3 })),
             ("ask devices", ControlMessage::Lease(LeaseCommand::LeasedDevices { question: 5 })),
+            ("read logs", ControlMessage::Logs(LogCommand { question: 6, from: Some(9), wait_ms: 20 })),
         ]
     }
 
-    fn answers() -> [(&'static str, ControlAnswer); 7] {
+    fn answers() -> [(&'static str, ControlAnswer); 9] {
         let (waited, duration) = (Duration::from_micros(7), Duration::from_secs(9));
         let error = RpcError::limit("max_lease_requests", 1, 2);
+        let page: LogPage = serde_json::from_str(r#"{"lines":["a"],"next":10,"lost":2}"#).unwrap();
         let device = LeasedDevice { device: "cuda:1".to_owned(), held_seconds: 0.5, left_seconds: 8.5, waiting: 2 };
         [
             ("totals", ControlAnswer::Totals(ServerTotals { sessions: 3, handles: 5, memory_bytes: 258 })),
             ("queued", ControlAnswer::Lease(LeaseAnswer::Queued { number: 3 })),
             ("granted", ControlAnswer::Lease(LeaseAnswer::Granted { number: 3, waited, duration })),
-            ("refused", ControlAnswer::Lease(LeaseAnswer::Refused { number: 3, error })),
+            ("refused", ControlAnswer::Lease(LeaseAnswer::Refused { number: 3, error: error.clone() })),
             ("ahead", ControlAnswer::Lease(LeaseAnswer::Ahead { question: 4, ahead: 6 })),
             ("devices", ControlAnswer::Lease(LeaseAnswer::LeasedDevices { question: 5, devices: vec![device] })),
+            ("log page", ControlAnswer::Logs(LogAnswer { question: 6, outcome: Ok(page) })),
+            ("log refusal", ControlAnswer::Logs(LogAnswer { question: 6, outcome: Err(error.clone()) })),
             ("held by others", ControlAnswer::Lease(LeaseAnswer::HeldByOthers { devices: vec![Device::cuda(1)] })),
         ]
     }
@@ -295,7 +326,7 @@ mod tests {
         for (name, answer) in answers() {
             assert_eq!(ControlAnswer::from_bytes(&answer.to_bytes()), Some(answer), "{name}");
         }
-        for other in [&b""[..], &[0], &[1], &[2, 0], &[0; 19]] {
+        for other in [&b""[..], &[0], &[1], &[2], &[3, 0], &[0; 19]] {
             assert_eq!((ControlMessage::from_bytes(other), ControlAnswer::from_bytes(other)), (None, None));
         }
     }
@@ -314,12 +345,12 @@ mod tests {
 
     #[test]
     fn messages_keep_their_bytes() {
-        assert_eq!(MESSAGES.version(), 5);
+        assert_eq!(MESSAGES.version(), 6);
         for name in ["setup", "setup with digests and rights"] {
             let bytes = framed(golden(name));
             let setup = SessionSetup::read(&mut &bytes[..]).unwrap().unwrap();
             assert_eq!(setup.to_bytes().unwrap(), bytes, "{name}");
-            assert_eq!((setup.version, setup.config.as_str()), (5, "max-handles = 7\n"));
+            assert_eq!((setup.version, setup.config.as_str()), (6, "max-handles = 7\n"));
             assert_eq!(setup.uptime, Duration::new(3, 5));
             assert_eq!((setup.module_digests.is_some(), setup.rights.is_some()), (name != "setup", name != "setup"));
         }
@@ -337,7 +368,7 @@ mod tests {
         for (text, expected) in [
             (r#"{"workspace":1}"#, "speaks version 1 of the messages of session processes"),
             (r#"{"workspace":1}"#, "update the server, and start the server again"),
-            (r#"{"version":6,"others":[]}"#, "update this session process, and start the server again"),
+            (r#"{"version":7,"others":[]}"#, "update this session process, and start the server again"),
         ] {
             let error = SessionSetup::read(&mut &framed(text)[..]).unwrap_err();
             assert!(error.to_string().contains(expected), "{error}");

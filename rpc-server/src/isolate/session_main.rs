@@ -29,6 +29,7 @@ use crate::file_cache::FileCache;
 use crate::leases::{LeaseGate, LeasePolicy, Leases};
 use crate::modules::{ModuleService, Native};
 use crate::policy::{Ceiling, ClientIdentity, session_limits_within};
+use crate::recent_logs::Logs;
 use crate::run::{self, RunPolicy};
 use crate::server::exit_code;
 use crate::server::server_state::{ServerState, SessionCount, UsageSource};
@@ -117,6 +118,9 @@ fn serve(
         }
         if let Some(rights) = rights {
             session = session.access_control(rights);
+        }
+        if config.allow_logs == Some(true) {
+            session = session.extension(Arc::new(Logs(link.clone())));
         }
         if let Some(address) = config.data_address {
             session = session.extension(Arc::new(DataAddress(address)));

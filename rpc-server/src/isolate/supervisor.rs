@@ -26,8 +26,10 @@ use tokio::sync::oneshot;
 use super::exit_cause::ExitCause;
 use super::messages::{ControlAnswer, ControlMessage, LeaseAnswer};
 use super::process_leases::ProcessLeases;
+use super::process_logs::{self, MAX_READS, ProcessLogs};
 use super::{CHILD_ARGUMENT, GRACE};
 use crate::leases::{LeasePolicy, SessionLeases};
+use crate::recent_logs::LogRing;
 use crate::run::kill_orphans_of;
 use crate::server::server_state::ServerState;
 use crate::this_program::this_program_again;
@@ -44,6 +46,8 @@ pub(super) struct Process {
     kill_requested: AtomicBool,
     /// Leases of the session, from its begin to the end of the process.
     leases: Mutex<Option<ProcessLeases>>,
+    /// Access of the session to the log of the server, if its client may read that.
+    logs: Mutex<Option<ProcessLogs>>,
     /// True while the process has to be told which devices other sessions hold.
     holders_changed: AtomicBool,
     end: Mutex<EndState>,
@@ -102,7 +106,8 @@ impl Process {
     /// other sessions hold, of those that sessions without a lease do not share.
     pub(super) fn set_leases(self: &Arc<Self>, session: SessionLeases, policy: &LeasePolicy) {
         let id = self.id;
-        let leases = ProcessLeases::new(session, move |answer| submit(Job::Answer { id, answer }));
+        let leases =
+            ProcessLeases::new(session, move |answer| submit(Job::Answer { id, answer: ControlAnswer::Lease(answer) }));
         // Set before the observer, whose first call sends the present holders.
         let mut own = self.leases.lock();
         let leases = own.insert(leases);
@@ -110,6 +115,13 @@ impl Process {
             let waker = Waker::from(Arc::new(HolderObserver(Arc::downgrade(self))));
             leases.observe_holders(policy.clone(), waker);
         }
+    }
+
+    /// Lets the process read the log of the server, for its session. Needs a tokio runtime.
+    pub(super) fn set_logs(&self, ring: Arc<LogRing>) {
+        let id = self.id;
+        let answer = move |answer| submit(Job::Answer { id, answer: ControlAnswer::Logs(answer) });
+        *self.logs.lock() = Some(ProcessLogs::new(ring, answer));
     }
 
     /// Keeps the devices that the session holds until [`end_leases`](Self::end_leases). Called when
@@ -213,7 +225,7 @@ enum Job {
     KillAfterGrace { id: u64, deadline: Instant },
     Release { id: u64, deadline: Instant, on_exit: Option<OnExit> },
     KillAll { state: Arc<ServerState> },
-    Answer { id: u64, answer: LeaseAnswer },
+    Answer { id: u64, answer: ControlAnswer },
     HoldersChanged { id: u64 },
 }
 
@@ -367,7 +379,7 @@ impl Supervisor {
             },
             Job::Answer { id, answer } => {
                 if let Some(child) = self.child(id) {
-                    child.answer(&ControlAnswer::Lease(answer));
+                    child.answer(&answer);
                 }
             }
             Job::HoldersChanged { id } => {
@@ -409,6 +421,7 @@ impl Supervisor {
             grace,
             kill_requested: AtomicBool::new(false),
             leases: Mutex::default(),
+            logs: Mutex::default(),
             holders_changed: AtomicBool::new(false),
             end: Mutex::default(),
         });
@@ -442,6 +455,7 @@ impl ChildEntry {
         let mut buffer = [0; ControlMessage::MAX_LEN];
         for _ in 0..MESSAGES_AT_ONCE {
             let Ok(len) = self.control.recv(&mut buffer) else { return };
+            let mut refused = None;
             match ControlMessage::from_bytes(&buffer[..len]) {
                 Some(ControlMessage::Report(report)) => {
                     self.process.report(report.usage);
@@ -454,7 +468,16 @@ impl ChildEntry {
                         leases.act(command);
                     }
                 }
+                // A process that runs reads its answers at once.
+                Some(ControlMessage::Logs(_)) if self.unsent.len() >= MAX_READS => {}
+                Some(ControlMessage::Logs(command)) => match &*self.process.logs.lock() {
+                    Some(logs) => logs.act(command),
+                    None => refused = Some(process_logs::refusal(command.question)),
+                },
                 None => {}
+            }
+            if let Some(refused) = refused {
+                self.answer(&ControlAnswer::Logs(refused));
             }
         }
     }

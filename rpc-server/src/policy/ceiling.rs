@@ -14,6 +14,7 @@ pub(crate) struct Ceiling {
     forward: Vec<String>,
     port: Vec<String>,
     disco: bool,
+    logs: bool,
     /// True if a client that may be forwarded to a server may have a tunnel there.
     forwards_tunnels: bool,
     transports: Transports,
@@ -27,6 +28,7 @@ impl Ceiling {
             forward: config.allow_forward.clone(),
             port: config.allow_port.clone(),
             disco: config.allow_disco == Some(true),
+            logs: config.allow_logs == Some(true),
             forwards_tunnels: config.forward_functions.is_empty(),
             transports,
         }
@@ -44,9 +46,11 @@ impl Ceiling {
             Permission::Forward(address) => ("--allow-forward", reaches(&self.transports, &self.forward, address)),
             Permission::Port(address) => ("--allow-port", reaches(&self.transports, &self.port, address)),
             Permission::Disco => ("--allow-disco", self.disco),
+            Permission::Logs => ("--allow-logs", self.logs),
             Permission::Function(name) => match right_behind(name) {
                 Some(Right::Run) => ("--allow-run", !self.run.is_empty()),
                 Some(Right::Disco) => ("--allow-disco", self.disco),
+                Some(Right::Logs) => ("--allow-logs", self.logs),
                 Some(Right::Modules | Right::Devices) | None => return None,
             },
             // Modules of the operator can be loaded without a setting.

@@ -38,6 +38,8 @@ pub(super) struct Rule {
     pub(super) port: Vec<String>,
     #[serde(default)]
     disco: bool,
+    #[serde(default)]
+    logs: bool,
     /// Highest priority of leases.
     #[serde(default)]
     lease_priority: i32,
@@ -73,6 +75,7 @@ impl Rule {
             Permission::Forward(address) => reaches(transports, &self.forward, address),
             Permission::Port(address) => reaches(transports, &self.port, address),
             Permission::Disco => self.disco,
+            Permission::Logs => self.logs,
             Permission::LeasePriority(priority) => *priority <= self.lease_priority,
             // Permissions of later versions are not given by a rule that cannot name them.
             _ => false,
@@ -87,6 +90,7 @@ impl Rule {
             Some(Right::Run) => !self.run.is_empty(),
             Some(Right::Modules) => self.modules,
             Some(Right::Disco) => self.disco,
+            Some(Right::Logs) => self.logs,
             Some(Right::Devices) => !self.devices.is_empty(),
             // Programs need files, and tell about them.
             None if name.starts_with("rpc.file.") => !self.run.is_empty() || is_named(),
@@ -177,6 +181,7 @@ pub(super) enum Right {
     Modules,
     Disco,
     Devices,
+    Logs,
 }
 
 impl Right {
@@ -187,6 +192,7 @@ impl Right {
             Self::Modules => "modules",
             Self::Disco => "disco",
             Self::Devices => "devices",
+            Self::Logs => "logs",
         }
     }
 }
@@ -198,6 +204,7 @@ pub(super) fn right_behind(function: &str) -> Option<Right> {
         ("rpc.module.", Right::Modules),
         ("disco.", Right::Disco),
         ("rpc.lease.", Right::Devices),
+        ("rpc.logs.", Right::Logs),
     ];
     behind.into_iter().find(|(prefix, _)| function.starts_with(prefix)).map(|(_, right)| right)
 }
@@ -291,6 +298,7 @@ mod tests {
             devices = ["*"]
             modules = true
             disco = true
+            logs = true
             "#,
         );
         // Columns: everybody, ci, root.
@@ -321,6 +329,8 @@ mod tests {
             ("port:tcp://10.0.0.5:9090", [false, false, false]),
             ("modules", [false, false, true]),
             ("disco", [false, false, true]),
+            ("logs", [false, false, true]),
+            ("call:rpc.logs.read", [false, false, true]),
             ("lease-priority:0", [true, true, true]),
             ("lease-priority:3", [false, true, false]),
         ] {
@@ -329,7 +339,7 @@ mod tests {
         }
         // All functions are not all rights.
         let functions = self::policy("[[rule]]\nname = 'f'\nidentities = ['*']\nfunctions = ['*']");
-        for name in ["rpc.run.start", "rpc.module.write", "disco.open", "rpc.lease.request"] {
+        for name in ["rpc.run.start", "rpc.module.write", "disco.open", "rpc.lease.request", "rpc.logs.read"] {
             assert!(!allows(&functions, "anonymous", &format!("call:{name}")), "{name}");
         }
     }

@@ -17,6 +17,7 @@ use crate::file_cache::FileCache;
 use crate::leases::{LeaseGate, LeasePolicy, LeaseService, Leases};
 use crate::modules::{self, ModuleService};
 use crate::policy::{Ceiling, ClientIdentity, rights_of, session_limits_within};
+use crate::recent_logs::{self, Logs};
 use crate::workspace::WorkspaceRoot;
 
 /// Factory of local sessions.
@@ -35,6 +36,8 @@ pub(super) struct LocalSessions {
     modules: Option<Arc<ModuleService>>,
     worker_settings: Option<Arc<NodeSettings>>,
     lease_policy: LeasePolicy,
+    /// Log lines of the server, if clients may read them.
+    logs: Option<Arc<Logs>>,
     ceiling: Option<Arc<Ceiling>>,
     file_cache: Option<Arc<FileCache>>,
     /// Workers of Disco in this process.
@@ -68,6 +71,7 @@ impl LocalSessions {
             modules,
             worker_settings: modules::worker_modules::settings_for_workers(config),
             lease_policy: LeasePolicy::new(&config.lease_policy),
+            logs: recent_logs::ring().filter(|_| config.allow_logs == Some(true)).map(|ring| Arc::new(Logs(ring))),
             ceiling: None,
             file_cache: FileCache::of(config),
             disco_hosts: Arc::default(),
@@ -124,6 +128,9 @@ impl SessionFactory for LocalSessions {
         }
         if let Some(rights) = rights {
             session = session.access_control(rights);
+        }
+        if let Some(logs) = &self.logs {
+            session = session.extension(logs.clone());
         }
         if let Some(address) = self.data_address {
             session = session.extension(Arc::new(DataAddress(address)));

@@ -88,6 +88,7 @@ impl Checked {
         file_limit::warn_if_exceeded_by(config);
         // Processes of sessions read it, and may know fewer transports.
         config.allow_disco = Some(config.serves_disco(transports));
+        config.allow_logs = Some(config.shows_logs());
         builtins::register_disco(registry, config);
         // Done before any step that can fail: the ready file of an earlier server must be gone, or
         // scripts would take it for that of this server.

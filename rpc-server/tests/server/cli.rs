@@ -727,6 +727,7 @@ fn help_completions_and_manual() {
         "lease",
         "ping",
         "time",
+        "logs",
         "status",
         "kick",
         "drain",

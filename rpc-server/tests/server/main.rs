@@ -15,6 +15,7 @@ mod doctor;
 mod file_cache;
 mod leases;
 mod library;
+mod logs;
 mod metrics;
 #[cfg(feature = "tvm-ffi")]
 mod modules;

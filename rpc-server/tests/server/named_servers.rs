@@ -102,6 +102,7 @@ fn flags_override_the_file_and_bad_addresses_end_with_2() {
         &["run", "foo:bar", "--", "true"],
         &["put", "tcp://a:b", "file"],
         &["ping", "@open/a b"],
+        &["logs", "--follow", "nonsense"],
         &["status", "--tracker", "nonsense"],
         &["kick", "--tracker", "foo://a", "client"],
         &["drain", "--tracker", "foo://a", "server"],
