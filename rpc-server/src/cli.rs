@@ -175,6 +175,9 @@ pub fn main_with(transports: Transports) -> ExitCode {
         }
         Err(error) => error.exit(),
     };
+    if let Command::Status(status::StatusArgs { format: Some(status::StatusFormat::Json), .. }) = command {
+        options.print_json();
+    }
     options.set_transports(transports);
     let output = options.output();
     if let Ok(filter) = options.log_level().parse() {

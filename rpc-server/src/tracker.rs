@@ -3,8 +3,8 @@
 //! `scheduler` decides which client gets which server, `service` has the functions that servers and
 //! clients call, `advertised_addresses` checks the addresses that servers advertise, `history`
 //! keeps the last hour, `serve` makes a server of it, `page` shows it to browsers, and `display`
-//! has the texts that the page shares with `rpc-cli status`. The part of a server is in
-//! `server/ticket_gate` and `server/registrar`.
+//! and `wait_reason` have the texts that the page shares with `rpc-cli status`. The part of a
+//! server is in `server/ticket_gate` and `server/registrar`.
 //!
 //! With `--metrics` a tracker has the metrics of a server, and:
 //!
@@ -24,6 +24,7 @@ mod page;
 mod scheduler;
 mod serve;
 mod service;
+pub(crate) mod wait_reason;
 
 use std::time::Duration;
 

@@ -238,6 +238,11 @@ impl CommonOptions {
         }
     }
 
+    /// Prints JSON, as with `--json`.
+    pub(super) fn print_json(&mut self) {
+        self.json = true;
+    }
+
     /// Returns the standard streams as the options ask for.
     pub fn output(&self) -> Output {
         Output::new(self.json, self.quiet, self.color)

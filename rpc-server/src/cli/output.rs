@@ -76,6 +76,12 @@ impl Output {
         self.raw_line(&format!("{word} {}", self.data(text)))
     }
 
+    /// Prints one line of data that stands above others.
+    pub(super) fn heading(&self, text: &str) -> Result<(), Failure> {
+        let text = self.data(text);
+        self.raw_line(&if self.color_out { format!("\x1b[1m{text}\x1b[0m").into() } else { text })
+    }
+
     /// Returns `text` as standard output gets it.
     fn data<'a>(&self, text: &'a str) -> Cow<'a, str> {
         if self.on_terminal { printable(text) } else { text.into() }

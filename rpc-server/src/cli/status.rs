@@ -1,9 +1,8 @@
 //! `status`: servers, queue and losses of a tracker, as tables.
 
-use std::io::IsTerminal;
 use std::time::Duration;
 
-use clap::Args;
+use clap::{Args, ValueEnum};
 use comfy_table::{CellAlignment, ContentArrangement, Table};
 use rpc_transports::tracker::{Reach, ServerSummary, Summary, TrackerClient};
 
@@ -13,6 +12,7 @@ use super::interruption::Interruption;
 use super::output::{Output, counted};
 use crate::config::Span;
 use crate::tracker::display::{draining, for_people, free, has, holder, lost, offered, plain, wanted};
+use crate::tracker::wait_reason::wait_reasons;
 
 #[derive(Args, Debug)]
 pub(super) struct StatusArgs {
@@ -22,12 +22,26 @@ pub(super) struct StatusArgs {
     /// Only servers and requests with this key
     #[arg(long, env = "RPC_CLI_KEY", value_name = "KEY")]
     key: Option<String>,
+    /// Format of the output. Default: tables that fit the terminal, or plain ones without one
+    #[arg(short = 'o', long, env = "RPC_CLI_FORMAT")]
+    pub(super) format: Option<StatusFormat>,
     /// Repeat until interrupted
     #[arg(short, long, env = "RPC_CLI_WATCH")]
     watch: bool,
     /// With --watch: time between two updates
     #[arg(short, long, env = "RPC_CLI_INTERVAL", value_name = "TIME", default_value = "1s")]
     interval: Span,
+}
+
+/// Format of the output.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(super) enum StatusFormat {
+    /// All columns, whatever the width of the terminal
+    Wide,
+    /// The name of each server, one a line
+    Name,
+    /// A JSON document, as --json
+    Json,
 }
 
 /// Prints what the tracker knows: once, or again and again until the interruption comes.
@@ -55,11 +69,10 @@ pub(super) async fn status(
         }
         if output.is_json() {
             output.json(&summary)?;
+        } else if args.format == Some(StatusFormat::Name) {
+            summary.servers.iter().try_for_each(|server| output.name(&server.name))?;
         } else {
-            if args.watch && std::io::stdout().is_terminal() {
-                output.bytes(b"\x1b[2J\x1b[H")?;
-            }
-            text(&summary, width()).iter().try_for_each(|line| output.line(line))?;
+            print(&summary, output, &args)?;
         }
         if !args.watch {
             return Ok(());
@@ -78,47 +91,110 @@ async fn within<T>(limit: Duration, what: &str, work: impl Future<Output = rpc_c
     }
 }
 
-fn text(summary: &Summary, width: u16) -> Vec<String> {
+/// Prints tables: for a terminal within its width, and within its height if they are repeated;
+/// plain ones for a pipe.
+fn print(summary: &Summary, output: &Output, args: &StatusArgs) -> Result<(), Failure> {
+    let terminal = rustix::termios::tcgetwinsize(std::io::stdout()).ok().filter(|size| size.ws_col > 0);
+    let layout = match (terminal, args.format) {
+        (_, Some(StatusFormat::Wide)) | (None, _) => Layout::Wide { is_plain: terminal.is_none() },
+        (Some(size), _) => Layout::Fitting(size.ws_col),
+    };
+    let text = text(summary, layout).join("\n");
+    let mut lines: Vec<_> = text.lines().collect();
+    if let Some(rows) = terminal.map(|size| usize::from(size.ws_row)).filter(|_| args.watch) {
+        output.bytes(b"\x1b[2J\x1b[H")?;
+        lines.truncate(visible_lines(lines.len(), rows));
+    }
+    let left = text.lines().count() - lines.len();
+    let (head, rest) = lines.split_first().map_or(("", &[][..]), |(head, rest)| (*head, rest));
+    output.heading(head)?;
+    rest.iter().try_for_each(|line| output.line(line))?;
+    if left > 0 {
+        output.line(&format!("… {left} more lines: the terminal is too low for them"))?;
+    }
+    Ok(())
+}
+
+/// Returns the number of lines that are shown on a terminal of so many rows, which keeps the first
+/// one, and has one row for the rest and one for the cursor.
+fn visible_lines(lines: usize, rows: usize) -> usize {
+    if lines < rows { lines } else { rows.saturating_sub(2).max(1) }
+}
+
+/// Layout of tables.
+#[derive(Clone, Copy, Debug)]
+enum Layout {
+    /// As many columns as fit this width, with lines that are broken.
+    Fitting(u16),
+    /// All columns, each row on as many lines as it needs. Plain ones have one line each and no
+    /// rules.
+    Wide { is_plain: bool },
+}
+
+impl Layout {
+    /// Returns true if all columns are shown.
+    fn is_wide(self) -> bool {
+        match self {
+            Self::Fitting(width) => width >= WIDE,
+            Self::Wide { .. } => true,
+        }
+    }
+
+    /// Joins the parts of a cell.
+    fn joined(self, parts: impl Iterator<Item = String>) -> String {
+        let separator = if matches!(self, Self::Wide { is_plain: true }) { "; " } else { "\n" };
+        parts.collect::<Vec<_>>().join(separator)
+    }
+}
+
+/// Width from which on all columns are shown.
+const WIDE: u16 = 120;
+
+fn text(summary: &Summary, layout: Layout) -> Vec<String> {
     let slots: u64 = summary.servers.iter().map(offered).sum();
     let all_free: u64 = summary.servers.iter().map(|server| u64::from(server.free)).sum();
     let servers = counted(summary.servers.len() as u64, "server");
     let (slots, queued) = (counted(slots, "slot"), counted(summary.queue.len() as u64, "request"));
     let mut lines = vec![format!("{servers}, {all_free} of {slots} free, {queued} waiting")];
     if !summary.servers.is_empty() {
-        let mut table = table(&["key", "server", "free", "held by", "has", "address"], width);
+        let columns = ["key", "server", "free", "held by", "has", "address"];
+        let shown = if layout.is_wide() { columns.len() } else { 4 };
+        let mut table = table(&columns[..shown], layout);
         for server in &summary.servers {
-            table.add_row([
+            let unreachable = Some("not found at its address".to_owned());
+            let unreachable = unreachable.filter(|_| matches!(server.reach, Reach::Unreachable { .. }));
+            let notes = server.draining.as_ref().map(draining).into_iter().chain(unreachable.filter(|_| shown == 4));
+            let row = [
                 server.key.clone(),
                 plain(&server.name),
                 free(server),
-                server
-                    .holders
-                    .iter()
-                    .map(holder)
-                    .chain(server.draining.as_ref().map(draining))
-                    .collect::<Vec<_>>()
-                    .join("\n"),
+                layout.joined(server.holders.iter().map(holder).chain(notes)),
                 has(server),
-                address(server),
-            ]);
+                address(server, layout),
+            ];
+            table.add_row(&row[..shown]);
         }
         if let Some(column) = table.column_mut(2) {
             column.set_cell_alignment(CellAlignment::Right);
         }
-        lines.push(table.to_string());
+        lines.push(lines_of(&table));
     }
     if !summary.queue.is_empty() {
-        let mut table = table(&["waiting", "client", "wants", "priority", "suitable slots"], width);
-        for entry in &summary.queue {
-            table.add_row([
+        let columns = ["waiting", "client", "wants", "why it waits", "priority", "suitable slots"];
+        let shown = if layout.is_wide() { columns.len() } else { 4 };
+        let mut table = table(&columns[..shown], layout);
+        for (entry, why) in summary.queue.iter().zip(wait_reasons(summary)) {
+            let row = [
                 for_people(entry.for_ms),
                 plain(&entry.client),
                 wanted(entry),
+                why,
                 entry.priority.to_string(),
                 entry.possible.to_string(),
-            ]);
+            ];
+            table.add_row(&row[..shown]);
         }
-        lines.push(table.to_string());
+        lines.push(lines_of(&table));
     }
     // A server that was stopped in good order is not lost.
     for (title, orderly) in [("lost", false), ("stopped", true)] {
@@ -126,43 +202,42 @@ fn text(summary: &Summary, width: u16) -> Vec<String> {
         if losses.peek().is_none() {
             continue;
         }
-        let mut table = table(&[title, "key", "server", "from", "why"], width);
+        let columns = [title, "key", "server", "why", "from"];
+        let shown = if layout.is_wide() { columns.len() } else { 4 };
+        let mut table = table(&columns[..shown], layout);
         for loss in losses {
-            table.add_row([
-                format!("{} ago", for_people(loss.ago_ms)),
-                loss.key.clone(),
-                plain(&loss.name),
-                loss.peer.clone(),
-                lost(loss),
-            ]);
+            let ago = format!("{} ago", for_people(loss.ago_ms));
+            let row = [ago, loss.key.clone(), plain(&loss.name), lost(loss), loss.peer.clone()];
+            table.add_row(&row[..shown]);
         }
-        lines.push(table.to_string());
+        lines.push(lines_of(&table));
     }
     lines
 }
 
-fn table(header: &[&str], width: u16) -> Table {
+fn table(header: &[&str], layout: Layout) -> Table {
     let mut table = Table::new();
-    table.load_style(comfy_table::presets::UTF8_HORIZONTAL_ONLY).set_header(header);
-    table.set_content_arrangement(ContentArrangement::Dynamic).set_width(width);
+    let is_plain = matches!(layout, Layout::Wide { is_plain: true });
+    let style = if is_plain { comfy_table::presets::NOTHING } else { comfy_table::presets::UTF8_HORIZONTAL_ONLY };
+    table.load_style(style).set_header(header);
+    match layout {
+        Layout::Fitting(width) => table.set_content_arrangement(ContentArrangement::Dynamic).set_width(width),
+        Layout::Wide { .. } => table.set_content_arrangement(ContentArrangement::Disabled),
+    };
     table
 }
 
-/// Default width of a table if the width of the terminal is unknown, in columns.
-const DEFAULT_WIDTH: u16 = 100;
-
-/// Returns the width of the terminal, in columns.
-fn width() -> u16 {
-    let size = rustix::termios::tcgetwinsize(std::io::stdout()).ok();
-    size.map(|size| size.ws_col).filter(|columns| *columns > 0).unwrap_or(DEFAULT_WIDTH)
+/// Returns the text of a table without the blanks that fill up its last column.
+fn lines_of(table: &Table) -> String {
+    table.lines().map(|line| line.trim_end().to_owned()).collect::<Vec<_>>().join("\n")
 }
 
-fn address(server: &ServerSummary) -> String {
-    let address = plain(&server.address.join(", "));
-    match &server.reach {
-        Reach::Unreachable { why } => format!("{address}\nnot found there: {}", plain(why)),
-        _ => address,
-    }
+fn address(server: &ServerSummary, layout: Layout) -> String {
+    let unreachable = match &server.reach {
+        Reach::Unreachable { why } => Some(format!("not found there: {}", plain(why))),
+        _ => None,
+    };
+    layout.joined([plain(&server.address.join(", "))].into_iter().chain(unreachable))
 }
 
 #[cfg(test)]
@@ -208,11 +283,24 @@ mod tests {
             history: Vec::new(),
             events: Vec::new(),
         };
-        for width in [80, DEFAULT_WIDTH, 160] {
-            let text = text(&summary, width).join("\n");
+        for (lines, rows, shown) in [(3, 10, 3), (9, 10, 9), (10, 10, 8), (50, 10, 8), (50, 1, 1), (1, 0, 1)] {
+            assert_eq!(visible_lines(lines, rows), shown, "{lines} {rows}");
+        }
+        for width in [80, 100, 160] {
+            let text = text(&summary, Layout::Fitting(width)).join("\n");
             let widest = text.lines().map(|line| line.chars().count()).max().unwrap();
             assert!(widest <= usize::from(width), "{widest} > {width}:\n{text}");
             assert!(text.contains("alice") && text.contains("bob") && text.contains("silent"), "{text}");
+            assert!(text.contains("not found"), "{text}");
+            assert_eq!(text.contains("arm64"), width >= WIDE, "{text}");
         }
+        // For other programs each server has a line, and lines have no rules.
+        let plain = text(&summary, Layout::Wide { is_plain: true }).join("\n");
+        assert_eq!(plain.lines().count(), 3, "{plain}");
+        let row = plain.lines().last().unwrap();
+        for part in ["alice", "bob", "site=second floor", "tcp://10.0.0.5:9090/board; not found there: nothing"] {
+            assert!(row.contains(part), "{part}: {plain}");
+        }
+        assert!(plain.is_ascii() && plain.lines().all(|line| line.trim_end() == line), "{plain}");
     }
 }

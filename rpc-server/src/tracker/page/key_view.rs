@@ -5,12 +5,14 @@ use super::chart;
 use super::markup::{Text, document, figures};
 use super::sections::{self, KeySums};
 use crate::tracker::history::{LAST_DAY, LAST_HOUR};
+use crate::tracker::wait_reason::wait_reasons;
 
 /// Returns the page of a key; `None` if neither a server nor a request nor the last day knows it.
 pub(super) fn page(view: &PoolView, key: &str) -> Option<String> {
     let summary = &view.summary;
     let servers: Vec<_> = summary.servers.iter().filter(|server| server.key == key).collect();
-    let queue: Vec<_> = summary.queue.iter().filter(|entry| entry.key == key).collect();
+    let queue = summary.queue.iter().zip(wait_reasons(summary));
+    let queue: Vec<_> = queue.filter(|(entry, _)| entry.key == key).collect();
     let samples = view.keys.get(key);
     if servers.is_empty() && queue.is_empty() && samples.is_none() {
         return None;

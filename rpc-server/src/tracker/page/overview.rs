@@ -12,6 +12,7 @@ use super::query::Query;
 use super::sections::{self, KeyLink, KeySums};
 use crate::tracker::display::offered;
 use crate::tracker::history::LAST_HOUR;
+use crate::tracker::wait_reason::wait_reasons;
 
 /// Returns the overview of a pool.
 pub(super) fn page(view: &PoolView, query: &Query) -> String {
@@ -22,7 +23,8 @@ pub(super) fn page(view: &PoolView, query: &Query) -> String {
         chart::usage(to, "chart", "Last hour", LAST_HOUR, &summary.history)?;
         keys(to, view, query)?;
         sections::servers(to, &summary.servers, query, |to| first_server(to, &view.serve_command))?;
-        let queue: Vec<_> = summary.queue.iter().filter(|entry| query.finds_request(entry)).collect();
+        let queue = summary.queue.iter().zip(wait_reasons(summary));
+        let queue: Vec<_> = queue.filter(|(entry, _)| query.finds_request(entry)).collect();
         let nothing =
             if summary.queue.is_empty() { "No request waits." } else { "No waiting request matches the search." };
         sections::queue(to, &queue, nothing)?;

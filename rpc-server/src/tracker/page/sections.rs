@@ -120,14 +120,15 @@ pub(super) fn address(to: &mut String, server: &ServerSummary) -> fmt::Result {
     }
 }
 
-/// Writes the table of waiting requests, or `nothing`.
-pub(super) fn queue(to: &mut String, queue: &[&QueueEntry], nothing: &str) -> fmt::Result {
-    let columns = columns(["#Waiting", "Client", "Wants", "#Priority", "#Suitable slots"]);
-    table(to, "queue-table", "Queue", &columns, nothing, queue, |to, entry| {
+/// Writes the table of waiting requests and of the reasons why they wait, or `nothing`.
+pub(super) fn queue(to: &mut String, queue: &[(&QueueEntry, String)], nothing: &str) -> fmt::Result {
+    let columns = columns(["#Waiting", "Client", "Wants", "Why it waits", "#Priority", "#Suitable slots"]);
+    table(to, "queue-table", "Queue", &columns, nothing, queue, |to, (entry, why)| {
         let never = if entry.possible < u64::from(entry.count) { " bad" } else { "" };
         write!(to, "<td class=\"number\">{}</td>", for_people(entry.for_ms))?;
         write!(to, "<td class=\"client\">{}</td>", Text(&entry.client))?;
-        write!(to, "<td>{}</td><td class=\"number\">{}</td>", Text(wanted(entry)), entry.priority)?;
+        write!(to, "<td>{}</td><td>{}</td>", Text(wanted(entry)), Text(why))?;
+        write!(to, "<td class=\"number\">{}</td>", entry.priority)?;
         write!(to, "<td class=\"number{never}\">{}</td>", entry.possible)
     })
 }
