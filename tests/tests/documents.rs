@@ -2,9 +2,10 @@
 //! one folder, and parses those that need other machines. The Rust blocks are documentation tests
 //! of `rpc_tests::documents`.
 //!
-//! A block that begins with "```sh" is run after the earlier blocks of its document. One with
-//! "```sh no_run" is parsed, and the flags of its `rpc-*` commands are looked up in their help
-//! texts. The same holds for the block of the two commands in README.md.
+//! A block that begins with "```sh" is run after the earlier blocks of its document. A "```text"
+//! block behind it has lines that it prints, in their order. One with "```sh no_run" is parsed,
+//! and the flags of its `rpc-*` commands are looked up in their help texts. The same holds for the
+//! block of the two commands in README.md.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on should stop")]
 
@@ -50,11 +51,15 @@ struct Block {
     line: usize,
     runs: bool,
     commands: String,
+    /// Lines that the commands print, among others.
+    expected: Vec<String>,
 }
 
 fn blocks(document: &Path) -> Vec<Block> {
     let text = fs::read_to_string(document).unwrap();
-    let (mut blocks, mut open, mut marked) = (Vec::new(), None, false);
+    let (mut blocks, mut open, mut marked) = (Vec::<Block>::new(), None, false);
+    // True directly behind a block of commands that are run.
+    let mut is_behind_run = false;
     for (number, line) in text.lines().enumerate() {
         match &mut open {
             None => {
@@ -62,12 +67,22 @@ fn blocks(document: &Path) -> Vec<Block> {
                 if let Some(fence) = line.strip_prefix("```") {
                     let words: Vec<_> = fence.split([' ', ',']).collect();
                     let runs = words == ["sh"] && !marked;
-                    let block = Block { line: number + 1, runs, commands: String::new() };
-                    open = Some((words[0] == "sh", block));
+                    let block = Block { line: number + 1, runs, commands: String::new(), expected: Vec::new() };
+                    open = Some((words[0].to_owned(), block));
                 }
             }
             Some((_, block)) if line != "```" => block.commands.extend([line, "\n"]),
-            Some(_) => blocks.extend(open.take().and_then(|(is_shell, block)| is_shell.then_some(block))),
+            Some(_) => {
+                let Some((language, block)) = open.take() else { continue };
+                if language == "text"
+                    && is_behind_run
+                    && let Some(last) = blocks.last_mut()
+                {
+                    last.expected = block.commands.lines().map(str::to_owned).collect();
+                }
+                is_behind_run = language == "sh" && block.runs;
+                blocks.extend((language == "sh").then_some(block));
+            }
         }
     }
     assert!(open.is_none(), "{}: a block is not closed", document.display());
@@ -157,12 +172,28 @@ fn every_document_runs_from_its_first_block_to_its_last() {
             continue;
         }
         let folder = tempfile::tempdir().unwrap();
-        let script: String = blocks
-            .iter()
-            .map(|block| format!("echo '{}:{}' >&2\n{}", document.display(), block.line, block.commands))
-            .collect();
-        run(&script, folder.path());
+        let head = |block: &Block| format!("== {}:{}", document.display(), block.line);
+        let script: String =
+            blocks.iter().map(|block| format!("echo '{}' >&2\n{}", head(block), block.commands)).collect();
+        let printed = run(&script, folder.path());
+        for block in &blocks {
+            let head = head(block);
+            let of_block = printed.lines().skip_while(|line| *line != head).skip(1);
+            let mut lines = of_block.take_while(|line| !line.starts_with("== "));
+            for expected in &block.expected {
+                assert!(lines.any(|line| line == expected), "{head} does not print '{expected}' then:\n{printed}");
+            }
+        }
     }
+}
+
+#[test]
+fn the_tour_of_the_readme_is_one_of_a_first_run() {
+    let blocks = blocks(&workspace().join("README.md"));
+    let tour = blocks.iter().find(|block| block.runs).unwrap();
+    let commands = our_commands(tour).into_iter().map(|words| words[1].clone());
+    assert!(commands.eq(["serve", "call", "run", "lease", "forward", "call"]), "{:?}", our_commands(tour));
+    assert!(!tour.expected.is_empty());
 }
 
 #[test]
@@ -180,8 +211,9 @@ fn every_document_with_rust_blocks_has_documentation_tests() {
     }
 }
 
-/// Runs a script in a folder, and then ends the processes that it has left running.
-fn run(script: &str, folder: &Path) {
+/// Runs a script in a folder, and then ends the processes that it has left running. Returns what it
+/// has printed.
+fn run(script: &str, folder: &Path) -> String {
     let path = std::env::join_paths(
         [programs()].into_iter().chain(std::env::split_paths(&std::env::var_os("PATH").unwrap_or_default())),
     );
@@ -207,4 +239,5 @@ fn run(script: &str, folder: &Path) {
     let mut said = String::new();
     fs::File::open(log).unwrap().read_to_string(&mut said).unwrap();
     assert!(status.is_some_and(|status| status.success()), "{status:?} after\n{said}");
+    said
 }
