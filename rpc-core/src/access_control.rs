@@ -46,6 +46,9 @@ pub enum Permission<'a> {
     Forward(&'a str),
     /// Tunnels to the service at this address: `port:ADDRESS`.
     Port(&'a str),
+    /// A listener at this address, near the server, whose connections the client serves:
+    /// `listen:ADDRESS`.
+    Listen(&'a str),
     /// Workers of Disco: `disco`.
     Disco,
     /// Leases with this priority: `lease-priority:NUMBER`.
@@ -65,7 +68,7 @@ impl<'a> Permission<'a> {
         let malformed = || {
             RpcError::invalid_argument(format!(
                 "'{text}' is no permission: write call:NAME, device:DEVICE, modules, run:PROGRAM, forward:ADDRESS, \
-                 port:ADDRESS, disco, logs or lease-priority:NUMBER"
+                 port:ADDRESS, listen:ADDRESS, disco, logs or lease-priority:NUMBER"
             ))
         };
         match text.split_once(':') {
@@ -78,6 +81,7 @@ impl<'a> Permission<'a> {
             Some(("run", program)) => Ok(Self::Program(program)),
             Some(("forward", address)) => Ok(Self::Forward(address)),
             Some(("port", address)) => Ok(Self::Port(address)),
+            Some(("listen", address)) => Ok(Self::Listen(address)),
             Some(("lease-priority", number)) => number.parse().map(Self::LeasePriority).map_err(|_| malformed()),
             Some(_) => Err(malformed()),
         }
@@ -93,6 +97,7 @@ impl fmt::Display for Permission<'_> {
             Self::Program(program) => write!(f, "run:{program}"),
             Self::Forward(address) => write!(f, "forward:{address}"),
             Self::Port(address) => write!(f, "port:{address}"),
+            Self::Listen(address) => write!(f, "listen:{address}"),
             Self::Disco => f.write_str("disco"),
             Self::LeasePriority(priority) => write!(f, "lease-priority:{priority}"),
             Self::Logs => f.write_str("logs"),
@@ -113,6 +118,7 @@ mod tests {
             "run:/bin/sh",
             "forward:tcp://10.0.0.5:9090",
             "port:unix:/run/x.sock",
+            "listen:tcp://127.0.0.1:0",
             "disco",
             "logs",
             "lease-priority:-3",

@@ -30,6 +30,11 @@
 //! | `rpc.lease.ahead` | request | number of requests that are granted before |
 //! | `rpc.lease.release` | request | microseconds held; null if it was not granted |
 //! | `rpc.lease.status` | | a list of [`LeasedDevice`], packed |
+//! | `rpc.listen.open` | address | a listener, and the address with its port |
+//! | `rpc.listen.accept` | listener | a connection, and the text of its peer, once one comes |
+//! | `rpc.listen.read` | connection | bytes, once there are any; null at the end |
+//! | `rpc.listen.write` | connection, bytes | null, once the socket has taken all |
+//! | `rpc.listen.finish` | connection | null; the peer reads the end |
 //! | `rpc.logs.read` | first line and milliseconds to wait, or null | [`LogPage`], packed |
 //! | `rpc.disco.sessions` | | a list of [`HostReport`](disco::HostReport), packed |
 //! | `rpc.module.find` | digest | whether the server has that [module](crate::modules) |
@@ -47,20 +52,23 @@
 //!
 //! [`Permission`]: rpc_core::Permission
 //!
-//! Writers, readers, uploads, requests and programs are objects of the session and go with it.
+//! Writers, readers, uploads, requests, programs, listeners and connections are objects of the
+//! session and go with it.
 //! [`rpc_core::client::Files`] is the client of the file functions, [`rpc_core::client::Modules`]
 //! that of those for modules, which refuse without `--allow-modules`. With them comes the module
 //! loader `tvm_ffi`. [`Session::lease`](rpc_core::Session::lease) is the client of `rpc.lease.*`.
 //! [`rpc_core::client::RemoteCommand`] is the client of `rpc.run.*`, which refuse without
-//! `--allow-run`. `rpc.logs.read` refuses without `--allow-logs`, which is the default with
-//! `--policy`. The functions of Disco nodes, `disco.*`, refuse without `--allow-disco` where
-//! clients need not prove who they are.
+//! `--allow-run`, and [`Session::listen`](rpc_core::Session::listen) that of `rpc.listen.*`, which
+//! refuse without `--allow-listen`. `rpc.logs.read` refuses without `--allow-logs`, which is the
+//! default with `--policy`. The functions of Disco nodes, `disco.*`, refuse without `--allow-disco`
+//! where clients need not prove who they are.
 
 mod disco_sessions;
 mod file_cache;
 mod files;
 mod info;
 mod leases;
+mod listen;
 mod logs;
 mod modules;
 mod run;
@@ -81,6 +89,7 @@ pub use files::MAX_READ_BYTES;
 pub(crate) use files::workspace;
 pub(crate) use info::device_info;
 pub use info::{DeviceInfo, ModulesInfo, ServerInfo};
+pub(crate) use listen::ListenQuota;
 pub(crate) use logs::READ_LOGS;
 pub use timing::{TimeOptions, time_function};
 
@@ -110,6 +119,7 @@ pub fn register(registry: &Registry) {
     files::register(registry);
     file_cache::register(registry);
     leases::register(registry);
+    listen::register(registry);
     logs::register(registry);
     modules::register(registry);
     run::register(registry);

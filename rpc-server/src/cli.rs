@@ -112,7 +112,7 @@ enum Command {
     Rm(files::RmArgs),
     /// Run a program at a server, with files in, its output, and files out
     Run(run::RunArgs),
-    /// Forward a local port to a service near a server, until interrupted
+    /// Forward a local port to a service near a server, or the other way, until interrupted
     Forward(forward::ForwardArgs),
     /// Lease a device of a server while a program runs here
     Lease(lease::LeaseArgs),

@@ -108,7 +108,7 @@ enum PolicyCommand {
         #[arg(requires = "permission")]
         identity: Option<PeerIdentity>,
         /// Permission that the client wants: call:NAME, device:DEVICE, run:PROGRAM, modules, disco,
-        /// forward:ADDRESS, port:ADDRESS, logs or lease-priority:NUMBER.
+        /// forward:ADDRESS, port:ADDRESS, listen:ADDRESS, logs or lease-priority:NUMBER.
         permission: Option<String>,
     },
 }

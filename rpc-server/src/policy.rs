@@ -28,7 +28,7 @@ mod rule;
 mod source;
 
 pub use answer::Answer;
-pub(crate) use answer::answer;
+pub(crate) use answer::{answer, check};
 pub(crate) use ceiling::Ceiling;
 pub use document::{Policy, PolicyError};
 pub use rights::restore;

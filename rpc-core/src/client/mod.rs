@@ -1,6 +1,6 @@
 //! The caller's view of a session: [`Session`] with all its operations, references to remote
-//! objects, copies, files, programs, leases, uploads of modules, and closures that the session
-//! calls back.
+//! objects, copies, files, programs, leases, listeners, uploads of modules, and closures that the
+//! session calls back.
 
 pub(crate) mod action;
 pub mod callbacks;
@@ -9,6 +9,7 @@ mod file_cache;
 mod files;
 mod lane_deadlock;
 mod leases;
+mod listen;
 mod module_upload;
 mod operations;
 mod partial_files;
@@ -22,6 +23,7 @@ pub use copies::CHUNK;
 pub use file_cache::FileCache;
 pub use files::{FileEntry, Files};
 pub use leases::{Lease, LeaseOptions, LeaseRequest};
+pub use listen::{RemoteConnection, RemoteListener};
 pub use module_upload::{Digest, DigestError, Modules};
 pub use partial_files::{RemoteFile, ResumableUpload};
 pub use references::{RemoteFunction, RemoteModule, RemoteObject, RemoteTensor, TypedFunction};

@@ -1,10 +1,14 @@
-//! `forward`: a local port that leads to a service near a server, in the manner of `ssh -L`.
+//! `forward`: a local port that leads to a service near a server, in the manner of `ssh -L`, or a
+//! port near a server that leads here, in the manner of `ssh -R`.
+
+mod reverse;
 
 use std::fmt;
 use std::str::FromStr;
 use std::time::Duration;
 
 use clap::Args;
+use clap::builder::FalseyValueParser;
 use rpc_core::RpcError;
 use rpc_transports::tracker::Loan;
 use rpc_transports::{Address, Bind, Channel, ConnectError, Connector, Tunnel};
@@ -18,9 +22,13 @@ use super::output::Output;
 
 #[derive(Args, Debug)]
 pub(super) struct ForwardArgs {
+    /// The other way: the server listens at the first address, which its operator allows with
+    /// --allow-listen, and its connections lead to the second one, as seen from here
+    #[arg(short = 'R', long, env = "RPC_CLI_REVERSE", value_parser = FalseyValueParser::new())]
+    reverse: bool,
     /// Address to listen at, and that of the service as the server reaches it:
     /// [HOST:]PORT:[HOST:]PORT, with 127.0.0.1 on either side if there is no HOST; or unix:PATH on
-    /// either side. With port 0 the system chooses the local one
+    /// either side. With port 0 the system chooses the first one
     #[arg(value_name = "LOCAL:REMOTE")]
     forwarding: Forwarding,
     /// The server, whose operator allows the service with --allow-port; one of a tracker is held
@@ -28,10 +36,10 @@ pub(super) struct ForwardArgs {
     pub(super) address: String,
 }
 
-/// Address to listen at, and that of a service as a server reaches it.
+/// Address to listen at, and that of the service to which connections lead.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Forwarding {
-    local: Address,
+    at: Address,
     to: Address,
 }
 
@@ -43,7 +51,11 @@ pub(super) async fn forward(
     args: ForwardArgs,
     interruption: &Interruption,
 ) -> Result<(), Failure> {
-    let Forwarding { local, to } = args.forwarding;
+    let Forwarding { at, to } = args.forwarding;
+    if args.reverse {
+        return reverse::forward(options, output, &args.address, &at, &to, interruption).await;
+    }
+    let local = at;
     let borrowed = tokio::select! {
         borrowed = options.borrow_server(&args.address) => borrowed?,
         failure = interruption.wait() => return Err(failure),
@@ -153,13 +165,13 @@ impl FromStr for Forwarding {
 
     fn from_str(text: &str) -> Result<Self, String> {
         let malformed = || format!("'{text}' is not [HOST:]PORT:[HOST:]PORT, nor has it unix:PATH on a side");
-        let (local, remote) = split(text).ok_or_else(malformed)?;
+        let (first, second) = split(text).ok_or_else(malformed)?;
         let address = |side: &str| side_address(side).parse().map_err(|error| format!("{side}: {error}"));
-        Ok(Self { local: address(local)?, to: address(remote)? })
+        Ok(Self { at: address(first)?, to: address(second)? })
     }
 }
 
-/// Splits the local side from the remote one.
+/// Splits the address to listen at from that of the service.
 fn split(text: &str) -> Option<(&str, &str)> {
     let is_port = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
     let end_of_host = match text.strip_prefix('[') {
@@ -167,7 +179,7 @@ fn split(text: &str) -> Option<(&str, &str)> {
         None => text.find(':')?,
     };
     let first = &text[..end_of_host];
-    // The local side is one part or two; behind a host or `unix` comes the second.
+    // The first side is one part or two; behind a host or `unix` comes the second.
     let len = if is_port(first) {
         first.len()
     } else {
@@ -200,10 +212,10 @@ mod tests {
     #[test]
     fn both_sides_are_ports_hosts_or_paths() {
         let parse = |text: &str| -> Option<[String; 2]> {
-            let Forwarding { local, to } = text.parse().ok()?;
-            Some([local.to_string(), to.to_string()])
+            let Forwarding { at, to } = text.parse().ok()?;
+            Some([at.to_string(), to.to_string()])
         };
-        for (text, local, to) in [
+        for (text, at, to) in [
             ("8080:80", "tcp://127.0.0.1:8080", "tcp://127.0.0.1:80"),
             ("0:db:5432", "tcp://127.0.0.1:0", "tcp://db:5432"),
             ("0.0.0.0:8080:80", "tcp://0.0.0.0:8080", "tcp://127.0.0.1:80"),
@@ -211,7 +223,7 @@ mod tests {
             ("8080:unix:/run/x.sock", "tcp://127.0.0.1:8080", "unix:/run/x.sock"),
             ("unix:/tmp/x.sock:db:80", "unix:/tmp/x.sock", "tcp://db:80"),
         ] {
-            assert_eq!(parse(text), Some([local.to_owned(), to.to_owned()]), "{text}");
+            assert_eq!(parse(text), Some([at.to_owned(), to.to_owned()]), "{text}");
         }
         for text in
             ["", ":", "80", "8080:", ":80", "host:80", "a:b:80", "8080:db:port", "99999:80", "[::1:80:80", "x:80:"]

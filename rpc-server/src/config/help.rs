@@ -28,6 +28,7 @@ const GROUPS: [(&str, &[&str]); 7] = [
         &[
             "allow-forward",
             "allow-port",
+            "allow-listen",
             "forward-functions",
             "allow-modules",
             "module-digests",

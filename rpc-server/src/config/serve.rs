@@ -125,6 +125,12 @@ listener_settings! {
         /// repeated, or given as a list with commas. Default: none
         #[arg(value_name = "PATTERN", value_delimiter = ',')]
         allow_port: Vec<String> = Vec::new(), "RPC_SERVER_ALLOW_PORT";
+        /// Addresses at which clients may have this server listen for them with 'rpc-cli forward
+        /// -R', tcp:// or unix:, such as tcp://127.0.0.1:8080, tcp://127.0.0.1:* or
+        /// unix:/run/x.sock, by the rules of --allow-forward; may be repeated, or given as a list
+        /// with commas. Default: none
+        #[arg(value_name = "PATTERN", value_delimiter = ',')]
+        allow_listen: Vec<String> = Vec::new(), "RPC_SERVER_ALLOW_LISTEN";
         /// Functions that forwarded clients may use, with * for any text, such as rpc.* or
         /// model.run; may be repeated, or given as a list with commas. Default: all. rpc.functions
         /// and rpc.signature, which describe all functions, must be named without *. Requests in a
@@ -425,7 +431,12 @@ impl ServeConfig {
                 return Err(ConfigError::NeedsTracker { setting });
             }
         }
-        for (setting, patterns) in [("--allow-forward", &self.allow_forward), ("--allow-port", &self.allow_port)] {
+        let patterns = [
+            ("--allow-forward", &self.allow_forward),
+            ("--allow-port", &self.allow_port),
+            ("--allow-listen", &self.allow_listen),
+        ];
+        for (setting, patterns) in patterns {
             for pattern in patterns {
                 let checked = transports.check_pattern(pattern);
                 checked.map_err(|source| ConfigError::Pattern { setting, source })?;

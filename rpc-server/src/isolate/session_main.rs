@@ -24,6 +24,7 @@ use tokio::sync::Notify;
 use super::control_link::ControlLink;
 use super::messages::SessionSetup;
 use super::{GRACE, REPORT_INTERVAL, RUN_GRACE, process_limits};
+use crate::builtins::ListenQuota;
 use crate::config::{ServeConfig, ServeSettings};
 use crate::file_cache::FileCache;
 use crate::leases::{LeaseGate, LeasePolicy, Leases};
@@ -100,13 +101,16 @@ fn serve(
         let open_files = OpenFileQuota::new("max_open_files", config.max_open_files, None);
         let open = open_files.reserve(FILES_OF_WORKSPACE).map_err(io::Error::other)?;
         let workspace = WorkspaceSource::Opened(Workspace::borrowed(&workspace)?, open);
+        let limits = session_limits_within(rights.as_deref(), session_limits(&config));
+        let listen = Arc::new(ListenQuota::new(&limits));
         let mut session = LocalSession::builder(registry.clone())
             .devices(devices())
-            .limits(session_limits_within(rights.as_deref(), session_limits(&config)))
+            .limits(limits)
             .workspace(Arc::new(SessionWorkspace::new(workspace, Cleaner::none(), open_files.clone())))
             .open_files(open_files)
             .extension(state.clone())
             .extension(Arc::new(Leases(link.clone())))
+            .extension(listen)
             .extension(Arc::new(ClientIdentity(identity)))
             .extension(Arc::new(Ceiling::new(&config, crate::transports())))
             .spawner(Arc::new(TokioSpawner::current()));

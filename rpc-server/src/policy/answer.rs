@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use rpc_core::{Context, Permission, Result, RpcError};
+use rpc_core::{Context, ErrorKind, Permission, Result, RpcError};
 use rpc_transports::PeerIdentity;
 use serde::{Deserialize, Serialize};
 
@@ -67,13 +67,33 @@ pub(crate) fn answer(context: &Context, text: &str) -> Result<Answer> {
     }
 }
 
+/// Checks that the client of this session has a permission, and that the settings of the server
+/// allow it, too. For permissions that no other place enforces; [`answer`] asks the same.
+///
+/// # Errors
+///
+/// [`ErrorKind::Refused`], with the reason.
+pub(crate) fn check(context: &Context, permission: &Permission<'_>) -> Result<()> {
+    let ceiling = context.extension::<Ceiling>();
+    let ceiling = ceiling.ok_or_else(|| RpcError::new(ErrorKind::Refused, "this session belongs to no server"))?;
+    within(context, Some(&ceiling), permission)
+}
+
+fn within(context: &Context, ceiling: Option<&Ceiling>, permission: &Permission<'_>) -> Result<()> {
+    context.authorize(permission)?;
+    match ceiling.and_then(|ceiling| ceiling.missing(permission)) {
+        Some(setting) => {
+            let text = format!("the server's settings do not allow it ({setting})");
+            Err(RpcError::new(ErrorKind::Refused, text))
+        }
+        None => Ok(()),
+    }
+}
+
 fn judge(context: &Context, ceiling: Option<&Ceiling>, permission: &Permission<'_>) -> Answer {
     let no = |reason: String| Answer { allowed: false, reason, rule: None };
-    if let Err(refusal) = context.authorize(permission) {
+    if let Err(refusal) = within(context, ceiling, permission) {
         return no(refusal.message().to_owned());
-    }
-    if let Some(setting) = ceiling.and_then(|ceiling| ceiling.missing(permission)) {
-        return no(format!("the server's settings do not allow it ({setting})"));
     }
     let there_is = match permission {
         Permission::Function(name) => context.function(name).map(drop),

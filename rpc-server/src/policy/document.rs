@@ -96,7 +96,7 @@ impl Policy {
             if identities.is_empty() {
                 return Err(PolicyError::NoIdentity { rule: name });
             }
-            for pattern in rule.forward.iter().chain(&rule.port) {
+            for pattern in rule.forward.iter().chain(&rule.port).chain(&rule.listen) {
                 let checked = transports.check_pattern(pattern);
                 checked.map_err(|source| PolicyError::Pattern { rule: name.clone(), source })?;
             }

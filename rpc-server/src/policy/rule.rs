@@ -36,6 +36,9 @@ pub(super) struct Rule {
     /// Patterns of addresses, in the words of `--allow-port`.
     #[serde(default)]
     pub(super) port: Vec<String>,
+    /// Patterns of addresses, in the words of `--allow-listen`.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(super) listen: Vec<String>,
     #[serde(default)]
     disco: bool,
     #[serde(default)]
@@ -74,6 +77,7 @@ impl Rule {
             Permission::Program(program) => lists_program(&self.run, program),
             Permission::Forward(address) => reaches(transports, &self.forward, address),
             Permission::Port(address) => reaches(transports, &self.port, address),
+            Permission::Listen(address) => reaches(transports, &self.listen, address),
             Permission::Disco => self.disco,
             Permission::Logs => self.logs,
             Permission::LeasePriority(priority) => *priority <= self.lease_priority,
@@ -92,6 +96,7 @@ impl Rule {
             Some(Right::Disco) => self.disco,
             Some(Right::Logs) => self.logs,
             Some(Right::Devices) => !self.devices.is_empty(),
+            Some(Right::Listen) => !self.listen.is_empty(),
             // Programs need files, and tell about them.
             None if name.starts_with("rpc.file.") => !self.run.is_empty() || is_named(),
             None => BASIC.contains(&name) || name.starts_with(CALLBACKS) || is_named(),
@@ -106,6 +111,7 @@ impl Rule {
             Permission::Program(_) => self.run.clone(),
             Permission::Forward(_) => self.forward.clone(),
             Permission::Port(_) => self.port.clone(),
+            Permission::Listen(_) => self.listen.clone(),
             Permission::LeasePriority(_) => vec![format!("up to {}", self.lease_priority)],
             _ => Vec::new(),
         }
@@ -181,6 +187,7 @@ pub(super) enum Right {
     Modules,
     Disco,
     Devices,
+    Listen,
     Logs,
 }
 
@@ -192,6 +199,7 @@ impl Right {
             Self::Modules => "modules",
             Self::Disco => "disco",
             Self::Devices => "devices",
+            Self::Listen => "listen",
             Self::Logs => "logs",
         }
     }
@@ -204,6 +212,7 @@ pub(super) fn right_behind(function: &str) -> Option<Right> {
         ("rpc.module.", Right::Modules),
         ("disco.", Right::Disco),
         ("rpc.lease.", Right::Devices),
+        ("rpc.listen.", Right::Listen),
         ("rpc.logs.", Right::Logs),
     ];
     behind.into_iter().find(|(prefix, _)| function.starts_with(prefix)).map(|(_, right)| right)
@@ -288,6 +297,7 @@ mod tests {
             devices = ["cuda:1", "vulkan"]
             forward = ["tcp://10.0.0.*:9090"]
             port = ["unix:/run/x.sock"]
+            listen = ["tcp://127.0.0.1:80*"]
             lease-priority = 3
 
             [[rule]]
@@ -327,6 +337,10 @@ mod tests {
             ("forward:no address", [false, false, false]),
             ("port:unix:/run/x.sock", [false, true, false]),
             ("port:tcp://10.0.0.5:9090", [false, false, false]),
+            ("listen:tcp://127.0.0.1:8080", [false, true, false]),
+            ("listen:tcp://127.0.0.1:9090", [false, false, false]),
+            ("listen:unix:/run/x.sock", [false, false, false]),
+            ("call:rpc.listen.open", [false, true, false]),
             ("modules", [false, false, true]),
             ("disco", [false, false, true]),
             ("logs", [false, false, true]),
@@ -339,7 +353,14 @@ mod tests {
         }
         // All functions are not all rights.
         let functions = self::policy("[[rule]]\nname = 'f'\nidentities = ['*']\nfunctions = ['*']");
-        for name in ["rpc.run.start", "rpc.module.write", "disco.open", "rpc.lease.request", "rpc.logs.read"] {
+        for name in [
+            "rpc.run.start",
+            "rpc.module.write",
+            "disco.open",
+            "rpc.lease.request",
+            "rpc.listen.open",
+            "rpc.logs.read",
+        ] {
             assert!(!allows(&functions, "anonymous", &format!("call:{name}")), "{name}");
         }
     }

@@ -12,6 +12,7 @@ use rpc_transports::{OpenRequest, SessionFactory, TokioSpawner};
 use super::options::session_limits;
 use super::server_state::{Client, ServerState};
 use super::session_workspace::{Cleaner, FILES_OF_WORKSPACE, SessionWorkspace, WorkspaceSource};
+use crate::builtins::ListenQuota;
 use crate::config::ServeConfig;
 use crate::file_cache::FileCache;
 use crate::leases::{LeaseGate, LeasePolicy, LeaseService, Leases};
@@ -101,9 +102,10 @@ impl SessionFactory for LocalSessions {
             }
             None => WorkspaceSource::Private(self.workspaces.clone()),
         };
+        let limits = session_limits_within(rights.as_deref(), self.limits.clone());
         let mut session = LocalSession::builder(self.registry.clone())
             .devices(self.devices.clone())
-            .limits(session_limits_within(rights.as_deref(), self.limits.clone()))
+            .limits(limits.clone())
             .total_threads(self.total_threads.clone())
             .total_handles(self.total_handles.clone())
             .total_memory(self.state.memory().clone())
@@ -118,6 +120,7 @@ impl SessionFactory for LocalSessions {
             }))
             .extension(Arc::new(request.onward.clone()))
             .extension(Arc::new(self.disco_hosts.entry(request.peer_identity.to_string())))
+            .extension(Arc::new(ListenQuota::new(&limits)))
             .extension(Arc::new(ClientIdentity(request.peer_identity.to_string())))
             .spawner(self.spawner.clone());
         if let Some(ceiling) = &self.ceiling {

@@ -13,6 +13,7 @@ mod disco_top;
 mod doctor;
 #[cfg(target_os = "linux")]
 mod file_cache;
+mod forward;
 mod leases;
 mod library;
 mod logs;

@@ -42,6 +42,7 @@ const POLICY: &str = r#"
     functions = ["rpc.time*"]
     run = ["true"]
     port = ["tcp://127.0.0.1:PORT"]
+    listen = ["tcp://127.0.0.1:*"]
     forward = ["tcp://localhost:*"]
     disco = true
     lease-priority = 2
@@ -111,6 +112,7 @@ impl Fixture {
                 let tunnel = runtime.block_on(connector.open_tunnel(self.server.address(), &service));
                 tunnel.map(drop).map_err(|error| error.into_rpc_error())
             }
+            Some(("listen", address)) => session.listen(address).wait().map(drop),
             None if permission == "disco" => session.get_function("disco.open").wait().map(drop),
             None if permission == "modules" => session.load_module("none").wait().map(drop),
             _ => panic!("{permission}"),
@@ -126,7 +128,8 @@ fn can(session: &Session, permission: &str) -> Answer {
 #[test]
 fn clients_do_what_the_rules_for_them_say_and_nothing_else() {
     for args in [&["--isolate", "none"][..], &["--isolate", "process", "--allow-run", "true,sh"]] {
-        let fixture = Fixture::start(&[args, &["--allow-port", "tcp://127.0.0.1:*", "--allow-forward", "*"]].concat());
+        let ports = ["--allow-port", "tcp://127.0.0.1:*", "--allow-forward", "*", "--allow-listen", "tcp://127.*:0"];
+        let fixture = Fixture::start(&[args, &ports].concat());
         let (ci, guest, isolated) = (fixture.connect("ci"), fixture.connect("guest"), args.len() > 2);
         let (port, other_port) = (fixture.port(), "port:tcp://127.0.0.1:1".to_owned());
         // The server itself, by two names.
@@ -149,6 +152,11 @@ fn clients_do_what_the_rules_for_them_say_and_nothing_else() {
             ("lease-priority:3", None, None),
             (&port, Some("ci"), None),
             (&other_port, None, None),
+            ("listen:tcp://127.0.0.1:0", Some("ci"), None),
+            // What the policy allows beyond the settings, and the settings beyond the policy.
+            ("listen:tcp://127.0.0.1:1", None, None),
+            ("listen:tcp://127.0.0.2:0", None, None),
+            ("call:rpc.listen.open", Some("ci"), None),
             // Forwarding includes tunnels.
             (&forwarded_port, Some("ci"), None),
             (&forward, Some("ci"), None),

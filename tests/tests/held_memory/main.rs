@@ -99,6 +99,7 @@ impl Fixture {
             max_requests: MAX_REQUESTS,
             allow_modules: true,
             allow_disco: Some(true),
+            allow_listen: vec!["tcp://127.0.0.1:*".into()],
             ..ServeConfig::default()
         };
         let registry = Registry::new();

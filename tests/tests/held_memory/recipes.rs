@@ -1,6 +1,7 @@
 //! Floods: for each kind of frame, each operation and each built-in function, the frames of a
 //! client that wants its server to hold as much as it can.
 
+use std::net::TcpStream;
 use std::sync::Arc;
 
 use bytes::Bytes;
@@ -354,6 +355,25 @@ fn calls(name: &str, peer: &mut Peer) -> Calls {
         "rpc.run.write" => {
             Calls::new(|_| vec![Value::Null, large()]).answered(Answer::Error(ErrorKind::InvalidArgument))
         }
+        "rpc.listen.open" => Calls::new(|_| vec![text("tcp://127.0.0.1:0")]),
+        // No one connects.
+        "rpc.listen.accept" => {
+            let listener = listener(peer).0;
+            Calls::new(move |_| vec![listener.clone()]).answered(Answer::Later)
+        }
+        // The far end neither sends nor reads.
+        "rpc.listen.read" => {
+            let connection = accepted(peer);
+            Calls::new(move |_| vec![handle_of(&connection)]).answered(Answer::Later)
+        }
+        "rpc.listen.write" => {
+            let connection = accepted(peer);
+            Calls::new(move |_| vec![handle_of(&connection), large()])
+        }
+        "rpc.listen.finish" => {
+            let connection = accepted(peer);
+            Calls::new(move |_| vec![handle_of(&connection)])
+        }
         "rpc.lease.request" => Calls::new(|_| lease_args()),
         "rpc.lease.wait" => {
             // The first one holds the device.
@@ -405,6 +425,32 @@ fn run_request() -> Value {
 /// Returns the arguments of a request for a lease on the host.
 fn lease_args() -> Vec<Value> {
     vec![Value::Device(Device::cpu()), Value::Int(0), Value::Null]
+}
+
+/// Returns a listener of the server, and its address.
+fn listener(peer: &mut Peer) -> (Value, String) {
+    match peer.call("rpc.listen.open", vec![text("tcp://127.0.0.1:0")]) {
+        Value::List(opened) => match <[Value; 2]>::try_from(opened) {
+            Ok([listener, Value::Str(address)]) => (listener, address.to_string()),
+            other => panic!("no listener: {other:?}"),
+        },
+        other => panic!("no listener: {other:?}"),
+    }
+}
+
+/// Returns a connection that the server has accepted, and its far end.
+fn accepted(peer: &mut Peer) -> (Value, TcpStream) {
+    let (listener, address) = listener(peer);
+    let far = TcpStream::connect(address.trim_start_matches("tcp://")).unwrap();
+    match peer.call("rpc.listen.accept", vec![listener]) {
+        Value::List(accepted) => (accepted.into_iter().next().unwrap(), far),
+        other => panic!("no connection: {other:?}"),
+    }
+}
+
+/// Returns the server's end of a connection, which the flood keeps whole.
+fn handle_of(connection: &(Value, TcpStream)) -> Value {
+    connection.0.clone()
 }
 
 /// Number of files in the folder that a flood lists: each has taken three handles.

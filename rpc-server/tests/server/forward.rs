@@ -1,0 +1,384 @@
+//! `rpc-cli forward`: services near a server and near the client, over every kind of way to the
+//! server, and what is left when something fails.
+
+use std::io::{BufRead as _, BufReader, ErrorKind as IoErrorKind, Read, Write};
+use std::net::{Shutdown, TcpListener, TcpStream};
+use std::os::fd::OwnedFd;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use rpc_core::client::{RemoteConnection, RemoteListener};
+use rpc_core::{ErrorKind, Session};
+use rpc_server::ServerProcess;
+use rpc_transports::Connector;
+use rustix::net::{
+    AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, listen as listen_with_backlog, socket_with,
+};
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value as Json;
+use tempfile::TempDir;
+
+use super::cli::{Fixture, cli, command};
+
+/// Limit against a test that hangs.
+const HANG_LIMIT: Duration = Duration::from_secs(60);
+
+/// A program that is killed with this value.
+struct Running {
+    child: Child,
+    /// First line that it printed.
+    started: Json,
+}
+
+impl Running {
+    /// Starts `rpc-cli forward --json`, and waits until it forwards.
+    fn forward(args: &[&str]) -> Self {
+        let mut command = command(&[&["forward", "--json"], args].concat());
+        let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        let mut line = String::new();
+        BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+        if line.is_empty() {
+            let mut report = String::new();
+            child.stderr.take().unwrap().read_to_string(&mut report).unwrap();
+            panic!("{args:?}: {report}");
+        }
+        Self { child, started: serde_json::from_str(&line).unwrap() }
+    }
+
+    /// Returns the address that it forwards.
+    fn at(&self) -> &str {
+        self.started.get("remote").or_else(|| self.started.get("local")).unwrap().as_str().unwrap()
+    }
+
+    fn signal(&self, signal: Signal) {
+        kill_process(Pid::from_child(&self.child), signal).unwrap();
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// A stream of either kind.
+trait Stream: Read + Write + Send {
+    fn finish(&self);
+}
+
+impl Stream for TcpStream {
+    fn finish(&self) {
+        // The other side may be gone.
+        let _ = self.shutdown(Shutdown::Write);
+    }
+}
+
+impl Stream for UnixStream {
+    fn finish(&self) {
+        // The other side may be gone.
+        let _ = self.shutdown(Shutdown::Write);
+    }
+}
+
+fn connect(address: &str) -> std::io::Result<Box<dyn Stream>> {
+    match address.strip_prefix("unix:") {
+        Some(path) => UnixStream::connect(path).map(|stream| Box::new(stream) as _),
+        None => TcpStream::connect(address.strip_prefix("tcp://").unwrap()).map(|stream| Box::new(stream) as _),
+    }
+}
+
+/// Service that answers to each client, once that has sent its end, with all that it has sent.
+/// Returns its port.
+fn mirror() -> u16 {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    thread::spawn(move || {
+        for stream in listener.incoming() {
+            thread::spawn(move || reflect(Box::new(stream.unwrap())));
+        }
+    });
+    port
+}
+
+fn reflect(mut stream: Box<dyn Stream>) {
+    let mut bytes = Vec::new();
+    // A client may be killed.
+    if stream.read_to_end(&mut bytes).is_ok() && stream.write_all(&bytes).is_ok() {
+        stream.finish();
+    }
+}
+
+/// As [`mirror`], at a socket file.
+fn mirror_at(path: &str) {
+    let listener = UnixListener::bind(path).unwrap();
+    thread::spawn(move || {
+        for stream in listener.incoming() {
+            thread::spawn(move || reflect(Box::new(stream.unwrap())));
+        }
+    });
+}
+
+/// Checks that three connections at a time lead from `address` to a [`mirror`].
+fn check_mirror(address: &str) {
+    thread::scope(|scope| {
+        for seed in 0..3_u32 {
+            scope.spawn(move || {
+                let mut stream = connect(address).unwrap();
+                let sent: Vec<u8> =
+                    (0..(1_u32 << 20) + seed).map(|at| (at.wrapping_mul(seed + 7) >> 3) as u8).collect();
+                stream.write_all(&sent).unwrap();
+                stream.finish();
+                let mut received = Vec::new();
+                stream.read_to_end(&mut received).unwrap();
+                assert!(received == sent, "{address}: {} bytes of {}", received.len(), sent.len());
+            });
+        }
+    });
+}
+
+/// Waits until nothing listens at `address`, and its file is gone. Fails after `limit`.
+fn wait_until_gone(address: &str, limit: Duration) {
+    let started = Instant::now();
+    let is_gone = || match address.strip_prefix("unix:") {
+        Some(path) => !Path::new(path).exists(),
+        None => connect(address).is_err(),
+    };
+    while !is_gone() {
+        assert!(started.elapsed() < limit, "{address} is still there");
+        thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// Starts a server that may listen at all loopback ports and in `folder`.
+fn serve(folder: &TempDir, at: &str, flags: &[&str]) -> ServerProcess {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_rpc-server"));
+    command.args(["serve", "--listen", at, "--exit-with-stdin", "--log-level", "error"]);
+    command.arg("--workdir").arg(folder.path().join("workdir")).args(flags);
+    command.arg("--allow-listen").arg(format!("tcp://127.0.0.1:*,unix:{}/*", folder.path().display()));
+    ServerProcess::spawn(command).unwrap()
+}
+
+#[test]
+fn a_port_near_the_server_leads_here_over_every_way_to_the_server() {
+    let folder = tempfile::tempdir().unwrap();
+    let (port, path) = (mirror(), |name: &str| format!("unix:{}/{name}", folder.path().display()));
+    let plain = serve(&folder, "tcp://127.0.0.1:0", &["--isolate", "none", "--allow-forward", "*,unix:*"]);
+    let isolated = tempfile::tempdir().unwrap();
+    let isolated = serve(&isolated, &path("isolated"), &["--isolate", "process"]);
+    let stdio = format!(
+        "exec:{} serve --stdio --workdir {}/stdio --log-level error --allow-listen tcp://127.0.0.1:*",
+        env!("CARGO_BIN_EXE_rpc-server"),
+        folder.path().display()
+    );
+    let tunnel = format!("tunnel:{}", plain.address());
+    let to = |at: &str| format!("{at}:{port}");
+    let ways: &[&[&str]] = &[
+        &["-R", &to("0"), plain.address()],
+        &["-R", &to(&path("listener")), plain.address()],
+        &["-R", &to("127.0.0.1:0"), isolated.address()],
+        &["-R", &to("0"), "-J", plain.address(), isolated.address()],
+        &["--reverse", &to("0"), "-J", &tunnel, isolated.address()],
+        &["-R", &to("0"), &stdio],
+    ];
+    for way in ways {
+        let forward = Running::forward(way);
+        check_mirror(forward.at());
+        // A second user of the address is refused.
+        if forward.at().starts_with("unix:") {
+            let again = cli(&[&["forward"], *way].concat());
+            assert!(again.code == 1 && again.stderr.contains("in use"), "{again:?}");
+        }
+        forward.signal(Signal::TERM);
+        wait_until_gone(forward.at(), HANG_LIMIT);
+    }
+}
+
+#[test]
+fn the_operator_allows_addresses_and_the_answer_comes_at_once() {
+    let fixture = Fixture::new(&["--allow-listen", "tcp://127.0.0.1:*"]);
+    let forward = |to: &str| cli(&["forward", "-R", to, fixture.address()]);
+    for (to, code, text) in [
+        ("127.0.0.2:0:80", 77, "--allow-listen"),
+        ("unix:/tmp/x:80", 77, "--allow-listen"),
+        // In use by the server.
+        (&format!("{}:80", fixture.address().strip_prefix("tcp://").unwrap()), 1, "in use"),
+    ] {
+        let run = forward(to);
+        assert!(run.code == code && run.stderr.contains(text), "{to}: {run:?}");
+    }
+    let can = |permission: &str| cli(&["can", permission, fixture.address()]).code;
+    assert_eq!((can("listen:tcp://127.0.0.1:80"), can("listen:tcp://127.0.0.2:80")), (0, 1));
+    let closed = Fixture::new(&[]);
+    let run = cli(&["forward", "-R", "0:80", closed.address()]);
+    assert!(run.code == 77 && run.stderr.contains("--allow-listen"), "{run:?}");
+    assert_eq!(cli(&["can", "call:rpc.listen.open", closed.address()]).code, 1);
+    // Addresses that other transports have are none of plain sockets.
+    let any = Fixture::new(&["--allow-listen", "*"]);
+    let session = Connector::new().connect_blocking(any.address()).unwrap();
+    for address in ["ws://127.0.0.1:0", "tcp://127.0.0.1:0/key"] {
+        assert_eq!(session.listen(address).wait().unwrap_err().kind(), ErrorKind::Unsupported, "{address}");
+    }
+}
+
+#[test]
+fn a_service_that_refuses_ends_its_connection_and_the_others_go_on() {
+    let folder = tempfile::tempdir().unwrap();
+    let server = serve(&folder, "tcp://127.0.0.1:0", &[]);
+    let service = format!("{}/service", folder.path().display());
+    let mut forward = Running::forward(&["-R", &format!("0:unix:{service}"), server.address()]);
+    let mut bytes = Vec::new();
+    // It is closed or reset.
+    let _ = connect(forward.at()).unwrap().read_to_end(&mut bytes);
+    assert!(bytes.is_empty());
+    let mut report = String::new();
+    BufReader::new(forward.child.stderr.take().unwrap()).read_line(&mut report).unwrap();
+    assert!(report.contains(&service), "{report}");
+    mirror_at(&service);
+    let mut stream = connect(forward.at()).unwrap();
+    stream.write_all(b"who is there?").unwrap();
+    stream.finish();
+    stream.read_to_end(&mut bytes).unwrap();
+    assert_eq!(bytes, b"who is there?");
+}
+
+/// Listens at a path, and lets no connection in: the backlog is full. The sockets keep it so.
+fn stalled_service(path: &str) -> Vec<OwnedFd> {
+    let socket = || socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::NONBLOCK, None).unwrap();
+    let address = SocketAddrUnix::new(path).unwrap();
+    let listener = socket();
+    bind(&listener, &address).unwrap();
+    listen_with_backlog(&listener, 0).unwrap();
+    let mut sockets = vec![listener];
+    loop {
+        let waiting = socket();
+        let connected = rustix::net::connect(&waiting, &address);
+        sockets.push(waiting);
+        if connected.is_err() {
+            return sockets;
+        }
+    }
+}
+
+#[test]
+fn a_service_that_stalls_costs_the_time_limit_of_its_connection_alone() {
+    let folder = tempfile::tempdir().unwrap();
+    let service = format!("{}/service", folder.path().display());
+    let server = serve(&folder, "tcp://127.0.0.1:0", &["--allow-port", &format!("unix:{service}")]);
+    let to = format!("0:unix:{service}");
+    for direction in [&[][..], &["-R"]] {
+        let sockets = stalled_service(&service);
+        let mut forward = Running::forward(&[direction, &["--timeout", "3s", &to, server.address()]].concat());
+        let mut bytes = Vec::new();
+        // It is closed or reset.
+        let _ = connect(forward.at()).unwrap().read_to_end(&mut bytes);
+        assert!(bytes.is_empty());
+        let mut report = String::new();
+        BufReader::new(forward.child.stderr.take().unwrap()).read_line(&mut report).unwrap();
+        assert!(report.contains("3s") && report.contains(&service), "{report}");
+        drop(sockets);
+        std::fs::remove_file(&service).unwrap();
+        mirror_at(&service);
+        let mut stream = connect(forward.at()).unwrap();
+        stream.write_all(b"x").unwrap();
+        stream.finish();
+        stream.read_to_end(&mut bytes).unwrap();
+        assert_eq!(bytes, b"x");
+        std::fs::remove_file(&service).unwrap();
+    }
+}
+
+/// Opens a session with a listener.
+fn listen(server: &ServerProcess) -> (Session, RemoteListener) {
+    let session = Connector::new().connect_blocking(server.address()).unwrap();
+    let listener = session.listen("tcp://127.0.0.1:0").wait().unwrap();
+    (session, listener)
+}
+
+/// Connects to the listener. Returns both ends.
+fn connect_to(listener: &RemoteListener) -> (Box<dyn Stream>, RemoteConnection) {
+    let accepting = listener.accept().start();
+    let near = connect(listener.address()).unwrap();
+    (near, accepting.wait().unwrap())
+}
+
+#[test]
+fn listeners_and_connections_of_a_session_are_limited() {
+    let folder = tempfile::tempdir().unwrap();
+    for flags in [&["--isolate", "none"][..], &["--isolate", "process", "--max-requests", "64"]] {
+        let server = serve(&folder, "tcp://127.0.0.1:0", flags);
+        let (session, listener) = listen(&server);
+        let open = || session.listen("tcp://127.0.0.1:0").wait();
+        let mut others: Vec<_> = (1..16).map(|_| open().unwrap()).collect();
+        assert_eq!(open().unwrap_err().kind(), ErrorKind::LimitExceeded);
+        others.pop();
+        // The server closes it in the background.
+        let started = Instant::now();
+        let again = loop {
+            match open() {
+                Ok(listener) => break listener,
+                Err(error) => assert!(error.kind() == ErrorKind::LimitExceeded && started.elapsed() < HANG_LIMIT),
+            }
+        };
+        others.push(again);
+        // Few requests allow few connections, so that reads that wait do not take all of them.
+        let most = if flags.len() > 2 { 4 } else { 64 };
+        let mut connections: Vec<_> = (0..most).map(|_| connect_to(&listener)).collect();
+        let mut next = connect(listener.address()).unwrap();
+        let waiting = listener.accept().start();
+        let mut reads: Vec<_> = connections.iter().map(|(_, connection)| connection.read().start()).collect();
+        // With all that wait, calls are served.
+        for (near, connection) in &mut connections {
+            connection.write("hello").wait().unwrap();
+            near.read_exact(&mut [0; 5]).unwrap();
+        }
+        reads.clear();
+        let (mut near, connection) = connections.pop().unwrap();
+        drop(connection);
+        assert_eq!(near.read(&mut [0]).unwrap_or(0), 0);
+        let connection = waiting.wait().unwrap();
+        next.write_all(b"x").unwrap();
+        assert_eq!(connection.read().wait().unwrap().unwrap(), "x");
+    }
+}
+
+#[test]
+fn a_side_that_does_not_read_stops_the_other_and_a_close_ends_all() {
+    let folder = tempfile::tempdir().unwrap();
+    let server = serve(&folder, "tcp://127.0.0.1:0", &[]);
+    let (session, listener) = listen(&server);
+    let stream = |address: &str| {
+        let stream = TcpStream::connect(address.strip_prefix("tcp://").unwrap()).unwrap();
+        stream.set_write_timeout(Some(Duration::from_millis(200))).unwrap();
+        stream
+    };
+    // The client does not read: the peer cannot send more than the system's buffers hold.
+    let accepting = listener.accept().start();
+    let mut near = stream(listener.address());
+    let connection = accepting.wait().unwrap();
+    let piece = vec![7; 1 << 20];
+    let sent = (0..256).take_while(|_| near.write_all(&piece).is_ok()).count();
+    assert!(sent < 256, "all has been taken, and nothing read");
+    // The peer does not read: a write waits, until the connection is closed.
+    let large = vec![0; 60 << 20];
+    let waiting = connection.write(large).start();
+    let (function, reading) = (session.function::<(i64,), i64>("rpc.echo").wait().unwrap(), connection.read().start());
+    assert_eq!(function.call((1,)).wait().unwrap(), 1);
+    assert_eq!(reading.wait().unwrap().unwrap()[0], 7);
+    // The write keeps the connection until it is over.
+    drop(connection);
+    drop(waiting);
+    near.set_read_timeout(Some(HANG_LIMIT)).unwrap();
+    let ended = near.read_to_end(&mut Vec::new());
+    assert!(ended.is_ok() || ended.unwrap_err().kind() == IoErrorKind::ConnectionReset);
+    // So does one that waits keep its listener.
+    let (address, accepting) = (listener.address().to_owned(), listener.accept().start());
+    drop(listener);
+    assert_eq!(function.call((2,)).wait().unwrap(), 2);
+    drop(connect(&address).unwrap());
+    drop(accepting);
+    wait_until_gone(&address, HANG_LIMIT);
+}
