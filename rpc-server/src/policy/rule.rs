@@ -353,14 +353,9 @@ mod tests {
         }
         // All functions are not all rights.
         let functions = self::policy("[[rule]]\nname = 'f'\nidentities = ['*']\nfunctions = ['*']");
-        for name in [
-            "rpc.run.start",
-            "rpc.module.write",
-            "disco.open",
-            "rpc.lease.request",
-            "rpc.listen.open",
-            "rpc.logs.read",
-        ] {
+        for name in
+            ["rpc.run.start", "rpc.module.write", "disco.open", "rpc.lease.request", "rpc.listen.open", "rpc.logs.read"]
+        {
             assert!(!allows(&functions, "anonymous", &format!("call:{name}")), "{name}");
         }
     }
