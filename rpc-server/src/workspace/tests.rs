@@ -91,7 +91,8 @@ fn files_are_written_read_listed_resolved_and_removed() {
 #[test]
 fn zeros_count_wherever_they_are_written() {
     let (_dir, workspace) = private();
-    let (zeros, ones) = (vec![0; 200_000], vec![1; 200_000]);
+    // Whole blocks, which become holes.
+    let (zeros, ones) = (vec![0; 196_608], vec![1; 196_608]);
     let written = |pieces: &[(u64, &[u8])]| {
         let mut writer = workspace.begin_write("file", None).unwrap();
         pieces.iter().for_each(|(offset, piece)| writer.write_at(*offset, piece).unwrap());
@@ -99,20 +100,20 @@ fn zeros_count_wherever_they_are_written() {
         get(&workspace, "file").unwrap()
     };
     // At the end, alone, over other bytes, and before what is there already.
-    assert!(written(&[(0, &ones), (200_000, &zeros)]) == [&ones[..], &zeros].concat());
+    assert!(written(&[(0, &ones), (196_608, &zeros)]) == [&ones[..], &zeros].concat());
     assert!(written(&[(0, &zeros)]) == zeros);
     assert!(written(&[(0, &ones), (0, &zeros)]) == zeros);
     assert!(written(&[(100_000, &ones), (0, &zeros)]) == [&zeros[..], &ones[..100_000]].concat());
     assert!(written(&[(0, &zeros), (100_000, &ones)]) == [&zeros[..100_000], &ones].concat());
 
     // What a writer leaves for the next one has them, too.
-    let mut writer = workspace.resume_write("file", 600_000).unwrap();
+    let mut writer = workspace.resume_write("file", 589_824).unwrap();
     writer.write_at(0, &ones).unwrap();
-    writer.write_at(200_000, &zeros).unwrap();
+    writer.write_at(196_608, &zeros).unwrap();
     drop(writer);
-    let mut writer = workspace.resume_write("file", 600_000).unwrap();
-    assert_eq!(writer.len(), 400_000);
-    writer.write_at(400_000, &zeros).unwrap();
+    let mut writer = workspace.resume_write("file", 589_824).unwrap();
+    assert_eq!(writer.len(), 393_216);
+    writer.write_at(393_216, &zeros).unwrap();
     writer.commit().unwrap();
     assert!(get(&workspace, "file").unwrap() == [&ones[..], &zeros, &zeros].concat());
 }
