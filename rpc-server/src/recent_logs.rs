@@ -3,8 +3,8 @@
 //!
 //! The lines are those that the program writes to standard error, by the filter of `--log-level`.
 //! Processes of isolated sessions, and what functions print, are not among them. A session sees a
-//! [`LogService`]: in the server's own process that is the [`LogRing`] itself, and in the process of
-//! an isolated session the link to the server.
+//! [`LogService`]: in the server's own process that is the [`LogRing`] itself, and in the process
+//! of an isolated session the link to the server.
 
 use std::collections::VecDeque;
 use std::io::{self, Write};

@@ -38,7 +38,7 @@ pub(super) struct StatusArgs {
 pub(super) enum StatusFormat {
     /// All columns, whatever the width of the terminal
     Wide,
-    /// The name of each server, one a line
+    /// The address of each server, one a line
     Name,
     /// A JSON document, as --json
     Json,
@@ -67,10 +67,12 @@ pub(super) async fn status(
             summary.queue.retain(|entry| entry.key == *key || entry.key.is_empty());
             summary.losses.retain(|loss| loss.key == *key);
         }
-        if output.is_json() {
+        // Also in a shell, whose output is not that of the line.
+        if output.is_json() || args.format == Some(StatusFormat::Json) {
             output.json(&summary)?;
         } else if args.format == Some(StatusFormat::Name) {
-            summary.servers.iter().try_for_each(|server| output.name(&server.name))?;
+            let addresses = summary.servers.iter().filter_map(|server| server.address.last());
+            addresses.map(|address| output.name(address)).collect::<Result<(), Failure>>()?;
         } else {
             print(&summary, output, &args)?;
         }

@@ -62,6 +62,12 @@ fn a_tracker_and_its_servers_are_used_from_the_shell() {
     for expected in ["board", "2/2", "arch=arm64 rack=7", "1×cpu", server.address()] {
         assert!(text.contains(expected), "{expected} in {text}");
     }
+    let format = |format: &str| cli(&["status", "--tracker", &at, "-o", format]).1;
+    assert_eq!(format("name").trim(), server.address());
+    assert_eq!(serde_json::from_str::<Json>(&format("json")).unwrap()["servers"][0]["key"], "board");
+    // Errors are documents, too.
+    let error = cli(&["status", "--tracker", "tcp://127.0.0.1:1", "-o", "json"]);
+    assert!(error.0 == 69 && serde_json::from_str::<Json>(&error.1).unwrap()["error"]["exit_code"] == 69, "{error:?}");
 
     let (code, text) = cli(&["call", &key("board"), "rpc.echo", "42"]);
     assert_eq!((code, text.trim()), (0, "42"));
