@@ -25,6 +25,7 @@ mod named_servers;
 mod native_modules;
 mod node;
 mod open_files;
+mod package;
 mod page;
 mod relay_cli;
 #[cfg(target_os = "linux")]
