@@ -10,6 +10,8 @@
 //! | `rpc.info` | | [`ServerInfo`], packed |
 //! | `rpc.can` | text of a [`Permission`] | [`Answer`](crate::policy::Answer), packed |
 //! | `rpc.time_function` | those of [`time_function`] | seconds per call, a list |
+//! | `rpc.trace.clock` | | nanoseconds by a clock of the process |
+//! | `rpc.trace.call` | function, its arguments | its result, and its begin and end by that clock |
 //! | `rpc.file.begin_write` | path, length or null | a writer |
 //! | `rpc.file.write` | writer, offset, bytes | null |
 //! | `rpc.file.commit`, `rpc.file.abort` | writer | null |
@@ -73,6 +75,7 @@ mod logs;
 mod modules;
 mod run;
 mod timing;
+mod trace;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -92,6 +95,7 @@ pub use info::{DeviceInfo, ModulesInfo, ServerInfo};
 pub(crate) use listen::ListenQuota;
 pub(crate) use logs::READ_LOGS;
 pub use timing::{TimeOptions, time_function};
+pub(crate) use trace::{TRACE_CALL, TRACE_CLOCK};
 
 /// Interval at which a sleeping call checks for cancellation.
 const CANCEL_CHECK: Duration = Duration::from_millis(20);
@@ -124,6 +128,7 @@ pub fn register(registry: &Registry) {
     modules::register(registry);
     run::register(registry);
     disco_sessions::register(registry);
+    trace::register(registry);
 }
 
 /// Adds the functions of a Disco node to `registry`, or those that refuse controllers.

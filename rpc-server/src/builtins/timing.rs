@@ -224,11 +224,15 @@ impl Timer<'_> {
             }
             Ok(start.elapsed())
         };
-        // This is the lane's thread, which may block. Futures that need the server's runtime find
-        // it here.
-        match self.context.extension::<ServerState>().and_then(|state| state.runtime().cloned()) {
-            Some(runtime) => runtime.block_on(cancellable(self.context, super::CANCEL_CHECK, calls)),
-            None => rpc_core::blocking::block_on(calls)?,
-        }
+        wait_for_async(self.context, calls)
+    }
+}
+
+/// Waits for calls of asynchronous functions, on a lane's thread, which may block. Futures that
+/// need the server's runtime find it there.
+pub(super) fn wait_for_async<T>(context: &Context, calls: impl Future<Output = Result<T>>) -> Result<T> {
+    match context.extension::<ServerState>().and_then(|state| state.runtime().cloned()) {
+        Some(runtime) => runtime.block_on(cancellable(context, super::CANCEL_CHECK, calls)),
+        None => rpc_core::blocking::block_on(calls)?,
     }
 }

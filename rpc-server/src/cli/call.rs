@@ -1,5 +1,7 @@
 //! `call` and `time`: calls of functions from the shell.
 
+mod trace;
+
 use std::convert::Infallible;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
@@ -10,6 +12,7 @@ use rpc_core::client::LeaseOptions;
 use rpc_core::{Device, RemoteTensor, Session, Value};
 use serde_json::json;
 
+use self::trace::TracedCall;
 use super::argument::{Argument, Arguments, GRAMMAR};
 use super::connect::{CommonOptions, Files};
 use super::failure::Failure;
@@ -38,6 +41,10 @@ pub(super) struct CallArgs {
     /// has left it; the first one has the number 0
     #[arg(short, long, env = "RPC_CLI_OUTPUT", value_name = "[NUMBER=]FILE")]
     output: Vec<OutputFile>,
+    /// Also write the call in time, here, at each hop and at the server, to this file, for
+    /// ui.perfetto.dev or chrome://tracing
+    #[arg(long, env = "RPC_CLI_TRACE", value_name = "FILE")]
+    trace: Option<PathBuf>,
 }
 
 /// A file for a tensor that a call has returned or changed.
@@ -79,11 +86,21 @@ pub(super) async fn call(options: &CommonOptions, output: &Output, args: CallArg
                     },
                 }
             }
-            let mut action = function.call::<Value>(&arguments);
-            if let Some(deadline) = deadline {
-                action = action.deadline(deadline);
-            }
-            let mut shown = Shown::new(&session, action.await?)?;
+            let result = match &args.trace {
+                Some(file) => {
+                    let (address, name) = (args.address.as_str(), args.function.as_str());
+                    let traced = TracedCall { address, name, function: &function, arguments: &arguments, deadline };
+                    traced.run(options, &session, output, file).await?
+                }
+                None => {
+                    let mut action = function.call::<Value>(&arguments);
+                    if let Some(deadline) = deadline {
+                        action = action.deadline(deadline);
+                    }
+                    action.await?
+                }
+            };
+            let mut shown = Shown::new(&session, result)?;
             for (tensor, file) in changed {
                 store_tensor(&session, output, tensor, &file).await?;
             }

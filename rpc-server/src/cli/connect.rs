@@ -345,6 +345,19 @@ impl CommonOptions {
         }
     }
 
+    /// Opens a session with the hop of this number, through those in front of it.
+    pub(super) async fn connect_to_hop(&self, number: usize) -> Result<Session, Failure> {
+        let (Some(hop), before) = (self.jump.get(number), self.jump.iter().take(number)) else {
+            return Err(Failure::Usage(format!("there is no hop {number}")));
+        };
+        let connector = before.fold(self.bare_connector()?, |connector, hop| connector.via(hop));
+        let limit = self.connect_limit();
+        match tokio::time::timeout(limit, connector.connect(hop)).await {
+            Ok(outcome) => outcome.map_err(Failure::Connect),
+            Err(_) => Err(Failure::TimedOut { what: format!("connecting to {hop}"), limit, why: None }),
+        }
+    }
+
     /// Borrows a server from the tracker at `address`; `None` if that is no address of a tracker's
     /// servers.
     pub(super) async fn borrow_server(&self, address: &str) -> Result<Option<Loan>, Failure> {

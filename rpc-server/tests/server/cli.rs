@@ -791,6 +791,39 @@ fn a_module_is_sent_unless_the_server_has_it_and_failures_are_reported() {
 }
 
 #[test]
+fn a_traced_call_shows_this_side_the_hop_and_the_server() {
+    for isolate in ["none", "process"] {
+        let hop = Fixture::new(&["--allow-forward", "tcp://127.0.0.1:*"]);
+        let server = Fixture::new(&["--isolate", isolate]);
+        let file = server.path("trace.json");
+        let args = ["-J", hop.address(), "call", "--trace", &file, server.address(), "rpc.echo", "42"];
+        assert_eq!(cli(&args).ok(), "42\n");
+        let slow = server.path("slow.json");
+        cli(&["call", "--trace", &slow, server.address(), "rpc.sleep", "0.1"]).ok();
+        let read = |file: &str| serde_json::from_str::<Json>(&std::fs::read_to_string(file).unwrap()).unwrap();
+        let named = |document: &Json, name: &str| {
+            let events = document["traceEvents"].as_array().unwrap();
+            events.iter().find(|event| event["name"] == name).unwrap_or_else(|| panic!("{name}: {document}")).clone()
+        };
+        let document = read(&file);
+        for name in ["call rpc.echo", "forwards", "queued", "rpc.echo"] {
+            assert!(named(&document, name)["dur"].as_f64().unwrap() >= 0.0, "{document}");
+        }
+        let text = document.to_string();
+        assert!(text.contains(&format!("hop {}", hop.address())), "{text}");
+        assert!(text.contains(&format!("server {}", server.address())), "{text}");
+        let document = read(&slow);
+        let (call, run) = (named(&document, "call rpc.sleep"), named(&document, "rpc.sleep"));
+        let [call, run] = [call, run].map(|slice| slice["dur"].as_f64().unwrap());
+        assert!(100_000.0 <= run && run <= call, "{document}");
+        // A call that fails leaves no file.
+        let none = server.path("none.json");
+        let failed = cli(&["call", "--trace", &none, server.address(), "rpc.sleep", "text"]);
+        assert!(failed.code == 1 && !Path::new(&none).exists(), "{failed:?}");
+    }
+}
+
+#[test]
 fn a_server_takes_no_modules_by_default() {
     let fixture = Fixture::new(&[]);
     let file = fixture.path("kernels.so");

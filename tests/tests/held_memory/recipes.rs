@@ -262,6 +262,7 @@ fn calls(name: &str, peer: &mut Peer) -> Calls {
         | "rpc.info"
         | "rpc.file.cache_limit"
         | "rpc.lease.status"
+        | "rpc.trace.clock"
         | "rpc.disco.sessions"
         | "rpc.callback.create" => Calls::new(|_| Vec::new()),
         // This server keeps no log lines.
@@ -274,6 +275,10 @@ fn calls(name: &str, peer: &mut Peer) -> Calls {
             let (number, samples, warmup) = (Value::Int(1), Value::Int(5_000), Value::Int(0));
             let args = vec![echo, number, samples, Value::Float(0.0), warmup, Value::Int(1 << 12)];
             Calls::new(move |_| args.clone())
+        }
+        "rpc.trace.call" => {
+            let echo = peer.ask(Operation::GetFunction { name: "rpc.echo".into() });
+            Calls::new(move |_| vec![echo.clone(), large()])
         }
         "rpc.callback.next" => {
             let (_, source) = callback(peer);
