@@ -156,15 +156,17 @@ enum Command {
     },
 }
 
-/// Runs the tool with the arguments of this process. Returns its exit code.
+/// Runs the tool with the arguments of this process. Returns its exit code. Call it first in
+/// `main`: the tool may start its program again, to remove socket files if it is killed.
 pub fn main() -> ExitCode {
     main_with(crate::transports())
 }
 
 /// As [`main`], with these transports: for a program that registers more than this crate has.
 pub fn main_with(transports: Transports) -> ExitCode {
-    crate::raise_file_limit();
     let args: Vec<_> = std::env::args_os().collect();
+    crate::socket_guard::run_if_asked(args.get(1).map(|arg| &**arg), args.get(2).map(|arg| &**arg));
+    crate::raise_file_limit();
     let asks_for_json = command_line::asks_for_json(&args);
     let Cli { mut options, mut command } = match command_line::parse(args.into_iter(), &transports) {
         Ok(cli) => cli,

@@ -80,6 +80,7 @@ use rpc_core::{Devices, Registry};
 use crate::config::{ConfigError, Isolate, ServeConfig};
 use crate::modules;
 use crate::run::{REAPER_ARGUMENT, REAPER_SERVER_ARGUMENT, run_reaper, run_reaper_server};
+use crate::socket_guard;
 
 pub(crate) use isolated_session::{FILES_OF_SESSION, Isolation};
 
@@ -105,7 +106,9 @@ static HOOKED: AtomicBool = AtomicBool::new(false);
 /// Call it first in `main`, before arguments are read, anything is printed, and threads are
 /// started. The first argument `--serve-isolated-session` selects this; with `--load-libraries` the
 /// process checks the libraries of a server (`--library`) instead, with `--start-reapers` it starts
-/// programs (`--allow-run`), and with `--reap-run-program` it runs one. `registry` must have all
+/// programs (`--allow-run`), with `--reap-run-program` it runs one, and with `--guard-socket-files`
+/// it removes the files of `unix:` listeners once the process that made them has been killed.
+/// `registry` must have all
 /// functions and module loaders that clients of isolated sessions use;
 /// [`builtins`](crate::builtins) are added.
 pub fn run_if_isolated(registry: &Registry) {
@@ -123,11 +126,13 @@ pub fn run_if_isolated_with(registry: &Registry, devices: impl FnOnce() -> Devic
     if first.as_deref().is_some_and(|first| first == REAPER_SERVER_ARGUMENT) {
         run_reaper_server();
     }
-    if first.is_some_and(|first| first == CHILD_ARGUMENT) {
+    if first.as_deref().is_some_and(|first| first == CHILD_ARGUMENT) {
         rpc_transports::self_start::hook_took_over();
         let server = args.next().and_then(|pid| pid.to_str()?.parse().ok());
+        socket_guard::run_if_asked(None, None);
         session_main::run(registry, devices, server);
     }
+    socket_guard::run_if_asked(first.as_deref(), args.next().as_deref());
     HOOKED.store(true, Ordering::Relaxed);
 }
 

@@ -33,6 +33,7 @@ pub mod policy;
 mod recent_logs;
 pub mod run;
 pub mod server;
+mod socket_guard;
 mod sparse;
 mod suggestion;
 mod this_program;

@@ -27,6 +27,7 @@ use super::process_tree::{ProcessEntry, descendants, newest_pid};
 use super::sweep::Sweep;
 use crate::isolate::GRACE;
 use crate::server::exit_code;
+use crate::socket_guard::is_guard;
 
 /// First argument of a reaper process that is executed, instead of copied.
 pub(crate) const REAPER_ARGUMENT: &str = "--reap-run-program";
@@ -312,12 +313,13 @@ pub(crate) fn adopt_orphans() -> io::Result<()> {
 }
 
 /// Kills and reaps the processes that a failed reaper has left to this session process: those that
-/// are in another session of the kernel than it is, and are no reapers. `is_reaper` is asked after
-/// each look at the processes, so that it knows a reaper that was started before the look. Goes on
-/// for at most `limit`. Returns true if none is left.
+/// are in another session of the kernel than it is, and are neither reapers nor the guard of socket
+/// files. `is_reaper` is asked after each look at the processes, so that it knows a reaper that was
+/// started before the look. Goes on for at most `limit`. Returns true if none is left.
 pub(super) fn end_orphans(is_reaper: impl Fn(Pid) -> bool, limit: Duration) -> bool {
     let Some(own) = ProcessEntry::read(getpid()) else { return false };
-    let is_orphan = |process: &ProcessEntry| process.session != own.session && !is_reaper(process.pid);
+    let is_orphan =
+        |process: &ProcessEntry| process.session != own.session && !is_reaper(process.pid) && !is_guard(process.pid);
     let deadline = Instant::now() + limit;
     // One look may miss a process whose parent ends meanwhile.
     let mut empty_looks = 0;

@@ -23,6 +23,9 @@ use tempfile::TempDir;
 
 use super::cli::{Fixture, cli, command};
 
+/// Time in which everything is gone that belonged to a process that was killed.
+const GONE_WITHIN: Duration = Duration::from_secs(2);
+
 /// Limit against a test that hangs.
 const HANG_LIMIT: Duration = Duration::from_secs(60);
 
@@ -381,4 +384,30 @@ fn a_side_that_does_not_read_stops_the_other_and_a_close_ends_all() {
     drop(connect(&address).unwrap());
     drop(accepting);
     wait_until_gone(&address, HANG_LIMIT);
+}
+
+#[test]
+fn nothing_is_left_of_a_client_or_server_that_is_killed() {
+    let (folder, port) = (tempfile::tempdir().unwrap(), mirror());
+    for isolate in ["none", "process"] {
+        let mut server = serve(&folder, "tcp://127.0.0.1:0", &["--isolate", isolate]);
+        let path = format!("unix:{}/{isolate}", folder.path().display());
+        let (at, file) = (format!("0:{port}"), format!("{path}:{port}"));
+        let start = || [&at, &file].map(|to| Running::forward(&["-R", to, server.address()]));
+        let clients = start();
+        for mut client in clients {
+            let mut stream = connect(client.at()).unwrap();
+            stream.write_all(b"x").unwrap();
+            client.child.kill().unwrap();
+            wait_until_gone(client.at(), GONE_WITHIN);
+            // The connection is closed, too.
+            assert_eq!(stream.read(&mut [0]).unwrap_or(0), 0);
+        }
+        let clients = start();
+        server.kill().unwrap();
+        for mut client in clients {
+            wait_until_gone(client.at(), GONE_WITHIN);
+            assert_eq!(client.child.wait().unwrap().code(), Some(69));
+        }
+    }
 }

@@ -34,6 +34,8 @@ mod rights;
 mod run;
 #[cfg(target_os = "linux")]
 mod shell;
+#[cfg(target_os = "linux")]
+mod socket_guard;
 mod ssh;
 mod tracker;
 mod tracker_cli;

@@ -14,6 +14,9 @@
 //! The functions for the child's side are [`take_stdio`] and [`stdio_channel`].
 
 mod child;
+// Unsafe code closes descriptors that nothing in the process owns.
+#[allow(unsafe_code)]
+mod inherited;
 // Unsafe code tells the kernel, between fork and exec, that a child must die with its parent.
 #[allow(unsafe_code)]
 mod launcher;
@@ -27,6 +30,7 @@ use std::io;
 use self::child::ChildEnd;
 pub use self::child::ChildGuard;
 pub(super) use self::child::Started;
+pub use self::inherited::close_inherited_descriptors;
 pub(super) use self::launcher::ChildCommand;
 pub use self::launcher::{ChildStderr, GRACE};
 pub use self::stdio::{StdioEnds, stdio_channel, take_stdio};

@@ -1,5 +1,6 @@
 //! `unix:` addresses: socket files, their owners, and the replacement of one that was left behind.
 
+use std::any::Any;
 use std::ffi::OsString;
 use std::fmt::Write as _;
 use std::fs;
@@ -8,7 +9,7 @@ use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
 use std::os::unix::net::UnixStream as StdStream;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::task::{Context, Poll, ready};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -95,6 +96,25 @@ impl Address {
         path_of(&address)?;
         Ok(address)
     }
+}
+
+/// Protection of the socket files of listeners against the kill of their process, which cannot
+/// remove them then.
+pub trait FileGuard: Send + Sync {
+    /// Called before a file is made. May block shortly.
+    fn prepare(&self);
+
+    /// Protects the file at an absolute path, which has just been made, until the returned value is
+    /// dropped: after the listener has removed the file. May block shortly.
+    fn protect(&self, file: &Path) -> Box<dyn Any + Send + Sync>;
+}
+
+/// Guard of the files of this process.
+static FILE_GUARD: OnceLock<Box<dyn FileGuard>> = OnceLock::new();
+
+/// Sets the guard for files that are made from now on. A process has one: later calls do nothing.
+pub fn set_file_guard(guard: impl FileGuard + 'static) {
+    let _ = FILE_GUARD.set(Box::new(guard));
 }
 
 /// Returns the path of a `unix:` address, with `%XX` decoded.
@@ -219,11 +239,16 @@ struct UnixSource {
     /// Device and inode of the file. While the socket is open the number is not given out again, so
     /// a file that has it is this listener's.
     identity: (u64, u64),
+    /// Protection of the file, which outlasts it.
+    _protected: Option<Box<dyn Any + Send + Sync>>,
 }
 
 impl UnixSource {
     fn bind(path: &Path, options: &Bind, mode: u32) -> io::Result<Self> {
         let path = std::path::absolute(path)?;
+        if let Some(guard) = FILE_GUARD.get() {
+            guard.prepare();
+        }
         let socket = Socket::new(Domain::UNIX, Type::STREAM, None)?;
         socket.set_nonblocking(true)?;
         let name = SockAddr::unix(&path)?;
@@ -237,12 +262,14 @@ impl UnixSource {
         // mode is set.
         fs::set_permissions(&path, fs::Permissions::from_mode(mode))?;
         let identity = identity(&path)?;
+        let protected = FILE_GUARD.get().map(|guard| guard.protect(&path));
         socket.listen(i32::try_from(options.backlog).unwrap_or(i32::MAX))?;
         let source = Self {
             listener: UnixListener::from_std(socket.into())?,
             peer: format!("unix:{}", path.display()),
             path,
             identity,
+            _protected: protected,
         };
         // Another server that started at the same moment may have found this socket not yet
         // listening, taken it for stale and replaced it. The path then belongs to that server.
