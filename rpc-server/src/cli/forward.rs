@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use clap::Args;
 use clap::builder::FalseyValueParser;
-use rpc_core::RpcError;
-use rpc_transports::tracker::Loan;
+use rpc_core::{ErrorKind, Pack, Permission, RpcError, Session};
+use rpc_transports::tracker::{Loan, TICKET_REFUSED};
 use rpc_transports::{Address, Bind, Channel, ConnectError, Connector, Tunnel};
 use serde_json::json;
 use tokio::task::JoinSet;
@@ -19,6 +19,7 @@ use super::connect::CommonOptions;
 use super::failure::Failure;
 use super::interruption::Interruption;
 use super::output::Output;
+use crate::policy::Answer;
 
 #[derive(Args, Debug)]
 pub(super) struct ForwardArgs {
@@ -64,7 +65,14 @@ pub(super) async fn forward(
         Some(loan) => Server::Borrowed(loan),
         None => Server::At { connector: Box::new(options.connector()?), address: args.address.clone() },
     };
-    let outcome = accept(&server, options, output, &local, &to, interruption).await;
+    let checked = tokio::select! {
+        checked = server.check(options, &to) => checked,
+        failure = interruption.wait() => Err(failure),
+    };
+    let outcome = match checked {
+        Ok(()) => accept(&server, options, output, &local, &to, interruption).await,
+        Err(failure) => Err(failure),
+    };
     if let Server::Borrowed(loan) = &server {
         super::connect::close(loan.session()).await;
     }
@@ -142,6 +150,33 @@ impl Server {
         }
     }
 
+    /// Checks that the server can be reached, and allows the service. The session that asks ends
+    /// before this returns: while no connection comes, none is held.
+    ///
+    /// # Errors
+    ///
+    /// The server cannot be reached, refuses the client, or does not allow the service. A service
+    /// that does not run is none: it may be started later.
+    async fn check(&self, options: &CommonOptions, to: &Address) -> Result<(), Failure> {
+        let limit = options.connect_limit();
+        let check = async {
+            let (connector, address) = match self {
+                Self::At { connector, address } => (connector, address),
+                Self::Borrowed(loan) => return ask(loan.session(), to).await,
+            };
+            // Tunnels need no ticket, and what they may do is not asked without a session.
+            let session = match Connector::clone(connector).through_tunnels().connect(address).await {
+                Err(ConnectError::Session(error)) if error.application_kind() == Some(TICKET_REFUSED) => return Ok(()),
+                connected => connected.map_err(Failure::Connect)?,
+            };
+            let allowed = ask(&session, to).await;
+            super::connect::close(&session).await;
+            allowed
+        };
+        let timed_out = |_| Failure::TimedOut { what: format!("connecting to {self}"), limit, why: None };
+        tokio::time::timeout(limit, check).await.map_err(timed_out)?
+    }
+
     /// Waits for the end of the loan. A server that is not borrowed is dialled anew each time.
     async fn lost(&self) -> RpcError {
         match self {
@@ -149,6 +184,21 @@ impl Server {
             Self::Borrowed(loan) => loan.session().ended().await,
         }
     }
+}
+
+/// Asks the server of a session if it allows the service.
+async fn ask(session: &Session, to: &Address) -> Result<(), Failure> {
+    let can = match session.get_function("rpc.can").await {
+        // It is asked with each connection.
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
+        can => can?,
+    };
+    let Pack(answer): Pack<Answer> = can.call((Permission::Port(&to.to_string()).to_string(),)).await?;
+    if answer.allowed {
+        return Ok(());
+    }
+    let text = format!("the server does not let this client reach {to}: {}", answer.reason);
+    Err(RpcError::new(ErrorKind::Refused, text).into())
 }
 
 impl fmt::Display for Server {

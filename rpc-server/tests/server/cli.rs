@@ -623,12 +623,27 @@ fn a_local_port_leads_to_a_service_near_the_server() {
     child.kill().unwrap();
     child.wait().unwrap();
 
-    // A service that is not allowed closes the connection, and the tool says why and goes on.
-    let (mut child, mut stream) = forward("0:1");
-    stream.read_to_string(&mut answer).unwrap();
+    // A service that is not allowed is an error before anything listens.
+    let refused = cli(&["forward", "0:1", origin.address(), "--json"]);
+    assert!(refused.code == 77 && refused.stdout.is_empty(), "{refused:?}");
+    assert!(refused.stderr.contains("--allow-port") && refused.stderr.contains("tcp://127.0.0.1:1"), "{refused:?}");
+
+    // One that does not run closes the connection, and the tool says why and goes on.
+    let absent = unused();
+    let origin = Fixture::new(&["--allow-port", &absent]);
+    let mut command = command(&["forward", &format!("0:{}", absent.rsplit_once(':').unwrap().1), origin.address()]);
+    let mut child = command.arg("--json").stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     let mut line = String::new();
+    BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+    let started: Json = serde_json::from_str(&line).unwrap();
+    let local = started["local"].as_str().unwrap().strip_prefix("tcp://").unwrap().to_owned();
+    answer.clear();
+    // It is closed or reset.
+    let _ = TcpStream::connect(local).unwrap().read_to_string(&mut answer);
+    assert_eq!(answer, "");
+    line.clear();
     BufReader::new(child.stderr.take().unwrap()).read_line(&mut line).unwrap();
-    assert!(line.contains("--allow-port") && line.contains("tcp://127.0.0.1:1"), "{line}");
+    assert!(line.contains(&absent), "{line}");
     assert!(child.try_wait().unwrap().is_none());
     child.kill().unwrap();
     child.wait().unwrap();

@@ -411,3 +411,142 @@ fn nothing_is_left_of_a_client_or_server_that_is_killed() {
         }
     }
 }
+
+#[test]
+fn a_local_port_is_opened_only_if_the_server_can_be_reached_and_no_place_is_held_then() {
+    let port = mirror();
+    let service = format!("tcp://127.0.0.1:{port}");
+    let gone = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let run = cli(&["forward", &format!("0:{port}"), &format!("tcp://{gone}")]);
+    assert!(run.code == 69 && run.stdout.is_empty(), "{run:?}");
+    // A server that takes connections and says nothing.
+    let silent = TcpListener::bind("127.0.0.1:0").unwrap();
+    let silent = format!("tcp://{}", silent.local_addr().unwrap());
+    let run = cli(&["forward", &format!("0:{port}"), &silent, "--timeout", "300ms"]);
+    assert!(run.code == 124 && run.stdout.is_empty(), "{run:?}");
+
+    // With one place, the connection takes it: the command has given it back.
+    let fixture = Fixture::new(&["--max-sessions", "1", "--allow-port", &service]);
+    let forward = Running::forward(&[&format!("0:{port}"), fixture.address()]);
+    let started = Instant::now();
+    loop {
+        let mut stream = connect(forward.at()).unwrap();
+        let mut received = Vec::new();
+        // Closed without a word while the server has not noticed the end of the first session.
+        if stream.write_all(b"x").is_ok() {
+            stream.finish();
+            let _ = stream.read_to_end(&mut received);
+        }
+        if received == b"x" {
+            break;
+        }
+        assert!(started.elapsed() < HANG_LIMIT);
+    }
+    // A server that needs a ticket for sessions needs none for tunnels.
+    let pool = ["--tracker", "tcp://127.0.0.1:1", "--tracker-key", "board", "--allow-port", &service];
+    let fixture = Fixture::new(&pool);
+    let forward = Running::forward(&[&format!("0:{port}"), fixture.address()]);
+    check_mirror(forward.at());
+}
+
+/// Starts a Python program that prints its port and runs until its standard input ends.
+fn python(script: &str, packages: Option<&Path>) -> (Child, String) {
+    let mut command = Command::new("python3");
+    command.args(["-c", script]).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::inherit());
+    if let Some(packages) = packages {
+        command.env("PYTHONPATH", packages);
+    }
+    let mut child = command.spawn().unwrap();
+    let mut line = String::new();
+    BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+    (child, line.trim().to_owned())
+}
+
+const WEB_SERVER: &str = "
+import http.server, sys, threading
+class Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = 'HTTP/1.1'
+    def do_PUT(self):
+        body = self.rfile.read(int(self.headers['Content-Length']))
+        self.send_response(200)
+        self.send_header('Content-Length', str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+    def log_message(self, *args):
+        pass
+server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), Handler)
+threading.Thread(target=server.serve_forever, daemon=True).start()
+print(server.server_port, flush=True)
+sys.stdin.read()
+";
+
+/// Two requests over one connection, one of them large.
+const WEB_CLIENT: &str = "
+import http.client, sys
+connection = http.client.HTTPConnection('127.0.0.1', int(sys.argv[1]), timeout=60)
+for body in [b'hello', bytes(range(256)) * 20000]:
+    connection.request('PUT', '/page', body)
+    assert connection.getresponse().read() == body
+";
+
+const TVM_SERVER: &str = "
+import os, socket, sys
+from tvm import rpc
+with socket.socket() as probe:
+    probe.bind(('127.0.0.1', 0))
+    port = probe.getsockname()[1]
+server = rpc.Server('127.0.0.1', port, port + 100, silent=True)
+print(server.port, flush=True)
+sys.stdin.read()
+# terminate() needs a further package.
+server.proc._proc.kill()
+os._exit(0)
+";
+
+const TVM_CLIENT: &str = "
+import sys, numpy, tvm
+from tvm import rpc
+session = rpc.connect('127.0.0.1', int(sys.argv[1]))
+sent = numpy.random.default_rng(7).standard_normal((512, 1024)).astype('float32')
+received = tvm.runtime.tensor(sent, session.cpu(0)).numpy()
+assert (received == sent).all()
+assert session.get_function('tvm.rpc.server.workpath')('x').endswith('x')
+";
+
+/// Runs a stock client of a stock server, by way of a hop, in each direction.
+fn check_stock_programs(server: &str, client: &str, packages: Option<&Path>, directions: &[&[&str]]) {
+    let (mut service, port) = python(server, packages);
+    let folder = tempfile::tempdir().unwrap();
+    let hop = serve(&folder, "tcp://127.0.0.1:0", &["--allow-forward", "tcp://127.0.0.1:*"]);
+    let other = tempfile::tempdir().unwrap();
+    let origin = serve(&other, "tcp://127.0.0.1:0", &["--allow-port", &format!("tcp://127.0.0.1:{port}")]);
+    for direction in directions {
+        let to = format!("0:{port}");
+        let forward = Running::forward(&[*direction, &[&to, "-J", hop.address(), origin.address()]].concat());
+        let mut command = Command::new("python3");
+        command.args(["-c", client, forward.at().rsplit_once(':').unwrap().1]);
+        if let Some(packages) = packages {
+            command.env("PYTHONPATH", packages);
+        }
+        assert!(command.status().unwrap().success(), "{direction:?}");
+    }
+    drop(service.stdin.take());
+    service.wait().unwrap();
+}
+
+#[test]
+fn stock_http_programs_talk_through_a_hop_both_ways() {
+    check_stock_programs(WEB_SERVER, WEB_CLIENT, None, &[&[], &["-R"]]);
+}
+
+/// `tests/modules/prepare.sh` brings TVM.
+#[test]
+fn the_stock_rpc_of_tvm_goes_through_a_hop() {
+    let packages = Path::new(env!("CARGO_MANIFEST_DIR")).join("../target/tvm-ffi/packages");
+    if !packages.join("tvm/rpc/server.py").is_file() {
+        assert!(std::env::var_os("RPC_TESTS_REQUIRE_TVM").is_none(), "there is no TVM");
+        println!("SKIPPED: there is no TVM: tests/modules/prepare.sh brings it");
+        return;
+    }
+    check_stock_programs(TVM_SERVER, TVM_CLIENT, Some(&packages), &[&[]]);
+}

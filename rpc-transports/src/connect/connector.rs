@@ -117,6 +117,13 @@ impl Connector {
         self
     }
 
+    /// Makes each hop that has been added a tunnel, as with `tunnel:` in front of its address.
+    #[must_use]
+    pub fn through_tunnels(mut self) -> Self {
+        self.via.iter_mut().for_each(|hop| hop.tunnel = true);
+        self
+    }
+
     /// Sets the transports by which addresses are dialled. Default: those that this crate was
     /// compiled with.
     #[must_use]
