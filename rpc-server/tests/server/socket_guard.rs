@@ -12,8 +12,9 @@ use rustix::process::{Pid, Signal, getsid, kill_process};
 
 use super::cli::command;
 
-/// Time in which a file is gone whose process was killed.
-const GONE_WITHIN: Duration = Duration::from_secs(2);
+/// Time in which a file is gone whose process was killed: two seconds are promised, and a loaded
+/// machine gets more.
+const GONE_WITHIN: Duration = Duration::from_secs(10);
 
 /// Limit against a test that hangs.
 const HANG_LIMIT: Duration = Duration::from_secs(60);
