@@ -1,9 +1,10 @@
 //! The policy file: its rules, and its errors.
 
 use std::collections::BTreeSet;
-use std::fs::File;
+use std::fs::{File, Metadata};
 use std::io::{self, Read};
 use std::mem;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -65,15 +66,37 @@ impl Policy {
     ///
     /// The file cannot be read, or is no policy.
     pub fn read(file: &Path, transports: &Transports) -> Result<Self, PolicyError> {
+        Self::read_if(file, transports, |_| Ok(()))
+    }
+
+    /// Reads the policy file of a server that runs as this user. Blocks shortly.
+    ///
+    /// # Errors
+    ///
+    /// As [`read`](Self::read); or other users may change the file.
+    pub(super) fn read_trusted(file: &Path, transports: &Transports) -> Result<Self, PolicyError> {
+        let user = rustix::process::geteuid().as_raw();
+        Self::read_if(file, transports, |metadata| check_owner(file, metadata.uid(), metadata.mode(), user))
+    }
+
+    fn read_if(
+        file: &Path,
+        transports: &Transports,
+        check: impl FnOnce(&Metadata) -> Result<(), PolicyError>,
+    ) -> Result<Self, PolicyError> {
+        let read_error = |source| PolicyError::Read { file: file.to_owned(), source };
+        // Of the file that is read, which another one may replace meanwhile.
+        let opened = File::open(file).map_err(read_error)?;
+        check(&opened.metadata().map_err(read_error)?)?;
         let read = || {
             let mut text = String::new();
-            File::open(file)?.take(MAX_FILE_BYTES + 1).read_to_string(&mut text)?;
+            opened.take(MAX_FILE_BYTES + 1).read_to_string(&mut text)?;
             if text.len() as u64 > MAX_FILE_BYTES {
                 return Err(io::Error::new(io::ErrorKind::FileTooLarge, "it is longer than 1 MiB"));
             }
             Ok(text)
         };
-        let text = read().map_err(|source| PolicyError::Read { file: file.to_owned(), source })?;
+        let text = read().map_err(read_error)?;
         let parsed = Self::parse(&text, transports);
         parsed.map_err(|source| PolicyError::Content { file: file.to_owned(), source: Box::new(source) })
     }
@@ -133,6 +156,20 @@ impl Policy {
     }
 }
 
+/// Permission bits with which the group or others may write.
+const WRITABLE_BY_OTHERS: u32 = 0o022;
+
+/// Checks that only root and `user`, which the server runs as, may change a file.
+fn check_owner(file: &Path, owner: u32, mode: u32, user: u32) -> Result<(), PolicyError> {
+    if owner != 0 && owner != user {
+        return Err(PolicyError::Owner { file: file.to_owned(), owner, user });
+    }
+    if mode & WRITABLE_BY_OTHERS != 0 {
+        return Err(PolicyError::Writable { file: file.to_owned() });
+    }
+    Ok(())
+}
+
 impl std::str::FromStr for Policy {
     type Err = PolicyError;
 
@@ -153,6 +190,29 @@ pub enum PolicyError {
         file: PathBuf,
         /// Error of the system.
         source: io::Error,
+    },
+    /// The file belongs to another user than root and the server's own.
+    #[error(
+        "the policy {} belongs to the user {owner}, who could give anybody any right: it must belong to root or to \
+         the server's own user, {user}",
+        file.display()
+    )]
+    Owner {
+        /// The file.
+        file: PathBuf,
+        /// User that the file belongs to.
+        owner: u32,
+        /// User that the server runs as.
+        user: u32,
+    },
+    /// The group of the file, or all users, may write to it.
+    #[error(
+        "the policy {0} may be changed by other users: take that from them by chmod go-w {0}",
+        file.display()
+    )]
+    Writable {
+        /// The file.
+        file: PathBuf,
     },
     /// The content of the file cannot be used.
     #[error("the policy {} cannot be used{}", file.display(), source.suggestion())]
@@ -203,5 +263,26 @@ impl PolicyError {
     fn suggestion(&self) -> String {
         let Self::Syntax(error) = self else { return String::new() };
         likely_key(error).map(|key| format!("; did you mean '{key}'?")).unwrap_or_default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_root_and_the_user_of_the_server_may_be_able_to_change_the_file() {
+        let check = |owner, mode, user| check_owner(Path::new("p.toml"), owner, mode, user).map_err(|e| e.to_string());
+        for (owner, mode, user) in [(0, 0o100_644, 0), (0, 0o100_444, 7), (7, 0o100_600, 7)] {
+            assert_eq!(check(owner, mode, user), Ok(()));
+        }
+        let foreign = check(8, 0o100_600, 7).unwrap_err();
+        assert!(foreign.contains("belongs to the user 8") && foreign.contains("own user, 7"), "{foreign}");
+        // Root trusts no other user.
+        assert!(check(8, 0o100_600, 0).is_err());
+        for mode in [0o100_664, 0o100_646, 0o100_622] {
+            let writable = check(7, mode, 7).unwrap_err();
+            assert!(writable.contains("chmod go-w p.toml"), "{writable}");
+        }
     }
 }

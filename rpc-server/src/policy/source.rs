@@ -21,9 +21,9 @@ impl PolicySource {
     ///
     /// # Errors
     ///
-    /// As [`Policy::read`].
+    /// As [`Policy::read_trusted`].
     pub(crate) fn open(file: PathBuf, transports: Transports) -> Result<Arc<Self>, PolicyError> {
-        let current = RwLock::new(Arc::new(Policy::read(&file, &transports)?));
+        let current = RwLock::new(Arc::new(Policy::read_trusted(&file, &transports)?));
         Ok(Arc::new(Self { file, transports, current }))
     }
 
@@ -31,9 +31,9 @@ impl PolicySource {
     ///
     /// # Errors
     ///
-    /// As [`Policy::read`].
+    /// As [`Policy::read_trusted`].
     pub(crate) fn read(&self) -> Result<Policy, PolicyError> {
-        Policy::read(&self.file, &self.transports)
+        Policy::read_trusted(&self.file, &self.transports)
     }
 
     /// Sets the policy for later sessions. Open sessions keep the rights that they began with.

@@ -1,6 +1,7 @@
 //! Authentication by certificates and tokens, tested through both programs.
 
 use std::io::{BufRead, BufReader, Lines, Write as _};
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::PathBuf;
 use std::process::{Child, ChildStderr, ChildStdout, Command, Output, Stdio};
 use std::time::{Duration, SystemTime};
@@ -291,7 +292,17 @@ fn clients_with_one_name_have_the_rights_of_their_proof_and_a_broken_policy_chan
     let logged = server.await_log("the old ones stay in use");
     assert!(logged.contains(&file) && logged.contains("line 3") && logged.contains("identitys"), "{logged}");
     assert_eq!(may_call(&address, &["--token-file", &alice]), [true, false, false]);
+    // Neither is one taken that others could have written.
     std::fs::write(&file, policy("rpc.time*")).unwrap();
+    let open_to = |mode| std::fs::set_permissions(&file, std::fs::Permissions::from_mode(mode)).unwrap();
+    open_to(0o620);
+    server.hang_up();
+    let logged = server.await_log("the old ones stay in use");
+    assert!(logged.contains("may be changed by other users") && logged.contains("chmod go-w"), "{logged}");
+    assert_eq!(may_call(&address, &["--token-file", &alice]), [true, false, false]);
+    let text = files.refused(&["--policy", &file]);
+    assert!(text.contains(&file) && text.contains("may be changed by other users"), "{text}");
+    open_to(0o600);
     server.hang_up();
     server.await_log("have been read again");
     assert_eq!(may_call(&address, &["--token-file", &alice]), [false, true, false]);
