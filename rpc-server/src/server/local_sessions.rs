@@ -116,6 +116,7 @@ impl SessionFactory for LocalSessions {
                 peer: request.peer.clone(),
                 machine: request.machine,
                 identity: request.identity.clone(),
+                peer_identity: request.peer_identity.to_string(),
                 through_hop: request.onward.is_through_hop(),
             }))
             .extension(Arc::new(request.onward.clone()))

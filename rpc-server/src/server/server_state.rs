@@ -50,6 +50,9 @@ pub struct Client {
     pub machine: Machine,
     /// Identity that the client has proven; `anonymous` without proof.
     pub identity: String,
+    /// The same with the kind of its proof, such as `token:alice`: the holder of the certificate
+    /// `alice` is another client than the holder of the token.
+    pub peer_identity: String,
     /// True if the client has come through a hop, whose machine `machine` is then.
     pub through_hop: bool,
 }

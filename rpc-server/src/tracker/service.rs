@@ -668,6 +668,7 @@ fn client_of(context: &Context) -> Arc<Client> {
         peer: "local:".to_owned(),
         machine: Machine::This,
         identity: ANONYMOUS.to_owned(),
+        peer_identity: ANONYMOUS.to_owned(),
         through_hop: false,
     };
     context.extension().unwrap_or_else(|| Arc::new(local()))
@@ -681,7 +682,25 @@ fn known_as(client: &Client) -> &str {
 /// Returns the name under which the limits of a client are counted.
 fn limit_key(client: &Client) -> String {
     if client.identity != ANONYMOUS {
-        return format!("identity {}", client.identity);
+        return format!("identity {}", client.peer_identity);
     }
     client.machine.limit_key()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn limits_count_holders_of_tokens_and_of_certificates_apart() {
+        let key = |peer_identity: &str| {
+            let identity = peer_identity.split_once(':').map_or(ANONYMOUS, |(_, name)| name).to_owned();
+            let (peer, peer_identity) = ("tcp://10.0.0.1:7".to_owned(), peer_identity.to_owned());
+            limit_key(&Client { peer, machine: Machine::This, identity, peer_identity, through_hop: false })
+        };
+        assert_eq!(key("token:alice"), key("token:alice"));
+        let apart = ["token:alice", "cert:alice", "via:gate/alice", "token:bob", "anonymous"].map(key);
+        assert_eq!(apart.iter().collect::<std::collections::HashSet<_>>().len(), apart.len(), "{apart:?}");
+        assert_eq!(key("anonymous"), Machine::This.limit_key());
+    }
 }

@@ -628,7 +628,8 @@ async fn a_tracker_judges_a_server_by_its_machine_and_not_by_the_text_of_its_add
         // A text without a host, and one that names another machine.
         let text = if machine == Machine::Unknown { "tcp://127.0.0.1:7" } else { "a board behind the wall" };
         let identity = "anonymous".to_owned();
-        let client = Client { peer: text.to_owned(), machine, identity, through_hop: false };
+        let peer_identity = identity.clone();
+        let client = Client { peer: text.to_owned(), machine, identity, peer_identity, through_hop: false };
         let session = Session::new(LocalSession::builder(registry.clone()).extension(Arc::new(client)).build());
         let register = session.get_function(functions::REGISTER).await.unwrap();
         let registered: Result<(RemoteObject, Pack<Registered>), _> =

@@ -241,7 +241,8 @@ mod tests {
         // It takes connections and says nothing, for longer than a look at the session takes.
         let silent = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let (peer, identity) = ("a board".to_owned(), ANONYMOUS.to_owned());
-        let client = Client { peer, machine: Machine::This, identity, through_hop: false };
+        let peer_identity = identity.clone();
+        let client = Client { peer, machine: Machine::This, identity, peer_identity, through_hop: false };
         let session = Session::new(LocalSession::builder(registry).extension(Arc::new(client)).build());
         let registration = Registration {
             version: MESSAGES.version(),
