@@ -27,7 +27,7 @@ pub(super) struct FunctionsArgs {
     /// Only functions with this text in their names, or with names of this pattern, in which *
     /// stands for any text
     filter: Option<String>,
-    /// Also the functions of the server itself, rpc.* and disco.*
+    /// Also the functions of the server itself and of its devices: rpc.*, disco.* and cuda.*
     #[arg(short, long, env = "RPC_CLI_ALL")]
     all: bool,
     #[command(flatten)]
@@ -48,8 +48,8 @@ impl ListedFunction {
     }
 }
 
-/// Prefixes of the names of functions that belong to servers themselves.
-const INTERNAL: [&str; 2] = ["rpc.", "disco."];
+/// Prefixes of the names of functions that belong to servers themselves and to their devices.
+const INTERNAL: [&str; 3] = ["rpc.", "disco.", "cuda."];
 
 pub(super) async fn functions(options: &CommonOptions, output: &Output, args: FunctionsArgs) -> Result<(), Failure> {
     let filter = args.filter.as_deref().map(NameFilter::new).transpose()?;
