@@ -49,7 +49,11 @@ pub(super) async fn doctor(options: &CommonOptions, output: &Output, args: Docto
     } else if code == 0 {
         output.line(&format!("{} works", args.address))?;
     }
-    if code == 0 { Ok(()) } else { Err(Failure::Reported(code)) }
+    match examination.fault() {
+        None if code == 0 => Ok(()),
+        None => Err(Failure::Reported(code)),
+        Some((step, detail)) => Err(Failure::Examined { step: step.to_owned(), detail: detail.to_owned(), code }),
+    }
 }
 
 /// Reads the files of certificates and tokens. An error is the exit code.

@@ -96,6 +96,16 @@ pub enum Failure {
         /// The reason.
         source: NpyError,
     },
+    /// An examination has found a fault, and has shown it to people already.
+    #[error("{step}: {detail}")]
+    Examined {
+        /// The step that failed.
+        step: String,
+        /// The fault.
+        detail: String,
+        /// The exit code.
+        code: u8,
+    },
     /// A value does not fit its purpose.
     #[error("{0}")]
     Unsuitable(String),
@@ -155,7 +165,7 @@ impl Failure {
             Self::Interrupted(signal) => {
                 u8::try_from(*signal).map_or(FAILURE, |signal| SIGNALLED.saturating_add(signal))
             }
-            Self::Reported(code) => *code,
+            Self::Reported(code) | Self::Examined { code, .. } => *code,
             Self::Output(error) if error.kind() == io::ErrorKind::BrokenPipe => 0,
             Self::File { .. }
             | Self::Local { .. }
@@ -189,6 +199,7 @@ impl Failure {
             UNREACHABLE => "unreachable",
             REFUSED => "refused",
             TIMEOUT => "deadline_exceeded",
+            PROTOCOL => "protocol",
             _ if matches!(self, Self::Interrupted(_)) => "interrupted",
             _ => "local",
         }

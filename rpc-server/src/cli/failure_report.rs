@@ -15,6 +15,7 @@ impl Failure {
     pub fn report(&self, output: &Output, jump: &[String]) {
         match self {
             Self::Reported(_) => return,
+            Self::Examined { .. } if !output.is_json() => return,
             // The reader of the output has closed the pipe.
             Self::Output(error) if error.kind() == io::ErrorKind::BrokenPipe => return,
             _ => {}

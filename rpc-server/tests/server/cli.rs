@@ -667,6 +667,17 @@ fn the_doctor_finds_the_step_that_fails() {
         let steps = report["steps"].as_array().unwrap().clone();
         let last = steps.last().unwrap().clone();
         assert!(steps.iter().rev().skip(1).all(|step| step["ok"] == true), "{report}");
+        // The error is a document of its own, in the schema of all commands.
+        if run.code == 0 {
+            assert_eq!(run.stderr, "");
+        } else {
+            let error: Json = serde_json::from_str(&run.stderr).unwrap_or_else(|error| panic!("{error}: {run:?}"));
+            let message = format!("{}: {}", last["step"].as_str().unwrap(), last["detail"].as_str().unwrap());
+            let error = &error["error"];
+            assert_eq!((&error["message"], &error["exit_code"]), (&json!(message), &json!(run.code)), "{error}");
+            assert_eq!((&error["may_have_run"], &error["hop"]), (&json!(false), &Json::Null), "{error}");
+            assert!(error["kind"].is_string() && error["causes"] == json!([]), "{error}");
+        }
         (run.code, last["step"].as_str().unwrap().to_owned(), last["detail"].as_str().unwrap().to_owned())
     };
     let found = |address: &str, flags: &[&str], code: i32, step: &str, detail: &str| {

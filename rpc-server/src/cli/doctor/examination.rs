@@ -49,6 +49,11 @@ impl Examination<'_> {
         code
     }
 
+    /// Returns the step that failed, and what was found there.
+    pub(super) fn fault(&self) -> Option<(&str, &str)> {
+        self.steps.last().filter(|step| !step.ok).map(|step| (&*step.step, &*step.detail))
+    }
+
     fn record(&mut self, step: Step) {
         if !self.output.is_json() {
             // Standard output may be closed, which is no reason to fail.
