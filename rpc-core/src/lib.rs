@@ -67,7 +67,7 @@ pub use function::{
     Registry, Shared, Signature, ThreadPermit, Usage, UsedDevices, WorkspaceFiles,
 };
 pub use limits::{MemoryQuota, OpenFileQuota, SessionLimits};
-pub use local::{Backlog, DeviceGate, LocalSession, LocalSessionBuilder, Spawner, ThreadQuota};
+pub use local::{Backlog, DeviceGate, DeviceUse, LocalSession, LocalSessionBuilder, Spawner, ThreadQuota};
 pub use tensor::{Tensor, TensorView, TensorViewMut};
 
 // For implementers of sessions.

@@ -6,7 +6,9 @@
 //! link to the server. Either way the server ends the session of a lease that lasts too long.
 //!
 //! Sessions without a lease share a device with its holder, wait, or are refused: the operator says
-//! which, in a [`LeasePolicy`], and the [`LeaseGate`] of each session sees to it.
+//! which, in a [`LeasePolicy`], and the [`LeaseGate`] of each session sees to it. Where they do not
+//! share, a lease begins when the requests of other sessions that use the device have ended, and
+//! the gates count these.
 
 mod lease_gate;
 mod lease_policy;
@@ -18,7 +20,7 @@ use std::task::{Poll, Waker};
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
-use rpc_core::{Device, Result};
+use rpc_core::{Device, DeviceUse, Result};
 use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 
@@ -49,6 +51,10 @@ pub struct LeasedDevice {
     pub left_seconds: f64,
     /// Number of requests that wait for the device.
     pub waiting: u64,
+    /// Number of other sessions that still use the device, which nobody has leased: the first
+    /// request waits for them.
+    #[serde(default)]
+    pub used_by: u64,
 }
 
 /// Request for a lease.
@@ -108,9 +114,10 @@ pub(crate) trait LeaseService: Send + Sync {
     /// The server does not answer.
     async fn leased_devices(&self) -> Result<Vec<LeasedDevice>>;
 
-    /// Returns true if another session holds a lease on `device`; `Pending` if that is not known
-    /// yet. Wakes `waker` once this may have changed, unless the answer is false. Does not block.
-    fn poll_held_by_other(&self, device: Device, waker: &Waker) -> Poll<bool>;
+    /// Begins a use of a device: `Ready(None)` if the device is reserved for another session, and
+    /// `Pending` if that is not known yet. Wakes `waker` once this may have changed. Neither this
+    /// nor the drop of the use blocks.
+    fn poll_use(&self, device: Device, waker: &Waker) -> Poll<Option<DeviceUse>>;
 }
 
 /// The lease service of a session, for its functions

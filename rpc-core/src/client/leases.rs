@@ -1,8 +1,9 @@
 //! Leases, from the client's side: exclusive use of a device among the sessions of a server.
 //!
 //! A server registers the functions `rpc.lease.*`; this module calls them. Requests for a device
-//! are granted one at a time, by priority and then in the order of arrival. A lease is an agreement
-//! among clients that ask for one: sessions without a lease share the device with its holder.
+//! are granted one at a time, by priority and then in the order of arrival. Sessions without a
+//! lease share the device with its holder, unless the operator of the server says otherwise: then
+//! they wait or are refused, and a lease begins when what they have begun has ended.
 //!
 //! ```no_run
 //! # fn example(session: &rpc_core::Session) -> rpc_core::Result<()> {
@@ -130,7 +131,8 @@ impl LeaseRequest {
     }
 
     /// Asks for the number of requests that are granted before this one as things stand, with the
-    /// one that holds the device. Servers count up to 1,000.
+    /// one that holds the device. Servers count up to 1,000. Zero once it is granted, and while it
+    /// waits for nothing but the requests of other sessions that still use the device.
     ///
     /// # Errors
     ///

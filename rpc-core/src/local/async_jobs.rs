@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicU8, Ordering};
 use std::task::{Poll, ready};
 
 use super::LocalInner;
+use super::device_gate::DeviceUses;
 use super::job::LaneKey;
 use super::lane_runner::{FirstOutcome, LaneHandoff};
 use super::spawner::Spawner;
@@ -35,9 +36,10 @@ impl LocalInner {
         key: LaneKey,
         responder: Option<Responder>,
         bytes: usize,
+        uses: DeviceUses,
         future: CatchPanic,
     ) -> (Option<FirstOutcome>, LaneHandoff) {
-        self.begin_later(key, responder, bytes, |completion| {
+        self.begin_later(key, responder, bytes, uses, |completion| {
             let task = Box::pin(AsyncTask { future: Some(future), completion });
             if catch_unwind(AssertUnwindSafe(|| spawner.spawn(task))).is_err() {
                 tracing::error!("the spawner panicked");
@@ -53,8 +55,9 @@ impl LocalInner {
         key: LaneKey,
         responder: Option<Responder>,
         bytes: usize,
+        uses: DeviceUses,
     ) -> (Option<FirstOutcome>, LaneHandoff) {
-        self.begin_later(key, responder, bytes, |mut completion| {
+        self.begin_later(key, responder, bytes, uses, |mut completion| {
             let done = Box::new(move |outcome: Result<()>| completion.complete(outcome.map(|()| Value::Null)));
             if let Err(done) = stream.when_done(done) {
                 done(stream.synchronize());
@@ -68,6 +71,7 @@ impl LocalInner {
         key: LaneKey,
         responder: Option<Responder>,
         bytes: usize,
+        uses: DeviceUses,
         begin: impl FnOnce(Completion),
     ) -> (Option<FirstOutcome>, LaneHandoff) {
         let (submission, responder) = match responder {
@@ -79,7 +83,8 @@ impl LocalInner {
             }
         };
         let stage = Arc::new(AtomicU8::new(BEGINNING));
-        begin(Completion { session: self.clone(), key, bytes, responder: Some(responder), stage: stage.clone() });
+        let (session, responder) = (self.clone(), Some(responder));
+        begin(Completion { session, key, bytes, uses, responder, stage: stage.clone() });
         // Work that has ended already leaves the lane to this thread: if it continued the lane
         // itself, a spawner that runs or drops its futures at once would recurse as deep as the
         // lane is long.
@@ -123,6 +128,7 @@ struct Completion {
     session: Arc<LocalInner>,
     key: LaneKey,
     bytes: usize,
+    uses: DeviceUses,
     /// `None` once the request has been completed.
     responder: Option<Responder>,
     stage: Arc<AtomicU8>,
@@ -131,7 +137,9 @@ struct Completion {
 impl Completion {
     fn complete(&mut self, outcome: Result<LocalValue>) {
         let Some(responder) = self.responder.take() else { return };
-        responder.complete(outcome.and_then(|value| self.session.name_objects(value)));
+        let outcome = outcome.and_then(|value| self.session.name_objects(value));
+        self.uses.clear();
+        responder.complete(outcome);
         if self.stage.swap(ENDED, Ordering::AcqRel) == BEGUN {
             self.session.continue_lane(self.key, self.bytes, None);
         }

@@ -9,7 +9,7 @@ use std::task::Poll;
 
 use parking_lot::Mutex;
 
-use super::device_gate::GateTurn;
+use super::device_gate::{DeviceUse, GateTurn};
 use super::job::{Job, LaneKey, Parked};
 use super::lanes::{AdmittedJob, Removed};
 use super::resolve::{self, PinnedOperation, RunsOn};
@@ -196,11 +196,14 @@ impl LocalInner {
             drop(borrows);
             return self.finish(job.responder, job.bytes, Err(self.not_begun()));
         }
-        let (job, borrows) = match self.pass_gate(key, job, borrows) {
-            GateTurn::Begin(job, borrows) => (job, borrows),
+        let (job, borrows, uses) = match self.pass_gate(key, job, borrows) {
+            GateTurn::Begin(job, borrows, uses) => (job, borrows, uses),
             GateTurn::NotNow(outcome, handoff) => return (outcome, handoff),
         };
         if thread.is_none() && self.needs_thread(&job.work) {
+            // The thread asks again. Until then the job uses no device, however long it waits, and
+            // is not counted twice if the thread begins before this one goes on.
+            drop(uses);
             return self.hand_over(Parked { key, job, borrows });
         }
         let Job { work, responder, deadline, trace, bytes } = job;
@@ -217,7 +220,7 @@ impl LocalInner {
                 match function.start(Invocation::new(args, borrows, context())) {
                     Started::Done(outcome) => outcome,
                     Started::Future(future) => match &self.spawner {
-                        Some(spawner) => return self.run_future(&**spawner, key, responder, bytes, future),
+                        Some(spawner) => return self.run_future(&**spawner, key, responder, bytes, uses, future),
                         None => blocking::block_on(future).and_then(|outcome| outcome),
                     },
                 }
@@ -225,13 +228,15 @@ impl LocalInner {
             PinnedOperation::StreamWait { device, stream } => {
                 let named = stream.map(|stream| Ok(stream.0.clone()));
                 match named.unwrap_or_else(|| self.stream(key.lane(), device)) {
-                    Ok(stream) => return self.wait_for_stream(&*stream, key, responder, bytes),
+                    Ok(stream) => return self.wait_for_stream(&*stream, key, responder, bytes, uses),
                     Err(error) => Err(error),
                 }
             }
             work => self.execute_operation(work, borrows, key, &context()),
         };
         let outcome = outcome.and_then(|value| self.name_objects(value));
+        // Before the reply, so that a caller that has it finds the device unused.
+        drop(uses);
         self.finish(responder, bytes, outcome)
     }
 
@@ -398,8 +403,10 @@ impl LocalInner {
         }
         let tensor = resolve::tensor(&self.table.lock(), to).ok()?;
         let start = usize::try_from(tensor.byte_range(offset, len).ok()?.start).ok()?;
-        if self.gate.as_ref().is_some_and(|gate| !matches!(gate.poll_device(tensor.device()), Poll::Ready(Ok(())))) {
-            // The request waits, or is refused, when it has been read.
+        let uncounted = |turn| matches!(turn, Poll::Ready(Ok(used)) if !DeviceUse::is_counted(&used));
+        if self.gate.as_ref().is_some_and(|gate| !uncounted(gate.poll_device(tensor.device()))) {
+            // The request waits, or is refused, when it has been read. A use that is counted would
+            // last for as long as the client takes to send the bytes.
             return None;
         }
         let mut borrow = tensor.storage().try_borrow(Access::Write)?;

@@ -47,7 +47,7 @@ use crate::reply::{Outcome, ReplyControl, Responder, Submission};
 use crate::session::{Operation, Request};
 use crate::value::Value;
 
-pub use self::device_gate::DeviceGate;
+pub use self::device_gate::{DeviceGate, DeviceUse};
 pub use self::lanes::Backlog;
 pub use self::local_session::{LocalSession, LocalSessionBuilder};
 pub use self::spawner::Spawner;

@@ -2,15 +2,17 @@
 //! leases, and log lines.
 
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::io;
 use std::os::unix::net;
 use std::sync::mpsc::{self, SyncSender};
+use std::sync::{Arc, Weak};
 use std::task::{Poll, Waker};
 use std::time::Duration;
 
 use async_trait::async_trait;
 use parking_lot::Mutex;
-use rpc_core::{Device, ErrorKind, Result, RpcError, Usage, clock};
+use rpc_core::{Device, DeviceUse, ErrorKind, Result, RpcError, Usage, clock};
 use tokio::io::Interest;
 use tokio::net::UnixDatagram;
 use tokio::runtime::Handle;
@@ -27,15 +29,17 @@ const ANSWER_TIMEOUT: Duration = Duration::from_millis(200);
 
 /// Link to the server; see the [module](self).
 pub(super) struct ControlLink {
-    /// Queue of the task that sends. Its entries are reports, few a second, and commands about
-    /// leases, whose number the limits on requests and handles bound.
+    this: Weak<Self>,
+    /// Queue of the task that sends. Its entries are reports, few a second, commands about leases,
+    /// whose number the limits on requests and handles bound, and answers to lists of reserved
+    /// devices.
     outgoing: UnboundedSender<ControlMessage>,
     /// Lock of the thread that waits for totals.
     asking: Mutex<()>,
     /// Usage that was reported last.
     reported: Mutex<Usage>,
     awaited: Mutex<Awaited>,
-    holders: Mutex<Holders>,
+    device_uses: Mutex<DeviceUses>,
     /// Socket to the server, with a buffer for what it receives. Locked while an answer is acted
     /// on, so that answers are taken in their order by whichever thread reads them.
     socket: Mutex<(net::UnixDatagram, Vec<u8>)>,
@@ -43,11 +47,15 @@ pub(super) struct ControlLink {
     runtime: Handle,
 }
 
-/// Devices that other sessions hold.
+/// Devices that are reserved for other sessions, and the uses of this one.
 #[derive(Default)]
-struct Holders {
-    /// The devices; `None` until the server has told.
-    held_by_others: Option<Vec<Device>>,
+struct DeviceUses {
+    /// The reserved devices; `None` until the server has told.
+    reserved: Option<Vec<Device>>,
+    /// Number of the list of reserved devices.
+    list: u64,
+    /// Numbers of uses, of devices that are used.
+    counts: HashMap<Device, usize>,
     /// Waker of requests that wait for a change.
     waker: Option<Waker>,
 }
@@ -86,18 +94,19 @@ impl ControlLink {
     /// # Errors
     ///
     /// The system refuses.
-    pub(super) fn new(socket: net::UnixDatagram) -> io::Result<(Self, UnboundedReceiver<ControlMessage>)> {
+    pub(super) fn new(socket: net::UnixDatagram) -> io::Result<(Arc<Self>, UnboundedReceiver<ControlMessage>)> {
         socket.set_nonblocking(true)?;
         let (outgoing, queue) = unbounded_channel();
-        let link = Self {
+        let link = Arc::new_cyclic(|this| Self {
+            this: this.clone(),
             outgoing,
             asking: Mutex::default(),
             reported: Mutex::default(),
             awaited: Mutex::default(),
-            holders: Mutex::default(),
+            device_uses: Mutex::default(),
             socket: Mutex::new((socket, vec![0; ControlAnswer::MAX_LEN])),
             runtime: Handle::current(),
-        };
+        });
         Ok((link, queue))
     }
 
@@ -141,8 +150,8 @@ impl ControlLink {
     }
 
     fn take_answer(&self, answer: ControlAnswer) {
-        if let ControlAnswer::Lease(LeaseAnswer::HeldByOthers { devices }) = answer {
-            return self.set_holders(devices);
+        if let ControlAnswer::Lease(LeaseAnswer::ReservedForOthers { number, devices }) = answer {
+            return self.set_reserved(number, devices);
         }
         let mut awaited = self.awaited.lock();
         match answer {
@@ -171,10 +180,17 @@ impl ControlLink {
         }
     }
 
-    fn set_holders(&self, devices: Vec<Device>) {
-        let mut holders = self.holders.lock();
-        holders.held_by_others = Some(devices);
-        if let Some(waker) = holders.waker.take() {
+    /// Takes the list of reserved devices, and answers which of them are not used. From here on
+    /// none of them is used by a new request.
+    fn set_reserved(&self, list: u64, devices: Vec<Device>) {
+        let mut uses = self.device_uses.lock();
+        let unused: Vec<_> = devices.iter().copied().filter(|device| !uses.counts.contains_key(device)).collect();
+        (uses.reserved, uses.list) = (Some(devices), list);
+        for devices in unused.chunks(LeaseCommand::UNUSED_AT_ONCE) {
+            let devices = devices.to_vec();
+            self.send(ControlMessage::Lease(LeaseCommand::Unused { list, devices }));
+        }
+        if let Some(waker) = uses.waker.take() {
             // Not here: the thread that reads may hold locks of the session.
             self.runtime.spawn(async move { waker.wake() });
         }
@@ -264,16 +280,42 @@ impl LeaseService for ControlLink {
         }
     }
 
-    fn poll_held_by_other(&self, device: Device, waker: &Waker) -> Poll<bool> {
-        // The server tells of a holder before the holder learns of it, and the message may still be
-        // in the socket. An error is seen by the task as well, and ends the process.
+    fn poll_use(&self, device: Device, waker: &Waker) -> Poll<Option<DeviceUse>> {
+        // The server tells of a reservation before the holder learns of its lease, and the message
+        // may still be in the socket. An error is seen by the task as well, and ends the process.
         let _ = self.take_answers();
-        let mut holders = self.holders.lock();
-        let is_held = holders.held_by_others.as_ref().map(|devices| devices.contains(&device));
-        if is_held != Some(false) {
-            holders.waker = Some(waker.clone());
+        let mut uses = self.device_uses.lock();
+        let is_reserved = uses.reserved.as_ref().map(|devices| devices.contains(&device));
+        if is_reserved != Some(false) {
+            uses.waker = Some(waker.clone());
+            return is_reserved.map_or(Poll::Pending, |_| Poll::Ready(None));
         }
-        is_held.map_or(Poll::Pending, Poll::Ready)
+        *uses.counts.entry(device).or_default() += 1;
+        Poll::Ready(Some(DeviceUse::counted(ProcessUse { link: self.this.clone(), device })))
+    }
+}
+
+/// Use of a device by a request of this process, until dropped.
+struct ProcessUse {
+    link: Weak<ControlLink>,
+    device: Device,
+}
+
+impl Drop for ProcessUse {
+    fn drop(&mut self) {
+        // Without the link this process ends.
+        let Some(link) = self.link.upgrade() else { return };
+        let mut uses = link.device_uses.lock();
+        let Entry::Occupied(mut count) = uses.counts.entry(self.device) else { return };
+        *count.get_mut() -= 1;
+        if *count.get() > 0 {
+            return;
+        }
+        count.remove();
+        if uses.reserved.as_ref().is_some_and(|devices| devices.contains(&self.device)) {
+            let (list, devices) = (uses.list, vec![self.device]);
+            link.send(ControlMessage::Lease(LeaseCommand::Unused { list, devices }));
+        }
     }
 }
 

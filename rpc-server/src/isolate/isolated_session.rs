@@ -22,7 +22,6 @@ use super::process_io::ProcessIo;
 use super::supervisor::{self, ProcessGuard, Started};
 use super::{GRACE, RUN_GRACE, is_possible};
 use crate::config::{ByteSize, ConfigError, ServeConfig};
-use crate::leases::LeasePolicy;
 use crate::modules::DigestList;
 use crate::policy::{rights_of, session_limits_within};
 use crate::recent_logs::{self, LogRing};
@@ -36,8 +35,6 @@ pub(crate) struct Isolation {
     config: String,
     module_digests: Option<DigestList>,
     limits: ProcessLimits,
-    /// Rules for sessions without a lease.
-    lease_policy: LeasePolicy,
     /// Log lines of the server, if clients may read them.
     logs: Option<Arc<LogRing>>,
     /// Bytes that each session reserves of the total memory.
@@ -79,7 +76,6 @@ impl Isolation {
             config: config.to_toml()?,
             module_digests,
             limits: ProcessLimits::of(config),
-            lease_policy: LeasePolicy::new(&config.lease_policy),
             logs: recent_logs::ring().filter(|_| config.allow_logs == Some(true)),
             share: total_is_limited.then_some(config.max_memory.0),
             connector,
@@ -190,7 +186,7 @@ impl SessionFactory for Isolation {
         let Started { stream, mut process_guard } = self.process().await.map_err(cannot_start)?;
         let (cleaner, process) = (self.cleaner.clone(), process_guard.process().clone());
         if let Some(leases) = self.state.leases() {
-            process.set_leases(leases.open_session(request.connection.clone()), &self.lease_policy);
+            process.set_leases(leases.open_session(request.connection.clone()));
         }
         if let Some(logs) = self.logs.clone().filter(|_| may_read_logs) {
             process.set_logs(logs);

@@ -127,13 +127,35 @@ pub(super) enum ControlAnswer {
 }
 
 /// Command about a lease. The process numbers its requests and its questions in one sequence.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum LeaseCommand {
-    Request { number: u64, request: LeaseRequest },
-    Release { number: u64 },
-    Ahead { question: u64, number: u64 },
-    LeasedDevices { question: u64 },
+    Request {
+        number: u64,
+        request: LeaseRequest,
+    },
+    Release {
+        number: u64,
+    },
+    Ahead {
+        question: u64,
+        number: u64,
+    },
+    LeasedDevices {
+        question: u64,
+    },
+    /// Devices that the session does not use, of those that are reserved for others by the list
+    /// with this number: sent at once for the devices that are unused then, and for each other
+    /// device when its last use ends. At most [`UNUSED_AT_ONCE`](Self::UNUSED_AT_ONCE) devices.
+    Unused {
+        list: u64,
+        devices: Vec<Device>,
+    },
+}
+
+impl LeaseCommand {
+    /// Maximum number of devices in a message, so that it fits [`ControlMessage::MAX_LEN`].
+    pub(super) const UNUSED_AT_ONCE: usize = 16;
 }
 
 /// Answer about leases.
@@ -160,9 +182,11 @@ pub(super) enum LeaseAnswer {
         question: u64,
         devices: Vec<LeasedDevice>,
     },
-    /// Devices that other sessions hold; sent at the begin of the session and at each change, if
-    /// there are devices that sessions without a lease do not share.
-    HeldByOthers {
+    /// Devices that are reserved for other sessions, and the number of this list; sent at the begin
+    /// of the session and at each change, if there are devices that sessions without a lease do not
+    /// share.
+    ReservedForOthers {
+        number: u64,
         devices: Vec<Device>,
     },
 }
@@ -173,7 +197,7 @@ impl LeaseAnswer {
         match self {
             Self::Queued { number } | Self::Refused { number, .. } | Self::Granted { number, .. } => Some(*number),
             Self::Ahead { question, .. } | Self::LeasedDevices { question, .. } => Some(*question),
-            Self::HeldByOthers { .. } => None,
+            Self::ReservedForOthers { .. } => None,
         }
     }
 }
@@ -281,6 +305,8 @@ fn number(bytes: &[u8]) -> Option<u64> {
 
 #[cfg(test)]
 mod tests {
+    use rpc_core::DeviceType;
+
     use super::*;
 
     fn messages() -> [(&'static str, ControlMessage); 6] {
@@ -294,6 +320,7 @@ mod tests {
             ("ask ahead", ControlMessage::Lease(LeaseCommand::Ahead { question: 4, number: 3 })),
             ("ask devices", ControlMessage::Lease(LeaseCommand::LeasedDevices { question: 5 })),
             ("read logs", ControlMessage::Logs(LogCommand { question: 6, from: Some(9), wait_ms: 20 })),
+            ("unused", ControlMessage::Lease(LeaseCommand::Unused { list: 6, devices: vec![Device::cuda(1)] })),
         ]
     }
 
@@ -301,7 +328,9 @@ mod tests {
         let (waited, duration) = (Duration::from_micros(7), Duration::from_secs(9));
         let error = RpcError::limit("max_lease_requests", 1, 2);
         let page: LogPage = serde_json::from_str(r#"{"lines":["a"],"next":10,"lost":2}"#).unwrap();
-        let device = LeasedDevice { device: "cuda:1".to_owned(), held_seconds: 0.5, left_seconds: 8.5, waiting: 2 };
+        let device =
+            LeasedDevice { device: "cuda:1".to_owned(), held_seconds: 0.5, left_seconds: 8.5, waiting: 2, used_by: 0 };
+        let reserved = LeaseAnswer::ReservedForOthers { number: 6, devices: vec![Device::cuda(1)] };
         [
             ("totals", ControlAnswer::Totals(ServerTotals { sessions: 3, handles: 5, memory_bytes: 258 })),
             ("queued", ControlAnswer::Lease(LeaseAnswer::Queued { number: 3 })),
@@ -311,7 +340,7 @@ mod tests {
             ("devices", ControlAnswer::Lease(LeaseAnswer::LeasedDevices { question: 5, devices: vec![device] })),
             ("log page", ControlAnswer::Logs(LogAnswer { question: 6, outcome: Ok(page) })),
             ("log refusal", ControlAnswer::Logs(LogAnswer { question: 6, outcome: Err(error.clone()) })),
-            ("held by others", ControlAnswer::Lease(LeaseAnswer::HeldByOthers { devices: vec![Device::cuda(1)] })),
+            ("reserved for others", ControlAnswer::Lease(reserved)),
         ]
     }
 
@@ -326,7 +355,10 @@ mod tests {
         for (name, answer) in answers() {
             assert_eq!(ControlAnswer::from_bytes(&answer.to_bytes()), Some(answer), "{name}");
         }
-        for other in [&b""[..], &[0], &[1], &[2], &[3, 0], &[0; 19]] {
+        let devices = vec![Device::new(DeviceType(i32::MIN), i32::MIN); LeaseCommand::UNUSED_AT_ONCE];
+        let longest = ControlMessage::Lease(LeaseCommand::Unused { list: u64::MAX, devices });
+        assert!(longest.to_bytes().len() <= ControlMessage::MAX_LEN, "{}", longest.to_bytes().len());
+        for other in [&b""[..], &[0], &[1], &[2, 0], &[3, 0], &[0; 19]] {
             assert_eq!((ControlMessage::from_bytes(other), ControlAnswer::from_bytes(other)), (None, None));
         }
     }

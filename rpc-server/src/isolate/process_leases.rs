@@ -9,7 +9,7 @@ use std::task::Waker;
 use rpc_core::Device;
 
 use super::messages::{LeaseAnswer, LeaseCommand};
-use crate::leases::{LeaseId, LeasePolicy, SessionLeases};
+use crate::leases::{LeaseId, SessionLeases};
 
 /// Sender of answers to the process. Must not block.
 type AnswerSender = Arc<dyn Fn(LeaseAnswer) + Send + Sync>;
@@ -32,14 +32,15 @@ impl ProcessLeases {
         self.session.begin_end();
     }
 
-    /// Wakes `waker` now and at each change of a holder, as [`SessionLeases::observe_holders`].
-    pub(super) fn observe_holders(&self, policy: LeasePolicy, waker: Waker) {
-        self.session.observe_holders(policy, waker);
+    /// Wakes `waker` at each change of the devices that are reserved for others, as
+    /// [`SessionLeases::observe_reservations`].
+    pub(super) fn observe_reservations(&self, waker: Waker) {
+        self.session.observe_reservations(waker);
     }
 
-    /// Returns the observed devices that other sessions hold.
-    pub(super) fn held_by_others(&self) -> Vec<Device> {
-        self.session.held_by_others()
+    /// Returns the next list of these devices, with its number.
+    pub(super) fn take_reserved_for_others(&self) -> Option<(u64, Vec<Device>)> {
+        self.session.take_reserved_for_others()
     }
 
     /// Does what the process asks for. Commands with numbers that it may not use are ignored.
@@ -72,6 +73,7 @@ impl ProcessLeases {
                 let devices = self.session.leased_devices();
                 (self.answer)(LeaseAnswer::LeasedDevices { question, devices });
             }
+            LeaseCommand::Unused { list, devices } => self.session.take_unused(list, &devices),
         }
     }
 }

@@ -87,7 +87,6 @@ fn serve(
         .build()?;
     runtime.block_on(async {
         let (link, queue) = ControlLink::new(control)?;
-        let link = Arc::new(link);
         let running = link.clone();
         drop(tokio::spawn(async move {
             if let Err(error) = running.run(queue).await {

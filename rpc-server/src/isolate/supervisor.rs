@@ -28,7 +28,7 @@ use super::messages::{ControlAnswer, ControlMessage, LeaseAnswer};
 use super::process_leases::ProcessLeases;
 use super::process_logs::{self, MAX_READS, ProcessLogs};
 use super::{CHILD_ARGUMENT, GRACE};
-use crate::leases::{LeasePolicy, SessionLeases};
+use crate::leases::SessionLeases;
 use crate::recent_logs::LogRing;
 use crate::run::kill_orphans_of;
 use crate::server::server_state::ServerState;
@@ -48,8 +48,8 @@ pub(super) struct Process {
     leases: Mutex<Option<ProcessLeases>>,
     /// Access of the session to the log of the server, if its client may read that.
     logs: Mutex<Option<ProcessLogs>>,
-    /// True while the process has to be told which devices other sessions hold.
-    holders_changed: AtomicBool,
+    /// True while the process has to be told which devices are reserved for other sessions.
+    reservations_changed: AtomicBool,
     end: Mutex<EndState>,
 }
 
@@ -103,18 +103,15 @@ impl Process {
     }
 
     /// Lets the process have leases from now on, for its session. The process is told which devices
-    /// other sessions hold, of those that sessions without a lease do not share.
-    pub(super) fn set_leases(self: &Arc<Self>, session: SessionLeases, policy: &LeasePolicy) {
+    /// are reserved for other sessions, of those that sessions without a lease do not share.
+    pub(super) fn set_leases(self: &Arc<Self>, session: SessionLeases) {
         let id = self.id;
         let leases =
             ProcessLeases::new(session, move |answer| submit(Job::Answer { id, answer: ControlAnswer::Lease(answer) }));
-        // Set before the observer, whose first call sends the present holders.
+        // Set before the observer, whose first call sends the present reservations.
         let mut own = self.leases.lock();
         let leases = own.insert(leases);
-        if policy.restricts() {
-            let waker = Waker::from(Arc::new(HolderObserver(Arc::downgrade(self))));
-            leases.observe_holders(policy.clone(), waker);
-        }
+        leases.observe_reservations(Waker::from(Arc::new(ReservationObserver(Arc::downgrade(self)))));
     }
 
     /// Lets the process read the log of the server, for its session. Needs a tokio runtime.
@@ -148,10 +145,10 @@ impl Process {
     }
 }
 
-/// Observer of the holders of devices: makes the supervisor tell the process.
-struct HolderObserver(Weak<Process>);
+/// Observer of the reservations of devices: makes the supervisor tell the process.
+struct ReservationObserver(Weak<Process>);
 
-impl Wake for HolderObserver {
+impl Wake for ReservationObserver {
     fn wake(self: Arc<Self>) {
         self.wake_by_ref();
     }
@@ -159,8 +156,8 @@ impl Wake for HolderObserver {
     fn wake_by_ref(self: &Arc<Self>) {
         let Some(process) = self.0.upgrade() else { return };
         // One job for any number of changes, so that clients cannot fill the queue.
-        if !process.holders_changed.swap(true, Ordering::AcqRel) {
-            submit(Job::HoldersChanged { id: process.id });
+        if !process.reservations_changed.swap(true, Ordering::AcqRel) {
+            submit(Job::ReservationsChanged { id: process.id });
         }
     }
 }
@@ -226,7 +223,7 @@ enum Job {
     Release { id: u64, deadline: Instant, on_exit: Option<OnExit> },
     KillAll { state: Arc<ServerState> },
     Answer { id: u64, answer: ControlAnswer },
-    HoldersChanged { id: u64 },
+    ReservationsChanged { id: u64 },
 }
 
 /// Handle of the supervisor.
@@ -382,7 +379,7 @@ impl Supervisor {
                     child.answer(&answer);
                 }
             }
-            Job::HoldersChanged { id } => {
+            Job::ReservationsChanged { id } => {
                 if let Some(child) = self.child(id) {
                     child.send_unsent();
                 }
@@ -422,7 +419,7 @@ impl Supervisor {
             kill_requested: AtomicBool::new(false),
             leases: Mutex::default(),
             logs: Mutex::default(),
-            holders_changed: AtomicBool::new(false),
+            reservations_changed: AtomicBool::new(false),
             end: Mutex::default(),
         });
         self.children.push(ChildEntry {
@@ -492,8 +489,8 @@ impl ChildEntry {
         }
     }
 
-    /// Sends what has waited for room, and then the devices that other sessions hold, if they have
-    /// changed: a process that does not read is sent the last of many changes.
+    /// Sends what has waited for room, and then the devices that are reserved for other sessions,
+    /// if they have changed: a process that does not read is sent the last of many changes.
     fn send_unsent(&mut self) {
         loop {
             while let Some(answer) = self.unsent.front() {
@@ -503,12 +500,13 @@ impl ChildEntry {
                     _ => _ = self.unsent.pop_front(),
                 }
             }
-            // Cleared before the holders are read, so that no later change is missed.
-            if !self.process.holders_changed.swap(false, Ordering::AcqRel) {
+            // Cleared before the reservations are read, so that no later change is missed.
+            if !self.process.reservations_changed.swap(false, Ordering::AcqRel) {
                 return;
             }
-            let devices = self.process.leases.lock().as_ref().map(ProcessLeases::held_by_others);
-            let answer = devices.map(|devices| ControlAnswer::Lease(LeaseAnswer::HeldByOthers { devices }));
+            let list = self.process.leases.lock().as_ref().and_then(ProcessLeases::take_reserved_for_others);
+            let answer =
+                list.map(|(number, devices)| ControlAnswer::Lease(LeaseAnswer::ReservedForOthers { number, devices }));
             self.unsent.extend(answer.map(|answer| answer.to_bytes()));
         }
     }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
-use rpc_core::{Device, DeviceGate, ErrorKind, Result, RpcError};
+use rpc_core::{Device, DeviceGate, DeviceUse, ErrorKind, Result, RpcError};
 
 use super::{LeasePolicy, LeaseService, UnleasedUse};
 
@@ -21,21 +21,21 @@ impl LeaseGate {
 }
 
 impl DeviceGate for LeaseGate {
-    fn poll_use(&self, device: Device, cx: &mut Context<'_>) -> Poll<Result<()>> {
+    fn poll_use(&self, device: Device, cx: &mut Context<'_>) -> Poll<Result<DeviceUse>> {
         let treatment = self.policy.treatment(device);
         if treatment == UnleasedUse::Share {
-            return Poll::Ready(Ok(()));
+            return Poll::Ready(Ok(DeviceUse::uncounted()));
         }
-        match self.leases.poll_held_by_other(device, cx.waker()) {
-            Poll::Ready(false) => Poll::Ready(Ok(())),
-            Poll::Ready(true) if treatment == UnleasedUse::Refuse => Poll::Ready(Err(RpcError::new(
+        match self.leases.poll_use(device, cx.waker()) {
+            Poll::Ready(Some(used)) => Poll::Ready(Ok(used)),
+            Poll::Ready(None) if treatment == UnleasedUse::Refuse => Poll::Ready(Err(RpcError::new(
                 ErrorKind::Busy,
                 format!(
-                    "another session holds a lease on {device}, and this server lets no other session use it \
-                     meanwhile (--lease-policy): ask for a lease, or try again later"
+                    "another session holds a lease on {device}, or is next to have one, and this server lets no \
+                     other session use it meanwhile (--lease-policy): ask for a lease, or try again later"
                 ),
             ))),
-            Poll::Ready(true) | Poll::Pending => Poll::Pending,
+            Poll::Ready(None) | Poll::Pending => Poll::Pending,
         }
     }
 }

@@ -105,6 +105,11 @@ impl LeasePolicy {
         self.0.iter().any(|rule| rule.treatment != UnleasedUse::Share)
     }
 
+    /// Returns true if sessions share a device with the holder of a lease.
+    pub(crate) fn is_shared(&self, device: Device) -> bool {
+        self.treatment(device) == UnleasedUse::Share
+    }
+
     pub(crate) fn treatment(&self, device: Device) -> UnleasedUse {
         let of_kind = || self.0.iter().filter(|rule| rule.kind == device.kind);
         let rule = of_kind().find(|rule| rule.index == Some(device.index));

@@ -6,17 +6,17 @@ use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::task::{Poll, Waker};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use async_trait::async_trait;
 use parking_lot::Mutex;
-use rpc_core::{Device, ErrorKind, Result, RpcError, clock, log_limited};
+use rpc_core::{Device, DeviceUse, ErrorKind, Result, RpcError, clock, log_limited};
 use rpc_transports::ClientConnection;
 use tokio::runtime::Handle;
 use tokio::sync::{Notify, watch};
 
 use super::scheduler::{DeviceLeases, LeaseEvent, LeaseId, LeaseLimits, LeaseScheduler, LeaseTotals, SessionId};
-use super::{LeaseGrant, LeasePolicy, LeaseRequest, LeaseService, LeasedDevice, MAX_AHEAD, QueuedRequest, UnleasedUse};
+use super::{LeaseGrant, LeasePolicy, LeaseRequest, LeaseService, LeasedDevice, MAX_AHEAD, QueuedRequest};
 use crate::server::recent_errors::RecentErrors;
 
 /// Maximum number of devices in a list.
@@ -29,6 +29,7 @@ type OnGrant = Box<dyn FnOnce(LeaseGrant) + Send>;
 /// Leases of one server.
 pub(crate) struct LeaseTable {
     state: Mutex<TableState>,
+    policy: LeasePolicy,
     next_session: AtomicU64,
     /// Notified when the next timeout is earlier than before, and at the end.
     earlier_timeout: Arc<Notify>,
@@ -46,20 +47,8 @@ struct TableState {
     sessions: HashMap<SessionId, ClientConnection>,
     /// Sessions whose requests wait until they may use a device.
     blocked: HashMap<Device, HashMap<SessionId, Waker>>,
-    /// Sessions that are told of each change of a holder.
-    observers: HashMap<SessionId, HolderObserver>,
-}
-
-/// Observer of the holders of those devices that sessions without a lease do not share.
-struct HolderObserver {
-    policy: LeasePolicy,
-    waker: Waker,
-}
-
-impl HolderObserver {
-    fn observes(&self, device: Device) -> bool {
-        self.policy.treatment(device) != UnleasedUse::Share
-    }
+    /// Sessions in processes of their own, which are told which devices are reserved for others.
+    observers: HashMap<SessionId, Waker>,
 }
 
 impl TableState {
@@ -71,19 +60,13 @@ impl TableState {
         let on_grant = waiting.iter().filter_map(|id| self.on_grant.remove(id)).collect();
         (self.sessions.remove(&session), on_grant)
     }
-
-    /// Returns the wakers of the sessions that are told of the holders of `device`.
-    fn observers_of(&self, device: Device) -> Vec<Waker> {
-        let observers = self.observers.values().filter(|observer| observer.observes(device));
-        observers.map(|observer| observer.waker.clone()).collect()
-    }
 }
 
 impl LeaseTable {
     /// Returns a table, and starts the task that ends overdue leases. Needs a tokio runtime.
-    pub(crate) fn start(limits: LeaseLimits, errors: Arc<RecentErrors>) -> Arc<Self> {
+    pub(crate) fn start(limits: LeaseLimits, policy: LeasePolicy, errors: Arc<RecentErrors>) -> Arc<Self> {
         let state = TableState {
-            scheduler: LeaseScheduler::new(limits),
+            scheduler: LeaseScheduler::new(limits, policy.clone()),
             on_grant: HashMap::new(),
             sessions: HashMap::new(),
             blocked: HashMap::new(),
@@ -92,6 +75,7 @@ impl LeaseTable {
         let earlier_timeout = Arc::new(Notify::new());
         let table = Arc::new(Self {
             state: Mutex::new(state),
+            policy,
             next_session: AtomicU64::new(0),
             earlier_timeout: earlier_timeout.clone(),
             runtime: Handle::current(),
@@ -124,7 +108,7 @@ impl LeaseTable {
     fn change<T>(&self, change: impl FnOnce(&mut TableState, Instant) -> T) -> T {
         let now = clock::now();
         let (mut granted, mut overdue, mut cancelled) = (Vec::new(), Vec::new(), Vec::new());
-        let (mut resumed, mut observers) = (Vec::new(), Vec::new());
+        let (mut resumed, mut reservations_changed) = (Vec::new(), false);
         let mut state = self.state.lock();
         let timeout_before = state.scheduler.next_timeout();
         let changed = change(&mut state, now);
@@ -133,14 +117,14 @@ impl LeaseTable {
                 LeaseEvent::Granted { id, waited, duration } => {
                     let grant = LeaseGrant { since: now, waited, duration };
                     granted.extend(state.on_grant.remove(&id).map(|on_grant| (on_grant, grant)));
-                    if let Some((session, device)) = state.scheduler.request_of(id) {
-                        resumed.extend(state.blocked.get_mut(&device).and_then(|blocked| blocked.remove(&session)));
-                        observers.extend(state.observers_of(device));
-                    }
+                }
+                LeaseEvent::Reserved { device, session } => {
+                    resumed.extend(state.blocked.get_mut(&device).and_then(|blocked| blocked.remove(&session)));
+                    reservations_changed |= !self.policy.is_shared(device);
                 }
                 LeaseEvent::Freed { device } => {
                     resumed.extend(state.blocked.remove(&device).into_iter().flat_map(HashMap::into_values));
-                    observers.extend(state.observers_of(device));
+                    reservations_changed |= !self.policy.is_shared(device);
                 }
                 LeaseEvent::Overdue { session, device, duration } => {
                     // A release from here on would free a device that the session may still use.
@@ -151,6 +135,8 @@ impl LeaseTable {
             }
         }
         let timeout = state.scheduler.next_timeout();
+        let observers: Vec<_> =
+            if reservations_changed { state.observers.values().cloned().collect() } else { Vec::new() };
         drop(state);
         drop(cancelled);
         if timeout.is_some_and(|timeout| timeout_before.is_none_or(|before| timeout < before)) {
@@ -262,31 +248,42 @@ impl SessionLeases {
         self.table.leased_devices()
     }
 
-    /// Returns true if another session holds `device`. Then wakes `waker` once this may have
-    /// changed.
-    pub(crate) fn is_held_by_other(&self, device: Device, waker: &Waker) -> bool {
+    /// Begins a use of a device; `None` if the device is reserved for another session. Then wakes
+    /// `waker` once this may have changed.
+    pub(crate) fn begin_use(&self, device: Device, waker: &Waker) -> Option<DeviceUse> {
         let mut state = self.table.state.lock();
-        let is_held = state.scheduler.holder(device).is_some_and(|holder| holder != self.session);
-        if is_held {
-            state.blocked.entry(device).or_default().insert(self.session, waker.clone());
+        if state.scheduler.begin_use(self.session, device) {
+            return Some(DeviceUse::counted(SessionUse { table: self.table.clone(), session: self.session, device }));
         }
-        is_held
+        state.blocked.entry(device).or_default().insert(self.session, waker.clone());
+        None
     }
 
-    /// Returns the devices that other sessions hold, of those that this session
-    /// [observes](Self::observe_holders).
-    pub(crate) fn held_by_others(&self) -> Vec<Device> {
-        let state = self.table.state.lock();
-        let Some(observer) = state.observers.get(&self.session) else { return Vec::new() };
-        let held = state.scheduler.held_by_others(self.session);
-        held.filter(|device| observer.observes(*device)).collect()
+    /// Returns the devices that are reserved for other sessions, for a session that
+    /// [observes](Self::observe_reservations) them, and the number of this list.
+    pub(crate) fn take_reserved_for_others(&self) -> Option<(u64, Vec<Device>)> {
+        self.table.state.lock().scheduler.take_reserved_for_others(self.session)
     }
 
-    /// Wakes `waker` now and at each change of a holder, before the new holder learns of it. Leaves
-    /// out the devices that `policy` lets sessions without a lease share.
-    pub(crate) fn observe_holders(&self, policy: LeasePolicy, waker: Waker) {
-        let observer = HolderObserver { policy, waker: waker.clone() };
-        self.table.state.lock().observers.insert(self.session, observer);
+    /// Takes the answer to a list: devices that the session does not use.
+    pub(crate) fn take_unused(&self, number: u64, devices: &[Device]) {
+        self.table.change(|state, now| {
+            devices.iter().for_each(|device| state.scheduler.take_unused(now, self.session, number, *device));
+        });
+    }
+
+    /// Wakes `waker` now and at each change of the devices that are reserved for others, before the
+    /// holder learns of its lease. The session counts its uses itself, and answers each list. Does
+    /// nothing if all devices are shared.
+    pub(crate) fn observe_reservations(&self, waker: Waker) {
+        if !self.table.policy.restricts() {
+            return;
+        }
+        {
+            let mut state = self.table.state.lock();
+            state.scheduler.add_remote(self.session);
+            state.observers.insert(self.session, waker.clone());
+        }
         waker.wake();
     }
 
@@ -313,6 +310,19 @@ impl SessionLeases {
     }
 }
 
+/// Use of a device by a session, until dropped.
+struct SessionUse {
+    table: Arc<LeaseTable>,
+    session: SessionId,
+    device: Device,
+}
+
+impl Drop for SessionUse {
+    fn drop(&mut self) {
+        self.table.change(|state, now| state.scheduler.end_use(now, self.session, self.device));
+    }
+}
+
 impl Drop for SessionLeases {
     fn drop(&mut self) {
         self.end();
@@ -321,9 +331,9 @@ impl Drop for SessionLeases {
 
 impl From<DeviceLeases> for LeasedDevice {
     fn from(leased: DeviceLeases) -> Self {
-        let DeviceLeases { device, held, left, waiting } = leased;
-        let seconds = Duration::as_secs_f64;
-        Self { device: device.to_string(), held_seconds: seconds(&held), left_seconds: seconds(&left), waiting }
+        let DeviceLeases { device, held, left, waiting, used_by } = leased;
+        let (held_seconds, left_seconds) = (held.as_secs_f64(), left.as_secs_f64());
+        Self { device: device.to_string(), held_seconds, left_seconds, waiting, used_by }
     }
 }
 
@@ -351,9 +361,9 @@ impl LeaseService for Weak<SessionLeases> {
         Ok(session(self)?.leased_devices())
     }
 
-    fn poll_held_by_other(&self, device: Device, waker: &Waker) -> Poll<bool> {
-        // No request begins after the end of the session.
-        Poll::Ready(self.upgrade().is_some_and(|session| session.is_held_by_other(device, waker)))
+    fn poll_use(&self, device: Device, waker: &Waker) -> Poll<Option<DeviceUse>> {
+        // No request begins after the end of the session, which ends those that wait as well.
+        self.upgrade().map_or(Poll::Pending, |session| Poll::Ready(session.begin_use(device, waker)))
     }
 }
 

@@ -27,7 +27,7 @@ use super::ticket_gate::TicketGate;
 use crate::config::{ConfigError, Isolate, ListenAddress, ServeConfig, ServeError, TrackerAddress};
 use crate::file_cache::FileCache;
 use crate::isolate::Isolation;
-use crate::leases::{LeaseLimits, LeaseTable, MAX_REQUESTS, MAX_REQUESTS_PER_SESSION};
+use crate::leases::{LeaseLimits, LeasePolicy, LeaseTable, MAX_REQUESTS, MAX_REQUESTS_PER_SESSION};
 use crate::modules::{DigestList, ModuleService, Native};
 use crate::monitor::{Gauges, LeaseGauges, Monitoring, Phase};
 use crate::otel::Spans;
@@ -114,7 +114,7 @@ impl Checked {
             max_requests: MAX_REQUESTS,
             max_requests_per_session: MAX_REQUESTS_PER_SESSION,
         };
-        let leases = LeaseTable::start(limits, errors.clone());
+        let leases = LeaseTable::start(limits, LeasePolicy::new(&config.lease_policy), errors.clone());
         let total_memory = config.total_memory().0;
         let state = ServerState::new(config.key.clone(), total_memory, isolated, Some(leases.clone()), errors.clone());
         let monitoring = match &config.metrics {

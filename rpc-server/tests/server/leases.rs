@@ -268,6 +268,103 @@ async fn sessions_without_a_lease_are_refused_where_the_operator_says_so() {
     .await;
 }
 
+/// Function call of a session that uses the device from [`begin`](Self::begin) to
+/// [`end`](Self::end).
+struct LongUse {
+    reply: tokio::task::JoinHandle<rpc_core::Result<Vec<f64>>>,
+    end: std::sync::mpsc::Sender<()>,
+}
+
+impl LongUse {
+    /// Returns once the function runs.
+    async fn begin(session: &Session) -> Self {
+        let (begun, has_begun) = tokio::sync::oneshot::channel();
+        let (end, ended) = std::sync::mpsc::channel();
+        let once = std::sync::Mutex::new(Some((begun, ended)));
+        let callback = session.callback(move |_: RemoteTensor| {
+            if let Some((begun, ended)) = once.lock().unwrap().take() {
+                _ = begun.send(());
+                _ = ended.recv_timeout(TIME_LIMIT);
+            }
+            0
+        });
+        let callback = callback.await.unwrap();
+        let tensor = session.upload(&[1], &[7_u8]).await.unwrap();
+        let time = session.get_function("rpc.time_function").await.unwrap();
+        let reply =
+            tokio::spawn(
+                async move { time.call::<Vec<f64>>((&callback, 1, 1, 0.0, 0, 0, &tensor)).concurrent().await },
+            );
+        has_begun.await.expect("the function runs");
+        Self { reply, end }
+    }
+
+    async fn end(self) {
+        self.end.send(()).unwrap();
+        self.reply.await.unwrap().unwrap();
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_lease_begins_when_the_requests_of_other_sessions_have_ended() {
+    with_each_isolation_and(&["--lease-policy", "cpu=wait"], async |fixture| {
+        let (user, next, third) = tokio::join!(fixture.connect(), fixture.connect(), fixture.connect());
+        let running = LongUse::begin(&user).await;
+        let lease_request = request(&next, 0).await;
+        assert_eq!(lease_request.ahead().await.unwrap(), 0);
+        let wait = lease_request.granted().timeout(Duration::from_millis(50)).await;
+        assert_eq!(wait.unwrap_err().kind(), ErrorKind::DeadlineExceeded);
+        // The processes of the others have to say that they use nothing.
+        let leased = loop {
+            let mut leases = info(&third).await.leases;
+            let leased = leases.pop().expect("a request waits");
+            if leased.used_by == 1 {
+                break leased;
+            }
+        };
+        assert_eq!((leased.held_seconds, leased.waiting), (0.0, 1));
+        // No other session begins to use the device, the user neither; the one that is next may.
+        for other in [&user, &third] {
+            let error = other.alloc(CPU, DataType::U8, &[1]).concurrent().timeout(Duration::from_millis(20)).await;
+            assert_eq!(error.unwrap_err().kind(), ErrorKind::DeadlineExceeded);
+        }
+        next.alloc(CPU, DataType::U8, &[1]).await.unwrap();
+        running.end().await;
+        let lease = lease_request.granted().await.unwrap();
+
+        // What the holder has begun goes on after its lease, and the next lease waits for it.
+        let running = LongUse::begin(&next).await;
+        let of_third = request(&third, 0).await;
+        lease.release().await.unwrap();
+        let wait = of_third.granted().timeout(Duration::from_millis(50)).await;
+        assert_eq!(wait.unwrap_err().kind(), ErrorKind::DeadlineExceeded);
+        running.end().await;
+        drop(of_third.granted().await.unwrap());
+        drop(of_third);
+        until_free(&third).await;
+        user.alloc(CPU, DataType::U8, &[1]).await.unwrap();
+    })
+    .await;
+}
+
+/// The uses of a process end with it, also of one that does not answer any more.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_process_that_dies_or_stops_keeps_no_device_from_others() {
+    let fixture = Fixture::start_with("process", &["--lease-policy", "cpu=wait", "--keep-alive", "2s"]);
+    for signal in [Signal::KILL, Signal::STOP] {
+        let (user, idle, next) = tokio::join!(fixture.connect(), fixture.connect(), fixture.connect());
+        // Sessions whose process has not begun may not use anything yet.
+        let pids = [info(&user).await.pid, info(&idle).await.pid];
+        let running = LongUse::begin(&user).await;
+        for pid in pids {
+            kill_process(Pid::from_raw(pid.cast_signed()).unwrap(), signal).unwrap();
+        }
+        let lease = tokio::time::timeout(TIME_LIMIT, next.lease(CPU, &LeaseOptions::default()));
+        drop(lease.await.expect("the device is granted").unwrap());
+        assert!(running.reply.await.unwrap().is_err());
+    }
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn ten_thousand_requests_wait_for_the_end_of_one_lease() {
     let fixture = Fixture::start_with("none", &["--lease-policy", "cpu=wait"]);

@@ -4,23 +4,67 @@ use std::task::{self, Poll, Waker};
 
 use super::*;
 use crate::dlpack::DataType;
-use crate::local::DeviceGate;
+use crate::local::{DeviceGate, DeviceUse};
 use crate::value::TensorRef;
 
 /// Gate that tests open and shut.
 #[derive(Default)]
-struct TestGate {
+pub(super) struct TestGate {
     answer: Mutex<Answer>,
+    uses: Arc<Uses>,
+}
+
+/// Uses that a gate has admitted.
+#[derive(Default)]
+struct Uses {
+    present: AtomicUsize,
+    most: AtomicUsize,
+    all: AtomicUsize,
+}
+
+impl Uses {
+    fn begin(self: &Arc<Self>) -> DeviceUse {
+        let present = self.present.fetch_add(1, Ordering::SeqCst) + 1;
+        self.most.fetch_max(present, Ordering::SeqCst);
+        self.all.fetch_add(1, Ordering::SeqCst);
+        DeviceUse::counted(CountedUse(self.clone()))
+    }
+
+    fn present(&self) -> usize {
+        self.present.load(Ordering::SeqCst)
+    }
+}
+
+struct CountedUse(Arc<Uses>);
+
+impl Drop for CountedUse {
+    fn drop(&mut self) {
+        self.0.present.fetch_sub(1, Ordering::SeqCst);
+    }
 }
 
 #[derive(Default)]
 struct Answer {
     waits: bool,
     refuses: bool,
+    /// True if uses are counted.
+    counts: bool,
+    /// Number of uses after which the others wait.
+    admits: Option<usize>,
     waker: Option<Waker>,
 }
 
 impl TestGate {
+    /// Counts uses from now on.
+    pub(super) fn count(&self) {
+        self.answer.lock().counts = true;
+    }
+
+    /// Returns the number of uses that have not ended.
+    pub(super) fn uses(&self) -> usize {
+        self.uses.present()
+    }
+
     fn open(&self) {
         let waker = std::mem::take(&mut *self.answer.lock()).waker;
         waker.into_iter().for_each(Waker::wake);
@@ -28,17 +72,16 @@ impl TestGate {
 }
 
 impl DeviceGate for TestGate {
-    fn poll_use(&self, device: Device, cx: &mut task::Context<'_>) -> Poll<Result<()>> {
-        assert_eq!(device, Device::cpu());
+    fn poll_use(&self, _: Device, cx: &mut task::Context<'_>) -> Poll<Result<DeviceUse>> {
         let mut answer = self.answer.lock();
         if answer.refuses {
             return Poll::Ready(Err(RpcError::new(ErrorKind::Busy, "refused")));
         }
-        if answer.waits {
+        if answer.waits || answer.admits.is_some_and(|admits| self.uses.present() >= admits) {
             answer.waker = Some(cx.waker().clone());
             return Poll::Pending;
         }
-        Poll::Ready(Ok(()))
+        Poll::Ready(Ok(if answer.counts { self.uses.begin() } else { DeviceUse::uncounted() }))
     }
 }
 
@@ -169,4 +212,99 @@ fn no_request_is_lost_when_the_gate_changes_at_the_same_time() {
         opener.join().unwrap();
         eventually("all have ended", || session.backlog() == Backlog::default());
     }
+}
+
+/// Gate that counts, and a session with functions that return the number of uses while they run.
+fn counting_session() -> (Arc<TestGate>, LocalSession) {
+    /// Runtime with a thread for each future.
+    struct ThreadSpawner;
+    impl Spawner for ThreadSpawner {
+        fn spawn(&self, future: std::pin::Pin<Box<dyn Future<Output = ()> + Send>>) {
+            std::thread::spawn(|| crate::blocking::block_on(future));
+        }
+    }
+    let gate = Arc::new(TestGate::default());
+    let [inline, blocking, future] = [(); 3].map(|()| gate.uses.clone());
+    let registry = Registry::new();
+    registry.add_inline("plain", |_: Rest| 7).add_inline("inline", move |_: Rest| inline.present() as i64);
+    registry.add("blocking", move |_: Rest| blocking.present() as i64);
+    registry.add_async("future", move |_: Rest| {
+        let uses = future.clone();
+        async move { uses.present() as i64 }
+    });
+    let session = LocalSession::builder(registry).device_gate(gate.clone()).spawner(Arc::new(ThreadSpawner)).build();
+    (gate, session)
+}
+
+fn argument(tensor: &TensorRef) -> Value {
+    Value::Object(Reference::Tensor(tensor.clone()))
+}
+
+/// Requests of all kinds, in place, on a thread and as a future: while each runs it is counted
+/// once, and no more once its reply is there. One that goes to a thread may begin there before the
+/// thread that submitted it goes on.
+#[test]
+fn a_use_lasts_until_its_request_has_ended_wherever_that_runs() {
+    let (gate, session) = counting_session();
+    let tensor = tensor(&session);
+    gate.answer.lock().counts = true;
+    for operation in uses(&session, &tensor) {
+        let name = operation.name();
+        session.submit(Request::new(operation)).reply().wait().unwrap();
+        assert_eq!(gate.uses.present(), 0, "{name}");
+    }
+    // A write in place would last for as long as its client takes to send.
+    assert!(session.write_in_place(Lane::DEFAULT, &tensor, 0, 4).is_none());
+    assert_eq!(gate.uses.present(), 0);
+    // A copy has two.
+    gate.uses.most.store(0, Ordering::SeqCst);
+    for name in ["inline", "blocking", "future"] {
+        let function = handle(&session, name);
+        for round in 0..100 {
+            // Lanes of their own: with and without a thread that is there already.
+            let lane = if round % 2 == 0 { Lane::DEFAULT } else { Lane::CONCURRENT };
+            let request = call(function, vec![argument(&tensor)]).on(lane);
+            assert_eq!(session.submit(request).reply().wait().unwrap(), Value::Int(1), "{name}");
+            assert_eq!(gate.uses.present(), 0, "{name}");
+        }
+    }
+    assert_eq!(gate.uses.most.load(Ordering::SeqCst), 1);
+    assert!(gate.uses.all.load(Ordering::SeqCst) > 300);
+}
+
+#[test]
+fn a_request_that_cannot_use_all_its_devices_uses_none_while_it_waits() {
+    let (gate, session) = counting_session();
+    let tensor = tensor(&session);
+    *gate.answer.lock() = Answer { counts: true, admits: Some(1), ..Answer::default() };
+    let args = vec![argument(&tensor), argument(&tensor)];
+    let reply = session.submit(call(handle(&session, "inline"), args)).reply();
+    assert_eq!((gate.uses.present(), session.backlog().admitted_requests), (0, 1));
+    gate.answer.lock().admits = None;
+    let waker = std::mem::take(&mut gate.answer.lock().waker);
+    waker.unwrap().wake();
+    assert_eq!(reply.wait().unwrap(), Value::Int(2));
+    assert_eq!(gate.uses.present(), 0);
+}
+
+/// Neither a caller that leaves nor the end of the session ends a use: the function still runs.
+#[test]
+fn a_function_that_runs_on_keeps_its_use() {
+    let (test_gate, hold) = (Arc::new(TestGate::default()), Arc::new(Gate::default()));
+    let registry = Registry::new();
+    let holds = hold.clone();
+    registry.add("hold", move |_: Rest| holds.pass());
+    let session = LocalSession::builder(registry).device_gate(test_gate.clone()).build();
+    let (tensor, function) = (tensor(&session), handle(&session, "hold"));
+    test_gate.answer.lock().counts = true;
+    let held = || session.submit(call(function, vec![argument(&tensor)]).on(Lane::CONCURRENT)).reply();
+    let (cancelled, ended) = (held(), held());
+    eventually("both run", || hold.waiting() == 2);
+    drop(cancelled);
+    assert_eq!(test_gate.uses.present(), 2);
+    session.close(RpcError::new(ErrorKind::SessionTimeout, "closed"));
+    assert_eq!(test_gate.uses.present(), 2);
+    hold.open(2);
+    let _ = ended.wait();
+    eventually("all uses have ended", || test_gate.uses.present() == 0);
 }

@@ -1,5 +1,6 @@
 //! Tests of streams: those that lanes set, and waits for them.
 
+use super::device_gate::TestGate;
 use super::*;
 
 /// Device that only has streams, made by a function of their names.
@@ -189,4 +190,25 @@ fn waits_for_streams_hold_their_lanes_and_no_thread() {
     eventually("it waits", || device.waits() == 1);
     device.0.lock().clear();
     assert_eq!(forgotten.wait().unwrap_err().kind(), ErrorKind::Internal);
+}
+
+#[test]
+fn a_wait_for_a_stream_uses_the_device_until_the_stream_is_done() {
+    let (device, gate) = (ManualStream::default(), Arc::new(TestGate::default()));
+    let stream = device.clone();
+    let devices = Devices::new().with(Arc::new(StreamOnlyDevice(move |_| Arc::new(stream.clone()) as Arc<dyn Stream>)));
+    let session = LocalSession::builder(Registry::new()).devices(devices).device_gate(gate.clone()).build();
+    gate.count();
+    let wait = || Request::new(Operation::StreamWait { device: Device::new(RECORDING, 0), stream: None });
+    for outcome in [Some(Ok(())), Some(Err(RpcError::new(ErrorKind::DeviceLost, "a kernel trapped"))), None] {
+        let reply = session.submit(wait()).reply();
+        eventually("it waits", || device.waits() == 1);
+        assert_eq!(gate.uses(), 1);
+        match outcome {
+            Some(outcome) => device.tell(outcome),
+            None => device.0.lock().clear(),
+        }
+        let _ = reply.wait();
+        assert_eq!(gate.uses(), 0);
+    }
 }

@@ -1,25 +1,49 @@
 //! Tests of the scheduler: random histories against a simple model, and its size and limits.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
 use proptest::test_runner::RngSeed;
 use rpc_core::{Device, ErrorKind};
 
-use super::{LeaseEvent, LeaseId, LeaseLimits, LeaseScheduler, SessionId};
+use super::{LeaseEvent, LeaseId, LeaseLimits, LeasePolicy, LeaseScheduler, SessionId};
 
 const LIMITS: LeaseLimits =
     LeaseLimits { max_duration: Duration::from_secs(60), max_requests: 40, max_requests_per_session: 12 };
 
+/// Sessions in processes of their own; 0 and 1 are in the process of the server.
+const REMOTE: [SessionId; 2] = [SessionId(2), SessionId(3)];
+
+/// Device that sessions share with the holder of a lease.
+const SHARED: Device = Device::cuda(2);
+
+fn policy() -> LeasePolicy {
+    LeasePolicy::new(&["cuda=wait", "cuda:2=share"].map(|rule| rule.parse().unwrap()))
+}
+
 /// Step of a history. Its numbers select among the existing requests and sessions.
 #[derive(Clone, Debug)]
 enum Step {
-    Request { session: u8, device: u8, priority: i32, max_seconds: Option<u8> },
+    Request {
+        session: u8,
+        device: u8,
+        priority: i32,
+        max_seconds: Option<u8>,
+    },
     Release(u8),
     CancelWaiting(u8),
     EndSession(u8),
     Pass(u8),
+    BeginUse {
+        session: u8,
+        device: u8,
+    },
+    EndUse(u8),
+    /// The process of the session is sent the list of reserved devices.
+    List(u8),
+    /// The oldest answer of the process arrives.
+    Answer(u8),
 }
 
 fn step() -> impl Strategy<Value = Step> {
@@ -31,6 +55,10 @@ fn step() -> impl Strategy<Value = Step> {
         1 => (0..4u8).prop_map(Step::CancelWaiting),
         1 => (0..4u8).prop_map(Step::EndSession),
         3 => (0..40u8).prop_map(Step::Pass),
+        5 => (0..4u8, 0..3u8).prop_map(|(session, device)| Step::BeginUse { session, device }),
+        4 => any::<u8>().prop_map(Step::EndUse),
+        4 => (2..4u8).prop_map(Step::List),
+        6 => (2..4u8).prop_map(Step::Answer),
     ]
 }
 
@@ -47,22 +75,42 @@ struct ModelRequest {
     overdue: bool,
 }
 
+/// Process of a session, which counts its uses itself.
+#[derive(Debug, Default)]
+struct ModelProcess {
+    next_list: u64,
+    /// Number and devices of the last list.
+    reserved: Option<(u64, BTreeSet<Device>)>,
+    /// Answers that have not arrived.
+    answers: VecDeque<(u64, Device)>,
+}
+
 /// The rules in the simplest form, beside the scheduler that is checked.
 struct Model {
     now: Instant,
     scheduler: LeaseScheduler,
     requests: Vec<ModelRequest>,
-    /// Devices that were held after the step before.
-    held: BTreeSet<Device>,
+    /// Sessions that devices were reserved for after the step before.
+    reserved: BTreeMap<Device, SessionId>,
+    uses: Vec<(SessionId, Device)>,
+    processes: BTreeMap<SessionId, ModelProcess>,
+    /// Processes that may use a device as far as the server knows, with the first list whose answer
+    /// counts.
+    asked: BTreeMap<(Device, SessionId), u64>,
 }
 
 impl Model {
     fn new() -> Self {
+        let mut scheduler = LeaseScheduler::new(LIMITS, policy());
+        REMOTE.into_iter().for_each(|session| scheduler.add_remote(session));
         Self {
             now: Instant::now(),
-            scheduler: LeaseScheduler::new(LIMITS),
+            scheduler,
             requests: Vec::new(),
-            held: BTreeSet::new(),
+            reserved: BTreeMap::new(),
+            uses: Vec::new(),
+            processes: REMOTE.map(|session| (session, ModelProcess::default())).into(),
+            asked: BTreeMap::new(),
         }
     }
 
@@ -87,14 +135,116 @@ impl Model {
             Step::EndSession(session) => {
                 let session = SessionId(session.into());
                 self.requests.retain(|request| request.session != session);
+                let was_remote = self.processes.remove(&session).is_some();
+                if was_remote {
+                    // With its process all that it does ends.
+                    self.uses.retain(|(user, _)| *user != session);
+                    self.asked.retain(|(_, asked), _| *asked != session);
+                }
                 self.scheduler.end_session(self.now, session);
+                self.check();
+                if was_remote {
+                    // Another session takes the number.
+                    self.processes.insert(session, ModelProcess::default());
+                    self.scheduler.add_remote(session);
+                }
             }
             Step::Pass(seconds) => {
                 self.now += Duration::from_secs(seconds.into());
                 self.scheduler.handle_timeout(self.now);
             }
+            Step::BeginUse { session, device } => {
+                self.begin_use(SessionId(session.into()), Device::cuda(device.into()))
+            }
+            Step::EndUse(selector) => {
+                if let Some(at) = usize::from(selector).checked_rem(self.uses.len()) {
+                    self.end_use(at);
+                }
+            }
+            Step::List(session) => self.send_list(SessionId(session.into())),
+            Step::Answer(session) => self.take_answer(SessionId(session.into())),
         }
         self.check();
+    }
+
+    fn begin_use(&mut self, session: SessionId, device: Device) {
+        if device == SHARED {
+            // Gates do not count them.
+            return;
+        }
+        let may = match self.processes.get(&session) {
+            Some(process) => process.reserved.as_ref().is_some_and(|(_, reserved)| !reserved.contains(&device)),
+            None => {
+                let may = self.reserved.get(&device).is_none_or(|other| *other == session);
+                assert_eq!(self.scheduler.begin_use(session, device), may);
+                may
+            }
+        };
+        if may {
+            self.uses.push((session, device));
+        }
+    }
+
+    fn end_use(&mut self, at: usize) {
+        let used = self.uses.remove(at);
+        let (session, device) = used;
+        match self.processes.get_mut(&session) {
+            Some(process) => {
+                if let Some((list, reserved)) = &process.reserved
+                    && reserved.contains(&device)
+                    && !self.uses.contains(&used)
+                {
+                    process.answers.push_back((*list, device));
+                }
+            }
+            None => self.scheduler.end_use(self.now, session, device),
+        }
+    }
+
+    fn send_list(&mut self, session: SessionId) {
+        let Some(process) = self.processes.get_mut(&session) else { return };
+        let (number, reserved) = self.scheduler.take_reserved_for_others(session).unwrap();
+        assert_eq!(number, process.next_list);
+        process.next_list += 1;
+        let for_others = self.reserved.iter().filter(|(device, other)| **device != SHARED && **other != session);
+        assert!(for_others.map(|(device, _)| *device).eq(reserved.iter().copied()));
+        let unused = reserved.iter().filter(|device| !self.uses.contains(&(session, **device)));
+        process.answers.extend(unused.map(|device| (number, *device)));
+        process.reserved = Some((number, reserved.into_iter().collect()));
+    }
+
+    fn take_answer(&mut self, session: SessionId) {
+        let answer = self.processes.get_mut(&session).and_then(|process| process.answers.pop_front());
+        let Some((list, device)) = answer else { return };
+        self.scheduler.take_unused(self.now, session, list, device);
+        if self.asked.get(&(device, session)).is_some_and(|first| *first <= list) {
+            self.asked.remove(&(device, session));
+        }
+    }
+
+    /// Returns the sessions other than this one that keep a device from being granted.
+    fn users(&self, device: Device, session: SessionId) -> BTreeSet<SessionId> {
+        let here = self.uses.iter().filter(|(user, used)| *used == device && !self.processes.contains_key(user));
+        let asked = self.asked.keys().filter(|(of, _)| *of == device).map(|(_, asked)| *asked);
+        here.map(|(user, _)| *user).chain(asked).filter(|user| *user != session).collect()
+    }
+
+    /// Ends all uses, and lets all processes answer. After that nothing keeps a device from being
+    /// granted.
+    fn end_uses(&mut self) {
+        while !self.uses.is_empty() {
+            self.apply(&Step::EndUse(0));
+        }
+        for session in [2, 3] {
+            self.apply(&Step::List(session));
+            while !self.processes[&SessionId(session.into())].answers.is_empty() {
+                self.apply(&Step::Answer(session));
+            }
+        }
+        for request in &self.requests {
+            let held = self.requests.iter().any(|other| other.device == request.device && other.granted.is_some());
+            assert!(held, "{request:?} waits for a device without a holder");
+        }
     }
 
     fn request(&mut self, session: SessionId, device: Device, priority: i32, max_seconds: Option<u8>) {
@@ -119,22 +269,40 @@ impl Model {
         for index in 0..3 {
             let device = Device::cuda(index);
             let of_device = || self.requests.iter().enumerate().filter(|(_, request)| request.device == device);
-            if of_device().any(|(_, request)| request.granted.is_some()) {
-                continue;
-            }
+            let held = of_device().any(|(_, request)| request.granted.is_some());
             // Of requests with the same priority `max_by_key` would choose the last one.
-            let next = of_device().rev().max_by_key(|(_, request)| request.priority).map(|(at, _)| at);
-            if let Some(at) = next {
-                let request = &mut self.requests[at];
-                request.granted = Some(self.now);
-                let (id, waited, duration) = (request.id, self.now - request.requested, request.duration);
-                expected.push(LeaseEvent::Granted { id, waited, duration });
+            let next = of_device().rev().max_by_key(|(_, request)| (request.granted.is_some(), request.priority));
+            let next = next.map(|(at, request)| (at, request.session));
+            let before = self.reserved.get(&device).copied();
+            if before != next.map(|(_, session)| session) {
+                expected.push(match next {
+                    Some((_, session)) => LeaseEvent::Reserved { device, session },
+                    None => LeaseEvent::Freed { device },
+                });
+                self.reserved.remove(&device);
+                if let Some((_, session)) = next {
+                    self.reserved.insert(device, session);
+                    let open_to = |other: SessionId| before.is_none_or(|before| before == other) && other != session;
+                    let open = self.processes.iter().filter(|(other, _)| open_to(**other) && device != SHARED);
+                    self.asked.extend(open.map(|(other, process)| ((device, *other), process.next_list)));
+                }
             }
+            let Some((at, session)) = next.filter(|(_, session)| !held && self.users(device, *session).is_empty())
+            else {
+                continue;
+            };
+            // What no rule of the scheduler may break: others neither use the device, nor begin to.
+            let by_others = self.uses.iter().any(|(user, used)| *used == device && *user != session);
+            assert!(!by_others, "{device} is granted while another session uses it");
+            let mut others = self.processes.iter().filter(|(other, _)| **other != session && device != SHARED);
+            let closed =
+                others.all(|(_, process)| process.reserved.as_ref().is_none_or(|list| list.1.contains(&device)));
+            assert!(closed, "{device} is granted while another session may begin to use it");
+            let request = &mut self.requests[at];
+            request.granted = Some(self.now);
+            let (id, waited, duration) = (request.id, self.now - request.requested, request.duration);
+            expected.push(LeaseEvent::Granted { id, waited, duration });
         }
-        let of_holders = self.requests.iter().filter(|request| request.granted.is_some());
-        let held: BTreeSet<_> = of_holders.map(|request| request.device).collect();
-        expected.extend(self.held.difference(&held).map(|device| LeaseEvent::Freed { device: *device }));
-        self.held = held;
         for request in &mut self.requests {
             let is_due = request.granted.is_some_and(|granted| granted + request.duration <= self.now);
             if is_due && !std::mem::replace(&mut request.overdue, is_due) {
@@ -163,18 +331,23 @@ impl Model {
             let expected = if request.granted.is_some() { 0 } else { ahead };
             assert_eq!(self.scheduler.ahead(request.id, 100), expected);
         }
-        for leased in self.scheduler.devices(self.now) {
+        let listed: Vec<_> = self.scheduler.devices(self.now).collect();
+        assert!(listed.iter().map(|leased| leased.device).eq(self.reserved.keys().copied()));
+        for leased in listed {
             let of_device = || self.requests.iter().filter(|request| request.device == leased.device);
-            let holder = of_device().find_map(|request| Some((request.granted?, request.duration, request.session)));
-            let (granted, duration, session) = holder.expect("a device without a holder has no entry");
-            let held = self.now - granted;
-            assert_eq!((leased.held, leased.left), (held, duration.saturating_sub(held)));
-            assert_eq!(leased.waiting, of_device().count() as u64 - 1);
-            assert_eq!(self.scheduler.holder(leased.device), Some(session));
-            assert!(!self.scheduler.held_by_others(session).any(|device| device == leased.device));
+            let holder = of_device().find_map(|request| Some((request.granted?, request.duration)));
+            let session = self.reserved[&leased.device];
+            let (held, left) = holder.map_or_else(Default::default, |(granted, duration)| {
+                let held = self.now - granted;
+                (held, duration.saturating_sub(held))
+            });
+            assert_eq!((leased.held, leased.left), (held, left));
+            assert_eq!(leased.waiting, of_device().count() as u64 - u64::from(holder.is_some()));
+            let users = if holder.is_some() { 0 } else { self.users(leased.device, session).len() };
+            assert_eq!(leased.used_by, users as u64);
+            assert!(!self.scheduler.is_reserved_for_other(leased.device, session));
+            assert!(self.scheduler.is_reserved_for_other(leased.device, SessionId(u64::MAX)));
         }
-        let of_nobody = SessionId(u64::MAX);
-        assert!(self.scheduler.held_by_others(of_nobody).eq(self.held.iter().copied()));
     }
 }
 
@@ -193,6 +366,7 @@ proptest! {
         for step in &steps {
             model.apply(step);
         }
+        model.end_uses();
         for session in 0..4 {
             model.apply(&Step::EndSession(session));
         }
@@ -206,7 +380,7 @@ proptest! {
 fn ten_thousand_wait_for_one_device_and_get_it_in_their_order() {
     const WAITING: u64 = 10_000;
     let limits = LeaseLimits { max_requests: usize::MAX, max_requests_per_session: 2, ..LIMITS };
-    let (mut scheduler, now) = (LeaseScheduler::new(limits), Instant::now());
+    let (mut scheduler, now) = (LeaseScheduler::new(limits, policy()), Instant::now());
     let mut requested = Vec::new();
     for number in 0..WAITING {
         let priority = (number % 7) as i32;
@@ -219,6 +393,7 @@ fn ten_thousand_wait_for_one_device_and_get_it_in_their_order() {
     let last = requested[requested.len() - 1].2;
     assert_eq!(scheduler.ahead(last, 100), 100);
     for (_, _, id) in &requested {
+        assert!(matches!(scheduler.poll_event(), Some(LeaseEvent::Reserved { .. })));
         assert!(matches!(scheduler.poll_event(), Some(LeaseEvent::Granted { id: granted, .. }) if granted == *id));
         assert_eq!(scheduler.poll_event(), None);
         scheduler.release(now, *id);
