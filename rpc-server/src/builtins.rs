@@ -85,7 +85,7 @@ use rpc_core::{Context, ErrorKind, LocalValue, Registry, RpcError, Shared, Signa
 
 use crate::config::ServeConfig;
 
-pub use crate::leases::LeasedDevice;
+pub use crate::leases::{LeaseClient, LeasedDevice, WaitingLease};
 pub use crate::recent_logs::LogPage;
 pub(crate) use disco_sessions::DISCO_SESSIONS;
 pub use files::MAX_READ_BYTES;

@@ -15,6 +15,7 @@ mod lease_policy;
 mod lease_table;
 mod scheduler;
 
+use std::fmt;
 use std::sync::Arc;
 use std::task::{Poll, Waker};
 use std::time::{Duration, Instant};
@@ -23,6 +24,8 @@ use async_trait::async_trait;
 use rpc_core::{Device, DeviceUse, Result};
 use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
+
+use crate::tracker::display::plain;
 
 pub(crate) use self::lease_gate::LeaseGate;
 pub(crate) use self::lease_policy::LeasePolicy;
@@ -35,6 +38,12 @@ pub(crate) const MAX_REQUESTS_PER_SESSION: usize = 16;
 
 /// Maximum number of requests of all sessions together. Each takes a few hundred bytes.
 pub(crate) const MAX_REQUESTS: usize = 65_536;
+
+/// Maximum number of devices in a list.
+pub(crate) const MAX_LISTED: usize = 64;
+
+/// Maximum number of waiting requests that are shown of a device.
+pub(crate) const MAX_NEXT: usize = 3;
 
 /// Largest number of requests ahead that is counted.
 pub(crate) const MAX_AHEAD: usize = 1000;
@@ -55,6 +64,61 @@ pub struct LeasedDevice {
     /// request waits for them.
     #[serde(default)]
     pub used_by: u64,
+    /// Client that holds the device.
+    #[serde(default)]
+    pub holder: Option<LeaseClient>,
+    /// The first requests that wait, in the order in which they are granted; at most three.
+    #[serde(default)]
+    pub next: Vec<WaitingLease>,
+}
+
+/// Client that has asked for a lease.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct LeaseClient {
+    /// Identity of the client, with the kind of its proof, such as `token:alice`; cut after 48
+    /// bytes.
+    pub identity: String,
+    /// Number of the client's session at the server, in the order of arrival.
+    pub session: u64,
+}
+
+/// A request that waits for a lease.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct WaitingLease {
+    /// Client that has made the request.
+    pub client: LeaseClient,
+    /// Priority of the request.
+    pub priority: i32,
+    /// Time for which the request has waited, in seconds.
+    pub waited_seconds: f64,
+}
+
+impl LeaseClient {
+    /// Maximum length of an identity in bytes.
+    const MAX_IDENTITY: usize = 48;
+
+    /// Returns the client with this identity, which it chose in part: shortened, and without
+    /// characters that act on a terminal.
+    pub(crate) fn new(identity: &str, session: u64) -> Self {
+        let mut identity = plain(identity);
+        if identity.len() > Self::MAX_IDENTITY {
+            let end = (0..=Self::MAX_IDENTITY - CUT.len()).rev().find(|end| identity.is_char_boundary(*end));
+            identity.truncate(end.unwrap_or(0));
+            identity.push_str(CUT);
+        }
+        Self { identity, session }
+    }
+}
+
+/// Mark at the end of a text that was cut.
+const CUT: &str = "…";
+
+impl fmt::Display for LeaseClient {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} (session {})", plain(&self.identity), self.session)
+    }
 }
 
 /// Request for a lease.
@@ -123,3 +187,23 @@ pub(crate) trait LeaseService: Send + Sync {
 /// The lease service of a session, for its functions
 /// ([`Context::extension`](rpc_core::Context::extension)).
 pub(crate) struct Leases(pub(crate) Arc<dyn LeaseService>);
+
+#[cfg(test)]
+mod tests {
+    use super::LeaseClient;
+
+    #[test]
+    fn names_of_clients_are_cut_and_cannot_act_on_a_terminal() {
+        let shown = |identity: &str| LeaseClient::new(identity, 7).identity;
+        assert_eq!(shown("token:alice"), "token:alice");
+        assert_eq!(shown("cert:a\u{1b}[2J\n\u{202e}b"), "cert:a\u{fffd}[2J\u{fffd}\u{fffd}b");
+        for name in ["x".repeat(1000), "ü".repeat(1000), "\u{0}".repeat(1000)] {
+            let shown = shown(&format!("via:gate/{name}"));
+            assert!((44..=LeaseClient::MAX_IDENTITY).contains(&shown.len()), "{shown}");
+            assert!(shown.starts_with("via:gate/") && shown.ends_with('…'), "{shown}");
+        }
+        // What comes from a server is not trusted either.
+        let received = LeaseClient { identity: "\u{1b}[2J".to_owned(), session: 3 };
+        assert_eq!(received.to_string(), "\u{fffd}[2J (session 3)");
+    }
+}

@@ -25,7 +25,7 @@ mod ticket;
 
 pub use self::client::{Loan, TrackerClient, address_of};
 pub use self::messages::{
-    DeviceDetails, DeviceLease, DeviceOffer, Drain, Draining, Grant, Holder, HolderState, Kick, Loss, LossReason,
+    DeviceDetails, DeviceLease, DeviceOffer, Drain, Draining, Grant, Holder, HolderState, Kick, LeaseHolder, LeaseWaiter, Loss, LossReason,
     MESSAGES, PoolEvent, PoolEventKind, QueueEntry, Reach, RecentError, Registered, Registration, Renewed, Returned,
     Sample, ServerDetails, ServerRequest, ServerStatus, ServerSummary, Summary, Use, functions,
 };

@@ -190,7 +190,7 @@ pub(super) async fn time(options: &CommonOptions, output: &Output, args: TimeArg
                     let request = session.request_lease(device, &LeaseOptions::default()).await;
                     let request = request.map_err(|error| Failure::from(error).without_effect())?;
                     // --timeout limits the whole command.
-                    Some(lease::granted(&request, None, output).await.map_err(Failure::without_effect)?)
+                    Some(lease::granted(&session, &request, None, output).await.map_err(Failure::without_effect)?)
                 }
                 None => None,
             };

@@ -12,7 +12,8 @@ use super::connect::{CommonOptions, Files};
 use super::failure::Failure;
 use super::module::ModuleArgs;
 use super::output::{Output, counted, seconds, size};
-use crate::builtins::{DeviceInfo, LeasedDevice, ModulesInfo, ServerInfo};
+use crate::builtins::{DeviceInfo, LeasedDevice, ModulesInfo, ServerInfo, WaitingLease};
+use crate::tracker::display::plain;
 
 #[derive(Args, Debug)]
 pub(super) struct AddressArgs {
@@ -176,15 +177,29 @@ fn text(info: &ServerInfo) -> Vec<String> {
         lines.push(format!("disco      {}", counted(workers, "worker")));
     }
     for leased in &info.leases {
-        let LeasedDevice { device, held_seconds, left_seconds, waiting, .. } = leased;
-        let [held, left] = [held_seconds, left_seconds].map(|time| seconds(*time));
-        lines.push(format!("leased     {device} for {held}, at most {left} more; {waiting} waiting"));
+        lines.push(format!("leased     {} {}", plain(&leased.device), lease_text(leased)));
+        for (at, next) in leased.next.iter().enumerate() {
+            let WaitingLease { client, priority, waited_seconds, .. } = next;
+            let waited = seconds(*waited_seconds);
+            lines.push(format!("{:10} {}. {client}, priority {priority}, for {waited}", "", at + 1));
+        }
     }
     for (at, device) in info.devices.iter().enumerate() {
         let label = if at == 0 { "devices" } else { "" };
         lines.push(format!("{label:10} {}", device_text(device)));
     }
     lines
+}
+
+/// Describes the lease on a device, and how many wait for it.
+pub(super) fn lease_text(leased: &LeasedDevice) -> String {
+    let LeasedDevice { held_seconds, left_seconds, waiting, used_by, holder, .. } = leased;
+    if *used_by > 0 {
+        return format!("by nobody, and still used by {}; {waiting} waiting", counted(*used_by, "other session"));
+    }
+    let by = holder.as_ref().map(|holder| format!("by {holder} ")).unwrap_or_default();
+    let [held, left] = [held_seconds, left_seconds].map(|time| seconds(*time));
+    format!("{by}for {held}, at most {left} more; {waiting} waiting")
 }
 
 fn modules_text(modules: Option<&ModulesInfo>) -> String {

@@ -8,15 +8,17 @@ use std::time::Duration;
 
 use clap::Args;
 use rpc_core::client::{Lease, LeaseOptions, LeaseRequest};
-use rpc_core::{Device, Session};
+use rpc_core::{Device, Pack, Session};
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process, kill_process_group, waitid};
 use serde_json::{Value as Json, json};
 use tokio::process::{Child, Command};
 
 use super::connect::{CommonOptions, Files, close};
 use super::failure::Failure;
+use super::info::lease_text;
 use super::interruption::Interruption;
 use super::output::{Output, seconds};
+use crate::builtins::LeasedDevice;
 use crate::config::Span;
 
 /// Interval at which the position in the queue is asked for.
@@ -82,7 +84,7 @@ async fn hold(
     }
     let request = session.request_lease(args.device, &lease_options).await?;
     let lease = tokio::select! {
-        lease = granted(&request, options.timeout(), output) => lease?,
+        lease = granted(session, &request, options.timeout(), output) => lease?,
         failure = interruption.wait() => return Err(failure),
     };
     // From now on the lease alone keeps the device.
@@ -112,22 +114,26 @@ async fn hold(
     }
 }
 
-/// Waits for the grant, and prints the number of requests that are before this one when it changes.
+/// Waits for the grant, and prints who holds the device and the number of requests that are before
+/// this one when they change.
 pub(super) async fn granted(
+    session: &Session,
     request: &LeaseRequest,
     limit: Option<Duration>,
     output: &Output,
 ) -> Result<Lease, Failure> {
-    let mut before = 0;
+    let mut shown = None;
     let show_position = async {
         loop {
-            let ahead = match request.ahead().await {
-                Ok(ahead) => ahead,
+            let position = match position(session, request).await {
+                Ok(position) => position,
                 Err(error) => break error,
             };
-            if ahead > 0 && ahead != before {
-                output.note(&format!("waiting for {}: {ahead} before this request", request.device()));
-                before = ahead;
+            if let Some(WaitPosition { why, text }) = position
+                && shown.as_ref() != Some(&why)
+            {
+                output.note(&text);
+                shown = Some(why);
             }
             tokio::time::sleep(POSITION_INTERVAL).await;
         }
@@ -149,6 +155,38 @@ pub(super) async fn granted(
             }
         },
     }
+}
+
+/// Position of a request that waits.
+struct WaitPosition {
+    /// Number of requests before it, the session that holds the device, and the number of sessions
+    /// that still use it. The position is shown again when these change.
+    why: (u64, Option<u64>, u64),
+    text: String,
+}
+
+/// Asks for the position of a request; `None` if nothing keeps it waiting.
+async fn position(session: &Session, request: &LeaseRequest) -> rpc_core::Result<Option<WaitPosition>> {
+    let (ahead, device) = (request.ahead().await?, request.device());
+    let leased = async {
+        let status = session.get_function("rpc.lease.status").concurrent().await?;
+        status.call::<Pack<Vec<LeasedDevice>>>(()).concurrent().await
+    };
+    // The client may have no right to ask who holds the device.
+    let Pack(leased) = leased.await.unwrap_or(Pack(Vec::new()));
+    let leased = leased.into_iter().find(|leased| leased.device == device.to_string());
+    let used_by = leased.as_ref().map_or(0, |leased| leased.used_by);
+    let holder = leased.as_ref().and_then(|leased| leased.holder.as_ref());
+    let why = (ahead, holder.map(|holder| holder.session), used_by);
+    let before = format!("waiting for {device}: {ahead} before this request");
+    let text = match (ahead, &leased) {
+        (0, Some(leased)) if used_by > 0 => format!("waiting for {device}: held {}", lease_text(leased)),
+        (0, _) => return Ok(None),
+        (_, Some(leased)) => format!("{before}; held {}", lease_text(leased)),
+        // The device has been freed in between.
+        (_, None) => before,
+    };
+    Ok(Some(WaitPosition { why, text }))
 }
 
 /// Runs the program, or waits for the end of the lease. Returns the exit code of the program.

@@ -11,7 +11,9 @@ use super::failure::Failure;
 use super::interruption::Interruption;
 use super::output::{Output, counted};
 use crate::config::Span;
-use crate::tracker::display::{draining, for_people, free, has, holder, lost, offered, plain, wanted};
+use crate::tracker::display::{
+    draining, for_people, free, has, holder, lease, lost, next_leases, offered, plain, wanted,
+};
 use crate::tracker::wait_reason::wait_reasons;
 
 #[derive(Args, Debug)]
@@ -181,6 +183,7 @@ fn text(summary: &Summary, layout: Layout) -> Vec<String> {
         }
         lines.push(lines_of(&table));
     }
+    lines.extend(leases(summary, layout));
     if !summary.queue.is_empty() {
         let columns = ["waiting", "client", "wants", "why it waits", "priority", "suitable slots"];
         let shown = if layout.is_wide() { columns.len() } else { 4 };
@@ -215,6 +218,19 @@ fn text(summary: &Summary, layout: Layout) -> Vec<String> {
         lines.push(lines_of(&table));
     }
     lines
+}
+
+/// Returns the table of devices that are leased inside of servers; `None` if none is.
+fn leases(summary: &Summary, layout: Layout) -> Option<String> {
+    let mut table = table(&["leased", "server", "lease", "waiting"], layout);
+    for server in &summary.servers {
+        for device in server.details.iter().flat_map(|details| &details.devices) {
+            if let Some(leased) = &device.lease {
+                table.add_row([plain(&device.device), plain(&server.name), lease(leased), next_leases(leased)]);
+            }
+        }
+    }
+    (!table.is_empty()).then(|| lines_of(&table))
 }
 
 fn table(header: &[&str], layout: Layout) -> Table {

@@ -186,7 +186,7 @@ impl SessionFactory for Isolation {
         let Started { stream, mut process_guard } = self.process().await.map_err(cannot_start)?;
         let (cleaner, process) = (self.cleaner.clone(), process_guard.process().clone());
         if let Some(leases) = self.state.leases() {
-            process.set_leases(leases.open_session(request.connection.clone()));
+            process.set_leases(leases.open_session(&request.peer_identity, request.connection.clone()));
         }
         if let Some(logs) = self.logs.clone().filter(|_| may_read_logs) {
             process.set_logs(logs);

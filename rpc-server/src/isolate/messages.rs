@@ -308,6 +308,7 @@ mod tests {
     use rpc_core::DeviceType;
 
     use super::*;
+    use crate::leases::{LeaseClient, MAX_LISTED, MAX_NEXT, WaitingLease};
 
     fn messages() -> [(&'static str, ControlMessage); 6] {
         let max_duration = Some(Duration::from_millis(1500));
@@ -328,8 +329,15 @@ mod tests {
         let (waited, duration) = (Duration::from_micros(7), Duration::from_secs(9));
         let error = RpcError::limit("max_lease_requests", 1, 2);
         let page: LogPage = serde_json::from_str(r#"{"lines":["a"],"next":10,"lost":2}"#).unwrap();
-        let device =
-            LeasedDevice { device: "cuda:1".to_owned(), held_seconds: 0.5, left_seconds: 8.5, waiting: 2, used_by: 0 };
+        let device = LeasedDevice {
+            device: "cuda:1".to_owned(),
+            held_seconds: 0.5,
+            left_seconds: 8.5,
+            waiting: 2,
+            used_by: 0,
+            holder: Some(LeaseClient::new("token:alice", 3)),
+            next: vec![WaitingLease { client: LeaseClient::new("anonymous", 4), priority: -1, waited_seconds: 1.5 }],
+        };
         let reserved = LeaseAnswer::ReservedForOthers { number: 6, devices: vec![Device::cuda(1)] };
         [
             ("totals", ControlAnswer::Totals(ServerTotals { sessions: 3, handles: 5, memory_bytes: 258 })),
@@ -358,6 +366,21 @@ mod tests {
         let devices = vec![Device::new(DeviceType(i32::MIN), i32::MIN); LeaseCommand::UNUSED_AT_ONCE];
         let longest = ControlMessage::Lease(LeaseCommand::Unused { list: u64::MAX, devices });
         assert!(longest.to_bytes().len() <= ControlMessage::MAX_LEN, "{}", longest.to_bytes().len());
+        // A list of as many devices as there may be, with names of the greatest length.
+        let client = || LeaseClient::new(&"\"".repeat(1000), u64::MAX);
+        let (priority, waited_seconds) = (i32::MIN, -1.234_567_890_123_456_7e-300);
+        let leased = || LeasedDevice {
+            device: Device::new(DeviceType(i32::MIN), i32::MIN).to_string(),
+            held_seconds: waited_seconds,
+            left_seconds: waited_seconds,
+            waiting: u64::MAX,
+            used_by: u64::MAX,
+            holder: Some(client()),
+            next: (0..MAX_NEXT).map(|_| WaitingLease { client: client(), priority, waited_seconds }).collect(),
+        };
+        let devices = (0..MAX_LISTED).map(|_| leased()).collect();
+        let longest = ControlAnswer::Lease(LeaseAnswer::LeasedDevices { question: u64::MAX, devices });
+        assert!(longest.to_bytes().len() <= ControlAnswer::MAX_LEN, "{}", longest.to_bytes().len());
         for other in [&b""[..], &[0], &[1], &[2, 0], &[3, 0], &[0; 19]] {
             assert_eq!((ControlMessage::from_bytes(other), ControlAnswer::from_bytes(other)), (None, None));
         }

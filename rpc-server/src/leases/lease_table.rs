@@ -11,16 +11,18 @@ use std::time::Instant;
 use async_trait::async_trait;
 use parking_lot::Mutex;
 use rpc_core::{Device, DeviceUse, ErrorKind, Result, RpcError, clock, log_limited};
-use rpc_transports::ClientConnection;
+use rpc_transports::{ClientConnection, PeerIdentity};
 use tokio::runtime::Handle;
 use tokio::sync::{Notify, watch};
 
-use super::scheduler::{DeviceLeases, LeaseEvent, LeaseId, LeaseLimits, LeaseScheduler, LeaseTotals, SessionId};
-use super::{LeaseGrant, LeasePolicy, LeaseRequest, LeaseService, LeasedDevice, MAX_AHEAD, QueuedRequest};
+use super::scheduler::{
+    DeviceLeases, LeaseEvent, LeaseId, LeaseLimits, LeaseScheduler, LeaseTotals, NextLease, SessionId,
+};
+use super::{
+    LeaseClient, LeaseGrant, LeasePolicy, LeaseRequest, LeaseService, LeasedDevice, MAX_AHEAD, MAX_LISTED, MAX_NEXT,
+    QueuedRequest, WaitingLease,
+};
 use crate::server::recent_errors::RecentErrors;
-
-/// Maximum number of devices in a list.
-const MAX_LISTED: usize = 64;
 
 /// Callback for the grant of a request. Runs on the thread that frees the device, and must not
 /// block.
@@ -45,6 +47,8 @@ struct TableState {
     on_grant: HashMap<LeaseId, OnGrant>,
     /// Connections of the sessions that have not begun to end.
     sessions: HashMap<SessionId, ClientConnection>,
+    /// Clients of the sessions that have not ended.
+    clients: HashMap<SessionId, LeaseClient>,
     /// Sessions whose requests wait until they may use a device.
     blocked: HashMap<Device, HashMap<SessionId, Waker>>,
     /// Sessions in processes of their own, which are told which devices are reserved for others.
@@ -60,6 +64,24 @@ impl TableState {
         let on_grant = waiting.iter().filter_map(|id| self.on_grant.remove(id)).collect();
         (self.sessions.remove(&session), on_grant)
     }
+
+    /// Names the sessions of a leased device.
+    fn describe(&self, leased: DeviceLeases) -> LeasedDevice {
+        let DeviceLeases { device, holder, held, left, waiting, used_by, next } = leased;
+        let client = |session: SessionId| self.clients.get(&session).cloned();
+        let next = next.into_iter().filter_map(|NextLease { session, priority, waited }| {
+            Some(WaitingLease { client: client(session)?, priority, waited_seconds: waited.as_secs_f64() })
+        });
+        LeasedDevice {
+            device: device.to_string(),
+            held_seconds: held.as_secs_f64(),
+            left_seconds: left.as_secs_f64(),
+            waiting,
+            used_by,
+            holder: holder.and_then(client),
+            next: next.collect(),
+        }
+    }
 }
 
 impl LeaseTable {
@@ -69,6 +91,7 @@ impl LeaseTable {
             scheduler: LeaseScheduler::new(limits, policy.clone()),
             on_grant: HashMap::new(),
             sessions: HashMap::new(),
+            clients: HashMap::new(),
             blocked: HashMap::new(),
             observers: HashMap::new(),
         };
@@ -76,7 +99,7 @@ impl LeaseTable {
         let table = Arc::new(Self {
             state: Mutex::new(state),
             policy,
-            next_session: AtomicU64::new(0),
+            next_session: AtomicU64::new(1),
             earlier_timeout: earlier_timeout.clone(),
             runtime: Handle::current(),
             errors,
@@ -85,18 +108,27 @@ impl LeaseTable {
         table
     }
 
-    /// Adds a session, which is ended by its connection if a lease of it is overdue.
-    pub(crate) fn open_session(self: &Arc<Self>, connection: ClientConnection) -> SessionLeases {
+    /// Adds a session of a client with this identity. It is ended by its connection if a lease of
+    /// it is overdue.
+    pub(crate) fn open_session(
+        self: &Arc<Self>,
+        identity: &PeerIdentity,
+        connection: ClientConnection,
+    ) -> SessionLeases {
         let session = SessionId(self.next_session.fetch_add(1, Ordering::Relaxed));
-        self.state.lock().sessions.insert(session, connection);
+        let client = LeaseClient::new(&identity.to_string(), session.0);
+        let mut state = self.state.lock();
+        state.sessions.insert(session, connection);
+        state.clients.insert(session, client);
+        drop(state);
         SessionLeases { table: self.clone(), session }
     }
 
     /// Returns the leased devices, at most [`MAX_LISTED`].
     pub(crate) fn leased_devices(&self) -> Vec<LeasedDevice> {
         let state = self.state.lock();
-        let leased = state.scheduler.devices(clock::now()).take(MAX_LISTED);
-        leased.map(LeasedDevice::from).collect()
+        let leased = state.scheduler.devices(clock::now(), MAX_NEXT).take(MAX_LISTED);
+        leased.map(|leased| state.describe(leased)).collect()
     }
 
     /// Returns the numbers for metrics.
@@ -299,6 +331,7 @@ impl SessionLeases {
         let on_grant = self.table.change(|state, now| {
             state.sessions.remove(&self.session);
             state.observers.remove(&self.session);
+            state.clients.remove(&self.session);
             state.blocked.retain(|_, blocked| {
                 blocked.remove(&self.session);
                 !blocked.is_empty()
@@ -326,14 +359,6 @@ impl Drop for SessionUse {
 impl Drop for SessionLeases {
     fn drop(&mut self) {
         self.end();
-    }
-}
-
-impl From<DeviceLeases> for LeasedDevice {
-    fn from(leased: DeviceLeases) -> Self {
-        let DeviceLeases { device, held, left, waiting, used_by } = leased;
-        let (held_seconds, left_seconds) = (held.as_secs_f64(), left.as_secs_f64());
-        Self { device: device.to_string(), held_seconds, left_seconds, waiting, used_by }
     }
 }
 

@@ -77,9 +77,11 @@ pub(crate) enum LeaseEvent {
 }
 
 /// A device that is leased, and the requests that wait for it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct DeviceLeases {
     pub(crate) device: Device,
+    /// Session that holds the device.
+    pub(crate) holder: Option<SessionId>,
     /// Time for which the present lease has been held; zero if there is none.
     pub(crate) held: Duration,
     /// Time that is left to it.
@@ -88,6 +90,16 @@ pub(crate) struct DeviceLeases {
     pub(crate) waiting: u64,
     /// Number of sessions whose uses the first request waits for; zero while the device is held.
     pub(crate) used_by: u64,
+    /// The first requests that wait, in their order.
+    pub(crate) next: Vec<NextLease>,
+}
+
+/// A request that waits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct NextLease {
+    pub(crate) session: SessionId,
+    pub(crate) priority: i32,
+    pub(crate) waited: Duration,
 }
 
 /// Numbers for metrics.
@@ -378,8 +390,9 @@ impl LeaseScheduler {
         held + queue.waiting.range(..lease.order(id)).take(limit.saturating_sub(held)).count()
     }
 
-    /// Returns the devices that are held or asked for, in their order.
-    pub(crate) fn devices(&self, now: Instant) -> impl Iterator<Item = DeviceLeases> {
+    /// Returns the devices that are held or asked for, in their order, with up to `max_next` of the
+    /// requests that wait for each.
+    pub(crate) fn devices(&self, now: Instant, max_next: usize) -> impl Iterator<Item = DeviceLeases> {
         self.devices.iter().filter_map(move |(device, queue)| {
             let reserved_for = queue.reserved_for?;
             let holder = queue.holder.and_then(|holder| self.leases.get(&holder));
@@ -388,7 +401,20 @@ impl LeaseScheduler {
                 .map_or(Duration::ZERO, |grant| now.saturating_duration_since(grant.since));
             let left = holder.map_or(Duration::ZERO, |lease| lease.duration.saturating_sub(held));
             let used_by = if holder.is_some() { 0 } else { queue.used_by_others(reserved_for) as u64 };
-            Some(DeviceLeases { device: *device, held, left, waiting: queue.waiting.len() as u64, used_by })
+            let next = queue.waiting.iter().take(max_next).filter_map(|(_, id)| {
+                let Lease { session, priority, requested, .. } = self.leases.get(id)?;
+                let waited = now.saturating_duration_since(*requested);
+                Some(NextLease { session: *session, priority: *priority, waited })
+            });
+            Some(DeviceLeases {
+                device: *device,
+                holder: holder.map(|lease| lease.session),
+                held,
+                left,
+                waiting: queue.waiting.len() as u64,
+                used_by,
+                next: next.collect(),
+            })
         })
     }
 

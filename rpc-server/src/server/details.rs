@@ -9,13 +9,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use rpc_core::{Device, DeviceAttribute, DeviceType, Devices, Value, clock};
-use rpc_transports::tracker::{DeviceDetails, DeviceLease, ServerDetails};
+use rpc_transports::tracker::{DeviceDetails, DeviceLease, LeaseHolder, LeaseWaiter, ServerDetails};
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 
 use super::server_state::ServerState;
 use crate::builtins::device_info;
-use crate::leases::LeasedDevice;
+use crate::leases::{LeaseClient, LeasedDevice};
 use crate::tracker::millis;
 
 /// Time between two collections.
@@ -92,8 +92,20 @@ fn collect(state: &ServerState, devices: &Devices, host_load: Option<u8>) -> Ser
 fn lease(leased: &LeasedDevice) -> DeviceLease {
     // Saturates, and is zero for numbers that are none.
     let millis = |seconds: f64| (seconds * 1000.0) as u64;
-    let LeasedDevice { held_seconds, left_seconds, waiting, .. } = *leased;
-    DeviceLease { held_ms: millis(held_seconds), left_ms: millis(left_seconds), waiting }
+    let client = |client: &LeaseClient| LeaseHolder { identity: client.identity.clone(), session: client.session };
+    let next = leased.next.iter().take(DeviceLease::MAX_NEXT).map(|next| LeaseWaiter {
+        client: client(&next.client),
+        priority: next.priority,
+        waited_ms: millis(next.waited_seconds),
+    });
+    DeviceLease {
+        held_ms: millis(leased.held_seconds),
+        left_ms: millis(leased.left_seconds),
+        waiting: leased.waiting,
+        holder: leased.holder.as_ref().map(client),
+        used_by: leased.used_by,
+        next: next.collect(),
+    }
 }
 
 /// Processor time of the machine at the last look, in clock ticks.

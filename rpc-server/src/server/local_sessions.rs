@@ -148,7 +148,10 @@ impl SessionFactory for LocalSessions {
         if let Some(settings) = &self.worker_settings {
             session = session.extension(settings.clone());
         }
-        let leases = self.state.leases().map(|leases| Arc::new(leases.open_session(request.connection.clone())));
+        let leases = self
+            .state
+            .leases()
+            .map(|leases| Arc::new(leases.open_session(&request.peer_identity, request.connection.clone())));
         if let Some(leases) = &leases {
             let service: Arc<dyn LeaseService> = Arc::new(Arc::downgrade(leases));
             if let Some(gate) = LeaseGate::new(&self.lease_policy, service.clone()) {

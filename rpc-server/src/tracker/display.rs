@@ -1,8 +1,11 @@
 //! Texts for the state of a tracker, shared by `rpc-cli status` and the status page.
 
 use rpc_transports::tracker::{
-    DeviceOffer, Draining, Holder, HolderState, Loss, LossReason, QueueEntry, ServerSummary,
+    DeviceLease, DeviceOffer, Draining, Holder, HolderState, LeaseHolder, LeaseWaiter, Loss, LossReason, QueueEntry,
+    ServerSummary,
 };
+
+use crate::cli::counted;
 
 /// Describes a client and its slot.
 pub(crate) fn holder(Holder { client, for_ms, state, silent_ms, .. }: &Holder) -> String {
@@ -34,6 +37,32 @@ pub(crate) fn free(server: &ServerSummary) -> String {
 /// Describes the draining of a server.
 pub(crate) fn draining(Draining { for_ms, by }: &Draining) -> String {
     plain(&format!("draining for {}, by {by}", for_people(*for_ms)))
+}
+
+/// Describes who has a device.
+pub(crate) fn lease(lease: &DeviceLease) -> String {
+    let DeviceLease { held_ms, left_ms, holder, used_by, .. } = lease;
+    if *used_by > 0 {
+        return format!("free, and still used by {}", counted(*used_by, "session"));
+    }
+    let by = holder.as_ref().map(|holder| format!("by {} ", lease_client(holder))).unwrap_or_default();
+    format!("held {by}for {}, {} left", for_people(*held_ms), for_people(*left_ms))
+}
+
+/// Describes the requests that wait for a device: the first by their clients, the others by their
+/// number.
+pub(crate) fn next_leases(lease: &DeviceLease) -> String {
+    let named = lease.next.iter().map(|LeaseWaiter { client, priority, waited_ms }| {
+        let priority = if *priority == 0 { String::new() } else { format!(" with priority {priority}") };
+        format!("{}{priority} for {}", lease_client(client), for_people(*waited_ms))
+    });
+    let more = lease.waiting.saturating_sub(lease.next.len() as u64);
+    let more = (more > 0).then(|| if lease.next.is_empty() { more.to_string() } else { format!("{more} more") });
+    named.chain(more).collect::<Vec<_>>().join(", ")
+}
+
+fn lease_client(LeaseHolder { identity, session }: &LeaseHolder) -> String {
+    format!("{} (session {session})", plain(identity))
 }
 
 /// Describes the labels and devices of a server.
@@ -93,7 +122,34 @@ pub(crate) fn for_people(millis: u64) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::for_people;
+    use rpc_transports::tracker::{DeviceLease, LeaseHolder, LeaseWaiter};
+
+    use super::{for_people, lease, next_leases};
+
+    #[test]
+    fn leases_are_described_with_their_clients() {
+        let client = |identity: &str, session| LeaseHolder { identity: identity.to_owned(), session };
+        let held = DeviceLease {
+            held_ms: 61_000,
+            left_ms: 5000,
+            waiting: 4,
+            holder: Some(client("token:al\u{1b}ice", 3)),
+            used_by: 0,
+            next: vec![
+                LeaseWaiter { client: client("cert:bob", 4), priority: 2, waited_ms: 1000 },
+                LeaseWaiter { client: client("anonymous", 5), priority: 0, waited_ms: 2000 },
+            ],
+        };
+        assert_eq!(lease(&held), "held by token:al\u{fffd}ice (session 3) for 1m01s, 5s left");
+        let next = "cert:bob (session 4) with priority 2 for 1s, anonymous (session 5) for 2s, 2 more";
+        assert_eq!(next_leases(&held), next);
+        // Of an older server.
+        let unnamed = DeviceLease { held_ms: 1000, left_ms: 0, waiting: 2, ..DeviceLease::default() };
+        assert_eq!((lease(&unnamed), next_leases(&unnamed)), ("held for 1s, 0s left".to_owned(), "2".to_owned()));
+        let drained = DeviceLease { used_by: 1, waiting: 1, ..DeviceLease::default() };
+        assert_eq!(lease(&drained), "free, and still used by 1 session");
+        assert_eq!(next_leases(&DeviceLease::default()), "");
+    }
 
     #[test]
     fn times_have_two_units() {

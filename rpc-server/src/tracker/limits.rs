@@ -6,7 +6,8 @@ use std::collections::BTreeMap;
 use rpc_core::{Result, RpcError};
 use rpc_transports::Address;
 use rpc_transports::tracker::{
-    DeviceDetails, DeviceOffer, RecentError, Registration, ServerDetails, ServerRequest, ServerStatus,
+    DeviceDetails, DeviceLease, DeviceOffer, LeaseWaiter, RecentError, Registration, ServerDetails, ServerRequest,
+    ServerStatus,
 };
 
 /// Maximum bytes of a name, a key, or either part of a label.
@@ -64,6 +65,8 @@ pub(super) fn check_status(status: &ServerStatus) -> Result<()> {
     at_most("spent tickets", MAX_USES, status.spent.len())?;
     let Some(ServerDetails { devices, errors, .. }) = &status.details else { return Ok(()) };
     at_most("devices of a report", ServerDetails::MAX_DEVICES, devices.len())?;
+    let mut waiting = devices.iter().filter_map(|device| device.lease.as_ref()).map(|lease| lease.next.len());
+    waiting.try_for_each(|next| at_most("waiting leases of a report", DeviceLease::MAX_NEXT, next))?;
     at_most("errors of a report", ServerDetails::MAX_ERRORS, errors.len())
 }
 
@@ -109,7 +112,9 @@ pub(super) fn clipped(mut status: ServerStatus) -> ServerStatus {
 
 /// Returns the bytes that details take.
 pub(super) fn size_of_details(details: &mut ServerDetails) -> u64 {
+    let waiting = details.devices.iter().filter_map(|device| device.lease.as_ref()).map(|lease| lease.next.len());
     let fixed = size_of::<ServerDetails>()
+        + waiting.sum::<usize>() * size_of::<LeaseWaiter>()
         + details.devices.len() * size_of::<DeviceDetails>()
         + details.errors.len() * size_of::<RecentError>();
     (fixed + texts(details).map(|text| text.len()).sum::<usize>()) as u64
@@ -118,7 +123,12 @@ pub(super) fn size_of_details(details: &mut ServerDetails) -> u64 {
 /// Returns the texts of details, which the server chose.
 fn texts(details: &mut ServerDetails) -> impl Iterator<Item = &mut String> {
     let ServerDetails { version, devices, errors, .. } = details;
-    let of_devices = devices.iter_mut().flat_map(|device| std::iter::once(&mut device.device).chain(&mut device.name));
+    let of_devices = devices.iter_mut().flat_map(|DeviceDetails { device, name, lease, .. }| {
+        let clients = lease.iter_mut().flat_map(|DeviceLease { holder, next, .. }| {
+            holder.iter_mut().chain(next.iter_mut().map(|next| &mut next.client)).map(|client| &mut client.identity)
+        });
+        std::iter::once(device).chain(name).chain(clients)
+    });
     std::iter::once(version).chain(of_devices).chain(errors.iter_mut().map(|error| &mut error.text))
 }
 

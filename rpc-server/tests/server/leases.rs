@@ -94,6 +94,13 @@ async fn a_device_goes_from_one_to_the_next_by_priority_and_arrival() {
         let ahead = [&urgent_request, &first_request, &cancelled_request].map(|request| request.ahead().into_future());
         let [of_urgent, of_first, of_cancelled] = ahead;
         assert_eq!((of_urgent.await.unwrap(), of_first.await.unwrap(), of_cancelled.await.unwrap()), (1, 2, 3));
+        // Each session sees who has the device, and who is next.
+        let leased = info(&first).await.leases.pop().unwrap();
+        let of = leased.holder.unwrap();
+        let next: Vec<_> = leased.next.iter().map(|next| (&*next.client.identity, next.priority)).collect();
+        assert_eq!(of.identity, "anonymous");
+        assert_eq!(next, [("anonymous", 1), ("anonymous", 0), ("anonymous", 0)]);
+        assert!(leased.next.iter().all(|next| next.client.session != of.session && next.waited_seconds >= 0.0));
 
         // One that stops waiting leaves the queue, also while its wait is in progress.
         let wait = cancelled_request.granted().start();
@@ -387,6 +394,53 @@ async fn ten_thousand_requests_wait_for_the_end_of_one_lease() {
     }
 }
 
+/// 10,000 requests for one lease: each is charged, and those that stay are granted in their turn.
+#[tokio::test(flavor = "multi_thread")]
+async fn ten_thousand_requests_for_a_lease_are_granted_in_their_order() {
+    const SESSIONS: u64 = 625;
+    const EACH: u64 = 16;
+    rpc_server::raise_file_limit();
+    let limits = ["--max-sessions", "1000", "--max-sessions-per-peer", "1000", "--max-total-open-files", "100000"];
+    let fixture = Fixture::start_with("none", &limits);
+    let holder = fixture.connect().await;
+    let lease = holder.lease(CPU, &LeaseOptions::default()).await.unwrap();
+    let charged_before = info(&holder).await.memory_bytes;
+    let mut waiting = Vec::new();
+    for _ in 0..SESSIONS {
+        let session = fixture.connect().await;
+        let requests: Vec<_> =
+            (0..EACH).map(|_| session.request_lease(CPU, &LeaseOptions::default()).start()).collect();
+        let mut queued = Vec::new();
+        for request in requests {
+            queued.push(request.await.unwrap());
+        }
+        waiting.push((session, queued));
+    }
+    let charged = info(&holder).await.memory_bytes - charged_before;
+    assert!(charged >= SESSIONS * EACH * 1024, "{charged}");
+    let leased = info(&holder).await.leases.pop().unwrap();
+    assert_eq!((leased.waiting, leased.next.len()), (SESSIONS * EACH, 3));
+    lease.release().await.unwrap();
+    // If a later session had its turn before, it would keep the device, and the wait would not end.
+    for (at, (session, queued)) in waiting.into_iter().enumerate() {
+        if at % 10 != 0 {
+            // Most leave before their turn.
+            continue;
+        }
+        // Those of one session are awaited together: they were sent together, and are queued in any
+        // order.
+        let mut turns = tokio::task::JoinSet::new();
+        for request in &queued {
+            let granted = request.granted().start();
+            turns.spawn(async move { granted.await.unwrap().release().await.unwrap() });
+        }
+        let held = tokio::time::timeout(TIME_LIMIT, turns.join_all()).await;
+        assert_eq!(held.expect("all of a session have their turn").len() as u64, EACH);
+        drop((queued, session));
+    }
+    until_free(&holder).await;
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn leases_reach_through_hops_and_relays() {
     let relay = ServerProcess::spawn(server("relay")).unwrap();
@@ -438,6 +492,7 @@ async fn the_tool_leases_a_device_for_a_program_or_until_interrupted() {
     let documents: Vec<Json> = stdout.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
     let [info, report] = &documents[..] else { panic!("{stdout}") };
     assert_eq!(info["leases"][0]["device"], "cpu:0");
+    assert_eq!(info["leases"][0]["holder"]["identity"], "anonymous");
     assert_eq!((&report["device"], &report["exit_code"]), (&"cpu:0".into(), &7.into()));
     assert!(report["held_seconds"].as_f64() > Some(0.0), "{report}");
 
@@ -476,6 +531,7 @@ async fn the_tool_leases_a_device_for_a_program_or_until_interrupted() {
     time.args(["time", address, "rpc.noop", "--lease", "cpu:0", "--timeout", "500ms"]);
     let (code, _, stderr) = output(time).await;
     assert!(code == Some(124) && stderr.contains("waiting for cpu:0: 1 before"), "{code:?} {stderr}");
+    assert!(stderr.contains("before this request; held by anonymous (session "), "{stderr}");
     let end = |holder: &std::process::Child, signal| kill_process(Pid::from_child(holder), signal).unwrap();
     end(&holder, Signal::INT);
     line.clear();

@@ -809,7 +809,7 @@ async fn a_server_describes_itself_with_its_first_report_and_its_events_are_kept
     assert_eq!(details.version, env!("CARGO_PKG_VERSION"));
     let cpu = details.devices.iter().find(|device| device.device == "cpu:0").unwrap();
     assert!(cpu.available_memory <= cpu.total_memory && cpu.total_memory > Some(0), "{cpu:?}");
-    assert_eq!((cpu.lease, details.errors), (None, Vec::new()));
+    assert_eq!((cpu.lease.clone(), details.errors), (None, Vec::new()));
     let events: Vec<_> = summary.events.iter().map(|event| (event.kind, event.key.as_str())).collect();
     assert_eq!(events, [(PoolEventKind::Registered, "board")]);
     drop(server);

@@ -56,7 +56,7 @@ fn messages_keep_their_bytes() {
     let silent = Use { id: 1, serial: None, direct: false, client: "c".to_owned(), for_ms: 20, silent_ms: 7000 };
     let silent = ServerStatus { uses: vec![silent], spent: Vec::new(), ..status.clone() };
     golden.check("server status: silent client", &silent);
-    let lease = DeviceLease { held_ms: 2, left_ms: 3, waiting: 4 };
+    let lease = DeviceLease { held_ms: 2, left_ms: 3, waiting: 4, ..DeviceLease::default() };
     let gpu = DeviceDetails {
         device: "cuda:0".to_owned(),
         name: Some("gpu".to_owned()),

@@ -197,8 +197,8 @@ pub struct DeviceDetails {
     pub lease: Option<DeviceLease>,
 }
 
-/// Lease of a session on a device.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+/// Lease of a session on a device, and the requests that wait for it.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DeviceLease {
     /// Time for which the session has held the device.
     pub held_ms: u64,
@@ -206,6 +206,41 @@ pub struct DeviceLease {
     pub left_ms: u64,
     /// Number of requests that wait for the device.
     pub waiting: u64,
+    /// Client that holds the device, if the server tells.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub holder: Option<LeaseHolder>,
+    /// Number of other sessions that still use the device while nobody holds it: the first request
+    /// waits for them.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub used_by: u64,
+    /// The first requests that wait; at most [`MAX_NEXT`](Self::MAX_NEXT).
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub next: Vec<LeaseWaiter>,
+}
+
+impl DeviceLease {
+    /// Maximum number of waiting requests that are named.
+    pub const MAX_NEXT: usize = 8;
+}
+
+/// Client that holds a device.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LeaseHolder {
+    /// Identity of the client, with the kind of its proof.
+    pub identity: String,
+    /// Number of its session at the server.
+    pub session: u64,
+}
+
+/// Request that waits for a device.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LeaseWaiter {
+    /// Client that has made the request.
+    pub client: LeaseHolder,
+    /// Priority of the request.
+    pub priority: i32,
+    /// Time for which it has waited.
+    pub waited_ms: u64,
 }
 
 /// An error of a server.

@@ -331,7 +331,7 @@ impl Model {
             let expected = if request.granted.is_some() { 0 } else { ahead };
             assert_eq!(self.scheduler.ahead(request.id, 100), expected);
         }
-        let listed: Vec<_> = self.scheduler.devices(self.now).collect();
+        let listed: Vec<_> = self.scheduler.devices(self.now, 2).collect();
         assert!(listed.iter().map(|leased| leased.device).eq(self.reserved.keys().copied()));
         for leased in listed {
             let of_device = || self.requests.iter().filter(|request| request.device == leased.device);
@@ -343,6 +343,13 @@ impl Model {
             });
             assert_eq!((leased.held, leased.left), (held, left));
             assert_eq!(leased.waiting, of_device().count() as u64 - u64::from(holder.is_some()));
+            assert_eq!(leased.holder, holder.map(|_| session));
+            let mut waiting: Vec<_> = of_device().filter(|request| request.granted.is_none()).collect();
+            // The sort keeps the order of arrival.
+            waiting.sort_by_key(|request| -request.priority);
+            let waiting = waiting.iter().take(2);
+            let next = waiting.map(|request| (request.session, request.priority, self.now - request.requested));
+            assert!(leased.next.iter().map(|next| (next.session, next.priority, next.waited)).eq(next));
             let users = if holder.is_some() { 0 } else { self.users(leased.device, session).len() };
             assert_eq!(leased.used_by, users as u64);
             assert!(!self.scheduler.is_reserved_for_other(leased.device, session));
@@ -399,5 +406,5 @@ fn ten_thousand_wait_for_one_device_and_get_it_in_their_order() {
         scheduler.release(now, *id);
     }
     assert_eq!(scheduler.poll_event(), Some(LeaseEvent::Freed { device: Device::cuda(0) }));
-    assert_eq!((scheduler.totals().granted, scheduler.devices(now).count()), (WAITING, 0));
+    assert_eq!((scheduler.totals().granted, scheduler.devices(now, 2).count()), (WAITING, 0));
 }

@@ -2,13 +2,13 @@
 
 use std::fmt::{self, Display, Write};
 
-use rpc_transports::tracker::{DeviceDetails, DeviceLease, Reach, ServerDetails, ServerSummary};
+use rpc_transports::tracker::{DeviceDetails, Reach, ServerDetails, ServerSummary};
 
 use super::PoolView;
 use super::markup::{Text, columns, document, table};
 use super::sections::{self, KeyLink};
 use crate::cli::size;
-use crate::tracker::display::{draining, for_people, has, holder};
+use crate::tracker::display::{self, draining, for_people, has, holder, next_leases};
 
 /// Returns the page of a server; `None` if no server has this number.
 pub(super) fn page(view: &PoolView, id: u64) -> Option<String> {
@@ -72,7 +72,7 @@ fn facts(to: &mut String, server: &ServerSummary) -> fmt::Result {
 }
 
 fn devices(to: &mut String, devices: &[DeviceDetails]) -> fmt::Result {
-    let columns = columns(["Device", "Name", "#Memory in use", "#Utilization", "Lease", "#Waiting"]);
+    let columns = columns(["Device", "Name", "#Memory in use", "#Utilization", "Lease", "Waiting"]);
     table(to, "devices-table", "Devices", &columns, "The server reports no devices.", devices, |to, device| {
         let DeviceDetails { device, name, total_memory, available_memory, utilization_percent, lease } = device;
         let name = name.as_deref().unwrap_or_default();
@@ -91,11 +91,10 @@ fn devices(to: &mut String, devices: &[DeviceDetails]) -> fmt::Result {
         }
         to.write_str("</td>")?;
         match lease {
-            Some(DeviceLease { held_ms, left_ms, waiting }) => {
-                let (held, left) = (for_people(*held_ms), for_people(*left_ms));
-                write!(to, "<td>held for {held}, {left} left</td><td class=\"number\">{waiting}</td>")
+            Some(leased) => {
+                write!(to, "<td>{}</td><td>{}</td>", Text(display::lease(leased)), Text(next_leases(leased)))
             }
-            None => to.write_str("<td>free</td><td class=\"number\">0</td>"),
+            None => to.write_str("<td>free</td><td></td>"),
         }
     })
 }

@@ -140,6 +140,7 @@ fn as_of_now(details: &ServerDetails, age_ms: u64) -> ServerDetails {
     for lease in details.devices.iter_mut().filter_map(|device| device.lease.as_mut()) {
         later(&mut lease.held_ms);
         lease.left_ms = lease.left_ms.saturating_sub(age_ms);
+        lease.next.iter_mut().for_each(|next| later(&mut next.waited_ms));
     }
     details
 }
