@@ -59,6 +59,14 @@ pub(super) fn attribute_value(listed: &'static ListedGpu, attribute: DeviceAttri
     }
 }
 
+/// Returns the place of a GPU on the PCI bus, in the form of NVIDIA's management library.
+pub(super) fn pci_bus_id(gpu: &Gpu) -> Result<String> {
+    let domain = gpu.attribute(Attribute::CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID)?;
+    let bus = gpu.attribute(Attribute::CU_DEVICE_ATTRIBUTE_PCI_BUS_ID)?;
+    let device = gpu.attribute(Attribute::CU_DEVICE_ATTRIBUTE_PCI_DEVICE_ID)?;
+    Ok(format!("{domain:08x}:{bus:02x}:{device:02x}.0"))
+}
+
 fn compute_capability(gpu: &Gpu) -> Result<(i32, i32)> {
     let major = gpu.attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
     Ok((major, gpu.attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?))

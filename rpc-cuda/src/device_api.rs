@@ -14,8 +14,10 @@ use crate::memory_pool::PoolStatistics;
 use crate::opened_gpu::OpenedGpu;
 use crate::stream::CudaStream;
 use crate::transfer::{self, DeviceRange};
-use crate::{attributes, release_thread};
-use rpc_core::device::{AllocRequest, DeviceApi, DeviceAttribute, Memory, Stream, copy_by_host, out_of_range};
+use crate::{attributes, nvml, release_thread};
+use rpc_core::device::{
+    AllocRequest, DeviceApi, DeviceAttribute, DeviceState, Memory, Stream, copy_by_host, out_of_range,
+};
 use rpc_core::dlpack::{Device, DeviceType};
 use rpc_core::error::Result;
 use rpc_core::value::Value;
@@ -62,6 +64,16 @@ impl CudaDevice {
     /// As [`stream`](Self::stream).
     pub fn context(&self, index: i32) -> Result<*mut c_void> {
         Ok(self.opened(index)?.context.raw.0.cast())
+    }
+
+    /// Returns the place of a device on the PCI bus, such as `00000000:3b:00.0`, by which other
+    /// libraries know it. Does not open the device.
+    ///
+    /// # Errors
+    ///
+    /// An index out of range; the driver does not tell.
+    pub fn pci_bus_id(&self, index: i32) -> Result<String> {
+        attributes::pci_bus_id(&self.listed(index)?.gpu)
     }
 
     /// Returns the statistics of a device's memory pool.
@@ -146,6 +158,14 @@ impl DeviceApi for CudaDevice {
             Ok(_) if attribute == DeviceAttribute::Exists => Ok(Value::Bool(true)),
             Err(_) if attribute == DeviceAttribute::Exists => Ok(Value::Bool(false)),
             listed => attributes::attribute_value(listed?, attribute),
+        }
+    }
+
+    /// Asks NVIDIA's management library ([`nvml`]).
+    fn state(&self, index: i32) -> DeviceState {
+        match self.pci_bus_id(index) {
+            Ok(pci_bus_id) => nvml::gpu_state(&pci_bus_id),
+            Err(error) => DeviceState::unknown(error.message()),
         }
     }
 

@@ -60,6 +60,7 @@ mod memory_pool;
 mod module_image;
 mod module_loader;
 mod notifier;
+pub mod nvml;
 mod on_demand;
 mod opened_gpu;
 mod other_stream_work;

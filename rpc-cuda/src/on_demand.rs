@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use crate::device_api::CudaDevice;
 use crate::module_loader::CudaModules;
-use rpc_core::device::{AllocRequest, DeviceApi, DeviceAttribute, Memory, Stream};
+use rpc_core::device::{AllocRequest, DeviceApi, DeviceAttribute, DeviceState, Memory, Stream};
 use rpc_core::dlpack::DeviceType;
 use rpc_core::error::Result;
 use rpc_core::function::{LoadRequest, Module, ModuleLoader};
@@ -29,6 +29,10 @@ impl DeviceApi for CudaOnDemand {
 
     fn attribute(&self, index: i32, attribute: DeviceAttribute) -> Result<Value> {
         open()?.attribute(index, attribute)
+    }
+
+    fn state(&self, index: i32) -> DeviceState {
+        open().map_or_else(|error| DeviceState::unknown(error.message()), |cuda| cuda.state(index))
     }
 
     fn allocate(&self, index: i32, request: &AllocRequest<'_>) -> Result<Box<dyn Memory>> {

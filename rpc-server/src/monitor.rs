@@ -22,6 +22,9 @@
 //! | `rpc_leases_overdue_total` | | sessions that were ended because a lease lasted too long |
 //! | `rpc_lease_wait_milliseconds_total` | | time that granted requests have waited |
 //! | `rpc_lease_held_milliseconds_total` | | time for which ended leases were held |
+//! | `rpc_device_clock_megahertz` | `device` | clock of a GPU, if it tells |
+//! | `rpc_device_memory_used_bytes` | `device` | memory of a GPU that is in use, if it tells |
+//! | `rpc_device_utilization_percent` | `device` | part of the time for which a GPU was busy |
 //! | `rpc_certificate_expiry_timestamp_seconds` | | end of the certificate, since the epoch |
 //!
 //! A tracker has [more](crate::tracker): servers, slots and requests.
@@ -32,6 +35,7 @@
 //! function has its name as label if it is registered at this server and is among the first 1,024
 //! that were called. All others, those of modules too, have the label `other`.
 
+mod device_gauges;
 mod endpoints;
 mod lease_gauges;
 mod metered;
@@ -46,7 +50,7 @@ use std::time::{Duration, SystemTime};
 use metrics::{Counter, Gauge, Histogram, Key, Label, Level, Metadata, Recorder, Unit};
 use metrics_exporter_prometheus::{PrometheusBuilder, PrometheusHandle, PrometheusRecorder};
 use parking_lot::RwLock;
-use rpc_core::{ErrorKind, Registry};
+use rpc_core::{Device, ErrorKind, Registry};
 use rpc_transports::{Address, ServeObserver, SessionFactory};
 use tokio::task::JoinSet;
 
@@ -55,6 +59,7 @@ use crate::config::ServeError;
 use crate::http_listener::HttpServer;
 use crate::server::server_state::ServerState;
 
+pub(crate) use self::device_gauges::DeviceGauges;
 pub(crate) use self::lease_gauges::LeaseGauges;
 
 /// Maximum number of functions with metrics of their own. Each costs about twenty lines of output.
@@ -187,6 +192,19 @@ pub(crate) trait Gauges: Send + Sync {
 
     /// Returns the current numbers in the same order. Called for each scrape.
     fn now(&self) -> Vec<u64>;
+
+    /// Returns the current numbers that have a device as their label; by default none.
+    fn of_devices(&self) -> Vec<DeviceValue> {
+        Vec::new()
+    }
+}
+
+/// Number of a gauge for one device.
+pub(crate) struct DeviceValue {
+    /// Name of the gauge, one of those that are [described](Gauges::described).
+    pub(crate) metric: &'static str,
+    pub(crate) device: Device,
+    pub(crate) value: f64,
 }
 
 /// Phase of a server.
@@ -279,6 +297,10 @@ impl Monitor {
                 } else {
                     gauge(&self.recorder, key).set(value as f64);
                 }
+            }
+            for DeviceValue { metric, device, value } in further.of_devices() {
+                let key = Key::from_parts(metric, vec![Label::new("device", device.to_string())]);
+                gauge(&self.recorder, key).set(value);
             }
         }
         self.output.render()

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use super::attribute::DeviceAttribute;
 use super::copy::copy_by_host;
 use super::memory::Memory;
+use super::state::DeviceState;
 use crate::dlpack::{Device, DeviceType};
 use crate::error::{ErrorKind, Result, RpcError};
 use crate::value::Value;
@@ -60,6 +61,13 @@ pub trait DeviceApi: Send + Sync {
     ///
     /// The index is out of range, for any other attribute.
     fn attribute(&self, index: i32, attribute: DeviceAttribute) -> Result<Value>;
+
+    /// Returns the present state of the device, without using it. May take a second. By default
+    /// nothing is known.
+    fn state(&self, index: i32) -> DeviceState {
+        let _ = index;
+        DeviceState::default()
+    }
 
     /// Allocates memory that reads as zeros.
     ///

@@ -10,6 +10,7 @@ mod copy;
 pub mod cpu;
 mod devices;
 mod memory;
+mod state;
 pub(crate) mod target;
 #[cfg(test)]
 pub(crate) mod tests;
@@ -22,5 +23,6 @@ pub use copy::copy_by_host;
 pub use cpu::{CpuAllocator, CpuDevice, HostMemory, SystemAllocator};
 pub use devices::Devices;
 pub use memory::Memory;
+pub use state::DeviceState;
 pub use target::Target;
 pub use virtual_device::{DeviceDescription, GLOBAL, VirtualDevice, VirtualDeviceBuilder};

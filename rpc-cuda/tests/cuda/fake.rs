@@ -20,6 +20,9 @@ pub(crate) const WITHOUT_CUBLAS: &str = "-DWITHOUT_CUBLAS";
 /// load.
 pub(crate) const WITH_A_STUB: &str = "-DWITH_A_STUB";
 
+/// Define: with the fake management library.
+pub(crate) const WITH_NVML: &str = "-DWITH_NVML";
+
 /// The fake driver's functions for tests.
 pub(crate) struct Fake(Library);
 
@@ -42,8 +45,13 @@ pub(crate) fn with_driver(test: &str, defines: &[&str], variables: &[(&str, &str
         // Without a compiler the driver reports that below.
         _ = compile(source.to_str().unwrap(), &folder.path().join("libcuda.so"), &[]);
     }
-    for (source, library) in [("fake_driver.c", "libcuda.so.1"), ("fake_cublas.c", "libcublas.so.12")] {
+    for (source, library) in
+        [("fake_driver.c", "libcuda.so.1"), ("fake_cublas.c", "libcublas.so.12"), ("fake_nvml.c", "libnvidia-ml.so.1")]
+    {
         if library.starts_with("libcublas") && defines.contains(&WITHOUT_CUBLAS) {
+            continue;
+        }
+        if library.starts_with("libnvidia-ml") && !defines.contains(&WITH_NVML) {
             continue;
         }
         if let Err(error) = compile(source, &folder.path().join(library), defines) {
@@ -60,6 +68,7 @@ pub(crate) fn with_driver(test: &str, defines: &[&str], variables: &[(&str, &str
     child.args([test, "--exact", "--nocapture"]).env(CHILD, folder.path()).env("LD_LIBRARY_PATH", path);
     // Libraries of this machine must not come first.
     child.env_remove("RPC_CUDA_DRIVER_LIBRARY").env_remove("RPC_CUDA_BLAS_LIBRARY");
+    child.env_remove("RPC_CUDA_NVML_LIBRARY");
     let output = child.envs(variables.iter().copied()).output().unwrap();
     let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
     assert!(output.status.success() && out.contains("1 passed"), "{out}\n{err}");

@@ -382,10 +382,16 @@ EXPORT int cuDeviceGetName(char *name, int len, int device) {
 }
 
 EXPORT int cuDeviceGetAttribute(int *value, int attribute, int device) {
-    (void)device;
     static const int KNOWN[][2] = { { 1, 1024 }, { 2, 1024 }, { 3, 512 }, { 4, 64 }, { 5, 2147483647 }, { 6, 65535 }, { 7, 65535 },
         { 8, 49152 }, { 10, 32 }, { 12, 65536 }, { 13, 1980000 }, { 16, 132 }, { 38, 52428800 }, { 41, 1 }, { 51, 32 },
         { 75, 9 }, { 76, 0 }, { 97, 232448 } };
+    /* The places on the PCI bus: 3b:00 and, with FAKE_PCI_SHIFT as another choice of devices would have it, later. */
+    if (attribute == 33) {
+        const char *shift = getenv("FAKE_PCI_SHIFT");
+        *value = 0x3b + device + (shift ? atoi(shift) : 0);
+        return SUCCESS;
+    }
+    if (attribute == 34 || attribute == 50) { *value = 0; return SUCCESS; }
     /* CU_DEVICE_ATTRIBUTE_COMPUTE_MODE. */
     if (attribute == 20) { *value = compute_mode; return SUCCESS; }
     for (size_t i = 0; i < sizeof KNOWN / sizeof *KNOWN; i++)

@@ -2,11 +2,11 @@
 
 use std::sync::Arc;
 
-use rpc_core::device::DeviceApi;
+use rpc_core::device::{DeviceApi, DeviceState};
 use rpc_core::{Device, DeviceAttribute, Devices, ErrorKind, Value};
 use rpc_cuda::CudaDevice;
 
-use crate::fake::{WITH_A_STUB, with_driver};
+use crate::fake::{WITH_A_STUB, WITH_NVML, with_driver};
 
 #[test]
 fn attributes_are_those_of_the_driver() {
@@ -106,4 +106,72 @@ fn the_script_for_gpus_says_in_one_line_that_there_is_none() {
     let output = std::process::Command::new("sh").arg(script).env("PATH", path).output().unwrap();
     assert!(output.status.success());
     assert_eq!(String::from_utf8(output.stdout).unwrap(), "no GPU: nvidia-smi finds none\n");
+}
+
+#[test]
+fn the_state_of_a_gpu_is_that_of_its_place_on_the_bus() {
+    let test = "driver::the_state_of_a_gpu_is_that_of_its_place_on_the_bus";
+    // With one device hidden, the first is that at 3c:00.
+    with_driver(test, &[WITH_NVML], &[("FAKE_PCI_SHIFT", "1")], |_| {
+        let cuda = CudaDevice::open().unwrap();
+        assert_eq!(cuda.pci_bus_id(0).unwrap(), "00000000:3c:00.0");
+        let state = cuda.state(0);
+        assert_eq!((state.clock_mhz, state.utilization_percent), (Some(1000 + 0x3c), Some(0x3c)), "{state:?}");
+        assert_eq!((state.used_memory, state.total_memory), (Some(0x3c << 20), Some(1 << 30)));
+        assert_eq!(state.unknown_because, None);
+        let state = cuda.state(1);
+        let reason = "nvmlDeviceGetHandleByPciBusId: Not Found (00000000:3d:00.0)";
+        assert_eq!(state, DeviceState::unknown(reason));
+        assert!(cuda.state(2).unknown_because.is_some());
+    });
+}
+
+/// Runs a test with a management library that misbehaves. Nothing that it tells is believed, and
+/// the reasons are told.
+fn nothing_is_known(test: &str, how: &str, reasons: &[&str]) {
+    with_driver(test, &[WITH_NVML], &[("FAKE_NVML", how)], |_| {
+        let mut state = CudaDevice::open().unwrap().state(0);
+        let because = state.unknown_because.take().unwrap();
+        for reason in reasons {
+            assert!(because.contains(reason), "{because}");
+        }
+        assert_eq!(state, DeviceState::default());
+    });
+}
+
+#[test]
+fn a_management_library_that_cannot_be_initialised_is_a_reason() {
+    let test = "driver::a_management_library_that_cannot_be_initialised_is_a_reason";
+    nothing_is_known(test, "init", &["nvmlInit: Unknown Error"]);
+}
+
+#[test]
+fn a_management_library_that_does_not_answer_is_a_reason() {
+    let test = "driver::a_management_library_that_does_not_answer_is_a_reason";
+    nothing_is_known(test, "silent", &["has not answered within 3s"]);
+}
+
+#[test]
+fn impossible_values_of_the_management_library_are_not_believed() {
+    let test = "driver::impossible_values_of_the_management_library_are_not_believed";
+    nothing_is_known(test, "wild", &["4294967295 MHz", "18446744073709551615 bytes", "101 %"]);
+}
+
+#[test]
+fn values_that_a_gpu_does_not_have_need_no_reason() {
+    let test = "driver::values_that_a_gpu_does_not_have_need_no_reason";
+    with_driver(test, &[WITH_NVML], &[("FAKE_NVML", "old")], |_| {
+        assert_eq!(CudaDevice::open().unwrap().state(0), DeviceState::default());
+    });
+}
+
+#[test]
+fn without_nvml_the_state_is_unknown() {
+    let test = "driver::without_nvml_the_state_is_unknown";
+    with_driver(test, &[], &[("RPC_CUDA_NVML_LIBRARY", "/no/such/libnvidia-ml.so.1")], |_| {
+        let state = CudaDevice::open().unwrap().state(0);
+        let because = state.unknown_because.clone().unwrap();
+        assert!(because.contains("/no/such/libnvidia-ml.so.1"), "{because}");
+        assert_eq!(state, DeviceState::unknown(because));
+    });
 }

@@ -90,6 +90,18 @@ pub struct DeviceInfo {
     /// Reason for which there is no device of this kind.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub absent: Option<String>,
+    /// The clock of its processors in MHz, if the device tells.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub clock_mhz: Option<u32>,
+    /// Bytes of its memory that are in use by all processes of the machine, if the device tells.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub used_memory: Option<u64>,
+    /// Part of the time for which the device was busy lately, in percent, if the device tells.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub utilization_percent: Option<u8>,
+    /// Reason for which the device does not tell its state, if there is one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub state_unknown_because: Option<String>,
 }
 
 pub(super) fn register(registry: &Registry) {
@@ -181,11 +193,30 @@ pub(crate) fn device_info(devices: &Devices, device: Device) -> DeviceInfo {
         Ok(Value::Int(bytes)) => u64::try_from(bytes).ok(),
         _ => None,
     };
-    DeviceInfo { device: device.to_string(), name, total_memory, absent: None }
+    let state = devices.get(device).map(|api| api.state(device.index)).unwrap_or_default();
+    DeviceInfo {
+        device: device.to_string(),
+        name,
+        total_memory: total_memory.or(state.total_memory),
+        absent: None,
+        clock_mhz: state.clock_mhz,
+        used_memory: state.used_memory,
+        utilization_percent: state.utilization_percent,
+        state_unknown_because: state.unknown_because,
+    }
 }
 
 fn absent(kind: DeviceType, reason: String) -> DeviceInfo {
-    DeviceInfo { device: kind.to_string(), name: None, total_memory: None, absent: Some(reason) }
+    DeviceInfo {
+        device: kind.to_string(),
+        name: None,
+        total_memory: None,
+        absent: Some(reason),
+        clock_mhz: None,
+        used_memory: None,
+        utilization_percent: None,
+        state_unknown_because: None,
+    }
 }
 
 #[cfg(test)]

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use clap::Args;
 use rpc_core::client::LeaseOptions;
-use rpc_core::{Device, RemoteTensor, Session, Value};
+use rpc_core::{Device, DeviceType, Pack, RemoteTensor, Session, Value};
 use serde_json::json;
 
 use self::trace::TracedCall;
@@ -22,7 +22,7 @@ use super::new_file::NewFile;
 use super::output::{Output, seconds};
 use super::show::Shown;
 use super::tensor;
-use crate::builtins::{TimeOptions, time_function};
+use crate::builtins::{ServerInfo, TimeOptions, time_function};
 use crate::config::ByteSize;
 
 #[derive(Args, Debug)]
@@ -203,7 +203,9 @@ pub(super) async fn time(options: &CommonOptions, output: &Output, args: TimeArg
                 // Asked for above, where the place in the queue is shown.
                 lease: None,
             };
+            let clock_before = clock(&session, args.lease).await;
             let samples = time_function(&session, &function, &time_options, &arguments).await?;
+            let clock_after = clock(&session, args.lease).await;
             drop(lease);
             let summary = Summary::of(&samples);
             if output.is_json() {
@@ -218,6 +220,8 @@ pub(super) async fn time(options: &CommonOptions, output: &Output, args: TimeArg
                     "count": samples.len(),
                     "unit": "s",
                     "samples": samples,
+                    "clock_mhz_before": clock_before,
+                    "clock_mhz_after": clock_after,
                 }));
             }
             let Summary { mean, median, min, p95, max, std } = summary;
@@ -226,9 +230,21 @@ pub(super) async fn time(options: &CommonOptions, output: &Output, args: TimeArg
                 "{}: mean {mean}, median {median}, min {min}, p95 {p95}, max {max}, std {std} ({} samples)",
                 args.function,
                 samples.len()
-            ))
+            ))?;
+            if let (Some(device), Some(before), Some(after)) = (args.lease, clock_before, clock_after) {
+                output.line(&format!("clock of {device}: {before} MHz before, {after} MHz after"))?;
+            }
+            Ok(())
         })
         .await
+}
+
+/// Returns the present clock of a device in MHz, if it tells.
+async fn clock(session: &Session, device: Option<Device>) -> Option<u32> {
+    // The host's processors do not tell, and asking takes time.
+    let device = device.filter(|device| device.kind != DeviceType::CPU)?.to_string();
+    let Pack(info) = session.get_function("rpc.info").await.ok()?.call::<Pack<ServerInfo>>(()).await.ok()?;
+    info.devices.into_iter().find(|info| info.device == device)?.clock_mhz
 }
 
 /// Statistics of samples.

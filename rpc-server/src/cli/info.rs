@@ -217,6 +217,18 @@ fn device_text(device: &DeviceInfo) -> String {
     if let Some(memory) = device.total_memory {
         text += &format!(", {}", size(memory));
     }
+    if let Some(used) = device.used_memory {
+        text += &format!(" ({} in use)", size(used));
+    }
+    if let Some(percent) = device.utilization_percent {
+        text += &format!(", {percent} % busy");
+    }
+    if let Some(clock) = device.clock_mhz {
+        text += &format!(", {clock} MHz");
+    }
+    if let Some(reason) = &device.state_unknown_because {
+        text += &format!("; state unknown: {}", plain(reason));
+    }
     if let Some(reason) = &device.absent {
         text += &format!(" absent: {reason}");
     }

@@ -74,9 +74,13 @@ fn collect(state: &ServerState, devices: &Devices, host_load: Option<u8>) -> Ser
             total_memory: info.total_memory,
             available_memory: match devices.attribute(device, DeviceAttribute::AvailableMemory) {
                 Ok(Value::Int(bytes)) => u64::try_from(bytes).ok(),
-                _ => None,
+                _ => info.total_memory.zip(info.used_memory).map(|(total, used)| total.saturating_sub(used)),
             },
-            utilization_percent: host_load.filter(|_| device.kind == DeviceType::CPU),
+            utilization_percent: match device.kind {
+                DeviceType::CPU => host_load,
+                _ => info.utilization_percent,
+            },
+            clock_mhz: info.clock_mhz,
         }
     };
     ServerDetails {

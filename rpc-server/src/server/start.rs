@@ -29,7 +29,7 @@ use crate::file_cache::FileCache;
 use crate::isolate::Isolation;
 use crate::leases::{LeaseLimits, LeasePolicy, LeaseTable, MAX_REQUESTS, MAX_REQUESTS_PER_SESSION};
 use crate::modules::{DigestList, ModuleService, Native};
-use crate::monitor::{Gauges, LeaseGauges, Monitoring, Phase};
+use crate::monitor::{DeviceGauges, Gauges, LeaseGauges, Monitoring, Phase};
 use crate::otel::Spans;
 use crate::pki::trust::ServerCredentials;
 use crate::policy::{Ceiling, PolicySource};
@@ -119,7 +119,8 @@ impl Checked {
         let state = ServerState::new(config.key.clone(), total_memory, isolated, Some(leases.clone()), errors.clone());
         let monitoring = match &config.metrics {
             Some(address) => {
-                let gauges = gauges.into_iter().chain([Arc::new(LeaseGauges(leases)) as Arc<dyn Gauges>]).collect();
+                let own = [Some(Arc::new(LeaseGauges(leases)) as Arc<dyn Gauges>), device_gauges(&devices)];
+                let gauges = gauges.into_iter().chain(own.into_iter().flatten()).collect();
                 Some(Monitoring::start(address.0, registry.clone(), state.clone(), gauges).await?)
             }
             None => None,
@@ -254,6 +255,11 @@ impl Prepared {
         running.enter(Phase::Ready);
         Ok(running)
     }
+}
+
+/// Returns the gauges of the devices that tell their state.
+fn device_gauges(devices: &Devices) -> Option<Arc<dyn Gauges>> {
+    DeviceGauges::start(devices).map(|gauges| Arc::new(gauges) as Arc<dyn Gauges>)
 }
 
 /// Returns the isolation that `auto` stands for with these settings and devices.

@@ -70,6 +70,7 @@ fn driver() -> Option<StandIns> {
     let libraries = [
         ("rpc-cuda/tests/cuda/fake_driver.c", "libcuda.so.1", "-fvisibility=hidden"),
         ("rpc-cuda/tests/cuda/fake_cublas.c", "libcublas.so.12", "-fvisibility=hidden"),
+        ("rpc-cuda/tests/cuda/fake_nvml.c", "libnvidia-ml.so.1", "-fvisibility=hidden"),
         ("disco/tests/nccl/fake_nccl.c", "libnccl.so.2", "-DON_CUDA"),
     ];
     for (source, library, flag) in libraries {
@@ -106,8 +107,9 @@ fn daemon_with(folder: &StandIns, command: &str, args: &[&str], variables: &[(&s
 
 /// The variables by which libraries are those of the folder, or none, whatever this machine has
 /// itself.
-fn libraries(folder: &Path) -> [(&'static str, PathBuf); 3] {
+fn libraries(folder: &Path) -> [(&'static str, PathBuf); 4] {
     [
+        ("RPC_CUDA_NVML_LIBRARY", folder.join("libnvidia-ml.so.1")),
         ("RPC_CUDA_DRIVER_LIBRARY", folder.join("libcuda.so.1")),
         ("RPC_CUDA_BLAS_LIBRARY", folder.join("libcublas.so.12")),
         ("DISCO_NCCL_LIBRARY", folder.join("libnccl.so.2")),
@@ -173,6 +175,42 @@ fn sessions_use_gpus_in_processes_of_their_own_and_a_trap_ends_only_one() {
     first.alloc(Device::cpu(), DataType::U8, &[1]).wait().unwrap();
     add_on_the_device(&second);
     add_on_the_device(&connect(&server));
+}
+
+/// The state of GPUs is known without a context of CUDA, and by their places on the bus.
+#[test]
+fn gpus_tell_their_clock_memory_and_utilization() {
+    let Some(folder) = driver() else { return };
+    // The devices are others than the library's first ones, as with CUDA_VISIBLE_DEVICES.
+    let server = daemon_with(&folder, "serve", &[], &[("FAKE_PCI_SHIFT", "1")]);
+    let session = connect(&server);
+    let info = info(&session);
+    let gpu = |index: &str| info.devices.iter().find(|device| device.device == index).unwrap();
+    let first = gpu("cuda:0");
+    assert_eq!((first.clock_mhz, first.utilization_percent), (Some(1060), Some(60)), "{first:?}");
+    assert_eq!((first.used_memory, first.total_memory), (Some(60 << 20), Some(1 << 30)), "{first:?}");
+    // No GPU is there, as far as the library knows.
+    let second = gpu("cuda:1");
+    let because = second.state_unknown_because.as_ref().unwrap();
+    assert!(second.clock_mhz.is_none() && because.contains("Not Found (00000000:3d:00.0)"), "{second:?}");
+
+    let cli = |args: &[&str]| {
+        let output = Command::new(env!("CARGO_BIN_EXE_rpc-cli")).env_clear().args(args).output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let text = cli(&["info", server.address()]);
+    assert!(text.contains("cuda:0 Fake GPU 0, 1.00 GiB (60.00 MiB in use), 60 % busy, 1060 MHz"), "{text}");
+    assert!(text.contains("state unknown: nvmlDeviceGetHandleByPciBusId"), "{text}");
+    // The functions of devices are not the program's own.
+    assert!(!cli(&["functions", server.address()]).contains("cuda."));
+    assert!(cli(&["functions", server.address(), "--all"]).contains("cuda.matmul"));
+    let time = ["time", server.address(), "rpc.noop", "--lease", "cuda:0", "--repeat", "2"];
+    let text = cli(&time);
+    assert!(text.contains("clock of cuda:0: 1060 MHz before, 1060 MHz after"), "{text}");
+    let report: serde_json::Value = serde_json::from_str(&cli(&[&time[..], &["--json"]].concat())).unwrap();
+    assert_eq!((&report["clock_mhz_before"], &report["clock_mhz_after"]), (&1060.into(), &1060.into()));
+    assert!(!has_driver(server.id()));
 }
 
 #[test]

@@ -8,7 +8,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use rpc_core::client::LeaseOptions;
-use rpc_core::{DataType, Device, ErrorKind, Registry, RpcError, Session};
+use rpc_core::device::{AllocRequest, DeviceState, Memory, Stream};
+use rpc_core::{
+    DataType, Device, DeviceApi, DeviceAttribute, DeviceType, Devices, ErrorKind, Registry, Result, RpcError, Session,
+    Value,
+};
 use rpc_server::config::{ServeConfig, ServeError};
 use rpc_server::server::exit_code;
 use rpc_server::{RpcServer, Running};
@@ -46,6 +50,10 @@ struct Fixture {
 
 impl Fixture {
     async fn start(registry: Registry, change: impl FnOnce(&mut ServeConfig)) -> Self {
+        Self::start_with(registry, Devices::new(), change).await
+    }
+
+    async fn start_with(registry: Registry, devices: Devices, change: impl FnOnce(&mut ServeConfig)) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let mut config = ServeConfig {
             listen: vec!["tcp://127.0.0.1:0".parse().unwrap()],
@@ -54,7 +62,7 @@ impl Fixture {
             ..ServeConfig::default()
         };
         change(&mut config);
-        let running = RpcServer::new(registry).config(config).start().await.unwrap();
+        let running = RpcServer::new(registry).devices(devices).config(config).start().await.unwrap();
         Self { running, _folder: folder }
     }
 
@@ -356,4 +364,54 @@ fn daemon(isolate: &str) {
     kill_process(Pid::from_child(&child), Signal::TERM).unwrap();
     assert_eq!(child.wait().unwrap().code(), Some(143));
     call.join().unwrap().unwrap_err();
+}
+
+/// Device that tells its state, and that cannot be used.
+struct TellingDevice;
+
+impl DeviceApi for TellingDevice {
+    fn kind(&self) -> DeviceType {
+        DeviceType::EXT_DEV
+    }
+
+    fn count(&self) -> Result<i32> {
+        Ok(2)
+    }
+
+    fn attribute(&self, _: i32, _: DeviceAttribute) -> Result<Value> {
+        Ok(Value::Null)
+    }
+
+    fn state(&self, index: i32) -> DeviceState {
+        let mut state = DeviceState::default();
+        if index == 1 {
+            (state.clock_mhz, state.used_memory, state.utilization_percent) = (Some(1980), Some(7 << 20), Some(31));
+        }
+        state
+    }
+
+    fn allocate(&self, _: i32, _: &AllocRequest<'_>) -> Result<Box<dyn Memory>> {
+        Err(RpcError::unsupported("no memory"))
+    }
+
+    fn create_stream(&self, _: i32) -> Result<Arc<dyn Stream>> {
+        Err(RpcError::unsupported("no streams"))
+    }
+
+    fn default_stream(&self, _: i32) -> Result<Arc<dyn Stream>> {
+        Err(RpcError::unsupported("no streams"))
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn devices_that_tell_their_state_have_gauges() {
+    let devices = Devices::new().with(Arc::new(TellingDevice));
+    let fixture = Fixture::start_with(Registry::new(), devices, |_| {}).await;
+    let of = |metric: &str, index| format!("rpc_device_{metric}{{device=\"ext_dev:{index}\"}}");
+    let clock = of("clock_megahertz", 1);
+    let metrics = fixture.until(|metrics| metrics.contains_key(&clock)).await;
+    assert_eq!(metrics[&clock], 1980.0);
+    assert_eq!(metrics[&of("memory_used_bytes", 1)], f64::from(7 << 20));
+    assert_eq!(metrics[&of("utilization_percent", 1)], 31.0);
+    assert!(metrics.get(&of("clock_megahertz", 0)).is_none_or(|clock| clock.is_nan()));
 }

@@ -63,6 +63,7 @@ fn messages_keep_their_bytes() {
         total_memory: Some(9),
         available_memory: Some(5),
         utilization_percent: Some(50),
+        clock_mhz: None,
         lease: Some(lease),
     };
     let cpu_alone = DeviceDetails { device: "cpu:0".to_owned(), ..DeviceDetails::default() };

@@ -192,7 +192,10 @@ pub struct DeviceDetails {
     /// Part of the time for which the device was busy lately, in percent, if it is known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub utilization_percent: Option<u8>,
-    /// Lease on the device, if a session holds one.
+    /// Clock of the processors of the device in MHz, if it tells.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub clock_mhz: Option<u32>,
+    /// Lease on the device, if a session holds one or waits for one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lease: Option<DeviceLease>,
 }

@@ -7,9 +7,9 @@ use std::sync::{Arc, mpsc};
 use std::time::Duration;
 use std::{env, io, process, thread};
 
-use rpc_core::device::{AllocRequest, Memory, Stream};
+use rpc_core::device::{AllocRequest, DeviceState, Memory, Stream};
 use rpc_core::{Device, DeviceApi, DeviceAttribute, DeviceType, Devices, ErrorKind, Result, RpcError, Value};
-use rpc_cuda::CudaDevice;
+use rpc_cuda::{CudaDevice, nvml};
 use rpc_transports::MessageFamily;
 use serde::{Deserialize, Serialize};
 
@@ -25,7 +25,7 @@ const PROBE_TIMEOUT: Duration = Duration::from_secs(20);
 const MAX_ANSWER_BYTES: u64 = 1 << 20;
 
 /// Answers of processes that probe devices.
-const MESSAGES: MessageFamily = MessageFamily::new("the answers of device probes", 2);
+const MESSAGES: MessageFamily = MessageFamily::new("the answers of device probes", 3);
 
 /// Answer of the process, printed as JSON.
 #[derive(Serialize, Deserialize)]
@@ -52,6 +52,8 @@ struct Described {
     driver_version: Option<String>,
     target: Option<String>,
     memory_scopes: Vec<String>,
+    /// Place on the PCI bus, by which NVIDIA's management library knows the device.
+    pci_bus_id: Option<String>,
 }
 
 /// True once `main` has called the hook. A program without the hook would start itself endlessly.
@@ -101,6 +103,7 @@ fn describe(cuda: &CudaDevice, index: i32) -> Result<Described> {
         driver_version: text(DeviceAttribute::DriverVersion)?,
         target: text(DeviceAttribute::Target)?,
         memory_scopes,
+        pci_bus_id: cuda.pci_bus_id(index).ok(),
     })
 }
 
@@ -199,6 +202,15 @@ impl DeviceApi for ProbedCuda {
         })
     }
 
+    /// Asks NVIDIA's management library, which has no context of CUDA.
+    fn state(&self, index: i32) -> DeviceState {
+        let found = usize::try_from(index).ok().and_then(|index| self.0.get(index));
+        match found.and_then(|device| device.pci_bus_id.as_ref()) {
+            Some(pci_bus_id) => nvml::gpu_state(pci_bus_id),
+            None => DeviceState::unknown("the driver does not tell where the device is on the PCI bus"),
+        }
+    }
+
     fn allocate(&self, _: i32, _: &AllocRequest<'_>) -> Result<Box<dyn Memory>> {
         self.refuse()
     }
@@ -224,7 +236,7 @@ mod tests {
 
     #[test]
     fn answers_keep_their_bytes_and_others_are_refused_in_words() {
-        let golden = r#"{"version":2,"found":{"Absent":"there is no driver"}}"#;
+        let golden = r#"{"version":3,"found":{"Absent":"there is no driver"}}"#;
         let found = Found::Absent("there is no driver".to_owned());
         assert_eq!(serde_json::to_string(&Answer { version: MESSAGES.version(), found }).unwrap(), golden);
         assert!(matches!(read_answer(golden.as_bytes()), Ok(Found::Absent(reason)) if reason == "there is no driver"));
@@ -233,7 +245,7 @@ mod tests {
             older.contains("version 1 of the answers of device probes") && older.contains("update that"),
             "{older}"
         );
-        let newer = read_answer(br#"{"version":3,"devices":7}"#).err().unwrap().to_string();
+        let newer = read_answer(br#"{"version":4,"devices":7}"#).err().unwrap().to_string();
         assert!(newer.contains("update this server"), "{newer}");
     }
 
@@ -241,7 +253,7 @@ mod tests {
     fn probed_devices_have_attributes_and_refuse_use() {
         let described = concat!(
             r#"[{"name":"H","total_memory":85899345920,"compute_version":"9.0","driver_version":null,"#,
-            r#""target":"cuda -arch=sm_90","memory_scopes":["host"]}]"#
+            r#""target":"cuda -arch=sm_90","memory_scopes":["host"],"pci_bus_id":null}]"#
         );
         let devices = Devices::new().with(Arc::new(ProbedCuda(serde_json::from_str(described).unwrap())));
         let gpu = devices.describe().find(|device| device.device == Device::cuda(0)).unwrap();

@@ -72,9 +72,10 @@ fn facts(to: &mut String, server: &ServerSummary) -> fmt::Result {
 }
 
 fn devices(to: &mut String, devices: &[DeviceDetails]) -> fmt::Result {
-    let columns = columns(["Device", "Name", "#Memory in use", "#Utilization", "Lease", "Waiting"]);
+    let columns = columns(["Device", "Name", "#Memory in use", "#Utilization", "#Clock", "Lease", "Waiting"]);
     table(to, "devices-table", "Devices", &columns, "The server reports no devices.", devices, |to, device| {
-        let DeviceDetails { device, name, total_memory, available_memory, utilization_percent, lease } = device;
+        let DeviceDetails { device, name, total_memory, available_memory, utilization_percent, clock_mhz, lease } =
+            device;
         let name = name.as_deref().unwrap_or_default();
         write!(to, "<td>{}</td><td>{}</td><td class=\"number\">", Text(device), Text(name))?;
         match (available_memory, total_memory) {
@@ -88,6 +89,10 @@ fn devices(to: &mut String, devices: &[DeviceDetails]) -> fmt::Result {
         to.write_str("</td><td class=\"number\">")?;
         if let Some(percent) = utilization_percent {
             write!(to, "{percent} % <meter max=\"100\" value=\"{percent}\"></meter>")?;
+        }
+        to.write_str("</td><td class=\"number\">")?;
+        if let Some(clock) = clock_mhz {
+            write!(to, "{clock} MHz")?;
         }
         to.write_str("</td>")?;
         match lease {
