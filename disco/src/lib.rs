@@ -93,6 +93,7 @@ mod launch;
 mod link;
 mod logs;
 mod node;
+mod number_list;
 mod open_files;
 mod options;
 mod program;

@@ -6,10 +6,13 @@
 //!
 //! | | up to 16 KiB of input | more |
 //! | --- | --- | --- |
-//! | threads | inputs travel with the announcements | each rank reduces its share of all buffers |
+//! | threads | inputs travel with announcements (1) | each rank reduces its share of all buffers |
 //! | processes | the same | the same, through the segment in chunks |
 //! | processes, read access | | each rank reads and reduces its share, and reads the results |
 //! | sockets | the same | each rank gets its share from all, and sends its reduced share to all |
+//!
+//! 1. In groups of more than 32 ranks none of an allreduce between threads, and between processes
+//!    512 KiB divided by the number of ranks: every rank would read the inputs of all.
 //!
 //! Threads reduce their share straight into the buffers of all. Chunks have 256 KiB, with a few
 //! under way at a time; up to 1 MiB there is one chunk. Processes with read access may read each
@@ -59,7 +62,7 @@ use crate::open_files::OpenFiles;
 use crate::options::DIRECT_TIMEOUT;
 
 /// The most ranks of a group that shares memory.
-pub const MAX_SHARED_RANKS: usize = 256;
+pub const MAX_SHARED_RANKS: usize = 1024;
 
 /// Settings of the `host` backend. All ranks of a group should have the same.
 #[derive(Clone, Debug)]
@@ -124,9 +127,9 @@ impl Default for Options {
 ///
 /// A size of 0 or above [`MAX_SHARED_RANKS`]; no memory.
 pub fn threads(size: usize, options: &Options) -> Result<Vec<Box<dyn Ccl>>, RpcError> {
-    let memory = Memory::heap(segment_bytes(size)?)
+    let memory = Memory::sparse(segment_bytes(size, true)?)
         .ok_or_else(|| RpcError::new(ErrorKind::OutOfMemory, "no memory for a group of collectives"))?;
-    let segment = Arc::new(Segment::create(memory, size, options.epoch, [0; 16]));
+    let segment = Arc::new(Segment::create(memory, size, true, options.epoch, [0; 16]));
     let rank = |rank| {
         SharedCcl::new(Arc::clone(&segment), rank, options.clone(), Reach::Addresses, WatchedProcesses::default())
     };
@@ -134,10 +137,33 @@ pub fn threads(size: usize, options: &Options) -> Result<Vec<Box<dyn Ccl>>, RpcE
 }
 
 /// Returns the bytes of the segment of a group.
-fn segment_bytes(size: usize) -> Result<usize, RpcError> {
+fn segment_bytes(size: usize, in_one_process: bool) -> Result<usize, RpcError> {
     if size == 0 || size > MAX_SHARED_RANKS {
         let text = format!("a group that shares memory has 1 to {MAX_SHARED_RANKS} ranks, not {size}");
         return Err(RpcError::invalid_argument(text));
     }
-    Segment::bytes(size).ok_or_else(|| RpcError::invalid_argument("a group of collectives that no memory holds"))
+    Segment::bytes(size, in_one_process)
+        .ok_or_else(|| RpcError::invalid_argument("a group of collectives that no memory holds"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Regression: all of a group's memory was written to as it was made, of which each pair of
+    /// ranks has some.
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn a_group_takes_memory_as_it_is_used() {
+        let resident = || {
+            let status = std::fs::read_to_string("/proc/self/status").unwrap();
+            let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
+            line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() << 10
+        };
+        let before = resident();
+        let ranks = threads(MAX_SHARED_RANKS, &Options::default()).unwrap();
+        assert_eq!(ranks.len(), MAX_SHARED_RANKS);
+        // Other tests of the process take memory at the same time, far less than that.
+        assert!(resident() < before + (512 << 20));
+    }
 }

@@ -2,7 +2,8 @@
 
 use std::time::Duration;
 
-use disco::ccl::host;
+use disco::ccl::{Buffers, ReduceOp, host};
+use rpc_core::DataType;
 
 use crate::launch::{ALL, JoinArguments, Launch, as_child, long_limits, on_threads, start_child};
 use crate::model::{conformance, random_program};
@@ -74,6 +75,36 @@ fn results_depend_neither_on_the_run_nor_on_the_launch() {
         let first = run(ALL[0]);
         for launch in ALL.into_iter().chain([ALL[0]]) {
             assert_eq!(run(launch), first, "{launch:?}");
+        }
+    }
+}
+
+/// In large groups data goes other ways than in small ones, and the results are those of a fold in
+/// the order of ranks.
+#[test]
+fn many_ranks_have_the_same_sums_whichever_way_their_data_goes() {
+    for (launch, size) in [(Launch::Threads, 200), (Launch::Segment, 40), (Launch::Processes, 40)] {
+        // Between processes the first two travel with the announcements.
+        for count in [1, 3000, 4000, 20_000] {
+            let of_rank = |rank: usize| (0..count).map(move |at| (rank + 1) as f32 / (at + 3) as f32);
+            let mut expected: Vec<f32> = of_rank(0).collect();
+            for rank in 1..size {
+                expected.iter_mut().zip(of_rank(rank)).for_each(|(sum, next)| *sum += next);
+            }
+            on_threads(launch, size, &long_limits(), |ccl| {
+                for _ in 0..2 {
+                    let mut data: Vec<u8> = of_rank(ccl.rank().0 as usize).flat_map(f32::to_ne_bytes).collect();
+                    ccl.allreduce(ReduceOp::Sum, DataType::F32, count, Buffers::in_place(&mut data).into()).unwrap();
+                    let sums = data.as_chunks().0.iter().map(|bytes| f32::from_ne_bytes(*bytes));
+                    assert!(sums.eq(expected.iter().copied()), "{launch:?}, {count}");
+                }
+                ccl.barrier().unwrap();
+                let mut all = vec![0; 4 * size];
+                let own = ccl.rank().0.to_ne_bytes();
+                ccl.allgather(DataType::U32, 1, Buffers::new(&own, &mut all).into()).unwrap();
+                let ranks = all.as_chunks().0.iter().map(|bytes| u32::from_ne_bytes(*bytes));
+                assert!(ranks.eq(0..size as u32), "{launch:?}");
+            });
         }
     }
 }

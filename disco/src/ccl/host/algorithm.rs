@@ -41,7 +41,7 @@ pub(super) enum Reach {
 impl Algorithm {
     /// Chooses the algorithm for `collective`, of `bytes`, among `size` ranks.
     pub(super) fn of(collective: &Collective, bytes: usize, size: usize, reach: Reach, any_in_place: bool) -> Self {
-        if travels_inline(collective.operation, bytes, size) {
+        if reach.travels_inline(collective.operation, bytes, size) {
             return Self::Small;
         }
         // Two ranks that exchange in place would each overwrite what the other has yet to read.
@@ -51,6 +51,24 @@ impl Algorithm {
             Reach::Reads(from) if !exchanges_in_place && bytes >= from => Self::Read,
             _ => Self::Staged,
         }
+    }
+}
+
+/// Number of ranks from which each rank does not read the inputs of all to reduce them for itself.
+const CROWD: usize = 32;
+
+impl Reach {
+    /// Returns true if the inputs of such a collective travel with the announcements, in a group
+    /// that shares memory.
+    pub(super) fn travels_inline(self, operation: Operation, bytes: usize, size: usize) -> bool {
+        let is_crowd = size > CROWD && matches!(operation, Operation::Allreduce(_));
+        let is_short = match self {
+            _ if !is_crowd => true,
+            // One rank, or a few, reduce it for all.
+            Self::Addresses => false,
+            Self::Reads(_) | Self::Segment => bytes.saturating_mul(size) <= CROWD * INLINE,
+        };
+        is_short && travels_inline(operation, bytes, size)
     }
 }
 

@@ -1,4 +1,4 @@
-//! Memory that ranks share: a block of the heap between threads, a sealed memory file between
+//! Memory that ranks share: pages of the process between threads, a sealed memory file between
 //! processes.
 
 use std::ptr::NonNull;
@@ -25,13 +25,34 @@ unsafe impl Sync for Memory {}
 const PAGE: usize = 4096;
 
 impl Memory {
-    /// Allocates memory for the threads of this process. Its pages take no room before they are
-    /// touched.
+    /// Allocates memory for one thread of this process.
     pub(super) fn heap(len: usize) -> Option<Self> {
         let layout = std::alloc::Layout::from_size_align(len.max(PAGE), PAGE).ok()?;
         // SAFETY: the layout is not empty.
         let start = NonNull::new(unsafe { std::alloc::alloc_zeroed(layout) })?;
         Some(Self { start, len: layout.size(), kind: Kind::Heap })
+    }
+
+    /// Maps zeroed memory whose pages take room as they are touched, one by one: for the threads of
+    /// this process, which use little of it.
+    #[cfg(target_os = "linux")]
+    pub(super) fn sparse(len: usize) -> Option<Self> {
+        use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous};
+        let (access, kind) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE | MapFlags::NORESERVE);
+        let len = len.max(PAGE);
+        // SAFETY: a new mapping at an address of the kernel's choice overlaps no other.
+        let start = NonNull::new(unsafe { mmap_anonymous(std::ptr::null_mut(), len, access, kind) }.ok()?)?;
+        // With large pages the first word of each part would take 2 MiB. A kernel without large
+        // pages refuses the advice.
+        // SAFETY: this is about pages that are ours alone, and changes nothing that they hold.
+        _ = unsafe { madvise(start.as_ptr(), len, Advice::LinuxNoHugepage) };
+        Some(Self { start: start.cast(), len, kind: Kind::Mapped })
+    }
+
+    /// Allocates zeroed memory, where the system has no way to map it.
+    #[cfg(not(target_os = "linux"))]
+    pub(super) fn sparse(len: usize) -> Option<Self> {
+        Self::heap(len)
     }
 
     pub(super) fn start(&self) -> *mut u8 {

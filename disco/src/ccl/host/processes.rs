@@ -4,11 +4,13 @@
 //! has it open. A process can join if it may open the files of that process (it has the same user)
 //! and knows the nonce.
 
+use std::collections::HashSet;
 use std::os::fd::{AsRawFd, OwnedFd};
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use ring::rand::{SecureRandom, SystemRandom};
 use rpc_core::limits::OpenFileLease;
 use rpc_core::{ErrorKind, RpcError};
@@ -23,6 +25,7 @@ use super::shared::SharedCcl;
 use super::watched_processes::WatchedProcesses;
 use super::{Options, segment_bytes};
 use crate::ccl::{Ccl, Rank};
+use crate::number_list::NumberList;
 
 /// A segment for a group of processes of this machine. It can be joined while this lives; ranks
 /// that have joined keep what they have.
@@ -37,7 +40,7 @@ pub struct Offer {
 
 /// Ticket by which a rank joins. The program that starts the ranks hands it to each. It has a form
 /// for `serde`, and is a secret of the group.
-#[derive(Clone, Serialize, Deserialize)]
+#[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Ticket {
     /// Process that has the memory file open.
     process: u32,
@@ -68,11 +71,11 @@ impl Offer {
     /// files on this system.
     pub fn new(size: usize, options: &Options) -> Result<Self, RpcError> {
         let open_file = options.open_files.reserve(1, "a segment")?;
-        let (memory, file) = Memory::create(segment_bytes(size)?)?;
+        let (memory, file) = Memory::create(segment_bytes(size, false)?)?;
         let mut nonce = [0; 16];
         let random = SystemRandom::new().fill(&mut nonce);
         random.map_err(|_| RpcError::internal("the system gives no random numbers"))?;
-        drop(Segment::create(memory, size, options.epoch, nonce));
+        drop(Segment::create(memory, size, false, options.epoch, nonce));
         let (process, descriptor) = (std::process::id(), file.as_raw_fd() as u32);
         let ticket = Ticket { process, descriptor, nonce, size: size as u32, epoch: options.epoch };
         Ok(Self { ticket, _file: file, _open_file: open_file })
@@ -101,16 +104,9 @@ impl Ticket {
         if rank.index() >= size {
             return Err(RpcError::invalid_argument(format!("no rank {rank} in a group of {size}")));
         }
-        let Self { process, descriptor, .. } = self;
         let opening = options.open_files.reserve(Memory::OPEN_AT_A_TIME, "opening a segment")?;
-        let memory = Memory::open(*process, *descriptor, segment_bytes(size)?).map_err(|error| {
-            let text =
-                format!("cannot open the group's segment, descriptor {descriptor} of process {process}: {error}");
-            RpcError::new(ErrorKind::NotFound, text)
-        })?;
+        let segment = self.open()?;
         drop(opening);
-        let segment = Segment::open(memory, size, self.epoch, self.nonce);
-        let segment = Arc::new(segment.map_err(|text| RpcError::new(ErrorKind::Refused, text))?);
         let own = rank.index();
         let joined = segment.word(own, Word::Joined);
         if joined.compare_exchange(0, 1, Ordering::AcqRel, Ordering::Acquire).is_err() {
@@ -133,8 +129,11 @@ impl Ticket {
         let pids: Vec<u32> = (0..size).map(|peer| word(peer, Word::Pid)).collect();
         // Before the last thing that the others wait for: once they have joined, so has this rank.
         let processes = WatchedProcesses::open(&pids, &options.open_files);
-        let processes = processes.inspect_err(|_| segment.publish(segment.word(own, Word::Left), 1, own))?;
-        let from = options.read_from.filter(|_| (0..size).all(|peer| can_read(&segment, peer, self.nonce)));
+        let processes = processes.inspect_err(|_| segment.leave(own))?;
+        // Ranks of one process can be read alike.
+        let mut tried = HashSet::new();
+        let mut is_readable = |peer: usize| !tried.insert(pids[peer]) || can_read(&segment, peer, self.nonce);
+        let from = options.read_from.filter(|_| (0..size).all(&mut is_readable));
         let from = from.map_or(NEVER, |from| u32::try_from(from / 1024 + 1).unwrap_or(NEVER));
         segment.publish(segment.word(own, Word::Reads), from, own);
         await_all(&segment, own, until, &options, |peer| word(peer, Word::Reads) != 0)?;
@@ -143,6 +142,32 @@ impl Ticket {
         let all_read = from != NEVER && (0..size).all(|peer| word(peer, Word::Reads) == from);
         let reach = if all_read { Reach::Reads((from as usize - 1) * 1024) } else { Reach::Segment };
         Ok(Box::new(SharedCcl::new(segment, own, options, reach, processes)))
+    }
+}
+
+/// Segments that ranks of this process have open, with their tickets. All of them share one
+/// mapping: the tables of the system for a large one take as much memory as many ranks do.
+static OPEN: Mutex<Vec<(Ticket, Weak<Segment>)>> = Mutex::new(Vec::new());
+
+impl Ticket {
+    /// Opens the segment, or finds it where another rank of this process has it open.
+    fn open(&self) -> Result<Arc<Segment>, RpcError> {
+        let mut open = OPEN.lock();
+        open.retain(|(_, segment)| segment.strong_count() > 0);
+        if let Some(segment) = open.iter().find_map(|(ticket, segment)| segment.upgrade().filter(|_| ticket == self)) {
+            return Ok(segment);
+        }
+        let Self { process, descriptor, .. } = self;
+        let size = self.size as usize;
+        let memory = Memory::open(*process, *descriptor, segment_bytes(size, false)?).map_err(|error| {
+            let text =
+                format!("cannot open the group's segment, descriptor {descriptor} of process {process}: {error}");
+            RpcError::new(ErrorKind::NotFound, text)
+        })?;
+        let segment = Segment::open(memory, size, self.epoch, self.nonce);
+        let segment = Arc::new(segment.map_err(|text| RpcError::new(ErrorKind::Refused, text))?);
+        open.push((self.clone(), Arc::downgrade(&segment)));
+        Ok(segment)
     }
 }
 
@@ -157,20 +182,19 @@ fn await_all(
     let size = segment.size();
     while let Some(missing) = (0..size).find(|peer| !is_there(*peer)) {
         if until.is_over() {
-            segment.publish(segment.word(own, Word::Left), 1, own);
-            let missing: Vec<String> =
-                (missing..size).filter(|peer| !is_there(*peer)).map(|peer| peer.to_string()).collect();
-            let text = format!("rank {} did not join within {:?}", missing.join(", "), options.join_timeout);
+            segment.leave(own);
+            let missing = NumberList::of((missing..size).filter(|peer| !is_there(*peer)));
+            let text = format!("rank {missing} did not join within {:?}", options.join_timeout);
             return Err(until.error(text));
         }
         // A rank that was there may leave in good order at any time.
         let has_left = |peer: usize| segment.word(peer, Word::Left).load(Ordering::Acquire) == 1;
         if let Some(peer) = (missing..size).find(|peer| has_left(*peer) && !is_there(*peer)) {
-            segment.publish(segment.word(own, Word::Left), 1, own);
+            segment.leave(own);
             let text = format!("rank {peer} has given up joining; its own error says why");
             return Err(RpcError::new(ErrorKind::PeerLost, text));
         }
-        segment.sleep(own, Duration::from_millis(50), || is_there(missing));
+        segment.sleep(own, missing, Duration::from_millis(50), || is_there(missing));
     }
     Ok(())
 }
@@ -196,7 +220,7 @@ mod tests {
     /// Returns the segment of an offer to two ranks, as the second of them has it.
     fn open(offer: &Offer) -> Segment {
         let Ticket { process, descriptor, nonce, size, epoch } = offer.ticket();
-        let memory = Memory::open(process, descriptor, segment_bytes(size as usize).unwrap()).unwrap();
+        let memory = Memory::open(process, descriptor, segment_bytes(size as usize, false).unwrap()).unwrap();
         Segment::open(memory, size as usize, epoch, nonce).unwrap()
     }
 

@@ -19,16 +19,18 @@ mod read;
 mod small;
 mod staged;
 
-use std::sync::Arc;
+use std::collections::HashMap;
+use std::ops::Range;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use rpc_core::RpcError;
 
-use super::algorithm::{Algorithm, Reach, has_input, input_bytes, travels_inline};
+use super::algorithm::{Algorithm, Reach, has_input, input_bytes};
 use super::announcement::{Announcement, MAX_POISON, agree, ahead};
 use super::memory::Memory;
-use super::segment::{Segment, Word, reached, wall_millis};
+use super::segment::{Gate, Segment, Word, reached, wall_millis};
 use super::watched_processes::WatchedProcesses;
 use super::{Options, check, kernel};
 use crate::ccl::error::{poison_from_bytes, poison_to_bytes};
@@ -42,8 +44,15 @@ use crate::sync::{AtomicU32, yield_now};
 /// that it costs more than a wake-up.
 const YIELD: Duration = Duration::from_millis(2);
 
-/// Longest sleep between two checks if the awaited rank is alive.
+/// Longest sleep between two checks if the awaited rank is alive, in groups of up to [`MANY`]
+/// ranks. In larger ones it is longer, so that the checks of all ranks cost no more.
 const SLEEP: Duration = Duration::from_millis(50);
+
+/// Number of ranks from which a group is large.
+const MANY: usize = 64;
+
+/// Most lines of the description of what a group's ranks are in.
+const MAX_LINES: usize = 16;
 
 /// Number of times that a rank reads a word before it begins to yield, which takes some
 /// microseconds. More is useful only if nothing else needs the core; otherwise the awaited rank may
@@ -71,10 +80,13 @@ pub(super) struct SharedCcl {
     /// Number of chunks that have gone through the stages since the group began: the same on all
     /// ranks.
     chunks: u32,
-    /// Counts for each other rank: of transfers to it, and of the chunks that went through the box
-    /// for it.
-    sent: Vec<pair::Count>,
-    received: Vec<pair::Count>,
+    /// Number of collectives at whose end the ranks waited for each other at a gate: the same on
+    /// all ranks.
+    finishes: u32,
+    /// Counts for each other rank that there were transfers with: of transfers to it, and of the
+    /// chunks that went through the box for it.
+    sent: HashMap<usize, pair::Count>,
+    received: HashMap<usize, pair::Count>,
     /// Announcements of the collective in progress, by rank.
     announcements: Vec<Announcement>,
     /// Memory into which inputs of other ranks are read. `None` before its first use.
@@ -99,7 +111,7 @@ impl SharedCcl {
         processes: WatchedProcesses,
     ) -> Self {
         let size = segment.size();
-        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let cores = cores();
         // If ranks have to share a core, spinning only keeps the awaited rank from running.
         let spins = if options.ranks_on_machine.unwrap_or(size).max(size) > cores { 0 } else { SPINS };
         Self {
@@ -115,9 +127,10 @@ impl SharedCcl {
             sequence: 0,
             step: 0,
             chunks: 0,
-            sent: vec![pair::Count::default(); size],
-            received: vec![pair::Count::default(); size],
-            announcements: Vec::with_capacity(size),
+            finishes: 0,
+            sent: HashMap::new(),
+            received: HashMap::new(),
+            announcements: Vec::new(),
             scratch: None,
         }
     }
@@ -142,8 +155,8 @@ impl SharedCcl {
         }
         let peer = check::transfer(&collective, self.rank(), self.size());
         let sequence = match (peer, collective.operation) {
-            (Some(peer), Operation::Send { .. }) => self.sent[peer].next(),
-            (Some(peer), _) => self.received[peer].next(),
+            (Some(peer), Operation::Send { .. }) => self.sent.entry(peer).or_default().next(),
+            (Some(peer), _) => self.received.entry(peer).or_default().next(),
             // A transfer with a rank that does not exist: no other rank takes part.
             (None, Operation::Send { .. } | Operation::Recv { .. }) => 0,
             (None, _) => {
@@ -187,17 +200,15 @@ impl SharedCcl {
         self.segment.announce(slot, &announcement, &poison);
         if let Some(lent) = lent
             && has_input(collective.operation, self.rank)
-            && travels_inline(collective.operation, bytes, size)
+            && self.reach.travels_inline(collective.operation, bytes, size)
         {
             let len = input_bytes(collective.operation, bytes, size);
             // SAFETY: `lent` has that many bytes, and the slot has room for them; no rank reads the
             // slot before `Entered` says so.
             unsafe { kernel::copy(lent.input, self.segment.inline(self.rank, sequence), len, false) };
         }
-        self.publish(Word::Entered, sequence as u32);
-        for peer in self.peers() {
-            self.wait(self.segment.word(peer, Word::Entered), sequence as u32, peer, Phase::Entry)?;
-        }
+        self.word(Word::Entered).store(sequence as u32, Ordering::Release);
+        self.meet_at(Gate::Entered, sequence as u32, sequence as u32)?;
         self.announcements.clear();
         for rank in 0..size {
             let announcement = self.segment.announcement(self.segment.slot(rank, sequence));
@@ -227,6 +238,61 @@ impl SharedCcl {
         Ok(())
     }
 
+    /// Waits for all other ranks at a gate, which this rank comes to for the time number `time`:
+    /// until all have set their word to `value`, as this one has.
+    ///
+    /// # Errors
+    ///
+    /// As [`wait`](Self::wait).
+    fn meet_at(&self, gate: Gate, value: u32, time: u32) -> Result<(), CclError> {
+        let size = self.segment.size();
+        let target = time.wrapping_mul(size as u32);
+        let (word, phase) = match gate {
+            Gate::Entered => (Word::Entered, Phase::Entry),
+            Gate::Finished => (Word::Finished, Phase::Progress),
+        };
+        self.segment.come_to(gate, target);
+        let is_open = || reached(self.segment.gate(gate).load(Ordering::SeqCst), target);
+        let has_come = |peer| reached(self.segment.word(peer, word).load(Ordering::Acquire), value);
+        let is_out = |peer| self.has_left(peer) || matches!(phase, Phase::Entry) && self.has_left_step(peer);
+        // Found here and not in `wait`: a rank that waits for many has to notice any that goes.
+        let gone = |from: usize| (from..size).find(|peer| !has_come(*peer) && is_out(*peer));
+        if self.is_soon(is_open)? {
+            return Ok(());
+        }
+        let mut began = Instant::now();
+        // The lowest rank that had not come at the last look.
+        let mut missing = 0;
+        loop {
+            // A rank that goes before this one says that it sleeps does not wake it.
+            let is_rung =
+                self.segment.sleep_at_gate(self.rank, self.step, self.sleep_time(), || is_open() || gone(0).is_some());
+            if is_open() {
+                return Ok(());
+            }
+            if self.segment.is_broken() {
+                return Err(self.broken());
+            }
+            let before = missing;
+            while missing < size && has_come(missing) {
+                missing += 1;
+            }
+            if missing == size {
+                // One has died between its word and the gate.
+                return Ok(());
+            }
+            if missing != before {
+                began = Instant::now();
+            }
+            let peer = if is_rung { gone(missing).unwrap_or(missing) } else { missing };
+            if let Some(cause) = self.failure_of(peer, phase, began)
+                && !has_come(peer)
+            {
+                return Err(self.break_up(cause, peer));
+            }
+        }
+    }
+
     /// Waits until `word`, which `peer` writes, has reached `target`.
     ///
     /// # Errors
@@ -235,12 +301,38 @@ impl SharedCcl {
     /// for the `phase` has passed.
     fn wait(&self, word: &AtomicU32, target: u32, peer: usize, phase: Phase) -> Result<(), CclError> {
         let ready = || reached(word.load(Ordering::Acquire), target);
-        let has_left = || self.segment.word(peer, Word::Left).load(Ordering::Acquire) != 0;
-        let is_out_of_step = || matches!(phase, Phase::Entry) && self.has_left_step(peer);
-        let has_gone = || has_left() || is_out_of_step();
-        for _ in 0..=self.spins {
+        let has_gone = || self.has_left(peer) || matches!(phase, Phase::Entry) && self.has_left_step(peer);
+        if self.is_soon(ready)? {
+            return Ok(());
+        }
+        let began = Instant::now();
+        loop {
+            // A peer that goes before this rank says that it sleeps does not wake it.
+            self.segment.sleep(self.rank, peer, self.sleep_time(), || ready() || has_gone());
             if ready() {
                 return Ok(());
+            }
+            if self.segment.is_broken() {
+                return Err(self.broken());
+            }
+            // The rank may have written the word between the check above and its end.
+            if let Some(cause) = self.failure_of(peer, phase, began)
+                && !ready()
+            {
+                return Err(self.break_up(cause, peer));
+            }
+        }
+    }
+
+    /// Spins and yields for a while. Returns true once `ready` says so.
+    ///
+    /// # Errors
+    ///
+    /// The group is broken.
+    fn is_soon(&self, ready: impl Fn() -> bool) -> Result<bool, CclError> {
+        for _ in 0..=self.spins {
+            if ready() {
+                return Ok(true);
             }
             std::hint::spin_loop();
         }
@@ -249,42 +341,41 @@ impl SharedCcl {
             for _ in 0..16 {
                 yield_now();
                 if ready() {
-                    return Ok(());
+                    return Ok(true);
                 }
             }
             if self.segment.is_broken() {
                 return Err(self.broken());
             }
         }
-        loop {
-            // A peer that goes before this rank says that it sleeps does not wake it.
-            self.segment.sleep(self.rank, SLEEP, || ready() || has_gone());
-            if ready() {
-                return Ok(());
-            }
-            if self.segment.is_broken() {
-                return Err(self.broken());
-            }
-            let (limit, late) = match phase {
-                Phase::Entry => (self.options.entry_timeout, BreakCause::NeverEntered),
-                Phase::Progress => (Some(self.options.stall_timeout), BreakCause::Silent),
-            };
-            let gone = if has_left() {
-                Some(BreakCause::Left)
-            } else if self.processes.is_dead(peer) {
-                Some(BreakCause::Died)
-            } else if is_out_of_step() {
-                Some(BreakCause::OutOfStep)
-            } else {
-                limit.is_some_and(|limit| began.elapsed() >= limit).then_some(late)
-            };
-            // The rank may have written the word between the check above and its end.
-            if let Some(cause) = gone
-                && !ready()
-            {
-                return Err(self.break_up(cause, peer));
-            }
+        Ok(false)
+    }
+
+    /// Returns why this rank, which has waited for `peer` since `began`, waits no longer.
+    fn failure_of(&self, peer: usize, phase: Phase, began: Instant) -> Option<BreakCause> {
+        let (limit, late) = match phase {
+            Phase::Entry => (self.options.entry_timeout, BreakCause::NeverEntered),
+            Phase::Progress => (Some(self.options.stall_timeout), BreakCause::Silent),
+        };
+        if self.has_left(peer) {
+            Some(BreakCause::Left)
+        } else if self.processes.is_dead(peer) {
+            Some(BreakCause::Died)
+        } else if matches!(phase, Phase::Entry) && self.has_left_step(peer) {
+            Some(BreakCause::OutOfStep)
+        } else {
+            limit.is_some_and(|limit| began.elapsed() >= limit).then_some(late)
         }
+    }
+
+    /// Returns the longest sleep between two checks.
+    fn sleep_time(&self) -> Duration {
+        SLEEP * (self.segment.size() / MANY).max(1) as u32
+    }
+
+    /// Returns true if the peer has dropped its communicator.
+    fn has_left(&self, peer: usize) -> bool {
+        self.segment.word(peer, Word::Left).load(Ordering::Acquire) != 0
     }
 
     /// Returns true if the peer has left the step that this rank is in, and so will not enter its
@@ -303,8 +394,10 @@ impl SharedCcl {
             during: during(&self.recorder),
             flights: describe(&self.segment, self.rank, &self.recorder),
         };
-        rpc_core::log_limited!(ERROR, rank = self.rank, %breakdown, "a group of collectives is broken");
-        self.segment.break_up(&breakdown);
+        // The first one says so for all.
+        if self.segment.break_up(&breakdown) {
+            rpc_core::log_limited!(ERROR, rank = self.rank, %breakdown, "a group of collectives is broken");
+        }
         self.broken()
     }
 
@@ -361,6 +454,10 @@ impl Ccl for SharedCcl {
         if result.as_ref().is_err_and(CclError::is_broken) {
             self.take_back_buffers();
         }
+        if self.segment.size() > MANY {
+            // Each of many ranks would keep those of all.
+            self.announcements = Vec::new();
+        }
         self.finish(&result);
         result
     }
@@ -400,8 +497,7 @@ impl Agreement for SharedCcl {
             return Err(self.broken());
         }
         // A rank that leaves sets its word before its process ends.
-        let has_left = |peer| self.segment.word(peer, Word::Left).load(Ordering::Acquire) != 0;
-        match self.peers().find(|peer| self.processes.is_dead(*peer) && !has_left(*peer)) {
+        match self.peers().find(|peer| self.processes.is_dead(*peer) && !self.has_left(*peer)) {
             Some(peer) => Err(self.break_up(BreakCause::Died, peer)),
             None => Ok(()),
         }
@@ -423,7 +519,7 @@ impl Agreement for SharedCcl {
 
 impl Drop for SharedCcl {
     fn drop(&mut self) {
-        self.publish(Word::Left, 1);
+        self.segment.leave(self.rank);
     }
 }
 
@@ -464,38 +560,74 @@ fn during(recorder: &Recorder) -> String {
 }
 
 /// Describes the call that each rank was last seen in, for people. The words of other ranks may
-/// change while they are read.
+/// change while they are read. In a large group, ranks that say the same share a line, and there
+/// are [`MAX_LINES`] lines at most.
 fn describe(segment: &Segment, own: usize, recorder: &Recorder) -> String {
     use std::fmt::Write as _;
 
-    let mut text = String::new();
-    let ahead = (0..segment.size()).map(|rank| segment.word(rank, Word::Entered).load(Ordering::Acquire));
+    let size = segment.size();
+    let ahead = (0..size).map(|rank| segment.word(rank, Word::Entered).load(Ordering::Acquire));
     let ahead = ahead.reduce(|a, b| if reached(a, b) { a } else { b }).unwrap_or(0);
-    for rank in 0..segment.size() {
-        let load = |word| segment.word(rank, word).load(Ordering::Acquire);
-        let (entered, finished) = (load(Word::Entered), load(Word::Finished));
-        let since = Duration::from_millis(wall_millis().wrapping_sub(load(Word::Since)).into());
-        let call = segment.announcement(segment.slot(rank, entered.into())).map(|one| one.collective.to_string());
-        let call = call.unwrap_or_else(|| "a collective".to_owned());
-        _ = write!(text, "rank {rank}: ");
-        _ = match load(Word::Transfer) {
-            _ if load(Word::Left) != 0 => write!(text, "left the group"),
-            0 if finished != entered => write!(text, "in {call} #{entered} for {since:.1?}"),
-            0 if entered == 0 && ahead != 0 => write!(text, "never entered #{ahead}, nor any collective before"),
-            0 if entered == 0 => write!(text, "in no collective, and has been in none"),
-            0 if entered != ahead => {
-                write!(text, "never entered #{ahead}; its last call was {call} #{entered}, {since:.1?} ago")
+    let mut text = String::new();
+    if size <= MAX_LINES {
+        for rank in 0..size {
+            _ = write!(text, "rank {rank}: {}", describe_rank(segment, rank, ahead, true));
+            if rank == own
+                && let Some(flight) = recorder.last()
+            {
+                _ = write!(text, " ({flight})");
             }
-            0 => write!(text, "in no collective; its last one was {call} #{entered}"),
-            transfer if transfer & 1 != 0 => write!(text, "sends to rank {} for {since:.1?}", transfer / 2 - 1),
-            transfer => write!(text, "receives from rank {} for {since:.1?}", transfer / 2 - 1),
-        };
-        if rank == own
-            && let Some(flight) = recorder.last()
-        {
-            _ = write!(text, " ({flight})");
+            text.push('\n');
         }
-        text.push('\n');
+        return text;
     }
-    text
+    let mut lines: Vec<(Range<usize>, String)> = Vec::new();
+    for rank in 0..size {
+        let line = describe_rank(segment, rank, ahead, false);
+        if let Some((ranks, _)) = lines.last_mut().filter(|(_, last)| *last == line) {
+            ranks.end = rank + 1;
+        } else if lines.len() == MAX_LINES {
+            _ = writeln!(text, "and {} more ranks", size - rank);
+            break;
+        } else {
+            lines.push((rank..rank + 1, line));
+        }
+    }
+    let lines = lines.into_iter().map(|(ranks, line)| match ranks.len() {
+        1 => format!("rank {}: {line}\n", ranks.start),
+        _ => format!("ranks {} to {}: {line}\n", ranks.start, ranks.end - 1),
+    });
+    let mut described: String = lines.collect();
+    if let Some(flight) = recorder.last() {
+        _ = writeln!(described, "rank {own}: {flight}");
+    }
+    described + &text
+}
+
+/// Describes the call that a rank was last seen in, where the furthest rank has entered the
+/// collective `ahead`.
+fn describe_rank(segment: &Segment, rank: usize, ahead: u32, with_times: bool) -> String {
+    let load = |word| segment.word(rank, word).load(Ordering::Acquire);
+    let (entered, finished) = (load(Word::Entered), load(Word::Finished));
+    let since = Duration::from_millis(wall_millis().wrapping_sub(load(Word::Since)).into());
+    let (for_so_long, so_long_ago) =
+        if with_times { (format!(" for {since:.1?}"), format!(", {since:.1?} ago")) } else { Default::default() };
+    let call = segment.announcement(segment.slot(rank, entered.into())).map(|one| one.collective.to_string());
+    let call = call.unwrap_or_else(|| "a collective".to_owned());
+    match load(Word::Transfer) {
+        _ if load(Word::Left) != 0 => "left the group".to_owned(),
+        0 if finished != entered => format!("in {call} #{entered}{for_so_long}"),
+        0 if entered == 0 && ahead != 0 => format!("never entered #{ahead}, nor any collective before"),
+        0 if entered == 0 => "in no collective, and has been in none".to_owned(),
+        0 if entered != ahead => format!("never entered #{ahead}; its last call was {call} #{entered}{so_long_ago}"),
+        0 => format!("in no collective; its last one was {call} #{entered}"),
+        transfer if transfer & 1 != 0 => format!("sends to rank {}{for_so_long}", transfer / 2 - 1),
+        transfer => format!("receives from rank {}{for_so_long}", transfer / 2 - 1),
+    }
+}
+
+/// Returns the number of cores of this process. The system is asked once: it reads files for that.
+fn cores() -> usize {
+    static CORES: OnceLock<usize> = OnceLock::new();
+    *CORES.get_or_init(|| std::thread::available_parallelism().map_or(1, usize::from))
 }

@@ -7,10 +7,10 @@
 
 use std::sync::atomic::Ordering;
 
+use super::SharedCcl;
 use super::pieces::{BufferStart, PIECE, in_pieces};
-use super::{Phase, SharedCcl};
 use crate::ccl::host::algorithm::{bypasses, route, share};
-use crate::ccl::host::segment::{Segment, Word};
+use crate::ccl::host::segment::{Gate, Segment, Word};
 use crate::ccl::host::{check, kernel};
 use crate::ccl::{CclError, Collective, Lent, Operation};
 
@@ -36,7 +36,7 @@ impl Drop for Busy<'_> {
 }
 
 impl SharedCcl {
-    pub(super) fn direct(&self, collective: Collective, bytes: usize, lent: Lent) -> Result<(), CclError> {
+    pub(super) fn direct(&mut self, collective: Collective, bytes: usize, lent: Lent) -> Result<(), CclError> {
         let busy = Busy::begin(&self.segment, self.rank).ok_or_else(|| self.broken())?;
         // SAFETY: the ranks are threads of this process and agree on the call, so that the
         // addresses are those of buffers whose lengths were checked for this call. `busy` keeps
@@ -65,11 +65,9 @@ impl SharedCcl {
         }
         drop(busy);
         let sequence = self.sequence as u32;
-        self.publish(Word::Finished, sequence);
-        for peer in self.peers() {
-            self.wait(self.segment.word(peer, Word::Finished), sequence, peer, Phase::Progress)?;
-        }
-        Ok(())
+        self.word(Word::Finished).store(sequence, Ordering::Release);
+        self.finishes = self.finishes.wrapping_add(1);
+        self.meet_at(Gate::Finished, sequence, self.finishes)
     }
 
     /// Reduces the bytes `at..at + len` of all inputs, and writes the result to all `outputs`.

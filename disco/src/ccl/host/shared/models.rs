@@ -12,7 +12,7 @@ use super::{SharedCcl, pair};
 use crate::ccl::host::Options;
 use crate::ccl::host::algorithm::Reach;
 use crate::ccl::host::memory::Memory;
-use crate::ccl::host::segment::{BoxWord, Segment, Word};
+use crate::ccl::host::segment::{BoxWord, Gate, Segment, Word};
 use crate::ccl::host::watched_processes::WatchedProcesses;
 use crate::ccl::{BreakCause, Buffers, Ccl, CclError, Collective, Operation, Rank, ReduceOp};
 use crate::sync::modelled::explore;
@@ -26,8 +26,9 @@ const HUGE: usize = 30_000;
 /// Returns the ranks of a group that goes through its segment, after so many collectives,
 /// transfers and chunks. They do not yield before they sleep.
 fn ranks_after<const N: usize>(collectives: u64, chunks: u32) -> [SharedCcl; N] {
-    let memory = Memory::heap(Segment::bytes(N).unwrap()).unwrap();
-    let segment = Arc::new(Segment::create(memory, N, 0, [0; 16]));
+    let memory = Memory::heap(Segment::bytes(N, false).unwrap()).unwrap();
+    let segment = Arc::new(Segment::create(memory, N, false, 0, [0; 16]));
+    segment.gate(Gate::Entered).store((collectives as u32).wrapping_mul(N as u32), Ordering::Relaxed);
     for rank in 0..N {
         let set = |word, value| segment.word(rank, word).store(value, Ordering::Relaxed);
         [Word::Entered, Word::Finished, Word::Halfway].into_iter().for_each(|word| set(word, collectives as u32));
@@ -44,7 +45,7 @@ fn ranks_after<const N: usize>(collectives: u64, chunks: u32) -> [SharedCcl; N] 
         let mut ccl = SharedCcl::new(Arc::clone(&segment), rank, options, Reach::Segment, processes);
         ccl.yield_time = Duration::ZERO;
         (ccl.sequence, ccl.chunks) = (collectives, chunks);
-        ccl.sent = vec![pair::Count::after(collectives, chunks); N];
+        ccl.sent = (0..N).map(|peer| (peer, pair::Count::after(collectives, chunks))).collect();
         ccl.received = ccl.sent.clone();
         ccl
     })

@@ -15,7 +15,7 @@ use crate::ccl::error::{poison_from_bytes, poison_to_bytes};
 use crate::ccl::host::algorithm::{Reach, bypasses};
 use crate::ccl::host::announcement::{Announcement, MAX_POISON, agree_pair, ahead};
 use crate::ccl::host::kernel;
-use crate::ccl::host::segment::{BoxWord, PARCEL, PARCELS, Word};
+use crate::ccl::host::segment::{BoxWord, PARCELS, Word};
 use crate::ccl::{BreakCause, CclError, Collective, Lent, Rank};
 
 /// Transfers from one rank to another so far, and the chunks that went through their box.
@@ -70,7 +70,7 @@ impl SharedCcl {
         collective: Collective,
         lent: Result<Option<Lent>, RpcError>,
     ) -> Result<(), CclError> {
-        let Count { transfers: sequence, chunks: before } = self.sent[to];
+        let Count { transfers: sequence, chunks: before } = self.sent.get(&to).copied().unwrap_or_default();
         self.note(self.rank, to, true, collective, sequence, &lent);
         self.publish_in_box(self.rank, to, BoxWord::Offered, sequence as u32);
         let answered = self.segment.box_word(self.rank, to, BoxWord::Answered);
@@ -80,21 +80,22 @@ impl SharedCcl {
         let Some(bytes) = collective.bytes() else { return Err(self.broken()) };
         let consumed = self.segment.box_word(self.rank, to, BoxWord::Consumed);
         if self.is_taken(bytes) {
-            self.sent[to].chunks = before.wrapping_add(1);
+            self.sent.entry(to).or_default().chunks = before.wrapping_add(1);
             return self.wait(consumed, before.wrapping_add(1), to, Phase::Progress);
         }
-        let chunks = bytes.div_ceil(PARCEL) as u32;
+        let parcel_len = self.segment.parcel_len();
+        let chunks = bytes.div_ceil(parcel_len) as u32;
         for chunk in 0..chunks {
             let count = before.wrapping_add(chunk);
             self.wait(consumed, count.wrapping_add(1).wrapping_sub(PARCELS as u32), to, Phase::Progress)?;
-            let begin = chunk as usize * PARCEL;
-            let len = PARCEL.min(bytes - begin);
+            let begin = chunk as usize * parcel_len;
+            let len = parcel_len.min(bytes - begin);
             // SAFETY: the range is in the input, and the receiver has consumed the earlier content
             // of this part of the box.
             unsafe { kernel::copy(lent.input.add(begin), self.segment.parcel(self.rank, to, count), len, false) };
             self.publish_in_box(self.rank, to, BoxWord::Produced, count.wrapping_add(1));
         }
-        self.sent[to].chunks = before.wrapping_add(chunks);
+        self.sent.entry(to).or_default().chunks = before.wrapping_add(chunks);
         Ok(())
     }
 
@@ -104,7 +105,7 @@ impl SharedCcl {
         collective: Collective,
         lent: Result<Option<Lent>, RpcError>,
     ) -> Result<(), CclError> {
-        let Count { transfers: sequence, chunks: before } = self.received[from];
+        let Count { transfers: sequence, chunks: before } = self.received.get(&from).copied().unwrap_or_default();
         let offered = self.segment.box_word(from, self.rank, BoxWord::Offered);
         self.wait(offered, sequence as u32, from, Phase::Entry)?;
         // The sender reads this note after the answer that follows, and leaves its own note
@@ -127,24 +128,25 @@ impl SharedCcl {
                 unsafe { self.pull(offer.input as usize as *const u8, lent.output, bytes, threads)? };
                 drop(busy);
             }
-            self.received[from].chunks = before.wrapping_add(1);
+            self.received.entry(from).or_default().chunks = before.wrapping_add(1);
             self.publish_in_box(from, self.rank, BoxWord::Consumed, before.wrapping_add(1));
             return Ok(());
         }
-        let chunks = bytes.div_ceil(PARCEL) as u32;
+        let parcel_len = self.segment.parcel_len();
+        let chunks = bytes.div_ceil(parcel_len) as u32;
         for chunk in 0..chunks {
             let count = before.wrapping_add(chunk);
             let produced = self.segment.box_word(from, self.rank, BoxWord::Produced);
             self.wait(produced, count.wrapping_add(1), from, Phase::Progress)?;
-            let begin = chunk as usize * PARCEL;
-            let len = PARCEL.min(bytes - begin);
+            let begin = chunk as usize * parcel_len;
+            let len = parcel_len.min(bytes - begin);
             let parcel = self.segment.parcel(from, self.rank, count);
             // SAFETY: the sender does not change this part of the box until this rank has consumed
             // it, and the output has room.
             unsafe { kernel::copy(parcel, lent.output.add(begin), len, bypasses(bytes)) };
             self.publish_in_box(from, self.rank, BoxWord::Consumed, count.wrapping_add(1));
         }
-        self.received[from].chunks = before.wrapping_add(chunks);
+        self.received.entry(from).or_default().chunks = before.wrapping_add(chunks);
         Ok(())
     }
 

@@ -98,8 +98,8 @@ mod tests {
     const LEN: usize = 8 * 1024 * 1024 + 5;
 
     fn segment() -> Segment {
-        let memory = Memory::heap(Segment::bytes(2).unwrap()).unwrap();
-        Segment::create(memory, 2, 0, [0; 16])
+        let memory = Memory::heap(Segment::bytes(2, true).unwrap()).unwrap();
+        Segment::create(memory, 2, true, 0, [0; 16])
     }
 
     #[test]

@@ -20,6 +20,7 @@ use super::group_state::WakeSockets;
 use super::handshake::{Failure, Group, HANDSHAKE_TIMEOUT, MIN_HANDSHAKE_TIMEOUT, handshake_timeout};
 use super::{Options, StreamCcl};
 use crate::ccl::{Ccl, Rank};
+use crate::number_list::NumberList;
 
 /// Target of log lines about addresses that a controller has named. They are for the operator of
 /// this node: a controller could read there what answers at them.
@@ -190,9 +191,8 @@ impl Listener {
                 }
                 // Before the next connection, so that strangers who keep connecting delay nothing.
                 if until.is_over() {
-                    let missing: Vec<String> =
-                        missing.iter().map(|at| (group.rank as usize + 1 + at).to_string()).collect();
-                    let text = format!("rank {} did not connect to rank {}", missing.join(", "), group.rank);
+                    let missing = NumberList::of(missing.iter().map(|at| group.rank as usize + 1 + at));
+                    let text = format!("rank {missing} did not connect to rank {}", group.rank);
                     return Err(until.error(text));
                 }
                 if handshakes.len() >= MAX_HANDSHAKES.min(missing.len() + EXTRA_HANDSHAKES) {
