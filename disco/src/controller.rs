@@ -9,6 +9,7 @@
 pub(crate) mod ccl_state;
 pub(crate) mod dispatch;
 pub(crate) mod dref;
+mod executed_credit;
 mod init_ccl;
 mod join_plan;
 mod module_upload;

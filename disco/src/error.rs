@@ -1,10 +1,13 @@
 //! Errors of a Disco session: of commands on workers, or of the session.
 
+use std::collections::HashMap;
 use std::fmt;
 use std::sync::LazyLock;
 
 use rpc_core::RpcError;
 use serde::{Deserialize, Serialize};
+
+use crate::number_list::NumberList;
 
 /// The result of an operation of a Disco session.
 pub type Result<T, E = DiscoError> = std::result::Result<T, E>;
@@ -98,6 +101,72 @@ impl From<DiscoError> for RpcError {
     }
 }
 
+/// Most failures that are told one by one.
+const FEW: usize = 8;
+
+/// Most different failures in a text.
+const MAX_TOLD: usize = 32;
+
+/// Describes failures. Of many, those that differ in their workers alone are told once, and of many
+/// different ones the first.
 fn join(failures: &[Failure]) -> String {
-    failures.iter().map(Failure::to_string).collect::<Vec<_>>().join("; ")
+    if failures.len() <= FEW {
+        return failures.iter().map(Failure::to_string).collect::<Vec<_>>().join("; ");
+    }
+    let mut told: Vec<(&Failure, Vec<usize>)> = Vec::new();
+    let mut known = HashMap::new();
+    let mut left_out = 0_usize;
+    for failure in failures {
+        let key = (failure.sequence, failure.command.as_str(), failure.cause.message());
+        match known.get(&key) {
+            Some(at) => {
+                let (_, workers): &mut (_, Vec<usize>) = &mut told[*at];
+                workers.push(failure.worker.index());
+            }
+            None if told.len() == MAX_TOLD => left_out += 1,
+            None => {
+                known.insert(key, told.len());
+                told.push((failure, vec![failure.worker.index()]));
+            }
+        }
+    }
+    let mut texts: Vec<String> = Vec::with_capacity(told.len() + 1);
+    for (failure, mut workers) in told {
+        workers.sort_unstable();
+        workers.dedup();
+        texts.push(match &workers[..] {
+            [_] => failure.to_string(),
+            _ => {
+                let Failure { sequence, command, cause, .. } = failure;
+                format!("workers {}: {command} (#{sequence}): {}", NumberList::of(workers), cause.message())
+            }
+        });
+    }
+    if left_out > 0 {
+        texts.push(format!("and {left_out} more failures"));
+    }
+    texts.join("; ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_failure_of_many_workers_is_told_once_and_the_text_stays_short() {
+        let failure = |worker: u32, text: String| Failure {
+            worker: WorkerId(worker),
+            sequence: 5,
+            command: "f".to_owned(),
+            cause: RpcError::invalid_argument(text),
+        };
+        let alike = (0..1024).map(|worker| failure(worker, "no".to_owned())).collect();
+        assert_eq!(DiscoError::Workers(alike).to_string(), "workers 0 to 1023: f (#5): no");
+        let few = DiscoError::Workers([3, 4].map(|worker| failure(worker, "no".to_owned())).to_vec());
+        assert_eq!(few.to_string(), "worker 3: f (#5): no; worker 4: f (#5): no");
+        let all_different: Vec<_> = (0..1024).map(|worker| failure(worker, format!("no {worker}"))).collect();
+        let text = RpcError::from(DiscoError::Workers(all_different)).message().to_owned();
+        assert!(text.starts_with("worker 0: f (#5): no 0; worker 1: f (#5): no 1; "), "{text}");
+        assert!(text.ends_with("; and 992 more failures") && text.len() < 1200, "{text}");
+    }
 }

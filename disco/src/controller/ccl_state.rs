@@ -15,6 +15,8 @@
 //! Each making of the communicators has a number, its *epoch*; reports of an earlier one are of no
 //! interest.
 
+use std::collections::HashSet;
+
 use rpc_core::{ErrorKind, RpcError};
 
 use crate::ccl::backend::Backend;
@@ -68,6 +70,8 @@ pub(crate) struct Collectives {
     backend: Backend,
     being_made: bool,
     broken: Option<Breakage>,
+    /// Workers in the breakage's `noticed_by`.
+    noticed_by: HashSet<WorkerId>,
 }
 
 impl Collectives {
@@ -107,7 +111,7 @@ impl Collectives {
         }
         match &mut self.broken {
             Some(breakage) => {
-                if !breakage.noticed_by.contains(&worker) {
+                if self.noticed_by.insert(worker) {
                     breakage.noticed_by.push(worker);
                 }
                 // Word of an abort may overtake that of its reason.
@@ -120,6 +124,7 @@ impl Collectives {
             None => {
                 let Report { culprit, cause, .. } = report;
                 self.broken = Some(Breakage { cause, culprit, noticed_by: vec![worker] });
+                self.noticed_by = HashSet::from([worker]);
                 true
             }
         }
@@ -128,7 +133,10 @@ impl Collectives {
     /// Breaks the collectives from here. Says whether they were not broken before.
     pub(crate) fn abort(&mut self, cause: RpcError) -> bool {
         let is_news = self.broken.is_none();
-        self.broken.get_or_insert(Breakage { cause, culprit: None, noticed_by: Vec::new() });
+        if is_news {
+            self.broken = Some(Breakage { cause, culprit: None, noticed_by: Vec::new() });
+            self.noticed_by.clear();
+        }
         is_news
     }
 

@@ -10,6 +10,7 @@ use parking_lot::{Mutex, MutexGuard};
 use rpc_core::{ErrorKind, RpcError, blocking};
 
 use crate::controller::ccl_state::{CclState, Collectives};
+use crate::controller::executed_credit::ExecutedCredit;
 use crate::controller::tickets::Ticket;
 use crate::controller::unsynced_failures::UnsyncedFailures;
 use crate::error::{DiscoError, Result, WorkerId};
@@ -39,7 +40,7 @@ pub(crate) struct ControllerState {
     /// The credit that all commands have taken so far.
     pub(super) issued: u64,
     /// The part of that credit that each worker has executed, as far as is known.
-    pub(super) executed: Vec<u64>,
+    pub(super) executed: ExecutedCredit,
     /// The last command that each worker is known to have executed.
     pub(super) reached: Vec<u64>,
     registers: Registers,
@@ -70,7 +71,7 @@ impl Controller {
         let state = ControllerState {
             sequence: 0,
             issued: 0,
-            executed: vec![0; layout.world_size as usize],
+            executed: ExecutedCredit::new(layout.world_size as usize),
             reached: vec![0; layout.world_size as usize],
             registers: Registers::default(),
             last_program: 0,
@@ -191,8 +192,7 @@ impl Controller {
     }
 
     pub(super) fn fits(&self, state: &ControllerState) -> bool {
-        let slowest = state.executed.iter().copied().min().unwrap_or(0);
-        state.issued.saturating_sub(slowest) < self.options.window
+        state.issued.saturating_sub(state.executed.least()) < self.options.window
     }
 
     /// Issues a command, whether there is credit or not.

@@ -22,10 +22,9 @@ impl Upstream for Controller {
                 }
                 // A node cannot report more than was issued.
                 let cost = cost.min(state.issued);
-                if let Some(executed) = state.executed.get_mut(worker.index()) {
-                    *executed = cost.max(*executed);
-                }
-                let wakers = if self.fits(&state) { std::mem::take(&mut state.room) } else { Vec::new() };
+                state.executed.raise(worker.index(), cost);
+                let is_awaited = !state.room.is_empty() && self.fits(&state);
+                let wakers = if is_awaited { std::mem::take(&mut state.room) } else { Vec::new() };
                 drop(state);
                 wakers.into_iter().for_each(Waker::wake);
             }

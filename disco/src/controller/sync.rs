@@ -11,6 +11,7 @@ use crate::completion::Completion;
 use crate::controller::dispatch::Controller;
 use crate::controller::tickets::{IncomingTensor, Ticket};
 use crate::error::{DiscoError, Failure, Result, WorkerId};
+use crate::number_list::NumberList;
 use crate::wire::command::Command;
 use crate::wire::event::LocalContent;
 
@@ -151,10 +152,7 @@ impl Controller {
     pub(crate) fn behind(&self, sequence: u64) -> String {
         let state = self.lock();
         let late = state.reached.iter().enumerate().filter(|(_, reached)| **reached < sequence);
-        let late: Vec<String> = late.map(|(worker, _)| worker.to_string()).collect();
-        match &late[..] {
-            [one] => format!("worker {one} was"),
-            several => format!("workers {} were", several.join(", ")),
-        }
+        let late = NumberList::of(late.map(|(worker, _)| worker));
+        if late.len() == 1 { format!("worker {late} was") } else { format!("workers {late} were") }
     }
 }

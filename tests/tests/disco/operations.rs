@@ -2,6 +2,7 @@
 //! those of a sequential program, failures, and ends.
 
 mod ends;
+mod many_workers;
 mod nodes;
 mod programs;
 
