@@ -1,6 +1,7 @@
 //! The data plane, as the controller plans it: how its workers are to join each other for
 //! collectives.
 
+use std::collections::HashMap;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::Weak;
 
@@ -21,7 +22,7 @@ impl Controller {
     pub(crate) async fn start(&self) -> Result<()> {
         let this: Weak<dyn Upstream> = self.this.clone();
         for (number, link) in self.links.iter().enumerate() {
-            link.start(number, &this).await?;
+            link.start(number, &this)?;
         }
         let sequence = self.meet(0, Backend::default(), Vec::new(), false).await?;
         // The first sync tells its failures.
@@ -111,17 +112,25 @@ impl Controller {
             );
             return Ok(JoinPlan::Unconnected { reason });
         }
+        if let Some(reason) = too_many_connections(&processes) {
+            return Ok(JoinPlan::Unconnected { reason });
+        }
         let this: Weak<dyn Upstream> = self.this.clone();
         let (mut world, mut groups, mut locations) = (Vec::new(), Vec::new(), Vec::new());
         let machines = machines(&processes);
         let mut addresses = addresses.into_iter();
+        let mut asked = Vec::new();
         for (number, link) in self.links.iter().enumerate() {
             link.take_relays(number, &this).await?;
             let these: Vec<_> = addresses.by_ref().take(link.nodes).collect();
             // If no address is known, workers beside each other can still use this one, and so can
             // a relay of their node.
             let listening = these.iter().map(|address| address.unwrap_or(Ipv4Addr::LOCALHOST.into())).collect();
-            let listening = link.listen(listening).await?;
+            // All nodes at once.
+            asked.push((link, these, tokio::spawn(link.listen(listening))));
+        }
+        for (link, these, listening) in asked {
+            let listening = listening.await.unwrap_or_else(|_| Err(RpcError::internal("asking a node panicked")))?;
             // All nodes have as many workers.
             let per_node = link.workers().len() / link.nodes.max(1);
             for (at, (worker, one)) in link.workers().zip(listening).enumerate() {
@@ -152,13 +161,47 @@ impl Controller {
     }
 }
 
+/// Most connections of one process for collectives over sockets, in which each worker has one with
+/// every other.
+const MAX_CONNECTIONS: u64 = 1 << 16;
+
+/// Returns why these processes cannot connect each of their workers with all others, if so.
+fn too_many_connections(processes: &[&WorkerProcess]) -> Option<String> {
+    let world: u64 = processes.iter().map(|process| u64::from(process.count)).sum();
+    let largest = processes.iter().map(|process| u64::from(process.count)).max().unwrap_or(0);
+    let connections = largest.saturating_mul(world.saturating_sub(1));
+    (connections > MAX_CONNECTIONS).then(|| {
+        format!(
+            "over sockets each worker is connected with every other, which is {connections} connections of a process \
+             with {largest} of {world} workers, and {MAX_CONNECTIONS} are allowed: have fewer workers in a process, \
+             or in the session"
+        )
+    })
+}
+
 /// Returns the machine of each worker, as a number.
 fn machines(processes: &[&WorkerProcess]) -> Vec<u32> {
+    let mut known = HashMap::new();
     let number = |(at, process): (usize, &&WorkerProcess)| {
-        let is_same = |other: &&WorkerProcess| !process.machine.is_empty() && other.machine == process.machine;
         // If the machine is unknown, each process has its own.
-        let first = processes.iter().position(is_same).unwrap_or(at);
+        let first = if process.machine.is_empty() { at } else { *known.entry(process.machine.clone()).or_insert(at) };
         std::iter::repeat_n(first as u32, process.count as usize)
     };
     processes.iter().enumerate().flat_map(number).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_machine_is_known_by_its_name_and_too_many_connections_are_refused_in_words() {
+        let process = |count, machine: &str| WorkerProcess { count, machine: machine.to_owned(), mpi: None };
+        let processes = [process(2, "a"), process(1, ""), process(1, "b"), process(1, ""), process(1, "a")];
+        assert_eq!(machines(&processes.each_ref()), [0, 0, 1, 2, 3, 0]);
+        assert_eq!(too_many_connections(&processes.each_ref()), None);
+        let large = [process(128, "a"), process(896, "b")];
+        let reason = too_many_connections(&large.each_ref()).unwrap();
+        assert!(reason.contains("916608 connections of a process with 896 of 1024 workers"), "{reason}");
+    }
 }

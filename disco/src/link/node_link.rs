@@ -73,7 +73,15 @@ enum Path {
 struct OpenHost {
     session: Session,
     host: RemoteObject,
+    /// Functions by which the host is driven, until the tasks that call them start.
+    functions: Option<DrivingFunctions>,
     tasks: Vec<JoinHandle<()>>,
+}
+
+/// Functions of a node that submit commands and fetch events.
+struct DrivingFunctions {
+    submit: RemoteFunction,
+    events: RemoteFunction,
 }
 
 impl Link {
@@ -90,7 +98,7 @@ impl Link {
         local: Option<Arc<LocalLink>>,
     ) -> rpc_core::Result<Self> {
         let named = |error: RpcError| error.context(&name);
-        let (host, info) = Self::open_host(&session, &set_up).await.map_err(named)?;
+        let (host, info, functions) = Self::open_host(&session, &set_up).await.map_err(named)?;
         let said: u64 = info.processes.iter().map(|process| u64::from(process.count)).sum();
         if said != u64::from(set_up.workers()) {
             let text = format!("a node was to have {} workers and says that it has {said}", set_up.workers());
@@ -105,7 +113,7 @@ impl Link {
             None => Path::Remote(Arc::default()),
         };
         let is_encrypted = session.is_encrypted() || info.is_encrypted_below;
-        let held = Mutex::new(Some(OpenHost { session, host, tasks: Vec::new() }));
+        let held = Mutex::new(Some(OpenHost { session, host, functions: Some(functions), tasks: Vec::new() }));
         Ok(Self {
             first: set_up.first,
             count: set_up.workers(),
@@ -120,10 +128,15 @@ impl Link {
         })
     }
 
-    async fn open_host(session: &Session, set_up: &SetUp) -> rpc_core::Result<(RemoteObject, NodeInfo)> {
-        // Both at once.
+    async fn open_host(
+        session: &Session,
+        set_up: &SetUp,
+    ) -> rpc_core::Result<(RemoteObject, NodeInfo, DrivingFunctions)> {
+        // All at once.
         let version = async { session.get_function("disco.version").await?.call::<u32>(()).await };
-        let (version, open) = tokio::join!(version, session.get_function("disco.open").into_future());
+        let find = |name| session.get_function(name).into_future();
+        let (version, open, submit, events) =
+            tokio::join!(version, find("disco.open"), find("disco.submit"), find("disco.events"));
         let open = open.map_err(|error| match error.kind() {
             ErrorKind::NotFound => error.context("it is no node: its program does not register disco's functions"),
             _ => error,
@@ -135,12 +148,12 @@ impl Link {
         };
         MESSAGES.check(version, "the node", "the program that opens it")?;
         let (host, info): (RemoteObject, Pack<NodeInfo>) = open.call((Pack(set_up.clone()),)).await?;
-        Ok((host, info.0))
+        Ok((host, info.0, DrivingFunctions { submit: submit?, events: events? }))
     }
 
     /// Starts the tasks that send commands and fetch events. A host of this process needs none, and
     /// gets `upstream` itself.
-    pub(crate) async fn start(&self, number: usize, upstream: &Weak<dyn Upstream>) -> rpc_core::Result<()> {
+    pub(crate) fn start(&self, number: usize, upstream: &Weak<dyn Upstream>) -> rpc_core::Result<()> {
         let outbox = match &self.path {
             Path::Local(local) => {
                 local.set_upstream(upstream);
@@ -149,8 +162,8 @@ impl Link {
             Path::Remote(outbox) => outbox,
         };
         let Some((session, host)) = self.far_end() else { return Ok(()) };
-        let submit = session.get_function("disco.submit").await?;
-        let events = session.get_function("disco.events").await?;
+        let functions = self.lock().as_mut().and_then(|held| held.functions.take());
+        let Some(DrivingFunctions { submit, events }) = functions else { return Ok(()) };
         let runtime = crate::runtime::runtime()?;
         let sender = Sender {
             outbox: Arc::clone(outbox),
@@ -212,15 +225,23 @@ impl Link {
 
     /// Lets the workers there listen for each other at these addresses of their nodes. Returns the
     /// addresses of their listeners, in the order of workers.
-    pub(crate) async fn listen(&self, addresses: Vec<IpAddr>) -> rpc_core::Result<Vec<ListenAddresses>> {
-        let (session, host) = self.far_end().ok_or_else(ended)?;
-        let listen = session.get_function("disco.listen").await?;
-        let listening: Pack<Vec<ListenAddresses>> = listen.call((&host, Pack(addresses))).await?;
-        if listening.0.len() != self.count as usize {
-            let text = format!("a node with {} workers says where {} listen", self.count, listening.0.len());
-            return Err(RpcError::new(ErrorKind::Protocol, text).context(&self.name));
+    ///
+    /// It is awaited by itself, so that many nodes can be asked at once.
+    pub(crate) fn listen(
+        &self,
+        addresses: Vec<IpAddr>,
+    ) -> impl Future<Output = rpc_core::Result<Vec<ListenAddresses>>> + Send + use<> {
+        let (far_end, count, name) = (self.far_end(), self.count, self.name.clone());
+        async move {
+            let (session, host) = far_end.ok_or_else(ended)?;
+            let listen = session.get_function("disco.listen").await?;
+            let listening: Pack<Vec<ListenAddresses>> = listen.call((&host, Pack(addresses))).await?;
+            if listening.0.len() != count as usize {
+                let text = format!("a node with {count} workers says where {} listen", listening.0.len());
+                return Err(RpcError::new(ErrorKind::Protocol, text).context(&name));
+            }
+            Ok(listening.0)
         }
-        Ok(listening.0)
     }
 
     /// Returns the number of bytes of commands that wait to be sent.

@@ -94,7 +94,7 @@ impl Subtree {
             let above = Arc::new(ParentLink { links, nodes, sink, relays, _permits: permits, _open_files: charged });
             let weak: Weak<dyn Upstream> = Arc::downgrade(&above) as Weak<dyn Upstream>;
             for (number, link) in above.links.iter().enumerate() {
-                link.start(number, &weak).await?;
+                link.start(number, &weak)?;
                 link.take_relays(number, &weak).await?;
             }
             Ok(above)
@@ -167,7 +167,8 @@ impl Subtree {
     /// in order.
     pub(crate) fn listen(&self, addresses: &[IpAddr]) -> Result<Vec<ListenAddresses>> {
         let (own, mut below) = addresses.split_at(addresses.len().min(1));
-        let mut all = Vec::new();
+        let runtime = crate::runtime::runtime()?;
+        let mut listening = Vec::new();
         for (link, nodes) in self.above.links.iter().zip(&self.above.nodes) {
             let addresses = if *nodes == 0 {
                 own
@@ -178,7 +179,13 @@ impl Subtree {
                 below = others;
                 these
             };
-            all.extend(blocking::block_on(link.listen(addresses.to_vec()))??);
+            // All at once.
+            listening.push(runtime.spawn(link.listen(addresses.to_vec())));
+        }
+        let mut all = Vec::new();
+        for one in listening {
+            let listening = blocking::block_on(one)?;
+            all.extend(listening.unwrap_or_else(|_| Err(RpcError::internal("asking a node panicked")))?);
         }
         Ok(all)
     }
