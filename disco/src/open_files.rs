@@ -4,7 +4,7 @@
 use std::fmt;
 
 use rpc_core::limits::OpenFileLease;
-use rpc_core::{Context, Result};
+use rpc_core::{Context, ErrorKind, Result, RpcError};
 
 /// Session that descriptors are charged to. The default is none: then they are not counted.
 #[derive(Clone, Default)]
@@ -44,5 +44,55 @@ impl OpenFiles {
 impl fmt::Debug for OpenFiles {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("OpenFiles")
+    }
+}
+
+/// Checks that this process may open a socket for each of `count` peers.
+///
+/// # Errors
+///
+/// [`ErrorKind::LimitExceeded`]: the limit of the system is lower.
+pub(crate) fn check_file_limit(count: usize, peers: &str) -> Result<()> {
+    check_against(file_limit(), count, peers)
+}
+
+fn check_against(limit: Option<u64>, count: usize, peers: &str) -> Result<()> {
+    match limit {
+        // One for each is what it takes at the least.
+        Some(limit) if count as u64 >= limit => {
+            let text = format!(
+                "{count} {peers} take as many sockets, and this process may have {limit} open files: raise the limit \
+                 (ulimit -n, LimitNOFILE), or let nodes open others (SocketSession::fan_out)"
+            );
+            Err(RpcError::new(ErrorKind::LimitExceeded, text))
+        }
+        _ => Ok(()),
+    }
+}
+
+#[cfg(unix)]
+fn file_limit() -> Option<u64> {
+    rustix::process::getrlimit(rustix::process::Resource::Nofile).current
+}
+
+#[cfg(not(unix))]
+fn file_limit() -> Option<u64> {
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn more_nodes_than_open_files_are_refused_with_what_to_raise() {
+        let error = check_against(Some(1024), 1024, "nodes").unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::LimitExceeded);
+        assert!(
+            error.message().contains("this process may have 1024 open files: raise the limit (ulimit -n"),
+            "{error}"
+        );
+        check_against(Some(1024), 1023, "nodes").unwrap();
+        check_against(None, usize::MAX, "nodes").unwrap();
     }
 }

@@ -6,11 +6,17 @@ use std::time::Duration;
 
 use rpc_core::{ErrorKind, Result as RpcResult, RpcError, Session, SharedSession};
 use rpc_transports::{Address, Bind, ConnectError, Connector, OpenRequest, ServeOptions, Server};
+use tokio::task::JoinSet;
 use tokio::time::Instant;
 
 use crate::completion::Completion;
 use crate::error::DiscoError;
 use crate::node::join::NodeRank;
+use crate::number_list::NumberList;
+use crate::open_files::check_file_limit;
+
+/// Most handshakes at a time with nodes that have dialled in.
+const MAX_MEETINGS: usize = 64;
 
 /// An address at which nodes dial in and wait for a session that wants them: see
 /// [`SocketSession::dialled_by`](crate::SocketSession::dialled_by). Cheap to clone; when the last
@@ -72,19 +78,31 @@ impl NodeListener {
         connector: &Connector,
         timeout: Duration,
     ) -> RpcResult<Vec<(Session, String)>> {
+        check_file_limit(count, "nodes that dial in")?;
         let deadline = Instant::now() + timeout;
         let (mut ranked, mut others): (HashMap<usize, Session>, Vec<Session>) = Default::default();
+        // Handshakes with several nodes at once, and with no more than are missing.
+        let mut meetings = JoinSet::new();
         loop {
-            // Those that have come and gone while others were waited for.
-            ranked.retain(|_, session| !has_ended(session));
-            others.retain(|session| !has_ended(session));
             if ranked.len() + others.len() >= count {
+                // Those that have come and gone while others were waited for.
+                ranked.retain(|_, session| !has_ended(session));
+                others.retain(|session| !has_ended(session));
+            }
+            let missing = count.saturating_sub(ranked.len() + others.len());
+            if missing == 0 {
                 break;
             }
-            let meeting = self.0.server.connect_parked(connector, |key| NodeRank::of_key(key).is_some());
-            let (key, session) = match tokio::time::timeout_at(deadline, meeting).await {
-                Ok(Ok(met)) => met,
-                Ok(Err(error)) => {
+            while meetings.len() < missing.min(MAX_MEETINGS) {
+                let (server, connector) = (self.0.server.clone(), connector.clone());
+                meetings.spawn(async move {
+                    server.connect_parked(&connector, |key| NodeRank::of_key(key).is_some()).await
+                });
+            }
+            let (key, session) = match tokio::time::timeout_at(deadline, meetings.join_next()).await {
+                Ok(Some(Ok(Ok(met)))) => met,
+                Ok(None | Some(Err(_))) => return Err(RpcError::internal("a handshake with a node panicked")),
+                Ok(Some(Ok(Err(error)))) => {
                     let error = error.into_rpc_error();
                     if error.kind() == ErrorKind::Draining {
                         return Err(error.context(format_args!("waiting for nodes at {}", self.0.address)));
@@ -126,9 +144,8 @@ impl NodeListener {
         let who = if others > 0 {
             format!("{} of {count} nodes", count - ranked.len() - others)
         } else {
-            let ranks: Vec<_> =
-                (0..count).filter(|rank| !ranked.contains_key(rank)).map(|rank| rank.to_string()).collect();
-            format!("nodes {} of {count}", ranks.join(", "))
+            let ranks = NumberList::of((0..count).filter(|rank| !ranked.contains_key(rank)));
+            format!("nodes {ranks} of {count}")
         };
         let address = &self.0.address;
         RpcError::new(ErrorKind::DeadlineExceeded, format!("{who} have not dialled in at {address} within {timeout:?}"))
