@@ -116,6 +116,8 @@ pub use node::functions::{refuse, register};
 pub use node::host_table::{CallReport, HostOwner, HostReport, HostTable, WorkerReport};
 pub use node::join::{JoinOptions, NodeRank, join, join_with};
 pub use node::settings::NodeSettings;
+#[doc(hidden)]
+pub use node::simulated::SimulatedWorkers;
 pub use node::worker_process::{serve_if_worker, serve_if_worker_with, serve_if_worker_with_access};
 pub use options::{Advertise, Hosting, Options};
 pub use program::recorder::{Program, Recorder};

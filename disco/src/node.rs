@@ -11,6 +11,7 @@ pub(crate) mod join;
 pub(crate) mod self_start;
 mod server;
 pub(crate) mod settings;
+pub(crate) mod simulated;
 pub(crate) mod subtree;
 pub(crate) mod worker_process;
 

@@ -20,7 +20,7 @@ use self::launch::{Launch, Testbed};
 use crate::case_filter;
 use crate::statistics::Limits;
 
-pub(crate) use self::functions::serve_if_worker;
+pub(crate) use self::functions::{EMPTY, registry, serve_if_worker};
 pub(crate) use self::launch::{NodeArgs, run_node};
 
 const DETAILS: &str = "\

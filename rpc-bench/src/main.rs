@@ -1,8 +1,9 @@
 //! `rpc-bench`: measures sessions and Disco, beside bare sockets on the same machine.
 //!
 //! `session_bench` measures calls and copies, `disco_bench` a controller and its workers,
-//! `run_bench` programs at a server. The servers of all are this program again, in child processes;
-//! the options of a connection and the exit codes are those of `rpc-cli`.
+//! `scale_bench` a controller with more and more workers, `run_bench` programs at a server. The
+//! servers of all are this program again, in child processes; the options of a connection and the
+//! exit codes are those of `rpc-cli`.
 
 #![forbid(unsafe_code)]
 
@@ -11,6 +12,7 @@ mod certificates;
 mod child_process;
 mod disco_bench;
 mod run_bench;
+mod scale_bench;
 mod session_bench;
 mod statistics;
 
@@ -45,6 +47,14 @@ enum Command {
     Disco(Box<disco_bench::DiscoBenchArgs>),
     /// Measure programs at a server, and compare them with the same programs here; and leases
     Run(run_bench::RunBenchArgs),
+    /// Measure the start, calls and memory of sessions with more and more workers
+    Scale(scale_bench::ScaleBenchArgs),
+    /// Measure one session for `scale`
+    #[command(hide = true)]
+    ScaleCase(scale_bench::CaseArgs),
+    /// Run nodes that `scale` starts
+    #[command(hide = true)]
+    SimulatedNodes(scale_bench::SimulatedNodesArgs),
     /// Run a server that `run` starts
     #[command(hide = true)]
     RunServer(run_bench::RunServerArgs),
@@ -68,6 +78,9 @@ fn main() -> ExitCode {
         Command::Rpc(args) => session_bench::run(&options, &output, &args),
         Command::Disco(args) => disco_bench::run(&output, &args),
         Command::Run(args) => run_bench::run(&output, &args),
+        Command::Scale(args) => scale_bench::run(&output, &args),
+        Command::ScaleCase(args) => scale_bench::run_case(&args),
+        Command::SimulatedNodes(args) => scale_bench::run_simulated_nodes(args),
         Command::RunServer(args) => run_bench::run_server(args),
         Command::SessionServer(args) => session_bench::run_child(args),
         Command::DiscoNode(args) => disco_bench::run_node(args),

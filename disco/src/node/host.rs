@@ -8,7 +8,7 @@
 //! numbers behind its own.
 
 use std::fmt;
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
@@ -22,6 +22,7 @@ use crate::link::local::{LocalHost, LocalLink};
 use crate::link::relayed_data::{Destination, Relays, WorkerDirectory};
 use crate::node::host_table::{HostEntry, HostOwner, HostReport, WorkerReport};
 use crate::node::self_start::can_serve_workers;
+use crate::node::simulated::{SimulatedHost, SimulatedWorkers};
 use crate::node::subtree::Subtree;
 use crate::open_files::OpenFiles;
 use crate::options::Hosting;
@@ -64,6 +65,8 @@ pub(crate) struct WorkerHost {
     events: Option<Arc<EventQueue>>,
     /// Workers in this process.
     threads: Option<Threads>,
+    /// Workers that execute nothing, in place of those in this process.
+    simulated: Option<SimulatedHost>,
     /// Workers in other processes, with the numbers behind those.
     subtree: Option<Subtree>,
     relays: Arc<Relays>,
@@ -136,14 +139,19 @@ impl WorkerHost {
         let relays = Relays::new(context);
         let own = context.extension::<DataAddress>().map(|address| address.0);
         let mut info = NodeInfo { processes: Vec::new(), is_encrypted_below: false, data_addresses: vec![own] };
-        let mut threads = None;
+        let (mut threads, mut simulated) = (None, None);
+        let is_simulated = context.extension::<SimulatedWorkers>().is_some();
         let in_processes = match set_up.hosting {
+            _ if is_simulated => false,
             Hosting::Processes => true,
             Hosting::Threads => false,
             // The process of a session that has it to itself is as good as another one.
             Hosting::Auto => set_up.count > 1 && has_gpus(context) && can_be_processes(),
         };
-        if !in_processes {
+        if is_simulated {
+            simulated = Some(SimulatedHost::new(set_up, Arc::clone(&sink)));
+            info.processes.push(WorkerProcess { count: set_up.count, machine: String::new(), mpi: None });
+        } else if !in_processes {
             threads = Some(Threads::start(context, set_up, &sink, &relays, events.is_none())?);
             info.processes.push(WorkerProcess { count: set_up.count, machine: machine(), mpi: own_mpi_process() });
         }
@@ -155,11 +163,12 @@ impl WorkerHost {
             info.data_addresses.extend(opened.data_addresses());
             subtree = Some(opened);
         }
-        let own = if threads.is_some() { set_up.count } else { 0 };
+        let own = if threads.is_some() || is_simulated { set_up.count } else { 0 };
         let owner = context.extension::<HostOwner>();
         let host = Arc::new_cyclic(|host| Self {
             events,
             threads,
+            simulated,
             subtree,
             relays,
             context: context.detached(),
@@ -183,6 +192,9 @@ impl WorkerHost {
         if let Some(subtree) = &self.subtree {
             let commands = commands.iter().cloned().zip(split_batch(heads).map(Some));
             subtree.forward(first, commands.collect(), MAX_HELD)?;
+        }
+        if let Some(simulated) = &self.simulated {
+            simulated.submit(first, &commands)?;
         }
         match &self.threads {
             Some(threads) => threads.feed.push(first, commands, MAX_HELD),
@@ -257,6 +269,10 @@ impl WorkerHost {
             let open_files = OpenFiles::of(&self.context);
             all = shared.rendezvous().listen(layout, first..first + count, *own, &open_files)?;
         }
+        // No worker listens there, and none will dial it.
+        let none = ListenAddresses { world: SocketAddr::new(*own, 0), group: None };
+        let simulated = self.simulated.as_ref().map_or(0, SimulatedHost::count);
+        all.extend(std::iter::repeat_n(none, simulated as usize));
         if let Some(subtree) = &self.subtree {
             all.extend(subtree.listen(addresses)?);
         }
@@ -268,6 +284,9 @@ impl LocalHost for WorkerHost {
     fn submit(&self, sequence: u64, queued: Queued) -> Result<()> {
         if let Some(subtree) = &self.subtree {
             subtree.forward(sequence, vec![(queued.clone(), None)], u64::MAX)?;
+        }
+        if let Some(simulated) = &self.simulated {
+            simulated.submit(sequence, std::slice::from_ref(&queued))?;
         }
         match &self.threads {
             Some(threads) => threads.feed.push(sequence, [queued], u64::MAX),

@@ -6,7 +6,7 @@ use disco::{ReduceOp, Scope, WorkerContext, WorkerId};
 use rpc_core::{DataType, Registry, Result, RpcError, Tensor};
 
 /// Name of a function that does nothing.
-pub(super) const EMPTY: &str = "bench.empty";
+pub(crate) const EMPTY: &str = "bench.empty";
 
 /// Name of a function that takes part in a collective repeatedly. Its arguments are the name of the
 /// collective, the elements of the larger side, the calls that are timed together, and the number
@@ -14,7 +14,7 @@ pub(super) const EMPTY: &str = "bench.empty";
 pub(super) const COLLECTIVE: &str = "bench.collective";
 
 /// Returns the functions of workers.
-pub(super) fn registry() -> Registry {
+pub(crate) fn registry() -> Registry {
     let registry = Registry::new();
     registry.add_inline(EMPTY, || ()).add(COLLECTIVE, collective);
     registry

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use clap::{Args, ValueEnum};
 use disco::{Advertise, DiscoSession, Options, ProcessSession, SocketSession, ThreadedSession};
-use rpc_core::{LocalSession, RpcError, SharedSession};
+use rpc_core::{LocalSession, RpcError, SessionLimits, SharedSession};
 use rpc_server::cli::Failure;
 use rpc_server::config::{ListenAddress, ServeConfig, ServeError, TrackerAddress, TrackerConfig};
 use rpc_server::tracker::Tracker;
@@ -133,6 +133,9 @@ impl Testbed {
 /// Key under which nodes register.
 const KEY: &str = "rpc-bench";
 
+/// Most threads of a session at a node.
+const MAX_THREADS: usize = 2048;
+
 /// Address on which nothing listens.
 const UNREACHABLE: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::new(127, 7, 7, 7)), 1);
 
@@ -186,7 +189,10 @@ pub(crate) fn run_node(args: NodeArgs) -> Result<(), Failure> {
         let functions = registry();
         disco::register(&functions);
         let open = move |request: &OpenRequest| -> Result<SharedSession, RpcError> {
-            let session = LocalSession::builder(functions.clone()).spawner(Arc::new(TokioSpawner::current()));
+            // Workers are threads of the session.
+            let limits = SessionLimits { max_threads: MAX_THREADS, ..SessionLimits::default() };
+            let session = LocalSession::builder(functions.clone()).limits(limits);
+            let session = session.spawner(Arc::new(TokioSpawner::current()));
             Ok(Arc::new(session.extension(Arc::new(request.onward.clone())).build()))
         };
         let mut served = ServeOptions::default();

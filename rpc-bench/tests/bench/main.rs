@@ -4,3 +4,4 @@
 
 mod disco;
 mod rpc;
+mod scale;
