@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use rpc_core::{Result as RpcResult, RpcError, Session};
+use rpc_core::{ErrorKind, Result as RpcResult, RpcError, Session};
 use rpc_transports::Connector;
 use rpc_transports::tracker::{ServerRequest, TrackerClient};
 
@@ -12,8 +12,15 @@ use crate::completion::Completion;
 use crate::controller::session::DiscoSession;
 use crate::error::DiscoError;
 use crate::link::session_source::Source;
+use crate::open_files::check_file_limit;
 use crate::options::Options;
 use crate::wire::set_up::ChildNode;
+
+/// Most nodes at addresses that a controller opens all by itself, unless it is told to.
+const MANY_NODES: usize = 64;
+
+/// Nodes that the controller, and each node, opens where there are more.
+const FAN_OUT_OF_MANY: usize = 32;
 
 /// A session whose workers are at nodes: servers of programs that have
 /// [registered](crate::register) disco's functions, as every `rpc-server` has.
@@ -123,6 +130,13 @@ impl SocketSession {
         self
     }
 
+    /// Has the controller open all nodes itself, however many there are: see
+    /// [`fan_out`](Self::fan_out).
+    #[must_use]
+    pub fn flat(self) -> Self {
+        self.fan_out(usize::MAX)
+    }
+
     /// Sets the longest wait until all nodes have dialled in. Default: 60 s.
     #[must_use]
     pub fn join_timeout(mut self, timeout: Duration) -> Self {
@@ -137,6 +151,10 @@ impl SocketSession {
     /// ([`ServeOptions::allow_forward`](rpc_transports::ServeOptions::allow_forward),
     /// `rpc-server --allow-forward`) and dial with what identity and trust they have themselves
     /// ([`ServeOptions::onward`](rpc_transports::ServeOptions::onward)).
+    ///
+    /// Default: for more than 64 nodes at addresses, 32, if they can; where a node does not open
+    /// others, the controller opens all nodes itself. For others, and for fewer, none.
+    /// [`flat`](Self::flat) switches that off.
     ///
     /// Nodes test those below them as [`Options::keep_alive`] says, or as often as their servers
     /// test their peers if that is more often. A way down has 16 nodes at most, and a server
@@ -161,6 +179,39 @@ impl SocketSession {
     /// refuses; and two nodes that say that they are the same one, or one that expects another
     /// number of nodes.
     pub fn start(self) -> Completion<DiscoSession> {
+        match &self.nodes {
+            Nodes::At(addresses) if self.fan_out.is_none() && addresses.len() > MANY_NODES => self.start_as_tree(),
+            _ => self.start_as_told(),
+        }
+    }
+
+    /// Starts a session whose nodes open others, or else one whose controller opens all of them.
+    fn start_as_tree(self) -> Completion<DiscoSession> {
+        let Self { nodes, workers_per_node, num_groups, connector, join_timeout, fan_out: _, options } = self;
+        let Nodes::At(addresses) = nodes else {
+            return Completion::failed(DiscoError::invalid("only nodes at addresses can open each other"));
+        };
+        Completion::spawn(async move {
+            let with = |fan_out| Self {
+                nodes: Nodes::At(addresses.clone()),
+                workers_per_node,
+                num_groups,
+                connector: connector.clone(),
+                join_timeout,
+                fan_out: Some(fan_out),
+                options: options.clone(),
+            };
+            match with(FAN_OUT_OF_MANY).start_as_told().await {
+                Err(DiscoError::Session(error)) if error.kind() != ErrorKind::InvalidArgument => {
+                    tracing::info!(%error, "nodes do not open others: the controller opens all of them");
+                    with(usize::MAX).start_as_told().await
+                }
+                outcome => outcome,
+            }
+        })
+    }
+
+    fn start_as_told(self) -> Completion<DiscoSession> {
         let Self { nodes, workers_per_node, num_groups, connector, join_timeout, fan_out, options } = self;
         let connector = connector.keep_alive(options.keep_alive);
         let count = match &nodes {
@@ -177,6 +228,7 @@ impl SocketSession {
             }
             match nodes {
                 Nodes::At(addresses) => {
+                    check_file_limit(addresses.len().min(fan_out.unwrap_or(usize::MAX)), "nodes")?;
                     let at = |ChildNode { address, children }| Node {
                         source: Source::Address(Box::new(connector.clone()), address),
                         children,
@@ -232,7 +284,59 @@ async fn borrow(connector: Connector, tracker: &str, request: &ServerRequest) ->
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
+    use rpc_core::{LocalSession, Registry, SharedSession};
+    use rpc_transports::{Address, Bind, OpenRequest, ServeOptions, Server, TokioSpawner};
+
     use super::*;
+    use crate::node::simulated::SimulatedWorkers;
+
+    /// Serves nodes whose workers execute nothing, and returns their addresses.
+    fn serve(name: &'static str, count: usize, open_others: bool) -> Vec<String> {
+        let registry = Registry::new();
+        crate::register(&registry);
+        let served = async move {
+            let mut addresses = Vec::new();
+            for number in 0..count {
+                let registry = registry.clone();
+                let open = move |request: &OpenRequest| -> RpcResult<SharedSession> {
+                    let session = LocalSession::builder(registry.clone()).extension(Arc::new(SimulatedWorkers));
+                    let session = session.spawner(Arc::new(TokioSpawner::current()));
+                    Ok(Arc::new(session.extension(Arc::new(request.onward.clone())).build()))
+                };
+                let allow_forward = if open_others { vec!["memory:*".to_owned()] } else { Vec::new() };
+                let options = ServeOptions { allow_forward, ..ServeOptions::default() };
+                let address: Address = format!("memory:{name}-{number}").parse().unwrap();
+                let server = Server::new(Arc::new(open), options);
+                addresses.push(server.listen(&address, &Bind::default()).await.unwrap().to_string());
+            }
+            addresses
+        };
+        let served = crate::runtime::runtime().unwrap().spawn(served);
+        rpc_core::blocking::block_on(served).unwrap().unwrap()
+    }
+
+    /// Many nodes are a tree, unless they cannot be or are not to be. Commands reach all workers
+    /// and come back either way.
+    #[test]
+    fn many_nodes_open_others_where_they_can() {
+        const MANY: usize = MANY_NODES + 6;
+        for (name, count, open_others, is_flat, links) in [
+            ("tree", MANY, true, false, FAN_OUT_OF_MANY),
+            ("told", MANY, true, true, MANY),
+            ("shut", MANY, false, false, MANY),
+            ("few", MANY_NODES, true, false, MANY_NODES),
+        ] {
+            let session = SocketSession::new(serve(name, count, open_others), 3, 1);
+            let session = if is_flat { session.flat() } else { session };
+            let session = session.start().wait().unwrap();
+            assert_eq!(session.controller().links.len(), links, "{name}");
+            assert_eq!(session.num_workers() as usize, 3 * count);
+            session.sync_all().wait().unwrap();
+            session.shutdown().wait().unwrap();
+        }
+    }
 
     fn names(trees: &[ChildNode], into: &mut Vec<String>) {
         for one in trees {
