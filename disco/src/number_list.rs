@@ -73,7 +73,7 @@ mod tests {
         let every_other = NumberList::of((0..2048).step_by(2));
         assert_eq!(every_other.to_string(), "0, 2, 4, 6, 8, 10, 12, 14 and 1016 more");
         assert_eq!(every_other.len(), 1024);
-        // Numbers behind those that are left out do not count as listed, whatever run they continue.
+        // Numbers behind those that are left out are left out, too.
         assert_eq!(text(&[0, 2, 4, 6, 8, 10, 12, 14, 16, 17]), "0, 2, 4, 6, 8, 10, 12, 14 and 2 more");
     }
 }

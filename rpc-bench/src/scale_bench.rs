@@ -1,7 +1,7 @@
 //! `rpc-bench scale`: what a session costs with more and more workers.
 //!
-//! Each kind of session and number of workers is measured in a process of its own ([`run_case`]), so
-//! that no memory of an earlier session is used again.
+//! Each kind of session and number of workers is measured in a process of its own ([`run_case`]),
+//! so that no memory of an earlier session is used again.
 
 mod case;
 mod chart;

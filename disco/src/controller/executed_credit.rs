@@ -1,8 +1,8 @@
 //! Credit that the workers have executed, and the least that any of them has.
 
 /// The executed credit of each worker, as far as it is known. A report costs a few steps for any
-/// number of workers: it is a tree, whose leaves are the workers and whose other nodes each have the
-/// smaller of the two numbers below.
+/// number of workers: it is a tree, whose leaves are the workers and whose other nodes each have
+/// the smaller of the two numbers below.
 pub(super) struct ExecutedCredit {
     /// The root is the first, and the nodes below number `n` are `2n` and `2n + 1`; number 0 is
     /// unused. Leaves without a worker have the largest number.

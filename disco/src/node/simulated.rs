@@ -1,5 +1,5 @@
-//! Workers that execute nothing: for measuring a controller, and the nodes between, with more workers
-//! than a machine can run.
+//! Workers that execute nothing: for measuring a controller, and the nodes between, with more
+//! workers than a machine can run.
 
 use std::ops::Range;
 use std::sync::Arc;

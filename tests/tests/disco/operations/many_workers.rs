@@ -1,5 +1,5 @@
-//! Sessions of many workers: they start, do what small ones do, and say in a few words what many have
-//! to say.
+//! Sessions of many workers: they start, do what small ones do, and say in a few words what many
+//! have to say.
 
 use disco::ThreadedSession;
 use rpc_tests::spmd::registry;
