@@ -8,8 +8,8 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use disco::{DiscoSession, Options};
-use rpc_tests::spmd::Launch;
+use disco::{DiscoSession, Options, SocketSession};
+use rpc_tests::spmd::{Launch, Node};
 use tracing_subscriber::fmt::MakeWriter;
 
 const NODE: &str = env!("CARGO_BIN_EXE_disco_node");
@@ -84,4 +84,30 @@ fn lines_of_workers_come_with_their_numbers_unless_they_are_turned_off() {
     let text = lines.text();
     assert!(text.contains("worker{id=1}: rpc_tests::spmd: from a thread"), "{text}");
     assert!(!text.contains("disco::worker: [1]"), "{text}");
+    the_loss_of_many_workers_is_told_once(&lines);
+}
+
+/// Each of the workers of a node is lost with it, and so is the session with each of the others.
+fn the_loss_of_many_workers_is_told_once(lines: &Lines) {
+    const PER_NODE: u32 = 48;
+    let mut nodes: Vec<Node> = (0..3).map(|_| Node::start(NODE)).collect();
+    let addresses: Vec<String> = nodes.iter().map(|node| node.address().to_owned()).collect();
+    let session = SocketSession::new(&addresses, PER_NODE, 1).start().wait().unwrap();
+    session.sync_all().wait().unwrap();
+    lines.0.lock().unwrap().clear();
+    // Killed, and waited for.
+    drop(nodes.remove(1));
+    let error = loop {
+        if let Err(error) = session.sync_all().wait() {
+            break error;
+        }
+    };
+    let text = error.to_string();
+    assert!(text.contains(&format!("workers 48 to 95 at {} was lost", addresses[1])), "{text}");
+    assert_eq!(session.sync_all().wait().unwrap_err(), error);
+    session.shutdown().wait().unwrap();
+    let text = lines.text();
+    let told: Vec<&str> = text.lines().filter(|line| line.contains("ERROR") || line.contains("WARN")).collect();
+    let [told] = told[..] else { panic!("{told:?}") };
+    assert!(told.contains("a disco session has ended") && told.contains("workers 48 to 95"), "{told}");
 }
