@@ -25,9 +25,10 @@ mod ticket;
 
 pub use self::client::{Loan, TrackerClient, address_of};
 pub use self::messages::{
-    DeviceDetails, DeviceLease, DeviceOffer, Drain, Draining, Grant, Holder, HolderState, Kick, LeaseHolder, LeaseWaiter, Loss, LossReason,
-    MESSAGES, PoolEvent, PoolEventKind, QueueEntry, Reach, RecentError, Registered, Registration, Renewed, Returned,
-    Sample, ServerDetails, ServerRequest, ServerStatus, ServerSummary, Summary, Use, functions,
+    DeviceDetails, DeviceLease, DeviceOffer, Drain, Draining, Grant, Holder, HolderState, Kick, LeaseHolder,
+    LeaseWaiter, Loss, LossReason, MESSAGES, PoolEvent, PoolEventKind, QueueEntry, Reach, RecentError, Registered,
+    Registration, Renewed, Returned, Sample, ServerDetails, ServerRequest, ServerStatus, ServerSummary, Summary, Use,
+    functions,
 };
 pub use self::ticket::{Ticket, TicketError, TicketKey};
 
