@@ -34,7 +34,6 @@ mod program;
 mod reaper;
 mod reaper_guard;
 mod reaper_server;
-mod sweep;
 
 pub use policy::ANY_PROGRAM;
 pub(crate) use policy::RunPolicy;

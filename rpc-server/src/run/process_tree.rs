@@ -3,8 +3,11 @@
 use std::collections::{HashMap, HashSet};
 use std::fs::{self, File};
 use std::io::Read as _;
+use std::time::{Duration, Instant};
 
-use rustix::process::{Pid, PidfdFlags, Signal, getpgrp, kill_process_group, pidfd_open, pidfd_send_signal};
+use rustix::process::{
+    Pid, PidfdFlags, Signal, getpgrp, kill_process, kill_process_group, pidfd_open, pidfd_send_signal,
+};
 
 /// A process at the time of a look at `/proc`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -21,20 +24,26 @@ pub(super) struct ProcessEntry {
     pub(super) is_zombie: bool,
     /// True if a signal or a debugger has stopped the process.
     pub(super) is_stopped: bool,
+    /// Time of the look.
+    seen: Instant,
 }
+
+/// Time after a look in which the id of a process is not given to another one.
+const FRESH: Duration = Duration::from_millis(1);
 
 impl ProcessEntry {
     /// Reads the entry of a process; `None` once it has been reaped.
     pub(super) fn read(pid: Pid) -> Option<Self> {
         // Longer than the text can be: a name of 64 bytes and 50 numbers. One call reads it.
         let mut text = [0; 2048];
+        let seen = Instant::now();
         let mut file = File::open(format!("/proc/{}/stat", pid.as_raw_nonzero())).ok()?;
         let len = file.read(&mut text).ok()?;
-        Self::parse(pid, &String::from_utf8_lossy(&text[..len]))
+        Self::parse(pid, &String::from_utf8_lossy(&text[..len]), seen)
     }
 
     /// Parses the text of `/proc/PID/stat`, see `proc_pid_stat(5)`.
-    fn parse(pid: Pid, stat: &str) -> Option<Self> {
+    fn parse(pid: Pid, stat: &str, seen: Instant) -> Option<Self> {
         // The name is in parentheses, and may contain any character.
         let (_, fields) = stat.rsplit_once(") ")?;
         let fields: Vec<_> = fields.split(' ').take(20).collect();
@@ -47,6 +56,7 @@ impl ProcessEntry {
             group: field(2)?.parse().ok()?,
             session: field(3)?.parse().ok()?,
             start_time: field(19)?.parse().ok()?,
+            seen,
         })
     }
 
@@ -121,23 +131,39 @@ pub(super) fn for_each_descendant(
     }
 }
 
-/// Sends a signal to a process that has just been looked at, and if it is the second one of its
-/// group in `groups`, to the whole group at once, so that none of the group forks before the signal
-/// comes to it.
-pub(super) fn signal_group(process: &ProcessEntry, signal: Signal, groups: &mut HashMap<i32, u32>) {
-    if process.is_zombie {
-        return;
-    }
-    process.signal(signal);
-    let count = groups.entry(process.group).or_default();
-    *count += 1;
-    if *count == 2
-        && process.group > 1
-        && process.group != getpgrp().as_raw_nonzero().get()
-        && process.is_there()
-        && let Some(group) = Pid::from_raw(process.group)
-    {
-        let _ = kill_process_group(group, signal);
+/// Process groups whose processes are signalled in a look.
+#[derive(Default)]
+pub(super) struct SignalledGroups {
+    /// Number of processes of each group that have been found.
+    found: HashMap<i32, u32>,
+}
+
+impl SignalledGroups {
+    /// Sends a signal to a process that has just been found, and if it is the second one of its
+    /// group, to the whole group at once, so that none of the group forks before the signal comes
+    /// to it.
+    pub(super) fn signal(&mut self, process: &ProcessEntry, signal: Signal) {
+        if process.is_zombie {
+            return;
+        }
+        // Its id is not that of another process after so short a time: all others would have to be
+        // given out before. A check takes longer than the signal, and many may wait for theirs.
+        let is_fresh = process.seen.elapsed() < FRESH;
+        if is_fresh {
+            let _ = kill_process(process.pid, signal);
+        } else {
+            process.signal(signal);
+        }
+        let count = self.found.entry(process.group).or_default();
+        *count += 1;
+        if *count == 2
+            && process.group > 1
+            && process.group != getpgrp().as_raw_nonzero().get()
+            && (is_fresh || process.is_there())
+            && let Some(group) = Pid::from_raw(process.group)
+        {
+            let _ = kill_process_group(group, signal);
+        }
     }
 }
 
@@ -150,7 +176,6 @@ pub(super) fn newest_pid() -> Option<u32> {
 mod tests {
     use std::process::{Child, Command, Stdio};
     use std::thread;
-    use std::time::{Duration, Instant};
 
     use rustix::process::getpid;
 
@@ -159,11 +184,11 @@ mod tests {
     #[test]
     fn a_name_does_not_forge_the_fields() {
         let stat = "7 (a) Z 1 (b) S 3 7 5 0 -1 4194304 1 2 3 4 5 6 7 8 20 0 1 0 99 100 200";
-        let entry = ProcessEntry::parse(getpid(), stat).unwrap();
+        let entry = ProcessEntry::parse(getpid(), stat, Instant::now()).unwrap();
         assert_eq!((entry.parent, entry.group, entry.session, entry.start_time), (3, 7, 5, 99));
         assert!(!entry.is_zombie);
         for broken in ["", "7 (a)", "7 (a) S 3 7"] {
-            assert_eq!(ProcessEntry::parse(getpid(), broken), None, "{broken}");
+            assert_eq!(ProcessEntry::parse(getpid(), broken, Instant::now()), None, "{broken}");
         }
     }
 
@@ -208,8 +233,8 @@ mod tests {
         assert!(first.pid == pid && others[0].session != first.session && others[1].session == others[0].session);
         // Two of them stand for the group.
         let signal = |signal| {
-            let mut groups = HashMap::new();
-            others.iter().for_each(|process| signal_group(process, signal, &mut groups));
+            let mut groups = SignalledGroups::default();
+            others.iter().for_each(|process| groups.signal(process, signal));
         };
         signal(Signal::STOP);
         wait_for(pid, |found| found.len() == 3 && found[1..].iter().all(|process| process.is_stopped));

@@ -17,14 +17,13 @@ use rpc_core::client::{EndCause, RunStatus};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::process::{
-    Pid, PidfdFlags, Signal, WaitOptions, WaitStatus, getpid, kill_process_group, pidfd_open, set_child_subreaper,
-    set_parent_process_death_signal, setpriority_process, setsid, wait, waitpid,
+    Pid, PidfdFlags, Signal, WaitOptions, WaitStatus, getpid, getpriority_process, kill_process_group, pidfd_open,
+    set_child_subreaper, set_parent_process_death_signal, setpriority_process, setsid, wait, waitpid,
 };
 
 use super::fork::{Side, fork};
 use super::messages::{self, ProgramSetup, ReaperStart, Started, TERMINATE};
-use super::process_tree::{ProcessEntry, descendants, newest_pid};
-use super::sweep::Sweep;
+use super::process_tree::{ProcessEntry, SignalledGroups, descendants, for_each_descendant, newest_pid};
 use crate::isolate::GRACE;
 use crate::server::exit_code;
 use crate::socket_guard::is_guard;
@@ -85,8 +84,6 @@ fn serve(control: &UnixStream) -> io::Result<()> {
             return messages::send(control, &Started::Failed(number));
         }
     };
-    // Where it may, it goes before the processes of the program.
-    let _ = setpriority_process(None, HIGHEST_PRIORITY);
     let mut program = Program {
         pid,
         exit: None,
@@ -125,9 +122,16 @@ fn start(setup: &ProgramSetup, streams: Vec<OwnedFd>) -> io::Result<Pid> {
 /// sessions, too, so that a program with many processes leaves the reaper a part of it.
 fn spawn_in_session(mut command: Command) -> io::Result<Pid> {
     let (mut failure, mut report) = io::pipe()?;
+    // Where it may, the reaper goes before the processes of the program. Not later than here:
+    // beside a program that forks without end it may get no turn to say so.
+    let priority = getpriority_process(None).unwrap_or_default();
+    let is_first = setpriority_process(None, HIGHEST_PRIORITY).is_ok();
     let pid = match fork() {
         Ok(Side::Original(pid)) => pid,
         Ok(Side::Copy) => {
+            if is_first {
+                let _ = setpriority_process(None, priority);
+            }
             let error = setsid().map_or_else(io::Error::from, |_| command.exec());
             let number = error.raw_os_error().unwrap_or(Errno::INVAL.raw_os_error());
             let _ = report.write_all(&number.to_ne_bytes());
@@ -136,6 +140,7 @@ fn spawn_in_session(mut command: Command) -> io::Result<Pid> {
         // A program that has started threads before the hook in its `main`: the new one is in the
         // session of the reaper.
         Err(error) if error.raw_os_error() == Some(Errno::BUSY.raw_os_error()) => {
+            let _ = setpriority_process(None, priority);
             return Ok(Pid::from_child(&command.process_group(0).spawn()?));
         }
         Err(error) => return Err(error),
@@ -242,8 +247,11 @@ impl Program {
         let deadline = Instant::now() + KILL_LIMIT;
         // Orphans are children of this process, so that without a child there is no descendant.
         while self.reap() && Instant::now() < deadline {
-            Sweep::kill();
-            thread::sleep(Duration::from_millis(1));
+            // Those that have been killed are not reaped while others live: where the system has no
+            // room for more processes, that would make room.
+            while kill_descendants() > 0 && Instant::now() < deadline {
+                thread::sleep(Duration::from_millis(1));
+            }
         }
     }
 
@@ -252,9 +260,10 @@ impl Program {
     fn kill_late_descendants(&mut self) {
         let mut pause = Duration::from_millis(1);
         while self.reap() {
-            Sweep::kill();
-            thread::sleep(pause);
-            pause = (2 * pause).min(TICK);
+            while kill_descendants() > 0 {
+                thread::sleep(pause);
+                pause = (2 * pause).min(TICK);
+            }
         }
     }
 
@@ -266,6 +275,32 @@ impl Program {
             ended_by: self.ended_by,
         }
     }
+}
+
+/// Kills all descendants that are found, each as soon as it is found. Returns the number of those
+/// that had not ended.
+fn kill_descendants() -> u32 {
+    let (mut live, mut groups) = (0, SignalledGroups::default());
+    let kill = |process: &ProcessEntry| {
+        live += u32::from(!process.is_zombie);
+        groups.signal(process, Signal::KILL);
+    };
+    for_each_descendant(getpid(), |_| true, kill);
+    live
+}
+
+/// Counts the descendants that have not ended. Above `max` it kills those that it finds, as among
+/// many processes the next look may be a long time away.
+fn count_descendants(max: u32) -> u32 {
+    let (mut count, mut groups) = (0, SignalledGroups::default());
+    let count_one = |process: &ProcessEntry| {
+        count += u32::from(!process.is_zombie);
+        if count > max {
+            groups.signal(process, Signal::KILL);
+        }
+    };
+    for_each_descendant(getpid(), |_| true, count_one);
+    count
 }
 
 /// Limit on the processes of a program.
@@ -302,7 +337,7 @@ impl ProcessLimit {
             return false;
         }
         self.newest = newest;
-        self.counted = Sweep::count(self.max);
+        self.counted = count_descendants(self.max);
         self.counted > self.max
     }
 }
