@@ -8,6 +8,7 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc;
 use std::thread;
+use std::time::{Duration, Instant};
 
 use rpc_core::DataType;
 use rpc_core::dlpack::to_bytes;
@@ -62,6 +63,22 @@ pub(super) fn run(mut command: Command) -> Run {
 
 pub(super) fn cli(args: &[&str]) -> Run {
     run(command(args))
+}
+
+/// As [`cli`], for a command that is to fail: one that runs for a minute is killed.
+pub(super) fn failing_cli(args: &[&str]) -> Run {
+    let mut child = command(args).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let started = Instant::now();
+    while child.try_wait().unwrap().is_none() {
+        if started.elapsed() > Duration::from_secs(60) {
+            child.kill().unwrap();
+        }
+        thread::sleep(Duration::from_millis(5));
+    }
+    let (mut stdout, mut stderr) = (String::new(), String::new());
+    child.stdout.take().unwrap().read_to_string(&mut stdout).unwrap();
+    child.stderr.take().unwrap().read_to_string(&mut stderr).unwrap();
+    Run { code: child.wait().unwrap().code().unwrap_or(-1), stdout, stderr }
 }
 
 /// A server, its workspaces, and a folder for files here.
@@ -624,7 +641,7 @@ fn a_local_port_leads_to_a_service_near_the_server() {
     child.wait().unwrap();
 
     // A service that is not allowed is an error before anything listens.
-    let refused = cli(&["forward", "0:1", origin.address(), "--json"]);
+    let refused = failing_cli(&["forward", "0:1", origin.address(), "--json"]);
     assert!(refused.code == 77 && refused.stdout.is_empty(), "{refused:?}");
     assert!(refused.stderr.contains("--allow-port") && refused.stderr.contains("tcp://127.0.0.1:1"), "{refused:?}");
 

@@ -6,7 +6,9 @@ use std::net::{Shutdown, TcpListener, TcpStream};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
+use std::pin::Pin;
 use std::process::{Child, Command, Stdio};
+use std::task::{Context, Waker};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -21,7 +23,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value as Json;
 use tempfile::TempDir;
 
-use super::cli::{Fixture, cli, command};
+use super::cli::{Fixture, cli, command, failing_cli};
 
 /// Time in which everything is gone that belonged to a process that was killed: two seconds are
 /// promised, and a loaded machine gets more.
@@ -201,7 +203,7 @@ fn a_port_near_the_server_leads_here_over_every_way_to_the_server() {
         check_mirror(forward.at());
         // A second user of the address is refused.
         if forward.at().starts_with("unix:") {
-            let again = cli(&[&["forward"], *way].concat());
+            let again = failing_cli(&[&["forward"], *way].concat());
             assert!(again.code == 1 && again.stderr.contains("in use"), "{again:?}");
         }
         forward.signal(Signal::TERM);
@@ -212,7 +214,7 @@ fn a_port_near_the_server_leads_here_over_every_way_to_the_server() {
 #[test]
 fn the_operator_allows_addresses_and_the_answer_comes_at_once() {
     let fixture = Fixture::new(&["--allow-listen", "tcp://127.0.0.1:*"]);
-    let forward = |to: &str| cli(&["forward", "-R", to, fixture.address()]);
+    let forward = |to: &str| failing_cli(&["forward", "-R", to, fixture.address()]);
     for (to, code, text) in [
         ("127.0.0.2:0:80", 77, "--allow-listen"),
         ("unix:/tmp/x:80", 77, "--allow-listen"),
@@ -225,7 +227,7 @@ fn the_operator_allows_addresses_and_the_answer_comes_at_once() {
     let can = |permission: &str| cli(&["can", permission, fixture.address()]).code;
     assert_eq!((can("listen:tcp://127.0.0.1:80"), can("listen:tcp://127.0.0.2:80")), (0, 1));
     let closed = Fixture::new(&[]);
-    let run = cli(&["forward", "-R", "0:80", closed.address()]);
+    let run = failing_cli(&["forward", "-R", "0:80", closed.address()]);
     assert!(run.code == 77 && run.stderr.contains("--allow-listen"), "{run:?}");
     assert_eq!(cli(&["can", "call:rpc.listen.open", closed.address()]).code, 1);
     // Addresses that other transports have are none of plain sockets.
@@ -340,13 +342,16 @@ fn listeners_and_connections_of_a_session_are_limited() {
         let most = if flags.len() > 2 { 4 } else { 64 };
         let mut connections: Vec<_> = (0..most).map(|_| connect_to(&listener)).collect();
         let mut next = connect(listener.address()).unwrap();
-        let waiting = listener.accept().start();
+        let mut waiting = listener.accept().start();
         let mut reads: Vec<_> = connections.iter().map(|(_, connection)| connection.read().start()).collect();
         // With all that wait, calls are served.
         for (near, connection) in &mut connections {
             connection.write("hello").wait().unwrap();
             near.read_exact(&mut [0; 5]).unwrap();
         }
+        // One more waits for a place.
+        let polled = Pin::new(&mut waiting).poll(&mut Context::from_waker(Waker::noop()));
+        assert!(polled.is_pending(), "there are more connections than the session may have");
         reads.clear();
         let (mut near, connection) = connections.pop().unwrap();
         drop(connection);
@@ -426,12 +431,12 @@ fn a_local_port_is_opened_only_if_the_server_can_be_reached_and_no_place_is_held
     let port = mirror();
     let service = format!("tcp://127.0.0.1:{port}");
     let gone = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
-    let run = cli(&["forward", &format!("0:{port}"), &format!("tcp://{gone}")]);
+    let run = failing_cli(&["forward", &format!("0:{port}"), &format!("tcp://{gone}")]);
     assert!(run.code == 69 && run.stdout.is_empty(), "{run:?}");
     // A server that takes connections and says nothing.
     let silent = TcpListener::bind("127.0.0.1:0").unwrap();
     let silent = format!("tcp://{}", silent.local_addr().unwrap());
-    let run = cli(&["forward", &format!("0:{port}"), &silent, "--timeout", "300ms"]);
+    let run = failing_cli(&["forward", &format!("0:{port}"), &silent, "--timeout", "300ms"]);
     assert!(run.code == 124 && run.stdout.is_empty(), "{run:?}");
 
     // With one place, the connection takes it: the command has given it back.
