@@ -16,6 +16,9 @@ use crate::builtins::{LogPage, READ_LOGS};
 /// Time for which the server waits for a line before it answers without one.
 const WAIT: Duration = Duration::from_secs(20);
 
+/// Time after an answer without lines: servers wait before they give one.
+const PAUSE: Duration = Duration::from_millis(50);
+
 /// Number of a line that no server ever has: it stands for the end of the log.
 const END: u64 = i64::MAX as u64;
 
@@ -46,14 +49,22 @@ pub(super) async fn logs(
         let mut is_first = true;
         while follow || from < end {
             let wait = if follow { WAIT } else { Duration::ZERO };
-            let page = page(&function, from, wait).await?;
+            let mut page = page(&function, from, wait).await?;
+            if !follow {
+                leave_out_from(&mut page, end);
+            }
             // A server keeps fewer lines than may have been asked for.
             if page.lost > 0 && !is_first {
                 missing(output, page.lost)?;
             }
             is_first = false;
-            if page.lines.is_empty() && !follow {
-                break;
+            // Also if the numbers of a server do not grow.
+            if page.next <= from {
+                if !follow {
+                    break;
+                }
+                tokio::time::sleep(PAUSE).await;
+                continue;
             }
             print(output, &page)?;
             from = page.next;
@@ -75,8 +86,20 @@ async fn page(function: &RemoteFunction, from: u64, wait: Duration) -> Result<Lo
     Ok(page)
 }
 
+/// Returns the number of the first line of a page.
+fn first_number(page: &LogPage) -> u64 {
+    page.next.saturating_sub(page.lines.len() as u64)
+}
+
+/// Leaves out the lines that have come since the end was asked for.
+fn leave_out_from(page: &mut LogPage, end: u64) {
+    let first = first_number(page);
+    page.lines.truncate(usize::try_from(end.saturating_sub(first)).unwrap_or(usize::MAX));
+    page.next = first + page.lines.len() as u64;
+}
+
 fn print(output: &Output, page: &LogPage) -> Result<(), Failure> {
-    let first = page.next - page.lines.len() as u64;
+    let first = first_number(page);
     for (number, line) in (first..).zip(&page.lines) {
         if output.is_json() {
             output.json(&json!({ "number": number, "line": line }))?;
