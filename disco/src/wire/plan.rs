@@ -34,11 +34,14 @@ impl Layout {
     }
 
     /// Returns true if a command that is `on` some workers is for any of these.
-    pub(crate) fn concerns(self, on: On, mut workers: Range<u32>) -> bool {
+    pub(crate) fn concerns(self, on: On, workers: Range<u32>) -> bool {
         match on {
             On::All => true,
             On::Worker0 => workers.contains(&0),
-            On::FirstOfGroups => workers.any(|worker| worker % self.group_size() == 0),
+            On::FirstOfGroups => {
+                let first = workers.start.checked_next_multiple_of(self.group_size());
+                first.is_some_and(|first| first < workers.end)
+            }
         }
     }
 
@@ -120,6 +123,16 @@ mod tests {
     use std::time::{Duration, Instant};
 
     use super::*;
+
+    #[test]
+    fn a_command_for_the_first_of_groups_concerns_their_nodes_alone() {
+        let layout = Layout { world_size: 12, num_groups: 3 };
+        let concerned = |workers: Range<u32>| layout.concerns(On::FirstOfGroups, workers);
+        for (start, end) in (0..=12).flat_map(|start| (start..=12).map(move |end| (start, end))) {
+            assert_eq!(concerned(start..end), (start..end).any(|worker| worker % 4 == 0), "{start}..{end}");
+        }
+        assert!(!concerned(u32::MAX - 1..u32::MAX));
+    }
 
     /// Regression: NCCL got the limits as they came, and a time computed from them overflowed.
     #[test]
