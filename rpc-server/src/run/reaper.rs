@@ -312,6 +312,8 @@ struct ProcessLimit {
     newest: Option<u32>,
     /// Time of the last look, and the id at that time.
     looked: (Instant, Option<u32>),
+    /// True if there were several more processes at the last count than at that before.
+    has_grown: bool,
     /// Time until the next look.
     tick: Duration,
 }
@@ -320,7 +322,7 @@ impl ProcessLimit {
     /// Returns the limit for a program that has just been started.
     fn new(max: u32) -> Self {
         let newest = newest_pid();
-        Self { max, counted: 1, newest, looked: (Instant::now(), newest), tick: SHORT_TICK }
+        Self { max, counted: 1, newest, looked: (Instant::now(), newest), has_grown: true, tick: SHORT_TICK }
     }
 
     /// Returns true if the program has more processes than it may. Counts them only if the system
@@ -330,14 +332,20 @@ impl ProcessLimit {
         let since = |before: Option<u32>| newest?.checked_sub(before?);
         let (before, newest_before) = std::mem::replace(&mut self.looked, (now, newest));
         let elapsed_ms = now.duration_since(before).as_secs_f64() * 1e3;
-        let has_many = since(newest_before).is_none_or(|started| f64::from(started) > MANY_IN_MS * elapsed_ms.max(1.0));
+        let has_many = match since(newest_before) {
+            Some(started) => f64::from(started) > MANY_IN_MS * elapsed_ms.max(1.0),
+            // A service may not see what the system has started (`ProcSubset=pid`).
+            None => self.has_grown,
+        };
         self.tick = if has_many { SHORT_TICK } else { TICK };
         let started = since(self.newest);
         if started.is_some_and(|started| self.counted.saturating_add(started) <= self.max) {
             return false;
         }
         self.newest = newest;
-        self.counted = count_descendants(self.max);
+        let counted = count_descendants(self.max);
+        self.has_grown = counted > self.counted.saturating_add(1);
+        self.counted = counted;
         self.counted > self.max
     }
 }
