@@ -310,7 +310,7 @@ mod tests {
     use super::*;
     use crate::leases::{LeaseClient, MAX_LISTED, MAX_NEXT, WaitingLease};
 
-    fn messages() -> [(&'static str, ControlMessage); 6] {
+    fn messages() -> [(&'static str, ControlMessage); 7] {
         let max_duration = Some(Duration::from_millis(1500));
         let request = LeaseRequest { device: Device::cuda(1), priority: -2, max_duration };
         let usage = Usage { handles: 7, memory_bytes: 1 << 40 };
