@@ -4,10 +4,9 @@
 //! Waking a thread on an idle core costs tens of microseconds, several times as much as a system
 //! call. A [`Spinner`] looks for input for at most as long, and gives up its core between two looks.
 //! It learns: after looks in vain it is used ever less often. It stops at once where another thread
-//! wants the core, and one core of the machine always stays free of spinning threads, if there are
-//! several.
+//! wants the core. Of several cores, a process leaves one free of spinning threads.
 
-use std::sync::OnceLock;
+use std::sync::LazyLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -23,8 +22,11 @@ const UNCONTENDED: Duration = Duration::from_micros(10);
 /// wait in 64 spins.
 const MOST_MISSES: u32 = 6;
 
-/// Number of threads of this process that spin now.
-static SPINNING: AtomicUsize = AtomicUsize::new(0);
+/// Permissions to spin of this process.
+static SLOTS: LazyLock<SpinSlots> = LazyLock::new(|| {
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    SpinSlots::new((cores - 1).max(1))
+});
 
 /// Spinning of one session, with what it has learned.
 #[derive(Debug)]
@@ -51,7 +53,7 @@ impl Spinner {
             self.pause -= 1;
             return false;
         }
-        let Some(_slot) = SpinSlot::take() else { return false };
+        let Some(_slot) = SLOTS.take() else { return false };
         let helped = look(self.limit, is_ready);
         self.learn(helped);
         helped
@@ -81,23 +83,32 @@ fn look(limit: Duration, mut is_ready: impl FnMut() -> bool) -> bool {
     }
 }
 
-/// Permission to spin, for one thread.
-struct SpinSlot;
+/// Permissions for threads to spin.
+struct SpinSlots {
+    most: usize,
+    /// Number of threads that spin now.
+    spinning: AtomicUsize,
+}
 
-impl SpinSlot {
-    fn take() -> Option<Self> {
-        static MOST: OnceLock<usize> = OnceLock::new();
-        let cores = || thread::available_parallelism().map_or(1, usize::from);
-        let most = *MOST.get_or_init(|| (cores() - 1).max(1));
-        let taken = SPINNING
-            .fetch_update(Ordering::AcqRel, Ordering::Acquire, |spinning| (spinning < most).then_some(spinning + 1));
-        taken.is_ok().then(|| Self)
+impl SpinSlots {
+    fn new(most: usize) -> Self {
+        Self { most, spinning: AtomicUsize::new(0) }
+    }
+
+    /// Takes a permission for one thread, if one is left.
+    fn take(&self) -> Option<SpinSlot<'_>> {
+        let one_more = |spinning| (spinning < self.most).then_some(spinning + 1);
+        let taken = self.spinning.fetch_update(Ordering::AcqRel, Ordering::Acquire, one_more);
+        taken.is_ok().then(|| SpinSlot(self))
     }
 }
 
-impl Drop for SpinSlot {
+/// Permission to spin, for one thread, until dropped.
+struct SpinSlot<'a>(&'a SpinSlots);
+
+impl Drop for SpinSlot<'_> {
     fn drop(&mut self) {
-        SPINNING.fetch_sub(1, Ordering::AcqRel);
+        self.0.spinning.fetch_sub(1, Ordering::AcqRel);
     }
 }
 
@@ -122,12 +133,14 @@ mod tests {
     }
 
     #[test]
-    fn a_refused_permission_does_not_return_one() {
-        let taken: Vec<_> = std::iter::from_fn(SpinSlot::take).take(64).collect();
-        // Other tests spin as well, so that the number is not known.
-        assert!(SpinSlot::take().is_none());
-        drop(taken);
-        assert!(SPINNING.load(Ordering::Acquire) < 64);
+    fn there_are_as_many_permissions_as_allowed_and_each_is_returned_once() {
+        let slots = SpinSlots::new(2);
+        let (first, second) = (slots.take(), slots.take());
+        assert!(first.is_some() && second.is_some() && slots.take().is_none());
+        drop(first);
+        assert!(slots.take().is_some());
+        drop(second);
+        assert_eq!(slots.spinning.load(Ordering::Acquire), 0);
     }
 
     #[test]

@@ -126,7 +126,7 @@ impl Future for PumpTask {
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
         let Self { session, wire, events, explaining, .. } = &mut *self;
-        let mut may_spin = wire.io.can_spin();
+        let mut spins = wire.io.spins();
         loop {
             let mut locked = session.lock();
             let outcome = wire.poll(&mut locked, cx);
@@ -141,14 +141,21 @@ impl Future for PumpTask {
                 drop(locked);
                 // A caller that changes the endpoint takes the waker.
                 let is_changed = || session.try_lock().is_some_and(|locked| locked.pump.is_none());
-                if may_spin && awaits_reply && wire.io.spin(is_changed) {
-                    continue;
+                if awaits_reply && spins > 0 && wire.io.spin(is_changed) {
+                    spins -= 1;
+                    if spins > 0 {
+                        continue;
+                    }
+                    // Another task of this thread has its turn first.
+                    cx.waker().wake_by_ref();
                 }
                 return Poll::Pending;
             }
             drop(locked);
             // The callers whose requests are complete may need this thread to go on.
-            may_spin &= events.is_empty();
+            if !events.is_empty() {
+                spins = 0;
+            }
             if let Some(end) = session.unexplained_end(events) {
                 let end = Arc::clone(end);
                 let explaining = explaining.get_or_insert_with(|| Box::pin(async move { end.explain().await }));

@@ -12,7 +12,7 @@ use bytes::BytesMut;
 use rpc_core::proto::{EndpointConfig, Negotiated, ServerEndpoint, ServerEvent};
 use rpc_core::reply::{Canceller, Outcome, ReplySink};
 use rpc_core::{ErrorKind, MemoryQuota, Operation, Request, RpcError, RpcSession, SharedSession, Value};
-use tokio::runtime::{Handle, RuntimeFlavor};
+use tokio::runtime::Handle;
 
 use super::access_record::{Traffic, log_refused_request};
 use super::mailbox::{Command, EndOfSession, Mailbox};
@@ -26,10 +26,6 @@ use crate::session_io::SessionIo;
 
 /// Number of replies for which memory is kept between two batches: an idle session should be small.
 const KEPT_REPLIES: usize = 8;
-
-/// Number of times that the task looks for input before it gives its thread to others: those that
-/// run on the same thread wait meanwhile.
-const MAX_SPINS: u32 = 8;
 
 /// Task that moves bytes between channel and endpoint, and requests and replies between endpoint
 /// and session. Resolves to the reason why the session has ended.
@@ -58,7 +54,7 @@ pub(super) struct SessionTask {
     pub(super) traffic: Traffic,
     peer: Arc<str>,
     entry: Option<Arc<ConnectionEntry>>,
-    /// True if the runtime has no other thread for the futures of requests.
+    /// True if the runtime has one thread, on which this task runs, too.
     has_one_thread: bool,
     /// Guard of the channel's resources, such as a child process.
     _guard: Option<ChannelGuard>,
@@ -108,7 +104,7 @@ impl SessionTask {
             traffic: Traffic::default(),
             peer,
             entry: Some(entry),
-            has_one_thread: Handle::current().runtime_flavor() == RuntimeFlavor::CurrentThread,
+            has_one_thread: Handle::current().metrics().num_workers() == 1,
             _guard: guard,
         }
     }
@@ -353,7 +349,8 @@ impl Future for SessionTask {
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<RpcError> {
         let this = &mut *self;
-        let mut spins = if this.io.can_spin() { MAX_SPINS } else { 0 };
+        let mut spins = this.io.spins();
+        let in_progress_before = this.in_progress.len();
         loop {
             this.mailbox.register(cx.waker());
             this.take_mail();
@@ -396,8 +393,18 @@ impl Future for SessionTask {
             }
             match this.poll_input(cx) {
                 Poll::Pending => {
-                    let (mailbox, needs_thread) = (&this.mailbox, this.has_one_thread && !this.in_progress.is_empty());
-                    if spins == 0 || needs_thread || !this.io.spin(|| mailbox.has_items()) {
+                    let needs_thread = this.has_one_thread && !this.in_progress.is_empty();
+                    if spins == 0 || needs_thread {
+                        return Poll::Pending;
+                    }
+                    if this.in_progress.len() > in_progress_before {
+                        // What this task has handed to others may run on this thread only: it has
+                        // its turn first.
+                        cx.waker().wake_by_ref();
+                        return Poll::Pending;
+                    }
+                    let mailbox = &this.mailbox;
+                    if !this.io.spin(|| mailbox.has_items()) {
                         return Poll::Pending;
                     }
                     spins -= 1;

@@ -74,7 +74,8 @@ every_clause! {
     quic_through_a_hop = Remote::through(1, Link::quic());
     unix = Remote::direct(Link::unix());
     unix_through_a_hop = Remote::through(1, Link::unix());
-    unix_with_spinning = Remote::direct(Link::unix()).spinning();
+    tcp_with_spinning = Remote::direct(Link::tcp()).spinning();
+    unix_through_a_hop_with_spinning = Remote::through(1, Link::unix()).spinning();
     exec = Remote::direct(program());
     exec_through_a_hop = Remote::through(1, program());
 }
