@@ -73,8 +73,8 @@ pub(super) async fn status(
         if output.is_json() || args.format == Some(StatusFormat::Json) {
             output.json(&summary)?;
         } else if args.format == Some(StatusFormat::Name) {
-            let addresses = summary.servers.iter().filter_map(|server| server.address.last());
-            addresses.map(|address| output.name(address)).collect::<Result<(), Failure>>()?;
+            let mut addresses = summary.servers.iter().filter_map(|server| server.address.last());
+            addresses.try_for_each(|address| output.name(address))?;
         } else {
             print(&summary, output, &args)?;
         }

@@ -57,6 +57,10 @@ pub(crate) fn run_executed() -> ! {
     }
 }
 
+/// Number of looks at most in which a server kills what is left of a session process: its thread
+/// has the other processes to look after.
+const ORPHAN_LOOKS: u32 = 5;
+
 /// Runs one program and exits.
 pub(super) fn run(control: UnixStream) -> ! {
     let outcome = serve(&control);
@@ -394,5 +398,12 @@ pub(crate) fn kill_orphans_of(session_process: Pid) {
     let own_executable = executable(session_process);
     let is_orphan =
         |process: &ProcessEntry| process.session != own.session && executable(process.pid) != own_executable;
-    descendants(session_process, is_orphan).iter().for_each(ProcessEntry::kill);
+    // Those that are started during one look are found by the next.
+    for _ in 0..ORPHAN_LOOKS {
+        let orphans = descendants(session_process, is_orphan);
+        if orphans.is_empty() {
+            return;
+        }
+        orphans.iter().for_each(ProcessEntry::kill);
+    }
 }

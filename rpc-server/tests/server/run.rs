@@ -302,30 +302,6 @@ fn many_processes_that_escape_are_counted_and_ended() {
     nothing_is_left(&generous);
 }
 
-/// Rule 3 of `rpc_server::run`, where the session process can do nothing any more: it is stopped,
-/// and so are its reapers.
-#[test]
-fn a_stopped_session_process_leaves_no_process() {
-    let fixture = Fixture::new(&["--allow-run", "sh"]);
-    // The server kills the session process, and what a killed reaper has left to it.
-    let session = connect(&fixture);
-    let (process, [reaper, stray]) = start(&session, &format!("echo $PPID; {STRAY}; sleep 1000"));
-    signal(parent(reaper), Signal::STOP);
-    kill(reaper);
-    drop((process, session));
-    ends(stray);
-    // A stopped reaper learns of the death of the session process.
-    let session = connect(&fixture);
-    let (process, [reaper, stray]) = start(&session, &format!("echo $PPID; {STRAY}; sleep 1000"));
-    let session_process = parent(reaper);
-    signal(session_process, Signal::STOP);
-    signal(reaper, Signal::STOP);
-    kill(session_process);
-    ends(stray);
-    ends(reaper);
-    drop((process, session));
-}
-
 /// Predicate on the workspace of a run.
 type HasBegun = Box<dyn Fn(&Path) -> bool>;
 
