@@ -32,8 +32,8 @@ pub(crate) struct SessionIo {
 }
 
 impl SessionIo {
-    /// Creates the byte pipe. Reads of a bare socket may be preceded by looks for input, each for at
-    /// most `spin`.
+    /// Creates the byte pipe. Reads of a bare socket may be preceded by looks for input, for at
+    /// most `spin` each.
     pub(crate) fn new(io: Io, spin: Duration) -> Self {
         let spinner = if matches!(io, Io::Plain(_)) { Spinner::new(spin) } else { None };
         Self { io, spinner, found: None }

@@ -2,7 +2,7 @@
 //! that waking it would take.
 //!
 //! Waking a thread on an idle core costs tens of microseconds, several times as much as a system
-//! call. A [`Spinner`] looks for input for at most as long, and gives up its core between two looks.
+//! call. A [`Spinner`] looks for input for at most as long, and yields its core between two looks.
 //! It learns: after looks in vain it is used ever less often. It stops at once where another thread
 //! wants the core. Of several cores, a process leaves one free of spinning threads.
 
