@@ -8,6 +8,10 @@ use std::os::unix::fs::FileExt as _;
 /// to be worth more than a longer write.
 const BLOCK: usize = 64 << 10;
 
+/// Maximum length of the zeros at the end that the file's length leaves out: what is lost of them
+/// when the process is killed.
+const UNRECORDED: u64 = 64 << 20;
+
 /// Writes `bytes` at `offset` to a file that has no bytes from there on, without the blocks that
 /// have zeros alone. Returns the end of what was written. The caller sets the length of the file.
 pub(crate) fn write_data(file: &File, offset: u64, bytes: &[u8]) -> io::Result<u64> {
@@ -41,8 +45,8 @@ fn is_zero(block: &[u8]) -> bool {
     block == &ZEROS[..block.len()]
 }
 
-/// Writer of a file, from a position behind which it has no bytes. [`flush`](Write::flush) sets the
-/// length of the file.
+/// Writer of a file, from a position behind which it has no bytes. [`flush`](Write::flush) and
+/// dropping the writer set the length of the file, so that zeros at its end are not lost.
 #[derive(Debug)]
 pub(crate) struct SparseWriter {
     file: File,
@@ -61,6 +65,9 @@ impl Write for SparseWriter {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         self.end = self.end.max(write_data(&self.file, self.position, bytes)?);
         self.position += bytes.len() as u64;
+        if self.position - self.end >= UNRECORDED {
+            self.flush()?;
+        }
         Ok(bytes.len())
     }
 
@@ -70,6 +77,13 @@ impl Write for SparseWriter {
             self.end = self.position;
         }
         Ok(())
+    }
+}
+
+impl Drop for SparseWriter {
+    fn drop(&mut self) {
+        // The zeros at the end are sent again if this fails.
+        let _ = self.flush();
     }
 }
 
@@ -99,5 +113,27 @@ mod tests {
                 assert!(piece < BLOCK || disk < len as u64 / 2, "{start} {piece}: {disk}");
             }
         }
+    }
+
+    #[test]
+    fn zeros_at_the_end_count_when_the_writer_is_dropped_and_at_intervals_before() {
+        let file = tempfile::tempfile().unwrap();
+        let len = || file.metadata().unwrap().len();
+        let mut writer = SparseWriter::new(file.try_clone().unwrap(), 0);
+        writer.write_all(&[0; 4 * BLOCK]).unwrap();
+        drop(writer);
+        assert_eq!(len(), 4 * BLOCK as u64);
+
+        let mut writer = SparseWriter::new(file.try_clone().unwrap(), len());
+        let zeros = vec![0; 1 << 20];
+        for _ in 0..UNRECORDED >> 20 {
+            writer.write_all(&zeros).unwrap();
+        }
+        assert_eq!(len(), 4 * BLOCK as u64 + UNRECORDED);
+        // What follows the zeros is where it belongs.
+        writer.write_all(&[0; BLOCK]).unwrap();
+        writer.write_all(b"end").unwrap();
+        drop(writer);
+        assert_eq!(len(), 5 * BLOCK as u64 + UNRECORDED + 3);
     }
 }
