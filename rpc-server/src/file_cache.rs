@@ -4,10 +4,10 @@
 //! sessions. On disk, with modes that exclude other users:
 //!
 //! ```text
-//! WORKDIR/cache/lock            held to reserve room, and to add and remove files
-//! WORKDIR/cache/used            bytes that are reserved, as decimal digits
-//! WORKDIR/cache/new-RANDOM      a file that is being added; locked by its writer
-//! WORKDIR/cache/IDENTITY/HEX    a file, 0400, by its SHA-256; its time is that of its last use
+//! WORKDIR/cache/lock                   held to reserve room, and to add and remove files
+//! WORKDIR/cache/used                   bytes that are reserved, as decimal digits
+//! WORKDIR/cache/IDENTITY/new-RANDOM    a file that is being added; locked by its writer
+//! WORKDIR/cache/IDENTITY/HEX           a file, 0400, by its SHA-256; its time is that of its last use
 //! ```
 //!
 //! # What holds
@@ -19,7 +19,9 @@
 //!    kind of its proof is: the token `alice` is another identity than the certificate `alice`.
 //!    All clients without a proven identity are one, as for named workspaces.
 //! 3. **Bounded.** Room for the whole file is reserved before its first byte is written. To make
-//!    room, the identity that takes most loses its least recently used file, again and again.
+//!    room, the identity that takes most loses its least recently used file, again and again. What
+//!    an identity takes includes the files that it is adding: one that would take most itself makes
+//!    room of its own files, or gets none.
 //! 4. **A crash leaves no wrong file.** Files are renamed to their names when they are complete.
 //!    What a process that died has left is not locked, and is removed when the cache is searched.
 //!    It may leave `used` too high, never too low; a search counts anew, before anything is
@@ -98,23 +100,24 @@ impl FileCache {
         Ok(Some(file))
     }
 
-    /// Begins to add a file of `len` bytes, and makes room for it; `None` if there cannot be as
-    /// much.
+    /// Begins to add a file of `len` bytes for this identity, and makes room for it; `None` if there
+    /// cannot be as much, other than of files of identities that take less.
     ///
     /// # Errors
     ///
     /// The file system failed.
-    pub(crate) fn begin(self: &Arc<Self>, len: u64) -> io::Result<Option<CacheWriter>> {
+    pub(crate) fn begin(self: &Arc<Self>, identity: &str, len: u64) -> io::Result<Option<CacheWriter>> {
         let charge = self.charge(len);
         if charge > self.limit_bytes {
             return Ok(None);
         }
         fs::DirBuilder::new().recursive(true).mode(0o700).create(&self.folder)?;
+        let folder = self.folder_of(identity);
         let held = self.lock()?;
-        let Some(used) = self.make_room(charge)? else { return Ok(None) };
+        let Some(used) = self.make_room(&folder, charge)? else { return Ok(None) };
         // Counted before it is there, so that a crash leaves a number that is too high.
         self.write_used(used.saturating_add(charge))?;
-        let created = self.create(len);
+        let created = create(&folder, len);
         if created.is_err() {
             self.write_used(used)?;
         }
@@ -152,14 +155,14 @@ impl FileCache {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(0),
             held => held?,
         };
-        let mut found = self.search()?;
+        let mut contents = self.search()?;
         let mut removed = 0;
-        for owner in &mut found.owners {
+        for owner in &mut contents.owners {
             owner.files.retain(|file| {
                 let is_expired = now.duration_since(file.used).is_ok_and(|idle| idle >= self.expiry);
                 let is_gone = is_expired && fs::remove_file(owner.folder.join(file.digest.to_string())).is_ok();
                 if is_gone {
-                    found.used -= file.charge;
+                    contents.used -= file.charge;
                     removed += 1;
                 }
                 !is_gone
@@ -167,7 +170,7 @@ impl FileCache {
             // Fails, as it should, if files are left.
             let _ = fs::remove_dir(&owner.folder);
         }
-        self.write_used(found.used)?;
+        self.write_used(contents.used)?;
         drop(held);
         Ok(removed)
     }
@@ -198,57 +201,88 @@ impl FileCache {
 
 // These methods are called under the lock.
 impl FileCache {
-    /// Returns the bytes that are reserved once there is room for `charge` more; `None` if files
-    /// that are being added take it.
-    fn make_room(&self, charge: u64) -> io::Result<Option<u64>> {
+    /// Returns the bytes that are reserved once the owner of `folder` has room for `charge` more;
+    /// `None` if there cannot be as much.
+    fn make_room(&self, folder: &Path, charge: u64) -> io::Result<Option<u64>> {
         let fits = |used: u64| used.saturating_add(charge) <= self.limit_bytes;
         if let Some(used) = self.read_used().filter(|used| fits(*used)) {
             return Ok(Some(used));
         }
-        let mut found = self.search()?;
-        if !fits(found.used) {
-            self.evict(&mut found, charge);
-            self.write_used(found.used)?;
+        let mut contents = self.search()?;
+        if !fits(contents.used) {
+            let evicted = self.choose_evicted(&mut contents, folder, charge);
+            contents.remove(evicted);
+            self.write_used(contents.used)?;
         }
-        Ok(fits(found.used).then_some(found.used))
+        Ok(fits(contents.used).then_some(contents.used))
     }
 
-    /// Removes files until `charge` more bytes fit, and a part of the limit besides, if there are
-    /// as many.
-    fn evict(&self, found: &mut Found, charge: u64) {
-        let target = (self.limit_bytes - self.limit_bytes / EVICTED_PART).saturating_sub(charge);
-        for owner in &mut found.owners {
+    /// Returns the files to remove until `charge` more bytes of the owner of `folder` fit, and a
+    /// part of the limit besides, if others have as many; none if the bytes would not fit even so.
+    fn choose_evicted(&self, contents: &mut CacheContents, folder: &Path, charge: u64) -> Vec<Evicted> {
+        let needed = self.limit_bytes.saturating_sub(charge);
+        let mut target = needed.saturating_sub(self.limit_bytes / EVICTED_PART);
+        let adder = contents.owner(folder);
+        contents.owners[adder].reserved += charge;
+        let mut largest = BinaryHeap::with_capacity(contents.owners.len());
+        for (at, owner) in contents.owners.iter_mut().enumerate() {
             // The least recently used one is the last.
             owner.files.sort_unstable_by_key(|file| Reverse(file.used));
+            largest.push((owner.held(), at));
         }
-        let held = |owner: &Owner| owner.files.iter().map(|file| file.charge).sum::<u64>();
-        let mut largest: BinaryHeap<_> = found.owners.iter().enumerate().map(|(at, owner)| (held(owner), at)).collect();
-        while found.used > target {
+        let (mut evicted, mut used) = (Vec::new(), contents.used);
+        while used > target {
             let Some((held, at)) = largest.pop() else { break };
-            let owner = &mut found.owners[at];
-            let Some(file) = owner.files.pop() else { continue };
-            if fs::remove_file(owner.folder.join(file.digest.to_string())).is_ok() {
-                found.used -= file.charge;
+            match contents.owners[at].files.pop() {
+                Some(file) => {
+                    used -= file.charge;
+                    largest.push((held - file.charge, at));
+                    evicted.push(Evicted { owner: at, file });
+                }
+                // The others take less.
+                None if at == adder => break,
+                // Files that are being added stay, and others do not go for more than is needed.
+                None => target = needed,
             }
-            largest.push((held - file.charge, at));
         }
+        if used > needed {
+            evicted.clear();
+        }
+        evicted
     }
 
     /// Returns all files, after removing what died processes have left.
-    fn search(&self) -> io::Result<Found> {
-        let mut found = Found::default();
+    fn search(&self) -> io::Result<CacheContents> {
+        let mut contents = CacheContents::default();
         for entry in fs::read_dir(&self.folder)?.flatten() {
+            if entry.file_name().to_str().is_some_and(|name| name.parse::<Digest>().is_ok()) {
+                let owner = self.search_folder(entry.path());
+                contents.used = contents.used.saturating_add(owner.held());
+                contents.owners.push(owner);
+            }
+        }
+        Ok(contents)
+    }
+
+    fn search_folder(&self, folder: PathBuf) -> Owner {
+        let mut owner = Owner { folder, ..Owner::default() };
+        let Ok(entries) = fs::read_dir(&owner.folder) else { return owner };
+        let mut new = Vec::new();
+        for entry in entries.flatten() {
             let name = entry.file_name();
             let Some(name) = name.to_str() else { continue };
             if name.starts_with(NEW) {
-                found.used = found.used.saturating_add(self.charge_of_new(&entry.path()));
-            } else if name.parse::<Digest>().is_ok() {
-                let files = self.files_in(&entry.path());
-                found.used = files.iter().fold(found.used, |sum, file| sum.saturating_add(file.charge));
-                found.owners.push(Owner { folder: entry.path(), files });
+                new.push(entry.path());
+            } else if let (Ok(digest), Ok(metadata)) = (name.parse(), entry.metadata())
+                && metadata.is_file()
+            {
+                let used = metadata.modified().unwrap_or(SystemTime::UNIX_EPOCH);
+                owner.files.push(CachedFile { digest, charge: self.charge(metadata.len()), used });
             }
         }
-        Ok(found)
+        // The folder is closed by now: a search has one file besides the folders open at a time.
+        owner.reserved = new.iter().fold(0, |sum, path| self.charge_of_new(path).saturating_add(sum));
+        owner
     }
 
     /// Returns what a file counts as that is being added; 0 once it is removed because no process
@@ -259,37 +293,6 @@ impl FileCache {
             return 0;
         }
         file.metadata().map_or(0, |metadata| self.charge(metadata.len()))
-    }
-
-    fn files_in(&self, folder: &Path) -> Vec<CachedFile> {
-        let Ok(entries) = fs::read_dir(folder) else { return Vec::new() };
-        let file = |entry: fs::DirEntry| {
-            let digest = entry.file_name().to_str()?.parse().ok()?;
-            let metadata = entry.metadata().ok().filter(fs::Metadata::is_file)?;
-            let used = metadata.modified().unwrap_or(SystemTime::UNIX_EPOCH);
-            Some(CachedFile { digest, charge: self.charge(metadata.len()), used })
-        };
-        entries.flatten().filter_map(file).collect()
-    }
-
-    /// Creates a file of `len` bytes, locked so that no other process takes it for left.
-    fn create(&self, len: u64) -> io::Result<(PathBuf, File)> {
-        loop {
-            let path = self.folder.join(format!("{NEW}{:016x}", getrandom::u64()?));
-            let file = match options().write(true).create_new(true).mode(0o600).open(&path) {
-                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => continue,
-                file => file?,
-            };
-            let ready = flock(&file, FlockOperation::NonBlockingLockExclusive).map_err(io::Error::from);
-            // Searches count its length.
-            return match ready.and_then(|()| file.set_len(len)) {
-                Ok(()) => Ok((path, file)),
-                Err(error) => {
-                    let _ = fs::remove_file(&path);
-                    Err(error)
-                }
-            };
-        }
     }
 
     /// Returns the bytes that are reserved; `None` if they are not known.
@@ -313,16 +316,46 @@ impl FileCache {
 
 /// Files of the cache, as a search has found them.
 #[derive(Default)]
-struct Found {
+struct CacheContents {
     /// Bytes that they and the files that are being added count as.
     used: u64,
     owners: Vec<Owner>,
 }
 
+impl CacheContents {
+    /// Returns the index of the owner of `folder`, who is added if they have no files.
+    fn owner(&mut self, folder: &Path) -> usize {
+        if let Some(at) = self.owners.iter().position(|owner| owner.folder == folder) {
+            return at;
+        }
+        self.owners.push(Owner { folder: folder.to_owned(), ..Owner::default() });
+        self.owners.len() - 1
+    }
+
+    /// Removes files from the disk.
+    fn remove(&mut self, evicted: Vec<Evicted>) {
+        for Evicted { owner, file } in evicted {
+            if fs::remove_file(self.owners[owner].folder.join(file.digest.to_string())).is_ok() {
+                self.used -= file.charge;
+            }
+        }
+    }
+}
+
 /// The files of one identity.
+#[derive(Default)]
 struct Owner {
     folder: PathBuf,
     files: Vec<CachedFile>,
+    /// Bytes that the files that are being added count as.
+    reserved: u64,
+}
+
+impl Owner {
+    /// Returns the bytes that all files count as.
+    fn held(&self) -> u64 {
+        self.files.iter().fold(self.reserved, |sum, file| sum.saturating_add(file.charge))
+    }
 }
 
 struct CachedFile {
@@ -331,6 +364,37 @@ struct CachedFile {
     charge: u64,
     /// Time of the last use.
     used: SystemTime,
+}
+
+/// A file to remove, and the index of its owner.
+struct Evicted {
+    owner: usize,
+    file: CachedFile,
+}
+
+/// Creates a file of `len` bytes in `folder`, locked so that no other process takes it for left.
+fn create(folder: &Path, len: u64) -> io::Result<(PathBuf, File)> {
+    if let Err(error) = fs::DirBuilder::new().mode(0o700).create(folder)
+        && error.kind() != io::ErrorKind::AlreadyExists
+    {
+        return Err(error);
+    }
+    loop {
+        let path = folder.join(format!("{NEW}{:016x}", getrandom::u64()?));
+        let file = match options().write(true).create_new(true).mode(0o600).open(&path) {
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => continue,
+            file => file?,
+        };
+        let ready = flock(&file, FlockOperation::NonBlockingLockExclusive).map_err(io::Error::from);
+        // Searches count its length.
+        return match ready.and_then(|()| file.set_len(len)) {
+            Ok(()) => Ok((path, file)),
+            Err(error) => {
+                let _ = fs::remove_file(&path);
+                Err(error)
+            }
+        };
+    }
 }
 
 /// A file that is being added to the cache, hashed as it is written. Dropping it removes it.
@@ -365,39 +429,28 @@ impl CacheWriter {
         Ok(())
     }
 
-    /// Puts the file in its place among those of this identity. It replaces one with the same
+    /// Puts the file in its place among those of its identity. It replaces one with the same
     /// digest, which may be damaged.
     ///
     /// # Errors
     ///
     /// Less has come than was announced, or the file system failed.
-    pub(crate) fn commit(mut self, identity: &str) -> io::Result<Digest> {
+    pub(crate) fn commit(mut self) -> io::Result<Digest> {
         if self.written != self.len {
             return Err(io::Error::other("the file has become shorter"));
         }
         let digest = std::mem::replace(&mut self.hasher, Hasher::new()).finish();
         self.file.set_permissions(fs::Permissions::from_mode(0o400))?;
-        let (folder, target) = (self.cache.folder_of(identity), self.cache.path_of(identity, &digest));
+        let target = self.path.with_file_name(digest.to_string());
         let _held = self.cache.lock()?;
-        let replaced_len = place(&self.path, &folder, &target)?;
+        let replaced = fs::symlink_metadata(&target).ok().map(|metadata| metadata.len());
+        fs::rename(&self.path, &target)?;
         self.path = PathBuf::new();
-        if let Some(len) = replaced_len {
+        if let Some(len) = replaced {
             self.cache.give_back(self.cache.charge(len))?;
         }
         Ok(digest)
     }
-}
-
-/// Renames a file to `target`, in `folder`. Returns the length of the file that it replaces.
-fn place(path: &Path, folder: &Path, target: &Path) -> io::Result<Option<u64>> {
-    if let Err(error) = fs::DirBuilder::new().mode(0o700).create(folder)
-        && error.kind() != io::ErrorKind::AlreadyExists
-    {
-        return Err(error);
-    }
-    let replaced = fs::symlink_metadata(target).ok().map(|metadata| metadata.len());
-    fs::rename(path, target)?;
-    Ok(replaced)
 }
 
 impl Drop for CacheWriter {

@@ -66,9 +66,9 @@ fn to_cache(context: Context, path: String) -> Result<Option<String>> {
     let ClientIdentity(identity) = &*identity;
     let _open = context.reserve_open_files(FILES_OF_COPY)?;
     let file = workspace(&context)?.open_read(&path)?;
-    let Some(mut writer) = cache.begin(file.len()).map_err(failed)? else { return Ok(None) };
+    let Some(mut writer) = cache.begin(identity, file.len()).map_err(failed)? else { return Ok(None) };
     copy(&context, file.as_file(), file.len(), |piece| writer.write(piece).map_err(failed))?;
-    Ok(Some(writer.commit(identity).map_err(failed)?.to_string()))
+    Ok(Some(writer.commit().map_err(failed)?.to_string()))
 }
 
 /// Calls `write` with the first `len` bytes of a file, or with all if it has fewer, piece by piece.

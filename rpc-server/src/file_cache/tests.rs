@@ -18,9 +18,9 @@ fn cache(limit_bytes: u64) -> (TempDir, Arc<FileCache>) {
 }
 
 fn add(cache: &Arc<FileCache>, identity: &str, content: &[u8]) -> Option<Digest> {
-    let mut writer = cache.begin(content.len() as u64).unwrap()?;
+    let mut writer = cache.begin(identity, content.len() as u64).unwrap()?;
     content.chunks(1000).for_each(|piece| writer.write(piece).unwrap());
-    let digest = writer.commit(identity).unwrap();
+    let digest = writer.commit().unwrap();
     assert_eq!(digest, digest_of(content));
     Some(digest)
 }
@@ -79,16 +79,16 @@ fn a_file_is_found_by_its_digest_length_and_identity_alone() {
 #[test]
 fn what_was_not_committed_is_not_there_and_takes_no_room() {
     let (_folder, cache) = cache(100_000);
-    let mut writer = cache.begin(60_000).unwrap().unwrap();
+    let mut writer = cache.begin("a", 60_000).unwrap().unwrap();
     writer.write(&[1; 50_000]).unwrap();
     // Its room is taken before it is written.
-    assert!(cache.begin(60_000).unwrap().is_none());
-    assert!(writer.commit("a").unwrap_err().to_string().contains("shorter"));
-    let mut writer = cache.begin(60_000).unwrap().unwrap();
+    assert!(cache.begin("a", 60_000).unwrap().is_none());
+    assert!(writer.commit().unwrap_err().to_string().contains("shorter"));
+    let mut writer = cache.begin("a", 60_000).unwrap().unwrap();
     assert!(writer.write(&[1; 60_001]).unwrap_err().to_string().contains("longer"));
     drop(writer);
     assert_eq!((recorded(&cache), counted(&cache)), (0, 0));
-    assert!(cache.begin(100_001).unwrap().is_none());
+    assert!(cache.begin("a", 100_001).unwrap().is_none());
     // The same file twice is kept once.
     for _ in 0..3 {
         add(&cache, "a", &[2; 40_000]).unwrap();
@@ -117,9 +117,36 @@ fn room_is_made_by_the_largest_identity_with_what_it_has_used_least_recently() {
     assert_eq!(left, [1, 5, 6, 7, 8, 9], "the first was used again");
     assert!(has(&cache, "small", &file(0)) && has(&cache, "third", &file(0)));
     assert_eq!((recorded(&cache), counted(&cache)), (80_000, 80_000));
-    // A file as large as the cache displaces all others.
-    add(&cache, "large", &vec![1; 100_000]).unwrap();
-    assert_eq!(counted(&cache), 100_000);
+}
+
+#[test]
+fn a_large_file_displaces_no_files_of_identities_that_take_less() {
+    let (_folder, cache) = cache(100_000);
+    add(&cache, "small", &[0; 10_000]).unwrap();
+    add(&cache, "large", &[1; 50_000]).unwrap();
+    // A file as large as the cache displaces nothing: neither those of others nor, as it would not
+    // fit even so, those of its own identity.
+    for identity in ["large", "third"] {
+        assert!(cache.begin(identity, 100_000).unwrap().is_none(), "{identity}");
+        assert!(has(&cache, "small", &[0; 10_000]) && has(&cache, "large", &[1; 50_000]));
+    }
+    assert_eq!((recorded(&cache), counted(&cache)), (60_000, 60_000));
+    // It displaces files of its own identity, and of those that take as much.
+    add(&cache, "large", &[2; 90_000]).unwrap();
+    assert!(has(&cache, "small", &[0; 10_000]) && !has(&cache, "large", &[1; 50_000]));
+    add(&cache, "third", &[3; 30_000]).unwrap();
+    assert!(has(&cache, "small", &[0; 10_000]) && !has(&cache, "large", &[2; 90_000]));
+
+    // Files that are being added count, too: they keep others from adding, and displace nothing.
+    let writer = cache.begin("third", 50_000).unwrap().unwrap();
+    assert!(cache.begin("third", 20_000).unwrap().is_some());
+    assert!(has(&cache, "small", &[0; 10_000]) && !has(&cache, "third", &[3; 30_000]));
+    assert!(cache.begin("third", 50_000).unwrap().is_none());
+    assert!(cache.begin("small", 60_000).unwrap().is_none());
+    assert!(has(&cache, "small", &[0; 10_000]));
+    drop(writer);
+    assert_eq!((recorded(&cache), counted(&cache)), (10_000, 10_000));
+    assert!(add(&cache, "small", &[4; 90_000]).is_some());
 }
 
 #[test]
@@ -139,10 +166,10 @@ fn many_small_files_are_bounded_by_their_number() {
 fn what_a_dead_process_has_left_is_removed_and_what_is_lost_is_counted_anew() {
     let (_folder, cache) = cache(200_000);
     add(&cache, "a", &[1; 40_000]).unwrap();
-    let writer = cache.begin(10_000).unwrap().unwrap();
+    let writer = cache.begin("a", 10_000).unwrap().unwrap();
     let alive = writer.path.clone();
     // As a process leaves them that is killed while it adds a file.
-    let left = cache.folder.join("new-0123456789abcdef");
+    let left = cache.folder_of("a").join("new-0123456789abcdef");
     fs::write(&left, [0; 50_000]).unwrap();
     for used in ["200000", "", "nonsense"] {
         fs::write(cache.folder.join(USED), used).unwrap();
@@ -201,6 +228,6 @@ fn processes_and_threads_add_find_and_expire_at_once() {
     let used = counted(&cache);
     assert!(used > 0 && used <= 64_000, "{used}");
     assert_eq!(recorded(&cache), used);
-    let new = fs::read_dir(&cache.folder).unwrap().flatten().filter(|entry| entry.file_name() != LOCK);
+    let new = fs::read_dir(cache.folder_of("a")).unwrap().flatten();
     assert!(new.filter(|entry| entry.file_name().to_str().unwrap().starts_with(NEW)).count() == 0);
 }
