@@ -34,10 +34,12 @@ use std::io::{self, Write as _};
 use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::{Duration, SystemTime};
+use std::thread;
+use std::time::{Duration, Instant, SystemTime};
 
 use rpc_core::client::Digest;
 use rustix::fs::{FlockOperation, OFlags, flock};
+use rustix::io::Errno;
 
 use crate::config::ServeConfig;
 use crate::modules::Hasher;
@@ -49,7 +51,18 @@ pub(crate) struct FileCache {
     folder: PathBuf,
     limit_bytes: u64,
     expiry: Duration,
+    lock_timeout: Duration,
 }
+
+/// Maximum time for which the lock is waited for. It is held for milliseconds, unless a program of a
+/// client, which may run as the same user, stops the process that holds it, or takes it.
+const LOCK_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Interval at which the lock is tried.
+const LOCK_INTERVAL: Duration = Duration::from_millis(10);
+
+/// Function that returns true once no caller waits for the result any more.
+pub(crate) type IsCancelled<'a> = &'a dyn Fn() -> bool;
 
 /// Minimum that a file counts as, in bytes: a block of the usual file systems.
 const LEAST: u64 = 4096;
@@ -73,7 +86,8 @@ impl FileCache {
     }
 
     fn new(workdir: &Path, limit_bytes: u64, expiry: Duration) -> Option<Arc<Self>> {
-        (limit_bytes > 0).then(|| Arc::new(Self { folder: workdir.join("cache"), limit_bytes, expiry }))
+        let folder = workdir.join("cache");
+        (limit_bytes > 0).then(|| Arc::new(Self { folder, limit_bytes, expiry, lock_timeout: LOCK_TIMEOUT }))
     }
 
     /// Returns the maximum bytes of all files.
@@ -101,19 +115,24 @@ impl FileCache {
     }
 
     /// Begins to add a file of `len` bytes for this identity, and makes room for it; `None` if there
-    /// cannot be as much, other than of files of identities that take less.
+    /// cannot be as much, other than of files of identities that take less, or the lock is not had.
     ///
     /// # Errors
     ///
     /// The file system failed.
-    pub(crate) fn begin(self: &Arc<Self>, identity: &str, len: u64) -> io::Result<Option<CacheWriter>> {
+    pub(crate) fn begin(
+        self: &Arc<Self>,
+        identity: &str,
+        len: u64,
+        is_cancelled: IsCancelled<'_>,
+    ) -> io::Result<Option<CacheWriter>> {
         let charge = self.charge(len);
         if charge > self.limit_bytes {
             return Ok(None);
         }
         fs::DirBuilder::new().recursive(true).mode(0o700).create(&self.folder)?;
         let folder = self.folder_of(identity);
-        let held = self.lock()?;
+        let Some(held) = self.lock(is_cancelled)? else { return Ok(None) };
         let Some(used) = self.make_room(&folder, charge)? else { return Ok(None) };
         // Counted before it is there, so that a crash leaves a number that is too high.
         self.write_used(used.saturating_add(charge))?;
@@ -126,21 +145,23 @@ impl FileCache {
         Ok(Some(CacheWriter { cache: self.clone(), path, file, hasher: Hasher::new(), len, written: 0, charge }))
     }
 
-    /// Removes a file of this identity that does not have its digest.
+    /// Removes a file of this identity that does not have its digest; returns false if the lock is
+    /// not had, and the file stays.
     ///
     /// # Errors
     ///
     /// The file system failed.
-    pub(crate) fn discard(&self, identity: &str, digest: &Digest) -> io::Result<()> {
+    pub(crate) fn discard(&self, identity: &str, digest: &Digest, is_cancelled: IsCancelled<'_>) -> io::Result<bool> {
         let path = self.path_of(identity, digest);
-        let _held = self.lock()?;
+        let Some(_held) = self.lock(is_cancelled)? else { return Ok(false) };
         let metadata = match fs::symlink_metadata(&path) {
             // Another session was faster.
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(true),
             metadata => metadata?,
         };
         fs::remove_file(&path)?;
-        self.give_back(self.charge(metadata.len()))
+        self.give_back(self.charge(metadata.len()))?;
+        Ok(true)
     }
 
     /// Removes the files that have not been used for the time of named workspaces, and what died
@@ -150,10 +171,10 @@ impl FileCache {
     ///
     /// The file system failed.
     pub(crate) fn expire(&self, now: SystemTime) -> io::Result<usize> {
-        let held = match self.lock() {
+        let held = match self.lock(&|| false) {
             // There is no cache yet.
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(0),
-            held => held?,
+            held => held?.ok_or_else(|| io::Error::from(io::ErrorKind::TimedOut))?,
         };
         let mut contents = self.search()?;
         let mut removed = 0;
@@ -190,12 +211,19 @@ impl FileCache {
         len.max(LEAST).max(self.limit_bytes / MAX_FILES)
     }
 
-    /// Waits for the lock, which excludes other processes and threads until it is dropped.
-    fn lock(&self) -> io::Result<File> {
+    /// Waits for the lock, which excludes other processes and threads until it is dropped; `None`
+    /// if another one holds it for longer than [`LOCK_TIMEOUT`], or the wait is cancelled.
+    fn lock(&self, is_cancelled: IsCancelled<'_>) -> io::Result<Option<File>> {
         // A file that is opened again has a lock of its own, which also excludes other threads.
         let file = options().write(true).create(true).truncate(false).mode(0o600).open(self.folder.join(LOCK))?;
-        rustix::io::retry_on_intr(|| flock(&file, FlockOperation::LockExclusive))?;
-        Ok(file)
+        let started = Instant::now();
+        loop {
+            match rustix::io::retry_on_intr(|| flock(&file, FlockOperation::NonBlockingLockExclusive)) {
+                Err(Errno::WOULDBLOCK) if is_cancelled() || started.elapsed() >= self.lock_timeout => return Ok(None),
+                Err(Errno::WOULDBLOCK) => thread::sleep(LOCK_INTERVAL),
+                locked => return Ok(locked.map(|()| Some(file))?),
+            }
+        }
     }
 }
 
@@ -430,26 +458,39 @@ impl CacheWriter {
     }
 
     /// Puts the file in its place among those of its identity. It replaces one with the same
-    /// digest, which may be damaged.
+    /// digest, which may be damaged. The result is `None` if the lock is not had.
     ///
     /// # Errors
     ///
     /// Less has come than was announced, or the file system failed.
-    pub(crate) fn commit(mut self) -> io::Result<Digest> {
+    pub(crate) fn commit(mut self, is_cancelled: IsCancelled<'_>) -> io::Result<Option<Digest>> {
         if self.written != self.len {
             return Err(io::Error::other("the file has become shorter"));
         }
         let digest = std::mem::replace(&mut self.hasher, Hasher::new()).finish();
         self.file.set_permissions(fs::Permissions::from_mode(0o400))?;
         let target = self.path.with_file_name(digest.to_string());
-        let _held = self.cache.lock()?;
+        let Some(_held) = self.cache.lock(is_cancelled)? else {
+            self.remove();
+            return Ok(None);
+        };
         let replaced = fs::symlink_metadata(&target).ok().map(|metadata| metadata.len());
         fs::rename(&self.path, &target)?;
         self.path = PathBuf::new();
         if let Some(len) = replaced {
             self.cache.give_back(self.cache.charge(len))?;
         }
-        Ok(digest)
+        Ok(Some(digest))
+    }
+
+    /// Removes the file, and leaves its room to be given back by the caller or the next search.
+    /// Returns true if it is gone.
+    fn remove(&mut self) -> bool {
+        let removed = fs::remove_file(std::mem::take(&mut self.path));
+        if let Err(error) = &removed {
+            tracing::debug!(%error, "a file that was not added stays until the cache is searched");
+        }
+        removed.is_ok()
     }
 }
 
@@ -458,12 +499,15 @@ impl Drop for CacheWriter {
         if self.path.as_os_str().is_empty() {
             return;
         }
-        let removed = self.cache.lock().and_then(|_held| {
-            fs::remove_file(&self.path)?;
-            self.cache.give_back(self.charge)
+        if !self.remove() {
+            return;
+        }
+        let given_back = self.cache.lock(&|| false).and_then(|held| match held {
+            Some(_held) => self.cache.give_back(self.charge),
+            None => Ok(()),
         });
-        if let Err(error) = removed {
-            tracing::debug!(%error, "a file that was not added stays until the cache is searched");
+        if let Err(error) = given_back {
+            tracing::debug!(%error, "the room of a file that was not added stays taken until the cache is searched");
         }
     }
 }

@@ -52,8 +52,8 @@ fn from_cache(context: Context, digest: String, len: u64, path: String, executab
         Ok(())
     })?;
     if hasher.finish() != digest {
-        rpc_core::log_limited!(WARN, %digest, "removed a damaged file from the cache of files");
-        cache.discard(identity, &digest).map_err(failed)?;
+        rpc_core::log_limited!(WARN, %digest, "found a damaged file in the cache of files");
+        cache.discard(identity, &digest, &|| context.is_cancelled()).map_err(failed)?;
         return Ok(false);
     }
     writer.set_executable(executable)?;
@@ -65,10 +65,11 @@ fn to_cache(context: Context, path: String) -> Result<Option<String>> {
     let Some((cache, identity)) = cache(&context) else { return Ok(None) };
     let ClientIdentity(identity) = &*identity;
     let _open = context.reserve_open_files(FILES_OF_COPY)?;
+    let is_cancelled = || context.is_cancelled();
     let file = workspace(&context)?.open_read(&path)?;
-    let Some(mut writer) = cache.begin(identity, file.len()).map_err(failed)? else { return Ok(None) };
+    let Some(mut writer) = cache.begin(identity, file.len(), &is_cancelled).map_err(failed)? else { return Ok(None) };
     copy(&context, file.as_file(), file.len(), |piece| writer.write(piece).map_err(failed))?;
-    Ok(Some(writer.commit().map_err(failed)?.to_string()))
+    Ok(writer.commit(&is_cancelled).map_err(failed)?.map(|digest| digest.to_string()))
 }
 
 /// Calls `write` with the first `len` bytes of a file, or with all if it has fewer, piece by piece.

@@ -10,17 +10,28 @@ use crate::modules::hash;
 
 const DAY: Duration = Duration::from_secs(24 * 3600);
 
+/// Caller that waits for the result.
+const WAITS: IsCancelled<'static> = &|| false;
+
 /// A cache of `limit_bytes` in a folder of its own.
 fn cache(limit_bytes: u64) -> (TempDir, Arc<FileCache>) {
     let folder = tempfile::tempdir().unwrap();
-    let cache = FileCache::new(folder.path(), limit_bytes, 30 * DAY).unwrap();
+    let cache = opened(folder.path(), limit_bytes);
     (folder, cache)
 }
 
+/// The cache in `folder`, as another process would open it. It waits for the lock for as long as a
+/// test may take.
+fn opened(folder: &Path, limit_bytes: u64) -> Arc<FileCache> {
+    let mut cache = FileCache::new(folder, limit_bytes, 30 * DAY).unwrap();
+    Arc::get_mut(&mut cache).unwrap().lock_timeout = DAY;
+    cache
+}
+
 fn add(cache: &Arc<FileCache>, identity: &str, content: &[u8]) -> Option<Digest> {
-    let mut writer = cache.begin(identity, content.len() as u64).unwrap()?;
+    let mut writer = cache.begin(identity, content.len() as u64, WAITS).unwrap()?;
     content.chunks(1000).for_each(|piece| writer.write(piece).unwrap());
-    let digest = writer.commit().unwrap();
+    let digest = writer.commit(WAITS).unwrap().unwrap();
     assert_eq!(digest, digest_of(content));
     Some(digest)
 }
@@ -42,7 +53,7 @@ fn set_used(cache: &FileCache, identity: &str, content: &[u8], at: SystemTime) {
 
 /// Returns the bytes that all files count as, by a search.
 fn counted(cache: &FileCache) -> u64 {
-    let _held = cache.lock().unwrap();
+    let _held = cache.lock(WAITS).unwrap().unwrap();
     cache.search().unwrap().used
 }
 
@@ -69,7 +80,7 @@ fn a_file_is_found_by_its_digest_length_and_identity_alone() {
     let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
     assert_eq!((mode(&path), mode(path.parent().unwrap()), mode(&cache.folder)), (0o400, 0o700, 0o700));
     // No other file is taken for it.
-    cache.discard("token:alice", &digest).unwrap();
+    assert!(cache.discard("token:alice", &digest, WAITS).unwrap());
     fs::write(folder.path().join("secret"), "data").unwrap();
     symlink(folder.path().join("secret"), &path).unwrap();
     cache.find("token:alice", &digest, 4).unwrap_err();
@@ -79,22 +90,22 @@ fn a_file_is_found_by_its_digest_length_and_identity_alone() {
 #[test]
 fn what_was_not_committed_is_not_there_and_takes_no_room() {
     let (_folder, cache) = cache(100_000);
-    let mut writer = cache.begin("a", 60_000).unwrap().unwrap();
+    let mut writer = cache.begin("a", 60_000, WAITS).unwrap().unwrap();
     writer.write(&[1; 50_000]).unwrap();
     // Its room is taken before it is written.
-    assert!(cache.begin("a", 60_000).unwrap().is_none());
-    assert!(writer.commit().unwrap_err().to_string().contains("shorter"));
-    let mut writer = cache.begin("a", 60_000).unwrap().unwrap();
+    assert!(cache.begin("a", 60_000, WAITS).unwrap().is_none());
+    assert!(writer.commit(WAITS).unwrap_err().to_string().contains("shorter"));
+    let mut writer = cache.begin("a", 60_000, WAITS).unwrap().unwrap();
     assert!(writer.write(&[1; 60_001]).unwrap_err().to_string().contains("longer"));
     drop(writer);
     assert_eq!((recorded(&cache), counted(&cache)), (0, 0));
-    assert!(cache.begin("a", 100_001).unwrap().is_none());
+    assert!(cache.begin("a", 100_001, WAITS).unwrap().is_none());
     // The same file twice is kept once.
     for _ in 0..3 {
         add(&cache, "a", &[2; 40_000]).unwrap();
     }
     assert_eq!((recorded(&cache), counted(&cache)), (40_000, 40_000));
-    cache.discard("a", &digest_of(&[2; 40_000])).unwrap();
+    assert!(cache.discard("a", &digest_of(&[2; 40_000]), WAITS).unwrap());
     assert_eq!((recorded(&cache), counted(&cache)), (0, 0));
 }
 
@@ -127,7 +138,7 @@ fn a_large_file_displaces_no_files_of_identities_that_take_less() {
     // A file as large as the cache displaces nothing: neither those of others nor, as it would not
     // fit even so, those of its own identity.
     for identity in ["large", "third"] {
-        assert!(cache.begin(identity, 100_000).unwrap().is_none(), "{identity}");
+        assert!(cache.begin(identity, 100_000, WAITS).unwrap().is_none(), "{identity}");
         assert!(has(&cache, "small", &[0; 10_000]) && has(&cache, "large", &[1; 50_000]));
     }
     assert_eq!((recorded(&cache), counted(&cache)), (60_000, 60_000));
@@ -138,11 +149,11 @@ fn a_large_file_displaces_no_files_of_identities_that_take_less() {
     assert!(has(&cache, "small", &[0; 10_000]) && !has(&cache, "large", &[2; 90_000]));
 
     // Files that are being added count, too: they keep others from adding, and displace nothing.
-    let writer = cache.begin("third", 50_000).unwrap().unwrap();
-    assert!(cache.begin("third", 20_000).unwrap().is_some());
+    let writer = cache.begin("third", 50_000, WAITS).unwrap().unwrap();
+    assert!(cache.begin("third", 20_000, WAITS).unwrap().is_some());
     assert!(has(&cache, "small", &[0; 10_000]) && !has(&cache, "third", &[3; 30_000]));
-    assert!(cache.begin("third", 50_000).unwrap().is_none());
-    assert!(cache.begin("small", 60_000).unwrap().is_none());
+    assert!(cache.begin("third", 50_000, WAITS).unwrap().is_none());
+    assert!(cache.begin("small", 60_000, WAITS).unwrap().is_none());
     assert!(has(&cache, "small", &[0; 10_000]));
     drop(writer);
     assert_eq!((recorded(&cache), counted(&cache)), (10_000, 10_000));
@@ -166,7 +177,7 @@ fn many_small_files_are_bounded_by_their_number() {
 fn what_a_dead_process_has_left_is_removed_and_what_is_lost_is_counted_anew() {
     let (_folder, cache) = cache(200_000);
     add(&cache, "a", &[1; 40_000]).unwrap();
-    let writer = cache.begin("a", 10_000).unwrap().unwrap();
+    let writer = cache.begin("a", 10_000, WAITS).unwrap().unwrap();
     let alive = writer.path.clone();
     // As a process leaves them that is killed while it adds a file.
     let left = cache.folder_of("a").join("new-0123456789abcdef");
@@ -201,13 +212,13 @@ fn files_expire_after_the_time_of_named_workspaces() {
 }
 
 #[test]
-fn processes_and_threads_add_find_and_expire_at_once() {
+fn threads_that_opened_the_cache_apart_add_find_and_expire_at_once() {
     let (folder, _) = cache(1);
     let content = |number: usize| vec![number as u8; 3_000 + number];
     thread::scope(|scope| {
         for worker in 0..4 {
             // Each has the folder open as a process of its own would.
-            let cache = FileCache::new(folder.path(), 64_000, 30 * DAY).unwrap();
+            let cache = opened(folder.path(), 64_000);
             scope.spawn(move || {
                 for round in 0..60 {
                     let number = (worker * 7 + round) % 24;
@@ -224,10 +235,40 @@ fn processes_and_threads_add_find_and_expire_at_once() {
             });
         }
     });
-    let cache = FileCache::new(folder.path(), 64_000, 30 * DAY).unwrap();
+    let cache = opened(folder.path(), 64_000);
     let used = counted(&cache);
     assert!(used > 0 && used <= 64_000, "{used}");
     assert_eq!(recorded(&cache), used);
     let new = fs::read_dir(cache.folder_of("a")).unwrap().flatten();
     assert!(new.filter(|entry| entry.file_name().to_str().unwrap().starts_with(NEW)).count() == 0);
+}
+
+#[test]
+fn a_lock_that_another_process_keeps_is_not_waited_for_without_end() {
+    let (folder, cache) = cache(100_000);
+    let digest = add(&cache, "a", &[1; 10_000]).unwrap();
+    let mut writer = cache.begin("a", 20_000, WAITS).unwrap().unwrap();
+    writer.write(&[2; 20_000]).unwrap();
+    let mut impatient = opened(folder.path(), 100_000);
+    Arc::get_mut(&mut impatient).unwrap().lock_timeout = Duration::ZERO;
+    let mut other = impatient.begin("a", 30_000, WAITS).unwrap().unwrap();
+    other.write(&[3; 30_000]).unwrap();
+    let held = cache.lock(WAITS).unwrap().unwrap();
+
+    // A caller that is gone ends the wait, and so does the end of its time.
+    let is_gone = || true;
+    assert!(cache.begin("a", 1, &is_gone).unwrap().is_none());
+    assert!(!cache.discard("a", &digest, &is_gone).unwrap());
+    assert_eq!(writer.commit(&is_gone).unwrap(), None);
+    assert!(impatient.begin("a", 1, WAITS).unwrap().is_none());
+    assert!(!impatient.discard("a", &digest, WAITS).unwrap());
+    assert_eq!(impatient.expire(SystemTime::now()).unwrap_err().kind(), io::ErrorKind::TimedOut);
+    drop(other);
+
+    // Files are found meanwhile, and what was given up takes room until the cache is searched.
+    assert!(has(&cache, "a", &[1; 10_000]));
+    drop(held);
+    assert_eq!((recorded(&cache), counted(&cache)), (60_000, 10_000));
+    assert!(add(&cache, "a", &[4; 50_000]).is_some());
+    assert_eq!((recorded(&cache), counted(&cache)), (60_000, 60_000));
 }

@@ -158,8 +158,8 @@ impl Checked {
             let expiry = expiry.clone();
             let cache = FileCache::of(&config);
             async move {
-                let expired = remove_expired(workspaces, cache);
-                _ = tokio::join!(expired, expiry.warn_daily(), give_back_memory(&ended));
+                let (expired, files) = (remove_expired_workspaces(workspaces), remove_expired_files(cache));
+                _ = tokio::join!(expired, files, expiry.warn_daily(), give_back_memory(&ended));
             }
         };
         let observer = RefusalRecorder { errors, inner: monitoring.as_ref().map(Monitoring::observer) };
@@ -332,26 +332,34 @@ async fn give_back_memory(ended: &AtomicU64) {
     }
 }
 
-/// Removes expired named workspaces and files of the cache once in each interval.
-async fn remove_expired(workspaces: WorkspaceRoot, cache: Option<Arc<FileCache>>) {
+/// Removes expired named workspaces once in each interval.
+async fn remove_expired_workspaces(workspaces: WorkspaceRoot) {
+    at_intervals(move || match workspaces.expire(SystemTime::now()) {
+        Ok(0) => {}
+        Ok(count) => tracing::info!(count, "removed named workspaces that had expired"),
+        Err(error) => tracing::warn!(%error, "cannot remove expired workspaces"),
+    })
+    .await
+}
+
+/// Removes expired files of the cache once in each interval.
+async fn remove_expired_files(cache: Option<Arc<FileCache>>) {
+    let Some(cache) = cache else { return };
+    at_intervals(move || match cache.expire(SystemTime::now()) {
+        Ok(0) => {}
+        Ok(count) => tracing::info!(count, "removed files of the cache that had expired"),
+        Err(error) => tracing::warn!(%error, "cannot remove expired files of the cache"),
+    })
+    .await
+}
+
+/// Calls a function that blocks now, and once in each interval.
+async fn at_intervals(work: impl Fn() + Clone + Send + 'static) {
     let mut ticks = tokio::time::interval(EXPIRY_INTERVAL);
     loop {
         ticks.tick().await;
-        let (workspaces, cache) = (workspaces.clone(), cache.clone());
-        let expire = move || {
-            match workspaces.expire(SystemTime::now()) {
-                Ok(0) => {}
-                Ok(count) => tracing::info!(count, "removed named workspaces that had expired"),
-                Err(error) => tracing::warn!(%error, "cannot remove expired workspaces"),
-            }
-            match cache.map_or(Ok(0), |cache| cache.expire(SystemTime::now())) {
-                Ok(0) => {}
-                Ok(count) => tracing::info!(count, "removed files of the cache that had expired"),
-                Err(error) => tracing::warn!(%error, "cannot remove expired files of the cache"),
-            }
-        };
-        if let Err(error) = tokio::task::spawn_blocking(expire).await {
-            tracing::error!(%error, "removing expired workspaces failed");
+        if let Err(error) = tokio::task::spawn_blocking(work.clone()).await {
+            tracing::error!(%error, "removing what has expired failed");
         }
     }
 }
