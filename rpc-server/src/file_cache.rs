@@ -85,9 +85,20 @@ impl FileCache {
         Self::new(&config.workdir, config.file_cache.0, config.workspace_expiry.0)
     }
 
+    /// Returns the cache of a server with these settings, to [remove](Self::expire) files from: all
+    /// of them if it is off. `None` if the server has no files of clients: relays and trackers may
+    /// have the same folder as a server.
+    pub(crate) fn to_clean(config: &ServeConfig) -> Option<Arc<Self>> {
+        let has_files = config.workspace_quota.0 > 0;
+        has_files.then(|| Arc::new(Self::open(&config.workdir, config.file_cache.0, config.workspace_expiry.0)))
+    }
+
     fn new(workdir: &Path, limit_bytes: u64, expiry: Duration) -> Option<Arc<Self>> {
-        let folder = workdir.join("cache");
-        (limit_bytes > 0).then(|| Arc::new(Self { folder, limit_bytes, expiry, lock_timeout: LOCK_TIMEOUT }))
+        (limit_bytes > 0).then(|| Arc::new(Self::open(workdir, limit_bytes, expiry)))
+    }
+
+    fn open(workdir: &Path, limit_bytes: u64, expiry: Duration) -> Self {
+        Self { folder: workdir.join("cache"), limit_bytes, expiry, lock_timeout: LOCK_TIMEOUT }
     }
 
     /// Returns the maximum bytes of all files.
@@ -164,8 +175,9 @@ impl FileCache {
         Ok(true)
     }
 
-    /// Removes the files that have not been used for the time of named workspaces, and what died
-    /// processes have left. Returns the number of files.
+    /// Removes the files that have not been used for the time of named workspaces, what died
+    /// processes have left, and as much as the limit demands, which may be lower than before.
+    /// Returns the number of files.
     ///
     /// # Errors
     ///
@@ -188,6 +200,12 @@ impl FileCache {
                 }
                 !is_gone
             });
+        }
+        if contents.used > self.limit_bytes {
+            let (evicted, _) = self.choose_evicted(&mut contents, None, 0);
+            removed += contents.remove(evicted);
+        }
+        for owner in &contents.owners {
             // Fails, as it should, if files are left.
             let _ = fs::remove_dir(&owner.folder);
         }
@@ -238,20 +256,26 @@ impl FileCache {
         }
         let mut contents = self.search()?;
         if !fits(contents.used) {
-            let evicted = self.choose_evicted(&mut contents, folder, charge);
-            contents.remove(evicted);
+            let adder = contents.owner(folder);
+            let (evicted, used) = self.choose_evicted(&mut contents, Some(adder), charge);
+            // Nothing is removed in vain.
+            if fits(used) {
+                contents.remove(evicted);
+            }
             self.write_used(contents.used)?;
         }
         Ok(fits(contents.used).then_some(contents.used))
     }
 
-    /// Returns the files to remove until `charge` more bytes of the owner of `folder` fit, and a
-    /// part of the limit besides, if others have as many; none if the bytes would not fit even so.
-    fn choose_evicted(&self, contents: &mut CacheContents, folder: &Path, charge: u64) -> Vec<Evicted> {
+    /// Returns the files to remove until `charge` more bytes fit, which the owner with the index
+    /// `adder` adds, and a part of the limit besides, if others have as many; and the bytes that
+    /// are then reserved.
+    fn choose_evicted(&self, contents: &mut CacheContents, adder: Option<usize>, charge: u64) -> (Vec<Evicted>, u64) {
         let needed = self.limit_bytes.saturating_sub(charge);
         let mut target = needed.saturating_sub(self.limit_bytes / EVICTED_PART);
-        let adder = contents.owner(folder);
-        contents.owners[adder].reserved += charge;
+        if let Some(adder) = adder {
+            contents.owners[adder].reserved += charge;
+        }
         let mut largest = BinaryHeap::with_capacity(contents.owners.len());
         for (at, owner) in contents.owners.iter_mut().enumerate() {
             // The least recently used one is the last.
@@ -268,15 +292,12 @@ impl FileCache {
                     evicted.push(Evicted { owner: at, file });
                 }
                 // The others take less.
-                None if at == adder => break,
+                None if Some(at) == adder => break,
                 // Files that are being added stay, and others do not go for more than is needed.
                 None => target = needed,
             }
         }
-        if used > needed {
-            evicted.clear();
-        }
-        evicted
+        (evicted, used)
     }
 
     /// Returns all files, after removing what died processes have left.
@@ -360,13 +381,16 @@ impl CacheContents {
         self.owners.len() - 1
     }
 
-    /// Removes files from the disk.
-    fn remove(&mut self, evicted: Vec<Evicted>) {
+    /// Removes files from the disk. Returns the number of those that are gone.
+    fn remove(&mut self, evicted: Vec<Evicted>) -> usize {
+        let mut removed = 0;
         for Evicted { owner, file } in evicted {
             if fs::remove_file(self.owners[owner].folder.join(file.digest.to_string())).is_ok() {
                 self.used -= file.charge;
+                removed += 1;
             }
         }
+        removed
     }
 }
 

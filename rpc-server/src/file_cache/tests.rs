@@ -6,6 +6,7 @@ use std::thread;
 use tempfile::TempDir;
 
 use super::*;
+use crate::config::{ByteSize, RelayConfig};
 use crate::modules::hash;
 
 const DAY: Duration = Duration::from_secs(24 * 3600);
@@ -23,9 +24,7 @@ fn cache(limit_bytes: u64) -> (TempDir, Arc<FileCache>) {
 /// The cache in `folder`, as another process would open it. It waits for the lock for as long as a
 /// test may take.
 fn opened(folder: &Path, limit_bytes: u64) -> Arc<FileCache> {
-    let mut cache = FileCache::new(folder, limit_bytes, 30 * DAY).unwrap();
-    Arc::get_mut(&mut cache).unwrap().lock_timeout = DAY;
-    cache
+    Arc::new(FileCache { lock_timeout: DAY, ..FileCache::open(folder, limit_bytes, 30 * DAY) })
 }
 
 fn add(cache: &Arc<FileCache>, identity: &str, content: &[u8]) -> Option<Digest> {
@@ -212,6 +211,39 @@ fn files_expire_after_the_time_of_named_workspaces() {
 }
 
 #[test]
+fn a_lower_limit_makes_the_cache_smaller_and_none_empties_it() {
+    let (folder, cache) = cache(100_000);
+    let then = SystemTime::now() - DAY;
+    for number in 0..8 {
+        add(&cache, "large", &[number; 10_000]).unwrap();
+        set_used(&cache, "large", &[number; 10_000], then + Duration::from_secs(number.into()));
+    }
+    add(&cache, "small", &[8; 10_000]).unwrap();
+    let lower = opened(folder.path(), 40_000);
+    assert_eq!(lower.expire(SystemTime::now()).unwrap(), 6);
+    let left: Vec<_> = (0..8).filter(|number| has(&cache, "large", &[*number; 10_000])).collect();
+    assert_eq!(left, [6, 7]);
+    assert!(has(&cache, "small", &[8; 10_000]));
+    assert_eq!((recorded(&cache), counted(&cache)), (30_000, 30_000));
+    assert_eq!(lower.expire(SystemTime::now()).unwrap(), 0);
+
+    // A file that another server is adding stays.
+    let writer = cache.begin("small", 5_000, WAITS).unwrap().unwrap();
+    let off = opened(folder.path(), 0);
+    assert_eq!(off.expire(SystemTime::now()).unwrap(), 3);
+    assert!(!has(&cache, "small", &[8; 10_000]) && writer.path.exists());
+    assert!(!cache.folder_of("large").exists());
+    drop(writer);
+    assert_eq!((off.expire(SystemTime::now()).unwrap(), recorded(&cache)), (0, 0));
+    assert!(!cache.folder_of("small").exists());
+
+    // A server that has it off removes the files; a relay or tracker in the same folder does not.
+    let config = ServeConfig { file_cache: ByteSize(0), ..ServeConfig::default() };
+    assert!(FileCache::of(&config).is_none() && FileCache::to_clean(&config).is_some());
+    assert!(FileCache::to_clean(&RelayConfig::default().serve_config()).is_none());
+}
+
+#[test]
 fn threads_that_opened_the_cache_apart_add_find_and_expire_at_once() {
     let (folder, _) = cache(1);
     let content = |number: usize| vec![number as u8; 3_000 + number];
@@ -249,8 +281,8 @@ fn a_lock_that_another_process_keeps_is_not_waited_for_without_end() {
     let digest = add(&cache, "a", &[1; 10_000]).unwrap();
     let mut writer = cache.begin("a", 20_000, WAITS).unwrap().unwrap();
     writer.write(&[2; 20_000]).unwrap();
-    let mut impatient = opened(folder.path(), 100_000);
-    Arc::get_mut(&mut impatient).unwrap().lock_timeout = Duration::ZERO;
+    let impatient = FileCache::open(folder.path(), 100_000, 30 * DAY);
+    let impatient = Arc::new(FileCache { lock_timeout: Duration::ZERO, ..impatient });
     let mut other = impatient.begin("a", 30_000, WAITS).unwrap().unwrap();
     other.write(&[3; 30_000]).unwrap();
     let held = cache.lock(WAITS).unwrap().unwrap();

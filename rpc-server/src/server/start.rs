@@ -156,7 +156,7 @@ impl Checked {
         let expiry = CertificateExpiry::new(credentials.validity, gauge);
         let housekeeping = {
             let expiry = expiry.clone();
-            let cache = FileCache::of(&config);
+            let cache = FileCache::to_clean(&config);
             async move {
                 let (expired, files) = (remove_expired_workspaces(workspaces), remove_expired_files(cache));
                 _ = tokio::join!(expired, files, expiry.warn_daily(), give_back_memory(&ended));
@@ -342,12 +342,12 @@ async fn remove_expired_workspaces(workspaces: WorkspaceRoot) {
     .await
 }
 
-/// Removes expired files of the cache once in each interval.
+/// Removes files of the cache that have expired, or exceed its size, once in each interval.
 async fn remove_expired_files(cache: Option<Arc<FileCache>>) {
     let Some(cache) = cache else { return };
     at_intervals(move || match cache.expire(SystemTime::now()) {
         Ok(0) => {}
-        Ok(count) => tracing::info!(count, "removed files of the cache that had expired"),
+        Ok(count) => tracing::info!(count, "removed files of the cache that had expired or exceeded its size"),
         Err(error) => tracing::warn!(%error, "cannot remove expired files of the cache"),
     })
     .await
