@@ -24,8 +24,9 @@
 //!    room of its own files, or gets none.
 //! 4. **A crash leaves no wrong file.** Files are renamed to their names when they are complete.
 //!    What a process that died has left is not locked, and is removed when the cache is searched.
-//!    It may leave `used` too high, never too low; a search counts anew, before anything is
-//!    evicted.
+//!    It may leave `used` too high, and a search counts anew, before anything is evicted. `used` is
+//!    forgotten where a file goes that its remover has not counted itself. Only a program that
+//!    writes to a cached file makes it too low, until the next search: hourly at the latest.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -165,13 +166,12 @@ impl FileCache {
     pub(crate) fn discard(&self, identity: &str, digest: &Digest, is_cancelled: IsCancelled<'_>) -> io::Result<bool> {
         let path = self.path_of(identity, digest);
         let Some(_held) = self.lock(is_cancelled)? else { return Ok(false) };
-        let metadata = match fs::symlink_metadata(&path) {
+        match fs::remove_file(&path) {
             // Another session was faster.
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(true),
-            metadata => metadata?,
-        };
-        fs::remove_file(&path)?;
-        self.give_back(self.charge(metadata.len()))?;
+            removed => removed?,
+        }
+        self.forget_used()?;
         Ok(true)
     }
 
@@ -355,6 +355,13 @@ impl FileCache {
         file.write_all(used.to_string().as_bytes())
     }
 
+    /// Has the next search count anew: a file is gone that another process may have counted by
+    /// another limit, or that a program has made longer.
+    fn forget_used(&self) -> io::Result<()> {
+        options().write(true).create(true).truncate(true).mode(0o600).open(self.folder.join(USED)).map(drop)
+    }
+
+    /// Takes back what this process has added to the bytes that are reserved.
     fn give_back(&self, charge: u64) -> io::Result<()> {
         match self.read_used() {
             Some(used) => self.write_used(used.saturating_sub(charge)),
@@ -498,11 +505,11 @@ impl CacheWriter {
             self.remove();
             return Ok(None);
         };
-        let replaced = fs::symlink_metadata(&target).ok().map(|metadata| metadata.len());
+        let replaces = fs::symlink_metadata(&target).is_ok();
         fs::rename(&self.path, &target)?;
         self.path = PathBuf::new();
-        if let Some(len) = replaced {
-            self.cache.give_back(self.cache.charge(len))?;
+        if replaces {
+            self.cache.forget_used()?;
         }
         Ok(Some(digest))
     }

@@ -74,7 +74,7 @@ fn a_file_is_found_by_its_digest_length_and_identity_alone() {
     ] {
         assert!(cache.find(identity, &digest, len).unwrap().is_none(), "{identity}");
     }
-    // Nobody writes to it, and others may not read it.
+    // Its owner may only read it, and other users may not.
     let path = cache.path_of("token:alice", &digest);
     let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
     assert_eq!((mode(&path), mode(path.parent().unwrap()), mode(&cache.folder)), (0o400, 0o700, 0o700));
@@ -103,9 +103,14 @@ fn what_was_not_committed_is_not_there_and_takes_no_room() {
     for _ in 0..3 {
         add(&cache, "a", &[2; 40_000]).unwrap();
     }
-    assert_eq!((recorded(&cache), counted(&cache)), (40_000, 40_000));
+    // What it replaces may have been counted otherwise, and so all is counted anew.
+    assert_eq!((cache.read_used(), counted(&cache)), (None, 40_000));
+    add(&cache, "a", &[3; 10_000]).unwrap();
+    assert_eq!((recorded(&cache), counted(&cache)), (50_000, 50_000));
     assert!(cache.discard("a", &digest_of(&[2; 40_000]), WAITS).unwrap());
-    assert_eq!((recorded(&cache), counted(&cache)), (0, 0));
+    assert_eq!((cache.read_used(), counted(&cache)), (None, 10_000));
+    add(&cache, "a", &[4; 10_000]).unwrap();
+    assert_eq!((recorded(&cache), counted(&cache)), (20_000, 20_000));
 }
 
 #[test]
@@ -270,6 +275,8 @@ fn threads_that_opened_the_cache_apart_add_find_and_expire_at_once() {
     let cache = opened(folder.path(), 64_000);
     let used = counted(&cache);
     assert!(used > 0 && used <= 64_000, "{used}");
+    assert!(cache.read_used().is_none_or(|recorded| recorded == used), "{used}: {:?}", cache.read_used());
+    cache.expire(SystemTime::now()).unwrap();
     assert_eq!(recorded(&cache), used);
     let new = fs::read_dir(cache.folder_of("a")).unwrap().flatten();
     assert!(new.filter(|entry| entry.file_name().to_str().unwrap().starts_with(NEW)).count() == 0);

@@ -22,7 +22,7 @@ const LEN: usize = 2 << 20;
 /// Bytes that a client may send at most for a run whose files are in the cache.
 const LITTLE: u64 = 16 << 10;
 
-/// Passes connections on to `server`, and counts the bytes that its clients send.
+/// Forwards connections to `server`, and counts the bytes that its clients send.
 struct CountingProxy {
     address: String,
     sent: Arc<AtomicU64>,
@@ -38,9 +38,9 @@ impl CountingProxy {
             for client in listener.incoming().flatten() {
                 let server = TcpStream::connect(&server).unwrap();
                 let (answers, back) = (server.try_clone().unwrap(), client.try_clone().unwrap());
-                thread::spawn(move || pass_on(answers, back, &AtomicU64::new(0)));
+                thread::spawn(move || forward(answers, back, &AtomicU64::new(0)));
                 let count = count.clone();
-                thread::spawn(move || pass_on(client, server, &count));
+                thread::spawn(move || forward(client, server, &count));
             }
         });
         Self { address, sent }
@@ -52,8 +52,8 @@ impl CountingProxy {
     }
 }
 
-/// Copies a stream, and adds to `count` before the bytes are passed on.
-fn pass_on(mut from: TcpStream, mut to: TcpStream, count: &AtomicU64) {
+/// Forwards a stream, and adds the bytes to `count` before they are written.
+fn forward(mut from: TcpStream, mut to: TcpStream, count: &AtomicU64) {
     let mut piece = vec![0; 64 << 10];
     while let Ok(len @ 1..) = from.read(&mut piece) {
         count.fetch_add(len as u64, Ordering::SeqCst);
