@@ -13,9 +13,11 @@ use super::files::{CancellableRead, workspace};
 use crate::file_cache::FileCache;
 use crate::modules::{FILE_PIECE, Hasher};
 use crate::policy::ClientIdentity;
+use crate::workspace::WorkspaceError;
 
-/// Descriptors of a copy: both files, and the lock of the cache.
-const FILES_OF_COPY: u64 = 3;
+/// Descriptors of a copy: a file of the workspace, one of the cache, and the cache's lock with its
+/// count; or the workspace's file, the lock, and two folders in which a search looks for room.
+const FILES_OF_COPY: u64 = 4;
 
 pub(super) fn register(registry: &Registry) {
     registry
@@ -45,12 +47,13 @@ fn from_cache(context: Context, digest: String, len: u64, path: String, executab
     let Some(file) = cache.find(identity, &digest, len).map_err(failed)? else { return Ok(false) };
     let mut writer = workspace(&context)?.begin_write(&path, Some(len))?;
     let (mut hasher, mut offset) = (Hasher::new(), 0);
-    copy(&context, &file, len, |piece| {
+    let write = |piece: &[u8]| {
         hasher.update(piece);
         writer.write_at(offset, piece)?;
         offset += piece.len() as u64;
         Ok(())
-    })?;
+    };
+    copy(&context, &file, len, write, failed)?;
     if hasher.finish() != digest {
         rpc_core::log_limited!(WARN, %digest, "found a damaged file in the cache of files");
         cache.discard(identity, &digest, &|| context.is_cancelled()).map_err(failed)?;
@@ -68,12 +71,29 @@ fn to_cache(context: Context, path: String) -> Result<Option<String>> {
     let is_cancelled = || context.is_cancelled();
     let file = workspace(&context)?.open_read(&path)?;
     let Some(mut writer) = cache.begin(identity, file.len(), &is_cancelled).map_err(failed)? else { return Ok(None) };
-    copy(&context, file.as_file(), file.len(), |piece| writer.write(piece).map_err(failed))?;
+    let mut copied = 0;
+    let write = |piece: &[u8]| {
+        copied += piece.len() as u64;
+        writer.write(piece).map_err(failed)
+    };
+    copy(&context, file.as_file(), file.len(), write, |source| {
+        WorkspaceError::Io { path: path.clone(), source }.into()
+    })?;
+    if copied != file.len() {
+        return Err(RpcError::new(ErrorKind::Io, format!("'{path}' changed while it was copied")));
+    }
     Ok(writer.commit(&is_cancelled).map_err(failed)?.map(|digest| digest.to_string()))
 }
 
 /// Calls `write` with the first `len` bytes of a file, or with all if it has fewer, piece by piece.
-fn copy(context: &Context, file: &File, len: u64, mut write: impl FnMut(&[u8]) -> Result<()>) -> Result<()> {
+/// `unreadable` gives an error of the file its meaning.
+fn copy(
+    context: &Context,
+    file: &File,
+    len: u64,
+    mut write: impl FnMut(&[u8]) -> Result<()>,
+    unreadable: impl Fn(io::Error) -> RpcError,
+) -> Result<()> {
     let piece_len = FILE_PIECE.min(usize::try_from(len).unwrap_or(FILE_PIECE));
     let _staged = context.stage(piece_len as u64)?;
     let mut piece = vec![0; piece_len];
@@ -84,7 +104,7 @@ fn copy(context: &Context, file: &File, len: u64, mut write: impl FnMut(&[u8]) -
             Ok(count) => write(&piece[..count])?,
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
             Err(_) if context.is_cancelled() => return Err(cancelled()),
-            Err(error) => return Err(failed(error)),
+            Err(error) => return Err(unreadable(error)),
         }
     }
 }

@@ -90,6 +90,14 @@ fn cached(fixture: &Fixture) -> Vec<PathBuf> {
     files
 }
 
+/// Returns the path of a file below `folder`.
+fn find(folder: &Path, name: &str) -> Option<PathBuf> {
+    fs::read_dir(folder).ok()?.flatten().find_map(|entry| {
+        let is_it = entry.file_name() == name;
+        if is_it { Some(entry.path()) } else { find(&entry.path(), name) }
+    })
+}
+
 fn get(files: &Files, path: &str) -> Vec<u8> {
     let mut content = Vec::new();
     files.get(path, &mut content).wait().unwrap();
@@ -255,6 +263,32 @@ fn the_cache_is_bounded_by_its_size_the_quota_and_open_files() {
         assert!(run.stdout == "sent" && run.stderr.contains("local: 4 B sent"), "{run:?}");
     }
     assert!(!Path::new(&none.path("workdir/cache")).exists());
+}
+
+#[test]
+fn a_file_that_changes_while_it_is_added_is_told_from_a_cache_that_fails() {
+    // Without bytes on the disk, and longer than can be copied before it is cut.
+    const LONG: u64 = 64 << 30;
+
+    let fixture = Fixture::new(&["--file-cache", "64GiB", "--isolate", "none"]);
+    let session = connect(&fixture);
+    let (files, cache) = (Files::new(&session), cache_of(&session));
+    files.put_bytes("long-file", vec![1]).wait().unwrap();
+    let path = find(Path::new(&fixture.path("workdir")), "long-file").expect("the file of the workspace");
+    let file = fs::OpenOptions::new().write(true).open(path).unwrap();
+    file.set_len(LONG).unwrap();
+    thread::scope(|scope| {
+        let added = scope.spawn(|| cache.add("long-file").wait());
+        while cached(&fixture).is_empty() && !added.is_finished() {
+            thread::yield_now();
+        }
+        file.set_len(1).unwrap();
+        let error = added.join().unwrap().unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Io);
+        assert!(error.to_string().contains("'long-file' changed while it was copied"), "{error}");
+    });
+    assert!(cached(&fixture).is_empty());
+    assert!(cache.add("long-file").wait().unwrap().is_some());
 }
 
 #[test]
