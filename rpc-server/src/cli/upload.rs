@@ -8,7 +8,7 @@ use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 
 use indicatif::ProgressBar;
-use rpc_core::client::{FileCache, FileEntry, Files};
+use rpc_core::client::{Digest, FileCache, FileEntry, Files};
 use rpc_core::{ErrorKind, Session};
 
 use super::failure::Failure;
@@ -186,10 +186,20 @@ impl Uploader {
         label(&self.bar, remote);
         let present = self.present.get(remote).filter(|present| present.size == *len);
         let cache = self.cache.clone().filter(|cache| (1..=cache.limit()).contains(len));
+        let compared = match present {
+            Some(_) => Some(self.compare(local, remote).await?),
+            None => None,
+        };
         let (sent, was_executable) = match (present, cache) {
-            (Some(present), _) if self.is_same(local, remote).await? => (Sent::Unchanged, present.executable),
+            (Some(present), _) if compared.is_some_and(|(is_same, _)| is_same) => (Sent::Unchanged, present.executable),
             _ if self.mode == UploadMode::Resume => (Sent::Bytes(self.send_rest(upload).await?), false),
-            (_, Some(cache)) => (self.send_by_cache(cache, upload).await?, *executable),
+            (_, Some(cache)) => {
+                let digest = match compared {
+                    Some((_, digest)) => digest,
+                    None => local_digest(local).await?,
+                };
+                (self.send_by_cache(cache, upload, digest).await?, *executable)
+            }
             _ => {
                 let (files, target, len, report) = (self.files.clone(), remote.clone(), *len, self.reporter());
                 let file = open(local)?;
@@ -213,10 +223,10 @@ impl Uploader {
         self.bar.finish_and_clear();
     }
 
-    /// Takes a file from the server's cache, or sends it if it is not there.
-    async fn send_by_cache(&self, cache: FileCache, upload: &Upload) -> Result<Sent, Failure> {
+    /// Takes a file, whose SHA-256 is `digest`, from the server's cache, or sends it if it is not
+    /// there.
+    async fn send_by_cache(&self, cache: FileCache, upload: &Upload, digest: Digest) -> Result<Sent, Failure> {
         let Upload { local, remote, len, executable } = upload;
-        let digest = local_digest(local).await?;
         let (target, len, executable, report) = (remote.clone(), *len, *executable, self.reporter());
         let file = open(local)?;
         let put = move || Ok(cache.put(&target, digest, len, executable, file).progress(report).wait()?);
@@ -252,14 +262,15 @@ impl Uploader {
         Ok(sent - start)
     }
 
-    /// Returns true if the file of the workspace has the same content as the local one.
-    async fn is_same(&self, local: &Path, remote: &str) -> Result<bool, Failure> {
+    /// Returns true if the file of the workspace has the same content as the local one, and the
+    /// SHA-256 of the latter.
+    async fn compare(&self, local: &Path, remote: &str) -> Result<(bool, Digest), Failure> {
         let (own, theirs) = tokio::join!(local_digest(local), self.files.digest(remote).into_future());
         let own = own?;
         match theirs {
             // Removed since the listing.
-            Err(error) if error.kind() == ErrorKind::NotFound => Ok(false),
-            theirs => Ok(theirs? == own),
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok((false, own)),
+            theirs => Ok((theirs? == own, own)),
         }
     }
 
