@@ -15,7 +15,7 @@ use crate::client::files::{Reading, functions, parse_digest, send};
 use crate::client::module_upload::Digest;
 use crate::client::references::RemoteFunction;
 use crate::client::session::Session;
-use crate::error::{ErrorKind, Result};
+use crate::error::{ErrorKind, Result, RpcError};
 use crate::session::Lane;
 
 /// The cache of a session's server, in which the client's files stay after the session; opened by
@@ -32,7 +32,7 @@ pub struct FileCache {
 }
 
 impl FileCache {
-    /// Opens the cache; `None` if the server has none, or not for this client.
+    /// Opens the cache; `None` if the server has none, or not for this client, or cannot tell.
     pub(crate) async fn open(session: &Session, lane: Lane, options: &Options<'_>) -> Result<Option<Self>> {
         let names = ["rpc.file.cache_limit", "rpc.file.from_cache", "rpc.file.to_cache"];
         let [cache_limit, from_cache, to_cache] = match functions(session, options, names).await {
@@ -40,7 +40,10 @@ impl FileCache {
             Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::Refused) => return Ok(None),
             functions => functions?,
         };
-        let limit = options.apply(cache_limit.call::<u64>(())).await?;
+        let limit = match options.apply(cache_limit.call::<u64>(())).await {
+            Err(error) if is_of_caller_or_session(&error) => return Err(error),
+            limit => limit.unwrap_or(0),
+        };
         Ok((limit > 0).then(|| Self { session: session.clone(), lane, limit, from_cache, to_cache }))
     }
 
@@ -62,7 +65,7 @@ impl FileCache {
     }
 
     /// Copies the file `path` of the workspace to the cache. The result is the digest that the
-    /// server has computed; `None` if the file is too long.
+    /// server has computed; `None` if the file is too long, or the cache has no room for it now.
     ///
     /// # Errors
     ///
@@ -116,6 +119,13 @@ impl FileCache {
     }
 }
 
+/// Returns true for an error that calls beside those of the cache have, too.
+fn is_of_caller_or_session(error: &RpcError) -> bool {
+    let is_refused = error.kind() == ErrorKind::Refused;
+    let is_ended = matches!(error.kind(), ErrorKind::Cancelled | ErrorKind::DeadlineExceeded | ErrorKind::Draining);
+    is_ended || error.ends_session() && !is_refused
+}
+
 impl fmt::Debug for FileCache {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("FileCache").field("limit", &self.limit).finish_non_exhaustive()
@@ -128,7 +138,7 @@ mod tests {
 
     use super::*;
     use crate::client::Files;
-    use crate::{Context, LocalSession, Registry, RpcError, Shared};
+    use crate::{Context, LocalSession, Registry, Shared};
 
     const DIGEST: Digest = Digest::from_bytes([7; Digest::LEN]);
 
@@ -145,6 +155,27 @@ mod tests {
             .add("rpc.file.from_cache", || true)
             .add("rpc.file.to_cache", || ());
         assert!(Files::new(&session(registry)).cache().wait().unwrap().is_none());
+    }
+
+    #[test]
+    fn a_server_that_cannot_tell_has_no_cache_and_a_session_that_has_ended_is_told() {
+        for (kind, is_told) in [
+            (ErrorKind::LimitExceeded, false),
+            (ErrorKind::Application, false),
+            (ErrorKind::Refused, false),
+            (ErrorKind::PeerLost, true),
+            (ErrorKind::DeadlineExceeded, true),
+        ] {
+            let registry = Registry::new();
+            registry
+                .add("rpc.file.cache_limit", move || -> Result<u64> { Err(RpcError::new(kind, "of a test")) })
+                .add("rpc.file.from_cache", || true)
+                .add("rpc.file.to_cache", || ());
+            match Files::new(&session(registry)).cache().wait() {
+                Err(error) => assert!(is_told && error.kind() == kind, "{error}"),
+                Ok(cache) => assert!(!is_told && cache.is_none(), "{kind:?}"),
+            }
+        }
     }
 
     #[test]
