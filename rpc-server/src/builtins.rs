@@ -26,7 +26,7 @@
 //! | `rpc.file.prefix_digest` | reader, length | SHA-256 of the beginning |
 //! | `rpc.file.cache_limit` | | bytes that the cache of files may hold, 0 if there is none |
 //! | `rpc.file.from_cache` | SHA-256, length, path, executable | true if the cache had the file |
-//! | `rpc.file.to_cache` | path | SHA-256; null if the file is too long to be kept |
+//! | `rpc.file.to_cache` | path | SHA-256; null if there is no room for the file |
 //! | `rpc.lease.request` | device, priority, maximum milliseconds or null | a request for a lease |
 //! | `rpc.lease.wait` | request | microseconds waited, and left, once it is granted |
 //! | `rpc.lease.ahead` | request | number of requests that are granted before |

@@ -7,7 +7,7 @@
 //! WORKDIR/cache/lock                   held to reserve room, and to add and remove files
 //! WORKDIR/cache/used                   bytes that are reserved, as decimal digits
 //! WORKDIR/cache/IDENTITY/new-RANDOM    a file that is being added; locked by its writer
-//! WORKDIR/cache/IDENTITY/HEX           a file, 0400, by its SHA-256; its time is that of its last use
+//! WORKDIR/cache/IDENTITY/HEX           a file, 0400, by its SHA-256; its time is its last use
 //! ```
 //!
 //! # What holds
@@ -16,8 +16,8 @@
 //!    computes the digest itself, and one that copies it computes the digest of the copy before it
 //!    puts the copy in place.
 //! 2. **Identities share nothing.** IDENTITY is the SHA-256 of the identity's text, in which the
-//!    kind of its proof is: the token `alice` is another identity than the certificate `alice`.
-//!    All clients without a proven identity are one, as for named workspaces.
+//!    kind of its proof is: the token `alice` is another identity than the certificate `alice`. All
+//!    clients over TCP without proof are one, and those that a trusted proxy names alike.
 //! 3. **Bounded.** Room for the whole file is reserved before its first byte is written. To make
 //!    room, the identity that takes most loses its least recently used file, again and again. What
 //!    an identity takes includes the files that it is adding: one that would take most itself makes
@@ -55,8 +55,8 @@ pub(crate) struct FileCache {
     lock_timeout: Duration,
 }
 
-/// Maximum time for which the lock is waited for. It is held for milliseconds, unless a program of a
-/// client, which may run as the same user, stops the process that holds it, or takes it.
+/// Maximum time for which the lock is waited for. It is held for milliseconds, unless a program of
+/// a client, which may run as the same user, stops the process that holds it, or takes it.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Interval at which the lock is tried.
@@ -126,8 +126,8 @@ impl FileCache {
         Ok(Some(file))
     }
 
-    /// Begins to add a file of `len` bytes for this identity, and makes room for it; `None` if there
-    /// cannot be as much, other than of files of identities that take less, or the lock is not had.
+    /// Begins to add a file of `len` bytes for this identity, and makes room for it. `None` if there
+    /// cannot be as much without files of identities that take less, or the lock is not had.
     ///
     /// # Errors
     ///
