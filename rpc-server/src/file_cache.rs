@@ -126,8 +126,8 @@ impl FileCache {
         Ok(Some(file))
     }
 
-    /// Begins to add a file of `len` bytes for this identity, and makes room for it. `None` if there
-    /// cannot be as much without files of identities that take less, or the lock is not had.
+    /// Begins to add a file of `len` bytes for this identity, and makes room for it. `None` if
+    /// there cannot be as much without files of identities that take less, or the lock is not had.
     ///
     /// # Errors
     ///

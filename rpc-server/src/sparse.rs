@@ -63,7 +63,11 @@ impl SparseWriter {
 
 impl Write for SparseWriter {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.end = self.end.max(write_data(&self.file, self.position, bytes)?);
+        let end = write_data(&self.file, self.position, bytes)?;
+        // Otherwise nothing was written.
+        if end > self.position {
+            self.end = end;
+        }
         self.position += bytes.len() as u64;
         if self.position - self.end >= UNRECORDED {
             self.flush()?;
