@@ -3,8 +3,9 @@
 //!
 //! Bytes go by calls, so that it works over every transport, through hops, and in sessions with
 //! processes of their own. Memory is bounded by the calls: a read holds one piece once there are
-//! bytes, a write holds its argument until the socket has taken it, and nothing else is queued
-//! here. Connections that are not accepted wait in the backlog of the system.
+//! bytes, which counts as long as its connection is open; a write holds its argument until the
+//! socket has taken it; and nothing else is queued here. Connections that are not accepted wait in
+//! the backlog of the system.
 
 use std::future::poll_fn;
 use std::io;
@@ -45,8 +46,11 @@ const BACKLOG: u32 = 64;
 /// Descriptors of a listener: the socket, and the one that it keeps in reserve.
 const FILES_OF_LISTENER: u64 = 2;
 
-/// Bytes that a listener or a connection counts against the memory of its session.
+/// Bytes that a listener counts against the memory of its session.
 const OBJECT_BYTES: u64 = 2048;
+
+/// Bytes that a connection counts against the memory of its session, with the piece that is read.
+const CONNECTION_BYTES: u64 = OBJECT_BYTES + RemoteConnection::MAX_PIECE as u64;
 
 /// Interval at which a wait checks for cancellation.
 const CANCEL_CHECK: Duration = Duration::from_millis(250);
@@ -143,7 +147,7 @@ async fn accept(context: &Context, inner: &ListenerInner) -> Result<(Shared<Conn
     let mut listener = inner.listener.lock().await;
     let place = inner.connections.clone().acquire_owned().await;
     let place = place.map_err(|_| RpcError::internal("the places of connections are never closed"))?;
-    let (memory, files) = (context.reserve_memory(OBJECT_BYTES)?, context.reserve_open_files(1)?);
+    let (memory, files) = (context.reserve_memory(CONNECTION_BYTES)?, context.reserve_open_files(1)?);
     let channel = loop {
         let channel = listener.accept().await.map_err(broken)?;
         // A connection that has taken the last descriptor of the process is closed.

@@ -363,6 +363,17 @@ fn listeners_and_connections_of_a_session_are_limited() {
 }
 
 #[test]
+fn a_connection_counts_with_the_piece_that_is_read_of_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let server = serve(&folder, "tcp://127.0.0.1:0", &["--max-memory", "1MiB"]);
+    let (_session, listener) = listen(&server);
+    let connections: Vec<_> = (0..3).map(|_| connect_to(&listener)).collect();
+    let error = listener.accept().wait().unwrap_err();
+    assert!(error.kind() == ErrorKind::LimitExceeded && error.message().contains("max_memory"), "{error}");
+    drop(connections);
+}
+
+#[test]
 fn a_side_that_does_not_read_stops_the_other_and_a_close_ends_all() {
     let folder = tempfile::tempdir().unwrap();
     let server = serve(&folder, "tcp://127.0.0.1:0", &[]);

@@ -256,6 +256,7 @@ fn a_client_that_reads_nothing_makes_its_server_hold_no_more_than_the_limits_say
     }
     fixture.flood("reads of a device", recipes::of_device_reads);
     fixture.flood("loads of missing modules", recipes::of_failing_loads);
+    fixture.flood("reads of what a listener's peer sends", recipes::of_listened_bytes);
     builtins::register(&registry);
     for (name, _) in registry.functions() {
         fixture.flood(&name, |peer| recipes::of_function(&name, peer));

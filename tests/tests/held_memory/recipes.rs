@@ -206,6 +206,20 @@ pub(crate) fn of_device_reads(peer: &mut Peer) -> Recipe {
     Recipe { frames, answer: Answer::Value }
 }
 
+/// Returns the flood of reads of a connection whose far end sends without end.
+pub(crate) fn of_listened_bytes(peer: &mut Peer) -> Recipe {
+    let (connection, mut far) = accepted(peer);
+    // Until the server closes the connection.
+    std::thread::spawn(move || while std::io::Write::write_all(&mut far, &[1; 4096]).is_ok() {});
+    let function = peer.function("rpc.listen.read");
+    let frames = Box::new(move |peer: &mut Peer, number| {
+        let args = vec![connection.clone()];
+        // Each on a lane of its own.
+        peer.request(number as u32, Operation::Call { function, args })
+    });
+    Recipe { frames, answer: Answer::Value }
+}
+
 /// Calls of one function in a flood.
 pub(crate) struct Calls {
     args: Box<dyn FnMut(u64) -> Vec<Value>>,
