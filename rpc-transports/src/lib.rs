@@ -63,6 +63,7 @@ pub use serve::{
     ServerNotices, Working,
 };
 pub use spin::SPIN;
+pub use splice::TUNNEL_LINGER;
 pub use transport::{
     AllowedOrigins, Bind, BoxFuture, ConnectionLimits, Dial, Properties, Reach, Transport, Transports,
 };

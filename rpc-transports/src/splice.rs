@@ -19,11 +19,11 @@ use self::pipe::Pipe;
 use crate::channel::Channel;
 use crate::channel_io::{READ_MAX, ReadAhead};
 
-/// Time for which the second direction may be silent after the end of the first.
-const LINGER: Duration = Duration::from_secs(5);
+/// Time for which the second direction of a tunnel may be silent after the end of the first.
+pub const TUNNEL_LINGER: Duration = Duration::from_secs(5);
 
 /// Copies bytes both ways until both directions have ended, one has broken, or no byte has moved
-/// for `silence`, or for [`LINGER`] after the end of one direction. The bytes `from_a` go before
+/// for `silence`, or for [`TUNNEL_LINGER`] after the end of one direction. The bytes `from_a` go before
 /// those that are read from `a`.
 ///
 /// Pipes count against `open_files`; where it has no room, bytes are copied.
@@ -53,13 +53,13 @@ pub(crate) async fn splice(
             (Poll::Pending, Poll::Pending) => {}
             // From here on a shorter silence ends the tunnel.
             _ if !std::mem::replace(&mut lingers, true) => {
-                timer.as_mut().reset(tokio::time::Instant::now() + LINGER);
+                timer.as_mut().reset(tokio::time::Instant::now() + TUNNEL_LINGER);
             }
             _ => {}
         }
         let so_far = there.moved + back.moved;
         if so_far != std::mem::replace(&mut moved, so_far) {
-            let limit = if lingers { LINGER.min(silence) } else { silence };
+            let limit = if lingers { TUNNEL_LINGER.min(silence) } else { silence };
             timer.as_mut().reset(tokio::time::Instant::now() + limit);
         }
         timer.as_mut().poll(cx).map(|()| Err(io::ErrorKind::TimedOut.into()))

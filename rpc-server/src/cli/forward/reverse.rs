@@ -3,15 +3,17 @@
 
 use std::collections::VecDeque;
 use std::future::{Future, IntoFuture};
+use std::io;
 use std::pin::Pin;
 use std::time::Duration;
 
 use bytes::{BufMut, Bytes, BytesMut};
 use rpc_core::client::{Pending, RemoteConnection, RemoteListener};
-use rpc_core::{ErrorKind, Lane, Session};
-use rpc_transports::{Address, Channel, Dial, TransportError};
+use rpc_core::{ErrorKind, Lane, RpcError, Session};
+use rpc_transports::{Address, Channel, Dial, TUNNEL_LINGER, TransportError};
 use serde_json::json;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
+use tokio::sync::watch;
 use tokio::task::JoinSet;
 
 use crate::cli::connect::{CommonOptions, Files, close};
@@ -24,6 +26,10 @@ const PIECES_IN_FLIGHT: usize = 4;
 
 /// Pause after a connection that the server's limits do not allow at present.
 const LIMIT_PAUSE: Duration = Duration::from_secs(1);
+
+/// Time in which the far end has to take a piece after the end of the other direction. It is longer
+/// than [`TUNNEL_LINGER`], since a piece is large for a slow line, and is only seen as a whole.
+const PIECE_LIMIT: Duration = Duration::from_secs(60);
 
 /// Size of the first read of a connection: most connections carry little.
 const READ_MIN: usize = 16 << 10;
@@ -87,6 +93,7 @@ async fn accept(
     // Kept from one turn to the next: dropping it could lose a connection.
     let mut accepting = next_connection(listener, Duration::ZERO);
     let mut lanes = Lanes(0);
+    let mut is_refused = false;
     loop {
         tokio::select! {
             accepted = &mut accepting => {
@@ -94,10 +101,14 @@ async fn accept(
                     Ok(connection) => {
                         let service = Service { options: options.clone(), to: to.clone() };
                         connections.spawn(carry(connection, service, lanes.next_pair()));
+                        is_refused = false;
                         Duration::ZERO
                     }
                     Err(error) if error.kind() == ErrorKind::LimitExceeded => {
-                        output.warn(&format!("a connection waits: {}", error.message()));
+                        // Once, and not for each of the attempts.
+                        if !std::mem::replace(&mut is_refused, true) {
+                            output.warn(&format!("no connection can be accepted now: {}", error.message()));
+                        }
                         LIMIT_PAUSE
                     }
                     Err(error) => return Err(error.into()),
@@ -164,12 +175,47 @@ async fn carry(connection: RemoteConnection, service: Service, lanes: [Lane; 2])
     let (io, _, _guard) = service.dial().await?.into_parts();
     let (local_read, local_write) = tokio::io::split(io);
     let [there, back] = lanes;
-    let there = to_service(&connection, local_write, there);
-    let back = to_connection(local_read, &connection, back);
+    let patience = Patience::default();
+    let there = async { patience.ends(to_service(&connection, local_write, there, &patience).await) };
+    let back = async { patience.ends(to_connection(local_read, &connection, back, &patience).await) };
     if let Err(error) = tokio::try_join!(there, back) {
         tracing::info!(peer = connection.peer(), to = %service.to, %error, "a forwarded connection broke");
     }
     Ok(())
+}
+
+/// Patience of the two directions of a connection: it has no limit until one of them has ended.
+/// Otherwise a peer that closes, and a service that does not, would hold their place for ever.
+#[derive(Default)]
+struct Patience {
+    one_has_ended: watch::Sender<bool>,
+}
+
+impl Patience {
+    /// Does some work of one direction.
+    ///
+    /// # Errors
+    ///
+    /// The other direction has ended, and the work has taken longer than `limit` since.
+    async fn within<T>(&self, limit: Duration, work: impl Future<Output = T>) -> io::Result<T> {
+        let mut ended = self.one_has_ended.subscribe();
+        let is_over = async {
+            // The sender lives as long as `self`.
+            let _ = ended.wait_for(|ended| *ended).await;
+            tokio::time::sleep(limit).await;
+        };
+        tokio::select! {
+            biased;
+            outcome = work => Ok(outcome),
+            () = is_over => Err(io::ErrorKind::TimedOut.into()),
+        }
+    }
+
+    /// Takes note of the end of one direction.
+    fn ends<T>(&self, outcome: T) -> T {
+        self.one_has_ended.send_replace(true);
+        outcome
+    }
 }
 
 /// Carries the bytes of the connection to the service, until their end. Several reads are in flight
@@ -178,6 +224,7 @@ async fn to_service(
     connection: &RemoteConnection,
     mut service: impl AsyncWrite + Unpin,
     lane: Lane,
+    patience: &Patience,
 ) -> rpc_core::Result<()> {
     let mut reads: VecDeque<Pending<Option<Bytes>>> = VecDeque::with_capacity(PIECES_IN_FLIGHT);
     let mut in_flight = 1;
@@ -186,14 +233,18 @@ async fn to_service(
             reads.push_back(connection.read().lane(lane).start());
         }
         let Some(read) = reads.pop_front() else { return Ok(()) };
-        let Some(piece) = read.await? else { break };
+        let Some(mut piece) = patience.within(TUNNEL_LINGER, read).await?? else { break };
         in_flight = if piece.len() == RemoteConnection::MAX_PIECE { PIECES_IN_FLIGHT } else { 1 };
-        service.write_all(&piece).await?;
+        while !piece.is_empty() {
+            if patience.within(TUNNEL_LINGER, service.write_buf(&mut piece)).await?? == 0 {
+                return Err(io::Error::from(io::ErrorKind::WriteZero).into());
+            }
+        }
         if reads.is_empty() {
-            service.flush().await?;
+            patience.within(TUNNEL_LINGER, service.flush()).await??;
         }
     }
-    service.shutdown().await?;
+    patience.within(TUNNEL_LINGER, service.shutdown()).await??;
     Ok(())
 }
 
@@ -202,6 +253,7 @@ async fn to_connection(
     mut service: impl AsyncRead + Unpin,
     connection: &RemoteConnection,
     lane: Lane,
+    patience: &Patience,
 ) -> rpc_core::Result<()> {
     let mut writes: VecDeque<Pending<()>> = VecDeque::with_capacity(PIECES_IN_FLIGHT);
     let mut size = READ_MIN;
@@ -212,10 +264,16 @@ async fn to_connection(
         let count = {
             let mut reading = std::pin::pin!(service.read_buf(&mut room));
             loop {
-                tokio::select! {
-                    biased;
-                    Some(written) = oldest(&mut writes) => written?,
-                    count = &mut reading => break count?,
+                let limit = if writes.is_empty() { TUNNEL_LINGER } else { PIECE_LIMIT };
+                let next = async {
+                    tokio::select! {
+                        biased;
+                        Some(written) = oldest(&mut writes) => written.map(|()| None),
+                        count = &mut reading => count.map(Some).map_err(RpcError::from),
+                    }
+                };
+                if let Some(count) = patience.within(limit, next).await?? {
+                    break count;
                 }
             }
         };
@@ -226,16 +284,16 @@ async fn to_connection(
             size = (size * 4).min(RemoteConnection::MAX_PIECE);
         }
         if writes.len() >= PIECES_IN_FLIGHT
-            && let Some(written) = oldest(&mut writes).await
+            && let Some(written) = patience.within(PIECE_LIMIT, oldest(&mut writes)).await?
         {
             written?;
         }
         writes.push_back(connection.write(piece.freeze()).lane(lane).start());
     }
-    while let Some(written) = oldest(&mut writes).await {
+    while let Some(written) = patience.within(PIECE_LIMIT, oldest(&mut writes)).await? {
         written?;
     }
-    connection.finish().lane(lane).await
+    patience.within(PIECE_LIMIT, connection.finish().lane(lane).into_future()).await?
 }
 
 /// Waits for the oldest of these writes; `None` if there is none. Cancel-safe.
