@@ -34,8 +34,13 @@ fn cli(args: &[&str]) -> (i32, String) {
 
 /// Runs the tool until its output satisfies the predicate. Returns the output.
 fn until(args: &[&str], is_so: impl Fn(&str) -> bool) -> String {
+    within(500, args, is_so)
+}
+
+/// As [`until`], with this many runs at most.
+fn within(runs: u32, args: &[&str], is_so: impl Fn(&str) -> bool) -> String {
     let mut last = (0, String::new());
-    for _ in 0..500 {
+    for _ in 0..runs {
         last = cli(args);
         if is_so(&last.1) {
             return last.1;
@@ -102,8 +107,9 @@ fn a_tracker_and_its_servers_are_used_from_the_shell() {
 
     drop(server);
     until(&["doctor", &key("board")], |text| text.contains("gone: "));
-    let (code, text) = cli(&["call", "--timeout", "100ms", &key("board"), "rpc.echo", "42"]);
-    assert_eq!(code, 124, "{text}");
+    // The time-out names what it has waited for, if the machine was fast enough to ask.
+    let call = ["call", "--timeout", "2s", &key("board"), "rpc.echo", "42"];
+    within(10, &call, |text| text.contains("took longer than 2s: gone: "));
 
     // A regression: a server that was stopped in good order was told as lost.
     let server = start("serve", &folder, &flags);
@@ -177,8 +183,9 @@ fn a_server_that_is_drained_goes_to_no_more_clients_until_that_is_undone() {
     assert!(code == 0 && text.contains("1 client may go on"), "{code} {text}");
     let (code, text) = cli(&["status", "--tracker", tracker.address()]);
     assert!(code == 0 && text.contains("0 of 0 slots free") && text.contains("draining for "), "{code} {text}");
-    let (code, text) = call(&["--timeout", "100ms"]);
-    assert_eq!(code, 124, "{text}");
+    // The time-out names what it has waited for, if the machine was fast enough to ask.
+    let late = ["call", &board, "rpc.echo", "42", "--timeout", "2s"];
+    within(10, &late, |text| text.contains("took longer than 2s: draining: 1 server"));
     let (code, text) = cli(&["doctor", &board]);
     assert_eq!(code, 69, "{text}");
     assert!(text.contains("draining: 1 server with the key 'board'") && text.contains("--undo"), "{text}");
