@@ -1,5 +1,6 @@
 //! `status`: servers, queue and losses of a tracker, as tables.
 
+use std::mem;
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
@@ -64,10 +65,10 @@ pub(super) async fn status(
             summary = within(limit, "the tracker's answer", client.summary()) => summary?,
             failure = interruption.wait() => return if args.watch { Ok(()) } else { Err(failure) },
         };
+        // By all servers: a request without a key can use those of other keys as well.
+        let mut reasons = wait_reasons(&summary);
         if let Some(key) = &args.key {
-            summary.servers.retain(|server| server.key == *key);
-            summary.queue.retain(|entry| entry.key == *key || entry.key.is_empty());
-            summary.losses.retain(|loss| loss.key == *key);
+            retain_key(&mut summary, &mut reasons, key);
         }
         // Also in a shell, whose output is not that of the line.
         if output.is_json() || args.format == Some(StatusFormat::Json) {
@@ -76,7 +77,7 @@ pub(super) async fn status(
             let mut addresses = summary.servers.iter().filter_map(|server| server.address.last());
             addresses.try_for_each(|address| output.name(address))?;
         } else {
-            print(&summary, output, &args)?;
+            print(&summary, &reasons, output, &args)?;
         }
         if !args.watch {
             return Ok(());
@@ -88,6 +89,15 @@ pub(super) async fn status(
     }
 }
 
+/// Leaves the servers, losses and requests of one key, with the reasons of those requests, and
+/// requests without a key.
+fn retain_key(summary: &mut Summary, reasons: &mut Vec<String>, key: &str) {
+    summary.servers.retain(|server| server.key == key);
+    summary.losses.retain(|loss| loss.key == key);
+    let queue = mem::take(&mut summary.queue).into_iter().zip(mem::take(reasons));
+    (summary.queue, *reasons) = queue.filter(|(entry, _)| entry.key == key || entry.key.is_empty()).unzip();
+}
+
 async fn within<T>(limit: Duration, what: &str, work: impl Future<Output = rpc_core::Result<T>>) -> Result<T, Failure> {
     match tokio::time::timeout(limit, work).await {
         Ok(outcome) => Ok(outcome?),
@@ -97,17 +107,18 @@ async fn within<T>(limit: Duration, what: &str, work: impl Future<Output = rpc_c
 
 /// Prints tables: for a terminal within its width, and within its height if they are repeated;
 /// plain ones for a pipe.
-fn print(summary: &Summary, output: &Output, args: &StatusArgs) -> Result<(), Failure> {
+fn print(summary: &Summary, reasons: &[String], output: &Output, args: &StatusArgs) -> Result<(), Failure> {
     let terminal = rustix::termios::tcgetwinsize(std::io::stdout()).ok().filter(|size| size.ws_col > 0);
     let layout = match (terminal, args.format) {
         (_, Some(StatusFormat::Wide)) | (None, _) => Layout::Wide { is_plain: terminal.is_none() },
         (Some(size), _) => Layout::Fitting(size.ws_col),
     };
-    let text = text(summary, layout).join("\n");
+    let text = text(summary, reasons, layout).join("\n");
     let mut lines: Vec<_> = text.lines().collect();
-    if let Some(rows) = terminal.map(|size| usize::from(size.ws_row)).filter(|_| args.watch) {
+    let size = terminal.map(|size| (usize::from(size.ws_row), usize::from(size.ws_col)));
+    if let Some((rows, columns)) = size.filter(|_| args.watch) {
         output.bytes(b"\x1b[2J\x1b[H")?;
-        lines.truncate(visible_lines(lines.len(), rows));
+        lines.truncate(visible_lines(&lines, rows, columns));
     }
     let left = text.lines().count() - lines.len();
     let (head, rest) = lines.split_first().map_or(("", &[][..]), |(head, rest)| (*head, rest));
@@ -119,10 +130,19 @@ fn print(summary: &Summary, output: &Output, args: &StatusArgs) -> Result<(), Fa
     Ok(())
 }
 
-/// Returns the number of lines that are shown on a terminal of so many rows, which keeps the first
-/// one, and has one row for the rest and one for the cursor.
-fn visible_lines(lines: usize, rows: usize) -> usize {
-    if lines < rows { lines } else { rows.saturating_sub(2).max(1) }
+/// Returns the number of lines that are shown on a terminal of so many rows and columns, which keeps
+/// the first one, and has one row for the rest and one for the cursor. A line that is wider than the
+/// terminal takes several rows.
+fn visible_lines(lines: &[&str], rows: usize, columns: usize) -> usize {
+    let height = |line: &&str| line.chars().count().div_ceil(columns).max(1);
+    if lines.iter().map(height).sum::<usize>() < rows {
+        return lines.len();
+    }
+    let ends = lines.iter().scan(0, |used, line| {
+        *used += height(line);
+        Some(*used)
+    });
+    ends.take_while(|end| *end <= rows.saturating_sub(2)).count().max(1)
 }
 
 /// Layout of tables.
@@ -154,7 +174,8 @@ impl Layout {
 /// Width from which on all columns are shown.
 const WIDE: u16 = 120;
 
-fn text(summary: &Summary, layout: Layout) -> Vec<String> {
+/// Returns the parts of the output. The reasons are those for which the requests wait.
+fn text(summary: &Summary, reasons: &[String], layout: Layout) -> Vec<String> {
     let slots: u64 = summary.servers.iter().map(offered).sum();
     let all_free: u64 = summary.servers.iter().map(|server| u64::from(server.free)).sum();
     let servers = counted(summary.servers.len() as u64, "server");
@@ -188,12 +209,12 @@ fn text(summary: &Summary, layout: Layout) -> Vec<String> {
         let columns = ["waiting", "client", "wants", "why it waits", "priority", "suitable slots"];
         let shown = if layout.is_wide() { columns.len() } else { 4 };
         let mut table = table(&columns[..shown], layout);
-        for (entry, why) in summary.queue.iter().zip(wait_reasons(summary)) {
+        for (entry, why) in summary.queue.iter().zip(reasons) {
             let row = [
                 for_people(entry.for_ms),
                 plain(&entry.client),
                 wanted(entry),
-                why,
+                why.clone(),
                 entry.priority.to_string(),
                 entry.possible.to_string(),
             ];
@@ -260,9 +281,43 @@ fn address(server: &ServerSummary, layout: Layout) -> String {
 
 #[cfg(test)]
 mod tests {
-    use rpc_transports::tracker::{Holder, HolderState, MESSAGES};
+    use rpc_transports::tracker::{Holder, HolderState, MESSAGES, QueueEntry};
 
     use super::*;
+
+    /// A regression: with `--key` a request that servers of other keys suit was told that there are
+    /// none.
+    #[test]
+    fn reasons_are_those_of_the_whole_pool() {
+        let entry = |key: &str| QueueEntry {
+            client: "me".to_owned(),
+            key: key.to_owned(),
+            count: 1,
+            distinct: false,
+            labels: Default::default(),
+            devices: Vec::new(),
+            virtual_devices: Vec::new(),
+            priority: 0,
+            for_ms: 0,
+            possible: 2,
+        };
+        let mut summary = Summary {
+            version: MESSAGES.version(),
+            uptime_ms: 0,
+            lease_ms: 0,
+            servers: Vec::new(),
+            queue: ["desk", "", "board"].map(entry).into(),
+            losses: Vec::new(),
+            history: Vec::new(),
+            events: Vec::new(),
+        };
+        let mut reasons = ["one", "two", "three"].map(str::to_owned).to_vec();
+        retain_key(&mut summary, &mut reasons, "board");
+        assert_eq!(summary.queue.iter().map(|entry| &*entry.key).collect::<Vec<_>>(), ["", "board"]);
+        assert_eq!(reasons, ["two", "three"]);
+        let text = text(&summary, &reasons, Layout::Wide { is_plain: true }).join("\n");
+        assert!(text.contains("two") && text.contains("three") && !text.contains("no server"), "{text}");
+    }
 
     /// A table was as wide as its cells, 160 columns for a small pool.
     #[test]
@@ -302,10 +357,17 @@ mod tests {
             events: Vec::new(),
         };
         for (lines, rows, shown) in [(3, 10, 3), (9, 10, 9), (10, 10, 8), (50, 10, 8), (50, 1, 1), (1, 0, 1)] {
-            assert_eq!(visible_lines(lines, rows), shown, "{lines} {rows}");
+            assert_eq!(visible_lines(&vec!["line"; lines], rows, 80), shown, "{lines} {rows}");
+        }
+        // Lines that are broken by the terminal, and empty ones.
+        let wide = "é".repeat(81);
+        for (lines, rows, shown) in
+            [([&*wide; 4], 10, 4), ([&*wide; 4], 8, 3), ([&*wide, "", &*wide, ""], 7, 4), ([&*wide; 4], 2, 1)]
+        {
+            assert_eq!(visible_lines(&lines, rows, 80), shown, "{lines:?} {rows}");
         }
         for width in [80, 100, 160] {
-            let text = text(&summary, Layout::Fitting(width)).join("\n");
+            let text = text(&summary, &[], Layout::Fitting(width)).join("\n");
             let widest = text.lines().map(|line| line.chars().count()).max().unwrap();
             assert!(widest <= usize::from(width), "{widest} > {width}:\n{text}");
             assert!(text.contains("alice") && text.contains("bob") && text.contains("silent"), "{text}");
@@ -313,7 +375,7 @@ mod tests {
             assert_eq!(text.contains("arm64"), width >= WIDE, "{text}");
         }
         // For other programs each server has a line, and lines have no rules.
-        let plain = text(&summary, Layout::Wide { is_plain: true }).join("\n");
+        let plain = text(&summary, &[], Layout::Wide { is_plain: true }).join("\n");
         assert_eq!(plain.lines().count(), 3, "{plain}");
         let row = plain.lines().last().unwrap();
         for part in ["alice", "bob", "site=second floor", "tcp://10.0.0.5:9090/board; not found there: nothing"] {

@@ -44,7 +44,8 @@ use rpc_transports::tracker::{ServerRequest, ServerStatus};
 
 use self::property_index::PropertyIndex;
 use self::request_classes::{ClassId, RequestClasses};
-use self::server::{GrantOrder, GrantedTicket, Server, usable};
+pub(in crate::tracker) use self::server::usable;
+use self::server::{GrantOrder, GrantedTicket, Server};
 use super::millis;
 
 pub(crate) use self::types::{

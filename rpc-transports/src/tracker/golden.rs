@@ -139,6 +139,7 @@ fn messages_keep_their_bytes() {
         client: client(),
         key: String::new(),
         count: 1,
+        distinct: false,
         labels: BTreeMap::new(),
         devices: Vec::new(),
         virtual_devices: Vec::new(),

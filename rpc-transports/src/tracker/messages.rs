@@ -635,6 +635,9 @@ pub struct QueueEntry {
     pub key: String,
     /// Number of requested slots.
     pub count: u32,
+    /// True if each slot has to be at another server.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub distinct: bool,
     /// Requested labels.
     pub labels: BTreeMap<String, String>,
     /// Requested devices.

@@ -179,6 +179,7 @@ mod tests {
                 client: evil(),
                 key: evil(),
                 count: 1,
+                distinct: false,
                 labels,
                 devices,
                 virtual_devices: Vec::new(),

@@ -79,8 +79,8 @@ impl Server {
 impl Offer {
     /// Returns the offer of a server as clients see it.
     pub(crate) fn of(server: &ServerSummary) -> Self {
-        let ServerSummary { key, labels, devices, capacity, .. } = server.clone();
-        Self { key, labels, devices, capacity }
+        let ServerSummary { key, labels, devices, capacity, .. } = server;
+        Self { key: key.clone(), labels: labels.clone(), devices: devices.clone(), capacity: *capacity }
     }
 
     /// Returns true if the server has the properties that a request names.
@@ -97,6 +97,6 @@ impl Offer {
 }
 
 /// Returns the number of `free` slots of one server that a request could use.
-pub(super) fn usable(request: &ServerRequest, free: u32) -> u32 {
+pub(in crate::tracker) fn usable(request: &ServerRequest, free: u32) -> u32 {
     if request.distinct { free.min(1) } else { free }
 }

@@ -54,6 +54,7 @@ impl Tracker {
             client: request.client.clone(),
             key: request.key.clone(),
             count: request.count,
+            distinct: request.distinct,
             labels: request.labels.clone(),
             devices: request.devices.clone(),
             virtual_devices: request.virtual_devices.clone(),
