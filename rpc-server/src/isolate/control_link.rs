@@ -17,11 +17,13 @@ use tokio::io::Interest;
 use tokio::net::UnixDatagram;
 use tokio::runtime::Handle;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
-use tokio::sync::{oneshot, watch};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot, watch};
+use tokio::time::Instant;
 
 use super::messages::{ControlAnswer, ControlMessage, LeaseAnswer, LeaseCommand, LogAnswer, LogCommand, Report};
+use super::process_logs::{MAX_READ_WAIT, MAX_READS};
 use crate::leases::{LeaseGrant, LeaseRequest, LeaseService, LeasedDevice, QueuedRequest};
-use crate::recent_logs::{LogPage, LogService};
+use crate::recent_logs::{LogPage, LogService, MAX_WAIT};
 use crate::server::server_state::ServerTotals;
 
 /// Longest time for an answer. The thread that answers does nothing else that takes long.
@@ -39,6 +41,8 @@ pub(super) struct ControlLink {
     /// Usage that was reported last.
     reported: Mutex<Usage>,
     awaited: Mutex<Awaited>,
+    /// Places of reads of log lines that the server has not answered.
+    log_reads: Arc<Semaphore>,
     device_uses: Mutex<DeviceUses>,
     /// Socket to the server, with a buffer for what it receives. Locked while an answer is acted
     /// on, so that answers are taken in their order by whichever thread reads them.
@@ -67,7 +71,14 @@ struct Awaited {
     totals: Option<SyncSender<ServerTotals>>,
     grants: HashMap<u64, watch::Sender<Option<LeaseGrant>>>,
     questions: HashMap<u64, oneshot::Sender<LeaseAnswer>>,
-    log_reads: HashMap<u64, oneshot::Sender<Result<LogPage>>>,
+    log_reads: HashMap<u64, LogRead>,
+}
+
+/// Read of log lines that the server has not answered. One that was cancelled keeps its place until
+/// then, as it does at the server.
+struct LogRead {
+    asker: oneshot::Sender<Result<LogPage>>,
+    _place: OwnedSemaphorePermit,
 }
 
 impl Awaited {
@@ -79,11 +90,9 @@ impl Awaited {
     }
 
     /// Adds the receiver of log lines. Returns the number of its question.
-    fn await_log_lines(&mut self, asker: oneshot::Sender<Result<LogPage>>) -> u64 {
-        // Reads that were cancelled have no receiver any more, and their answers may take long.
-        self.log_reads.retain(|_, asker| !asker.is_closed());
+    fn await_log_lines(&mut self, read: LogRead) -> u64 {
         self.last_number += 1;
-        self.log_reads.insert(self.last_number, asker);
+        self.log_reads.insert(self.last_number, read);
         self.last_number
     }
 }
@@ -103,6 +112,7 @@ impl ControlLink {
             asking: Mutex::default(),
             reported: Mutex::default(),
             awaited: Mutex::default(),
+            log_reads: Arc::new(Semaphore::new(MAX_READS)),
             device_uses: Mutex::default(),
             socket: Mutex::new((socket, vec![0; ControlAnswer::MAX_LEN])),
             runtime: Handle::current(),
@@ -168,8 +178,8 @@ impl ControlLink {
                 }
             }
             ControlAnswer::Logs(LogAnswer { question, outcome }) => {
-                if let Some(asker) = awaited.log_reads.remove(&question) {
-                    let _ = asker.send(outcome);
+                if let Some(read) = awaited.log_reads.remove(&question) {
+                    let _ = read.asker.send(outcome);
                 }
             }
             ControlAnswer::Lease(answer) => {
@@ -232,12 +242,21 @@ impl ControlLink {
 
 #[async_trait]
 impl LogService for ControlLink {
+    /// Waits for a turn, and asks again if a longer wait than one read may have is over.
     async fn read(&self, from: Option<u64>, wait: Duration) -> Result<LogPage> {
-        let (asker, answer) = oneshot::channel();
-        let question = self.awaited.lock().await_log_lines(asker);
-        let wait_ms = u64::try_from(wait.as_millis()).unwrap_or(u64::MAX);
-        self.send(ControlMessage::Logs(LogCommand { question, from, wait_ms }));
-        answer.await.map_err(|_| server_is_gone())?
+        let ends = Instant::now() + wait.min(MAX_WAIT);
+        loop {
+            let place = self.log_reads.clone().acquire_owned().await.map_err(|_| server_is_gone())?;
+            let left = ends.saturating_duration_since(Instant::now());
+            let wait_ms = u64::try_from(left.min(MAX_READ_WAIT).as_millis()).unwrap_or(u64::MAX);
+            let (asker, answer) = oneshot::channel();
+            let question = self.awaited.lock().await_log_lines(LogRead { asker, _place: place });
+            self.send(ControlMessage::Logs(LogCommand { question, from, wait_ms }));
+            let page = answer.await.map_err(|_| server_is_gone())??;
+            if !page.lines.is_empty() || left <= MAX_READ_WAIT {
+                return Ok(page);
+            }
+        }
     }
 }
 
@@ -325,4 +344,74 @@ fn server_is_gone() -> RpcError {
 
 fn wrong_answer() -> RpcError {
     RpcError::internal("the server has answered another question")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A regression: a read beyond the places was refused or never answered, and those that a client
+    /// had cancelled kept theirs for half a minute.
+    #[tokio::test]
+    async fn reads_of_the_log_wait_for_their_turn() {
+        let (server, process) = net::UnixDatagram::pair().unwrap();
+        server.set_nonblocking(true).unwrap();
+        let server = UnixDatagram::from_std(server).unwrap();
+        let (link, queue) = ControlLink::new(process).unwrap();
+        let running = tokio::spawn({
+            let link = link.clone();
+            async move { link.run(queue).await }
+        });
+        let mut buffer = vec![0; ControlMessage::MAX_LEN];
+        let mut next = async || {
+            let len = server.recv(&mut buffer).await.unwrap();
+            match ControlMessage::from_bytes(&buffer[..len]) {
+                Some(ControlMessage::Logs(command)) => command,
+                _ => panic!("no read of the log"),
+            }
+        };
+        let answer = async |question, line: Option<&str>| {
+            let mut page = LogPage::default();
+            page.lines.extend(line.map(str::to_owned));
+            let answer = ControlAnswer::Logs(LogAnswer { question, outcome: Ok(page) });
+            server.send(&answer.to_bytes()).await.unwrap();
+        };
+        let start = |number: usize| {
+            let reading = (0..number).map(|_| {
+                let link = link.clone();
+                tokio::spawn(async move { link.read(None, MAX_WAIT).await.unwrap() })
+            });
+            reading.collect::<Vec<_>>()
+        };
+        // Of those that wait for long the server is asked for a part.
+        let cancelled = start(MAX_READS);
+        let mut questions = Vec::new();
+        for _ in 0..MAX_READS {
+            let command = next().await;
+            assert!(u128::from(command.wait_ms) <= MAX_READ_WAIT.as_millis());
+            questions.push(command.question);
+        }
+        cancelled.iter().for_each(tokio::task::JoinHandle::abort);
+        for reading in cancelled {
+            assert!(reading.await.unwrap_err().is_cancelled());
+        }
+        assert_eq!(link.log_reads.available_permits(), 0);
+        let readings = start(2 * MAX_READS);
+        // Those that were cancelled are answered, and others have their turn, which have to ask
+        // again.
+        for question in questions {
+            answer(question, None).await;
+            let again = next().await;
+            answer(again.question, None).await;
+        }
+        for _ in 0..2 * MAX_READS {
+            let question = next().await.question;
+            answer(question, Some("line")).await;
+        }
+        for reading in readings {
+            assert_eq!(reading.await.unwrap().lines, ["line"]);
+        }
+        assert_eq!(link.log_reads.available_permits(), MAX_READS);
+        running.abort();
+    }
 }

@@ -72,11 +72,14 @@ impl Isolation {
             .handshake_timeout(config.handshake_timeout.0)
             .limits(wire_limits(config));
         let total_is_limited = config.total_memory() != ByteSize::UNLIMITED;
+        let logs = recent_logs::ring().filter(|_| config.allow_logs == Some(true));
+        // A program that keeps no log lines has none to show.
+        let passed = ServeConfig { allow_logs: Some(logs.is_some()), ..config.clone() };
         let isolation = Self {
-            config: config.to_toml()?,
+            config: passed.to_toml()?,
             module_digests,
             limits: ProcessLimits::of(config),
-            logs: recent_logs::ring().filter(|_| config.allow_logs == Some(true)),
+            logs,
             share: total_is_limited.then_some(config.max_memory.0),
             connector,
             workspaces,

@@ -21,12 +21,12 @@ use parking_lot::{Mutex, MutexGuard};
 use rpc_core::Usage;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, waitid};
-use tokio::sync::oneshot;
+use tokio::sync::{OwnedSemaphorePermit, oneshot};
 
 use super::exit_cause::ExitCause;
 use super::messages::{ControlAnswer, ControlMessage, LeaseAnswer};
 use super::process_leases::ProcessLeases;
-use super::process_logs::{self, MAX_READS, ProcessLogs};
+use super::process_logs::{self, ProcessLogs};
 use super::{CHILD_ARGUMENT, GRACE};
 use crate::leases::SessionLeases;
 use crate::recent_logs::LogRing;
@@ -106,8 +106,8 @@ impl Process {
     /// are reserved for other sessions, of those that sessions without a lease do not share.
     pub(super) fn set_leases(self: &Arc<Self>, session: SessionLeases) {
         let id = self.id;
-        let leases =
-            ProcessLeases::new(session, move |answer| submit(Job::Answer { id, answer: ControlAnswer::Lease(answer) }));
+        let answer = move |answer| submit(Job::Answer { id, answer: ControlAnswer::Lease(answer), place: None });
+        let leases = ProcessLeases::new(session, answer);
         // Set before the observer, whose first call sends the present reservations.
         let mut own = self.leases.lock();
         let leases = own.insert(leases);
@@ -117,7 +117,9 @@ impl Process {
     /// Lets the process read the log of the server, for its session. Needs a tokio runtime.
     pub(super) fn set_logs(&self, ring: Arc<LogRing>) {
         let id = self.id;
-        let answer = move |answer| submit(Job::Answer { id, answer: ControlAnswer::Logs(answer) });
+        let answer = move |answer, place| {
+            submit(Job::Answer { id, answer: ControlAnswer::Logs(answer), place: Some(place) });
+        };
         *self.logs.lock() = Some(ProcessLogs::new(ring, answer));
     }
 
@@ -218,12 +220,32 @@ pub(super) fn kill_all(state: &Arc<ServerState>) {
 /// ends, and those are limited, or for an answer to a process. Between two looks at the queue the
 /// supervisor takes a [few](MESSAGES_AT_ONCE) messages of each process.
 enum Job {
-    Start { state: Arc<ServerState>, grace: Duration, reply: oneshot::Sender<io::Result<Started>> },
-    KillAfterGrace { id: u64, deadline: Instant },
-    Release { id: u64, deadline: Instant, on_exit: Option<OnExit> },
-    KillAll { state: Arc<ServerState> },
-    Answer { id: u64, answer: ControlAnswer },
-    ReservationsChanged { id: u64 },
+    Start {
+        state: Arc<ServerState>,
+        grace: Duration,
+        reply: oneshot::Sender<io::Result<Started>>,
+    },
+    KillAfterGrace {
+        id: u64,
+        deadline: Instant,
+    },
+    Release {
+        id: u64,
+        deadline: Instant,
+        on_exit: Option<OnExit>,
+    },
+    KillAll {
+        state: Arc<ServerState>,
+    },
+    /// The place is that of a read of log lines, and is free once the answer has been sent.
+    Answer {
+        id: u64,
+        answer: ControlAnswer,
+        place: Option<OwnedSemaphorePermit>,
+    },
+    ReservationsChanged {
+        id: u64,
+    },
 }
 
 /// Handle of the supervisor.
@@ -279,8 +301,8 @@ struct ChildEntry {
     ended: Option<OwnedFd>,
     /// Socket on which messages arrive.
     control: UnixDatagram,
-    /// Answers that the socket had no room for.
-    unsent: VecDeque<Vec<u8>>,
+    /// Answers that the socket had no room for, with the places of reads of log lines.
+    unsent: VecDeque<(Vec<u8>, Option<OwnedSemaphorePermit>)>,
     state: Arc<ServerState>,
     /// True if the process may have ended.
     look: bool,
@@ -374,9 +396,9 @@ impl Supervisor {
                     }
                 }
             },
-            Job::Answer { id, answer } => {
+            Job::Answer { id, answer, place } => {
                 if let Some(child) = self.child(id) {
-                    child.answer(&answer);
+                    child.answer(&answer, place);
                 }
             }
             Job::ReservationsChanged { id } => {
@@ -457,7 +479,7 @@ impl ChildEntry {
                 Some(ControlMessage::Report(report)) => {
                     self.process.report(report.usage);
                     if report.asks {
-                        self.answer(&ControlAnswer::Totals(self.state.totals_here()));
+                        self.answer(&ControlAnswer::Totals(self.state.totals_here()), None);
                     }
                 }
                 Some(ControlMessage::Lease(command)) => {
@@ -465,23 +487,21 @@ impl ChildEntry {
                         leases.act(command);
                     }
                 }
-                // A process that runs reads its answers at once.
-                Some(ControlMessage::Logs(_)) if self.unsent.len() >= MAX_READS => {}
                 Some(ControlMessage::Logs(command)) => match &*self.process.logs.lock() {
-                    Some(logs) => logs.act(command),
-                    None => refused = Some(process_logs::refusal(command.question)),
+                    Some(logs) => refused = logs.act(command).err(),
+                    None => refused = Some(process_logs::not_allowed(command.question)),
                 },
                 None => {}
             }
             if let Some(refused) = refused {
-                self.answer(&ControlAnswer::Logs(refused));
+                self.answer(&ControlAnswer::Logs(refused), None);
             }
         }
     }
 
     /// Sends an answer as soon as the socket has room, in order.
-    fn answer(&mut self, answer: &ControlAnswer) {
-        self.unsent.push_back(answer.to_bytes());
+    fn answer(&mut self, answer: &ControlAnswer, place: Option<OwnedSemaphorePermit>) {
+        self.unsent.push_back((answer.to_bytes(), place));
         self.send_unsent();
         if self.unsent.len() >= MAX_UNSENT {
             self.unsent.clear();
@@ -493,7 +513,7 @@ impl ChildEntry {
     /// if they have changed: a process that does not read is sent the last of many changes.
     fn send_unsent(&mut self) {
         loop {
-            while let Some(answer) = self.unsent.front() {
+            while let Some((answer, _)) = self.unsent.front() {
                 match self.control.send(answer) {
                     Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
                     // Also if the process is gone.
@@ -507,7 +527,7 @@ impl ChildEntry {
             let list = self.process.leases.lock().as_ref().and_then(ProcessLeases::take_reserved_for_others);
             let answer =
                 list.map(|(number, devices)| ControlAnswer::Lease(LeaseAnswer::ReservedForOthers { number, devices }));
-            self.unsent.extend(answer.map(|answer| answer.to_bytes()));
+            self.unsent.extend(answer.map(|answer| (answer.to_bytes(), None)));
         }
     }
 

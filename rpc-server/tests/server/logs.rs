@@ -4,7 +4,10 @@ use std::fs;
 use std::io::{BufRead as _, BufReader};
 use std::process::{Child, Command, Stdio};
 
+use rpc_core::{Lane, Packed};
 use rpc_server::ServerProcess;
+use rpc_server::builtins::LogPage;
+use rpc_transports::Connector;
 use serde_json::Value as Json;
 use tempfile::TempDir;
 
@@ -100,5 +103,24 @@ fn the_log_is_for_those_whom_the_operator_lets_and_names_no_secret() {
         let server = start(&folder, "ceiling", &[&flags[..6], &["--allow-logs=false"]].concat());
         let refused = cli(&["logs", server.address(), "--token-file", &reader]);
         assert!(refused.code == 77 && refused.stderr.contains("--allow-logs"), "{refused:?}");
+    }
+}
+
+/// A regression: a read beyond sixteen was refused, or never answered, and reads that the client had
+/// cancelled kept their places for half a minute.
+#[test]
+fn many_reads_at_a_time_are_all_answered() {
+    const END: i64 = i64::MAX;
+    let folder = tempfile::tempdir().unwrap();
+    let server = start(&folder, "server", &["--isolate", "process", "--allow-logs"]);
+    let session = Connector::new().connect_blocking(server.address()).unwrap();
+    let function = session.function::<(Option<i64>, i64), Packed>("rpc.logs.read").wait().unwrap();
+    // They wait for lines that do not come, and are given up.
+    let waiting: Vec<_> = (0..40).map(|_| function.call((Some(END), 30_000)).lane(Lane::CONCURRENT).start()).collect();
+    drop(waiting);
+    let reads: Vec<_> = (0..40).map(|_| function.call((None, 0)).lane(Lane::CONCURRENT).start()).collect();
+    for read in reads {
+        let page: LogPage = read.wait().unwrap().decode().unwrap();
+        assert!(page.lines[0].contains("INFO"), "{page:?}");
     }
 }
