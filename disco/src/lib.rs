@@ -111,7 +111,7 @@ pub use controller::run_all::RunAll;
 pub use controller::session::{Content, DiscoSession};
 pub use error::{DiscoError, Failure, Result, WorkerId};
 pub use launch::{NodeListener, ProcessSession, SocketSession, ThreadedSession};
-pub use logs::WorkerLogLayer;
+pub use logs::{OPERATOR_LOG, WorkerLogLayer};
 pub use node::functions::{refuse, register};
 pub use node::host_table::{CallReport, HostOwner, HostReport, HostTable, WorkerReport};
 pub use node::join::{JoinOptions, NodeRank, join, join_with};

@@ -20,7 +20,7 @@ use tracing_subscriber::filter::filter_fn;
 use tracing_subscriber::layer::{Context, SubscriberExt};
 use tracing_subscriber::util::SubscriberInitExt;
 
-use crate::ccl::host::OPERATOR_LOG;
+pub use crate::ccl::host::OPERATOR_LOG;
 use crate::error::WorkerId;
 use crate::wire::event::LogLine;
 use crate::worker::context::WorkerContext;

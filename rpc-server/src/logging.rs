@@ -5,9 +5,12 @@ use std::str::FromStr;
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
-use tracing_subscriber::filter::{LevelFilter, ParseError};
-use tracing_subscriber::fmt::format::FmtSpan;
+use tracing_subscriber::field::RecordFields;
+use tracing_subscriber::filter::{FilterExt, LevelFilter, ParseError, filter_fn};
+use tracing_subscriber::fmt::FormatFields;
+use tracing_subscriber::fmt::format::{DefaultFields, FmtSpan, Writer};
 use tracing_subscriber::layer::SubscriberExt;
+use tracing_subscriber::registry::LookupSpan;
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{EnvFilter, Layer};
 
@@ -106,17 +109,57 @@ fn install(filter: &LogFilter, format: LogFormat, ring: Option<Arc<LogRing>>) ->
         LogFormat::Json => lines.json().flatten_event(true).boxed(),
     };
     let lines = lines.with_filter(EnvFilter::new(&filter.0));
-    let kept = ring.map(|ring| {
-        let lines = tracing_subscriber::fmt::layer().with_ansi(false).with_writer(RingWriter(ring));
-        lines.with_filter(EnvFilter::new(&filter.0))
-    });
+    let kept = ring.map(|ring| kept_lines(filter, ring));
     // Events of Disco workers go to their controllers as well, if those ask for them.
     tracing_subscriber::registry().with(lines).with(kept).with(disco::WorkerLogLayer).try_init().is_ok()
 }
 
+/// Returns the layer whose lines clients may read: text, whatever the format of standard error, and
+/// nothing that is for the operator alone.
+fn kept_lines<S>(filter: &LogFilter, ring: Arc<LogRing>) -> impl Layer<S>
+where
+    S: tracing::Subscriber + for<'span> LookupSpan<'span>,
+{
+    let is_for_clients = filter_fn(|metadata| metadata.target() != disco::OPERATOR_LOG);
+    let lines = tracing_subscriber::fmt::layer().fmt_fields(PlainFields(DefaultFields::new()));
+    let lines = lines.with_ansi(false).with_writer(RingWriter(ring));
+    lines.with_filter(EnvFilter::new(&filter.0).and(is_for_clients))
+}
+
+/// Format of the fields of spans for lines that are kept. Layers share the text of those fields by
+/// the type of the format, and that of standard error may be coloured.
+struct PlainFields(DefaultFields);
+
+impl<'writer> FormatFields<'writer> for PlainFields {
+    fn format_fields<R: RecordFields>(&self, writer: Writer<'writer>, fields: R) -> std::fmt::Result {
+        self.0.format_fields(writer, fields)
+    }
+}
+
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
+    use crate::recent_logs::LogService as _;
+
+    /// A regression: fields of spans were kept with the colours of the terminal.
+    #[tokio::test]
+    async fn lines_that_are_kept_have_no_colour_and_nothing_for_the_operator_alone() {
+        let ring = Arc::<LogRing>::default();
+        let coloured = tracing_subscriber::fmt::layer().with_ansi(true).with_writer(io::sink);
+        let kept = kept_lines(&LogFilter("info".to_owned()), ring.clone());
+        tracing::subscriber::with_default(tracing_subscriber::registry().with(coloured).with(kept), || {
+            let _span = tracing::info_span!("session", number = 7).entered();
+            tracing::info!("for all");
+            tracing::info!(target: disco::OPERATOR_LOG, "for the operator");
+            tracing::debug!("too detailed");
+        });
+        let lines = ring.read(None, Duration::ZERO).await.unwrap().lines;
+        assert_eq!(lines.len(), 1, "{lines:?}");
+        assert!(lines[0].contains("session{number=7}") && lines[0].contains("for all"), "{lines:?}");
+        assert!(!lines[0].contains("1b"), "{lines:?}");
+    }
 
     /// `--log-level inof` was taken for the name of a module, and the server logged nothing.
     #[test]

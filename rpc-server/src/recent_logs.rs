@@ -1,8 +1,10 @@
 //! Recent log lines of a server, which it shows to clients where its operator allows that:
 //! `rpc.logs.read`.
 //!
-//! The lines are those that the program writes to standard error, by the filter of `--log-level`.
-//! Processes of isolated sessions, and what functions print, are not among them. A session sees a
+//! The lines are the events that the program logs, by the filter of `--log-level`, as text whatever
+//! the format on standard error, and without those for the operator alone. What functions log with
+//! `tracing` in the server's process is among them; what they print, and what processes of isolated
+//! sessions log, is not. A session sees a
 //! [`LogService`]: in the server's own process that is the [`LogRing`] itself, and in the process
 //! of an isolated session the link to the server.
 

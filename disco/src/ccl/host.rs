@@ -49,8 +49,8 @@ use rpc_core::{ErrorKind, RpcError};
 
 #[cfg(target_os = "linux")]
 pub use processes::{Offer, Ticket};
-pub use stream::{Address, Listener, SessionKey};
-pub(crate) use stream::{OPERATOR_LOG, UnprovenHosts};
+pub(crate) use stream::UnprovenHosts;
+pub use stream::{Address, Listener, OPERATOR_LOG, SessionKey};
 
 use self::algorithm::Reach;
 use self::memory::Memory;

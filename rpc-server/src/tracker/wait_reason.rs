@@ -22,8 +22,7 @@ pub(crate) fn wait_reasons(summary: &Summary) -> Vec<String> {
 
 fn reason(servers: &[(&ServerSummary, Offer)], entry: &QueueEntry) -> String {
     let wanted = request(entry);
-    let suiting: Vec<_> =
-        servers.iter().filter(|(_, offer)| offer.suits(&wanted)).map(|(server, _)| *server).collect();
+    let suiting: Vec<_> = servers.iter().filter(|(_, offer)| offer.suits(&wanted)).map(|(server, _)| *server).collect();
     if suiting.is_empty() {
         return missing(servers, entry);
     }
@@ -48,7 +47,9 @@ fn counts(entry: &QueueEntry, free: Option<u64>) -> String {
         _ if possible < count && at_servers => format!("it wants {wanted}, and {possible} would do"),
         _ if possible < count => format!("it wants {wanted}, and the servers that suit have {possible}"),
         Some(free) if free >= count => "requests before it in the queue have the free slots".to_owned(),
-        Some(free @ 1..) if at_servers => format!("it wants {wanted}, and {free} of {possible} that suit have free ones"),
+        Some(free @ 1..) if at_servers => {
+            format!("it wants {wanted}, and {free} of {possible} that suit have free ones")
+        }
         Some(free @ 1..) => format!("it wants {wanted}, and {free} of {possible} that suit are free"),
         Some(0) if at_servers => format!("all slots of the {possible} servers that suit are in use"),
         Some(0) if possible == 1 => "the one slot that suits is in use".to_owned(),

@@ -29,7 +29,8 @@ pub use self::address::{Address, SessionKey};
 use self::framed_connection::{FrameKind, Link};
 use self::group_state::{GroupState, Lending, Links, WakeSockets};
 pub use self::join::Listener;
-pub(crate) use self::join::{OPERATOR_LOG, UnprovenHosts};
+pub use self::join::OPERATOR_LOG;
+pub(crate) use self::join::UnprovenHosts;
 #[cfg(feature = "mpi")]
 pub(super) use self::join_messages::{Member, by_messages};
 #[cfg(feature = "mpi")]

@@ -24,7 +24,7 @@ use crate::number_list::NumberList;
 
 /// Target of log lines about addresses that a controller has named. They are for the operator of
 /// this node: a controller could read there what answers at them.
-pub(crate) const OPERATOR_LOG: &str = "disco::operator";
+pub const OPERATOR_LOG: &str = "disco::operator";
 /// Ranks that are dialled at a time, so that some that do not answer delay no other.
 const MAX_DIALLED: usize = 16;
 /// Between two attempts to reach a rank that is not there yet.
