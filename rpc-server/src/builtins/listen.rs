@@ -107,7 +107,7 @@ struct ListenerObject {
 struct ListenerInner {
     listener: tokio::sync::Mutex<Listener>,
     connections: Arc<Semaphore>,
-    _place: OwnedSemaphorePermit,
+    _permit: OwnedSemaphorePermit,
     _files: OpenFileLease,
 }
 
@@ -126,16 +126,16 @@ async fn open(context: Context, address: &str) -> Result<(Shared<ListenerObject>
     }
     let quota = context.extension::<ListenQuota>();
     let quota = quota.ok_or_else(|| RpcError::unsupported("this session belongs to no server that listens"))?;
-    let place = quota.listeners.clone().try_acquire_owned();
-    let place = place.map_err(|_| RpcError::limit("listeners", MAX_LISTENERS as u64, MAX_LISTENERS as u64 + 1))?;
+    let permit = quota.listeners.clone().try_acquire_owned();
+    let permit = permit.map_err(|_| RpcError::limit("listeners", MAX_LISTENERS as u64, MAX_LISTENERS as u64 + 1))?;
     let (memory, files) = (context.reserve_memory(OBJECT_BYTES)?, context.reserve_open_files(FILES_OF_LISTENER)?);
     let bind = Bind { backlog: BACKLOG, ..Bind::default() };
-    let listener = crate::transports().bind(&parsed, &bind).await.map_err(broken)?;
+    let listener = crate::transports().bind(&parsed, &bind).await.map_err(listen_error)?;
     let address = listener.local_address().to_string();
     let inner = ListenerInner {
         listener: tokio::sync::Mutex::new(listener),
         connections: quota.connections.clone(),
-        _place: place,
+        _permit: permit,
         _files: files,
     };
     let object = ListenerObject { inner: Arc::new(inner), open: watch::Sender::new(()), _memory: memory };
@@ -145,11 +145,11 @@ async fn open(context: Context, address: &str) -> Result<(Shared<ListenerObject>
 /// Waits for the next connection, and for a place for it before that.
 async fn accept(context: &Context, inner: &ListenerInner) -> Result<(Shared<ConnectionObject>, String)> {
     let mut listener = inner.listener.lock().await;
-    let place = inner.connections.clone().acquire_owned().await;
-    let place = place.map_err(|_| RpcError::internal("the places of connections are never closed"))?;
+    let permit = inner.connections.clone().acquire_owned().await;
+    let permit = permit.map_err(|_| RpcError::internal("the places of connections are never closed"))?;
     let (memory, files) = (context.reserve_memory(CONNECTION_BYTES)?, context.reserve_open_files(1)?);
     let channel = loop {
-        let channel = listener.accept().await.map_err(broken)?;
+        let channel = listener.accept().await.map_err(listen_error)?;
         // A connection that has taken the last descriptor of the process is closed.
         if listener.has_reserve() {
             break channel;
@@ -164,7 +164,7 @@ async fn accept(context: &Context, inner: &ListenerInner) -> Result<(Shared<Conn
     let object = ConnectionObject {
         inner: Arc::new(inner),
         open: watch::Sender::new(()),
-        _place: place,
+        _permit: permit,
         _files: files,
         _memory: memory,
     };
@@ -176,7 +176,7 @@ struct ConnectionObject {
     inner: Arc<ConnectionInner>,
     /// Receivers of it learn of the drop.
     open: watch::Sender<()>,
-    _place: OwnedSemaphorePermit,
+    _permit: OwnedSemaphorePermit,
     _files: OpenFileLease,
     _memory: MemoryLease,
 }
@@ -199,7 +199,7 @@ struct ConnectionInner {
 impl ConnectionInner {
     async fn read(&self) -> Result<Option<Bytes>> {
         let mut size = self.reading.lock().await;
-        let piece = poll_fn(|cx| self.poll_read(&mut size, cx)).await.map_err(|error| lost(&error))?;
+        let piece = poll_fn(|cx| self.poll_read(&mut size, cx)).await.map_err(|error| connection_error(&error))?;
         Ok((!piece.is_empty()).then_some(piece))
     }
 
@@ -239,7 +239,7 @@ impl ConnectionInner {
                 Pin::new(&mut io).poll_flush(cx)
             })
         });
-        write.await.map_err(|error| lost(&error))
+        write.await.map_err(|error| connection_error(&error))
     }
 
     async fn finish(&self) -> Result<()> {
@@ -247,7 +247,7 @@ impl ConnectionInner {
         let finished = poll_fn(|cx| self.poll_io(|mut io| Pin::new(&mut io).poll_shutdown(cx)));
         match finished.await {
             // A peer that is gone does not need the end.
-            Err(error) if error.kind() != io::ErrorKind::NotConnected => Err(lost(&error)),
+            Err(error) if error.kind() != io::ErrorKind::NotConnected => Err(connection_error(&error)),
             _ => Ok(()),
         }
     }
@@ -277,7 +277,7 @@ async fn while_open<T>(
     }
 }
 
-fn broken(error: TransportError) -> RpcError {
+fn listen_error(error: TransportError) -> RpcError {
     let kind = match error {
         TransportError::PermissionDenied { .. } | TransportError::Unsupported { .. } => ErrorKind::Unsupported,
         _ => ErrorKind::Io,
@@ -285,6 +285,6 @@ fn broken(error: TransportError) -> RpcError {
     RpcError::new(kind, error.to_string())
 }
 
-fn lost(error: &io::Error) -> RpcError {
+fn connection_error(error: &io::Error) -> RpcError {
     RpcError::new(ErrorKind::Io, format!("the connection is broken: {error}"))
 }

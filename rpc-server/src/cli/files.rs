@@ -303,7 +303,7 @@ pub(super) async fn ls(options: &CommonOptions, output: &Output, args: LsArgs) -
                     let modified = rfc3339(entry.modified);
                     output.line(&format!("{:>width$} {modified} {}", entry.size, entry.name))
                 } else {
-                    output.name(&entry.name)
+                    output.untrusted_line(&entry.name)
                 }
             })
         })

@@ -104,7 +104,7 @@ fn print(output: &Output, page: &LogPage) -> Result<(), Failure> {
         if output.is_json() {
             output.json(&json!({ "number": number, "line": line }))?;
         } else {
-            output.name(line)?;
+            output.untrusted_line(line)?;
         }
     }
     Ok(())

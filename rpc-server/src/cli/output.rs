@@ -65,9 +65,10 @@ impl Output {
         self.raw_line(&self.data(text))
     }
 
-    /// Prints the name of something, on a line of its own.
-    pub(super) fn name(&self, name: &str) -> Result<(), Failure> {
-        self.raw_line(&if self.on_terminal { printable_line(name) } else { name.into() })
+    /// Prints a text that a peer has chosen, such as the name of a file, on one line: on a terminal
+    /// it cannot begin another.
+    pub(super) fn untrusted_line(&self, text: &str) -> Result<(), Failure> {
+        self.raw_line(&if self.on_terminal { printable_line(text) } else { text.into() })
     }
 
     /// Prints one line of data behind a word, which is green if `well` and red if not.

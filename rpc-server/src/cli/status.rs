@@ -75,7 +75,7 @@ pub(super) async fn status(
             output.json(&summary)?;
         } else if args.format == Some(StatusFormat::Name) {
             let mut addresses = summary.servers.iter().filter_map(|server| server.address.last());
-            addresses.try_for_each(|address| output.name(address))?;
+            addresses.try_for_each(|address| output.untrusted_line(address))?;
         } else {
             print(&summary, &reasons, output, &args)?;
         }

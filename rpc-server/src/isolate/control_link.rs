@@ -78,7 +78,7 @@ struct Awaited {
 /// then, as it does at the server.
 struct LogRead {
     asker: oneshot::Sender<Result<LogPage>>,
-    _place: OwnedSemaphorePermit,
+    _permit: OwnedSemaphorePermit,
 }
 
 impl Awaited {
@@ -246,11 +246,11 @@ impl LogService for ControlLink {
     async fn read(&self, from: Option<u64>, wait: Duration) -> Result<LogPage> {
         let ends = Instant::now() + wait.min(MAX_WAIT);
         loop {
-            let place = self.log_reads.clone().acquire_owned().await.map_err(|_| server_is_gone())?;
+            let permit = self.log_reads.clone().acquire_owned().await.map_err(|_| server_is_gone())?;
             let left = ends.saturating_duration_since(Instant::now());
             let wait_ms = u64::try_from(left.min(MAX_READ_WAIT).as_millis()).unwrap_or(u64::MAX);
             let (asker, answer) = oneshot::channel();
-            let question = self.awaited.lock().await_log_lines(LogRead { asker, _place: place });
+            let question = self.awaited.lock().await_log_lines(LogRead { asker, _permit: permit });
             self.send(ControlMessage::Logs(LogCommand { question, from, wait_ms }));
             let page = answer.await.map_err(|_| server_is_gone())??;
             if !page.lines.is_empty() || left <= MAX_READ_WAIT {
