@@ -23,8 +23,8 @@ use crate::channel_io::{READ_MAX, ReadAhead};
 pub const TUNNEL_LINGER: Duration = Duration::from_secs(5);
 
 /// Copies bytes both ways until both directions have ended, one has broken, or no byte has moved
-/// for `silence`, or for [`TUNNEL_LINGER`] after the end of one direction. The bytes `from_a` go before
-/// those that are read from `a`.
+/// for `silence`, or for [`TUNNEL_LINGER`] after the end of one direction. The bytes `from_a` go
+/// before those that are read from `a`.
 ///
 /// Pipes count against `open_files`; where it has no room, bytes are copied.
 ///

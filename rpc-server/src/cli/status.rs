@@ -130,9 +130,9 @@ fn print(summary: &Summary, reasons: &[String], output: &Output, args: &StatusAr
     Ok(())
 }
 
-/// Returns the number of lines that are shown on a terminal of so many rows and columns, which keeps
-/// the first one, and has one row for the rest and one for the cursor. A line that is wider than the
-/// terminal takes several rows.
+/// Returns the number of lines that are shown on a terminal of so many rows and columns, which
+/// keeps the first one, and has one row for the rest and one for the cursor. A line that is wider
+/// than the terminal takes several rows.
 fn visible_lines(lines: &[&str], rows: usize, columns: usize) -> usize {
     let height = |line: &&str| line.chars().count().div_ceil(columns).max(1);
     if lines.iter().map(height).sum::<usize>() < rows {

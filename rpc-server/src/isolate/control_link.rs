@@ -350,8 +350,8 @@ fn wrong_answer() -> RpcError {
 mod tests {
     use super::*;
 
-    /// A regression: a read beyond the places was refused or never answered, and those that a client
-    /// had cancelled kept theirs for half a minute.
+    /// A regression: a read beyond the places was refused or never answered, and those that a
+    /// client had cancelled kept theirs for half a minute.
     #[tokio::test]
     async fn reads_of_the_log_wait_for_their_turn() {
         let (server, process) = net::UnixDatagram::pair().unwrap();

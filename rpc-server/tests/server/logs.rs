@@ -106,8 +106,8 @@ fn the_log_is_for_those_whom_the_operator_lets_and_names_no_secret() {
     }
 }
 
-/// A regression: a read beyond sixteen was refused, or never answered, and reads that the client had
-/// cancelled kept their places for half a minute.
+/// A regression: a read beyond sixteen was refused, or never answered, and reads that the client
+/// had cancelled kept their places for half a minute.
 #[test]
 fn many_reads_at_a_time_are_all_answered() {
     const END: i64 = i64::MAX;
