@@ -58,6 +58,12 @@ fn guard_of(process: u32) -> Option<u32> {
     processes.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok()).find(is_guard)
 }
 
+/// Returns the id of the guard of a process, which may be about to start.
+fn wait_for_guard(process: u32) -> u32 {
+    wait_until("it has a guard", HANG_LIMIT, || guard_of(process).is_some());
+    guard_of(process).unwrap()
+}
+
 /// Returns the ids of the children of a process, as text.
 fn children(process: u32) -> String {
     let threads = fs::read_dir(format!("/proc/{process}/task")).unwrap();
@@ -75,7 +81,7 @@ fn a_killed_program_leaves_no_socket_file_and_no_guard() {
         let mut server = serve(folder.path(), &["a", "b"], &["--isolate", isolate]);
         let (a, b) = (folder.path().join("a"), folder.path().join("b"));
         assert!(a.exists() && b.exists());
-        let guard = guard_of(server.id()).unwrap();
+        let guard = wait_for_guard(server.id());
         // The file of another process that has taken the path stays.
         fs::remove_file(&a).unwrap();
         let other = UnixListener::bind(&a).unwrap();
@@ -114,7 +120,7 @@ fn a_guard_is_no_child_holds_nothing_of_its_process_and_is_replaced() {
     let folder = tempfile::tempdir().unwrap();
     let listen = format!("unix:{}/*", folder.path().display());
     let mut server = serve(folder.path(), &["a"], &["--isolate", "none", "--allow-listen", &listen]);
-    let guard = guard_of(server.id()).unwrap();
+    let guard = wait_for_guard(server.id());
     assert_eq!(children(server.id()), "");
     // Signals of a terminal go to the sessions of the kernel that have one.
     let pid = Pid::from_raw(guard as i32);
@@ -130,14 +136,14 @@ fn a_guard_is_no_child_holds_nothing_of_its_process_and_is_replaced() {
     let session = rpc_transports::Connector::new().connect_blocking(server.address()).unwrap();
     let b = folder.path().join("b");
     let listener = session.listen(&format!("unix:{}", b.display())).wait().unwrap();
-    let second = guard_of(server.id()).unwrap();
+    let second = wait_for_guard(server.id());
     assert_ne!(second, guard);
     server.kill().unwrap();
     wait_until("the files are gone", GONE_WITHIN, || !folder.path().join("a").exists() && !b.exists());
     drop(listener);
     // In good order the files are removed by the process itself.
     let mut server = serve(folder.path(), &["a"], &[]);
-    let guard = guard_of(server.id()).unwrap();
+    let guard = wait_for_guard(server.id());
     kill(guard, Signal::STOP);
     kill(server.id(), Signal::TERM);
     assert!(server.wait().unwrap().success());
