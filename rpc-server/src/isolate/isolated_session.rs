@@ -22,6 +22,7 @@ use super::process_io::ProcessIo;
 use super::supervisor::{self, ProcessGuard, Started};
 use super::{GRACE, RUN_GRACE, is_possible};
 use crate::config::{ByteSize, ConfigError, ServeConfig};
+use crate::leases::LeaseRequest;
 use crate::modules::DigestList;
 use crate::policy::{rights_of, session_limits_within};
 use crate::recent_logs::{self, LogRing};
@@ -178,7 +179,7 @@ impl SessionFactory for Isolation {
             uptime: self.state.started().elapsed(),
             module_digests: self.module_digests.clone(),
             identity: request.peer_identity.to_string(),
-            rights: rights.map(|rights| rights.passed()),
+            rights: rights.as_ref().map(|rights| rights.passed()),
         };
         let resources = SessionResources {
             _workspace: workspace,
@@ -189,7 +190,16 @@ impl SessionFactory for Isolation {
         let Started { stream, mut process_guard } = self.process().await.map_err(cannot_start)?;
         let (cleaner, process) = (self.cleaner.clone(), process_guard.process().clone());
         if let Some(leases) = self.state.leases() {
-            process.set_leases(leases.open_session(&request.peer_identity, request.connection.clone()));
+            // Checked here, too: code of the client runs in the process that asks.
+            let check = move |request: &LeaseRequest| match &rights {
+                Some(rights) => {
+                    rights.check(&Permission::Device(request.device))?;
+                    rights.check(&Permission::LeasePriority(request.priority))
+                }
+                None => Ok(()),
+            };
+            let session = leases.open_session(&request.peer_identity, request.connection.clone());
+            process.set_leases(session, Box::new(check));
         }
         if let Some(logs) = self.logs.clone().filter(|_| may_read_logs) {
             process.set_logs(logs);

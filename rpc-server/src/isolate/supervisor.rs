@@ -25,7 +25,7 @@ use tokio::sync::{OwnedSemaphorePermit, oneshot};
 
 use super::exit_cause::ExitCause;
 use super::messages::{ControlAnswer, ControlMessage, LeaseAnswer};
-use super::process_leases::ProcessLeases;
+use super::process_leases::{LeaseCheck, ProcessLeases};
 use super::process_logs::{self, ProcessLogs};
 use super::{CHILD_ARGUMENT, GRACE};
 use crate::leases::SessionLeases;
@@ -104,10 +104,10 @@ impl Process {
 
     /// Lets the process have leases from now on, for its session. The process is told which devices
     /// are reserved for other sessions, of those that sessions without a lease do not share.
-    pub(super) fn set_leases(self: &Arc<Self>, session: SessionLeases) {
+    pub(super) fn set_leases(self: &Arc<Self>, session: SessionLeases, check: LeaseCheck) {
         let id = self.id;
         let answer = move |answer| submit(Job::Answer { id, answer: ControlAnswer::Lease(answer), place: None });
-        let leases = ProcessLeases::new(session, answer);
+        let leases = ProcessLeases::new(session, check, answer);
         // Set before the observer, whose first call sends the present reservations.
         let mut own = self.leases.lock();
         let leases = own.insert(leases);
@@ -460,6 +460,12 @@ impl Supervisor {
     }
 }
 
+/// Returns true for an error of a socket whose process is gone.
+fn is_gone(error: &io::Error) -> bool {
+    use io::ErrorKind::{BrokenPipe, ConnectionRefused, ConnectionReset, NotConnected};
+    matches!(error.kind(), BrokenPipe | ConnectionRefused | ConnectionReset | NotConnected)
+}
+
 impl ChildEntry {
     /// Returns the time after which the process needs attention without an event.
     fn wait(&self, now: Instant) -> Option<Duration> {
@@ -516,7 +522,12 @@ impl ChildEntry {
             while let Some((answer, _)) = self.unsent.front() {
                 match self.control.send(answer) {
                     Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
-                    // Also if the process is gone.
+                    Err(error) if !is_gone(&error) => {
+                        // The process would wait for what is lost, and others for its answer.
+                        self.unsent.clear();
+                        self.deadline = Some(Instant::now());
+                        return;
+                    }
                     _ => _ = self.unsent.pop_front(),
                 }
             }

@@ -432,7 +432,11 @@ impl LeaseScheduler {
         if before != reserved_for {
             self.events.push_back(match reserved_for {
                 Some(session) => LeaseEvent::Reserved { device, session },
-                None => LeaseEvent::Freed { device },
+                None => {
+                    // The next reservation asks all of them again, by a later list.
+                    queue.asked.clear();
+                    LeaseEvent::Freed { device }
+                }
             });
             if reserved_for.is_some() && !self.policy.is_shared(device) {
                 // Those that could use the device until now. To the others it is closed already.
