@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use rpc_core::{ErrorKind, Result as RpcResult, RpcError, Session};
+use rpc_core::{Result as RpcResult, RpcError, Session};
 use rpc_transports::Connector;
 use rpc_transports::tracker::{ServerRequest, TrackerClient};
 
@@ -153,8 +153,12 @@ impl SocketSession {
     /// ([`ServeOptions::onward`](rpc_transports::ServeOptions::onward)).
     ///
     /// Default: for more than 64 nodes at addresses, 32, if they can; where a node does not open
-    /// others, the controller opens all nodes itself. For others, and for fewer, none.
-    /// [`flat`](Self::flat) switches that off.
+    /// others, the controller opens all nodes itself. For others, and for fewer, none. Nor where a
+    /// node would not get to the same servers with the same rights as the controller: if the
+    /// [connector](Self::connector) has hops, proofs of identity or other settings
+    /// ([`Connector::is_plain`]), or an address has a key or is one of the machine itself.
+    /// [`flat`](Self::flat) switches that off. Programs ([`DiscoSession::run_all`]) are run at nodes
+    /// that the controller opens itself.
     ///
     /// Nodes test those below them as [`Options::keep_alive`] says, or as often as their servers
     /// test their peers if that is more often. A way down has 16 nodes at most, and a server
@@ -180,7 +184,14 @@ impl SocketSession {
     /// number of nodes.
     pub fn start(self) -> Completion<DiscoSession> {
         match &self.nodes {
-            Nodes::At(addresses) if self.fan_out.is_none() && addresses.len() > MANY_NODES => self.start_as_tree(),
+            Nodes::At(addresses)
+                if self.fan_out.is_none()
+                    && addresses.len() > MANY_NODES
+                    && self.connector.is_plain()
+                    && addresses.iter().all(|address| means_the_same_everywhere(address)) =>
+            {
+                self.start_as_tree()
+            }
             _ => self.start_as_told(),
         }
     }
@@ -202,9 +213,14 @@ impl SocketSession {
                 options: options.clone(),
             };
             match with(FAN_OUT_OF_MANY).start_as_told().await {
-                Err(DiscoError::Session(error)) if error.kind() != ErrorKind::InvalidArgument => {
-                    tracing::info!(%error, "nodes do not open others: the controller opens all of them");
-                    with(usize::MAX).start_as_told().await
+                Err(DiscoError::Session(first)) => {
+                    tracing::info!(error = %first, "nodes do not open others: the controller opens all of them");
+                    with(usize::MAX).start_as_told().await.map_err(|error| match error {
+                        DiscoError::Session(error) => {
+                            error.context(format!("after a tree of nodes could not start ({first})")).into()
+                        }
+                        other => other,
+                    })
                 }
                 outcome => outcome,
             }
@@ -251,6 +267,15 @@ impl SocketSession {
             }
         })
     }
+}
+
+/// Returns true if an address leads to the same server from wherever it is dialled, and says all that
+/// a client asks for there.
+fn means_the_same_everywhere(address: &str) -> bool {
+    address.parse::<rpc_transports::Address>().is_ok_and(|address| {
+        let is_near = address.has_loopback_host() || address.scheme() == "unix";
+        address.key().is_none() && !is_near && address.scheme() != "tracker"
+    })
 }
 
 /// Returns a tree of these nodes in which none has more than `fan_out` below it, as flat as that

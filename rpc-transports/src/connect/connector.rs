@@ -399,6 +399,21 @@ impl Connector {
         (!self.key.is_empty()).then_some(&self.key)
     }
 
+    /// Returns true if a server that dials for this side asks a further server for the same as this
+    /// side would: there are no hops, no key, workspace, ticket or request to a tracker, and neither
+    /// proofs of identity nor trust of this side's own.
+    #[must_use]
+    pub fn is_plain(&self) -> bool {
+        #[cfg(feature = "tls")]
+        let has_tls = self.dial.tls.is_some();
+        #[cfg(not(feature = "tls"))]
+        let has_tls = false;
+        let has_hops = !self.via.is_empty() || self.malformed.is_some();
+        let asks_for_more = !self.key.is_empty() || !self.workspace.is_empty() || !self.ticket.is_empty();
+        let is_identified = !self.dial.tokens.is_empty() || has_tls;
+        !has_hops && !asks_for_more && !is_identified && self.server_request.is_none()
+    }
+
     /// Returns true if sessions are opened through hops.
     #[must_use]
     pub fn has_hops(&self) -> bool {
