@@ -157,8 +157,8 @@ impl SocketSession {
     /// node would not get to the same servers with the same rights as the controller: if the
     /// [connector](Self::connector) has hops, proofs of identity or other settings
     /// ([`Connector::is_plain`]), or an address has a key or is one of the machine itself.
-    /// [`flat`](Self::flat) switches that off. Programs ([`DiscoSession::run_all`]) are run at nodes
-    /// that the controller opens itself.
+    /// [`flat`](Self::flat) switches that off. Programs ([`DiscoSession::run_all`]) are run at
+    /// nodes that the controller opens itself.
     ///
     /// Nodes test those below them as [`Options::keep_alive`] says, or as often as their servers
     /// test their peers if that is more often. A way down has 16 nodes at most, and a server
@@ -269,8 +269,8 @@ impl SocketSession {
     }
 }
 
-/// Returns true if an address leads to the same server from wherever it is dialled, and says all that
-/// a client asks for there.
+/// Returns true if an address leads to the same server from wherever it is dialled, and says all
+/// that a client asks for there.
 fn means_the_same_everywhere(address: &str) -> bool {
     address.parse::<rpc_transports::Address>().is_ok_and(|address| {
         let is_near = address.has_loopback_host() || address.scheme() == "unix";

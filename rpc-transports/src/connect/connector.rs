@@ -399,9 +399,9 @@ impl Connector {
         (!self.key.is_empty()).then_some(&self.key)
     }
 
-    /// Returns true if a server that dials for this side asks a further server for the same as this
-    /// side would: there are no hops, no key, workspace, ticket or request to a tracker, and neither
-    /// proofs of identity nor trust of this side's own.
+    /// Returns true if a server that dials for this side asks a further server for the same as
+    /// this side would: there are no hops, no key, workspace, ticket or request to a tracker, and
+    /// neither proofs of identity nor trust of this side's own.
     #[must_use]
     pub fn is_plain(&self) -> bool {
         #[cfg(feature = "tls")]
