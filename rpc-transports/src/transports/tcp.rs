@@ -304,6 +304,7 @@ pub(crate) fn named(asked: &Address, bound: SocketAddr) -> Address {
 
 /// As [`named`], for a listener that shows a certificate: a name that was asked for stays, since
 /// the certificate may be for that name alone.
+#[cfg(any(feature = "tls", feature = "quic"))]
 pub(crate) fn named_as_asked(asked: &Address, bound: SocketAddr) -> Address {
     match asked.host().map(str::parse::<IpAddr>) {
         Some(Err(_)) => asked.clone().with_port(bound.port()),
