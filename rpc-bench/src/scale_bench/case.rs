@@ -40,7 +40,7 @@ pub(crate) struct CaseArgs {
     seconds: f64,
 }
 
-/// What is measured of a session: one line of output, of words in this order.
+/// Figures of a session: one line of output, of words in this order.
 #[derive(Debug)]
 pub(super) struct Measured {
     pub(super) nodes: u32,
@@ -120,7 +120,7 @@ pub(crate) fn run_case(args: &CaseArgs) -> Result<(), Failure> {
     Ok(session.shutdown().wait()?)
 }
 
-/// What a session needs before it starts.
+/// Requirements of a session before it starts.
 struct Testbed {
     kind: Kind,
     workers: u32,

@@ -14,9 +14,9 @@
 //! | | staging for large inputs |
 //! | a box for each ordered pair | words and announcements of both ends, and staging |
 //!
-//! What every rank reads of all others lies together, so that the ranks of a large group find it in
-//! their caches. The rest is touched by the ranks that use it alone: the memory of a group takes
-//! room as it is used.
+//! The words that every rank reads of all others lie together, so that the ranks of a large group
+//! find them in their caches. The rest is touched by the ranks that use it alone: the memory of a
+//! group takes room as it is used.
 
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -108,7 +108,7 @@ pub(super) enum Word {
     Halfway = 56,
     /// Count that changes when another rank wakes this one. Written by the others.
     Bell = 64,
-    /// What the rank waits for while it is about to sleep: [`AT_GATE`], or a rank's number plus 2;
+    /// Goal of the rank's wait while it is about to sleep: [`AT_GATE`], or a rank's number plus 2;
     /// 0 while it is awake.
     Sleeping = 68,
     /// Process of the rank.
