@@ -397,6 +397,22 @@ fn interrupt(child: &mut Child, signal: Signal) {
     kill_process(Pid::from_child(child), signal).unwrap();
 }
 
+/// Returns once a file whose path begins with `path`, and which may have lost its name, is open in
+/// the program and no longer empty.
+#[cfg(target_os = "linux")]
+fn until_it_has_written_to(child: &mut Child, path: &str) {
+    let is_written = |descriptor: std::io::Result<std::fs::DirEntry>| {
+        let link = descriptor.unwrap().path();
+        let leads_there = std::fs::read_link(&link).is_ok_and(|file| file.to_string_lossy().starts_with(path));
+        leads_there && std::fs::metadata(&link).is_ok_and(|file| file.len() > 0)
+    };
+    let descriptors = format!("/proc/{}/fd", child.id());
+    while !std::fs::read_dir(&descriptors).unwrap().any(is_written) {
+        assert_eq!(child.try_wait().unwrap(), None, "it has ended by itself");
+        thread::yield_now();
+    }
+}
+
 fn spawn(args: &[&str]) -> Child {
     let mut command = command(args);
     command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
@@ -453,6 +469,7 @@ fn an_interrupted_download_leaves_the_old_file_and_nothing_beside_it() {
     let (address, stalls) = stalling(fixture.address(), 2 << 20);
     let mut child = spawn(&["get", &address, "name", target.to_str().unwrap()]);
     stalls.recv().unwrap();
+    until_it_has_written_to(&mut child, &folder);
     interrupt(&mut child, Signal::INT);
     let output = child.wait_with_output().unwrap();
     let stderr = String::from_utf8(output.stderr).unwrap();
@@ -472,6 +489,7 @@ fn an_interrupted_download_leaves_its_part_for_the_next_one_if_it_may() {
     let (address, stalls) = stalling(fixture.address(), 2 << 20);
     let mut child = spawn(&["get", "--resume", &address, "name", &target]);
     stalls.recv().unwrap();
+    until_it_has_written_to(&mut child, &target);
     interrupt(&mut child, Signal::INT);
     let stderr = String::from_utf8(child.wait_with_output().unwrap().stderr).unwrap();
     assert!(stderr.contains("target.rpc-part: ") && stderr.contains("are kept"), "{stderr}");
