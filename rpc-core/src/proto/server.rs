@@ -241,11 +241,8 @@ impl ServerEndpoint {
         let refused = if size > self.max_reply {
             let error = RpcError::limit("max_message", self.max_reply, size);
             Some(error.context("the reply is too large for the client"))
-        } else if self.backlog > 0
-            && cost(message.size) > 0
-            && self.backlog + size > self.max_backlog.saturating_mul(BACKLOG_WINDOWS)
-        {
-            let error = RpcError::limit("max_backlog", self.max_backlog * BACKLOG_WINDOWS, self.backlog + size);
+        } else if self.backlog > 0 && cost(message.size) > 0 && self.backlog + size > self.max_unsent_bytes() {
+            let error = RpcError::limit("max_backlog", self.max_unsent_bytes(), self.backlog + size);
             Some(error.context("the client takes its replies too slowly, or asks for too much at a time"))
         } else {
             let error = self.queued.cover(self.queued_bytes() + cost(message.size)).err();
@@ -268,6 +265,19 @@ impl ServerEndpoint {
             self.common.output.message(id, message);
         }
         if rejected { outcome.ok() } else { None }
+    }
+
+    /// Returns the largest size in bytes of the replies that may wait here to be sent. Those beyond
+    /// it become errors; so should those beyond it that wait to be handed over to
+    /// [`reply`](Self::reply), by their [costs](Self::reply_cost).
+    pub fn max_unsent_bytes(&self) -> u64 {
+        self.max_backlog.saturating_mul(BACKLOG_WINDOWS)
+    }
+
+    /// Returns the bytes that a reply of this size counts for: none if it is small, since the
+    /// number of requests is limited.
+    pub fn reply_cost(size: usize) -> u64 {
+        cost(size)
     }
 
     /// Tells the client to make no new requests. Requests that it made before it received this are

@@ -1,13 +1,14 @@
 //! Mailbox of a connection's task: replies, the end of the session, and commands of the server.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::task::{Poll, Waker};
 use std::time::Instant;
 
 use parking_lot::Mutex;
-use rpc_core::RpcError;
+use rpc_core::proto::ServerEndpoint;
 use rpc_core::reply::{Outcome, ReplySink};
+use rpc_core::{Handle, RpcError, Value};
 
 /// Command of the server to a connection's task. The order is that of strength.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -22,7 +23,9 @@ pub(super) enum Command {
 /// polled.
 #[derive(Default)]
 pub(super) struct Mailbox {
-    replies: Mutex<Vec<(u64, Outcome)>>,
+    waiting: Mutex<WaitingReplies>,
+    /// Largest memory of the replies that wait, in bytes, once there is a session.
+    max_waiting_bytes: OnceLock<u64>,
     /// Reason why the session has ended on its own.
     ended: Mutex<Option<RpcError>>,
     /// Time when something was last received from the client of the session.
@@ -32,7 +35,24 @@ pub(super) struct Mailbox {
     task: Mutex<Option<Waker>>,
 }
 
+/// Replies that the task has not taken yet.
+#[derive(Default)]
+struct WaitingReplies {
+    replies: Vec<(u64, Outcome)>,
+    /// Memory of their values in bytes, without that of small ones.
+    bytes: u64,
+    /// Objects of values that found no room. No caller gets them.
+    refused: Vec<Handle>,
+}
+
 impl Mailbox {
+    /// Sets the largest memory in bytes of the replies that wait, which are those of one session.
+    /// Functions may run on while the task gets no processor, and a reply that finds no room
+    /// becomes an error.
+    pub(super) fn limit_replies(&self, bytes: u64) {
+        let _ = self.max_waiting_bytes.set(bytes);
+    }
+
     /// Leaves a command. A weaker one that follows does not replace it.
     pub(super) fn command(&self, command: Command) {
         self.command.fetch_max(command as u8, Ordering::AcqRel);
@@ -62,9 +82,13 @@ impl Mailbox {
         .await;
     }
 
-    /// Moves the replies that have come since the last call to `taken`, which is empty.
-    pub(super) fn take_replies(&self, taken: &mut Vec<(u64, Outcome)>) {
-        std::mem::swap(&mut *self.replies.lock(), taken);
+    /// Moves the replies that have come since the last call to `taken`, which is empty. Returns the
+    /// objects of values that found no room, which have to be released.
+    pub(super) fn take_replies(&self, taken: &mut Vec<(u64, Outcome)>) -> Vec<Handle> {
+        let mut waiting = self.waiting.lock();
+        std::mem::swap(&mut waiting.replies, taken);
+        waiting.bytes = 0;
+        std::mem::take(&mut waiting.refused)
     }
 
     /// Returns true if an item has been left since the task was last
@@ -115,13 +139,68 @@ impl ReplySink for EndOfSession {
 
 impl ReplySink for Mailbox {
     fn deliver(&self, token: u64, outcome: Outcome) {
-        let mut replies = self.replies.lock();
-        replies.push((token, outcome));
-        let first = replies.len() == 1;
-        drop(replies);
+        let cost = outcome.as_ref().map_or(0, |value| ServerEndpoint::reply_cost(value.size_hint()));
+        let max = self.max_waiting_bytes.get().copied().unwrap_or(u64::MAX);
+        let mut waiting = self.waiting.lock();
+        let bytes = waiting.bytes.saturating_add(cost);
+        // The first one is let in, as the endpoint does, which refuses what is too large by itself.
+        let fits = cost == 0 || waiting.bytes == 0 || bytes <= max;
+        let refused = if fits { None } else { outcome.as_ref().ok().map(Value::handles) };
+        let dropped = match refused {
+            None => {
+                waiting.bytes = bytes;
+                waiting.replies.push((token, outcome));
+                None
+            }
+            Some(handles) => {
+                waiting.refused.extend(handles);
+                let error = RpcError::limit("max_backlog", max, bytes);
+                let error = error.context("the client takes its replies too slowly, or asks for too much at a time");
+                waiting.replies.push((token, Err(error.may_have_run(true))));
+                Some(outcome)
+            }
+        };
+        let first = waiting.replies.len() == 1;
+        drop(waiting);
+        drop(dropped);
         // Earlier replies have woken the task already.
         if first {
             self.wake();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use bytes::Bytes;
+    use rpc_core::{ErrorKind, Reference};
+
+    use super::*;
+
+    #[test]
+    fn large_replies_that_find_no_room_become_errors_and_their_objects_are_told() {
+        let mailbox = Mailbox::default();
+        let value = |len: usize| Value::from(Bytes::from(vec![0; len]));
+        let mut taken = Vec::new();
+        mailbox.limit_replies(10_000);
+        // The first one is let in whatever it takes, and small ones always are.
+        mailbox.deliver(1, Ok(value(20_000)));
+        let object = Value::Object(Reference::Function(Handle::from_bits(7)));
+        mailbox.deliver(2, Ok(Value::List(vec![value(5000), object])));
+        mailbox.deliver(3, Ok(value(100)));
+        mailbox.deliver(4, Err(RpcError::invalid_argument("no")));
+        assert_eq!(mailbox.take_replies(&mut taken), [Handle::from_bits(7)]);
+        let kinds: Vec<_> =
+            taken.drain(..).map(|(id, outcome)| (id, outcome.err().map(|error| error.kind()))).collect();
+        let refused = Some(ErrorKind::LimitExceeded);
+        assert_eq!(kinds, [(1, None), (2, refused), (3, None), (4, Some(ErrorKind::InvalidArgument))]);
+
+        // There is room again.
+        for (id, len) in [(5, 4500), (6, 4500), (7, 4500)] {
+            mailbox.deliver(id, Ok(value(len)));
+        }
+        assert!(mailbox.take_replies(&mut taken).is_empty());
+        let admitted: Vec<_> = taken.iter().map(|(id, outcome)| (*id, outcome.is_ok())).collect();
+        assert_eq!(admitted, [(5, true), (6, true), (7, false)]);
     }
 }

@@ -85,8 +85,10 @@ impl SessionTask {
         let (io, _, guard) = channel.into_session_parts(options.spin);
         let config = EndpointConfig { keep_alive: options.keep_alive };
         let end_watch = session.ended().reply().deliver_to(Arc::new(EndOfSession(mailbox.clone())), 0);
+        let endpoint = ServerEndpoint::new(negotiated, config, now).with_quota(queued);
+        mailbox.limit_replies(endpoint.max_unsent_bytes());
         Self {
-            endpoint: ServerEndpoint::new(negotiated, config, now).with_quota(queued),
+            endpoint,
             replies: Vec::new(),
             end_watch: Some(end_watch),
             session: Some(session),
@@ -138,7 +140,10 @@ impl SessionTask {
         // before it.
         let end = self.mailbox.take_end();
         let mut replies = std::mem::take(&mut self.replies);
-        self.mailbox.take_replies(&mut replies);
+        let refused = self.mailbox.take_replies(&mut replies);
+        if let Some(session) = self.session.as_ref().filter(|_| !refused.is_empty()) {
+            session.submit(Request::new(Operation::Release { handles: refused })).reply().detach();
+        }
         for (id, outcome) in replies.drain(..) {
             self.in_progress.remove(&id);
             self.reply(id, outcome);
