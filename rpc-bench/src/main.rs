@@ -1,9 +1,10 @@
 //! `rpc-bench`: measures sessions and Disco, beside bare sockets on the same machine.
 //!
 //! `session_bench` measures calls and copies, `disco_bench` a controller and its workers,
-//! `scale_bench` a controller with more and more workers, `run_bench` programs at a server. The
-//! servers of all are this program again, in child processes; the options of a connection and the
-//! exit codes are those of `rpc-cli`.
+//! `scale_bench` a controller with more and more workers, `run_bench` programs at a server,
+//! `forward_bench` connections that are carried to a service. The servers of all are this program
+//! again, in child processes; the options of a connection and the exit codes are those of
+//! `rpc-cli`.
 
 #![forbid(unsafe_code)]
 
@@ -11,6 +12,7 @@ mod case_filter;
 mod certificates;
 mod child_process;
 mod disco_bench;
+mod forward_bench;
 mod run_bench;
 mod scale_bench;
 mod session_bench;
@@ -47,6 +49,8 @@ enum Command {
     Disco(Box<disco_bench::DiscoBenchArgs>),
     /// Measure programs at a server, and compare them with the same programs here; and leases
     Run(run_bench::RunBenchArgs),
+    /// Measure a forwarded connection, and compare it with bare relays
+    Forward(forward_bench::ForwardBenchArgs),
     /// Measure the start, calls and memory of sessions with more and more workers
     Scale(scale_bench::ScaleBenchArgs),
     /// Measure one session for `scale`
@@ -58,6 +62,9 @@ enum Command {
     /// Run a server that `run` starts
     #[command(hide = true)]
     RunServer(run_bench::RunServerArgs),
+    /// Run a process on the way that `forward` measures
+    #[command(hide = true)]
+    ForwardChild(forward_bench::ChildArgs),
     /// Run a server that `rpc` starts
     #[command(hide = true)]
     SessionServer(session_bench::ChildArgs),
@@ -78,6 +85,8 @@ fn main() -> ExitCode {
         Command::Rpc(args) => session_bench::run(&options, &output, &args),
         Command::Disco(args) => disco_bench::run(&output, &args),
         Command::Run(args) => run_bench::run(&output, &args),
+        Command::Forward(args) => forward_bench::run(&output, &args),
+        Command::ForwardChild(args) => forward_bench::run_child(args),
         Command::Scale(args) => scale_bench::run(&output, &args),
         Command::ScaleCase(args) => scale_bench::run_case(&args),
         Command::SimulatedNodes(args) => scale_bench::run_simulated_nodes(args),

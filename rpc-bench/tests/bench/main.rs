@@ -3,5 +3,6 @@
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on should stop")]
 
 mod disco;
+mod forward;
 mod rpc;
 mod scale;
