@@ -82,7 +82,7 @@ async fn connect(form: Form, connector: Connector, address: &str) -> std::result
 }
 
 /// Time limit of each step, longer than any takes: a step that needs more hangs.
-const TIME_LIMIT: Duration = Duration::from_secs(20);
+const TIME_LIMIT: Duration = Duration::from_secs(45);
 
 async fn soon<F: Future>(future: F) -> F::Output {
     tokio::time::timeout(TIME_LIMIT, future).await.unwrap_or_else(|_| panic!("not over after {TIME_LIMIT:?}"))
