@@ -20,7 +20,7 @@ use rpc_tests::spmd::{ATTENTIVE, Data, Fixture, Launch, Route, runtime, serve, s
 use rpc_transports::ServeOptions;
 use rustix::process::Signal;
 
-use crate::peers::{LIMIT, is_running, pace, signal};
+use crate::peers::{LIMIT, is_running, pace, repeat_after_stalls, signal};
 
 const NODE: &str = env!("CARGO_BIN_EXE_disco_node");
 const CONTROLLER: &str = env!("CARGO_BIN_EXE_disco_controller");
@@ -73,23 +73,36 @@ struct Site {
 /// its processes have to end.
 fn over(launches: &[Launch], options: &Options, test: impl Fn(&Site) + Send + Sync + 'static) {
     let test = Arc::new(test);
-    for launch in launches.iter().copied() {
-        let (options, test) = (options.clone(), Arc::clone(&test));
-        guarded(&format!("{launch:?}"), move || {
-            let fixture = launch.try_start_with(3, 1, options).unwrap();
-            let session = fixture.session.clone();
-            let pids = pids(&session);
-            let site = Site { launch, session, fixture, pids, folder: tempfile::tempdir().unwrap() };
-            test(&site);
-            // The shutdown may fail, but it has to return.
-            _ = site.session.shutdown().wait();
-            let Site { session, fixture, pids, .. } = site;
-            drop((session, fixture));
-            for pid in pids.into_iter().filter(|pid| *pid != std::process::id()) {
-                eventually("the end of a worker's process", || !is_running(pid));
-            }
-        });
+    for launch in launches {
+        over_launch(*launch, options, &test);
     }
+}
+
+/// Does the same as [`over`], with options that have short time limits. Those may pass before a
+/// machine that stands still goes on.
+fn over_in_short_time(launches: &[Launch], options: &Options, test: impl Fn(&Site) + Send + Sync + 'static) {
+    let test = Arc::new(test);
+    for launch in launches {
+        repeat_after_stalls(|| over_launch(*launch, options, &test));
+    }
+}
+
+fn over_launch(launch: Launch, options: &Options, test: &Arc<impl Fn(&Site) + Send + Sync + 'static>) {
+    let (options, test) = (options.clone(), Arc::clone(test));
+    guarded(&format!("{launch:?}"), move || {
+        let fixture = launch.try_start_with(3, 1, options).unwrap();
+        let session = fixture.session.clone();
+        let pids = pids(&session);
+        let site = Site { launch, session, fixture, pids, folder: tempfile::tempdir().unwrap() };
+        test(&site);
+        // The shutdown may fail, but it has to return.
+        _ = site.session.shutdown().wait();
+        let Site { session, fixture, pids, .. } = site;
+        drop((session, fixture));
+        for pid in pids.into_iter().filter(|pid| *pid != std::process::id()) {
+            eventually("the end of a worker's process", || !is_running(pid));
+        }
+    });
 }
 
 fn pids(session: &DiscoSession) -> Vec<u32> {
@@ -319,7 +332,7 @@ fn attentive() -> Options {
 }
 
 fn stopped(state: State) {
-    over(&PROCESSES, &attentive(), move |site| {
+    over_in_short_time(&PROCESSES, &attentive(), move |site| {
         let (victim, copy) = enter(site, state);
         signal(site.pids[victim as usize], Signal::STOP);
         all_hear(site, victim, &[ErrorKind::PeerSilent], copy);
@@ -362,7 +375,7 @@ fn impatient() -> Options {
 
 #[test]
 fn a_worker_that_never_comes_breaks_the_collectives_and_not_the_session() {
-    over(&ALL, &impatient(), |site| {
+    over_in_short_time(&ALL, &impatient(), |site| {
         let session = &site.session;
         let release = site.hold(&[1]);
         session.allreduce(&site.ones(4), None, ReduceOp::Sum, Scope::World).unwrap();
@@ -476,83 +489,87 @@ fn collectives_are_aborted_from_the_controller_and_made_anew() {
 /// Servers of this process, whose data listeners are reached through forwarders.
 #[test]
 fn a_partition_between_workers_breaks_the_collectives_until_it_is_over() {
-    guarded("partition", || {
-        let network = runtime();
-        let (addresses, _servers) = serve(&network, 3);
-        let anywhere = SocketAddr::from((Ipv4Addr::LOCALHOST, 9));
-        let start = || network.block_on(ByteForwarder::start(anywhere, Pipe::default())).unwrap();
-        let forwarders: Arc<Vec<ByteForwarder>> = Arc::new((0..3).map(|_| start()).collect());
-        let mut options = impatient();
-        options.data_addresses = vec![Ipv4Addr::LOCALHOST.into(); 3];
-        let asked = Arc::new(Mutex::new(Vec::new()));
-        let (through, seen) = (Arc::clone(&forwarders), Arc::clone(&asked));
-        options.advertise = Some(Advertise::new(move |worker, bound| {
-            seen.lock().unwrap().push(worker);
-            let forwarder = &through[worker.0 as usize];
-            forwarder.lead_to(bound);
-            forwarder.address()
-        }));
-        let session = SocketSession::new(addresses, 1, 1).options(options).start().wait().unwrap();
-        assert_eq!(*asked.lock().unwrap(), [0, 1, 2].map(WorkerId));
-        let pass = |passes| forwarders.iter().for_each(|forwarder| forwarder.pass(passes));
-        let barrier = || {
-            session.barrier(Scope::World).unwrap();
-            session.sync_all().wait()
-        };
-        barrier().unwrap();
-        // The network parts in the middle of a large collective, and between two collectives.
-        for len in [4, 4 << 20] {
-            let x = session.empty(&[len], DataType::F32, None).unwrap();
-            session.sync_all().wait().unwrap();
-            pass(false);
-            session.allreduce(&x, None, ReduceOp::Sum, Scope::World).unwrap();
-            let error = session.sync_all().wait().unwrap_err();
-            assert_eq!(error.failures().len(), 3, "{error}");
-            assert!(error.to_string().contains("allreduce(sum) of"), "{error}");
-            let CclState::Broken(breakage) = session.ccl_state() else { panic!("{:?}", session.ccl_state()) };
-            assert!(breakage.culprit.is_some(), "{breakage:?}");
-            // The session lives, and cannot make the collectives anew over this network.
-            let id = session.get_global_func("worker_id").unwrap().call(()).unwrap();
-            assert_eq!(int(&session, &id, 2), 2);
-            let error = session.reinit_ccl().wait().unwrap_err();
-            assert!(error.failures().iter().all(|failure| failure.command == "init_ccl"), "{error}");
-            assert!(!error.failures().is_empty(), "{error}");
-            assert!(session.ccl_state().breakage().is_some());
-            pass(true);
-            session.reinit_ccl().wait().unwrap();
-            assert_eq!(session.ccl_state(), CclState::Running);
+    repeat_after_stalls(|| {
+        guarded("partition", || {
+            let network = runtime();
+            let (addresses, _servers) = serve(&network, 3);
+            let anywhere = SocketAddr::from((Ipv4Addr::LOCALHOST, 9));
+            let start = || network.block_on(ByteForwarder::start(anywhere, Pipe::default())).unwrap();
+            let forwarders: Arc<Vec<ByteForwarder>> = Arc::new((0..3).map(|_| start()).collect());
+            let mut options = impatient();
+            options.data_addresses = vec![Ipv4Addr::LOCALHOST.into(); 3];
+            let asked = Arc::new(Mutex::new(Vec::new()));
+            let (through, seen) = (Arc::clone(&forwarders), Arc::clone(&asked));
+            options.advertise = Some(Advertise::new(move |worker, bound| {
+                seen.lock().unwrap().push(worker);
+                let forwarder = &through[worker.0 as usize];
+                forwarder.lead_to(bound);
+                forwarder.address()
+            }));
+            let session = SocketSession::new(addresses, 1, 1).options(options).start().wait().unwrap();
+            assert_eq!(*asked.lock().unwrap(), [0, 1, 2].map(WorkerId));
+            let pass = |passes| forwarders.iter().for_each(|forwarder| forwarder.pass(passes));
+            let barrier = || {
+                session.barrier(Scope::World).unwrap();
+                session.sync_all().wait()
+            };
             barrier().unwrap();
-        }
-        pass(false);
-        session.barrier(Scope::World).unwrap();
-        // The workers may leave the collective in time, or be left behind.
-        if let Err(error) = session.shutdown().wait() {
-            assert_eq!(error.cause().kind(), ErrorKind::DeadlineExceeded, "{error}");
-        }
+            // The network parts in the middle of a large collective, and between two collectives.
+            for len in [4, 4 << 20] {
+                let x = session.empty(&[len], DataType::F32, None).unwrap();
+                session.sync_all().wait().unwrap();
+                pass(false);
+                session.allreduce(&x, None, ReduceOp::Sum, Scope::World).unwrap();
+                let error = session.sync_all().wait().unwrap_err();
+                assert_eq!(error.failures().len(), 3, "{error}");
+                assert!(error.to_string().contains("allreduce(sum) of"), "{error}");
+                let CclState::Broken(breakage) = session.ccl_state() else { panic!("{:?}", session.ccl_state()) };
+                assert!(breakage.culprit.is_some(), "{breakage:?}");
+                // The session lives, and cannot make the collectives anew over this network.
+                let id = session.get_global_func("worker_id").unwrap().call(()).unwrap();
+                assert_eq!(int(&session, &id, 2), 2);
+                let error = session.reinit_ccl().wait().unwrap_err();
+                assert!(error.failures().iter().all(|failure| failure.command == "init_ccl"), "{error}");
+                assert!(!error.failures().is_empty(), "{error}");
+                assert!(session.ccl_state().breakage().is_some());
+                pass(true);
+                session.reinit_ccl().wait().unwrap();
+                assert_eq!(session.ccl_state(), CclState::Running);
+                barrier().unwrap();
+            }
+            pass(false);
+            session.barrier(Scope::World).unwrap();
+            // The workers may leave the collective in time, or be left behind.
+            if let Err(error) = session.shutdown().wait() {
+                assert_eq!(error.cause().kind(), ErrorKind::DeadlineExceeded, "{error}");
+            }
+        })
     });
 }
 
 #[test]
 fn a_partition_between_controller_and_worker_ends_the_session_and_frees_the_servers() {
     for collective in [false, true] {
-        guarded("partition", move || {
-            let network = runtime();
-            let options = ServeOptions { keep_alive: ATTENTIVE, ..ServeOptions::default() };
-            let (mut addresses, servers) = serve_with(&network, 2, &options);
-            let to = addresses[1].trim_start_matches("tcp://").parse().unwrap();
-            let forwarder = network.block_on(ByteForwarder::start(to, Pipe::default())).unwrap();
-            addresses[1] = format!("tcp://{}", forwarder.address());
-            let session = SocketSession::new(addresses, 1, 1).options(attentive()).start().wait().unwrap();
-            session.sync_all().wait().unwrap();
-            forwarder.pass(false);
-            if collective {
-                session.barrier(Scope::World).unwrap();
-            }
-            let error = session.sync_all().wait().unwrap_err();
-            assert_eq!(error.cause().kind(), ErrorKind::PeerSilent, "{error}");
-            assert!(error.to_string().contains("worker 1 at tcp://"), "{error}");
-            session.shutdown().wait().unwrap();
-            eventually("the end of the servers' sessions", || servers.iter().all(|server| server.sessions() == 0));
+        repeat_after_stalls(|| {
+            guarded("partition", move || {
+                let network = runtime();
+                let options = ServeOptions { keep_alive: ATTENTIVE, ..ServeOptions::default() };
+                let (mut addresses, servers) = serve_with(&network, 2, &options);
+                let to = addresses[1].trim_start_matches("tcp://").parse().unwrap();
+                let forwarder = network.block_on(ByteForwarder::start(to, Pipe::default())).unwrap();
+                addresses[1] = format!("tcp://{}", forwarder.address());
+                let session = SocketSession::new(addresses, 1, 1).options(attentive()).start().wait().unwrap();
+                session.sync_all().wait().unwrap();
+                forwarder.pass(false);
+                if collective {
+                    session.barrier(Scope::World).unwrap();
+                }
+                let error = session.sync_all().wait().unwrap_err();
+                assert_eq!(error.cause().kind(), ErrorKind::PeerSilent, "{error}");
+                assert!(error.to_string().contains("worker 1 at tcp://"), "{error}");
+                session.shutdown().wait().unwrap();
+                eventually("the end of the servers' sessions", || servers.iter().all(|server| server.sessions() == 0));
+            })
         });
     }
 }
