@@ -96,6 +96,10 @@ pub fn repeat_after_stalls(body: impl Fn()) {
     }
 }
 
+/// Loopback address of servers that are started again at the same port. No other test takes the port
+/// meanwhile, because all others are at another address.
+pub const RESTARTED: &str = "127.0.0.2";
+
 /// Transport that is listened on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Transport {
@@ -118,7 +122,7 @@ impl Transport {
 
 /// Certificate of all servers in processes of their own, and its key, as PEM.
 static CERTIFICATE: LazyLock<(String, String)> = LazyLock::new(|| {
-    let made = rcgen::generate_simple_self_signed(vec!["127.0.0.1".to_owned()]).unwrap();
+    let made = rcgen::generate_simple_self_signed(["127.0.0.1", RESTARTED].map(str::to_owned)).unwrap();
     (made.cert.pem(), made.signing_key.serialize_pem())
 });
 
@@ -176,6 +180,7 @@ impl ServerPeer {
         let folder = tempfile::tempdir().unwrap();
         let address = match (address, transport) {
             (Some(address), _) => address.to_owned(),
+            (None, other) if role == "relay" => format!("{}://{RESTARTED}:0", other.scheme()),
             (None, Transport::Unix) => format!("unix:{}", folder.path().join("socket").display()),
             (None, other) => format!("{}://127.0.0.1:0", other.scheme()),
         };
@@ -250,9 +255,9 @@ pub struct TrackerPeer {
 }
 
 impl TrackerPeer {
-    /// Starts a tracker on TCP, with these flags.
+    /// Starts a tracker on TCP, with these flags, at an address where it may be started again.
     pub fn start(flags: &[&str]) -> Self {
-        Self::at("tcp://127.0.0.1:0", flags)
+        Self::at(&format!("tcp://{RESTARTED}:0"), flags)
     }
 
     /// Starts a tracker at this address, which may be that of an earlier one.
