@@ -70,7 +70,7 @@ mod rubbish;
 mod stalling;
 
 /// Time limit of handshakes in tests that draw one out.
-const HANDSHAKE: Duration = Duration::from_secs(1);
+const HANDSHAKE: Duration = Duration::from_secs(2);
 
 fn by_token() -> Access {
     Access { anonymous: false, tokens: tokens(SECRET), certificates: false }

@@ -103,7 +103,8 @@ async fn forged_handles_reach_nothing_of_another_session(host: SessionHost, tran
 /// Peers stall in the magic, in the hello, and before the `Accept`: they send a byte now and then,
 /// or nothing.
 async fn a_handshake_cannot_be_drawn_out(host: SessionHost, transport: Transport) {
-    let front = Front::start(host, transport, &["--handshake-timeout", "1s"]);
+    // The good client connects all the time, and has this limit, too.
+    let front = Front::start(host, transport, &["--handshake-timeout", "3s"]);
     let early = front.connect().await;
     let good = GoodClient::start(front.connector(), front.target());
     let hello = peers::hello(&front.hello());
@@ -137,7 +138,8 @@ async fn a_handshake_cannot_be_drawn_out(host: SessionHost, transport: Transport
 
 /// A silent peer costs no process and no session elsewhere.
 async fn half_open_connections_take_little_memory(host: SessionHost, transport: Transport) {
-    let front = Front::start(host, transport, &["--max-handshakes", "32"]);
+    // No handshake ends by its time limit.
+    let front = Front::start(host, transport, &["--max-handshakes", "32", "--handshake-timeout", "180s"]);
     let early = front.connect().await;
     // The handshake is complete at the server, too.
     works(&early).await;

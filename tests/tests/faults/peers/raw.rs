@@ -11,8 +11,9 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
 use super::site::{Site, soon};
 
-/// Time limit of steps that may take a second, with room for a slow machine.
-pub const OVER: Duration = Duration::from_secs(6);
+/// Time limit of steps that may take seconds, with room for a slow machine. What is drawn out by
+/// [`trickle`] takes longer.
+pub const OVER: Duration = Duration::from_secs(15);
 
 /// Peer that writes raw bytes.
 pub struct Raw {
