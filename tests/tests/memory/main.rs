@@ -21,6 +21,9 @@ use peers::{Calls, RawPeer, ServerPeer, Transport, memory, reset_peak, threads, 
 
 const MIB: u64 = 1 << 20;
 
+/// Time limit of what is waited for, longer than any takes.
+const TIME_LIMIT: Duration = Duration::from_secs(60);
+
 /// Size of the copies, in bytes.
 const COPY: u64 = 256 * MIB;
 
@@ -167,16 +170,17 @@ async fn idle_sessions(transport: Transport) {
     }
     assert_eq!(watcher.info().await.sessions, SESSIONS + 1);
     let grown = memory(server.pid(), "VmRSS").saturating_sub(memory_before);
-    let threads = threads(server.pid()).saturating_sub(threads_before);
+    let more = threads(server.pid()).saturating_sub(threads_before);
     println!(
-        "an idle session ({transport:?}): {:.1} KiB; threads of all: {threads}",
+        "an idle session ({transport:?}): {:.1} KiB; threads of all: {more}",
         grown as f64 / 1024.0 / SESSIONS as f64
     );
     report("1,000 idle sessions", transport, grown, 32 * MIB);
-    // The runtime may start one helper thread.
-    assert!(threads <= 2, "{threads} threads more");
+    // The runtime may start helper threads, and keeps few.
+    let keep_none = async || threads(server.pid()) <= threads_before + 2;
+    within(TIME_LIMIT, "idle sessions have no threads", keep_none).await;
     drop(sessions);
-    within(Duration::from_secs(10), "the sessions end", async || watcher.info().await.sessions == 1).await;
+    within(TIME_LIMIT, "the sessions end", async || watcher.info().await.sessions == 1).await;
 }
 
 async fn sessions_that_were_busy(transport: Transport) {
@@ -193,17 +197,16 @@ async fn sessions_that_were_busy(transport: Transport) {
         assert_eq!(echoed.len(), 1 << 20);
         sessions.push(session);
     }
-    let settled = within(Duration::from_secs(30), "the threads of idle lanes retire", async || {
-        threads(server.pid()) <= threads_before + 2
-    })
-    .await;
+    let settled =
+        within(TIME_LIMIT, "the threads of idle lanes retire", async || threads(server.pid()) <= threads_before + 2)
+            .await;
     let grown = memory(server.pid(), "VmRSS").saturating_sub(memory_before);
     println!(
         "200 sessions that moved 1 MiB: {:.1} KiB each, threads retired after {settled:?}",
         grown as f64 / 1024.0 / 200.0
     );
     drop(sessions);
-    within(Duration::from_secs(10), "the sessions end", async || watcher.info().await.sessions == 1).await;
+    within(TIME_LIMIT, "the sessions end", async || watcher.info().await.sessions == 1).await;
 }
 
 /// Peers that announce large messages and send nothing.
@@ -221,6 +224,7 @@ async fn claims(transport: Transport) {
     }
     report("600 peers that announce 1 MiB or more each", transport, peak.growth(), 24 * MIB);
     drop(peers);
+    within(TIME_LIMIT, "the peers have gone", async || watcher.info().await.sessions == 1).await;
     // Shapes are lengths, too.
     let peak = Peak::of(server.pid());
     for shape in [&[i64::MAX][..], &[1 << 46], &[1 << 40, 1 << 40], &[i64::MAX, i64::MAX, 0], &[-1]] {
