@@ -96,8 +96,8 @@ pub fn repeat_after_stalls(body: impl Fn()) {
     }
 }
 
-/// Loopback address of servers that are started again at the same port. No other test takes the port
-/// meanwhile, because all others are at another address.
+/// Loopback address of servers that are started again at the same port. No other test takes the
+/// port meanwhile, because all others are at another address.
 pub const RESTARTED: &str = "127.0.0.2";
 
 /// Transport that is listened on.
