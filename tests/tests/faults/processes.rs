@@ -237,14 +237,16 @@ async fn freed(watcher: &Calls, before: &ServerInfo) -> Duration {
 }
 
 async fn a_killed_client_holds_nothing_any_more(transport: Transport, form: Form) {
+    // What a server does with memory does not depend on the transport, and filling it takes time.
+    let bytes = if transport == Transport::Tcp { 1 << 30 } else { 256 << 20 };
     let server = ServerPeer::start(transport);
     let watcher = Calls::to(server.address()).await;
     let before = watcher.info().await;
-    let mut client = ClientPeer::start(name(form), server.address(), 1000, 1 << 30);
+    let mut client = ClientPeer::start(name(form), server.address(), 1000, bytes);
     let during = watcher.info().await;
     assert!(during.handles >= before.handles + 1001, "{during:?}");
-    assert!(during.memory_bytes >= before.memory_bytes + (1 << 30), "{during:?}");
-    assert!(peers::memory(server.pid(), "VmRSS") > 1 << 30);
+    assert!(during.memory_bytes >= before.memory_bytes + bytes, "{during:?}");
+    assert!(peers::memory(server.pid(), "VmRSS") > bytes);
     pace::now();
     client.kill();
     let took = freed(&watcher, &before).await;

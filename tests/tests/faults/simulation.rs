@@ -31,7 +31,7 @@ use tokio::task::JoinHandle;
 use tokio::time::{sleep, timeout};
 
 /// Seeds of an ordinary run. `RPC_SIMULATION_SEEDS=FIRST..END` runs others.
-const SEEDS: std::ops::Range<u64> = 0..100;
+const SEEDS: std::ops::Range<u64> = 0..50;
 
 /// Virtual time within which anything must end: longer than all limits of sessions together.
 const PATIENCE: Duration = Duration::from_secs(600);

@@ -9,7 +9,8 @@ fn program() -> Link {
     Link::program(env!("CARGO_BIN_EXE_origin"))
 }
 
-/// Makes tests of the suite's clauses and of those about native modules.
+/// Makes tests of the suite's clauses and of those about native modules, with both forms of the
+/// client.
 macro_rules! every_clause {
     ($($(#[$attribute:meta])* $name:ident = $fixture:expr;)*) => {$(
         $(#[$attribute])*
@@ -29,15 +30,15 @@ macro_rules! every_clause {
 
 /// Makes the same tests, without those of the blocking form unless many chains are wanted: the form
 /// of the client makes no difference behind its first link.
-macro_rules! every_clause_along {
-    ($($(#[$attribute:meta])* $name:ident = $links:expr;)*) => {$(
+macro_rules! every_async_clause {
+    ($($(#[$attribute:meta])* $name:ident = $fixture:expr;)*) => {$(
         $(#[$attribute])*
         mod $name {
             use super::*;
 
-            conformance!(contract = Remote::along($links), blocking: #[cfg(feature = "long")]);
+            conformance!(contract = $fixture, blocking: #[cfg(feature = "long")]);
             clauses! {
-                modules = Remote::along($links).registry(rpc_tests::native::registry), in rpc_tests,
+                modules = $fixture.registry(rpc_tests::native::registry), in rpc_tests,
                 blocking: #[cfg(feature = "long")];
                 native {
                     functions_of_native_modules_are_functions
@@ -66,42 +67,47 @@ every_clause! {
     local = Local::new();
     local_with_a_runtime = Local::spawning();
     memory = Remote::direct(Link::memory());
-    memory_through_a_hop = Remote::through(1, Link::memory());
     tcp = Remote::direct(Link::tcp());
     tcp_through_a_hop = Remote::through(1, Link::tcp());
     tls = Remote::direct(Link::tls());
     quic = Remote::direct(Link::quic());
-    quic_through_a_hop = Remote::through(1, Link::quic());
     unix = Remote::direct(Link::unix());
-    unix_through_a_hop = Remote::through(1, Link::unix());
-    tcp_with_spinning = Remote::direct(Link::tcp()).spinning();
     unix_through_a_hop_with_spinning = Remote::through(1, Link::unix()).spinning();
     exec = Remote::direct(program());
-    exec_through_a_hop = Remote::through(1, program());
 }
 
-every_clause_along! {
+every_async_clause! {
+    memory_through_a_hop = Remote::through(1, Link::memory());
+    quic_through_a_hop = Remote::through(1, Link::quic());
+    unix_through_a_hop = Remote::through(1, Link::unix());
+    tcp_with_spinning = Remote::direct(Link::tcp()).spinning();
+    exec_through_a_hop = Remote::through(1, program());
+
     // Two hops. With the chain of four, each transport stands behind each other one, and behind
     // itself.
-    tcp_tcp_tls = [Link::tcp(), Link::tcp(), Link::tls()];
-    tls_tcp_quic = [Link::tls(), Link::tcp(), Link::quic()];
-    quic_tcp_unix = [Link::quic(), Link::tcp(), Link::unix()];
-    unix_tls_tls = [Link::unix(), Link::tls(), Link::tls()];
+    tcp_tcp_tls = Remote::along([Link::tcp(), Link::tcp(), Link::tls()]);
+    tls_tcp_quic = Remote::along([Link::tls(), Link::tcp(), Link::quic()]);
+    quic_tcp_unix = Remote::along([Link::quic(), Link::tcp(), Link::unix()]);
+    unix_tls_tls = Remote::along([Link::unix(), Link::tls(), Link::tls()]);
     #[cfg(feature = "long")]
-    tls_quic_tls = [Link::tls(), Link::quic(), Link::tls()];
+    tls_quic_tls = Remote::along([Link::tls(), Link::quic(), Link::tls()]);
     #[cfg(feature = "long")]
-    tls_unix_quic = [Link::tls(), Link::unix(), Link::quic()];
-    quic_quic_unix = [Link::quic(), Link::quic(), Link::unix()];
-    unix_unix_tcp = [Link::unix(), Link::unix(), Link::tcp()];
+    tls_unix_quic = Remote::along([Link::tls(), Link::unix(), Link::quic()]);
+    quic_quic_unix = Remote::along([Link::quic(), Link::quic(), Link::unix()]);
+    unix_unix_tcp = Remote::along([Link::unix(), Link::unix(), Link::tcp()]);
 
     // Four hops. Each chain has other neighbours; the four together take a minute and a half.
     #[cfg(feature = "long")]
-    tcp_tcp_tls_tcp_quic = [Link::tcp(), Link::tcp(), Link::tls(), Link::tcp(), Link::quic()];
+    tcp_tcp_tls_tcp_quic =
+        Remote::along([Link::tcp(), Link::tcp(), Link::tls(), Link::tcp(), Link::quic()]);
     #[cfg(feature = "long")]
-    quic_tcp_unix_tls_tls = [Link::quic(), Link::tcp(), Link::unix(), Link::tls(), Link::tls()];
-    tls_quic_tls_unix_quic = [Link::tls(), Link::quic(), Link::tls(), Link::unix(), Link::quic()];
+    quic_tcp_unix_tls_tls =
+        Remote::along([Link::quic(), Link::tcp(), Link::unix(), Link::tls(), Link::tls()]);
+    tls_quic_tls_unix_quic =
+        Remote::along([Link::tls(), Link::quic(), Link::tls(), Link::unix(), Link::quic()]);
     #[cfg(feature = "long")]
-    quic_quic_unix_unix_tcp = [Link::quic(), Link::quic(), Link::unix(), Link::unix(), Link::tcp()];
+    quic_quic_unix_unix_tcp =
+        Remote::along([Link::quic(), Link::quic(), Link::unix(), Link::unix(), Link::tcp()]);
 }
 
 compiled_model! {
