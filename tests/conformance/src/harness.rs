@@ -20,11 +20,12 @@ use rpc_core::{
 use crate::fixture::Fixture;
 use crate::functions;
 
-/// Time limit of a clause: longer than any takes on a slow machine. A test that needs more hangs.
-const WATCHDOG: Duration = Duration::from_secs(60);
+/// Time limit of a clause: longer than any takes on a slow machine, those included that wait for a
+/// compiler first. A test that needs more hangs.
+const WATCHDOG: Duration = Duration::from_secs(180);
 
-/// Time limit of what happens by itself, such as a free on its way.
-const SOON: Duration = Duration::from_secs(10);
+/// Time limit against hangs of what happens by itself, such as a free on its way.
+const SOON: Duration = Duration::from_secs(60);
 
 /// Form in which a test connects and waits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
