@@ -7,18 +7,20 @@ use bytes::BytesMut;
 use rpc_core::proto::{Anonymous, Handshake, HandshakeConfig, Hello, Role};
 use rpc_core::{ErrorKind, Registry, RpcError, Session, SharedSession};
 use rpc_transports::{
-    Access, Address, Bind, BoxFuture, Channel, ClientTls, Connector, Dial, Dialect, DialectConnection, DialectRequest,
-    Dialects, OpenRequest, Recognition, ServeObserver, ServeOptions, Server, Tokens, Transports,
+    Access, Address, Bind, BoxFuture, Channel, ClientTls, ConnectError, Connector, Dial, Dialect, DialectConnection,
+    DialectRequest, Dialects, OpenRequest, Recognition, ServeObserver, ServeOptions, Server, Tokens, Transports,
 };
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
 use crate::chains::certificate;
+use crate::limits::in_time;
 
 /// Time limit of events that are expected.
 const LIMIT: Duration = Duration::from_secs(20);
 
 /// A protocol of lines: `LINES`, the key, and then calls such as `add 1 2`, or one of the commands
-/// `deaf`, `message`, `background`, `flood` and `hold BYTES`.
+/// `deaf`, `message`, `background`, `flood` and `hold BYTES`. A call of `never` is said to have
+/// begun.
 #[derive(Debug)]
 struct Lines;
 
@@ -103,6 +105,9 @@ async fn serve(connection: &mut DialectConnection) -> Result<(), RpcError> {
             _ => {}
         }
         let working = activity.working();
+        if line == "never" {
+            say(&mut output, "begun".to_owned()).await?;
+        }
         let answer = match line.strip_prefix("hold ") {
             Some(bytes) => Ok(match queued.reserve(bytes.parse().unwrap()) {
                 Ok(lease) => {
@@ -203,6 +208,18 @@ impl Client {
         self.send(&format!("{text}\n")).await;
         self.line().await.unwrap_or_default()
     }
+
+    /// Asks a server that may end the connection before.
+    async fn try_ask(&mut self, text: &str, expected: &str) -> Result<(), ConnectError> {
+        let answer = match self.0.io_mut().write_all(format!("{text}\n").as_bytes()).await {
+            Ok(()) => self.line().await,
+            Err(_) => None,
+        };
+        if answer.as_deref() == Some(expected) {
+            return Ok(());
+        }
+        Err(RpcError::new(ErrorKind::PeerLost, format!("{answer:?} is the answer to {text:?}")).into())
+    }
 }
 
 async fn calls_natively(connector: Connector, address: &Address) {
@@ -235,25 +252,33 @@ async fn clients_of_a_dialect_and_native_ones_share_an_address() {
 
 #[tokio::test]
 async fn first_bytes_may_come_slowly_but_not_for_ever() {
-    let refusals = Arc::new(Refusals::default());
+    let (refusals, handshake_timeout) = (Arc::new(Refusals::default()), Duration::from_millis(500));
     let server = server(|options| {
-        options.handshake_timeout = Duration::from_millis(500);
+        options.handshake_timeout = handshake_timeout;
         options.observer = Some(refusals.clone());
     });
     let address = listen(&server, "tcp://127.0.0.1:0").await;
-    let mut client = Client(Transports::default().dial(&address, &Dial::default()).await.unwrap());
-    for byte in "LINES\nboard\n".chars() {
-        client.send(&byte.to_string()).await;
-        client.0.io_mut().flush().await.unwrap();
-        tokio::task::yield_now().await;
-    }
-    assert_eq!(client.line().await.unwrap(), "ready anonymous");
+    let mut client = in_time(handshake_timeout, async || {
+        let mut client = Client(Transports::default().dial(&address, &Dial::default()).await?);
+        for byte in b"LINES\nboard" {
+            // If the server has closed the connection, its answer is missing.
+            let _ = client.0.io_mut().write_all(&[*byte]).await;
+            let _ = client.0.io_mut().flush().await;
+            tokio::task::yield_now().await;
+        }
+        // The end of the line is the last byte.
+        client.try_ask("", "ready anonymous").await?;
+        Ok(client)
+    })
+    .await;
+    // Of attempts for which the machine stood still.
+    let already_refused = refusals.0.lock().unwrap().len();
     for beginning in ["", "LIN", "LINES\nboa"] {
         let mut slow = Client(Transports::default().dial(&address, &Dial::default()).await.unwrap());
         slow.send(beginning).await;
         assert_eq!(slow.line().await, None, "{beginning:?} is cut off");
     }
-    assert_eq!(*refusals.0.lock().unwrap(), [ErrorKind::DeadlineExceeded; 3]);
+    assert_eq!(refusals.0.lock().unwrap()[already_refused..], [ErrorKind::DeadlineExceeded; 3]);
     assert_eq!(client.ask("add 1 2").await, "= 3", "the limit is for the handshake alone");
 }
 
@@ -303,10 +328,16 @@ async fn a_client_that_asks_for_another_key_is_refused() {
 
 #[tokio::test]
 async fn a_session_without_requests_ends_and_one_that_works_does_not() {
-    let server = server(|options| options.idle_timeout = Some(Duration::from_millis(200)));
+    let idle_timeout = Duration::from_millis(200);
+    let server = server(|options| options.idle_timeout = Some(idle_timeout));
     let address = listen(&server, "tcp://127.0.0.1:0").await;
-    let ((mut busy, _), (mut quiet, _)) = (Client::connect(&address).await, Client::connect(&address).await);
-    busy.send("never\n").await;
+    let busy = in_time(idle_timeout, async || {
+        let (mut busy, _) = Client::connect(&address).await;
+        busy.try_ask("never", "begun").await?;
+        Ok(busy)
+    })
+    .await;
+    let (mut quiet, _) = Client::connect(&address).await;
     assert_eq!(quiet.line().await.unwrap(), format!("bye {}", ErrorKind::SessionTimeout), "it is told");
     assert_eq!(quiet.line().await, None);
     one_is_left(&server).await;
@@ -503,10 +534,15 @@ async fn a_client_that_takes_no_output_is_cut_off() {
 
 #[tokio::test]
 async fn a_session_ends_after_its_longest_duration() {
-    let server = server(|options| options.session_duration = Some(Duration::from_millis(100)));
+    let duration = Duration::from_millis(100);
+    let server = server(|options| options.session_duration = Some(duration));
     let address = listen(&server, "memory:dialect-duration").await;
-    let (mut client, _) = Client::connect(&address).await;
-    assert_eq!(client.ask("deaf").await, "deaf");
+    let mut client = in_time(duration, async || {
+        let (mut client, _) = Client::connect(&address).await;
+        client.try_ask("deaf", "deaf").await?;
+        Ok(client)
+    })
+    .await;
     assert_eq!(client.line().await, None);
     idle(&server).await;
 }
