@@ -14,8 +14,13 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWriteExt};
 use tokio::sync::{Semaphore, oneshot};
 use tokio::task::JoinHandle;
 
+use crate::limits::in_time;
+
 /// Time limit of events that are expected.
 const LIMIT: Duration = Duration::from_secs(20);
+
+/// Time for which a relay has a client wait for a server that is on its way back.
+const RETURN_LIMIT: Duration = Duration::from_secs(2);
 
 const SECRET: &str = "client 0123456789abcdef0123456789abcdef";
 
@@ -138,7 +143,8 @@ async fn sessions_one_after_the_other_find_the_server() {
     server.park(&address, &board(1));
     waiting(&relay, 1).await;
     for _ in 0..20 {
-        let session = Connector::new().connect(&format!("{address}/board")).await.unwrap();
+        let target = format!("{address}/board");
+        let session = in_time(RETURN_LIMIT, async || Connector::new().connect(&target).await).await;
         assert_eq!(whoami(&session).await, "anonymous");
     }
 }
@@ -161,13 +167,14 @@ async fn clients_that_stop_behind_the_relay_keep_nobody_out() {
         waiting(&relay, 0).await;
         stopped.push(io);
     }
-    let first = Connector::new().connect(&format!("{address}?key=board")).await.unwrap();
+    let target = format!("{address}?key=board");
+    let first = in_time(RETURN_LIMIT, async || Connector::new().connect(&target).await).await;
     assert_eq!(whoami(&first).await, "anonymous");
     // It has the one place that there is.
-    let error = refusal(Connector::new().connect(&format!("{address}?key=board")).await);
+    let error = refusal(Connector::new().connect(&target).await);
     assert_eq!(error.kind(), ErrorKind::NotFound, "{error}");
     drop(first);
-    Connector::new().connect(&format!("{address}?key=board")).await.unwrap();
+    in_time(RETURN_LIMIT, async || Connector::new().connect(&target).await).await;
 }
 
 /// Starts a client that stops in its handshake with the server behind the relay until it is told to
@@ -323,7 +330,10 @@ async fn a_server_that_is_gone_or_silent_is_dropped_by_the_relay() {
 #[tokio::test]
 async fn servers_reconnect_to_a_relay_that_was_restarted() {
     let (first, server) = (relay(|_| {}), server(|_| {}));
-    let address = listen(&first, "tcp://127.0.0.1:0", None).await;
+    // While there is no relay, nothing else of this machine may get the port: it is that of an
+    // address which no other test uses, where the system has more than one.
+    let host = if cfg!(target_os = "linux") { "127.0.77.1" } else { "127.0.0.1" };
+    let address = listen(&first, &format!("tcp://{host}:0"), None).await;
     server.park(&address, &board(3));
     waiting(&first, 3).await;
     first.stop();
