@@ -2,7 +2,7 @@
 
 use std::process::ExitStatus;
 use std::sync::{Arc, Weak};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use async_trait::async_trait;
 
@@ -21,24 +21,23 @@ pub(super) struct SshEnd {
     pub(super) tail: Arc<StderrTail>,
 }
 
-/// Time that `ssh` may take to exit after its connection has ended, and to say why.
+/// Time that `ssh` may take to exit after its connection has ended, and again that the end of its
+/// standard error may take to arrive here. It counts anew, since the exit may be seen late.
 const EXIT: Duration = Duration::from_secs(1);
 
 #[async_trait]
 impl ExplainEnd for SshEnd {
     async fn explain(&self) -> Option<String> {
-        let start = Instant::now();
         let guard = self.ssh.upgrade()?;
         let status = tokio::time::timeout(EXIT, guard.exited()).await.ok()?.ok()?;
-        let (tail, rest) = (Arc::clone(&self.tail), EXIT.saturating_sub(start.elapsed()));
-        let lines = tokio::task::spawn_blocking(move || tail.lines(rest)).await.ok()?;
+        let tail = Arc::clone(&self.tail);
+        let lines = tokio::task::spawn_blocking(move || tail.lines(EXIT)).await.ok()?;
         Some(self.explained(status, &lines))
     }
 
     fn explain_blocking(&self) -> Option<String> {
-        let start = Instant::now();
         let status = self.ssh.upgrade()?.exited_within(EXIT).ok()??;
-        let lines = self.tail.lines(EXIT.saturating_sub(start.elapsed()));
+        let lines = self.tail.lines(EXIT);
         Some(self.explained(status, &lines))
     }
 }
