@@ -154,19 +154,27 @@ fn a_deadline_ends_a_call_whether_it_is_taken_or_not() {
     assert_eq!(args, [Value::Int(7)]);
     client.done(&taken, 7).unwrap();
     assert_eq!(last.wait().unwrap(), 7);
-    let waiting = client.next();
-    let late = call();
-    let error = late.wait().unwrap_err();
-    assert_eq!((error.kind(), error.request_may_have_run()), (ErrorKind::DeadlineExceeded, true), "{error}");
-    let last = client.call(1, 8);
-    let (mut taken, args, _) = waiting.wait().unwrap().unwrap();
-    if args == [Value::Int(1)] {
-        // It was taken before its deadline, and its answer is discarded.
-        client.done(&taken, 1).unwrap();
-        (taken, ..) = client.take();
+    // Anew where the machine was too slow for the call to be taken before its deadline.
+    for _ in 0..100 {
+        let waiting = client.next();
+        let error = call().wait().unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::DeadlineExceeded, "{error}");
+        let last = client.call(1, 8);
+        let (mut taken, args, _) = waiting.wait().unwrap().unwrap();
+        let was_taken = args == [Value::Int(1)];
+        if was_taken {
+            assert!(error.request_may_have_run(), "{error}");
+            // Its answer is discarded.
+            client.done(&taken, 1).unwrap();
+            (taken, ..) = client.take();
+        }
+        client.done(&taken, 8).unwrap();
+        assert_eq!(last.wait().unwrap(), 8);
+        if was_taken {
+            return;
+        }
     }
-    client.done(&taken, 8).unwrap();
-    assert_eq!(last.wait().unwrap(), 8);
+    panic!("no call was taken before its deadline");
 }
 
 #[test]
@@ -222,7 +230,7 @@ fn a_callback_that_is_given_to_itself_leaks_nothing() {
 
 /// Waits until the holder of the sender has dropped it.
 fn gone(receiver: &Receiver<()>) {
-    assert!(matches!(receiver.recv_timeout(Duration::from_secs(10)), Err(mpsc::RecvTimeoutError::Disconnected)));
+    assert!(matches!(receiver.recv_timeout(Duration::from_secs(60)), Err(mpsc::RecvTimeoutError::Disconnected)));
 }
 
 /// Creates a callback. The receiver ends when its closure is dropped.
@@ -293,7 +301,11 @@ fn deeper_than_the_limit_is_an_error_and_no_deadlock() {
     let deeper = deeper.wait().unwrap();
     give.send(deeper.function().clone()).unwrap();
     for _ in 0..3 {
-        assert_eq!(apply.call::<i64>((&deeper, 1)).wait().unwrap(), MAX_RUNNING as i64);
+        let mut depths = (0..1000).map(|_| apply.call::<i64>((&deeper, 1)).wait().unwrap());
+        // A closure counts until its thread goes on behind the answer, which may be later than its
+        // caller does.
+        let deepest = depths.find(|depth| *depth >= MAX_RUNNING as i64);
+        assert_eq!(deepest, Some(MAX_RUNNING as i64));
     }
 }
 
