@@ -38,7 +38,18 @@ mod tests {
     #[cfg(all(target_os = "linux", target_env = "gnu", not(miri)))]
     #[test]
     fn freed_memory_below_memory_in_use_is_given_back() {
-        const TAKEN: usize = 64 << 20;
+        // Other tests of the process may take memory in between.
+        let mut attempts = (0..10).map(|_| take_and_give_back());
+        assert!(attempts.any(|(before, after)| after + TAKEN / 2 < before));
+    }
+
+    /// Bytes that the test takes, nearly all of which it frees.
+    #[cfg(all(target_os = "linux", target_env = "gnu", not(miri)))]
+    const TAKEN: usize = 64 << 20;
+
+    /// Returns the memory of this process before and after free memory is given back.
+    #[cfg(all(target_os = "linux", target_env = "gnu", not(miri)))]
+    fn take_and_give_back() -> (usize, usize) {
         let mut blocks: Vec<_> = (0..TAKEN / 1024).map(|_| vec![1_u8; 1024]).collect();
         // Without one block in each MiB the allocator would give the memory back by itself.
         for (at, block) in blocks.iter_mut().enumerate() {
@@ -49,7 +60,8 @@ mod tests {
         let before = resident();
         super::give_back_free_memory();
         let after = resident();
-        assert!(after + TAKEN / 2 < before, "{before} bytes before and {after} after");
+        println!("{before} bytes before and {after} after");
         drop(blocks);
+        (before, after)
     }
 }
