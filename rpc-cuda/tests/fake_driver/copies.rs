@@ -137,6 +137,7 @@ fn writes_behind_a_busy_stream_wait_when_all_buffers_are_in_use() {
         let (tell, told) = mpsc::channel();
         std::thread::scope(|scope| {
             let _end = ReleaseOnDrop(&MAY_GO_ON);
+            let waits = fake.count("fake_host_waits");
             scope.spawn(|| {
                 for part in 0..BUFFERS + 2 {
                     let waits = fake.count("fake_host_waits");
@@ -144,7 +145,6 @@ fn writes_behind_a_busy_stream_wait_when_all_buffers_are_in_use() {
                     tell.send((part, fake.count("fake_host_waits") - waits)).unwrap();
                 }
             });
-            let waits = fake.count("fake_host_waits");
             for part in 0..BUFFERS {
                 assert_eq!(told.recv_timeout(LIMIT).unwrap(), (part, 0));
             }
