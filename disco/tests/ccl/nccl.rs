@@ -346,7 +346,8 @@ fn an_abort_that_hangs_is_told_to_the_owner() {
     let Some(fake) = Fake::new() else { return };
     let stuck = Arc::new(AtomicUsize::new(0));
     let mut options = long_limits();
-    options.abort_timeout = SHORT;
+    // The abort of the other rank has the same limit.
+    options.abort_timeout = RUNS_OUT;
     let count = Arc::clone(&stuck);
     options.on_stuck = Arc::new(move |breakdown| {
         assert_eq!(breakdown.rank, Rank(0));
@@ -848,7 +849,8 @@ fn a_rank_that_leaves_alone_is_named_and_does_not_wait_for_ever() {
 fn a_group_that_breaks_leaves_the_work_of_others_on_the_stream_alone() {
     let Some(fake) = Fake::new() else { return };
     let mut options = long_limits();
-    options.abort_timeout = SHORT;
+    // An abort that waited for the stream would wait for ever.
+    options.abort_timeout = Duration::from_secs(10);
     options.close_timeout = SHORT;
     for poisoned in [false, true] {
         let broken = std::sync::Barrier::new(2);
