@@ -348,8 +348,9 @@ fn resources_of_a_crashed_session_are_removed() {
     });
 }
 
-/// "About a second": the grace, and what a busy machine adds.
-const SOON: Duration = Duration::from_secs(2);
+/// Time in which the processes of a session are gone after its end: about a second is promised, and
+/// a loaded machine gets more. Below the silence after which the server gives a client up.
+const SOON: Duration = Duration::from_secs(10);
 
 fn an_endless_loop_ends_with_its_session() {
     run(async {
@@ -365,7 +366,8 @@ fn an_endless_loop_ends_with_its_session() {
 
 fn an_endless_loop_that_blocks_the_connection_ends_too() {
     run(async {
-        let fixture = Fixture::start(&["--keep-alive", "200ms"]);
+        // The test itself may get no processor for less than three of these intervals.
+        let fixture = Fixture::start(&["--keep-alive", "1s"]);
         for name in ["crash.spin_inline", "crash.spin_async"] {
             let session = fixture.connect().await;
             let process = process_of(&session).await;
@@ -612,9 +614,14 @@ fn a_stopped_spare_process_is_replaced() {
         kill_process(spare, Signal::STOP).unwrap();
         let stat = format!("/proc/{}/stat", spare.as_raw_nonzero());
         until("it is stopped", || fs::read_to_string(&stat).unwrap().contains(") T "));
-        let session = fixture.connect().await;
-        assert_ne!(process_of(&session).await, spare);
-        reaped(spare);
+        let started = Instant::now();
+        // The server may have been about to take the process as its spare one: then the next client
+        // has it replaced.
+        while test_kill_process(spare).is_ok() {
+            assert!(started.elapsed() < TIME_LIMIT, "the process is kept");
+            let session = fixture.connect().await;
+            assert_ne!(process_of(&session).await, spare);
+        }
     });
 }
 
