@@ -412,15 +412,20 @@ fn timing_makes_the_requested_number_of_calls() {
 
 #[test]
 fn timing_makes_more_calls_until_a_sample_takes_long_enough() {
-    let (session, calls) = counting();
-    let count = session.get_function("count").wait().unwrap();
     let wanted = options(1, 3, Duration::from_millis(4), 0);
-    let start = Instant::now();
-    let samples = block_on(time_function(&session, &count, &wanted, (1,))).unwrap().unwrap();
-    assert!(start.elapsed() >= 3 * wanted.min_repeat);
-    // One call takes far less than 4 ms.
-    assert!(calls.load(Ordering::Relaxed) > 100);
-    assert!(samples.iter().all(|seconds| *seconds < 1e-3), "{samples:?}");
+    // One call takes far less than 4 ms, unless the machine stands still meanwhile.
+    for is_last in [false, false, false, false, true] {
+        let (session, calls) = counting();
+        let count = session.get_function("count").wait().unwrap();
+        let start = Instant::now();
+        let samples = block_on(time_function(&session, &count, &wanted, (1,))).unwrap().unwrap();
+        assert!(start.elapsed() >= 3 * wanted.min_repeat);
+        let calls = calls.load(Ordering::Relaxed);
+        if calls > 100 && samples.iter().all(|seconds| *seconds < 1e-3) {
+            break;
+        }
+        assert!(!is_last, "{calls} calls: {samples:?}");
+    }
 }
 
 #[test]
