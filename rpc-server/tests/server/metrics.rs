@@ -244,6 +244,7 @@ async fn a_draining_server_is_healthy_and_not_ready() {
     let echo = session.get_function("rpc.sleep").await.unwrap();
     let mut call = echo.call::<()>((3600.0,)).start();
     call.admitted().await.unwrap();
+    fixture.until(|metrics| metrics["rpc_calls_in_progress"] == 1.0).await;
     for path in ["/healthz", "/readyz"] {
         assert_eq!(fixture.get(path).await.status, 200, "{path}");
     }
