@@ -1,7 +1,7 @@
 //! `rpc-cli doctor`, as a table: each way to be misconfigured, and what it says.
 
 use std::process::{Command, Stdio};
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use rpc_server::ServerProcess;
 use rpc_server::pki::CertificatePlan;
@@ -156,22 +156,30 @@ fn servers_of_a_tracker() {
     finds(tracker.address(), &["--want", "cpu"], 2, "parse", "is no tracker://", "tracker://");
 
     // A regression: commands waited for a misspelt key in silence.
-    let mut call = Command::new(env!("CARGO_BIN_EXE_rpc-cli"));
-    call.env_clear().args(["call", &format!("{pool}/bord"), "rpc.noop", "--timeout", "1500ms"]);
-    let output = call.output().unwrap();
-    let stderr = String::from_utf8(output.stderr).unwrap();
-    assert_eq!(output.status.code(), Some(124), "{stderr}");
-    assert!(stderr.lines().any(|line| line.starts_with("waiting for a server")), "{stderr}");
-    let error = stderr.lines().find(|line| line.starts_with("error:")).unwrap();
+    // The tool says what it waits for, unless the machine was too slow to ask the tracker in time.
+    let mut told = String::new();
+    for limit in ["1500ms", "10s", "30s"] {
+        let mut call = Command::new(env!("CARGO_BIN_EXE_rpc-cli"));
+        call.env_clear().args(["call", &format!("{pool}/bord"), "rpc.noop", "--timeout", limit]);
+        let output = call.output().unwrap();
+        told = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(124), "{told}");
+        if told.lines().any(|line| line.starts_with("waiting for a server")) {
+            break;
+        }
+    }
+    assert!(told.lines().any(|line| line.starts_with("waiting for a server")), "{told}");
+    let error = told.lines().find(|line| line.starts_with("error:")).unwrap();
     assert!(error.contains("the key 'bord'") && error.contains("there are: board"), "{error}");
 }
 
 fn until_registered(address: &str) {
-    for _ in 0..500 {
+    let begun = Instant::now();
+    loop {
         let mut doctor = Command::new(env!("CARGO_BIN_EXE_rpc-cli"));
         if doctor.env_clear().args(["doctor", address]).output().unwrap().status.success() {
             return;
         }
+        assert!(begun.elapsed() < Duration::from_secs(60), "the server does not register");
     }
-    panic!("the server does not register");
 }
