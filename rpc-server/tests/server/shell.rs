@@ -5,6 +5,7 @@ use std::net::{Shutdown, TcpListener, TcpStream};
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc;
 use std::thread;
+use std::time::{Duration, Instant};
 
 use super::cli::{Fixture, Run, command};
 
@@ -17,10 +18,22 @@ fn script(mut command: Command, lines: &str) -> Run {
     Run { code: output.status.code().unwrap_or(-1), stdout, stderr }
 }
 
+/// As [`script`], at a server that takes one session at a time, and that may not have seen the end
+/// of the one before.
+fn script_in_turn(args: &[&str], lines: &str) -> Run {
+    let begun = Instant::now();
+    loop {
+        let run = script(command(args), lines);
+        if !run.stderr.contains("max_sessions") || begun.elapsed() > Duration::from_secs(60) {
+            return run;
+        }
+    }
+}
+
 #[test]
 fn a_script_runs_over_one_connection_until_a_line_fails() {
     let fixture = Fixture::new(&["--max-sessions", "1"]);
-    let shell = |lines: &str| script(command(&["shell", fixture.address()]), lines);
+    let shell = |lines: &str| script_in_turn(&["shell", fixture.address()], lines);
     let file = fixture.path("two words");
     std::fs::write(&file, "data").unwrap();
     let lines = format!(
@@ -50,7 +63,7 @@ fn a_script_runs_over_one_connection_until_a_line_fails() {
     // Without a command, a shell of the default server.
     let config = fixture.path("config");
     std::fs::write(&config, format!("default = 'a'\n[server.a]\naddress = '{}'\n", fixture.address())).unwrap();
-    assert_eq!(script(command(&["--config", &config]), "call rpc.echo 1\n").ok(), "1\n");
+    assert_eq!(script_in_turn(&["--config", &config], "call rpc.echo 1\n").ok(), "1\n");
     assert_eq!(script(command(&[]), "call rpc.echo 1\n").code, 2);
 }
 
