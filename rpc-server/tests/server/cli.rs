@@ -2,7 +2,7 @@
 
 use std::fs::Permissions;
 use std::io::{BufRead, BufReader, Read, Write};
-use std::net::{TcpListener, TcpStream};
+use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::unix::fs::{PermissionsExt as _, symlink};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
@@ -14,6 +14,8 @@ use rpc_core::DataType;
 use rpc_core::dlpack::to_bytes;
 use rpc_server::ServerProcess;
 use rpc_server::cli::npy::{read_header, write_header};
+use rustix::io::{FdFlags, fcntl_setfd};
+use rustix::net::{AddressFamily, SocketFlags, SocketType, bind, socket_with};
 #[cfg(target_os = "linux")]
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value as Json, json};
@@ -141,10 +143,14 @@ fn stranger(greeting: &'static [u8]) -> String {
     address
 }
 
-/// Returns a port that was free a moment ago.
-fn unused() -> String {
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    format!("tcp://{}", listener.local_addr().unwrap())
+/// Returns an address at which nothing listens. A socket that has it, and does not listen either,
+/// keeps it from others until this process ends.
+pub(super) fn unused() -> String {
+    let socket = socket_with(AddressFamily::INET, SocketType::STREAM, SocketFlags::empty(), None).unwrap();
+    fcntl_setfd(&socket, FdFlags::CLOEXEC).unwrap();
+    bind(&socket, &SocketAddr::from(([127, 0, 0, 1], 0))).unwrap();
+    let socket = Box::leak(Box::new(TcpListener::from(socket)));
+    format!("tcp://{}", socket.local_addr().unwrap())
 }
 
 fn write_npy(path: &str, shape: &[i64], elements: &[f32]) {

@@ -23,7 +23,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value as Json;
 use tempfile::TempDir;
 
-use super::cli::{Fixture, cli, command, failing_cli};
+use super::cli::{Fixture, cli, command, failing_cli, unused};
 
 /// Time in which everything is gone that belonged to a process that was killed: two seconds are
 /// promised, and a loaded machine gets more.
@@ -530,8 +530,7 @@ fn nothing_is_left_of_a_client_or_server_that_is_killed() {
 fn a_local_port_is_opened_only_if_the_server_can_be_reached_and_no_place_is_held_then() {
     let port = mirror();
     let service = format!("tcp://127.0.0.1:{port}");
-    let gone = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
-    let run = failing_cli(&["forward", &format!("0:{port}"), &format!("tcp://{gone}")]);
+    let run = failing_cli(&["forward", &format!("0:{port}"), &unused()]);
     assert!(run.code == 69 && run.stdout.is_empty(), "{run:?}");
     // A server that takes connections and says nothing.
     let silent = TcpListener::bind("127.0.0.1:0").unwrap();

@@ -22,6 +22,8 @@ use rpc_transports::tracker::{
 use rpc_transports::{Address, Connector, Machine};
 use tempfile::TempDir;
 
+use super::cli::unused;
+
 /// A tracker, its configuration, and the folder for its servers.
 struct Pool {
     folder: TempDir,
@@ -497,10 +499,7 @@ async fn work_of_a_dead_server_runs_again_at_another() {
 async fn an_unreachable_address_is_reported_to_the_server_and_in_the_summary() {
     // Otherwise a server on this machine has to prove that it is there.
     let pool = Pool::with(|config| config.allow_advertise = vec!["tcp://127.0.0.1".to_owned()]).await;
-    let nowhere = {
-        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-        format!("tcp://{}", listener.local_addr().unwrap())
-    };
+    let nowhere = unused();
     let _server = pool.server("board", |config| config.advertise = vec![listen(&nowhere)]).await;
     let summary = pool.until(|summary| matches!(summary.servers[0].reach, Reach::Unreachable { .. })).await;
     let Reach::Unreachable { why } = &summary.servers[0].reach else { unreachable!() };
@@ -550,13 +549,10 @@ async fn a_server_on_this_machine_has_to_prove_that_it_is_at_its_address() {
     let config = ServeConfig { workdir: folder.path().to_owned(), ..ServeConfig::default() };
     let open = RpcServer::new(registry()).config(config).listen("tcp://127.0.0.1:0").start().await.unwrap();
     let of_others = others.server("board", |_| {}).await;
-    let nowhere = {
-        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-        listener.local_addr().unwrap()
-    };
+    let nowhere = unused();
     let session = Connector::new().connect(&pool.address().to_string()).await.unwrap();
     let register = session.get_function(functions::REGISTER).await.unwrap();
-    for victim in [open.addresses()[0].to_string(), of_others.addresses()[0].to_string(), format!("tcp://{nowhere}")] {
+    for victim in [open.addresses()[0].to_string(), of_others.addresses()[0].to_string(), nowhere] {
         let call = register.call::<(RemoteObject, Pack<Registered>)>((Pack(registration("board", &victim)),));
         let error = call.await.map(drop).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Refused, "{victim}");
