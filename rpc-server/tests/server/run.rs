@@ -477,9 +477,13 @@ fn the_tool_sends_runs_and_fetches() {
     let sh =
         |flags: &[&str], script: &str| cli(&[&["run"], flags, &[fixture.address(), "--", "sh", "-c", script]].concat());
     assert_eq!(sh(&[], "kill -15 $$").code, 143);
-    let limited = sh(&["--timeout", "100ms"], "exec sleep 1000");
-    assert_eq!(limited.code, 124, "{limited:?}");
-    assert!(limited.stderr.contains("'sh' took longer than 100ms"), "{limited:?}");
+    // The program is ended, unless the machine was too slow to connect in its time.
+    let is_ended = ["100ms", "5s", "30s"].into_iter().any(|limit| {
+        let limited = sh(&["--timeout", limit], "exec sleep 1000");
+        assert_eq!(limited.code, 124, "{limited:?}");
+        limited.stderr.contains(&format!("'sh' took longer than {limit}"))
+    });
+    assert!(is_ended, "no program is ended");
     let flood = sh(&["--max-output", "1KiB"], "yes");
     assert_eq!((flood.code, flood.stdout.len()), (1, 1024));
     assert!(flood.stderr.contains("its output was more than the limit"), "{flood:?}");
