@@ -547,18 +547,26 @@ impl ChildEntry {
     fn is_over(&mut self, now: Instant) -> bool {
         // The process group id cannot be reused before the process is reaped.
         let kill = || kill_process_group(self.process.pid, Signal::KILL);
+        let status = || {
+            let look = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
+            waitid(WaitId::Pid(self.process.pid), look)
+        };
         if !self.killed && self.deadline.is_some_and(|deadline| deadline <= now) {
-            self.killed = true;
-            if self.process.grace > GRACE {
-                kill_orphans_of(self.process.pid);
+            // One that has ended by itself keeps its exit cause, however late this thread looks.
+            if matches!(status(), Ok(None)) {
+                self.killed = true;
+                if self.process.grace > GRACE {
+                    kill_orphans_of(self.process.pid);
+                }
+                let _ = kill();
+            } else {
+                self.look = true;
             }
-            let _ = kill();
         }
         if !std::mem::take(&mut self.look) && self.ended.is_some() {
             return false;
         }
-        let look = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
-        match waitid(WaitId::Pid(self.process.pid), look) {
+        match status() {
             Ok(None) => return false,
             Ok(Some(_)) => drop(kill()),
             // Other code has reaped it, and its process group cannot be found any more.
