@@ -1,5 +1,5 @@
-//! `rpc-bench forward`: a connection that is carried to a service near a server, as `rpc-cli forward`
-//! carries it, beside bare relays.
+//! `rpc-bench forward`: a connection that is carried to a service near a server, as `rpc-cli
+//! forward` carries it, beside bare relays.
 //!
 //! Such a connection passes two processes of ours, `rpc-cli` and the server. Two bare relays, one
 //! after the other, are the same way without sessions, identity and policy; one bare relay is the
