@@ -4,9 +4,11 @@
 //! A process loads the driver once, and a lost device stays lost. So each test runs itself again as
 //! a child, with `LD_LIBRARY_PATH` naming the folder in which the loader finds the fake driver.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 
 use libloading::Library;
 
@@ -74,17 +76,30 @@ pub(crate) fn with_driver(test: &str, defines: &[&str], variables: &[(&str, &str
     assert!(output.status.success() && out.contains("1 passed"), "{out}\n{err}");
 }
 
-/// Compiles one of the fake libraries.
+/// A library, once it has been compiled. Those who need the same one wait for each other.
+type CompiledLibrary = Arc<Mutex<Option<Vec<u8>>>>;
+
+/// The libraries that this process has compiled, by source and defines.
+static COMPILED: Mutex<BTreeMap<(String, Vec<String>), CompiledLibrary>> = Mutex::new(BTreeMap::new());
+
+/// Writes one of the fake libraries to a file. It is compiled by the first test that needs it.
 ///
 /// # Errors
 ///
 /// No C compiler was found.
 pub(crate) fn compile(source: &str, to: &Path, defines: &[&str]) -> std::io::Result<()> {
+    let key = (source.to_owned(), defines.iter().map(|define| (*define).to_owned()).collect());
+    let library = COMPILED.lock().unwrap().entry(key).or_default().clone();
+    let mut library = library.lock().unwrap();
+    if let Some(bytes) = &*library {
+        return std::fs::write(to, bytes);
+    }
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/cuda").join(source);
     let mut compiler = Command::new("cc");
     compiler.args(["-shared", "-fPIC", "-O1", "-fvisibility=hidden", "-o"]).arg(to).args(defines).arg(source);
     let output = compiler.args(["-lpthread", "-ldl"]).output()?;
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    *library = Some(std::fs::read(to)?);
     Ok(())
 }
 

@@ -5,7 +5,7 @@ use std::collections::HashSet;
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
 
 use disco::{
     Content, DRef, DiscoSession, Hosting, Options, Part, ReduceOp, Scope, ShardLoader, SocketSession, WeightFolders,
@@ -63,10 +63,23 @@ fn assert_no_violations(errors: &str) {
     assert_eq!(violations, [""; 0], "rules of the libraries were broken");
 }
 
+/// Name and content of a library.
+type Library = (&'static str, Vec<u8>);
+
 /// A folder with the driver, cuBLAS and NCCL of the tests. `None`, with a word, where there is no C
 /// compiler.
 fn driver() -> Option<StandIns> {
+    static COMPILED: LazyLock<Option<Vec<Library>>> = LazyLock::new(compile_driver);
     let folder = StandIns::none();
+    for (library, bytes) in COMPILED.as_ref()? {
+        std::fs::write(folder.path().join(library), bytes).unwrap();
+    }
+    Some(folder)
+}
+
+/// Compiles the libraries of [`driver`].
+fn compile_driver() -> Option<Vec<Library>> {
+    let folder = tempfile::tempdir().unwrap();
     let libraries = [
         ("rpc-cuda/tests/cuda/fake_driver.c", "libcuda.so.1", "-fvisibility=hidden"),
         ("rpc-cuda/tests/cuda/fake_cublas.c", "libcublas.so.12", "-fvisibility=hidden"),
@@ -85,7 +98,8 @@ fn driver() -> Option<StandIns> {
             }
         }
     }
-    Some(folder)
+    let read = |(_, library, _)| (library, std::fs::read(folder.path().join(library)).unwrap());
+    Some(libraries.map(read).into())
 }
 
 fn server(folder: &StandIns, args: &[&str]) -> ServerProcess {

@@ -145,7 +145,7 @@ async fn a_session_without_requests_ends_and_one_with_a_long_call_does_not() {
         Ok((busy, call))
     })
     .await;
-    let call = tokio::spawn(async move { call.await });
+    let call = tokio::spawn(call);
     let quiet = connector.connect(&address).await.unwrap();
     let error = tokio::time::timeout(LIMIT, quiet.ended()).await.expect("it ends");
     assert_eq!(error.kind(), ErrorKind::SessionTimeout);

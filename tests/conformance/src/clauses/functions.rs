@@ -11,6 +11,7 @@ use rpc_core::{
     TypedFunction, Value,
 };
 
+use super::copies::pattern;
 use crate::functions::Point;
 use crate::harness::Harness;
 
@@ -107,7 +108,7 @@ pub async fn floats_keep_their_bits(harness: &Harness) {
 pub async fn bytes_larger_than_a_chunk_come_back(harness: &Harness) {
     let client = harness.client().await;
     for len in [CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5] {
-        let bytes = Bytes::from((0..len).map(|at| (at % 251) as u8).collect::<Vec<_>>());
+        let bytes = pattern(len, 0);
         let back: Bytes = client.run("echo", (bytes.clone(),)).await;
         assert!(back == bytes, "{len} bytes came back as {} others", back.len());
         let list = Value::List(vec![Value::Int(1), Value::Bytes(bytes.clone()), Value::Null, Value::Bytes(bytes)]);

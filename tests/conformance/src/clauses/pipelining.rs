@@ -8,6 +8,7 @@ use rpc_core::reply::{Outcome, ReplySink};
 use rpc_core::value::Reference;
 use rpc_core::{DataType, Device, Lane, Operation, Pending, Request, Value};
 
+use super::copies::pattern;
 use crate::harness::{Counter, Harness, TestClient, poll_once};
 
 /// Calls that fill places of the queue until they are dropped, each on a lane of its own. All of
@@ -211,7 +212,7 @@ pub async fn copies_pass_a_small_queue(harness: &Harness) {
     limits.max_queued_bytes = 1 << 20;
     let client = harness.client_with(limits).await;
     let tensor = client.get(client.session.alloc(Device::cpu(), DataType::U8, &[12 << 20])).await;
-    let data: Bytes = (0..12_u32 << 20).map(|at| (at % 253) as u8).collect::<Vec<_>>().into();
+    let data = pattern(12 << 20, 0);
     client.get(client.session.copy_to_remote(&tensor, data.clone())).await;
     assert!(client.get(client.session.copy_from_remote(&tensor)).await == data);
 }
