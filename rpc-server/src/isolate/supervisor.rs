@@ -301,8 +301,7 @@ struct ChildEntry {
     ended: Option<OwnedFd>,
     /// Socket on which messages arrive.
     control: UnixDatagram,
-    /// Answers that the socket had no room for, with the places of reads of log lines.
-    unsent: VecDeque<(Vec<u8>, Option<OwnedSemaphorePermit>)>,
+    unsent: UnsentAnswers,
     state: Arc<ServerState>,
     /// True if the process may have ended.
     look: bool,
@@ -320,6 +319,41 @@ const MESSAGES_AT_ONCE: usize = 16;
 
 /// Number of unsent answers at which a process is killed: one that runs reads them at once.
 const MAX_UNSENT: usize = 4096;
+
+/// Length of unsent answers, together and in bytes, at which a process is killed.
+const MAX_UNSENT_BYTES: usize = 4 << 20;
+
+/// Answers that a process's socket had no room for.
+#[derive(Default)]
+struct UnsentAnswers {
+    /// Each with the place of the read of log lines that it answers.
+    answers: VecDeque<(Vec<u8>, Option<OwnedSemaphorePermit>)>,
+    bytes: usize,
+}
+
+impl UnsentAnswers {
+    fn is_empty(&self) -> bool {
+        self.answers.is_empty()
+    }
+
+    /// Returns true if a process that runs would not let so much wait.
+    fn are_too_many(&self) -> bool {
+        self.answers.len() >= MAX_UNSENT || self.bytes >= MAX_UNSENT_BYTES
+    }
+
+    fn push(&mut self, answer: Vec<u8>, place: Option<OwnedSemaphorePermit>) {
+        self.bytes += answer.len();
+        self.answers.push_back((answer, place));
+    }
+
+    fn first(&self) -> Option<&[u8]> {
+        self.answers.front().map(|(answer, _)| answer.as_slice())
+    }
+
+    fn remove_first(&mut self) {
+        self.bytes -= self.answers.pop_front().map_or(0, |(answer, _)| answer.len());
+    }
+}
 
 impl Supervisor {
     fn run(&mut self) {
@@ -449,7 +483,7 @@ impl Supervisor {
             child,
             ended: end_of(pid),
             control,
-            unsent: VecDeque::new(),
+            unsent: UnsentAnswers::default(),
             state,
             look: false,
             deadline: None,
@@ -507,10 +541,10 @@ impl ChildEntry {
 
     /// Sends an answer as soon as the socket has room, in order.
     fn answer(&mut self, answer: &ControlAnswer, place: Option<OwnedSemaphorePermit>) {
-        self.unsent.push_back((answer.to_bytes(), place));
+        self.unsent.push(answer.to_bytes(), place);
         self.send_unsent();
-        if self.unsent.len() >= MAX_UNSENT {
-            self.unsent.clear();
+        if self.unsent.are_too_many() {
+            self.unsent = UnsentAnswers::default();
             self.deadline = Some(Instant::now());
         }
     }
@@ -519,16 +553,16 @@ impl ChildEntry {
     /// if they have changed: a process that does not read is sent the last of many changes.
     fn send_unsent(&mut self) {
         loop {
-            while let Some((answer, _)) = self.unsent.front() {
+            while let Some(answer) = self.unsent.first() {
                 match self.control.send(answer) {
                     Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
                     Err(error) if !is_gone(&error) => {
                         // The process would wait for what is lost, and others for its answer.
-                        self.unsent.clear();
+                        self.unsent = UnsentAnswers::default();
                         self.deadline = Some(Instant::now());
                         return;
                     }
-                    _ => _ = self.unsent.pop_front(),
+                    _ => self.unsent.remove_first(),
                 }
             }
             // Cleared before the reservations are read, so that no later change is missed.
@@ -538,7 +572,9 @@ impl ChildEntry {
             let list = self.process.leases.lock().as_ref().and_then(ProcessLeases::take_reserved_for_others);
             let answer =
                 list.map(|(number, devices)| ControlAnswer::Lease(LeaseAnswer::ReservedForOthers { number, devices }));
-            self.unsent.extend(answer.map(|answer| (answer.to_bytes(), None)));
+            if let Some(answer) = answer {
+                self.unsent.push(answer.to_bytes(), None);
+            }
         }
     }
 
