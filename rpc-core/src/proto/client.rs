@@ -19,6 +19,7 @@ use super::handshake::Negotiated;
 use super::id_map::IdMap;
 use super::message::{is_bytes_reply, read_reply, write_request};
 use super::output::{Message, VALUE_SIZE};
+use super::window::{ClientWindow, MIN_SHARED, OfferWindow, OfferedWindow};
 use crate::error::{ErrorKind, Result, RpcError};
 use crate::handle::Handle;
 use crate::reply::Outcome;
@@ -113,6 +114,7 @@ pub struct ClientEndpoint<T> {
     /// Bytes received whose credit has not been returned to the server.
     consumed: u64,
     grant_at: u64,
+    shared: ClientWindow,
     events: VecDeque<ClientEvent<T>>,
 }
 
@@ -140,18 +142,28 @@ impl<T: Clone> ClientEndpoint<T> {
             // for ever.
             grant_at: (negotiated.ours.window / 4)
                 .min(negotiated.ours.window.saturating_sub(negotiated.ours.max_message)),
+            shared: ClientWindow::None,
             events: VecDeque::new(),
         }
     }
 
-    /// Handles received bytes. The rest that stays in `input` is the beginning of a frame: append
-    /// the next bytes to it.
+    /// Offers the server a window of shared memory when there is a large payload to send or to
+    /// receive. For sessions with the feature [`SHARED_MEMORY`](super::SHARED_MEMORY).
+    #[must_use]
+    pub fn with_window(mut self, offer: OfferWindow) -> Self {
+        self.shared = ClientWindow::Possible(offer);
+        self
+    }
+
+    /// Handles received bytes. The rest that stays in `input` is the beginning of a frame, unless
+    /// the endpoint [pauses](Self::is_paused): append the next bytes to it.
     ///
     /// # Errors
     ///
     /// The peer broke the protocol: call [`fail`](Self::fail) with the error.
     pub fn handle_input(&mut self, input: &mut BytesMut, now: Instant) -> Result<()> {
         self.common.alive(now);
+        self.common.took_shared = false;
         let mut used = 0;
         let outcome = self.handle_messages(input, &mut used);
         // A session that has ended drops all further input.
@@ -183,8 +195,17 @@ impl<T: Clone> ClientEndpoint<T> {
                 Some(incoming) => self.handle(incoming)?,
                 None => break,
             }
+            if self.common.took_shared {
+                break;
+            }
         }
         Ok(())
+    }
+
+    /// Returns true if the last message came through shared memory, and the input may hold further
+    /// ones. They wait, so that the server can fill the next slots while the caller goes on.
+    pub fn is_paused(&self) -> bool {
+        self.common.took_shared
     }
 
     /// Returns memory to read into directly, while a large payload is being received.
@@ -293,6 +314,10 @@ impl<T: Clone> ClientEndpoint<T> {
             let error = RpcError::limit("max_message", self.max_message, message.size as u64);
             return Admission::Refused(token, error.context("the request is too large; copies have no such limit"));
         }
+        let is_large_read = matches!(request.operation, Operation::Read { len, .. } if len >= MIN_SHARED as u64);
+        if is_large_read || message.payload_len() >= MIN_SHARED {
+            self.offer_window();
+        }
         let into = match request.operation {
             Operation::Read { into, .. } => into,
             _ => None,
@@ -310,6 +335,41 @@ impl<T: Clone> ClientEndpoint<T> {
         }
         self.admit(request);
         Admission::Now
+    }
+
+    /// Offers the window, unless that has been done or the session is about to end.
+    fn offer_window(&mut self) {
+        if !matches!(self.state, SessionState::Open) {
+            return;
+        }
+        match std::mem::replace(&mut self.shared, ClientWindow::None) {
+            ClientWindow::Possible(offer) => {
+                if let Some(OfferedWindow { offer, confirm }) = offer() {
+                    self.shared = ClientWindow::Offered(confirm);
+                    self.common.control(Kind::Window, 0, &offer);
+                }
+            }
+            other => self.shared = other,
+        }
+    }
+
+    /// Handles the answer to the offer of the window.
+    fn handle_window(&mut self, proof: &[u8]) -> Result<()> {
+        let protocol = |text: &'static str| Err(RpcError::new(ErrorKind::Protocol, text));
+        match std::mem::replace(&mut self.shared, ClientWindow::None) {
+            ClientWindow::Offered(_) if proof.is_empty() => {
+                tracing::debug!("the server does not use the memory that it could share");
+                Ok(())
+            }
+            ClientWindow::Offered(confirm) => match confirm(proof) {
+                Some(window) => {
+                    self.common.output.window = Some(window);
+                    Ok(())
+                }
+                None => protocol("the peer has opened another shared memory than the one offered"),
+            },
+            _ => protocol("the peer answers an offer of shared memory that was not made"),
+        }
     }
 
     /// Releases objects. They are freed after all requests that were submitted before.
@@ -564,6 +624,7 @@ impl<T: Clone> ClientEndpoint<T> {
                 self.events.push_back(ClientEvent::GoingAway(error));
                 Ok(())
             }
+            Kind::Window => self.handle_window(&incoming.body),
             Kind::Close => {
                 let error = match &self.state {
                     SessionState::CloseSent(_) => closed(),
@@ -606,6 +667,10 @@ impl<T: Clone> ClientEndpoint<T> {
             Payload::Written(_) => return Err(RpcError::internal("the payload of a reply was received as a write")),
             Payload::Refused(error) => return Err(error),
         };
+        if size >= MIN_SHARED {
+            // Another one may follow: what a call returns is not known before.
+            self.offer_window();
+        }
         self.consumed += cost(size);
         if self.consumed > self.grant_at {
             self.common.control(Kind::Credit, 0, &encode_credit(0, self.consumed));

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use bytes::{Bytes, BytesMut};
 
 use super::buffer_pool::{BufferPool, PooledBuffer};
-use super::credit_frame::cost;
+use super::credit_frame::{cost, encode_credit};
 use super::frame::{FrameHeader, HEADER_LEN, Kind, MAX_BODY_PART};
 use super::handshake::Negotiated;
 use super::id_map::IdMap;
@@ -172,6 +172,10 @@ pub(super) struct EndpointCommon {
     next_ping: Instant,
     /// Number of pings sent since bytes were last received.
     pings: u32,
+    /// True if the last message came through the window.
+    pub(super) took_shared: bool,
+    /// Bytes of payload received through the window.
+    pub(super) shared_bytes: u64,
     /// Highest number of a ping that was answered. The pings of the keep-alive have number 0.
     pub(super) last_pong: u64,
 }
@@ -193,6 +197,8 @@ impl EndpointCommon {
             last_sign_of_life: now,
             next_ping: now + keep_alive,
             pings: 0,
+            took_shared: false,
+            shared_bytes: 0,
             last_pong: 0,
         }
     }
@@ -274,7 +280,10 @@ impl EndpointCommon {
             let Some(header) = input.first_chunk::<HEADER_LEN>() else { return Ok(None) };
             let header = FrameHeader::decode(header, MAX_BODY_PART, self.chunk)?;
             let (body_len, payload_len) = (header.body_len as usize, header.payload_len as usize);
-            let is_bulk = payload_len >= MIN_BULK_BYTES;
+            if header.slot.is_some() && self.output.window.is_none() {
+                return Err(RpcError::new(ErrorKind::Protocol, "a payload in shared memory, and none is shared"));
+            }
+            let is_bulk = payload_len >= MIN_BULK_BYTES || header.slot.is_some();
             if input.len() < HEADER_LEN + body_len + if is_bulk { 0 } else { payload_len } {
                 return Ok(None);
             }
@@ -296,6 +305,9 @@ impl EndpointCommon {
                 let body = body.to_vec();
                 *used += HEADER_LEN + body_len;
                 self.bulk = Some(BulkRead { header, body, target, filled: 0 });
+                if let Some(slot) = header.slot {
+                    self.fill_from_window(slot)?;
+                }
                 continue;
             }
             let payload = &input[HEADER_LEN + body_len..HEADER_LEN + body_len + payload_len];
@@ -310,6 +322,38 @@ impl EndpointCommon {
                 return Ok(Some(message));
             }
         }
+    }
+
+    /// Fills the bulk payload from a slot of the window.
+    fn fill_from_window(&mut self, slot: u16) -> Result<()> {
+        let (Some(bulk), Some(window)) = (&mut self.bulk, &mut self.output.window) else { return Ok(()) };
+        let taken = match bulk.target {
+            // What is dropped need not be copied; the slot is free then, too.
+            BulkTarget::Discarded(..) => {
+                bulk.filled = bulk.header.payload_len as usize;
+                window.take(slot, &mut [])
+            }
+            _ => {
+                let target = bulk.unfilled();
+                let taken = window.take(slot, target);
+                let count = target.len();
+                bulk.advance(count);
+                taken
+            }
+        };
+        self.took_shared = true;
+        self.shared_bytes += u64::from(bulk.header.payload_len);
+        let len = bulk.header.payload_len;
+        let Some(is_awaited) = taken else {
+            let text = format!("no slot {slot} of the shared memory holds {len} bytes");
+            return Err(RpcError::new(ErrorKind::Protocol, text));
+        };
+        // Any frame makes the peer look for a slot, so that a peer to which others go needs no
+        // more.
+        if is_awaited && !self.output.is_full() {
+            self.control(Kind::Credit, 0, &encode_credit(0, 0));
+        }
+        Ok(())
     }
 
     /// Returns the reason to drop a frame's payload: no room for it, or for an earlier frame of its

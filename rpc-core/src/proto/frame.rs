@@ -22,6 +22,8 @@ pub const MAX_BODY_PART: usize = 64 << 10;
 
 const FLAG_MORE: u8 = 1;
 
+const FLAG_SHARED: u8 = 2;
+
 /// Type of a frame. The numbers are those on the wire; 48 and above are reserved for later
 /// versions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -56,10 +58,12 @@ pub enum Kind {
     GoAway = 37,
     /// The session ends; nothing follows from the side that sends it.
     Close = 38,
+    /// Client: offers a window of shared memory. Server: answers the offer.
+    Window = 39,
 }
 
 impl Kind {
-    const ALL: [Self; 14] = [
+    const ALL: [Self; 15] = [
         Self::Hello,
         Self::Accept,
         Self::Reject,
@@ -74,6 +78,7 @@ impl Kind {
         Self::Credit,
         Self::GoAway,
         Self::Close,
+        Self::Window,
     ];
 
     fn from_code(code: u8) -> Option<Self> {
@@ -91,7 +96,7 @@ impl Kind {
 pub struct FrameHeader {
     /// Bytes of body that follow.
     pub body_len: u32,
-    /// Bytes of payload that follow the body.
+    /// Bytes of payload that follow the body, or that lie in a slot of the window.
     pub payload_len: u32,
     /// Id of the request, or 0.
     pub id: u64,
@@ -101,6 +106,8 @@ pub struct FrameHeader {
     pub kind: Kind,
     /// True if the message continues in another frame.
     pub more: bool,
+    /// Slot of the sender that holds the payload, which does not follow the body then.
+    pub slot: Option<u16>,
 }
 
 /// Error in a frame header.
@@ -148,7 +155,7 @@ impl From<FrameError> for RpcError {
 impl FrameHeader {
     /// Returns a header without payload, id and lane.
     pub fn control(kind: Kind, body_len: u32) -> Self {
-        Self { body_len, payload_len: 0, id: 0, lane: 0, kind, more: false }
+        Self { body_len, payload_len: 0, id: 0, lane: 0, kind, more: false, slot: None }
     }
 
     /// Encodes the header.
@@ -159,7 +166,8 @@ impl FrameHeader {
         bytes[8..16].copy_from_slice(&self.id.to_le_bytes());
         bytes[16..20].copy_from_slice(&self.lane.to_le_bytes());
         bytes[20] = self.kind as u8;
-        bytes[21] = if self.more { FLAG_MORE } else { 0 };
+        bytes[21] = if self.more { FLAG_MORE } else { 0 } | if self.slot.is_some() { FLAG_SHARED } else { 0 };
+        bytes[22..24].copy_from_slice(&self.slot.unwrap_or_default().to_le_bytes());
         bytes
     }
 
@@ -172,15 +180,17 @@ impl FrameHeader {
         let u32_at = |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
         let kind = Kind::from_code(bytes[20]).ok_or(FrameError::UnknownKind(bytes[20]))?;
         let flags = bytes[21];
-        let more = flags & FLAG_MORE != 0;
-        if flags & !FLAG_MORE != 0 || (more && !kind.is_data()) {
+        let (more, shared) = (flags & FLAG_MORE != 0, flags & FLAG_SHARED != 0);
+        let (body_len, payload_len) = (u32_at(0), u32_at(4));
+        let is_known = flags & !(FLAG_MORE | FLAG_SHARED) == 0;
+        if !is_known || (flags != 0 && !kind.is_data()) || (shared && payload_len == 0) {
             return Err(FrameError::BadFlags { kind, flags });
         }
-        let reserved = u16::from_le_bytes([bytes[22], bytes[23]]);
-        if reserved != 0 {
-            return Err(FrameError::Reserved(reserved));
+        let last = u16::from_le_bytes([bytes[22], bytes[23]]);
+        if !shared && last != 0 {
+            return Err(FrameError::Reserved(last));
         }
-        let (body_len, payload_len) = (u32_at(0), u32_at(4));
+        let slot = shared.then_some(last);
         if body_len as usize > max_body {
             return Err(FrameError::BodyTooLong { limit: max_body, got: body_len });
         }
@@ -189,7 +199,7 @@ impl FrameHeader {
             return Err(FrameError::PayloadTooLong { limit: max_payload, got: payload_len });
         }
         let id = u64::from(u32_at(8)) | u64::from(u32_at(12)) << 32;
-        Ok(Self { body_len, payload_len, id, lane: u32_at(16), kind, more })
+        Ok(Self { body_len, payload_len, id, lane: u32_at(16), kind, more, slot })
     }
 }
 
@@ -207,10 +217,29 @@ mod tests {
             lane: 9,
             kind: Kind::Request,
             more: true,
+            slot: None,
         };
         let bytes = header.encode();
         assert_eq!(bytes, [5, 0, 0, 0, 0, 0, 0x10, 0, 8, 7, 6, 5, 4, 3, 2, 1, 9, 0, 0, 0, 16, 1, 0, 0],);
         assert_eq!(FrameHeader::decode(&bytes, 100, 1 << 20), Ok(header));
+        let shared = FrameHeader { more: false, slot: Some(7), ..header };
+        let bytes = shared.encode();
+        assert_eq!(bytes, [5, 0, 0, 0, 0, 0, 0x10, 0, 8, 7, 6, 5, 4, 3, 2, 1, 9, 0, 0, 0, 16, 2, 7, 0],);
+        assert_eq!(FrameHeader::decode(&bytes, 100, 1 << 20), Ok(shared));
+    }
+
+    #[test]
+    fn a_slot_needs_its_flag_and_a_payload_of_data() {
+        let decode = |header: FrameHeader| FrameHeader::decode(&header.encode(), 100, 1 << 20);
+        let shared = FrameHeader { payload_len: 1, slot: Some(0), ..FrameHeader::control(Kind::Reply, 0) };
+        assert_eq!(decode(shared), Ok(shared));
+        let empty = FrameHeader { payload_len: 0, ..shared };
+        assert_eq!(decode(empty), Err(FrameError::BadFlags { kind: Kind::Reply, flags: 2 }));
+        let control = FrameHeader { kind: Kind::Ping, ..shared };
+        assert_eq!(decode(control), Err(FrameError::BadFlags { kind: Kind::Ping, flags: 2 }));
+        let mut bytes = shared.encode();
+        (bytes[21], bytes[22]) = (0, 3);
+        assert_eq!(FrameHeader::decode(&bytes, 100, 1 << 20), Err(FrameError::Reserved(3)));
     }
 
     #[test]

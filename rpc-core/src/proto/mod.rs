@@ -6,8 +6,9 @@
 //! does these steps in this order:
 //!
 //! 1. **Input.** Passes received bytes to `handle_input`, or, while `bulk_target` offers memory,
-//!    reads straight into that memory and calls `bulk_filled`. Passes the current time to
-//!    `handle_timeout`.
+//!    reads straight into that memory and calls `bulk_filled`. While `is_paused` returns true, does
+//!    the steps 2 and 3 and calls `handle_input` again before it reads on. Passes the current time
+//!    to `handle_timeout`.
 //! 2. **Events.** Calls `poll_event` until it returns `None`. Handling an event may add commands.
 //! 3. **Output.** Calls `stage`, which moves queued frames to where `slices` shows them, and
 //!    reports the bytes that the channel took with `advance`.
@@ -27,6 +28,7 @@ mod keep_alive_defaults;
 mod message;
 mod output;
 mod server;
+mod window;
 
 pub use client::{Admission, ClientEndpoint, ClientEvent};
 pub use codec::{CodecError, decode_value, encode_value};
@@ -39,3 +41,6 @@ pub use handshake::{
 pub use keep_alive_defaults::{KEEP_ALIVE, SILENT_INTERVALS};
 pub use message::{decode_reply, decode_request, encode_reply, encode_request};
 pub use server::{InPlaceWriter, ServerEndpoint, ServerEvent};
+pub use window::{
+    ConfirmWindow, MIN_SHARED, OfferWindow, OfferedWindow, OpenWindow, SHARED_MEMORY, Window, WindowOpener,
+};

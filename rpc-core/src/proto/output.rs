@@ -8,6 +8,7 @@ use bytes::{Buf, Bytes};
 
 use super::frame::{FrameHeader, HEADER_LEN, Kind, MAX_BODY_PART};
 use super::id_map::IdMap;
+use super::window::{MIN_SHARED, Window};
 
 /// Bytes that each value of a message counts at least. Roughly its decoded size, which may be a
 /// hundred times its size on the wire.
@@ -48,8 +49,9 @@ impl Message {
         Self { kind, id, lane, body, body_sent: 0, payload: payload.into(), payload_len, begun: false, size }
     }
 
-    pub(super) fn len(&self) -> usize {
-        self.body_left().len() + self.payload_len
+    /// Returns the bytes of the payload that have not been staged.
+    pub(super) fn payload_len(&self) -> usize {
+        self.payload_len
     }
 
     fn body_left(&self) -> &[u8] {
@@ -75,6 +77,14 @@ pub(super) struct Output {
     /// Bytes of `tail` that have been written.
     tail_sent: usize,
     staged_len: usize,
+    /// Bytes put into the window for frames that are staged.
+    shared_len: usize,
+    /// Bytes of payload sent through the window.
+    pub(super) shared_bytes: u64,
+    /// True if all messages that are queued wait for a slot of the window.
+    pub(super) awaits_slot: bool,
+    /// Window through which large payloads go, if there is one.
+    pub(super) window: Option<Box<dyn Window>>,
     /// Largest payload of one frame that the peer accepts.
     chunk: usize,
     /// True if messages, and not only control frames, are staged or queued.
@@ -93,6 +103,10 @@ impl Output {
             tail: Vec::new(),
             tail_sent: 0,
             staged_len: 0,
+            shared_len: 0,
+            shared_bytes: 0,
+            awaits_slot: false,
+            window: None,
             chunk: chunk.max(1),
             data_pending: false,
             sent: Vec::new(),
@@ -108,7 +122,8 @@ impl Output {
     pub(super) fn message(&mut self, key: OrderKey, message: Message) {
         self.data_pending = true;
         // Fast path: most messages are small and find empty queues, so they are staged at once.
-        if self.turns.is_empty() && self.control.is_empty() && self.staged_len < STAGE && self.is_one_frame(&message) {
+        let is_next = self.turns.is_empty() && self.control.is_empty() && self.staged() < STAGE;
+        if is_next && self.is_one_frame(&message) && !self.has_no_slot_for(&message) {
             self.sent.push(message.id);
             self.stage_frame(message, false);
             return;
@@ -134,7 +149,7 @@ impl Output {
 
     /// Returns true if no more is staged until bytes are written.
     pub(super) fn is_full(&self) -> bool {
-        self.staged_len >= STAGE || self.control.len() >= STAGE / HEADER_LEN
+        self.staged() >= STAGE || self.control.len() >= STAGE / HEADER_LEN
     }
 
     /// Returns true if messages wait that have not been staged whole.
@@ -149,14 +164,25 @@ impl Output {
 
     /// Moves queued frames to where `slices` shows them.
     pub(super) fn stage(&mut self) {
+        let was_drained = self.staged.is_empty() && self.tail_sent == self.tail.len();
+        let (mut has_data, mut waiting) = (false, 0);
         while let Some(frame) = self.control.pop_front() {
             self.tail.extend_from_slice(&frame);
             self.staged_len += frame.len();
         }
-        while self.staged_len < STAGE {
+        while self.staged() < STAGE && waiting < self.turns.len() {
             let Some(key) = self.turns.pop_front() else { break };
-            let Some(queue) = self.queues.get_mut(&key) else { continue };
-            let Some(mut message) = queue.pop_front() else { continue };
+            let Some(mut message) = self.queues.get_mut(&key).and_then(VecDeque::pop_front) else { continue };
+            if self.has_no_slot_for(&message) {
+                // Other messages have their turn meanwhile.
+                if let Some(queue) = self.queues.get_mut(&key) {
+                    queue.push_front(message);
+                }
+                self.turns.push_back(key);
+                waiting += 1;
+                continue;
+            }
+            (has_data, waiting) = (true, 0);
             if self.is_one_frame(&message) {
                 let queue_is_empty = self.queues.get(&key).is_none_or(VecDeque::is_empty);
                 if queue_is_empty {
@@ -175,6 +201,24 @@ impl Output {
                 self.turns.push_back(key);
             }
         }
+        self.awaits_slot = waiting > 0 && waiting == self.turns.len();
+        if has_data {
+            self.data_pending = true;
+        } else if was_drained {
+            // Control frames alone: data that waits for a slot does not move.
+            self.data_pending = false;
+        }
+    }
+
+    /// Returns true if a message has to wait for a free slot of the window.
+    fn has_no_slot_for(&mut self, message: &Message) -> bool {
+        message.payload_len >= MIN_SHARED && self.window.as_mut().is_some_and(|window| !window.has_room())
+    }
+
+    /// Returns the bytes that are ready for the peer. Those in the window count as well, so that
+    /// the peer learns of each slot before the next one is filled.
+    fn staged(&self) -> usize {
+        self.staged_len + self.shared_len
     }
 
     fn is_one_frame(&self, message: &Message) -> bool {
@@ -214,6 +258,10 @@ impl Output {
     }
 
     fn stage_frame(&mut self, part: Message, more: bool) {
+        let slot = match &mut self.window {
+            Some(window) if part.payload_len >= MIN_SHARED => window.put(&part.payload, part.payload_len),
+            _ => None,
+        };
         let body = part.body_left();
         let header = FrameHeader {
             body_len: body.len() as u32,
@@ -222,10 +270,17 @@ impl Output {
             lane: part.lane,
             kind: part.kind,
             more,
+            slot,
         };
-        self.staged_len += HEADER_LEN + part.len();
+        self.staged_len += HEADER_LEN + body.len();
         self.tail.extend_from_slice(&header.encode());
         self.tail.extend_from_slice(body);
+        if slot.is_some() {
+            self.shared_len += part.payload_len;
+            self.shared_bytes += part.payload_len as u64;
+            return;
+        }
+        self.staged_len += part.payload_len;
         for piece in part.payload {
             if piece.len() < BY_REFERENCE {
                 self.tail.extend_from_slice(&piece);
@@ -279,10 +334,11 @@ impl Output {
         if self.staged.is_empty() && self.tail_sent == self.tail.len() {
             self.tail.clear();
             self.tail_sent = 0;
+            self.shared_len = 0;
             if self.tail.capacity() > TAIL_KEPT {
                 self.tail = Vec::new();
             }
-            self.data_pending = !self.turns.is_empty();
+            self.data_pending = !self.turns.is_empty() && !self.awaits_slot;
         }
     }
 }

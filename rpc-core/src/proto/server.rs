@@ -16,6 +16,7 @@ use super::handshake::Negotiated;
 use super::id_map::IdMap;
 use super::message::{peek_write, read_request, write_reply};
 use super::output::{Message, VALUE_SIZE};
+use super::window::WindowOpener;
 use crate::error::{ErrorKind, Result, RpcError};
 use crate::handle::Handle;
 use crate::memory_quota::{MemoryLease, MemoryQuota};
@@ -108,6 +109,10 @@ pub struct ServerEndpoint {
     /// True once the client has sent its last frame. What follows is dropped.
     closed_by_peer: bool,
     closed: bool,
+    /// Way to open the window that the client may offer once.
+    window_opener: Option<WindowOpener>,
+    /// Charge for the open window.
+    window_lease: Option<MemoryLease>,
     /// Body of the final `Close` frame, while it waits for replies to be sent.
     close_body: Option<Vec<u8>>,
 }
@@ -135,6 +140,8 @@ impl ServerEndpoint {
             max_held_releases: negotiated.ours.window,
             closed_by_peer: false,
             closed: false,
+            window_opener: None,
+            window_lease: None,
             close_body: None,
         }
     }
@@ -145,6 +152,14 @@ impl ServerEndpoint {
     #[must_use]
     pub fn with_quota(mut self, quota: Arc<MemoryQuota>) -> Self {
         self.queued.quota = Some(quota);
+        self
+    }
+
+    /// Lets the client offer a window of shared memory, which counts against the quota for as long
+    /// as the session lasts. For sessions with the feature [`SHARED_MEMORY`](super::SHARED_MEMORY).
+    #[must_use]
+    pub fn with_window(mut self, opener: WindowOpener) -> Self {
+        self.window_opener = Some(opener);
         self
     }
 
@@ -159,6 +174,7 @@ impl ServerEndpoint {
     /// ([`LimitExceeded`](ErrorKind::LimitExceeded)): call [`close`](Self::close) with the error.
     pub fn handle_input(&mut self, input: &mut BytesMut, now: Instant, in_place: InPlaceWriter<'_>) -> Result<bool> {
         self.common.alive(now);
+        self.common.took_shared = false;
         self.note_sent();
         if self.closed_by_peer {
             input.clear();
@@ -190,6 +206,23 @@ impl ServerEndpoint {
         };
         input.advance(used);
         handled
+    }
+
+    /// Returns true if the last message came through shared memory. Its reply should be written
+    /// before the next message is handled, so that both peers copy at the same time.
+    pub fn is_paused(&self) -> bool {
+        self.common.took_shared
+    }
+
+    /// Returns true if there are replies for which the client has to free a part of the shared
+    /// memory, and nothing else to write.
+    pub fn awaits_slot(&self) -> bool {
+        self.common.output.awaits_slot
+    }
+
+    /// Returns the bytes of payload that were received and sent through shared memory.
+    pub fn shared_bytes(&self) -> (u64, u64) {
+        (self.common.shared_bytes, self.common.output.shared_bytes)
     }
 
     /// Returns memory to read into directly, while a large payload is being received.
@@ -422,12 +455,30 @@ impl ServerEndpoint {
                 self.closed_by_peer = true;
                 self.events.push_back(ServerEvent::Close);
             }
+            Kind::Window if self.window_opener.is_some() => self.open_window(&incoming.body),
             kind => {
                 let text = format!("the peer sent a {kind:?} frame, which a client must not send");
                 return Err(RpcError::new(ErrorKind::Protocol, text));
             }
         }
         self.check_window()
+    }
+
+    /// Opens the window that the client offers, or refuses it: the client goes on without it then.
+    fn open_window(&mut self, offer: &[u8]) {
+        let Some(WindowOpener { window_bytes, open }) = self.window_opener.take() else { return };
+        let lease = self.queued.quota.as_ref().map(|quota| reserve_window(quota, window_bytes)).transpose();
+        match lease.and_then(|lease| Ok((lease, open(offer)?))) {
+            Ok((lease, (window, proof))) => {
+                self.window_lease = lease;
+                self.common.output.window = Some(window);
+                self.common.control(Kind::Window, 0, &proof);
+            }
+            Err(error) => {
+                tracing::debug!(%error, "the memory that the client offers to share is not used");
+                self.common.control(Kind::Window, 0, &[]);
+            }
+        }
     }
 
     /// Queues a release behind the events that wait already, with those of the last release if no
@@ -576,6 +627,16 @@ impl QueuedMemory {
             _ => self.lease = None,
         }
     }
+}
+
+/// Reserves memory for a window. Windows stay for as long as their sessions, so that they find room
+/// only while half of the quota is free: requests of all sessions need the rest.
+fn reserve_window(quota: &Arc<MemoryQuota>, bytes: u64) -> Result<MemoryLease> {
+    let all = quota.used().saturating_add(bytes);
+    if all > quota.limit() / 2 {
+        return Err(RpcError::limit("half of max_total_queued", quota.limit() / 2, all));
+    }
+    quota.reserve(bytes)
 }
 
 /// Returns the memory in bytes that a release of this many handles takes while it waits: a growing

@@ -16,3 +16,4 @@ mod peak_memory;
 mod received_in_place;
 mod targets;
 mod trace;
+mod windows;

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use rpc_conformance::threads::all_others_wait;
-use rpc_core::proto::{FrameHeader, HEADER_LEN, Hello, Kind, MAGIC, Role, decode_reply, encode_request};
+use rpc_core::proto::{FrameHeader, HEADER_LEN, Hello, Kind, MAGIC, Role, SHARED_MEMORY, decode_reply, encode_request};
 use rpc_core::{Handle, Lane, Operation, Packed, Request, Result, TensorRef, Value};
 use rustix::io::Errno;
 use rustix::net::RecvFlags;
@@ -61,6 +61,7 @@ impl Peer {
         let mut peer = Self { stream, next: 1, window: 0, unread: vec![0; MAX_UNREAD], parsed: 0, has_ended: false };
         let mut hello = Hello::new(Role::Client);
         hello.identities = vec!["none".into()];
+        hello.features = vec![SHARED_MEMORY.into()];
         (hello.window, hello.max_message, hello.chunk) = (1 << 40, 1 << 40, 1 << 20);
         let body = Packed::encode(&hello).unwrap();
         let accept = FrameHeader::control(Kind::Accept, 0).encode();

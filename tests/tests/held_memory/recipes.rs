@@ -121,6 +121,11 @@ pub(crate) fn of_frames(kind: Kind) -> Recipe {
             let body = [&1_u32.to_le_bytes()[..], &1_u64.to_le_bytes()].concat();
             control(Kind::Credit, 0, &body)
         }),
+        // The first one is refused, and a second one breaks the protocol.
+        Kind::Window => {
+            answer = Answer::EndsConnection;
+            Box::new(|_, _| control(Kind::Window, 0, &[0xc0; 4096]))
+        }
         Kind::Close => {
             answer = Answer::EndsConnection;
             Box::new(|_, _| control(Kind::Close, 0, &[]))

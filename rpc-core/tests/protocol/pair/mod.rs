@@ -389,12 +389,13 @@ impl Pair {
                 None => {
                     let bytes = self.down.read(self.now, self.setup.cut.size(self.down.arrived(self.now)));
                     self.client_input.extend_from_slice(&bytes);
-                    let outcome = if bytes.is_empty() {
+                    let goes_on = self.client.is_paused();
+                    let outcome = if bytes.is_empty() && !goes_on {
                         Ok(())
                     } else {
                         self.client.handle_input(&mut self.client_input, self.now)
                     };
-                    outcome.map(|()| bytes.len())
+                    outcome.map(|()| bytes.len() + usize::from(goes_on))
                 }
             };
             match read {
@@ -654,7 +655,8 @@ pub(crate) fn frames(bytes: &[u8]) -> Vec<Frame> {
     let mut frames = Vec::new();
     while let Some(header) = bytes.first_chunk::<HEADER_LEN>() {
         let header = FrameHeader::decode(header, usize::MAX, usize::MAX).unwrap();
-        let len = HEADER_LEN + header.body_len as usize + header.payload_len as usize;
+        let payload_len = if header.slot.is_some() { 0 } else { header.payload_len as usize };
+        let len = HEADER_LEN + header.body_len as usize + payload_len;
         if bytes.len() < len {
             break;
         }
@@ -667,7 +669,8 @@ pub(crate) fn frames(bytes: &[u8]) -> Vec<Frame> {
 
 /// Returns the bytes of one frame.
 pub(crate) fn frame(kind: Kind, id: u64, lane: u32, more: bool, body: &[u8], payload: &[u8]) -> Vec<u8> {
-    let header = FrameHeader { body_len: body.len() as u32, payload_len: payload.len() as u32, id, lane, kind, more };
+    let (body_len, payload_len) = (body.len() as u32, payload.len() as u32);
+    let header = FrameHeader { body_len, payload_len, id, lane, kind, more, slot: None };
     [&header.encode()[..], body, payload].concat()
 }
 
