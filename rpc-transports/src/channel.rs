@@ -53,12 +53,13 @@ pub struct Peer {
     text: String,
     machine: Machine,
     user: Option<u32>,
+    process: Option<u32>,
 }
 
 impl Peer {
     /// Creates a peer on an unknown machine. Errors and logs name it by `text`, best an address.
     pub fn new(text: impl Into<String>) -> Self {
-        Self { text: text.into(), machine: Machine::Unknown, user: None }
+        Self { text: text.into(), machine: Machine::Unknown, user: None, process: None }
     }
 
     /// Sets the machine that the peer is on. Servers count per-machine limits by it.
@@ -71,6 +72,22 @@ impl Peer {
     #[must_use]
     pub fn with_user(self, user: u32) -> Self {
         Self { user: Some(user), ..self }
+    }
+
+    /// Sets the process of this machine that the peer is, according to the kernel. Sessions with it
+    /// may share memory: the peer's own bytes come through the channel, and from no further peer.
+    #[must_use]
+    pub fn with_process(self, process: u32) -> Self {
+        Self { process: Some(process), ..self }
+    }
+
+    /// Sets the process at the far end of a Unix socket: the one that has connected, has begun to
+    /// listen, or has made the pair. A process that this one cannot see, such as one outside of
+    /// this container, is not known.
+    #[cfg(any(feature = "unix", feature = "exec"))]
+    pub(crate) fn with_process_of(self, socket: &tokio::net::UnixStream) -> Self {
+        let process = socket.peer_cred().ok().and_then(|peer| peer.pid());
+        Self { process: process.and_then(|process| u32::try_from(process).ok()).filter(|process| *process > 0), ..self }
     }
 }
 
@@ -263,14 +280,16 @@ impl Channel {
         let first_link_encrypted = self.security.is_encrypted() || self.security.first_link_encrypted;
         let security = Security { first_link_encrypted, ..Security::default() };
         // For limits, the channel comes from the machine that it leads through.
-        let peer = Peer { text: text.into(), user: None, ..self.peer };
+        let peer = Peer { text: text.into(), user: None, process: None, ..self.peer };
         Self { peer, security, upgrade: None, ..self }
     }
 
-    /// Wraps the channel's bytes, for example in a recorder.
+    /// Wraps the channel's bytes, for example in a recorder. Sessions over it share no memory with
+    /// the peer, so that all bytes come through the channel.
     #[must_use]
     pub fn map_io<I: ChannelIo + 'static>(self, wrap: impl FnOnce(Box<dyn ChannelIo>) -> I) -> Self {
-        Self { io: Io::new(wrap(self.io.boxed())), ..self }
+        let peer = Peer { process: None, ..self.peer };
+        Self { io: Io::new(wrap(self.io.boxed())), peer, ..self }
     }
 
     /// Sets the security of a channel whose bytes pass through an encrypted stream. `security` is
@@ -359,6 +378,11 @@ impl Channel {
         self.peer.user
     }
 
+    /// Returns the process that the far side is, if sessions may share memory with it.
+    pub(crate) fn process(&self) -> Option<u32> {
+        self.peer.process
+    }
+
     /// Returns the source that explains the channel's end, if there is one.
     #[must_use]
     pub fn end(&self) -> Option<&Arc<dyn ExplainEnd>> {
@@ -415,6 +439,8 @@ pub struct BlockingChannel {
     /// Socket. Declared before the guard, for the same reason as in [`Channel`].
     io: BlockingIo,
     peer: String,
+    /// True if the far side is a process of this machine, with which sessions may share memory.
+    shares_memory: bool,
     guard: Option<ChannelGuard>,
     end: Option<Arc<dyn ExplainEnd>>,
 }
@@ -422,7 +448,19 @@ pub struct BlockingChannel {
 impl BlockingChannel {
     /// Creates a channel over `io`. Errors name the far side by `peer`.
     pub fn new(io: impl Into<BlockingIo>, peer: impl Into<String>) -> Self {
-        Self { io: io.into(), peer: peer.into(), guard: None, end: None }
+        Self { io: io.into(), peer: peer.into(), shares_memory: false, guard: None, end: None }
+    }
+
+    /// Lets sessions share memory with the far side, which is a process of this machine: the
+    /// counterpart of [`Peer::with_process`].
+    #[must_use]
+    pub fn sharing_memory(self) -> Self {
+        Self { shares_memory: true, ..self }
+    }
+
+    /// Returns true if sessions may share memory with the far side.
+    pub(crate) fn shares_memory(&self) -> bool {
+        self.shares_memory
     }
 
     /// Sets the guard, which the channel keeps alive for as long as itself.
@@ -641,6 +679,14 @@ mod tests {
         assert_eq!(key("::ffff:192.0.2.1"), key("192.0.2.1"));
         assert_ne!(key("192.0.2.1"), key("192.0.2.2"));
         assert_eq!(key("::1"), "::1");
+    }
+
+    #[test]
+    fn wrappers_and_further_peers_share_no_memory() {
+        let channel = || Channel::new(tokio::io::empty(), Peer::new("a process").with_process(1));
+        assert_eq!(channel().process(), Some(1));
+        assert_eq!(channel().map_io(|io| io).process(), None);
+        assert_eq!(channel().with_further_peer("behind it").process(), None);
     }
 
     #[test]

@@ -23,11 +23,20 @@ mod connect;
 mod error;
 mod handshake;
 mod listener;
+// Unsafe code maps and unmaps memory files.
+#[cfg(target_os = "linux")]
+#[allow(unsafe_code)]
+mod memory_file;
 mod message_family;
 mod runtime;
 pub mod self_start;
 mod serve;
 mod session_io;
+mod shared_memory;
+// Unsafe code reads and writes a mapping that another process may change.
+#[cfg(target_os = "linux")]
+#[allow(unsafe_code)]
+mod shared_window;
 mod spin;
 mod splice;
 pub mod tracker;
@@ -50,6 +59,8 @@ pub use handshake::identity_proofs as identity;
 pub use handshake::identity_proofs::{Access, Security, Token, TokenError, Tokens};
 pub use handshake::peer_identity::{IdentityError, PeerIdentity};
 pub use listener::{Accept, Listener};
+#[cfg(target_os = "linux")]
+pub use memory_file::MemoryFile;
 pub use message_family::MessageFamily;
 // For transports of other crates, which log what peers do.
 pub use rpc_core::log_limited;

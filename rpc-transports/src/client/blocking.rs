@@ -26,6 +26,7 @@ use super::idle_poller::{IdlePoller, Interest, PolledSession, timespec};
 use super::state::{Change, ClientState, Locked, Pump, SessionRef};
 use crate::channel::{BlockingChannel, BlockingIo, ChannelGuard, ExplainEnd};
 use crate::channel_io::{READ_MAX, SLICES};
+use crate::shared_memory;
 use crate::spin::Spinner;
 
 /// Time for which a session counts as in use after a call, so that calls in a row do not wake the
@@ -104,7 +105,8 @@ impl BlockingClientSession {
         let (io, peer, guard) = channel.into_parts();
         let read_limit = config.keep_alive.max(Duration::from_millis(1));
         io.set_read_timeout(Some(read_limit))?;
-        let mut endpoint = ClientEndpoint::new(negotiated, config, Instant::now());
+        let endpoint = ClientEndpoint::new(negotiated, config, Instant::now());
+        let mut endpoint = shared_memory::offered_by(endpoint, negotiated);
         if let Err(error) = endpoint.handle_input(&mut input, Instant::now()) {
             endpoint.fail(error);
         }
@@ -290,8 +292,13 @@ impl ClientState<SocketPump> {
         let mut buffer = vec![0; READ_MAX];
         while let Ok(count @ 1..) = receive(&self.pump.io, &mut buffer, RecvFlags::DONTWAIT) {
             locked.pump.input.extend_from_slice(&buffer[..count]);
-            if locked.endpoint.handle_input(&mut locked.pump.input, Instant::now()).is_err() {
-                return;
+            loop {
+                if locked.endpoint.handle_input(&mut locked.pump.input, Instant::now()).is_err() {
+                    return;
+                }
+                if !locked.endpoint.is_paused() {
+                    break;
+                }
             }
         }
     }
@@ -342,6 +349,9 @@ impl ClientState<SocketPump> {
         }
         if locked.endpoint.is_quiet() {
             self.pump.in_background.store(false, Ordering::Release);
+        } else if locked.endpoint.is_paused() && self.pump.in_background.load(Ordering::Acquire) {
+            // The rest of the input may be for callers that await it.
+            wake_idle_poller();
         }
         locked
     }
@@ -349,6 +359,13 @@ impl ClientState<SocketPump> {
     /// Reads once, and waits up to `wait` for it if `may_wait`. Returns true if anything was read,
     /// the end included.
     fn read<'a>(&'a self, mut locked: Guard<'a>, wait: Duration, may_wait: bool) -> (Guard<'a>, bool) {
+        if locked.endpoint.is_paused() {
+            let Locked { endpoint, pump, .. } = &mut *locked;
+            if let Err(error) = endpoint.handle_input(&mut pump.input, Instant::now()) {
+                endpoint.fail(error);
+            }
+            return (locked, true);
+        }
         let mut bulk = locked.endpoint.take_bulk();
         let mut scratch = std::mem::take(&mut locked.pump.scratch);
         let limit = if std::mem::take(&mut locked.pump.behind_bulk) { READ_BEHIND_BULK } else { READ_MAX };
@@ -459,6 +476,10 @@ impl PolledSession for ClientState<SocketPump> {
             // soon.
             self.pump.in_use.store(has_leader, Ordering::Release);
             return Interest { readiness: None, timeout: if is_blocked { WRITE_RETRY } else { IN_USE } };
+        }
+        if locked.endpoint.is_paused() {
+            // There is input that has been read.
+            return Interest { readiness: None, timeout: Duration::ZERO };
         }
         let timeout = locked.endpoint.poll_timeout();
         Interest {

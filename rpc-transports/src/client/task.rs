@@ -18,6 +18,7 @@ use crate::channel_io::{Alarm, Flush, ReadAhead, SLICES, poll_write};
 use crate::clock;
 use crate::handshake::identity_proofs::Connection;
 use crate::session_io::SessionIo;
+use crate::shared_memory;
 use crate::transport::BoxFuture;
 
 /// A session at the far end of a channel. Cheap to clone; clones are the same session.
@@ -44,6 +45,7 @@ impl ClientSession {
         let is_encrypted = channel.security().is_encrypted() || channel.security().first_link_encrypted;
         let (io, peer, guard) = channel.into_session_parts(spin);
         let endpoint = ClientEndpoint::new(negotiated, config, clock::now());
+        let endpoint = shared_memory::offered_by(endpoint, negotiated);
         let session = ClientState::new(endpoint, (TaskPump { connection, end }, None), peer, is_encrypted);
         tokio::spawn(PumpTask {
             session: session.clone(),
@@ -251,6 +253,9 @@ impl Wire {
         cx: &mut Context<'_>,
     ) -> Poll<Result<(), InputError>> {
         let (io, read) = (&mut self.io, &mut self.read);
+        if endpoint.is_paused() {
+            return Poll::Ready(endpoint.handle_input(&mut read.buffer, clock::now()).map_err(InputError::Protocol));
+        }
         let count = match endpoint.bulk_target() {
             Some(target) => {
                 let count = ready!(read.poll_into(io, target, cx)).map_err(InputError::Broken)?;

@@ -24,6 +24,7 @@ use crate::handshake::certificates::ClientTls;
 use crate::handshake::driver::{dial_handshake, dial_handshake_blocking};
 use crate::handshake::identity_proofs::{DIALLER, Security, Tokens, of_dialler};
 use crate::handshake::peer_identity::{PeerIdentity, ProvenName};
+use crate::shared_memory::features;
 use crate::tracker::ServerRequest;
 use crate::transport::{Dial, Properties, Transports};
 use crate::wire_limits::WireLimits;
@@ -55,6 +56,7 @@ pub struct Connector {
     dial: Dial,
     handshake_timeout: Duration,
     spin: Duration,
+    shared_memory: bool,
     queue_timeout: Option<Duration>,
     tracker_outage: Duration,
     limits: WireLimits,
@@ -86,6 +88,7 @@ impl Connector {
             dial: Dial::default(),
             handshake_timeout: Duration::from_secs(10),
             spin: Duration::ZERO,
+            shared_memory: true,
             queue_timeout: None,
             tracker_outage: TRACKER_OUTAGE,
             limits: WireLimits::default(),
@@ -247,6 +250,14 @@ impl Connector {
         self
     }
 
+    /// Chooses if copies go through shared memory where the server is a process of this machine and
+    /// can do so, too. Default: true.
+    #[must_use]
+    pub fn shared_memory(mut self, shared_memory: bool) -> Self {
+        self.shared_memory = shared_memory;
+        self
+    }
+
     /// Sets the limits of the session on the wire and in queues.
     #[must_use]
     pub fn limits(mut self, limits: WireLimits) -> Self {
@@ -334,7 +345,7 @@ impl Connector {
             return crate::runtime::run_in_background(async move { this.forward(&first, &further).await })
                 .map(Session::from);
         };
-        let handshake = self.handshake(plan.key, plan.forward, &Security::default());
+        let handshake = self.handshake(plan.key, plan.forward, &Security::default(), channel.shares_memory());
         let agreed = dial_handshake_blocking(&channel, handshake);
         let agreed = agreed.map_err(|error| match channel.end().filter(|_| is_of_the_end(&error)) {
             Some(end) => explained(error, end.explain_blocking()),
@@ -343,7 +354,7 @@ impl Connector {
         let (mut negotiated, mut input) = agreed?;
         if negotiated.theirs.relay && negotiated.ours.forward.is_empty() {
             expect_no_input(&input, channel.peer())?;
-            let handshake = self.handshake(negotiated.ours.key, Vec::new(), &Security::default());
+            let handshake = self.handshake(negotiated.ours.key, Vec::new(), &Security::default(), false);
             (negotiated, input) = dial_handshake_blocking(&channel, handshake)?;
             is_no_relay(&negotiated, channel.peer())?;
         }
@@ -532,14 +543,15 @@ impl Connector {
         key: String,
         forward: Vec<String>,
     ) -> Result<ClientSession, ConnectError> {
-        let handshake = self.handshake(key, forward, channel.security());
+        let handshake = self.handshake(key, forward, channel.security(), channel.process().is_some());
         let forwards = !handshake.hello.forward.is_empty();
         let (mut negotiated, mut input) = self.perform_handshake(&mut channel, handshake).await?;
         if negotiated.theirs.relay && !forwards {
             expect_no_input(&input, channel.peer())?;
             let relay = channel.peer().to_owned();
             channel = channel.with_further_peer(relay);
-            let handshake = self.handshake(negotiated.ours.key, Vec::new(), channel.security());
+            let handshake =
+                self.handshake(negotiated.ours.key, Vec::new(), channel.security(), channel.process().is_some());
             (negotiated, input) = self.perform_handshake(&mut channel, handshake).await?;
             is_no_relay(&negotiated, channel.peer())?;
         }
@@ -574,8 +586,15 @@ impl Connector {
         Ok((negotiated, input))
     }
 
-    fn handshake(&self, key: String, forward: Vec<String>, security: &Security) -> HandshakeConfig {
+    fn handshake(
+        &self,
+        key: String,
+        forward: Vec<String>,
+        security: &Security,
+        shares_memory: bool,
+    ) -> HandshakeConfig {
         let mut hello = Hello::new(Role::Client);
+        hello.features = features(shares_memory && self.shared_memory);
         hello.key = key;
         hello.workspace.clone_from(&self.workspace);
         hello.ticket.clone_from(&self.ticket);

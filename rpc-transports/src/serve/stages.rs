@@ -32,6 +32,7 @@ use crate::handshake::driver::{KeepAliveSwitch, accept_handshake};
 use crate::handshake::handshake_slots::HandshakePermit;
 use crate::handshake::identity_proofs::{Access, known_by_channel, of_acceptor};
 use crate::handshake::peer_identity::{PeerIdentity, ProvenName};
+use crate::shared_memory::features;
 use crate::tracker::PROBE_ANSWERED;
 
 /// Time for the handshake of a client that is told that the process can open no more files: while
@@ -334,6 +335,7 @@ impl Secured {
         let options = &self.connection.server.options;
         let mut hello = Hello::new(Role::Server);
         hello.key.clone_from(&self.connection.key);
+        hello.features = features(self.channel.process().is_some());
         hello.relay = options.relay;
         hello.keep_alive_ms = options.keep_alive.as_millis() as u64;
         options.limits.apply(&mut hello);
@@ -411,7 +413,7 @@ impl Serving {
     async fn run(&mut self) {
         let reason = (&mut self.task).await;
         log_fault(&self.record.peer(), &reason);
-        self.record.log_end(&reason.message(), Some(&self.task.traffic));
+        self.record.log_end(&reason.message(), Some(&self.task.traffic()));
         if self.task.last_message_sent {
             drain_and_close(&mut self.task.io).await;
         }

@@ -23,6 +23,7 @@ use crate::channel::{Channel, ChannelGuard};
 use crate::channel_io::{Alarm, Flush, ReadAhead, SLICES, poll_write, without_reference};
 use crate::clock;
 use crate::session_io::SessionIo;
+use crate::shared_memory;
 
 /// Number of replies for which memory is kept between two batches: an idle session should be small.
 const KEPT_REPLIES: usize = 8;
@@ -51,7 +52,9 @@ pub(super) struct SessionTask {
     closing: Option<RpcError>,
     /// True once the client was sent a last message, which it may not have received yet.
     pub(super) last_message_sent: bool,
-    pub(super) traffic: Traffic,
+    traffic: Traffic,
+    /// Bytes sent through shared memory that the timeouts know of.
+    shared_sent: u64,
     peer: Arc<str>,
     entry: Option<Arc<ConnectionEntry>>,
     /// True if the runtime has one thread, on which this task runs, too.
@@ -82,13 +85,14 @@ impl SessionTask {
         let SessionParts { session, mailbox, queued, entry, peer } = parts;
         let now = clock::now();
         mailbox.note_heard(now);
+        let process = channel.process();
         let (io, _, guard) = channel.into_session_parts(options.spin);
         let config = EndpointConfig { keep_alive: options.keep_alive };
         let end_watch = session.ended().reply().deliver_to(Arc::new(EndOfSession(mailbox.clone())), 0);
         let endpoint = ServerEndpoint::new(negotiated, config, now).with_quota(queued);
         mailbox.limit_replies(endpoint.max_unsent_bytes());
         Self {
-            endpoint,
+            endpoint: shared_memory::opened_by(endpoint, negotiated, process),
             replies: Vec::new(),
             end_watch: Some(end_watch),
             session: Some(session),
@@ -104,11 +108,19 @@ impl SessionTask {
             closing: None,
             last_message_sent: false,
             traffic: Traffic::default(),
+            shared_sent: 0,
             peer,
             entry: Some(entry),
             has_one_thread: Handle::current().metrics().num_workers() == 1,
             _guard: guard,
         }
+    }
+
+    /// Returns what has passed between the session and its client.
+    pub(super) fn traffic(&self) -> Traffic {
+        let (received, sent) = self.endpoint.shared_bytes();
+        let Traffic { requests, received: read, sent: written } = self.traffic;
+        Traffic { requests, received: read + received, sent: written + sent }
     }
 
     /// Ends the session because of `error`, and tells the client.
@@ -217,7 +229,8 @@ impl SessionTask {
             let count = self.endpoint.slices(&mut slices);
             if count == 0 {
                 self.flush.poll(&mut self.io, cx)?;
-                self.timeouts.set_writing(!self.flush.is_done());
+                // A client that frees no slot of the shared memory takes nothing, either.
+                self.timeouts.set_writing(!self.flush.is_done() || self.endpoint.awaits_slot());
                 return Ok(());
             }
             match poll_write(&mut self.io, &slices[..count], cx) {
@@ -226,7 +239,9 @@ impl SessionTask {
                     return Ok(());
                 }
                 Poll::Ready(Ok(written)) => {
-                    self.timeouts.wrote(written);
+                    let (_, shared) = self.endpoint.shared_bytes();
+                    let taken = shared - std::mem::replace(&mut self.shared_sent, shared);
+                    self.timeouts.wrote(written + taken as usize);
                     self.traffic.sent += written as u64;
                     self.flush.want();
                     self.endpoint.advance(written, clock::now());
@@ -264,7 +279,7 @@ impl SessionTask {
                 self.traffic.received += count as u64;
                 let now = clock::now();
                 self.mailbox.note_heard(now);
-                Poll::Ready(self.handle_input(now))
+                Poll::Ready(self.handle_input(now, cx))
             }
             Poll::Ready(Err(error)) => Poll::Ready(Err(RpcError::new(
                 ErrorKind::PeerLost,
@@ -273,7 +288,7 @@ impl SessionTask {
         }
     }
 
-    fn handle_input(&mut self, now: Instant) -> Result<(), RpcError> {
+    fn handle_input(&mut self, now: Instant, cx: &mut Context<'_>) -> Result<(), RpcError> {
         loop {
             let session = &self.session;
             let mut place = |lane, to: &rpc_core::TensorRef, offset, len| {
@@ -285,6 +300,11 @@ impl SessionTask {
             self.act_on_events();
             if !more {
                 return Ok(());
+            }
+            if self.endpoint.is_paused() {
+                // The client fills further slots while this side copies out of the next one. The
+                // caller writes again, and finds an error then.
+                let _ = self.poll_output(cx);
             }
         }
     }

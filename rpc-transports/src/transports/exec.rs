@@ -126,7 +126,7 @@ async fn dial(address: &Address, stderr: Option<&ChildStderr>) -> Result<Channel
     let program = command.program();
     let started = Started::start(command, stderr.cloned()).await;
     let started = started.map_err(|error| spawn_error(address, program, error))?;
-    let peer = Peer::new(peer_text(address, &started)).on(Machine::This);
+    let peer = Peer::new(peer_text(address, &started)).on(Machine::This).with_process(started.pid());
     let channel = started.into_channel(peer, ChildEnd);
     channel.map_err(|error| TransportError::from_io(address.to_string(), error))
 }
@@ -137,7 +137,7 @@ fn dial_blocking(address: &Address, stderr: Option<&ChildStderr>) -> Result<Bloc
     let started = Started::start_blocking(command, stderr.cloned());
     let started = started.map_err(|error| spawn_error(address, program, error))?;
     let peer = peer_text(address, &started);
-    Ok(started.into_blocking_channel(peer, ChildEnd))
+    Ok(started.into_blocking_channel(peer, ChildEnd).sharing_memory())
 }
 
 fn peer_text(address: &Address, started: &Started) -> String {

@@ -148,7 +148,8 @@ async fn dial(address: &Address, options: &Dial) -> Result<Channel, TransportErr
     };
     let stream = UnixStream::from_std(socket.into());
     let stream = stream.map_err(|error| TransportError::from_io(address.to_string(), error))?;
-    Ok(Channel::new(stream, Peer::new(address.to_string()).on(Machine::This)))
+    let peer = Peer::new(address.to_string()).on(Machine::This).with_process_of(&stream);
+    Ok(Channel::new(stream, peer))
 }
 
 fn dial_blocking(address: &Address, options: &Dial) -> Result<BlockingChannel, TransportError> {
@@ -162,7 +163,7 @@ fn dial_blocking(address: &Address, options: &Dial) -> Result<BlockingChannel, T
     let blocking = socket.set_nonblocking(false);
     blocking.map_err(|error| TransportError::from_io(address.to_string(), error))?;
     let stream: StdStream = socket.into();
-    Ok(BlockingChannel::new(stream, address.to_string()))
+    Ok(BlockingChannel::new(stream, address.to_string()).sharing_memory())
 }
 
 async fn bind(address: &Address, options: &Bind, mode: u32) -> Result<Listener, TransportError> {
@@ -290,7 +291,7 @@ impl Accept for UnixSource {
             Some(pid) => Peer::new(format!("{} (process {pid})", self.peer)),
             None => Peer::new(&self.peer),
         };
-        let peer = peer.on(Machine::This);
+        let peer = peer.on(Machine::This).with_process_of(&stream);
         let peer = match &credentials {
             Some(credentials) => peer.with_user(credentials.uid()),
             None => peer,
@@ -417,11 +418,15 @@ mod tests {
         let mut listener = listen(&address).await.unwrap();
         let mut near = dial(&address, &Dial::default()).await.unwrap();
         let mut blocking = dial_blocking(&address, &Dial::default()).unwrap();
+        let process = Some(std::process::id());
+        assert!(near.process() == process || !cfg!(target_os = "linux"));
+        assert!(blocking.shares_memory());
         let mut buffer = [0; 4];
         for _ in 0..2 {
             let mut far = listener.accept().await.unwrap();
             let own = format!("(process {})", std::process::id());
             assert!(far.peer().contains(&own), "{}", far.peer());
+            assert!(far.process() == process || !cfg!(target_os = "linux"));
             far.io_mut().write_all(b"ping").await.unwrap();
         }
         near.io_mut().read_exact(&mut buffer).await.unwrap();

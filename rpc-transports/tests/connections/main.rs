@@ -17,5 +17,7 @@ mod security;
 mod service_tunnel;
 #[cfg(all(feature = "tcp", feature = "unix"))]
 mod session;
+#[cfg(target_os = "linux")]
+mod shared_memory;
 #[cfg(feature = "tcp")]
 mod trace;

@@ -124,7 +124,7 @@ impl Connector {
         crate::runtime::install_in_core();
         let next = next.clone().without_key().to_string();
         let handshake = |key: &str, channel: &Channel| {
-            let mut config = self.handshake(key.to_owned(), vec![next.clone()], channel.security());
+            let mut config = self.handshake(key.to_owned(), vec![next.clone()], channel.security(), false);
             config.hello.tunnel = true;
             config.hello.workspace.clear();
             config.hello.ticket.clear();

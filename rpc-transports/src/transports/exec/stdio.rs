@@ -12,7 +12,7 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::UnixStream;
 use tokio::net::unix::pipe;
 
-use crate::channel::Channel;
+use crate::channel::{Channel, Peer};
 use crate::error::TransportError;
 use crate::handshake::identity_proofs::Security;
 
@@ -41,7 +41,11 @@ impl StdioEnds {
     /// Any error that the system reports.
     pub fn into_channel(self) -> io::Result<Channel> {
         match self {
-            Self::Socket(stream) => Ok(Channel::new(async_stream(stream)?, STDIO)),
+            Self::Socket(stream) => {
+                let stream = async_stream(stream)?;
+                let peer = Peer::new(STDIO).with_process_of(&stream);
+                Ok(Channel::new(stream, peer))
+            }
             Self::Pair { read, write } => {
                 let io = tokio::io::join(reader(read)?, writer(write)?);
                 Ok(Channel::new(io, STDIO))

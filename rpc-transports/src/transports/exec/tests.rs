@@ -166,6 +166,13 @@ async fn dropping_the_guard_ends_the_stream_while_others_hold_the_bytes() {
 }
 
 #[tokio::test]
+async fn memory_can_be_shared_with_a_child() {
+    let channel = started(&["cat"]).await;
+    assert_eq!(channel.process(), Some(guard(&channel).pid()));
+    assert!(started_blocking(&["cat"]).shares_memory());
+}
+
+#[tokio::test]
 async fn a_kill_needs_no_grace() {
     let mut channel = started(&["sleep", "1000"]).await;
     guard(&channel).kill().unwrap();
