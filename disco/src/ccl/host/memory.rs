@@ -3,6 +3,9 @@
 
 use std::ptr::NonNull;
 
+#[cfg(target_os = "linux")]
+use rpc_transports::MemoryFile;
+
 /// Zeroed bytes that begin on a page's boundary and live until this is dropped.
 pub(super) struct Memory {
     start: NonNull<u8>,
@@ -14,6 +17,9 @@ enum Kind {
     Heap,
     #[cfg(target_os = "linux")]
     Mapped,
+    /// Mapping of a memory file, which is unmapped when the file is dropped.
+    #[cfg(target_os = "linux")]
+    File(#[allow(dead_code, reason = "held for its drop")] MemoryFile),
 }
 
 // SAFETY: what is done with the bytes is up to those who take pointers to them; this only tells
@@ -79,80 +85,38 @@ impl Drop for Memory {
                 // mapped, which does no harm.
                 _ = unsafe { rustix::mm::munmap(self.start.as_ptr().cast(), self.len) };
             }
+            #[cfg(target_os = "linux")]
+            Kind::File(_) => {}
         }
     }
 }
 
 #[cfg(target_os = "linux")]
 mod file {
-    use std::fs::File;
     use std::io;
-    use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+    use std::os::fd::OwnedFd;
 
-    use rustix::fs::{
-        FileType, MemfdFlags, Mode, OFlags, SealFlags, Stat, fcntl_add_seals, fcntl_get_seals, fstat, ftruncate,
-        memfd_create, open,
-    };
-    use rustix::mm::{MapFlags, ProtFlags, mmap};
-
-    use super::{Kind, Memory, NonNull};
+    use super::{Kind, Memory, MemoryFile, NonNull};
 
     impl Memory {
-        /// Creates a memory file. It has no name in any folder, so that nothing is left of it when
-        /// its last process ends, and can neither shrink nor grow, so that no process can take
-        /// pages away from another.
+        /// Creates a memory file that can neither shrink nor grow, and maps it.
         pub(crate) fn create(len: usize) -> io::Result<(Self, OwnedFd)> {
-            let file = memfd_create("disco-ccl", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
-            ftruncate(&file, len as u64)?;
-            fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
-            Ok((Self::map(file.as_fd(), len)?, file))
+            let (mapping, file) = MemoryFile::create("disco-ccl", len)?;
+            Ok((Self::of(mapping)?, file))
         }
 
         /// Most descriptors that [`open`](Self::open) has open at a time; it leaves none.
-        pub(crate) const OPEN_AT_A_TIME: usize = 2;
+        pub(crate) const OPEN_AT_A_TIME: usize = MemoryFile::OPEN_AT_A_TIME;
 
-        /// Maps the memory file that the process `process` has open as `descriptor`.
-        ///
-        /// The numbers may come from a peer. So the file is opened only once it is known to be a
-        /// memory file of this user: a device, a pipe or a file with a name is never opened. A
-        /// segment of another user is refused because its owner could write any process into it,
-        /// whose memory this one would read.
+        /// Maps the memory file that the process `process` has open as `descriptor`, as
+        /// [`MemoryFile::open`] does.
         pub(crate) fn open(process: u32, descriptor: u32, len: usize) -> io::Result<Self> {
-            // A descriptor of this kind stands for the file and does not open it.
-            let flags = OFlags::PATH | OFlags::CLOEXEC;
-            let named = open(format!("/proc/{process}/fd/{descriptor}"), flags, Mode::empty())?;
-            let found = fstat(&named)?;
-            if !is_memory_file(&found)? {
-                return Err(io::Error::other("it is no memory file"));
-            }
-            if found.st_uid != rustix::process::geteuid().as_raw() {
-                return Err(io::Error::other("it belongs to another user"));
-            }
-            if u64::try_from(found.st_size) != Ok(len as u64) {
-                return Err(io::Error::other(format!("it has {} bytes, not {len}", found.st_size)));
-            }
-            let file = File::options().read(true).write(true).open(format!("/proc/self/fd/{}", named.as_raw_fd()))?;
-            if !fcntl_get_seals(&file)?.contains(SealFlags::SHRINK) {
-                return Err(io::Error::other("it can shrink"));
-            }
-            Self::map(file.as_fd(), len)
+            MemoryFile::open(process, descriptor, len).and_then(Self::of)
         }
 
-        fn map(file: BorrowedFd<'_>, len: usize) -> io::Result<Self> {
-            // SAFETY: a new mapping at an address of the kernel's choice overlaps no other.
-            let start = unsafe {
-                mmap(std::ptr::null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED, file, 0)?
-            };
-            let start = NonNull::new(start.cast()).ok_or_else(|| io::Error::other("the kernel mapped address 0"))?;
-            Ok(Self { start, len, kind: Kind::Mapped })
+        fn of(mapping: MemoryFile) -> io::Result<Self> {
+            let start = NonNull::new(mapping.start()).ok_or_else(|| io::Error::other("a mapping at address 0"))?;
+            Ok(Self { start, len: mapping.len(), kind: Kind::File(mapping) })
         }
-    }
-
-    /// Returns true if a file is one in memory alone: without a name, and on the file system of the
-    /// kernel's own that holds no others.
-    fn is_memory_file(found: &Stat) -> io::Result<bool> {
-        let own = fstat(memfd_create("disco-probe", MemfdFlags::CLOEXEC)?)?;
-        let is_regular = FileType::from_raw_mode(found.st_mode) == FileType::RegularFile;
-        Ok(is_regular && found.st_nlink == 0 && found.st_dev == own.st_dev)
     }
 }
