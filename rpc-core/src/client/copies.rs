@@ -4,27 +4,23 @@
 //! The loop runs at the client, so that a chain of hops streams instead of storing, other lanes
 //! interleave, memory stays bounded, and progress can be shown.
 
-use std::collections::VecDeque;
 use std::ops::Range;
 
 use bytes::{Bytes, BytesMut};
 
 use crate::client::action::{Action, Options, PinnedReference, ScopedAction};
 use crate::client::lane_deadlock;
+use crate::client::piece_window::PieceWindow;
 use crate::client::references::RemoteTensor;
 use crate::client::session::Session;
 use crate::dlpack::{self, Device, Element};
 use crate::error::{Result, RpcError};
-use crate::reply::PendingReply;
 use crate::session::{Operation, ReadBuffer, SharedSession};
 use crate::value::{TensorRef, Value};
 
 /// Largest piece of a copy, in bytes: large enough that the cost of a request is negligible, small
 /// enough that other lanes get their turn and that a hop stores little.
 pub const CHUNK: usize = 1 << 20;
-
-/// Number of chunks in flight at once: enough to fill two hops.
-const IN_FLIGHT: usize = 8;
 
 impl Session {
     /// Allocates a tensor on `cpu:0` and fills it.
@@ -165,47 +161,43 @@ impl CopyTo {
         let tensor = tensor?;
         lane_deadlock::check(&session, options.lane)?;
         check_range(&tensor, offset, data.len())?;
-        let mut window = VecDeque::with_capacity(IN_FLIGHT);
-        let mut done = 0;
+        let mut window = PieceWindow::new();
+        let (mut next, mut done) = (0, 0);
         // An empty copy is still one request, so that it is admitted in order and detects a dead
         // session.
-        for start in (0..data.len().max(1)).step_by(CHUNK) {
-            if window.len() == IN_FLIGHT {
-                finish_write(&mut window, &mut done, &mut options).await?;
+        let mut all_submitted = false;
+        let write = |piece: &Range<usize>| Operation::Write {
+            to: tensor.clone(),
+            offset: offset + piece.start as u64,
+            data: data.slice(piece.clone()),
+        };
+        while !all_submitted || !window.is_empty() {
+            if !all_submitted && !window.is_full() {
+                let piece = next..data.len().min(next + CHUNK);
+                let began = window.now();
+                let submitted = session.submit(options.request(write(&piece))).await;
+                // A piece that was refused is one of many: those before it may have been written.
+                let submitted = submitted.map_err(|error| {
+                    let may_have_run = next > 0 || error.request_may_have_run();
+                    error.may_have_run(may_have_run)
+                });
+                next = piece.end;
+                all_submitted = next == data.len();
+                window.push(piece, began, submitted?);
+                continue;
             }
-            let data = data.slice(start..data.len().min(start + CHUNK));
-            let len = data.len();
-            let write = Operation::Write { to: tensor.clone(), offset: offset + start as u64, data };
-            let submitted = session.submit(options.request(write)).await;
-            // A piece that was refused is one of many: those before it may have been written.
-            let submitted = submitted.map_err(|error| {
-                let may_have_run = start > 0 || error.request_may_have_run();
+            let again = |piece: &Range<usize>| session.submit(options.request(write(piece))).reply();
+            let Some((piece, outcome)) = window.finish(again).await else { break };
+            outcome.map_err(|error| {
+                let may_have_run = done > 0 || error.request_may_have_run();
                 error.may_have_run(may_have_run)
-            });
-            window.push_back((len, submitted?));
-        }
-        while !window.is_empty() {
-            finish_write(&mut window, &mut done, &mut options).await?;
+            })?;
+            done += piece.len();
+            options.report(done as u64);
         }
         drop(pin);
         Ok(())
     }
-}
-
-async fn finish_write(
-    window: &mut VecDeque<(usize, PendingReply)>,
-    done: &mut usize,
-    options: &mut Options<'_>,
-) -> Result<()> {
-    if let Some((len, pending)) = window.pop_front() {
-        pending.await.map_err(|error| {
-            let may_have_run = *done > 0 || error.request_may_have_run();
-            error.may_have_run(may_have_run)
-        })?;
-        *done += len;
-        options.report(*done as u64);
-    }
-    Ok(())
 }
 
 /// A copy out of a tensor; without a range, of all of it.
@@ -241,37 +233,43 @@ impl CopyFrom {
         }
         rest.truncate(len);
         let mut filled = BytesMut::new();
-        let mut window = VecDeque::with_capacity(IN_FLIGHT);
+        let mut window = PieceWindow::new();
         let mut offset = range.start;
-        loop {
-            if window.len() == IN_FLIGHT {
-                finish_read(&mut window, &mut filled, &mut options).await?;
+        // A copy of no bytes is one request, too.
+        let mut all_submitted = false;
+        let read = |(offset, len, buffer): &ReadPiece| Operation::Read {
+            from: tensor.clone(),
+            offset: *offset,
+            len: *len,
+            into: Some(buffer.clone()),
+        };
+        while !all_submitted || !window.is_empty() {
+            if !all_submitted && !window.is_full() {
+                let memory = rest.split_to(rest.len().min(CHUNK));
+                let len = memory.len() as u64;
+                let piece = (offset, len, ReadBuffer::new(memory));
+                let began = window.now();
+                let pending = session.submit(options.request(read(&piece))).await?;
+                window.push(piece, began, pending);
+                offset += len;
+                all_submitted = rest.is_empty();
+                continue;
             }
-            let piece = rest.split_to(rest.len().min(CHUNK));
-            let len = piece.len() as u64;
-            let buffer = ReadBuffer::new(piece);
-            let read = Operation::Read { from: tensor.clone(), offset, len, into: Some(buffer.clone()) };
-            window.push_back((buffer, session.submit(options.request(read)).await?));
-            offset += len;
-            if rest.is_empty() {
-                break;
-            }
-        }
-        while !window.is_empty() {
-            finish_read(&mut window, &mut filled, &mut options).await?;
+            let again = |piece: &ReadPiece| session.submit(options.request(read(piece))).reply();
+            let Some(((_, _, buffer), outcome)) = window.finish(again).await else { break };
+            append(&mut filled, &buffer, outcome?)?;
+            options.report(filled.len() as u64);
         }
         drop(pin);
         Ok(filled)
     }
 }
 
-async fn finish_read(
-    window: &mut VecDeque<(ReadBuffer, PendingReply)>,
-    filled: &mut BytesMut,
-    options: &mut Options<'_>,
-) -> Result<()> {
-    let Some((buffer, pending)) = window.pop_front() else { return Ok(()) };
-    let reply = pending.await?;
+/// Offset and length of a part of a tensor, and the memory that it is read into.
+type ReadPiece = (u64, u64, ReadBuffer);
+
+/// Appends the memory of a read that has been answered to the memory of those before it.
+fn append(filled: &mut BytesMut, buffer: &ReadBuffer, reply: Value) -> Result<()> {
     let mut piece = buffer.take().ok_or_else(|| RpcError::internal("the session kept a read buffer"))?;
     match reply {
         Value::Null => {}
@@ -283,7 +281,6 @@ async fn finish_read(
     }
     // The pieces are adjacent in one allocation, so this moves nothing.
     filled.unsplit(piece);
-    options.report(filled.len() as u64);
     Ok(())
 }
 

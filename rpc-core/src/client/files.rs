@@ -19,26 +19,23 @@
 //! # }
 //! ```
 
-use std::collections::VecDeque;
 use std::io::{self, Read, Write};
 use std::time::SystemTime;
 
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 
-use crate::client::action::{Action, Options, Pending, ScopedAction};
+use crate::client::action::{Action, Options, ScopedAction};
 use crate::client::copies::CHUNK;
 use crate::client::file_cache::FileCache;
 use crate::client::module_upload::Digest;
 use crate::client::partial_files::{RemoteFile, ResumableUpload};
+use crate::client::piece_window::PieceWindow;
 use crate::client::references::{RemoteFunction, RemoteObject};
 use crate::client::session::Session;
 use crate::error::{ErrorKind, Result, RpcError};
 use crate::function::convert::{FromReply, IntoArgs, Pack};
 use crate::session::Lane;
-
-/// Number of pieces in flight at once: enough to fill two hops.
-pub(crate) const IN_FLIGHT: usize = 8;
 
 /// A file in a listing.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -322,27 +319,30 @@ pub(crate) async fn send_pieces(
     options: &mut Options<'_>,
 ) -> Result<u64> {
     let (mut sent, mut done) = (start, start);
-    let mut window: VecDeque<(u64, Pending<()>)> = VecDeque::with_capacity(IN_FLIGHT);
-    loop {
-        let piece = source.next_piece().map_err(|error| local_io("cannot read what is to be sent", &error))?;
-        if window.len() == IN_FLIGHT || piece.is_empty() {
-            let target = if piece.is_empty() { 0 } else { IN_FLIGHT - 1 };
-            while window.len() > target {
-                let Some((end, pending)) = window.pop_front() else { break };
-                pending.await?;
-                done = end;
-                options.report(done);
-            }
+    let mut window = PieceWindow::new();
+    let mut piece = next_piece(&mut source)?;
+    while !piece.is_empty() || !window.is_empty() {
+        if !piece.is_empty() && !window.is_full() {
+            let (offset, data) = (sent, std::mem::take(&mut piece));
+            sent += data.len() as u64;
+            let began = window.now();
+            let mut pending = options.apply(write.call::<()>((writer, offset, data.clone()))).start();
+            pending.admitted().await?;
+            window.push((offset, data), began, pending);
+            piece = next_piece(&mut source)?;
+            continue;
         }
-        if piece.is_empty() {
-            return Ok(done);
-        }
-        let end = sent + piece.len() as u64;
-        let mut pending = options.apply(write.call((writer, sent, piece))).start();
-        pending.admitted().await?;
-        window.push_back((end, pending));
-        sent = end;
+        let again = |(offset, data): &(u64, Bytes)| options.apply(write.call((writer, *offset, data.clone()))).start();
+        let Some(((offset, data), outcome)) = window.finish(again).await else { break };
+        outcome?;
+        done = offset + data.len() as u64;
+        options.report(done);
     }
+    Ok(done)
+}
+
+fn next_piece(source: &mut impl Pieces) -> Result<Bytes> {
+    source.next_piece().map_err(|error| local_io("cannot read what is to be sent", &error))
 }
 
 /// Source of an upload.

@@ -13,9 +13,11 @@ mod listen;
 mod module_upload;
 mod operations;
 mod partial_files;
+mod piece_window;
 pub(crate) mod references;
 mod run;
 pub(crate) mod session;
+mod window_size;
 
 pub use action::{Action, Pending, ScopedAction, ScopedPending};
 pub use callbacks::{CallbackHandler, CallbackReturn, RemoteCallback};

@@ -4,16 +4,16 @@
 //! A part is continued only after its SHA-256 was compared with that of the same bytes at the other
 //! side. This crate has no cryptography: the caller computes the digests of its own bytes.
 
-use std::collections::VecDeque;
 use std::fmt;
 use std::io::{Read, Write};
 
 use bytes::Bytes;
 
-use crate::client::action::{Action, Options, Pending, ScopedAction};
+use crate::client::action::{Action, Options, ScopedAction};
 use crate::client::copies::CHUNK;
-use crate::client::files::{IN_FLIGHT, Reading, call_by_name, functions, local_io, parse_digest, send_pieces};
+use crate::client::files::{Reading, call_by_name, functions, local_io, parse_digest, send_pieces};
 use crate::client::module_upload::Digest;
+use crate::client::piece_window::PieceWindow;
 use crate::client::references::RemoteObject;
 use crate::client::session::Session;
 use crate::error::{ErrorKind, Result, RpcError};
@@ -80,18 +80,21 @@ impl RemoteFile {
         mut options: Options<'_>,
     ) -> Result<u64> {
         let [read] = functions(&self.session, &options, ["rpc.file.read"]).await?;
-        let mut window: VecDeque<(u64, Pending<Bytes>)> = VecDeque::with_capacity(IN_FLIGHT);
+        let mut window = PieceWindow::new();
         let (mut asked, mut done) = (start, start);
         while done < self.len {
-            while asked < self.len && window.len() < IN_FLIGHT {
-                let piece = (self.len - asked).min(CHUNK as u64);
-                let mut pending = options.apply(read.call((&self.reader, asked, piece))).start();
+            if asked < self.len && !window.is_full() {
+                let len = (self.len - asked).min(CHUNK as u64);
+                let began = window.now();
+                let mut pending = options.apply(read.call::<Bytes>((&self.reader, asked, len))).start();
                 pending.admitted().await?;
-                window.push_back((piece, pending));
-                asked += piece;
+                window.push((asked, len), began, pending);
+                asked += len;
+                continue;
             }
-            let Some((expected, pending)) = window.pop_front() else { break };
-            let piece = pending.await?;
+            let again = |(offset, len): &(u64, u64)| options.apply(read.call((&self.reader, *offset, *len))).start();
+            let Some(((_, expected), outcome)) = window.finish(again).await else { break };
+            let piece = outcome?;
             if piece.len() as u64 != expected {
                 let (path, len, got) = (&self.path, self.len, done + piece.len() as u64);
                 let message =

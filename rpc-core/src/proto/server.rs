@@ -29,7 +29,8 @@ use crate::value::{TensorRef, Value};
 const BACKLOG_WINDOWS: u64 = 8;
 
 /// Chunks that a session may queue without counting against the limit of all sessions: as many as
-/// one copy has in flight.
+/// one copy has in flight at least. A copy with more in flight goes on with so many if the limit of
+/// all sessions is reached.
 const FREE_CHUNKS: u64 = 8;
 
 /// Step in bytes by which a session reserves from the limit of all sessions.
@@ -147,7 +148,7 @@ impl ServerEndpoint {
     }
 
     /// Counts queued memory against `quota`, too, beyond the eight chunks that one copy has in
-    /// flight. Requests and replies that find no room fail with
+    /// flight at least. Requests and replies that find no room fail with
     /// [`LimitExceeded`](ErrorKind::LimitExceeded), and the session continues.
     #[must_use]
     pub fn with_quota(mut self, quota: Arc<MemoryQuota>) -> Self {
