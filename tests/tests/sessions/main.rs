@@ -1,9 +1,10 @@
 //! Tests of sessions: the conformance suite over every kind of session, placed graphs, a client in
-//! Python, `ssh`, modules of TVM-FFI, and staging.
+//! Python, `ssh`, modules of TVM-FFI, staging, and long links.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on should stop")]
 
 mod conformance;
+mod long_links;
 mod placement;
 mod python_client;
 mod ssh;
