@@ -10,10 +10,11 @@ use socket2::{Domain, Protocol, Socket, Type};
 use crate::handshake::certificates::BINDING_LABEL;
 
 /// Number of bytes that one channel may have in flight. It is enough for a copy at 1 GB/s with a
-/// round trip of 8 ms, or at 100 MB/s with 80 ms.
-const STREAM_WINDOW: u32 = 8 << 20;
+/// round trip of 25 ms, or at 1 Gbit/s with 200 ms.
+const STREAM_WINDOW: u32 = 24 << 20;
 
-/// Number of bytes that all channels of a connection together may have in flight.
+/// Number of bytes that all channels of a connection together may have in flight. It bounds what a
+/// peer can make this side hold before it is read, whatever the window of a channel is.
 pub(super) const CONNECTION_WINDOW: u32 = 32 << 20;
 
 /// Returns the idle timeout of a connection whose sessions test their channels at the interval
