@@ -1,10 +1,10 @@
 //! `rpc-bench`: measures sessions and Disco, beside bare sockets on the same machine.
 //!
-//! `session_bench` measures calls and copies, `disco_bench` a controller and its workers,
-//! `scale_bench` a controller with more and more workers, `run_bench` programs at a server,
-//! `forward_bench` connections that are carried to a service. The servers of all are this program
-//! again, in child processes; the options of a connection and the exit codes are those of
-//! `rpc-cli`.
+//! `session_bench` measures calls and copies, `long_link_bench` copies over a long link,
+//! `disco_bench` a controller and its workers, `scale_bench` a controller with more and more
+//! workers, `run_bench` programs at a server, `forward_bench` connections that are carried to a
+//! service. The servers of all are this program again, in child processes; the options of a
+//! connection and the exit codes are those of `rpc-cli`.
 
 #![forbid(unsafe_code)]
 
@@ -13,6 +13,7 @@ mod certificates;
 mod child_process;
 mod disco_bench;
 mod forward_bench;
+mod long_link_bench;
 mod run_bench;
 mod scale_bench;
 mod session_bench;
@@ -45,6 +46,8 @@ struct Cli {
 enum Command {
     /// Measure calls and copies of a session, and compare them with bare sockets
     Rpc(Box<session_bench::SessionBenchArgs>),
+    /// Measure copies over a link with a long round trip
+    LongLink(long_link_bench::LongLinkArgs),
     /// Measure commands of a controller to its workers, and collectives among the workers
     Disco(Box<disco_bench::DiscoBenchArgs>),
     /// Measure programs at a server, and compare them with the same programs here; and leases
@@ -59,7 +62,7 @@ enum Command {
     /// Run nodes that `scale` starts
     #[command(hide = true)]
     SimulatedNodes(scale_bench::SimulatedNodesArgs),
-    /// Run a server that `run` starts
+    /// Run a server that `run` or `long-link` starts
     #[command(hide = true)]
     RunServer(run_bench::RunServerArgs),
     /// Run a process on the way that `forward` measures
@@ -83,6 +86,7 @@ fn main() -> ExitCode {
     }
     let outcome = match command {
         Command::Rpc(args) => session_bench::run(&options, &output, &args),
+        Command::LongLink(args) => long_link_bench::run(&options, &output, &args),
         Command::Disco(args) => disco_bench::run(&output, &args),
         Command::Run(args) => run_bench::run(&output, &args),
         Command::Forward(args) => forward_bench::run(&output, &args),

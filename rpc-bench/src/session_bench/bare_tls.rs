@@ -77,7 +77,7 @@ impl Tls {
 
 /// Returns a configuration with windows as large as those of our QUIC transport.
 fn transport() -> Arc<TransportConfig> {
-    const STREAM_WINDOW: u32 = 8 << 20;
+    const STREAM_WINDOW: u32 = 24 << 20;
     const CONNECTION_WINDOW: u32 = 32 << 20;
     let mut config = TransportConfig::default();
     config.stream_receive_window(STREAM_WINDOW.into());
