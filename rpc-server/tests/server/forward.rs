@@ -313,31 +313,39 @@ fn stalled_service(path: &str) -> Vec<OwnedFd> {
 
 #[test]
 fn a_service_that_stalls_costs_the_time_limit_of_its_connection_alone() {
+    // Both at once, since each waits.
+    thread::scope(|scope| {
+        for direction in [&[][..], &["-R"]] {
+            scope.spawn(|| a_stalled_service(direction));
+        }
+    });
+}
+
+fn a_stalled_service(direction: &[&str]) {
     let folder = tempfile::tempdir().unwrap();
     let service = format!("{}/service", folder.path().display());
-    let server = serve(&folder, "tcp://127.0.0.1:0", &["--allow-port", &format!("unix:{service}")]);
+    // The server has more time than the tool, which reports its own limit then.
+    let flags = ["--handshake-timeout", "60s", "--allow-port", &format!("unix:{service}")];
+    let server = serve(&folder, "tcp://127.0.0.1:0", &flags);
     let to = format!("0:unix:{service}");
-    for direction in [&[][..], &["-R"]] {
-        let sockets = stalled_service(&service);
-        // Long enough for all the steps that are to succeed on a machine that is busy.
-        let mut forward = Running::forward(&[direction, &["--timeout", "10s", &to, server.address()]].concat());
-        let mut bytes = Vec::new();
-        // It is closed or reset.
-        let _ = connect(forward.at()).unwrap().read_to_end(&mut bytes);
-        assert!(bytes.is_empty());
-        let mut report = String::new();
-        BufReader::new(forward.child.stderr.take().unwrap()).read_line(&mut report).unwrap();
-        assert!(report.contains("10s") && report.contains(&service), "{report}");
-        drop(sockets);
-        std::fs::remove_file(&service).unwrap();
-        mirror_at(&service);
-        let mut stream = connect(forward.at()).unwrap();
-        stream.write_all(b"x").unwrap();
-        stream.finish();
-        stream.read_to_end(&mut bytes).unwrap();
-        assert_eq!(bytes, b"x");
-        std::fs::remove_file(&service).unwrap();
-    }
+    let sockets = stalled_service(&service);
+    // Long enough for all the steps that are to succeed on a machine that is busy.
+    let mut forward = Running::forward(&[direction, &["--timeout", "10s", &to, server.address()]].concat());
+    let mut bytes = Vec::new();
+    // It is closed or reset.
+    let _ = connect(forward.at()).unwrap().read_to_end(&mut bytes);
+    assert!(bytes.is_empty());
+    let mut report = String::new();
+    BufReader::new(forward.child.stderr.take().unwrap()).read_line(&mut report).unwrap();
+    assert!(report.contains("10s") && report.contains(&service), "{report}");
+    drop(sockets);
+    std::fs::remove_file(&service).unwrap();
+    mirror_at(&service);
+    let mut stream = connect(forward.at()).unwrap();
+    stream.write_all(b"x").unwrap();
+    stream.finish();
+    stream.read_to_end(&mut bytes).unwrap();
+    assert_eq!(bytes, b"x");
 }
 
 /// Opens a session with a listener.
