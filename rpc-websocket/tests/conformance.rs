@@ -19,4 +19,5 @@ fn wss() -> Link {
 
 conformance!(direct = along([ws()]));
 conformance!(encrypted = along([wss()]));
-conformance!(through_two_hops = along([ws(), Link::tcp(), wss()]));
+// The form of the client makes no difference behind its first link.
+conformance!(through_two_hops = along([ws(), Link::tcp(), wss()]), blocking: #[cfg(feature = "long")]);

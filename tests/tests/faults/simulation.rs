@@ -75,7 +75,7 @@ fn run_histories<F: Future<Output = Tally>>(
     for (what, least) in least {
         let count = tally.get(what).copied().unwrap_or_default();
         let is_enough = count as f64 >= least * histories as f64;
-        assert!(is_enough || histories < 50, "{what}: {count} in {histories} histories");
+        assert!(is_enough || histories < 25, "{what}: {count} in {histories} histories");
     }
 }
 

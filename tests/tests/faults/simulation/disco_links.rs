@@ -22,7 +22,7 @@ use rpc_core::{DataType, Tensor};
 use super::*;
 
 /// Seeds of an ordinary run. `RPC_SIMULATION_SEEDS=FIRST..END` runs others.
-const SEEDS: Range<u64> = 0..100;
+const SEEDS: Range<u64> = 0..50;
 
 /// Number of controllers, each at a host of its own.
 const CONTROLLERS: usize = 2;
