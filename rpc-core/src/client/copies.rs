@@ -161,7 +161,7 @@ impl CopyTo {
         let tensor = tensor?;
         lane_deadlock::check(&session, options.lane)?;
         check_range(&tensor, offset, data.len())?;
-        let mut window = PieceWindow::new();
+        let mut window = PieceWindow::of_writes();
         let (mut next, mut done) = (0, 0);
         // An empty copy is still one request, so that it is admitted in order and detects a dead
         // session.
@@ -233,7 +233,7 @@ impl CopyFrom {
         }
         rest.truncate(len);
         let mut filled = BytesMut::new();
-        let mut window = PieceWindow::new();
+        let mut window = PieceWindow::of_reads();
         let mut offset = range.start;
         // A copy of no bytes is one request, too.
         let mut all_submitted = false;

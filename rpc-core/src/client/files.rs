@@ -25,7 +25,7 @@ use std::time::SystemTime;
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 
-use crate::client::action::{Action, Options, ScopedAction};
+use crate::client::action::{Action, Options, Pending, ScopedAction};
 use crate::client::copies::CHUNK;
 use crate::client::file_cache::FileCache;
 use crate::client::module_upload::Digest;
@@ -261,6 +261,9 @@ impl Files {
     }
 }
 
+/// Window of pieces that are sent, by their offsets.
+pub(crate) type SentPieces = PieceWindow<(u64, Bytes), Pending<()>, ()>;
+
 /// Sends all of `source` to the file `path`, which appears when it is complete.
 pub(crate) async fn send(
     session: &Session,
@@ -273,7 +276,7 @@ pub(crate) async fn send(
     let [begin, write, commit] = functions(session, options, names).await?;
     // Dropped on every error below, which frees the writer and the bytes that it has written.
     let writer: RemoteObject = options.apply(begin.call((path, len))).await?;
-    let sent = send_pieces(&write, &writer, 0, source, options).await?;
+    let sent = send_pieces(SentPieces::of_writes(), &write, &writer, 0, source, options).await?;
     options.apply(commit.call::<()>((&writer,))).await?;
     Ok(sent)
 }
@@ -309,9 +312,10 @@ pub(crate) async fn call_by_name<R: FromReply>(
 }
 
 /// Sends all of `source` to `writer`, to the bytes from `start` on, by calls of `write` with the
-/// writer, the offset and a piece, several of which are in flight at a time. Returns the offset
+/// writer, the offset and a piece, several of which are in flight in `window`. Returns the offset
 /// behind the last byte, as which progress is reported too.
 pub(crate) async fn send_pieces(
+    mut window: SentPieces,
     write: &RemoteFunction,
     writer: &RemoteObject,
     start: u64,
@@ -319,7 +323,6 @@ pub(crate) async fn send_pieces(
     options: &mut Options<'_>,
 ) -> Result<u64> {
     let (mut sent, mut done) = (start, start);
-    let mut window = PieceWindow::new();
     let mut piece = next_piece(&mut source)?;
     while !piece.is_empty() || !window.is_empty() {
         if !piece.is_empty() && !window.is_full() {

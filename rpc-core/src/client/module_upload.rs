@@ -31,7 +31,7 @@ use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 
 use crate::client::action::{Action, Options, ScopedAction};
-use crate::client::files::{Pieces, Reading, call_by_name, functions, send_pieces};
+use crate::client::files::{Pieces, Reading, SentPieces, call_by_name, functions, send_pieces};
 use crate::client::references::{RemoteModule, RemoteObject};
 use crate::client::session::Session;
 use crate::error::Result;
@@ -237,7 +237,8 @@ async fn send(
     let [begin, write, commit] = functions(session, &options, names).await?;
     // Dropped on every error below, so that nothing of it remains at the server.
     let upload: RemoteObject = options.apply(begin.call((digest.to_string(), len))).await?;
-    send_pieces(&write, &upload, 0, source, &mut options).await?;
+    // The server takes the bytes of a module in their order.
+    send_pieces(SentPieces::of_writes_in_order(), &write, &upload, 0, source, &mut options).await?;
     options.apply(commit.call::<()>((&upload,))).await?;
     Ok(true)
 }

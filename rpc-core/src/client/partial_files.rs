@@ -11,7 +11,7 @@ use bytes::Bytes;
 
 use crate::client::action::{Action, Options, ScopedAction};
 use crate::client::copies::CHUNK;
-use crate::client::files::{Reading, call_by_name, functions, local_io, parse_digest, send_pieces};
+use crate::client::files::{Reading, SentPieces, call_by_name, functions, local_io, parse_digest, send_pieces};
 use crate::client::module_upload::Digest;
 use crate::client::piece_window::PieceWindow;
 use crate::client::references::RemoteObject;
@@ -80,7 +80,7 @@ impl RemoteFile {
         mut options: Options<'_>,
     ) -> Result<u64> {
         let [read] = functions(&self.session, &options, ["rpc.file.read"]).await?;
-        let mut window = PieceWindow::new();
+        let mut window = PieceWindow::of_reads();
         let (mut asked, mut done) = (start, start);
         while done < self.len {
             if asked < self.len && !window.is_full() {
@@ -163,7 +163,8 @@ impl ResumableUpload {
         let action = ScopedAction::steps(async move |mut options: Options<'a>| {
             let [write, commit] = functions(&self.session, &options, ["rpc.file.write", "rpc.file.commit"]).await?;
             let source = Reading { source: rest };
-            let len = send_pieces(&write, &self.writer, self.part_len, source, &mut options).await?;
+            let len =
+                send_pieces(SentPieces::of_writes(), &write, &self.writer, self.part_len, source, &mut options).await?;
             options.apply(commit.call::<()>((&self.writer,))).await?;
             Ok(len)
         });

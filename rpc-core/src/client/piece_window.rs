@@ -4,7 +4,8 @@
 //! A peer, or a hop on the way, may have room for eight pieces of a session and none for more,
 //! because other sessions hold the rest. It refuses those then. They are submitted again, with no
 //! more than eight in flight, so that a window that has grown makes no copy fail. That is right
-//! because a piece is the same bytes at the same place each time.
+//! because a piece is the same bytes at the same place each time. Where pieces have to come in
+//! order, the window stays at eight.
 
 use std::collections::VecDeque;
 use std::future::Future;
@@ -17,6 +18,9 @@ use crate::error::{ErrorKind, Result};
 pub(crate) struct PieceWindow<T, P, R> {
     pieces: VecDeque<Piece<T, P, R>>,
     size: WindowSize,
+    /// True if a piece whose request was carried out may be submitted again: its reply found no
+    /// room.
+    repeats_what_ran: bool,
     now: fn() -> Instant,
 }
 
@@ -24,8 +28,11 @@ struct Piece<T, P, R> {
     piece: T,
     number: u64,
     submitted: Instant,
-    /// True if the piece was submitted into a window of more than [`LEAST`].
+    /// True if the piece was submitted into a window of more than [`LEAST`], or was refused beside
+    /// such a one.
     is_beyond_least: bool,
+    /// True if the piece was submitted again.
+    was_repeated: bool,
     reply: Reply<P, R>,
 }
 
@@ -35,8 +42,23 @@ enum Reply<P, R> {
 }
 
 impl<T, P: Future<Output = Result<R>> + Unpin, R> PieceWindow<T, P, R> {
-    pub(crate) fn new() -> Self {
-        Self { pieces: VecDeque::with_capacity(LEAST), size: WindowSize::new(), now: crate::clock::now }
+    /// Creates a window of reads.
+    pub(crate) fn of_reads() -> Self {
+        Self { repeats_what_ran: true, ..Self::of_writes() }
+    }
+
+    /// Creates a window of writes, in any order. One that was carried out and failed is not
+    /// submitted again.
+    pub(crate) fn of_writes() -> Self {
+        let pieces = VecDeque::with_capacity(LEAST);
+        Self { pieces, size: WindowSize::new(), repeats_what_ran: false, now: crate::clock::now }
+    }
+
+    /// Creates a window of writes that have to come in order, so that none may be submitted again.
+    pub(crate) fn of_writes_in_order() -> Self {
+        let mut window = Self::of_writes();
+        window.size.narrow();
+        window
     }
 
     /// Returns true if the oldest piece has to end before the next one is submitted.
@@ -57,22 +79,29 @@ impl<T, P: Future<Output = Result<R>> + Unpin, R> PieceWindow<T, P, R> {
     pub(crate) fn push(&mut self, piece: T, submitted: Instant, reply: P) {
         let number = self.size.submit();
         let is_beyond_least = self.size.pieces() > LEAST;
-        self.pieces.push_back(Piece { piece, number, submitted, is_beyond_least, reply: Reply::Pending(reply) });
+        let reply = Reply::Pending(reply);
+        self.pieces.push_back(Piece { piece, number, submitted, is_beyond_least, was_repeated: false, reply });
     }
 
     /// Waits for the reply to the oldest piece; `None` if none is in flight. `again` submits once
     /// more a piece that was refused.
     pub(crate) async fn finish(&mut self, mut again: impl FnMut(&T) -> P) -> Option<(T, Result<R>)> {
         self.pieces.front_mut()?.end().await;
-        if self.pieces.front().is_some_and(Piece::was_refused) {
+        let ran = self.repeats_what_ran;
+        let is_wide = self.pieces.iter().any(|piece| piece.is_beyond_least);
+        if is_wide && self.pieces.front().is_some_and(|piece| piece.was_refused(ran)) {
             self.size.narrow();
             // What the others take is free once they have ended.
             for piece in &mut self.pieces {
                 piece.end().await;
             }
-            for piece in self.pieces.iter_mut().filter(|piece| piece.was_refused()).take(LEAST) {
-                piece.is_beyond_least = false;
-                piece.reply = Reply::Pending(again(&piece.piece));
+            for (at, piece) in self.pieces.iter_mut().filter(|piece| piece.was_refused(ran)).enumerate() {
+                // The rest has its turn when it is the oldest.
+                piece.is_beyond_least = at >= LEAST;
+                if at < LEAST {
+                    piece.was_repeated = true;
+                    piece.reply = Reply::Pending(again(&piece.piece));
+                }
             }
             self.pieces.front_mut()?.end().await;
         } else if let Some(piece) = self.pieces.front() {
@@ -94,11 +123,13 @@ impl<T, P: Future<Output = Result<R>> + Unpin, R> Piece<T, P, R> {
         }
     }
 
-    /// Returns true if the piece has ended because there was no room for it, and there may be if
-    /// fewer are in flight.
-    fn was_refused(&self) -> bool {
-        self.is_beyond_least
-            && matches!(&self.reply, Reply::Ended(Err(error)) if error.kind() == ErrorKind::LimitExceeded)
+    /// Returns true if the piece has ended because there was no room for it, and may be submitted
+    /// again. A function reports a limit of its own, such as a quota of files, in the same way, but
+    /// has run.
+    fn was_refused(&self, even_if_it_ran: bool) -> bool {
+        let Reply::Ended(Err(error)) = &self.reply else { return false };
+        let is_refused = error.kind() == ErrorKind::LimitExceeded;
+        is_refused && !self.was_repeated && (even_if_it_ran || !error.request_may_have_run())
     }
 }
 
@@ -124,6 +155,10 @@ mod tests {
         most: Cell<usize>,
         submitted: RefCell<Vec<u32>>,
         broken: Cell<Option<u32>>,
+        /// Piece that is over a limit of the function that was called.
+        over: Cell<Option<u32>>,
+        /// Pieces that find no room, once each, however few are in flight.
+        refused: RefCell<Vec<u32>>,
     }
 
     impl Peer {
@@ -132,7 +167,9 @@ mod tests {
             peer.submitted.borrow_mut().push(piece);
             peer.held.set(peer.held.get() + 1);
             peer.most.set(peer.most.get().max(peer.held.get()));
-            let fits = peer.held.get() <= peer.room;
+            let unlucky = peer.refused.borrow().iter().position(|refused| *refused == piece);
+            let unlucky = unlucky.map(|at| peer.refused.borrow_mut().remove(at)).is_some();
+            let fits = peer.held.get() <= peer.room && !unlucky;
             Box::pin(async move {
                 // Once, so that the caller waits.
                 let mut polled = false;
@@ -144,6 +181,7 @@ mod tests {
                 peer.held.set(peer.held.get() - 1);
                 match fits {
                     true if peer.broken.get() == Some(piece) => Err(RpcError::internal("broken")),
+                    true if peer.over.get() == Some(piece) => Err(RpcError::limit("quota", 1, 2).may_have_run(true)),
                     true => Ok(piece),
                     false => Err(RpcError::limit("max_total_queued", 8, 9)),
                 }
@@ -153,8 +191,12 @@ mod tests {
 
     /// Copies `pieces` pieces with a window that has grown to `width`. Returns those that ended.
     fn copy(peer: &Rc<Peer>, pieces: u32, width: usize) -> Result<Vec<u32>> {
-        let mut window = PieceWindow::new();
+        let mut window = PieceWindow::of_writes();
         window.size = WindowSize::grown(width);
+        copy_in(window, peer, pieces)
+    }
+
+    fn copy_in(mut window: PieceWindow<u32, Pending, u32>, peer: &Rc<Peer>, pieces: u32) -> Result<Vec<u32>> {
         // No time passes, so that the window stays as it is.
         static NOW: LazyLock<Instant> = LazyLock::new(Instant::now);
         window.now = || *NOW;
@@ -194,6 +236,55 @@ mod tests {
             let error = copy(&peer, 100, width).unwrap_err();
             assert_eq!(error.kind(), ErrorKind::LimitExceeded);
         }
+    }
+
+    /// Its reply comes after those of others that find no room, because they are more than eight.
+    #[test]
+    fn an_older_piece_that_is_refused_beside_newer_ones_is_submitted_again() {
+        let peer = Rc::new(Peer { room: 48, ..Peer::default() });
+        peer.refused.borrow_mut().extend([3, 9]);
+        let mut window = PieceWindow::of_writes();
+        for piece in 0..8 {
+            window.push(piece, Instant::now(), peer.submit(piece));
+        }
+        window.size = WindowSize::grown(24);
+        for piece in 8..12 {
+            window.push(piece, Instant::now(), peer.submit(piece));
+        }
+        let mut ended = Vec::new();
+        crate::blocking::block_on(async {
+            while let Some((piece, outcome)) = window.finish(|piece| peer.submit(*piece)).await {
+                assert_eq!(outcome.unwrap(), piece);
+                ended.push(piece);
+            }
+        })
+        .unwrap();
+        assert_eq!(ended, (0..12).collect::<Vec<_>>());
+        assert_eq!(peer.submitted.borrow()[12..], [3, 9]);
+    }
+
+    #[test]
+    fn a_limit_of_the_function_is_the_error_of_writes_and_tried_again_by_reads() {
+        let peer = Rc::new(Peer { room: 48, over: Cell::new(Some(5)), ..Peer::default() });
+        let times = || peer.submitted.borrow().iter().filter(|piece| **piece == 5).count();
+        let error = copy(&peer, 100, 24).unwrap_err();
+        assert!(error.message().contains("quota") && times() == 1, "{error}");
+        peer.submitted.borrow_mut().clear();
+        let mut window = PieceWindow::of_reads();
+        window.size = WindowSize::grown(24);
+        assert!(copy_in(window, &peer, 100).unwrap_err().message().contains("quota"));
+        assert_eq!(times(), 2);
+    }
+
+    #[test]
+    fn pieces_that_have_to_come_in_order_are_never_submitted_again() {
+        let peer = Rc::new(Peer { room: 48, ..Peer::default() });
+        peer.refused.borrow_mut().push(20);
+        assert_eq!(
+            copy_in(PieceWindow::of_writes_in_order(), &peer, 100).unwrap_err().kind(),
+            ErrorKind::LimitExceeded
+        );
+        assert_eq!((peer.most.get(), peer.submitted.borrow().iter().filter(|piece| **piece == 20).count()), (LEAST, 1));
     }
 
     #[test]

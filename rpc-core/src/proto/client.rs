@@ -728,6 +728,9 @@ impl<T: Clone> ClientEndpoint<T> {
         self.orphaned = 0;
         self.deadlines.clear();
         self.pong = None;
+        // References to the session may live long, and should not keep memory.
+        self.shared = ClientWindow::None;
+        self.common.output.window = None;
         self.events.push_back(ClientEvent::Ended(error));
     }
 }
