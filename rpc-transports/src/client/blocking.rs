@@ -290,8 +290,8 @@ impl ClientState<SocketPump> {
     /// Reads the input that has arrived, without waiting.
     fn read_to_end(&self, locked: &mut Locked<SocketPump>) {
         let mut buffer = vec![0; READ_MAX];
-        while let Ok(count @ 1..) = receive(&self.pump.io, &mut buffer, RecvFlags::DONTWAIT) {
-            locked.pump.input.extend_from_slice(&buffer[..count]);
+        loop {
+            // What was read before may not have been handled whole.
             loop {
                 if locked.endpoint.handle_input(&mut locked.pump.input, Instant::now()).is_err() {
                     return;
@@ -300,6 +300,8 @@ impl ClientState<SocketPump> {
                     break;
                 }
             }
+            let Ok(count @ 1..) = receive(&self.pump.io, &mut buffer, RecvFlags::DONTWAIT) else { return };
+            locked.pump.input.extend_from_slice(&buffer[..count]);
         }
     }
 

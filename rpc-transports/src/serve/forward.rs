@@ -76,6 +76,8 @@ impl ServerState {
             .keep_alive(self.options.keep_alive)
             .spin(self.options.spin)
             .limits(self.options.limits.clone())
+            // It would count against no limit of the client.
+            .shared_memory(false)
             .with_path(path, identity)
     }
 

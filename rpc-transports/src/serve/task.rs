@@ -55,6 +55,8 @@ pub(super) struct SessionTask {
     traffic: Traffic,
     /// Bytes sent through shared memory that the timeouts know of.
     shared_sent: u64,
+    /// The same of bytes received.
+    shared_received: u64,
     peer: Arc<str>,
     entry: Option<Arc<ConnectionEntry>>,
     /// True if the runtime has one thread, on which this task runs, too.
@@ -109,6 +111,7 @@ impl SessionTask {
             last_message_sent: false,
             traffic: Traffic::default(),
             shared_sent: 0,
+            shared_received: 0,
             peer,
             entry: Some(entry),
             has_one_thread: Handle::current().metrics().num_workers() == 1,
@@ -298,6 +301,9 @@ impl SessionTask {
             // those before it.
             let more = self.endpoint.handle_input(&mut self.read.buffer, now, &mut place)?;
             self.act_on_events();
+            let (received, _) = self.endpoint.shared_bytes();
+            let shared = received - std::mem::replace(&mut self.shared_received, received);
+            self.timeouts.received(shared as usize);
             if !more {
                 return Ok(());
             }

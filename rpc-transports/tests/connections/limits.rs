@@ -228,19 +228,24 @@ async fn a_client_that_reads_nothing_is_disconnected() {
 #[cfg(target_os = "linux")]
 #[tokio::test]
 async fn a_client_that_takes_nothing_from_shared_memory_is_disconnected() {
+    let write_timeout = Duration::from_millis(100);
     let server = server(|options| {
-        options.write_timeout = Duration::from_millis(100);
+        options.write_timeout = write_timeout;
         options.keep_alive = Duration::from_secs(3600);
     });
-    let (ours, theirs) = tokio::io::duplex(1 << 16);
-    let (ours, stops_reading, _) = Stalling::new(ours);
-    let process = |name: &str| rpc_transports::Peer::new(name).with_process(std::process::id());
-    server.serve_channel(Channel::new(theirs, process("a client that stops reading")));
-    let channel = Channel::new(ours, process("the server"));
-    let session = Connector::new().keep_alive(Duration::from_secs(3600)).connect_channel(channel).await.unwrap();
-    let tensor = session.alloc(Device::cpu(), DataType::U8, &[8 << 20]).await.unwrap();
-    // From here on the peers share memory.
-    session.copy_to_remote(&tensor, vec![0; 1 << 20]).await.unwrap();
+    let (session, tensor, stops_reading) = in_time(write_timeout, async || {
+        let (ours, theirs) = tokio::io::duplex(1 << 16);
+        let (ours, stops_reading, _) = Stalling::new(ours);
+        let process = |name: &str| rpc_transports::Peer::new(name).with_process(std::process::id());
+        server.serve_channel(Channel::new(theirs, process("a client that stops reading")));
+        let channel = Channel::new(ours, process("the server"));
+        let session = Connector::new().keep_alive(Duration::from_secs(3600)).connect_channel(channel).await?;
+        let tensor = session.alloc(Device::cpu(), DataType::U8, &[8 << 20]).await?;
+        // From here on the peers share memory.
+        session.copy_to_remote(&tensor, vec![0; 1 << 20]).await?;
+        Ok((session, tensor, stops_reading))
+    })
+    .await;
     stops_reading.store(true, Ordering::SeqCst);
     let read = tokio::spawn(async move { session.copy_from_remote(&tensor).await });
     idle(&server).await;
