@@ -16,8 +16,10 @@ pub(crate) const LEAST: usize = 8;
 /// window of 65 MiB then has room for calls beside a copy.
 pub(crate) const MOST: usize = 48;
 
-/// Round trip up to which the window does not grow: [`LEAST`] pieces fill 13 Gbit/s then.
-const SHORT: Duration = Duration::from_millis(5);
+/// Round trip up to which the window does not grow: [`LEAST`] pieces fill 3.4 Gbit/s then. One
+/// piece of a copy that was answered sooner proves that the link is not longer, however long pieces
+/// take on a busy machine.
+const SHORT: Duration = Duration::from_millis(20);
 
 /// Window of one copy, in pieces. It counts pieces and compares times that are passed in.
 #[derive(Debug)]
@@ -117,7 +119,7 @@ impl WindowSize {
             let was_idle = before <= longest_idle;
             self.idle_check = if was_idle { IdleCheck::Passed } else { IdleCheck::Due };
             self.resize(if was_idle { (2 * LEAST).min(self.limit) } else { LEAST });
-        } else if time <= longest && time >= SHORT && self.pieces < self.limit {
+        } else if time <= longest && self.shortest >= SHORT && self.pieces < self.limit {
             if self.idle_check == IdleCheck::Due {
                 self.idle_check = IdleCheck::Running(self.shortest);
                 self.resize(LEAST / 2);
