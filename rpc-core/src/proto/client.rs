@@ -19,7 +19,7 @@ use super::handshake::Negotiated;
 use super::id_map::IdMap;
 use super::message::{is_bytes_reply, read_reply, write_request};
 use super::output::{Message, VALUE_SIZE};
-use super::window::{ClientWindow, MIN_SHARED, OfferWindow, OfferedWindow};
+use super::shared_window::{ClientWindow, MIN_SHARED, OfferWindow, OfferedWindow};
 use crate::error::{ErrorKind, Result, RpcError};
 use crate::handle::Handle;
 use crate::reply::Outcome;

@@ -28,7 +28,7 @@ mod keep_alive_defaults;
 mod message;
 mod output;
 mod server;
-mod window;
+mod shared_window;
 
 pub use client::{Admission, ClientEndpoint, ClientEvent};
 pub use codec::{CodecError, decode_value, encode_value};
@@ -41,6 +41,6 @@ pub use handshake::{
 pub use keep_alive_defaults::{KEEP_ALIVE, SILENT_INTERVALS};
 pub use message::{decode_reply, decode_request, encode_reply, encode_request};
 pub use server::{InPlaceWriter, ServerEndpoint, ServerEvent};
-pub use window::{
+pub use shared_window::{
     ConfirmWindow, MIN_SHARED, OfferWindow, OfferedWindow, OpenWindow, SHARED_MEMORY, Window, WindowOpener,
 };

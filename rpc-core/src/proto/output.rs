@@ -8,7 +8,7 @@ use bytes::{Buf, Bytes};
 
 use super::frame::{FrameHeader, HEADER_LEN, Kind, MAX_BODY_PART};
 use super::id_map::IdMap;
-use super::window::{MIN_SHARED, Window};
+use super::shared_window::{MIN_SHARED, Window};
 
 /// Bytes that each value of a message counts at least. Roughly its decoded size, which may be a
 /// hundred times its size on the wire.

@@ -16,7 +16,7 @@ use super::handshake::Negotiated;
 use super::id_map::IdMap;
 use super::message::{peek_write, read_request, write_reply};
 use super::output::{Message, VALUE_SIZE};
-use super::window::WindowOpener;
+use super::shared_window::WindowOpener;
 use crate::error::{ErrorKind, Result, RpcError};
 use crate::handle::Handle;
 use crate::memory_quota::{MemoryLease, MemoryQuota};
