@@ -20,7 +20,7 @@ use serde::Serialize;
 use crate::child_process::{announce, exit_with_stdin};
 use crate::statistics::{quantile, rounded};
 
-/// Length of what a client or the service writes at a time, and of the buffers of a bare relay.
+/// Length of what a client or the service writes at a time.
 const PIECE_LEN: usize = 256 << 10;
 
 #[derive(Args, Debug)]
@@ -38,10 +38,8 @@ pub(crate) struct ForwardBenchArgs {
 enum Role {
     /// Server that may carry to the target.
     Server,
-    /// What `rpc-cli forward` does: each connection is carried to the target by a server.
+    /// Process that has a server carry each connection to the target, as `rpc-cli forward` does.
     Client,
-    /// Bare tokio that forwards bytes to the target.
-    Relay,
 }
 
 #[derive(Args, Debug)]
@@ -68,8 +66,8 @@ pub(crate) fn run(output: &Output, args: &ForwardBenchArgs) -> Result<(), Failur
     let workdir = folder.path().join("workdir").display().to_string();
     let server = start(Role::Server, &service, Some(&workdir))?;
     let ours = start(Role::Client, &service, Some(server.address()))?;
-    let near = start(Role::Relay, &service, None)?;
-    let far = start(Role::Relay, near.address(), None)?;
+    let near = start_relay(&service)?;
+    let far = start_relay(near.address())?;
     let ways = [service.as_str(), near.address(), far.address(), ours.address()];
 
     for direction in [Direction::ToService, Direction::FromService] {
@@ -136,10 +134,19 @@ fn report(output: &Output, direction: Direction, rates: &[Vec<f64>; 4]) -> Resul
 }
 
 fn start(role: Role, target: &str, extra: Option<&str>) -> Result<ServerProcess, Failure> {
-    let program = std::env::current_exe().map_err(|error| Failure::local("cannot find this program", error))?;
     let name = role.to_possible_value();
+    spawn(&["forward-child", name.as_ref().map_or("", |name| name.get_name()), target], extra)
+}
+
+/// Starts the bare relay of `rpc-bench rpc`.
+fn start_relay(target: &str) -> Result<ServerProcess, Failure> {
+    spawn(&["session-server", "relay", "tcp://127.0.0.1:0", target], None)
+}
+
+fn spawn(args: &[&str], extra: Option<&str>) -> Result<ServerProcess, Failure> {
+    let program = std::env::current_exe().map_err(|error| Failure::local("cannot find this program", error))?;
     let mut command = Command::new(program);
-    command.arg("forward-child").arg(name.as_ref().map_or("", |name| name.get_name())).arg(target).args(extra);
+    command.args(args).args(extra);
     Ok(ServerProcess::spawn(command)?)
 }
 
@@ -214,7 +221,6 @@ pub(crate) fn run_child(args: ChildArgs) -> Result<(), Failure> {
     match args.role {
         Role::Server => serve(args),
         Role::Client => rpc_server::cli::runtime()?.block_on(forward(args)),
-        Role::Relay => rpc_server::cli::runtime()?.block_on(relay(args.target)),
     }
 }
 
@@ -244,22 +250,6 @@ async fn forward(args: ChildArgs) -> Result<(), Failure> {
         tokio::spawn(async move {
             let tunnel = connector.open_tunnel(&server, &target).await.map_err(io::Error::other)?;
             tunnel.join(local).await.map(drop)
-        });
-    }
-}
-
-async fn relay(target: Address) -> Result<(), Failure> {
-    let failed = |error: io::Error| Failure::local("cannot listen", error);
-    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.map_err(failed)?;
-    announce(&Address::from(listener.local_addr().map_err(failed)?).to_string());
-    exit_with_stdin()?;
-    let target = target.to_string();
-    loop {
-        let (mut near, _) = listener.accept().await.map_err(failed)?;
-        let target = target.clone();
-        tokio::spawn(async move {
-            let mut far = tokio::net::TcpStream::connect(target.trim_start_matches("tcp://")).await?;
-            tokio::io::copy_bidirectional_with_sizes(&mut near, &mut far, PIECE_LEN, PIECE_LEN).await
         });
     }
 }
