@@ -286,11 +286,7 @@ fn a_service_that_refuses_ends_its_connection_and_the_others_go_on() {
     BufReader::new(forward.child.stderr.take().unwrap()).read_line(&mut report).unwrap();
     assert!(report.contains(&service), "{report}");
     mirror_at(&service);
-    let mut stream = connect(forward.at()).unwrap();
-    stream.write_all(b"who is there?").unwrap();
-    stream.finish();
-    stream.read_to_end(&mut bytes).unwrap();
-    assert_eq!(bytes, b"who is there?");
+    is_mirrored(forward.at());
 }
 
 /// Listens at a path, and lets no connection in: the backlog is full. The sockets keep it so.
@@ -341,11 +337,16 @@ fn a_stalled_service(direction: &[&str]) {
     drop(sockets);
     std::fs::remove_file(&service).unwrap();
     mirror_at(&service);
-    let mut stream = connect(forward.at()).unwrap();
-    stream.write_all(b"x").unwrap();
+    is_mirrored(forward.at());
+}
+
+/// Checks that a mirror answers at an address.
+fn is_mirrored(address: &str) {
+    let (mut stream, mut bytes) = (connect(address).unwrap(), Vec::new());
+    stream.write_all(b"who is there?").unwrap();
     stream.finish();
     stream.read_to_end(&mut bytes).unwrap();
-    assert_eq!(bytes, b"x");
+    assert_eq!(bytes, b"who is there?");
 }
 
 /// Opens a session with a listener.

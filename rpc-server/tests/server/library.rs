@@ -92,7 +92,7 @@ async fn info_counts_over_all_sessions_and_forgets_those_that_ended() {
             }
         }
     };
-    let left = tokio::time::timeout(Duration::from_secs(60), gone).await.unwrap();
+    let left = tokio::time::timeout(Duration::from_secs(10), gone).await.unwrap();
     assert!(left.handles < held.handles);
 }
 
@@ -160,7 +160,7 @@ async fn a_private_workspace_is_removed_with_its_session_and_a_named_one_is_kept
             tokio::task::yield_now().await;
         }
     };
-    tokio::time::timeout(Duration::from_secs(60), empty).await.unwrap();
+    tokio::time::timeout(Duration::from_secs(10), empty).await.unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -235,7 +235,7 @@ async fn draining_lets_a_running_call_finish_and_takes_no_new_clients() {
         leave.add_permits(1);
         assert_eq!(call.await.unwrap(), 7);
     };
-    tokio::time::timeout(Duration::from_secs(60), async { tokio::join!(drain, client) }).await.unwrap();
+    tokio::time::timeout(Duration::from_secs(20), async { tokio::join!(drain, client) }).await.unwrap();
     assert_eq!(fixture.running.sessions(), 0);
 }
 
@@ -254,9 +254,9 @@ async fn sessions_that_do_not_end_in_time_are_stopped() {
     let call = forever.call(()).start();
     started.acquire().await.unwrap().forget();
     fixture.running.drain().await;
-    let error = tokio::time::timeout(Duration::from_secs(60), call).await.unwrap().unwrap_err();
+    let error = tokio::time::timeout(Duration::from_secs(5), call).await.unwrap().unwrap_err();
     assert!(error.ends_session() && error.request_may_have_run(), "{error:?}");
-    tokio::time::timeout(Duration::from_secs(60), fixture.running.idle()).await.unwrap();
+    tokio::time::timeout(Duration::from_secs(5), fixture.running.idle()).await.unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -24,8 +24,8 @@ use crate::functions;
 /// compiler first. A test that needs more hangs.
 const WATCHDOG: Duration = Duration::from_secs(180);
 
-/// Time limit against hangs of what happens by itself, such as a free on its way.
-const SOON: Duration = Duration::from_secs(60);
+/// Time limit of what happens by itself, such as a free on its way.
+const SOON: Duration = Duration::from_secs(10);
 
 /// Form in which a test connects and waits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -21,7 +21,7 @@ use crate::peers::{self, Calls, within};
 const MAX_POLLS: usize = 400;
 
 /// Time limit within which a lost wake-up is noticed.
-const LONG: Duration = Duration::from_secs(30);
+const LONG: Duration = Duration::from_secs(10);
 
 /// Moment at which an operation is dropped.
 #[derive(Clone, Copy, Debug)]

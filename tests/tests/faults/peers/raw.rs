@@ -11,9 +11,9 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
 use super::site::{Site, soon};
 
-/// Time limit of steps that may take seconds, with room for a slow machine. What is drawn out by
-/// [`trickle`] takes longer.
-pub const OVER: Duration = Duration::from_secs(15);
+/// Time limit of steps that may take as long as a handshake: five seconds more than the longest
+/// time that servers of these tests have for one. What is drawn out by [`trickle`] takes longer.
+pub const OVER: Duration = Duration::from_secs(8);
 
 /// Peer that writes raw bytes.
 pub struct Raw {
