@@ -13,6 +13,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::task::{Context, Poll, Wake, Waker};
 use std::thread::{self, Thread};
+use std::time::Duration;
 
 use crate::error::{ErrorKind, Result, RpcError};
 
@@ -20,7 +21,8 @@ use crate::error::{ErrorKind, Result, RpcError};
 /// for its replies do the work. Implemented by sessions; see
 /// [`Submission::driven`](crate::Submission::driven).
 pub trait Driver: Send + Sync {
-    /// Does the session's input and output on the calling thread until `done` returns true.
+    /// Does the session's input and output on the calling thread until `done` returns true. Asks it
+    /// after every wait, and after every signal that interrupts a wait.
     fn drive(&self, done: &dyn Fn() -> bool);
 
     /// Sees to it that another thread does the input and output from now on: a reply is awaited in
@@ -180,7 +182,39 @@ impl Drop for RestoreOnDrop {
 ///
 /// Those of [`check_may_block`].
 pub fn block_on<F: Future>(future: F) -> Result<F::Output> {
+    match run(future, None)? {
+        Some(output) => Ok(output),
+        // Nothing stops it.
+        None => Err(RpcError::internal("a wait ended without its outcome")),
+    }
+}
+
+/// Runs `future` like [`block_on`], until `stop` returns true: then the future is dropped, which
+/// cancels its operation, and the result is `None`.
+///
+/// `stop` is asked on the calling thread: whenever a signal has interrupted a wait for the session,
+/// and else every [`STOP_INTERVAL`] or so, as long as nothing else happens. It should cost little.
+///
+/// ```
+/// use rpc_core::blocking::block_on_unless;
+///
+/// assert_eq!(block_on_unless(async { 3 }, &|| false).unwrap(), Some(3));
+/// assert_eq!(block_on_unless(std::future::pending::<i64>(), &|| true).unwrap(), None);
+/// ```
+///
+/// # Errors
+///
+/// Those of [`check_may_block`].
+pub fn block_on_unless<F: Future>(future: F, stop: &dyn Fn() -> bool) -> Result<Option<F::Output>> {
+    run(future, Some(stop))
+}
+
+/// Longest time for which a parked thread does not ask whether it should stop.
+pub const STOP_INTERVAL: Duration = Duration::from_millis(50);
+
+fn run<F: Future>(future: F, stop: Option<&dyn Fn() -> bool>) -> Result<Option<F::Output>> {
     check_may_block()?;
+    let stopped = || stop.is_some_and(|stop| stop());
     let signal = SIGNAL
         .with_borrow_mut(Option::take)
         .unwrap_or_else(|| Arc::new(Signal { woken: AtomicBool::new(false), thread: thread::current() }));
@@ -192,16 +226,28 @@ pub fn block_on<F: Future>(future: F) -> Result<F::Output> {
         signal.woken.store(false, Ordering::Release);
         WAITING.with_borrow_mut(|waiting| *waiting = Some(WaitTarget::Parked));
         if let Poll::Ready(output) = future.as_mut().poll(&mut context) {
-            return Ok(output);
+            return Ok(Some(output));
         }
-        let woken = || signal.woken.load(Ordering::Acquire);
+        let is_stopped = Cell::new(false);
+        let woken = || {
+            signal.woken.load(Ordering::Acquire) || {
+                is_stopped.set(is_stopped.get() || stopped());
+                is_stopped.get()
+            }
+        };
         match WAITING.with_borrow_mut(|waiting| waiting.replace(WaitTarget::Parked)) {
             Some(WaitTarget::One(driver)) => driver.drive(&woken),
             _ => {
                 while !woken() {
-                    thread::park();
+                    match stop {
+                        Some(_) => thread::park_timeout(STOP_INTERVAL),
+                        None => thread::park(),
+                    }
                 }
             }
+        }
+        if is_stopped.get() {
+            return Ok(None);
         }
     }
 }

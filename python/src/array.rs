@@ -1,0 +1,327 @@
+//! Memory of tensors in this process, to and from numpy, torch, jax and all others that speak
+//! DLPack.
+
+use std::any::Any;
+use std::ffi::{CStr, c_void};
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use bytes::{Bytes, BytesMut};
+use pyo3::exceptions::{PyBufferError, PyTypeError, PyValueError};
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyCapsule, PyDict, PyTuple};
+use pyo3::{IntoPyObjectExt as _, ffi};
+use rpc_core::dlpack::{dense_size, dense_strides};
+use rpc_core::{DataTypeCode, Device, DeviceType};
+
+use crate::types::DataType;
+
+const CAPSULE: &CStr = c"dltensor";
+const USED_CAPSULE: &CStr = c"used_dltensor";
+
+/// DLPack's `DLTensor`.
+#[repr(C)]
+struct DlTensor {
+    data: *mut c_void,
+    device_type: i32,
+    device_id: i32,
+    ndim: i32,
+    code: u8,
+    bits: u8,
+    lanes: u16,
+    shape: *mut i64,
+    strides: *mut i64,
+    byte_offset: u64,
+}
+
+/// DLPack's `DLManagedTensor`.
+#[repr(C)]
+struct DlManagedTensor {
+    tensor: DlTensor,
+    manager: *mut c_void,
+    deleter: Option<unsafe extern "C" fn(*mut Self)>,
+}
+
+/// An array that a user gives: its elements, densely packed.
+pub(crate) struct Array {
+    pub(crate) dtype: rpc_core::DataType,
+    pub(crate) shape: Vec<i64>,
+    /// The array's own memory if it is dense, or else a copy.
+    pub(crate) bytes: Bytes,
+}
+
+/// A tensor that an exporter has handed over, and that is given back when this is dropped.
+struct Exported(NonNull<DlManagedTensor>);
+
+// SAFETY: DLPack lets any thread read the tensor and call its deleter; the deleters of array
+// libraries take the interpreter's lock themselves, and `drop` holds it, too.
+unsafe impl Send for Exported {}
+
+impl Drop for Exported {
+    fn drop(&mut self) {
+        // SAFETY: the pointer was taken from a capsule that is marked as used, so that it is ours.
+        let deleter = unsafe { self.0.as_ref() }.deleter;
+        let Some(deleter) = deleter else { return };
+        let managed = self.0.as_ptr();
+        // Once the interpreter ends, nothing of it may be touched any more.
+        // SAFETY: called once, with the pointer that it came with.
+        Python::try_attach(|_| unsafe { deleter(managed) });
+    }
+}
+
+/// Dense memory of an exporter.
+struct Dense {
+    exported: Exported,
+    len: usize,
+}
+
+impl AsRef<[u8]> for Dense {
+    fn as_ref(&self) -> &[u8] {
+        // SAFETY: as for every reader of DLPack, the exporter keeps the memory alive until the
+        // deleter is called. That nobody writes meanwhile is up to the user, as for numpy's own
+        // functions that release the lock.
+        let tensor = unsafe { &self.exported.0.as_ref().tensor };
+        if self.len == 0 {
+            return &[];
+        }
+        // SAFETY: `len` is the size of the dense tensor that begins there.
+        unsafe { std::slice::from_raw_parts(tensor.data.cast::<u8>().add(tensor.byte_offset as usize), self.len) }
+    }
+}
+
+impl Array {
+    /// Takes an object with `__dlpack__`, in host memory.
+    pub(crate) fn from_dlpack(object: &Bound<'_, PyAny>) -> PyResult<Self> {
+        if let Ok(device) = object.call_method0("__dlpack_device__") {
+            let (kind, _): (i32, i32) = device.extract()?;
+            if ![DeviceType::CPU, DeviceType::CUDA_HOST, DeviceType::CUDA_MANAGED].contains(&DeviceType(kind)) {
+                return Err(PyValueError::new_err(format!(
+                    "the array lies on {}: move it to the host first (.cpu())",
+                    DeviceType(kind)
+                )));
+            }
+        }
+        let capsule = match object.call_method0("__dlpack__") {
+            Ok(capsule) => capsule,
+            // numpy exports no read-only arrays to readers that could write.
+            Err(error) if error.is_instance_of::<PyBufferError>(object.py()) && object.hasattr("copy")? => {
+                object.call_method0("copy")?.call_method0("__dlpack__")?
+            }
+            Err(error) => return Err(error),
+        };
+        let capsule = capsule.cast_into::<PyCapsule>()?;
+        let managed = capsule.pointer_checked(Some(CAPSULE))?.cast::<DlManagedTensor>();
+        // SAFETY: a live capsule; the name is static.
+        if unsafe { ffi::PyCapsule_SetName(capsule.as_ptr(), USED_CAPSULE.as_ptr()) } != 0 {
+            return Err(PyErr::fetch(object.py()));
+        }
+        Self::from_exported(Exported(managed))
+    }
+
+    fn from_exported(exported: Exported) -> PyResult<Self> {
+        // SAFETY: `Exported` owns a tensor that is alive.
+        let tensor = unsafe { &exported.0.as_ref().tensor };
+        let dims =
+            usize::try_from(tensor.ndim).map_err(|_| PyValueError::new_err("a negative number of dimensions"))?;
+        let dims_of = |pointer: *mut i64| {
+            // SAFETY: both arrays have `ndim` elements where they are not null.
+            if dims == 0 { &[][..] } else { unsafe { std::slice::from_raw_parts(pointer, dims) } }
+        };
+        let dtype = rpc_core::DataType { code: DataTypeCode(tensor.code), bits: tensor.bits, lanes: tensor.lanes };
+        let shape = dims_of(tensor.shape).to_vec();
+        let size = |error: rpc_core::RpcError| PyValueError::new_err(error.message().to_owned());
+        let len = dense_size(&shape, dtype).map_err(size)? as usize;
+        let strides = (!tensor.strides.is_null()).then(|| dims_of(tensor.strides));
+        let is_dense = strides.is_none_or(|strides| {
+            let dense = dense_strides(&shape);
+            len == 0 || (0..dims).all(|at| shape[at] == 1 || strides[at] == dense[at])
+        });
+        let bytes = match strides {
+            Some(strides) if !is_dense => {
+                let element = dtype.bits_per_element();
+                if !element.is_multiple_of(8) {
+                    return Err(PyValueError::new_err(format!("an array of {dtype} with gaps cannot be copied")));
+                }
+                let mut dense = Vec::with_capacity(len);
+                // SAFETY: the exporter vouches for all elements of its shape and strides.
+                unsafe {
+                    let first = tensor.data.cast::<u8>().add(tensor.byte_offset as usize);
+                    gather(first, &shape, strides, element as usize / 8, &mut dense);
+                }
+                dense.into()
+            }
+            _ => Bytes::from_owner(Dense { exported, len }),
+        };
+        Ok(Self { dtype, shape, bytes })
+    }
+
+    /// Takes an object with a buffer and without `__dlpack__`: by numpy, if it is there, or else by
+    /// a copy.
+    pub(crate) fn from_buffer(object: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let py = object.py();
+        if let Ok(numpy) = py.import("numpy") {
+            return Self::from_dlpack(&numpy.call_method1("asarray", (object,))?);
+        }
+        let view = py.import("builtins")?.getattr("memoryview")?.call1((object,))?;
+        let format: String = view.getattr("format")?.extract()?;
+        let bits = view.getattr("itemsize")?.extract::<u8>()?.saturating_mul(8);
+        let code = match format.trim_start_matches(['@', '=', '<']) {
+            "b" | "h" | "i" | "l" | "q" | "n" => DataTypeCode::INT,
+            "B" | "H" | "I" | "L" | "Q" | "N" => DataTypeCode::UINT,
+            "e" | "f" | "d" => DataTypeCode::FLOAT,
+            "?" => DataTypeCode::BOOL,
+            other => return Err(PyTypeError::new_err(format!("no data type has the buffer format {other:?}"))),
+        };
+        let shape: Vec<i64> = view.getattr("shape")?.extract()?;
+        let bytes: Vec<u8> = view.call_method0("tobytes")?.extract()?;
+        Ok(Self { dtype: rpc_core::DataType::new(code, bits), shape, bytes: bytes.into() })
+    }
+}
+
+/// Appends the elements of a strided array in row-major order.
+///
+/// # Safety
+///
+/// All elements that `shape` and `strides` (in elements) name from `at` on can be read.
+unsafe fn gather(at: *const u8, shape: &[i64], strides: &[i64], element: usize, out: &mut Vec<u8>) {
+    let ([len, shape @ ..], [stride, strides @ ..]) = (shape, strides) else {
+        // SAFETY: one element lies there.
+        out.extend_from_slice(unsafe { std::slice::from_raw_parts(at, element) });
+        return;
+    };
+    for index in 0..*len {
+        // SAFETY: the caller vouches for it.
+        unsafe { gather(at.offset((index * stride) as isize * element as isize), shape, strides, element, out) };
+    }
+}
+
+/// Memory of a tensor in this process: what array libraries read and write without a copy.
+///
+/// ``numpy.from_dlpack`` and ``torch.from_dlpack`` take it. The memory lives as long as this or any
+/// array made from it.
+#[pyclass(frozen, module = "tensor_rpc")]
+pub(crate) struct DenseArray {
+    owner: Arc<dyn Any + Send + Sync>,
+    address: usize,
+    len: usize,
+    shape: Vec<i64>,
+    strides: Option<Vec<i64>>,
+    dtype: rpc_core::DataType,
+    device: Device,
+}
+
+impl DenseArray {
+    /// Takes bytes that hold a dense tensor.
+    pub(crate) fn new(bytes: BytesMut, shape: Vec<i64>, dtype: rpc_core::DataType) -> Self {
+        let owner = Arc::new(bytes);
+        let (address, len) = (owner.as_ptr() as usize, owner.len());
+        Self { owner, address, len, shape, strides: None, dtype, device: Device::cpu() }
+    }
+}
+
+/// What an exported tensor keeps: its description and its memory.
+struct Export {
+    managed: DlManagedTensor,
+    shape: Vec<i64>,
+    strides: Vec<i64>,
+    _owner: Arc<dyn Any + Send + Sync>,
+}
+
+/// Frees an exported tensor.
+///
+/// # Safety
+///
+/// `managed` is the first field of an [`Export`] that came from a box, and this is called once.
+unsafe extern "C" fn free_export(managed: *mut DlManagedTensor) {
+    // SAFETY: `manager` is the pointer of the box.
+    drop(unsafe { Box::from_raw((*managed).manager.cast::<Export>()) });
+}
+
+/// Frees the tensor of a capsule that nobody has taken.
+///
+/// # Safety
+///
+/// For capsules that [`DenseArray::__dlpack__`] has made.
+unsafe extern "C" fn free_capsule(capsule: *mut ffi::PyObject) {
+    // SAFETY: a live capsule; those that were taken have another name.
+    unsafe {
+        if ffi::PyCapsule_IsValid(capsule, CAPSULE.as_ptr()) == 1 {
+            free_export(ffi::PyCapsule_GetPointer(capsule, CAPSULE.as_ptr()).cast());
+        }
+    }
+}
+
+#[pymethods]
+impl DenseArray {
+    /// Dimensions, outermost first.
+    #[getter]
+    fn shape<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        PyTuple::new(py, &self.shape)
+    }
+
+    /// Type of the elements.
+    #[getter]
+    fn dtype(&self) -> DataType {
+        DataType(self.dtype)
+    }
+
+    /// Copies the elements, densely packed and row-major.
+    fn tobytes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
+        if self.device != Device::cpu() {
+            return Err(PyValueError::new_err(format!("the memory lies on {}", self.device)));
+        }
+        let (first, element) = (self.address as *const u8, self.dtype.bits_per_element() as usize / 8);
+        match &self.strides {
+            Some(strides) => {
+                let mut dense = Vec::with_capacity(self.len);
+                // SAFETY: `owner` keeps the memory of all elements.
+                unsafe { gather(first, &self.shape, strides, element, &mut dense) };
+                Ok(PyBytes::new(py, &dense))
+            }
+            None if self.len == 0 => Ok(PyBytes::new(py, b"")),
+            // SAFETY: `owner` keeps `len` bytes there.
+            None => Ok(PyBytes::new(py, unsafe { std::slice::from_raw_parts(first, self.len) })),
+        }
+    }
+
+    fn __dlpack_device__(&self) -> (i32, i32) {
+        (self.device.kind.0, self.device.index)
+    }
+
+    #[pyo3(signature = (**_options))]
+    fn __dlpack__<'py>(slf: &Bound<'py, Self>, _options: Option<&Bound<'py, PyDict>>) -> PyResult<Bound<'py, PyAny>> {
+        let (py, this) = (slf.py(), slf.get());
+        let strides = this.strides.clone().unwrap_or_else(|| dense_strides(&this.shape));
+        let tensor = DlTensor {
+            data: this.address as *mut c_void,
+            device_type: this.device.kind.0,
+            device_id: this.device.index,
+            ndim: this.shape.len() as i32,
+            code: this.dtype.code.0,
+            bits: this.dtype.bits,
+            lanes: this.dtype.lanes,
+            shape: std::ptr::null_mut(),
+            strides: std::ptr::null_mut(),
+            byte_offset: 0,
+        };
+        let managed = DlManagedTensor { tensor, manager: std::ptr::null_mut(), deleter: Some(free_export) };
+        let export = Box::new(Export { managed, shape: this.shape.clone(), strides, _owner: this.owner.clone() });
+        let export = Box::into_raw(export);
+        // SAFETY: the box was just made; its fields stay where they are.
+        let capsule = unsafe {
+            (*export).managed.tensor.shape = (*export).shape.as_mut_ptr();
+            (*export).managed.tensor.strides = (*export).strides.as_mut_ptr();
+            (*export).managed.manager = export.cast();
+            ffi::PyCapsule_New((&raw mut (*export).managed).cast(), CAPSULE.as_ptr(), Some(free_capsule))
+        };
+        // SAFETY: a new reference, or null with an exception set.
+        unsafe { Bound::from_owned_ptr_or_err(py, capsule) }.inspect_err(|_| {
+            // SAFETY: no capsule has it.
+            drop(unsafe { Box::from_raw(export) });
+        })
+    }
+
+    fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
+        Ok(format!("DenseArray(shape={}, dtype={})", self.shape(py)?.into_bound_py_any(py)?.repr()?, self.dtype))
+    }
+}

@@ -1,0 +1,43 @@
+//! The native part of the Python package `tensor_rpc`: sessions, servers and Disco over the crates
+//! beside it.
+//!
+//! One set of classes serves the blocking and the asyncio form. Every operation of a session is an
+//! [`Operation`](operation::Operation), which a thread waits for, or an event loop drives. The
+//! classes that users see are written in Python (`tensor_rpc/_blocking.py`, `tensor_rpc/aio.py`),
+//! and are subclasses of those here.
+//!
+//! While a thread waits or copies it is detached from the interpreter.
+
+mod argument;
+mod array;
+mod errors;
+mod event_loop;
+mod form;
+mod objects;
+mod operation;
+mod packed;
+mod reply;
+mod session;
+mod types;
+
+use pyo3::prelude::*;
+
+/// The native part of `tensor_rpc`.
+#[pymodule(gil_used = false)]
+fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<types::DataType>()?;
+    module.add_class::<types::Device>()?;
+    module.add_class::<operation::Operation>()?;
+    module.add_class::<event_loop::EventLoop>()?;
+    module.add_class::<event_loop::Task>()?;
+    module.add_class::<array::DenseArray>()?;
+    module.add_class::<objects::Tensor>()?;
+    module.add_class::<objects::Function>()?;
+    module.add_class::<objects::Module>()?;
+    module.add_class::<objects::Object>()?;
+    module.add_class::<objects::Callback>()?;
+    module.add_class::<session::Session>()?;
+    module.add_function(wrap_pyfunction!(session::connect, module)?)?;
+    module.add_function(wrap_pyfunction!(operation::forked, module)?)?;
+    Ok(())
+}

@@ -1,0 +1,69 @@
+"""Arrays of other libraries from memory of this process."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+from tensor_rpc._native import DenseArray
+
+_FORMATS = {
+    "bool": "?",
+    "int8": "b",
+    "int16": "h",
+    "int32": "i",
+    "int64": "q",
+    "uint8": "B",
+    "uint16": "H",
+    "uint32": "I",
+    "uint64": "Q",
+    "float16": "e",
+    "float32": "f",
+    "float64": "d",
+}
+
+
+def to_numpy(array: DenseArray) -> Any:
+    """Return an array of numpy over the same memory."""
+    try:
+        import numpy
+    except ImportError:
+        raise ImportError("numpy() needs numpy, which is not installed; tolist() does not") from None
+    dtype = str(array.dtype)
+    if dtype in _FORMATS:
+        return numpy.from_dlpack(array)
+    try:
+        import ml_dtypes
+    except ImportError:
+        raise TypeError(
+            f"numpy has no data type {dtype}: install ml_dtypes, or use torch()"
+        ) from None
+    wanted = numpy.dtype(getattr(ml_dtypes, dtype))
+    return numpy.frombuffer(array.tobytes(), wanted).reshape(array.shape)
+
+
+def to_torch(array: DenseArray) -> Any:
+    """Return a tensor of torch over the same memory."""
+    try:
+        import torch
+    except ImportError:
+        raise ImportError("torch() needs torch, which is not installed") from None
+    return torch.from_dlpack(array)
+
+
+def to_list(array: DenseArray) -> Any:
+    """Return the elements as nested lists; a number for a tensor without dimensions."""
+    code = _FORMATS.get(str(array.dtype))
+    if code is None:
+        raise TypeError(f"lists cannot hold {array.dtype}")
+    elements = [element for (element,) in struct.iter_unpack(f"={code}", array.tobytes())]
+    return _nested(elements, array.shape)
+
+
+def _nested(elements: list[Any], shape: tuple[int, ...]) -> Any:
+    if not shape:
+        return elements[0]
+    if len(shape) == 1:
+        return elements
+    step = len(elements) // shape[0] if shape[0] else 0
+    return [_nested(elements[at * step : (at + 1) * step], shape[1:]) for at in range(shape[0])]
