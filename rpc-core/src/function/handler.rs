@@ -83,6 +83,20 @@ impl Function {
         Self::exclusive(kind, signature, origin, body)
     }
 
+    /// Wraps foreign code like [`foreign`](Self::foreign) that runs as a future: `body` starts it,
+    /// must not block, and gives the borrows to the future.
+    pub fn foreign_asynchronous(
+        signature: Signature,
+        origin: Option<Arc<dyn Any + Send + Sync>>,
+        body: impl Fn(&Context, Vec<LocalValue>, Vec<Borrow>) -> BoxFuture + Send + Sync + 'static,
+    ) -> Self {
+        let body = Body::Async(Box::new(move |invocation| {
+            let (values, borrows) = invocation.take_all();
+            Ok(body(&invocation.context, values, borrows))
+        }));
+        Self::exclusive(FunctionKind::Async, signature, origin, body)
+    }
+
     fn direct<A, R>(kind: FunctionKind, handler: impl Handler<A, R>) -> Self {
         let (signature, access) = handler.describe();
         let body = Body::Direct(Box::new(move |invocation| handler.invoke(invocation)));
@@ -252,5 +266,29 @@ mod tests {
         assert_eq!(foreign.call::<i64>((nested, &x)).wait().unwrap(), 2);
         // The borrows end with the call.
         assert_eq!(foreign.call::<i64>((&x, &x, &x, &x)).wait().unwrap(), 1);
+    }
+
+    #[test]
+    fn an_asynchronous_function_of_foreign_code_keeps_its_borrows_until_its_future_is_done() {
+        let registry = Registry::new();
+        let signature = Signature { params: vec!["...".into()], returns: "int".into() };
+        let origin: Arc<dyn Any + Send + Sync> = Arc::new("origin");
+        let foreign = Function::foreign_asynchronous(signature, Some(origin), |_, values, borrows| {
+            Box::pin(async move {
+                let Some(Value::Object(crate::function::Object::Tensor(tensor))) = values.first() else {
+                    return Err(crate::RpcError::invalid_argument("expected a tensor"));
+                };
+                let is_exclusive = tensor.read().is_err();
+                Ok(Value::Int(borrows.len() as i64 + i64::from(is_exclusive)))
+            })
+        });
+        assert_eq!((foreign.kind(), foreign.origin::<&str>()), (FunctionKind::Async, Some(&"origin")));
+        registry.add_function("foreign", foreign);
+        let session = Session::new(LocalSession::new(registry));
+        let x = session.alloc(Device::cpu(), DataType::F32, &[2]).wait().unwrap();
+        let foreign = session.get_function("foreign").wait().unwrap();
+        for _ in 0..2 {
+            assert_eq!(foreign.call::<i64>((&x, &x)).wait().unwrap(), 2);
+        }
     }
 }
