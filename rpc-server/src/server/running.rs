@@ -169,9 +169,9 @@ impl Running {
         self.server.stop();
     }
 
-    /// Stops, and waits until clients have been sent the reason, and until the processes of
-    /// isolated sessions have ended.
-    pub(super) async fn end(&self) {
+    /// Stops, and waits until clients have been sent the reason, two seconds at most, and until the
+    /// processes of isolated sessions have ended.
+    pub async fn end(&self) {
         // A process is killed after the grace, which begins when its session has ended, a moment
         // after the stop.
         self.end_within(NOTIFY_TIMEOUT, 2 * isolate::GRACE).await;
