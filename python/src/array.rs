@@ -211,6 +211,24 @@ pub(crate) struct DenseArray {
 }
 
 impl DenseArray {
+    /// Describes memory that `owner` keeps. `len` is that of the elements, densely packed.
+    pub(crate) fn over(
+        owner: Arc<dyn Any + Send + Sync>,
+        address: usize,
+        len: usize,
+        shape: Vec<i64>,
+        strides: Option<Vec<i64>>,
+        dtype: rpc_core::DataType,
+        device: Device,
+    ) -> Self {
+        Self { owner, address, len, shape, strides, dtype, device }
+    }
+
+    /// Returns what keeps the memory.
+    pub(crate) fn owner(&self) -> &(dyn Any + Send + Sync) {
+        &*self.owner
+    }
+
     /// Takes bytes that hold a dense tensor.
     pub(crate) fn new(bytes: BytesMut, shape: Vec<i64>, dtype: rpc_core::DataType) -> Self {
         let owner = Arc::new(bytes);
@@ -282,6 +300,59 @@ impl DenseArray {
             // SAFETY: `owner` keeps `len` bytes there.
             None => Ok(PyBytes::new(py, unsafe { std::slice::from_raw_parts(first, self.len) })),
         }
+    }
+
+    /// Device that holds the memory.
+    #[getter]
+    fn device(&self) -> crate::types::Device {
+        crate::types::Device(self.device)
+    }
+
+    /// Returns an array of numpy over the same memory.
+    fn numpy<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
+        slf.py().import("tensor_rpc._arrays")?.getattr("to_numpy")?.call1((slf,))
+    }
+
+    /// Returns a tensor of torch over the same memory.
+    fn torch<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
+        slf.py().import("tensor_rpc._arrays")?.getattr("to_torch")?.call1((slf,))
+    }
+
+    /// Copies the elements into nested lists; needs no numpy.
+    fn tolist<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
+        slf.py().import("tensor_rpc._arrays")?.getattr("to_list")?.call1((slf,))
+    }
+
+    /// Description of the memory for numpy, which may write to it.
+    #[getter]
+    fn __array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let kind = match self.dtype.code {
+            DataTypeCode::INT => "i",
+            DataTypeCode::UINT => "u",
+            DataTypeCode::FLOAT => "f",
+            DataTypeCode::BOOL => "b",
+            _ => "",
+        };
+        let bytes = self.dtype.bits / 8;
+        let is_known = !kind.is_empty() && self.dtype.lanes == 1 && bytes.is_power_of_two() && bytes <= 8;
+        if !is_known || self.device != Device::cpu() {
+            return Err(pyo3::exceptions::PyAttributeError::new_err(format!(
+                "numpy knows no {} on {}",
+                self.dtype, self.device
+            )));
+        }
+        let interface = PyDict::new(py);
+        interface.set_item("version", 3)?;
+        let order = if cfg!(target_endian = "big") { '>' } else { '<' };
+        interface.set_item("typestr", format!("{}{kind}{bytes}", if bytes == 1 { '|' } else { order }))?;
+        interface.set_item("shape", self.shape(py)?)?;
+        // An address of no bytes need not be one, and numpy takes no 0 for one.
+        interface.set_item("data", (if self.address == 0 { 1 } else { self.address }, false))?;
+        if let Some(strides) = &self.strides {
+            let strides: Vec<i64> = strides.iter().map(|stride| stride * i64::from(bytes)).collect();
+            interface.set_item("strides", PyTuple::new(py, strides)?)?;
+        }
+        Ok(interface)
     }
 
     fn __dlpack_device__(&self) -> (i32, i32) {

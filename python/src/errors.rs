@@ -30,9 +30,14 @@ fn facts(error: &RpcError) -> Facts<'_> {
 }
 
 /// Returns the error that a peer gets for an exception: its class as the application's kind, and
-/// its traceback.
+/// its traceback. An `RpcError` keeps its kind.
 pub(crate) fn error_of(py: Python<'_>, exception: &PyErr) -> RpcError {
-    let value = exception.value(py);
+    // Only what has become a value knows its traceback.
+    let value = exception.clone_ref(py).into_value(py);
+    let value = value.bind(py);
+    if let Some(error) = rpc_error(value) {
+        return error;
+    }
     let message = value.str().map_or_else(|_| "an exception without words".to_owned(), |text| text.to_string());
     let class = value.get_type().qualname().map_or_else(|_| "Exception".to_owned(), |name| name.to_string());
     let text = py
@@ -45,6 +50,39 @@ pub(crate) fn error_of(py: Python<'_>, exception: &PyErr) -> RpcError {
         Ok(text) => error.with_backtrace(text),
         Err(_) => error,
     }
+}
+
+/// Returns the error that a peer gets for an exception of this package's own, in whose traceback
+/// nothing is of interest.
+pub(crate) fn error_without_traceback(py: Python<'_>, exception: &PyErr) -> RpcError {
+    let value = exception.value(py);
+    rpc_error(value).unwrap_or_else(|| {
+        let class = value.get_type().qualname().map_or_else(|_| "Exception".to_owned(), |name| name.to_string());
+        let message = value.str().map_or_else(|_| class.clone(), |text| text.to_string());
+        RpcError::new(ErrorKind::Application, message).with_application_kind(class)
+    })
+}
+
+/// Returns the error of a session that `value` stands for, if it is an `RpcError`.
+fn rpc_error(value: &Bound<'_, pyo3::exceptions::PyBaseException>) -> Option<RpcError> {
+    let class = value.py().import("tensor_rpc._errors").and_then(|module| module.getattr("RpcError")).ok()?;
+    if !value.is_instance(&class).ok()? {
+        return None;
+    }
+    let text = |name: &str| value.getattr(name).ok()?.extract::<Option<String>>().ok().flatten();
+    let kind = text("kind")?;
+    // Codes are given out one after the other.
+    let kind = (1..=u8::MAX).map(|code| ErrorKind::from_code(code.into())).find(|known| known.name() == kind);
+    let words = || value.getattr("args").ok()?.get_item(0).ok()?.extract::<String>().ok();
+    let message = text("message").filter(|message| !message.is_empty()).or_else(words).unwrap_or_default();
+    let mut error = RpcError::new(kind.unwrap_or(ErrorKind::Application), message);
+    if let Some(traceback) = text("remote_traceback") {
+        error = error.with_backtrace(traceback);
+    }
+    if let Some(class) = text("remote_class") {
+        error = error.with_application_kind(class);
+    }
+    Some(error)
 }
 
 /// The error of a session that was made before a fork, in the child.

@@ -13,10 +13,12 @@ mod array;
 mod errors;
 mod event_loop;
 mod form;
+mod functions;
 mod objects;
 mod operation;
 mod packed;
 mod reply;
+mod server;
 mod session;
 mod types;
 
@@ -37,6 +39,16 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<objects::Object>()?;
     module.add_class::<objects::Callback>()?;
     module.add_class::<session::Session>()?;
+    module.add_class::<functions::Registry>()?;
+    module.add_class::<functions::Context>()?;
+    module.add_class::<functions::LocalFunction>()?;
+    module.add_class::<functions::LocalModule>()?;
+    module.add_class::<functions::LocalObject>()?;
+    module.add_class::<functions::coroutines::CoroutineCall>()?;
+    module.add_function(wrap_pyfunction!(functions::coroutines::coroutine_queue, module)?)?;
+    module.add_function(wrap_pyfunction!(functions::coroutines::take_coroutine_calls, module)?)?;
+    module.add_function(wrap_pyfunction!(functions::local, module)?)?;
+    module.add_class::<server::Server>()?;
     module.add_function(wrap_pyfunction!(session::connect, module)?)?;
     module.add_function(wrap_pyfunction!(operation::forked, module)?)?;
     Ok(())

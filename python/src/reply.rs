@@ -43,9 +43,19 @@ impl FromReply for Reply {
     }
 }
 
-/// Makes an object of a value. All objects of the session in it are owned in any case, so that they
-/// are freed if one cannot be made.
+/// Makes an object of a value of a client. All objects of the session in it are owned in any case,
+/// so that they are freed if one cannot be made.
 fn object(py: Python<'_>, form: Form, value: Value, session: &SharedSession) -> PyResult<Py<PyAny>> {
+    plain(py, value, &mut |reference| reference_object(py, form, reference, session))
+}
+
+/// Makes an object of a value, and those of the objects in it by `make`, which is called for each
+/// of them in any case.
+pub(crate) fn plain<O>(
+    py: Python<'_>,
+    value: Value<O>,
+    make: &mut impl FnMut(O) -> PyResult<Py<PyAny>>,
+) -> PyResult<Py<PyAny>> {
     match value {
         Value::Null => Ok(py.None()),
         Value::Bool(truth) => truth.into_py_any(py),
@@ -57,13 +67,13 @@ fn object(py: Python<'_>, form: Form, value: Value, session: &SharedSession) -> 
         Value::DataType(dtype) => DataType(dtype).into_py_any(py),
         Value::Device(device) => Device(device).into_py_any(py),
         Value::List(items) => {
-            let items: Vec<_> = items.into_iter().map(|item| object(py, form, item, session)).collect();
+            let items: Vec<_> = items.into_iter().map(|item| plain(py, item, make)).collect();
             Ok(PyList::new(py, items.into_iter().collect::<PyResult<Vec<_>>>()?)?.into_any().unbind())
         }
         Value::Map(entries) => {
             let mut made = Vec::with_capacity(entries.len());
             for (key, value) in entries {
-                made.push((object(py, form, key, session), object(py, form, value, session)));
+                made.push((plain(py, key, make), plain(py, value, make)));
             }
             let map = PyDict::new(py);
             for (key, value) in made {
@@ -72,30 +82,34 @@ fn object(py: Python<'_>, form: Form, value: Value, session: &SharedSession) -> 
             Ok(map.into_any().unbind())
         }
         Value::Packed(packed) => packed::unpack(py, &packed),
-        Value::Object(reference) => {
-            let failed = |error: rpc_core::RpcError| crate::errors::exception(py, &error);
-            let name = match &reference {
-                Reference::Function(_) => "Function",
-                Reference::Module(_) => "Module",
-                Reference::Tensor(_) => "Tensor",
-                _ => "Object",
-            };
-            let value = Value::Object(reference);
-            let native = match name {
-                "Function" => objects::Function::of(RemoteFunction::from_reply(value, session).map_err(failed)?, None)
-                    .into_bound_py_any(py)?,
-                "Module" => objects::Module::of(RemoteModule::from_reply(value, session).map_err(failed)?)
-                    .into_bound_py_any(py)?,
-                "Tensor" => objects::Tensor::of(RemoteTensor::from_reply(value, session).map_err(failed)?)
-                    .into_bound_py_any(py)?,
-                _ => objects::Object::of(RemoteObject::from_reply(value, session).map_err(failed)?)
-                    .into_bound_py_any(py)?,
-            };
-            Ok(form.wrap(py, name, native)?.unbind())
-        }
+        Value::Object(reference) => make(reference),
         other => Err(pyo3::exceptions::PyNotImplementedError::new_err(format!(
             "this version has no class for a value of kind {}",
             other.type_name()
         ))),
     }
+}
+
+/// Makes an object of a reference, which it owns.
+fn reference_object(py: Python<'_>, form: Form, reference: Reference, session: &SharedSession) -> PyResult<Py<PyAny>> {
+    let failed = |error: rpc_core::RpcError| crate::errors::exception(py, &error);
+    let name = match &reference {
+        Reference::Function(_) => "Function",
+        Reference::Module(_) => "Module",
+        Reference::Tensor(_) => "Tensor",
+        _ => "Object",
+    };
+    let value = Value::Object(reference);
+    let native = match name {
+        "Function" => objects::Function::of(RemoteFunction::from_reply(value, session).map_err(failed)?, None)
+            .into_bound_py_any(py)?,
+        "Module" => {
+            objects::Module::of(RemoteModule::from_reply(value, session).map_err(failed)?).into_bound_py_any(py)?
+        }
+        "Tensor" => {
+            objects::Tensor::of(RemoteTensor::from_reply(value, session).map_err(failed)?).into_bound_py_any(py)?
+        }
+        _ => objects::Object::of(RemoteObject::from_reply(value, session).map_err(failed)?).into_bound_py_any(py)?,
+    };
+    Ok(form.wrap(py, name, native)?.unbind())
 }

@@ -22,22 +22,29 @@ from tensor_rpc._blocking import (
 )
 from tensor_rpc._errors import *  # noqa: F403
 from tensor_rpc._errors import __all__ as _error_names
-from tensor_rpc._native import DataType, DenseArray, Device
+from tensor_rpc._functions import Registry, function, local
+from tensor_rpc._native import Context, DataType, DenseArray, Device
+from tensor_rpc._server import Server
 from tensor_rpc._types import Shape
 
 _os.register_at_fork(after_in_child=_native.forked)
 
 __all__ = [
     "CONCURRENT",
+    "Context",
     "DataType",
     "DenseArray",
     "Device",
     "Function",
     "Module",
     "Object",
+    "Registry",
+    "Server",
     "Session",
     "Shape",
     "Tensor",
     "connect",
+    "function",
+    "local",
     *_error_names,
 ]

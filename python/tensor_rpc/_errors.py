@@ -190,6 +190,11 @@ _CLASSES: dict[str, type[RpcError]] = {
     "internal": InternalError,
 }
 
+for _kind, _class in _CLASSES.items():
+    # An error that a function raises itself arrives as its kind says.
+    if "kind" not in vars(_class):
+        _class.kind = _kind
+
 
 def from_facts(
     kind: str,

@@ -1,0 +1,219 @@
+"""Servers of functions of Python."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import signal
+import threading
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tensor_rpc import _native
+from tensor_rpc._functions import Registry, registry_of
+
+
+class Server:
+    """A server of functions.
+
+    Parameters
+    ----------
+    *functions
+        Functions (see `function`), modules that declare some, or a `Registry`.
+    listen : str or sequence of str
+        Addresses, such as ``tcp://127.0.0.1:9090``, ``quic://0.0.0.0:9090`` or
+        ``unix:/run/a.sock``; port 0 is a free one.
+    **settings
+        Those of ``rpc-server serve``, with underscores: ``token_file="tokens"``,
+        ``max_memory="1GiB"``, ``tracker="tcp://host:9190"``, ``idle_timeout="10m"``. A time may be
+        a `datetime.timedelta`, and `None` is the default.
+
+    Raises
+    ------
+    TypeError
+        There is no such setting; the message names a similar one.
+    ValueError
+        The value of a setting, or an address, is wrong.
+
+    Examples
+    --------
+    >>> import tensor_rpc as rpc
+    >>> def add(a: int, b: int) -> int:
+    ...     return a + b
+    >>> with rpc.Server(add) as server:
+    ...     with rpc.connect(server.address) as session:
+    ...         session["add"](1, 2)
+    3
+    """
+
+    def __init__(
+        self,
+        *functions: Callable[..., Any] | types.ModuleType | Registry,
+        listen: str | Sequence[str] = "tcp://127.0.0.1:0",
+        **settings: Any,
+    ) -> None:
+        """Check the settings; nothing is started yet."""
+        self._registry = registry_of(functions)
+        addresses = [listen] if isinstance(listen, str) else list(listen)
+        self._native = _native.Server(self._registry, as_toml({"listen": addresses, **settings}))
+        self._ended = threading.Event()
+
+    @property
+    def addresses(self) -> list[str]:
+        """Addresses that the server listens on, with the ports that were chosen."""
+        return self._native.addresses
+
+    @property
+    def address(self) -> str:
+        """The first of `addresses`."""
+        return self.addresses[0]
+
+    @property
+    def metrics_address(self) -> str | None:
+        """Address of metrics and health (``metrics="127.0.0.1:0"``)."""
+        return self._native.metrics_address
+
+    @property
+    def sessions(self) -> int:
+        """Number of open sessions."""
+        return self._native.sessions
+
+    @property
+    def is_running(self) -> bool:
+        """True from `start` to `stop` or `drain`."""
+        return self._native.is_running
+
+    def start(self) -> Server:
+        """Start to serve in the background, on threads of the package.
+
+        Returns
+        -------
+        Server
+            This one. All its addresses are listened on.
+
+        Raises
+        ------
+        RemoteIOError
+            An address cannot be listened on, or a file not be used.
+        """
+        self._native.start()
+        return self
+
+    def stop(self) -> None:
+        """End all sessions, and stop. A function that runs goes on, and its result is dropped."""
+        try:
+            self._native.stop()
+        finally:
+            self._ended.set()
+
+    def drain(self) -> None:
+        """Refuse new sessions, wait for the open ones (``drain_timeout``), and stop."""
+        try:
+            self._native.drain()
+        finally:
+            self._ended.set()
+
+    def reload(self) -> None:
+        """Read certificates, tokens and the policy again."""
+        self._native.reload()
+
+    def serve(self, *, announce: bool = True) -> None:
+        """Serve until SIGTERM or Ctrl-C, or until another thread stops the server.
+
+        A signal drains the server, and a second one stops it at once; SIGHUP reloads it. Signals
+        are handled only on the main thread.
+
+        Parameters
+        ----------
+        announce : bool
+            Print ``listening on ADDRESS`` for each address.
+        """
+        if not self.is_running:
+            self.start()
+        if announce:
+            for address in self.addresses:
+                print(f"listening on {address}", flush=True)
+        if threading.current_thread() is not threading.main_thread():
+            self._ended.wait()
+            return
+        asked = threading.Event()
+
+        def on_signal(number: int, frame: types.FrameType | None) -> None:
+            if asked.is_set():
+                raise _SecondSignal
+            asked.set()
+            self._ended.set()
+
+        def on_hangup(number: int, frame: types.FrameType | None) -> None:
+            self.reload()
+
+        before = {
+            signal.SIGINT: signal.signal(signal.SIGINT, on_signal),
+            signal.SIGTERM: signal.signal(signal.SIGTERM, on_signal),
+            signal.SIGHUP: signal.signal(signal.SIGHUP, on_hangup),
+        }
+        try:
+            self._ended.wait()
+            if asked.is_set():
+                self.drain()
+        except _SecondSignal:
+            self.stop()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def __enter__(self) -> Server:
+        """Start to serve, unless the server serves already."""
+        return self if self.is_running else self.start()
+
+    def __exit__(self, *error: object) -> None:
+        """Stop."""
+        self.stop()
+
+    def __repr__(self) -> str:
+        """Return the addresses."""
+        return (
+            f"<server on {', '.join(self.addresses)}>"
+            if self.is_running
+            else "<server, not running>"
+        )
+
+
+class _SecondSignal(BaseException):
+    pass
+
+
+def as_toml(settings: dict[str, Any]) -> str:
+    """Return settings as the text of a configuration file."""
+    lines = [
+        f"{_text(name.replace('_', '-'))} = {_value(name, value)}"
+        for name, value in settings.items()
+        if value is not None
+    ]
+    return "\n".join(lines)
+
+
+def _value(name: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (int, float)):
+        return repr(value)
+    if isinstance(value, (str, os.PathLike)):
+        return _text(os.fspath(value))
+    if isinstance(value, datetime.timedelta):
+        return f'"{round(value.total_seconds() * 1000)}ms"'
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(_value(name, each) for each in value)}]"
+    raise TypeError(
+        f"the setting {name} is text, a number, a truth value or a list, and not {value!r}"
+    )
+
+
+def _text(text: str) -> str:
+    # JSON's strings are those of TOML, but for one control character.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+__all__ = ["Server"]

@@ -1,0 +1,186 @@
+"""Servers of functions of Python."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import tensor_rpc as rpc
+
+PACKAGE = pathlib.Path(rpc.__file__).parent.parent
+
+
+def add(a: int, b: int) -> int:
+    return a + b
+
+
+def test_a_server_serves_functions_until_it_is_stopped() -> None:
+    server = rpc.Server(add)
+    assert not server.is_running
+    with server:
+        assert len(server.addresses) == 1 and server.address.startswith("tcp://127.0.0.1:")
+        with rpc.connect(server.address) as session:
+            assert session["add"](1, 2) == 3
+            assert server.sessions == 1
+        session = rpc.connect(server.address)
+        call = session["add"]
+    assert not server.is_running
+    assert isinstance(session.ended(), rpc.SessionClosedError)
+    with pytest.raises(ConnectionError):
+        call(1, 2)
+    with pytest.raises(RuntimeError, match="has been stopped"):
+        _ = server.addresses
+    server.stop()
+
+
+def test_a_server_listens_on_several_addresses_and_takes_settings(tmp_path: pathlib.Path) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text("someone 0123456789abcdef0123456789abcdef\n")
+    tokens.chmod(0o600)
+    unix = f"unix:{tmp_path}/socket"
+    with rpc.Server(
+        add,
+        listen=["tls://127.0.0.1:0", unix],
+        token_file=tokens,
+        max_handles=5,
+        idle_timeout=datetime.timedelta(minutes=1),
+        workdir=tmp_path,
+    ) as server:
+        assert server.addresses[1] == unix
+        with pytest.raises(rpc.RefusedError):
+            rpc.connect(unix)
+        with rpc.connect(server.address, token_file=tokens) as session:
+            assert session.is_encrypted
+            assert session["add"](2, 2) == 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind", "text"),
+    [
+        ({"max_memry": "1GiB"}, TypeError, "did you mean 'max-memory'?"),
+        ({"max_memory": "much"}, ValueError, "'much' is not a size"),
+        ({"listen": "board"}, ValueError, "board"),
+        ({"listen": "tcp://0.0.0.0:0"}, ValueError, "can be reached from other machines"),
+        ({"max_sessions": object()}, TypeError, "the setting max_sessions is text"),
+    ],
+)
+def test_a_wrong_setting_is_an_error_when_the_server_is_made(
+    settings: dict[str, Any], kind: type[Exception], text: str
+) -> None:
+    with pytest.raises(kind) as caught:
+        rpc.Server(add, **settings)
+    assert text in str(caught.value)
+    assert "configuration file" not in str(caught.value)
+
+
+def test_an_address_that_is_taken_is_an_error_at_the_start(tmp_path: pathlib.Path) -> None:
+    with rpc.Server(add) as server, pytest.raises(OSError, match="in use"):
+        rpc.Server(add, listen=server.address).start()
+
+
+def test_python_code_of_one_session_does_not_stop_the_others() -> None:
+    release = threading.Event()
+    begun = threading.Event()
+
+    def spin() -> int:
+        count = 0
+        begun.set()
+        while not release.is_set():
+            count += 1
+        return count
+
+    with rpc.Server(add, spin) as server:
+        with (
+            rpc.connect(server.address) as busy,
+            rpc.connect(server.address, keep_alive=0.2) as other,
+        ):
+            caller = threading.Thread(target=busy.call, args=("spin",))
+            caller.start()
+            assert begun.wait(20)
+            # The function of one session runs all the time.
+            for number in range(20):
+                assert other.call("add", number, 1, timeout=20) == number + 1
+            release.set()
+            caller.join(20)
+
+
+SCRIPT = """
+import tensor_rpc as rpc
+
+@rpc.function
+def add(a: int, b: int) -> int:
+    return a + b
+
+rpc.Server(add, drain_timeout="20s").serve()
+print("the end", flush=True)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: pathlib.Path) -> Callable[[str], subprocess.Popen[str]]:
+    def start(text: str) -> subprocess.Popen[str]:
+        path = tmp_path / "script.py"
+        path.write_text(text)
+        environment = {**os.environ, "PYTHONPATH": str(PACKAGE)}
+        return subprocess.Popen(
+            [sys.executable, str(path)], stdout=subprocess.PIPE, text=True, env=environment
+        )
+
+    return start
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_server_in_the_foreground_drains_at_a_signal(
+    script: Callable[[str], subprocess.Popen[str]], number: signal.Signals
+) -> None:
+    with script(SCRIPT) as process:
+        assert process.stdout is not None
+        address = process.stdout.readline().removeprefix("listening on ").strip()
+        with rpc.connect(address) as session:
+            assert session["add"](1, 2) == 3
+            process.send_signal(number)
+            ended = session.ended()
+            assert isinstance(ended, ConnectionError)
+        assert process.stdout.read() == "the end\n"
+        assert process.wait(20) == 0
+
+
+def test_a_second_signal_stops_a_server_at_once(
+    script: Callable[[str], subprocess.Popen[str]],
+) -> None:
+    text = SCRIPT.replace("return a + b", "import threading; threading.Event().wait()")
+    with script(text) as process:
+        assert process.stdout is not None
+        address = process.stdout.readline().removeprefix("listening on ").strip()
+        session = rpc.connect(address)
+        failed: list[BaseException] = []
+
+        def call() -> None:
+            try:
+                session.call("add", 1, 2)
+            except rpc.RpcError as error:
+                failed.append(error)
+
+        caller = threading.Thread(target=call)
+        caller.start()
+        process.send_signal(signal.SIGTERM)
+        # It refuses new sessions once it drains.
+        for _ in range(10_000):
+            try:
+                rpc.connect(address).close()
+            except rpc.RpcError:
+                break
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout.read() == "the end\n"
+        assert process.wait(20) == 0
+        caller.join(20)
+        assert isinstance(failed[0], ConnectionError)
