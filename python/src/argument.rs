@@ -26,6 +26,8 @@ pub(crate) enum Arg {
     Module(rpc_core::RemoteModule),
     Object(rpc_core::RemoteObject),
     Callback(Arc<rpc_core::client::RemoteCallback>),
+    /// A value that the workers of Disco have.
+    Disco(::disco::DRef),
     /// An array of this process, which becomes a tensor for the time of the call.
     Array(Array),
     /// A function of this process, which becomes a callback for the time of the call.
@@ -209,6 +211,8 @@ impl Arg {
             Self::Module(module.get().module()?)
         } else if let Ok(callback) = object.cast::<objects::Callback>() {
             Self::Callback(callback.get().callback()?)
+        } else if let Ok(reference) = object.cast::<crate::disco::DiscoRef>() {
+            Self::Disco(reference.get().reference()?)
         } else if let Ok(other) = object.cast::<objects::Object>() {
             Self::Object(other.get().object()?)
         } else {
@@ -254,6 +258,9 @@ impl IntoArg for Arg {
                 scope.pins.push(callback);
                 Ok(value)
             }
+            Self::Disco(_) => Err(rpc_core::RpcError::invalid_argument(
+                "a value of Disco's workers cannot be an argument of a session",
+            )),
             Self::Array(_) | Self::Callable(_) => {
                 Err(rpc_core::RpcError::internal("an argument was not made before the call"))
             }

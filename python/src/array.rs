@@ -12,7 +12,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyCapsule, PyDict, PyTuple};
 use pyo3::{IntoPyObjectExt as _, ffi};
 use rpc_core::dlpack::{dense_size, dense_strides};
-use rpc_core::{DataTypeCode, Device, DeviceType};
+use rpc_core::{DataTypeCode, Device, DeviceType, TensorView};
 
 use crate::types::DataType;
 
@@ -234,6 +234,18 @@ impl DenseArray {
         let owner = Arc::new(bytes);
         let (address, len) = (owner.as_ptr() as usize, owner.len());
         Self { owner, address, len, shape, strides: None, dtype, device: Device::cpu() }
+    }
+
+    /// Takes a tensor of this process, borrowed for reading for as long as an array uses it.
+    ///
+    /// # Errors
+    ///
+    /// It is not densely packed in host memory.
+    pub(crate) fn of_view(view: TensorView) -> rpc_core::Result<Self> {
+        let bytes = view.bytes()?;
+        let (address, len) = (bytes.as_ptr() as usize, bytes.len());
+        let (shape, dtype) = (view.shape().to_vec(), view.dtype());
+        Ok(Self { owner: Arc::new(view), address, len, shape, strides: None, dtype, device: Device::cpu() })
     }
 }
 

@@ -10,6 +10,8 @@
 
 mod argument;
 mod array;
+mod disco;
+mod disco_worker;
 mod errors;
 mod event_loop;
 mod form;
@@ -51,5 +53,15 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<server::Server>()?;
     module.add_function(wrap_pyfunction!(session::connect, module)?)?;
     module.add_function(wrap_pyfunction!(operation::forked, module)?)?;
+    module.add_class::<disco::DiscoSession>()?;
+    module.add_class::<disco::DiscoRef>()?;
+    module.add_class::<disco::DiscoListener>()?;
+    module.add_class::<disco_worker::WorkerContext>()?;
+    module.add_function(wrap_pyfunction!(disco::disco_threads, module)?)?;
+    module.add_function(wrap_pyfunction!(disco::disco_processes, module)?)?;
+    module.add_function(wrap_pyfunction!(disco::disco_servers, module)?)?;
+    module.add_function(wrap_pyfunction!(disco::disco_from_tracker, module)?)?;
+    module.add_function(wrap_pyfunction!(disco::disco_over, module)?)?;
+    module.add_function(wrap_pyfunction!(disco::disco_listen, module)?)?;
     Ok(())
 }

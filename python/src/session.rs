@@ -217,7 +217,7 @@ pub(crate) fn connect(address: String, options: &Bound<'_, PyDict>) -> PyResult<
 }
 
 /// Returns a connector with the options of `tensor_rpc.connect`.
-fn connector(options: &Bound<'_, PyDict>) -> PyResult<Connector> {
+pub(crate) fn connector(options: &Bound<'_, PyDict>) -> PyResult<Connector> {
     let mut connector = Connector::new().transports(rpc_server::transports());
     let mut trust = ClientTrust::default();
     for (name, value) in options {

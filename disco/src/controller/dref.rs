@@ -119,6 +119,13 @@ impl DModule {
     }
 }
 
+impl From<DRef> for DModule {
+    /// Takes a value for a module. If it is none, its functions fail.
+    fn from(reference: DRef) -> Self {
+        Self(reference)
+    }
+}
+
 /// A value in a program that is being recorded: a parameter, the result of a step, or a captured
 /// reference. It is for its [`Recorder`](crate::Recorder) alone.
 #[derive(Clone, Copy)]

@@ -101,7 +101,7 @@ impl Frame {
         drop(args);
     }
 
-    /// Returns this call, or, if it is over, one that belongs to the same session and has no caller.
+    /// Returns this call, or, if it is over, one of the same session that has no caller.
     pub(super) fn or_detached(self: &Arc<Self>) -> Arc<Self> {
         if self.is_over.load(Ordering::Acquire) {
             Self::new(&self.context.detached(), Vec::new())

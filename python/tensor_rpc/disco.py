@@ -1,0 +1,564 @@
+"""Disco: one controller drives many workers.
+
+The names and their meaning are those of ``tvm.runtime.disco``; where something differs, the
+docstring says so. Commands return at once, and the workers execute them in the order in which they
+were issued. What fails on a worker is raised by the next ``sync_…``, ``copy_from_worker_0`` or
+``debug_get_from_remote``, with the worker and the command; the session goes on.
+
+>>> import numpy as np
+>>> from tensor_rpc import disco
+>>> with disco.ThreadedSession(num_workers=4) as session:
+...     session.init_ccl("host")
+...     x = session.broadcast(np.ones(2, "float32"))
+...     y = session.empty((2,), "float32")
+...     session.allreduce(x, y, op="sum")
+...     print(session.copy_from_worker_0(y))
+[4. 4.]
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from tensor_rpc import _arrays, _blocking, _native
+from tensor_rpc._errors import RpcError
+from tensor_rpc._functions import Registry, registry_of
+from tensor_rpc._native import WorkerContext
+
+__all__ = [
+    "DModule",
+    "DPackedFunc",
+    "DRef",
+    "Failure",
+    "ProcessSession",
+    "Session",
+    "SocketSession",
+    "ThreadedSession",
+    "WorkerContext",
+    "WorkersError",
+    "from_tracker",
+    "over",
+    "servers",
+]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A command that failed on a worker.
+
+    Attributes
+    ----------
+    worker : int
+        Number of the worker.
+    sequence : int
+        Number of the command in its session, from 1.
+    command : str
+        Name of the function, or of the operation.
+    cause : RpcError
+        Why it failed.
+    """
+
+    worker: int
+    sequence: int
+    command: str
+    cause: RpcError
+
+
+class WorkersError(RpcError):
+    """Commands failed on workers. The session lives; the values that they should have made do not.
+
+    Attributes
+    ----------
+    failures : list of Failure
+        All of them, by worker.
+    """
+
+    failures: list[Failure]
+
+
+def _workers_error(error: RpcError, failures: list[tuple[int, int, str, RpcError]]) -> WorkersError:
+    """Return the exception for failures of workers. The native part calls this."""
+    made = WorkersError(*error.args)
+    made.__dict__.update(error.__dict__)
+    made.failures = [Failure(*failure) for failure in failures]
+    return made
+
+
+class DRef(_native.DiscoRef):
+    """A value that each worker has, each its own.
+
+    When the last reference is gone the values are freed, behind all commands that use them.
+    """
+
+    session: Session
+
+    def __new__(cls, native: _native.DiscoRef, session: Session) -> DRef:
+        """Wrap a native reference; commands of a session return them."""
+        self = super().__new__(cls, native)
+        self.session = session
+        return self
+
+    def debug_get_from_remote(self, worker_id: int) -> Any:
+        """Copy the value of one worker here, once it has executed all that was issued before.
+
+        Returns
+        -------
+        object
+            A value, or an array of numpy (without numpy: a `DenseArray`).
+        """
+        return _array(self.session._native.get_register_op(self, worker_id).wait())
+
+    def debug_copy_from(self, worker_id: int, value: Any) -> None:
+        """Set the value of one worker: an array of up to 64 KiB, or a plain value."""
+        self.session._native.set_register(self, worker_id, value)
+
+    def __repr__(self) -> str:
+        """Return the number of the value."""
+        return f"<{type(self).__name__} {self.reg_id} of Disco>"
+
+
+class DPackedFunc(DRef):
+    """A function that each worker has."""
+
+    def __call__(self, *args: Any) -> DRef:
+        """Call the function on all workers, and return the results without waiting for them.
+
+        Parameters
+        ----------
+        *args
+            Values, `DRef`, and arrays of up to 64 KiB. TVM's takes no arrays.
+        """
+        return self.session.call_packed(self, *args)
+
+
+class DModule(DRef):
+    """A module that each worker has."""
+
+    def __getitem__(self, name: str) -> DPackedFunc:
+        """Return the function `name` of the module on each worker."""
+        session = self.session
+        return DPackedFunc(session._native.module_function(self, name), session)
+
+
+def _array(value: Any) -> Any:
+    if not isinstance(value, _native.DenseArray):
+        return value
+    try:
+        return _arrays.to_numpy(value)
+    except ImportError:
+        return value
+
+
+class Session:
+    """A controller and its workers: what the constructors of this module return.
+
+    As a context manager it shuts the workers down. Any number of threads may issue commands.
+    """
+
+    _native: _native.DiscoSession
+
+    def __init__(self, native: _native.DiscoSession) -> None:
+        """Wrap a native session; use the constructors of this module instead."""
+        self._native = native
+        self._import: DPackedFunc | None = None
+
+    @property
+    def num_workers(self) -> int:
+        """Number of workers."""
+        return self._native.num_workers
+
+    @property
+    def num_groups(self) -> int:
+        """Number of groups of equal size that the workers are in."""
+        return self._native.num_groups
+
+    def _ref(self, native: _native.DiscoRef, to: DRef | None = None) -> DRef:
+        return DRef(native, self) if to is None else to
+
+    def empty(
+        self,
+        shape: Sequence[int],
+        dtype: Any = "float32",
+        device: Any = None,
+        worker0_only: bool = False,
+        in_group: bool = True,
+    ) -> DRef:
+        """Allocate a tensor on every worker; it is zeroed.
+
+        Parameters
+        ----------
+        shape : sequence of int
+            Dimensions.
+        dtype : data type
+            Type of the elements.
+        device : Device or str, optional
+            The default device of each worker, unless given.
+        worker0_only : bool
+            Only on the first worker of each group, or with ``in_group=False`` on worker 0 alone;
+            the others have `None`.
+        """
+        device = None if device is None else str(device)
+        native = self._native.empty(list(shape), dtype, device, worker0_only, in_group)
+        return DRef(native, self)
+
+    def get_global_func(self, name: str) -> DPackedFunc:
+        """Look up the function that is registered as `name` on every worker."""
+        return DPackedFunc(self._native.function(name), self)
+
+    def call_packed(self, func: DRef, *args: Any) -> DRef:
+        """Call a function on all workers; see `DPackedFunc.__call__`."""
+        return DRef(self._native.call(func, args), self)
+
+    def import_python_module(self, module_name: str) -> None:
+        """Import a module of Python on each worker, and register its functions there.
+
+        Those are the ones that ``@tensor_rpc.function`` marks. Workers must be processes of
+        Python, or threads of this one.
+        """
+        if self._import is None:
+            self._import = self.get_global_func("tensor_rpc.import_module")
+        self._import(module_name)
+
+    def load_vm_module(self, path: str | os.PathLike[str], device: Any = None) -> DModule:
+        """Load a module on each worker: on `device`, or on each one's default device."""
+        return DModule(self._native.module(os.fspath(path), device), self)
+
+    def init_ccl(self, ccl: str = "host", *device_ids: int) -> None:
+        """Make the collectives, and wait until all workers have met.
+
+        Parameters
+        ----------
+        ccl : str
+            ``host`` (tensors in host memory; TVM has no such), ``nccl`` or ``mpi``.
+        *device_ids : int
+            Device of each worker; with none, each has its own number.
+        """
+        self._native.init_ccl_op(ccl, list(device_ids)).wait()
+
+    def reinit_ccl(self) -> None:
+        """Make the collectives anew, whether they have broken or not."""
+        self._native.reinit_ccl_op().wait()
+
+    def broadcast(self, src: Any, dst: DRef | None = None, in_group: bool = True) -> DRef:
+        """Give every worker a copy of an array of the controller.
+
+        The array may be changed at once: its content is taken before this returns.
+
+        Returns
+        -------
+        DRef
+            `dst`, or a new tensor on every worker.
+        """
+        return self._ref(self._native.send("broadcast", src, dst, in_group), dst)
+
+    def broadcast_from_worker0(self, src: DRef, dst: DRef, in_group: bool = True) -> DRef:
+        """Copy the tensor of worker 0 (or of the first worker of each group) to the others."""
+        return self._ref(self._native.collective("broadcast", src, dst, "sum", in_group), dst)
+
+    def scatter(self, src: Any, dst: DRef | None = None, in_group: bool = True) -> DRef:
+        """Give each worker its part of an array of the controller.
+
+        The first dimension of `src` is the number of workers (of a group, with `in_group`).
+        """
+        return self._ref(self._native.send("scatter", src, dst, in_group), dst)
+
+    def scatter_from_worker0(self, from_array: DRef, to_array: DRef, in_group: bool = True) -> DRef:
+        """Give each worker its part of the tensor of worker 0."""
+        native = self._native.collective("scatter", from_array, to_array, "sum", in_group)
+        return self._ref(native, to_array)
+
+    def gather_to_worker0(self, from_array: DRef, to_array: DRef, in_group: bool = True) -> DRef:
+        """Collect the tensors of all workers in that of worker 0, one behind the other."""
+        native = self._native.collective("gather", from_array, to_array, "sum", in_group)
+        return self._ref(native, to_array)
+
+    def allreduce(self, src: DRef, dst: DRef | None = None, op: str = "sum", in_group: bool = True) -> DRef:
+        """Reduce the tensors of all workers, element by element.
+
+        Parameters
+        ----------
+        src : DRef
+            A tensor of the same shape on each worker.
+        dst : DRef, optional
+            What gets the result, which may be `src`; a new tensor by default.
+        op : str
+            ``sum``, ``prod``, ``min``, ``max`` or ``avg``.
+        """
+        return self._ref(self._native.collective("allreduce", src, dst, op, in_group), dst)
+
+    def allgather(self, src: DRef, dst: DRef | None = None, in_group: bool = True) -> DRef:
+        """Give every worker the tensors of all, one behind the other."""
+        return self._ref(self._native.collective("allgather", src, dst, "sum", in_group), dst)
+
+    def reduce_scatter(self, src: DRef, dst: DRef | None = None, op: str = "sum", in_group: bool = True) -> DRef:
+        """Reduce the tensors of all workers, and give each worker its part of the result."""
+        return self._ref(self._native.collective("reduce_scatter", src, dst, op, in_group), dst)
+
+    def all_to_all(self, src: DRef, dst: DRef | None = None, in_group: bool = True) -> DRef:
+        """Give the part number j of the tensor of worker i to worker j, as its part i."""
+        return self._ref(self._native.collective("all_to_all", src, dst, "sum", in_group), dst)
+
+    def barrier(self, in_group: bool = True) -> None:
+        """Let no worker go on before all have come here."""
+        self._native.barrier(in_group)
+
+    def copy_from_worker_0(self, host_array: Any, remote_array: DRef | None = None) -> Any:
+        """Copy the tensor of worker 0 here.
+
+        Called with two arguments as TVM's, it fills `host_array`, which is one of numpy. Called
+        with the remote tensor alone, it returns a new array.
+        """
+        remote = host_array if remote_array is None else remote_array
+        copied = _array(self._native.copy_from_worker_0_op(remote).wait())
+        if remote_array is None:
+            return copied
+        host_array[...] = copied
+        return host_array
+
+    def copy_to_worker_0(self, host_array: Any, remote_array: DRef | None = None) -> DRef:
+        """Copy an array of the controller to worker 0: into `remote_array`, or into a new tensor.
+
+        The other workers have `None` in the latter case.
+        """
+        return self._ref(self._native.send("copy", host_array, remote_array, True), remote_array)
+
+    def sync_worker_0(self) -> None:
+        """Wait until worker 0 has executed everything."""
+        self._sync_worker(0)
+
+    def _sync_worker(self, worker_id: int) -> None:
+        """Wait until a worker has executed everything that was issued before.
+
+        Raises
+        ------
+        WorkersError
+            Commands have failed there since the last time.
+        """
+        self._native.sync_op(worker_id).wait()
+
+    def sync_all(self) -> None:
+        """Wait until all workers have executed everything. TVM has no such."""
+        self._native.sync_op(None).wait()
+
+    def shutdown(self) -> None:
+        """Let the workers finish what was issued, and end the session."""
+        self._native.shutdown_op().wait()
+
+    def __enter__(self) -> Session:
+        """Return the session."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Shut the workers down; what fails then does not hide an exception that is raised."""
+        try:
+            self.shutdown()
+        except RpcError:
+            if kind is None:
+                raise
+
+    def __repr__(self) -> str:
+        """Return the number of workers."""
+        return f"<session of Disco with {self.num_workers} workers>"
+
+
+class ThreadedSession(Session):
+    """A session whose workers are threads of this process.
+
+    Python code of the workers takes turns, and native code runs side by side: for tests, and for
+    programs whose work is native.
+    """
+
+    def __init__(
+        self,
+        num_workers: int,
+        num_groups: int = 1,
+        *,
+        functions: Sequence[Callable[..., Any]] | Registry = (),
+        **settings: Any,
+    ) -> None:
+        """Start the workers.
+
+        Parameters
+        ----------
+        num_workers : int
+            Number of workers.
+        num_groups : int
+            Number of groups of equal size that they are in.
+        functions : sequence of functions or Registry
+            Functions of the workers, beside those of modules that they import.
+        **settings
+            `window` (bytes), `keep_alive`, `collective_timeout`, `stall_timeout`, `init_timeout`,
+            `shutdown_timeout` (seconds), `pin_workers`, `hosting`, `allow_controller_relay`.
+        """
+        registry = _worker_registry(functions)
+        native: _native.DiscoSession = _native.disco_threads(num_workers, num_groups, registry, settings).wait()
+        super().__init__(native)
+
+
+class ProcessSession(Session):
+    """A session whose workers are child processes, each an interpreter of its own.
+
+    A script that starts one must do so under ``if __name__ == "__main__":``, as with
+    multiprocessing: the workers import it to find its functions.
+    """
+
+    def __init__(
+        self,
+        num_workers: int,
+        num_groups: int = 1,
+        entrypoint: Sequence[str] | None = None,
+        *,
+        functions: Sequence[Callable[..., Any]] = (),
+        **settings: Any,
+    ) -> None:
+        """Start the workers.
+
+        Parameters
+        ----------
+        num_workers, num_groups, **settings
+            As for `ThreadedSession`.
+        entrypoint : sequence of str, optional
+            Another program as worker, with its arguments, such as a native one. TVM's takes the
+            name of a module of Python.
+        functions : sequence of functions
+            Functions of the workers, which they must be able to import: not lambdas, functions in
+            functions, or those of a notebook.
+        """
+        if entrypoint is None:
+            from tensor_rpc import _child
+
+            entrypoint = [*_child.command(functions), "--disco-worker"]
+        elif functions:
+            raise ValueError("another program has functions of its own: give functions or entrypoint")
+        native: _native.DiscoSession = _native.disco_processes(
+            num_workers, num_groups, list(entrypoint), settings
+        ).wait()
+        super().__init__(native)
+
+
+class SocketSession(Session):
+    """A session whose workers are at nodes that dial the controller.
+
+    Start ``rpc-server worker --controller HOST:PORT`` on each, also on this machine if it is to
+    have workers: unlike TVM's, the controller is no node itself.
+    """
+
+    def __init__(
+        self,
+        num_nodes: int,
+        num_workers_per_node: int,
+        num_groups: int = 1,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        join_timeout: float | None = None,
+        on_listen: Callable[[str], None] | None = None,
+        **settings: Any,
+    ) -> None:
+        """Wait until all nodes have dialled in, and start the workers.
+
+        Parameters
+        ----------
+        num_nodes, num_workers_per_node, num_groups : int
+            Number of nodes, of workers of each, and of groups over all.
+        host, port : str, int
+            Where to listen.
+        join_timeout : float, optional
+            Seconds to wait for the nodes: 60 by default.
+        on_listen : function of str, optional
+            Called with the address that nodes dial, as soon as they can.
+        **settings
+            As for `ThreadedSession`.
+        """
+        host = f"[{host}]" if ":" in host else host
+        listener: _native.DiscoListener = _native.disco_listen(f"tcp://{host}:{port}").wait()
+        if on_listen is not None:
+            on_listen(listener.address)
+        native: _native.DiscoSession = listener.start_op(
+            num_nodes, num_workers_per_node, num_groups, join_timeout, settings
+        ).wait()
+        super().__init__(native)
+
+
+def servers(
+    addresses: Sequence[str],
+    workers_per_server: int = 1,
+    num_groups: int = 1,
+    *,
+    connect: dict[str, Any] | None = None,
+    **settings: Any,
+) -> Session:
+    """Start workers at the servers of these addresses. TVM has no such.
+
+    Parameters
+    ----------
+    addresses : sequence of str
+        Addresses of servers.
+    workers_per_server, num_groups : int
+        Number of workers of each server, and of groups over all.
+    connect : dict, optional
+        Options as of `tensor_rpc.connect`, such as ``{"token_file": "tokens"}``.
+    **settings
+        As for `ThreadedSession`.
+    """
+    native: _native.DiscoSession = _native.disco_servers(
+        list(addresses), workers_per_server, num_groups, connect or {}, settings
+    ).wait()
+    return Session(native)
+
+
+def from_tracker(
+    tracker: str,
+    key: str,
+    count: int,
+    workers_per_server: int = 1,
+    num_groups: int = 1,
+    *,
+    connect: dict[str, Any] | None = None,
+    **settings: Any,
+) -> Session:
+    """Start workers at `count` servers that a tracker hands out; they are given back at the end.
+
+    The other parameters are those of `servers`. TVM has no such.
+    """
+    native: _native.DiscoSession = _native.disco_from_tracker(
+        tracker, key, count, workers_per_server, num_groups, connect or {}, settings
+    ).wait()
+    return Session(native)
+
+
+def over(
+    sessions: Sequence[_blocking.Session],
+    workers_per_session: int = 1,
+    num_groups: int = 1,
+    **settings: Any,
+) -> Session:
+    """Start workers at the far ends of any sessions, such as ones behind hops. TVM has no such."""
+    native: _native.DiscoSession = _native.disco_over(list(sessions), workers_per_session, num_groups, settings).wait()
+    return Session(native)
+
+
+def _worker_registry(functions: Sequence[Callable[..., Any]] | Registry) -> Registry:
+    registry = functions if isinstance(functions, Registry) else registry_of(functions)
+    install(registry)
+    return registry
+
+
+def install(registry: Registry) -> None:
+    """Add what sessions of Disco need on workers of Python to their functions."""
+
+    def import_module(name: str) -> None:
+        """Import a module, and register its functions."""
+        registry.add_module(importlib.import_module(name))
+
+    registry.add("tensor_rpc.import_module", import_module)

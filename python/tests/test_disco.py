@@ -1,0 +1,180 @@
+"""Sessions of Disco: threads, processes, servers; collectives, errors, imports."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tensor_rpc as rpc
+from tensor_rpc import disco
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+LIMIT = 60.0
+
+
+@rpc.function
+def double(x: np.ndarray) -> Any:
+    """Return twice an array."""
+    return x * 2
+
+
+@rpc.function
+def worker_number() -> int:
+    """Return the number of the worker."""
+    return disco.WorkerContext.current().worker_id
+
+
+@rpc.function
+def process_number() -> int:
+    """Return the process of the worker."""
+    return os.getpid()
+
+
+@rpc.function
+def fail_on_worker_1() -> None:
+    """Fail on one worker."""
+    if disco.WorkerContext.current().worker_id == 1:
+        raise LookupError("a word of worker 1")
+
+
+@rpc.function
+def meet(x: np.ndarray) -> Any:
+    """Sum an array over all workers, and stack the sums."""
+    worker = disco.WorkerContext.current()
+    total = np.from_dlpack(worker.allreduce(x, in_group=False))
+    return np.from_dlpack(worker.allgather(total + worker.worker_id, in_group=False))
+
+
+FUNCTIONS = [double, worker_number, process_number, fail_on_worker_1, meet]
+
+
+@pytest.fixture(params=["threads", "processes", "servers"])
+def session(request: pytest.FixtureRequest) -> Iterator[disco.Session]:
+    """Return a session with four workers in two groups."""
+    if request.param == "threads":
+        with disco.ThreadedSession(4, 2, functions=FUNCTIONS) as made:
+            yield made
+    elif request.param == "processes":
+        with disco.ProcessSession(4, 2, functions=FUNCTIONS) as made:
+            yield made
+    else:
+        with rpc.Server(*FUNCTIONS) as server:
+            with disco.servers(server.addresses, 4, 2, hosting="threads") as made:
+                yield made
+
+
+def test_tensors_go_around(session: disco.Session) -> None:
+    """Every collective moves what its docstring says."""
+    session.init_ccl("host")
+    x = np.arange(8, dtype="float32").reshape(4, 2)
+    everywhere = session.broadcast(x, in_group=False)
+    x[:] = -1  # What was broadcast is what the array was.
+    for worker in range(4):
+        assert everywhere.debug_get_from_remote(worker).tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    parts = session.scatter(np.arange(8, dtype="float32").reshape(4, 2), in_group=False)
+    assert parts.debug_get_from_remote(2).tolist() == [4, 5]
+    total = session.allreduce(parts, op="sum", in_group=False)
+    assert session.copy_from_worker_0(total).tolist() == [0 + 2 + 4 + 6, 1 + 3 + 5 + 7]
+    of_group = session.allreduce(parts, op="max")
+    assert [of_group.debug_get_from_remote(worker).tolist() for worker in (0, 3)] == [[2, 3], [6, 7]]
+    gathered = session.empty((4, 2), "float32", worker0_only=True, in_group=False)
+    session.gather_to_worker0(parts, gathered, in_group=False)
+    host = np.zeros((4, 2), "float32")
+    session.copy_from_worker_0(host, gathered)
+    assert host.tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert gathered.debug_get_from_remote(1) is None
+    alone = session.copy_to_worker_0(np.full(2, 7, "float32"))
+    copied = session.empty((2,), "float32")
+    session.broadcast_from_worker0(alone, copied, in_group=False)
+    assert copied.debug_get_from_remote(3).tolist() == [7, 7]
+
+
+def test_functions_of_python_run_on_workers(session: disco.Session) -> None:
+    """They get tensors, know their worker, and return values and tensors."""
+    session.init_ccl("host")
+    x = session.broadcast(np.ones(3, "float32"), in_group=False)
+    assert session.get_global_func("double")(x).debug_get_from_remote(3).tolist() == [2, 2, 2]
+    numbers = session.call_packed(session.get_global_func("worker_number"))
+    assert [numbers.debug_get_from_remote(worker) for worker in range(4)] == [0, 1, 2, 3]
+    met = session.get_global_func("meet")(x)
+    assert met.debug_get_from_remote(1)[:, 0].tolist() == [4, 5, 6, 7]
+    small = session.get_global_func("double")(np.arange(2, dtype="int64"))
+    assert small.debug_get_from_remote(2).tolist() == [0, 2]
+
+
+def test_a_failure_names_its_worker_and_the_session_goes_on(session: disco.Session) -> None:
+    """The exception is that of the worker, with its traceback."""
+    session.get_global_func("fail_on_worker_1")()
+    session._sync_worker(0)
+    with pytest.raises(disco.WorkersError, match="a word of worker 1") as caught:
+        session.sync_all()
+    (failure,) = caught.value.failures
+    assert (failure.worker, failure.command) == (1, "fail_on_worker_1")
+    assert failure.cause.remote_class == "LookupError"
+    assert "fail_on_worker_1" in (failure.cause.remote_traceback or "")
+    session.sync_all()
+
+
+def test_bad_input_is_an_error_here(session: disco.Session) -> None:
+    """It changes nothing on the workers."""
+    x = session.empty((2,), "float32")
+    with pytest.raises(ValueError, match="no reduction"):
+        session.allreduce(x, op="mean")
+    with pytest.raises(ValueError, match="broadcast it first"):
+        session.get_global_func("double")(np.zeros(100_000))
+    with pytest.raises(TypeError, match="functions of this process"):
+        session.get_global_func("double")(lambda: None)
+    with pytest.raises(ValueError, match="no worker 9"):
+        x.debug_get_from_remote(9)
+    with pytest.raises(TypeError, match="no setting"):
+        disco.ThreadedSession(1, windov=3)
+    with disco.ThreadedSession(1) as other:
+        with pytest.raises(ValueError, match="another session"):
+            other.call_packed(other.get_global_func("double"), x)
+    session.sync_all()
+
+
+def test_workers_are_processes_of_their_own() -> None:
+    """Each is another interpreter, and all end with the session."""
+    with disco.ProcessSession(2, functions=[process_number]) as session:
+        numbers = session.get_global_func("process_number")()
+        found = {numbers.debug_get_from_remote(worker) for worker in range(2)}
+    assert len(found | {os.getpid()}) == 3
+
+
+def test_a_module_is_imported_on_workers(tmp_path: Path) -> None:
+    """Its functions can be called then."""
+    (tmp_path / "functions_of_workers.py").write_text(
+        "import tensor_rpc as rpc\n@rpc.function(name='far.add')\ndef add(a: int, b: int) -> int:\n    return a + b\n"
+    )
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    program = (
+        "from tensor_rpc import disco\n"
+        "with disco.ProcessSession(2) as session:\n"
+        "    session.import_python_module('functions_of_workers')\n"
+        "    print(session.get_global_func('far.add')(1, 2).debug_get_from_remote(1))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
+    assert (done.returncode, done.stdout) == (0, "3\n"), done.stderr
+
+
+@pytest.mark.parametrize("over", ["threads", "processes"])
+def test_the_digits_are_learnt(over: str) -> None:
+    """The example reaches its accuracy, or fails by its exit code."""
+    program = [sys.executable, str(EXAMPLES / "digits.py"), "--over", over]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=LIMIT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("test accuracy: 0.9"), done.stdout
