@@ -18,6 +18,7 @@ documents! {
     Disco: "docs/disco.md";
     Modules: "docs/modules.md";
     Operations: "docs/operations.md";
+    Python: "docs/python.md";
     Security: "docs/security.md";
     Transports: "docs/transports.md";
     Weights: "docs/weights.md";
