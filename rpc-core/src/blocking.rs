@@ -275,6 +275,48 @@ mod tests {
         assert_eq!(block_on(future).unwrap(), 5);
     }
 
+    #[test]
+    fn a_wait_that_is_stopped_drops_its_future() {
+        /// A session whose reply never comes.
+        struct Silent;
+
+        impl Driver for Silent {
+            fn drive(&self, done: &dyn Fn() -> bool) {
+                while !done() {
+                    thread::yield_now();
+                }
+            }
+
+            fn attend(&self) {}
+        }
+
+        let silent: Arc<dyn Driver> = Arc::new(Silent);
+        for is_driven in [true, false] {
+            let (alive, asked) = (Arc::new(()), Cell::new(0));
+            let held = alive.clone();
+            let future = std::future::poll_fn(|_| {
+                let _ = &held;
+                if is_driven {
+                    waiting_for(&silent);
+                }
+                Poll::<()>::Pending
+            });
+            let stop = || {
+                asked.set(asked.get() + 1);
+                asked.get() == 3
+            };
+            assert_eq!(block_on_unless(future, &stop).unwrap(), None);
+            assert_eq!(asked.get(), 3, "not asked again once it has said so");
+            drop(held);
+            assert_eq!(Arc::strong_count(&alive), 1);
+        }
+    }
+
+    #[test]
+    fn an_outcome_that_is_there_is_not_stopped() {
+        assert_eq!(block_on_unless(std::future::ready(4), &|| true).unwrap(), Some(4));
+    }
+
     /// A session that counts its requests, and replies after them.
     #[derive(Default)]
     struct Counted {
