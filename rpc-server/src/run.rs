@@ -17,17 +17,21 @@
 //!    the server, `HOME` and `TMPDIR` in the workspace, and the variables of the client: those that
 //!    `--run-client-env` names, and the ranks of Disco's workers; or all but the operator's if
 //!    clients may run any program.
-//! 3. **A program leaves no process.** Its reaper is the subreaper of all its descendants, so that
-//!    none escapes by a new session or process group, and kills them when the program exits, when
-//!    it is ended, and when the session process closes the connection or dies. A reaper that the
-//!    program stops is continued by the session process; one that stays stopped or is killed
-//!    leaves the descendants to the session process, which kills them, and looks again until none
-//!    is left. At its end it has [`RUN_GRACE`](crate::isolate::RUN_GRACE) for that.
+//! 3. **A program leaves no process.** Where the server may make one, it has a
+//!    namespace of process ids whose first process is the reaper: the kernel kills all in it when
+//!    the reaper ends, and the program cannot send the reaper a signal. Elsewhere the reaper is the
+//!    subreaper of all descendants, so that none escapes by a new session or process group, and
+//!    searches for them. It kills them when the program exits, when it is ended, and when the
+//!    session process closes the connection or dies. A reaper that the program stops is continued
+//!    by the session process; one that stays stopped or is killed leaves the descendants to the
+//!    session process, which kills them, and looks again until none is left. At its end it has
+//!    [`RUN_GRACE`](crate::isolate::RUN_GRACE) for that.
 //! 4. **Output is not buffered.** A client requests each piece; the program waits in its pipe.
 
 #[allow(unsafe_code)]
 mod fork;
 mod messages;
+mod namespace;
 mod policy;
 mod process_tree;
 mod program;

@@ -32,6 +32,12 @@ pub(super) fn fork_sibling() -> io::Result<Side> {
     clone_process(libc::CLONE_PARENT | libc::SIGCHLD)
 }
 
+/// As [`fork_sibling`]. The copy is the first process of a namespace of process ids, and has a
+/// namespace of mounts of its own.
+pub(super) fn fork_into_namespace() -> io::Result<Side> {
+    clone_process(libc::CLONE_PARENT | libc::CLONE_NEWPID | libc::CLONE_NEWNS | libc::SIGCHLD)
+}
+
 fn clone_process(flags: libc::c_int) -> io::Result<Side> {
     if thread_count() != Some(1) {
         return Err(Errno::BUSY.into());

@@ -34,7 +34,7 @@ use serde::{Deserialize, Serialize};
 use crate::versioned_json;
 
 /// Messages between session processes and reapers.
-pub(super) const MESSAGES: MessageFamily = MessageFamily::new("the messages of run programs", 2);
+pub(super) const MESSAGES: MessageFamily = MessageFamily::new("the messages of run programs", 3);
 
 /// Program that a reaper starts.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
@@ -61,6 +61,9 @@ pub(super) struct ProgramSetup {
 pub(super) enum ReaperStart {
     /// From the reaper: its process id.
     Ready(i32),
+    /// There is no namespace for the program. From the reaper server, or from a reaper that exits
+    /// now, with its process id.
+    NoNamespace(Option<i32>),
     /// From the reaper server, which cannot copy itself.
     HasThreads,
     /// From the reaper server: the system's error number.
@@ -86,8 +89,11 @@ impl Started {
     }
 }
 
-/// Byte to the reaper server: start a reaper.
+/// Byte to the reaper server: start a reaper, outside of a namespace.
 const START_REAPER: u8 = 1;
+
+/// Byte to the reaper server: start a reaper in a namespace of its own.
+const START_IN_NAMESPACE: u8 = 2;
 
 /// Byte to a reaper: end the program, in good order if it can.
 pub(super) const TERMINATE: u8 = 1;
@@ -135,18 +141,28 @@ impl ProgramSetup {
     }
 }
 
-/// Requests a reaper of the reaper server, for this end of a connection.
-pub(super) fn send_descriptor(to: &UnixStream, descriptor: BorrowedFd<'_>) -> io::Result<()> {
+/// Request for a reaper.
+#[derive(Debug)]
+pub(super) struct ReaperRequest<D> {
+    /// The reaper's end of the connection.
+    pub(super) control: D,
+    /// True if it gets a namespace of its own.
+    pub(super) in_namespace: bool,
+}
+
+/// Requests a reaper of the reaper server.
+pub(super) fn send_request(to: &UnixStream, request: &ReaperRequest<BorrowedFd<'_>>) -> io::Result<()> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut ancillary = SendAncillaryBuffer::new(&mut space);
-    let descriptors = [descriptor];
+    let descriptors = [request.control];
+    let byte = if request.in_namespace { START_IN_NAMESPACE } else { START_REAPER };
     ancillary.push(SendAncillaryMessage::ScmRights(&descriptors));
-    sendmsg(to, &[IoSlice::new(&[START_REAPER])], &mut ancillary, SendFlags::NOSIGNAL)?;
+    sendmsg(to, &[IoSlice::new(&[byte])], &mut ancillary, SendFlags::NOSIGNAL)?;
     Ok(())
 }
 
 /// Receives a request for a reaper; `None` at the end of the stream.
-pub(super) fn receive_descriptor(from: &UnixStream) -> io::Result<Option<OwnedFd>> {
+pub(super) fn receive_request(from: &UnixStream) -> io::Result<Option<ReaperRequest<OwnedFd>>> {
     loop {
         let mut byte = [0];
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
@@ -160,9 +176,9 @@ pub(super) fn receive_descriptor(from: &UnixStream) -> io::Result<Option<OwnedFd
         }
         for message in ancillary.drain() {
             if let RecvAncillaryMessage::ScmRights(mut descriptors) = message
-                && let Some(descriptor) = descriptors.next()
+                && let Some(control) = descriptors.next()
             {
-                return Ok(Some(descriptor));
+                return Ok(Some(ReaperRequest { control, in_namespace: byte == [START_IN_NAMESPACE] }));
             }
         }
         // A descriptor that the limit on open files kept away: its end of the pair is closed, so
@@ -207,9 +223,9 @@ mod tests {
 
     use super::*;
 
-    /// Bytes of a setup of version 2, without the length.
+    /// Bytes of a setup of version 3, without the length.
     const SETUP: &str = concat!(
-        r#"{"version":2,"path":"/bin/sh","args":["sh","-c"],"env":{"A":{"Unix":[98]}},"folder":"/work","#,
+        r#"{"version":3,"path":"/bin/sh","args":["sh","-c"],"env":{"A":{"Unix":[98]}},"folder":"/work","#,
         r#""time_limit":{"secs":1,"nanos":0},"max_processes":7}"#
     );
 
@@ -233,6 +249,8 @@ mod tests {
         let status = RunStatus { code: None, signal: Some(9), ended_by: Some(EndCause::TimeLimit) };
         for (text, message) in [
             (r#"{"ready":7}"#, serde_json::to_string(&ReaperStart::Ready(7))),
+            (r#"{"no_namespace":7}"#, serde_json::to_string(&ReaperStart::NoNamespace(Some(7)))),
+            (r#"{"no_namespace":null}"#, serde_json::to_string(&ReaperStart::NoNamespace(None))),
             (r#""has_threads""#, serde_json::to_string(&ReaperStart::HasThreads)),
             (r#"{"failed":11}"#, serde_json::to_string(&ReaperStart::Failed(11))),
             (r#""running""#, serde_json::to_string(&Started::Running)),
@@ -249,13 +267,17 @@ mod tests {
     fn a_request_for_a_reaper_has_its_connection() {
         let (near, far) = UnixStream::pair().unwrap();
         let (control, requested) = UnixStream::pair().unwrap();
-        send_descriptor(&near, requested.as_fd()).unwrap();
+        let request = |in_namespace| ReaperRequest { control: requested.as_fd(), in_namespace };
+        send_request(&near, &request(false)).unwrap();
+        send_request(&near, &request(true)).unwrap();
         drop(near);
-        let received = UnixStream::from(receive_descriptor(&far).unwrap().unwrap());
-        send(&received, &ReaperStart::Ready(7)).unwrap();
+        let received = receive_request(&far).unwrap().unwrap();
+        assert!(!received.in_namespace);
+        send(&received.control.into(), &ReaperStart::Ready(7)).unwrap();
         assert_eq!(receive::<ReaperStart>(&control).unwrap(), ReaperStart::Ready(7));
-        assert!(receive_descriptor(&far).unwrap().is_none());
-        assert!(send_descriptor(&far, requested.as_fd()).is_err(), "the other end is closed");
+        assert!(receive_request(&far).unwrap().unwrap().in_namespace);
+        assert!(receive_request(&far).unwrap().is_none());
+        assert!(send_request(&far, &request(true)).is_err(), "the other end is closed");
     }
 
     #[test]
@@ -266,9 +288,9 @@ mod tests {
             drop(near);
             ProgramSetup::receive(&far).unwrap_err().to_string()
         };
-        let newer = SETUP.replace("\"version\":2", "\"version\":3");
+        let newer = SETUP.replace("\"version\":3", "\"version\":4");
         let newer = [&(newer.len() as u32).to_le_bytes()[..], newer.as_bytes()].concat();
-        assert!(refused(&newer).contains("speaks version 3 of the messages of run programs"));
+        assert!(refused(&newer).contains("speaks version 4 of the messages of run programs"));
         refused(&u32::MAX.to_le_bytes());
         refused(&[1, 0]);
     }

@@ -23,6 +23,7 @@ use rustix::process::{
 
 use super::fork::{Side, fork};
 use super::messages::{self, ProgramSetup, ReaperStart, Started, TERMINATE};
+use super::namespace;
 use super::process_tree::{ProcessEntry, SignalledGroups, descendants, for_each_descendant, newest_pid};
 use crate::isolate::GRACE;
 use crate::server::exit_code;
@@ -72,7 +73,11 @@ pub(super) fn run(control: UnixStream) -> ! {
 
 fn serve(control: &UnixStream) -> io::Result<()> {
     let _ = rustix::thread::set_name(c"rpc-run");
-    messages::send(control, &ReaperStart::Ready(getpid().as_raw_nonzero().get()))?;
+    let id = namespace::outer_pid().unwrap_or_else(getpid).as_raw_nonzero().get();
+    if namespace::is_own() && namespace::mount_proc().is_err() {
+        return messages::send(control, &ReaperStart::NoNamespace(Some(id)));
+    }
+    messages::send(control, &ReaperStart::Ready(id))?;
     let Some((setup, streams)) = ProgramSetup::receive(control)? else { return Ok(()) };
     // Not before: the session process knows this reaper now, and does not take it for an orphan.
     setsid()?;
@@ -243,12 +248,19 @@ impl Program {
 
     /// Kills the program and all its descendants, and reaps them, for at most [`KILL_LIMIT`].
     fn kill(&mut self) {
+        let deadline = Instant::now() + KILL_LIMIT;
+        if namespace::is_own() {
+            namespace::kill_all();
+            while self.reap() && Instant::now() < deadline {
+                thread::sleep(Duration::from_millis(1));
+            }
+            return;
+        }
         if self.exit.is_none() {
             // The whole group at once, so that its processes cannot fork faster than they are
             // found.
             let _ = kill_process_group(self.pid, Signal::KILL);
         }
-        let deadline = Instant::now() + KILL_LIMIT;
         // Orphans are children of this process, so that without a child there is no descendant.
         while self.reap() && Instant::now() < deadline {
             // Those that have been killed are not reaped while others live: where the system has no
@@ -260,8 +272,11 @@ impl Program {
     }
 
     /// Kills and reaps descendants until none is left: those that fork as fast as they are killed,
-    /// and those that the kernel holds.
+    /// and those that the kernel holds. In a namespace the kernel waits for the latter.
     fn kill_late_descendants(&mut self) {
+        if namespace::is_own() {
+            return;
+        }
         let mut pause = Duration::from_millis(1);
         while self.reap() {
             while kill_descendants() > 0 {

@@ -16,10 +16,10 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
-use rustix::process::{Pid, Signal, kill_process, set_parent_process_death_signal};
+use rustix::process::{Pid, Signal, WaitOptions, kill_process, set_parent_process_death_signal, waitpid};
 
-use super::fork::{Side, fork_sibling};
-use super::messages::{self, ReaperStart};
+use super::fork::{Side, fork_into_namespace, fork_sibling};
+use super::messages::{self, ReaperRequest, ReaperStart};
 use super::process_tree::ProcessEntry;
 use super::reaper::{self, REAPER_ARGUMENT};
 use crate::server::exit_code;
@@ -44,6 +44,10 @@ static SERVER: Mutex<Option<ReaperServer>> = Mutex::new(None);
 /// in programs that start threads before the hook in their `main`. Each reaper is executed then.
 static HAS_THREADS: AtomicBool = AtomicBool::new(false);
 
+/// True once the system has refused a namespace to a program, as it does where the server has not
+/// the rights to make one. The other programs of this session process get none either.
+static HAS_NO_NAMESPACES: AtomicBool = AtomicBool::new(false);
+
 /// Serves requests until the session process ends.
 pub(crate) fn run() -> ! {
     let outcome = serve();
@@ -61,15 +65,18 @@ fn serve() -> io::Result<()> {
     let requests = UnixStream::from(io::stdin().as_fd().try_clone_to_owned()?);
     // The copies must not keep the connection open.
     rustix::stdio::dup2_stdin(File::open("/dev/null")?)?;
-    while let Some(control) = messages::receive_descriptor(&requests)? {
-        let control = UnixStream::from(control);
-        let failed = match fork_sibling() {
+    while let Some(request) = messages::receive_request(&requests)? {
+        let control = UnixStream::from(request.control);
+        let forked = if request.in_namespace { fork_into_namespace() } else { fork_sibling() };
+        let failed = match forked {
             Ok(Side::Original(_)) => continue,
             Ok(Side::Copy) => {
                 drop(requests);
                 reaper::run(control);
             }
             Err(error) if error.raw_os_error() == Some(Errno::BUSY.raw_os_error()) => ReaperStart::HasThreads,
+            // Whatever the reason is: without one, another reason fails the start.
+            Err(_) if request.in_namespace => ReaperStart::NoNamespace(None),
             Err(error) => ReaperStart::Failed(error.raw_os_error().unwrap_or(Errno::INVAL.raw_os_error())),
         };
         // The caller may have given up.
@@ -82,38 +89,50 @@ fn serve() -> io::Result<()> {
 /// same session of the kernel until it has received its program.
 pub(super) fn start_reaper() -> io::Result<(Pid, UnixStream)> {
     let deadline = Instant::now() + START_LIMIT;
+    let mut in_namespace = !HAS_NO_NAMESPACES.load(Ordering::Relaxed);
     while Instant::now() < deadline {
         let (control, far) = UnixStream::pair()?;
-        request(far)?;
+        request(far, in_namespace)?;
         wait_for_start(&control, deadline)?;
         match messages::receive(&control) {
             Ok(ReaperStart::Ready(pid)) => {
                 let pid = Pid::from_raw(pid).filter(|pid| pid.as_raw_nonzero().get() > 1);
                 return Ok((pid.ok_or(io::ErrorKind::InvalidData)?, control));
             }
+            Ok(ReaperStart::NoNamespace(reaper)) => {
+                HAS_NO_NAMESPACES.store(true, Ordering::Relaxed);
+                in_namespace = false;
+                if let Some(reaper) = reaper.and_then(Pid::from_raw) {
+                    // It exits by itself, unless another program has stopped it.
+                    let _ = kill_process(reaper, Signal::KILL);
+                    let _ = waitpid(Some(reaper), WaitOptions::empty());
+                }
+            }
             Ok(ReaperStart::HasThreads) => HAS_THREADS.store(true, Ordering::Relaxed),
             Ok(ReaperStart::Failed(number)) => return Err(io::Error::from_raw_os_error(number)),
-            // The server has ended, and the next request finds that out.
-            Err(_) => {}
+            // The server has ended, and the next request finds that out, or the system has killed
+            // the reaper for the attempt.
+            Err(_) => in_namespace = false,
         }
     }
     Err(io::ErrorKind::TimedOut.into())
 }
 
 /// Has a reaper started that serves `control`.
-fn request(control: UnixStream) -> io::Result<()> {
+fn request(control: UnixStream, in_namespace: bool) -> io::Result<()> {
     if HAS_THREADS.load(Ordering::Relaxed) {
         return execute(REAPER_ARGUMENT, control).map(drop);
     }
+    let request = ReaperRequest { control: control.as_fd(), in_namespace };
     let mut server = SERVER.lock();
     if let Some(running) = &mut *server {
-        if messages::send_descriptor(&running.requests, control.as_fd()).is_ok() {
+        if messages::send_request(&running.requests, &request).is_ok() {
             return Ok(());
         }
         running.end();
     }
     let started = server.insert(ReaperServer::start()?);
-    messages::send_descriptor(&started.requests, control.as_fd())
+    messages::send_request(&started.requests, &request)
 }
 
 /// Waits for the answer to a request, or for its end.

@@ -1,7 +1,7 @@
 //! Programs of clients: `session.run` and `rpc-cli run`, and what they leave behind.
 
 use std::fs;
-use std::io::{BufRead as _, BufReader};
+use std::io::{BufRead as _, BufReader, Read as _};
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -12,6 +12,7 @@ use rpc_core::{ErrorKind, Session};
 use rpc_server::ServerProcess;
 use rpc_transports::Connector;
 use rustix::process::{Pid, Signal, kill_process};
+use rustix::thread::{CapabilitySet, remove_capability_from_bounding_set};
 use serde_json::{Value as Json, json};
 
 use super::cli::{Fixture, cli, command, run};
@@ -41,15 +42,65 @@ fn start_lines(command: RemoteCommand<'static>, count: usize) -> (RemoteProcess,
     (process, text)
 }
 
-/// Starts a script, and returns it with the process ids that it prints.
+/// Starts a script, and returns it with the processes whose ids it prints.
 fn start<const N: usize>(session: &Session, text: &str) -> (RemoteProcess, [i32; N]) {
-    start_pids(script(session, text))
+    start_pids(marked(session, text))
 }
 
+/// As [`script`]. First prints its namespace of process ids.
+fn marked(session: &Session, text: &str) -> RemoteCommand<'static> {
+    script(session, &format!("readlink /proc/self/ns/pid; {text}"))
+}
+
+/// Starts a [`marked`] script, and returns it with the processes whose ids it prints.
 fn start_pids<const N: usize>(command: RemoteCommand<'static>) -> (RemoteProcess, [i32; N]) {
-    let (process, lines) = start_lines(command, N);
-    let pids: Vec<_> = lines.lines().map(|line| line.parse().unwrap()).collect();
+    let (process, lines) = start_lines(command, N + 1);
+    let (namespace, ids) = lines.split_once('\n').unwrap();
+    let pids: Vec<_> = ids.lines().map(|id| pid_in(namespace, id)).collect();
     (process, pids.try_into().unwrap())
+}
+
+/// Ids of all processes.
+fn processes() -> impl Iterator<Item = i32> {
+    fs::read_dir("/proc").unwrap().filter_map(|entry| entry.unwrap().file_name().to_str()?.parse().ok())
+}
+
+/// Namespace of process ids of a process.
+fn namespace_of(pid: i32) -> Option<String> {
+    Some(fs::read_link(format!("/proc/{pid}/ns/pid")).ok()?.to_str()?.to_owned())
+}
+
+/// Id here of the process with an id in a namespace.
+fn pid_in(namespace: &str, id: &str) -> i32 {
+    let is_it = |pid: &i32| {
+        let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+        let ids = status.lines().find_map(|line| line.strip_prefix("NSpid:"));
+        ids.is_some_and(|ids| ids.split_whitespace().last() == Some(id))
+            && namespace_of(*pid).as_deref() == Some(namespace)
+    };
+    processes().find(is_it).unwrap_or_else(|| panic!("no process has the id {id} in {namespace}"))
+}
+
+/// Starts a server that may not make namespaces.
+fn without_namespaces(flags: &[&str]) -> Fixture {
+    // A thread, and what it starts, loses the right; who has not got it cannot lose it.
+    let start = || {
+        let _ = remove_capability_from_bounding_set(CapabilitySet::SYS_ADMIN);
+        Fixture::new(flags)
+    };
+    std::thread::scope(|scope| scope.spawn(start).join().unwrap())
+}
+
+/// Returns true if this user may make a namespace whose `/proc` is its own.
+fn may_make_namespaces() -> bool {
+    let unshared =
+        Command::new("unshare").args(["--pid", "--fork", "--mount-proc", "true"]).stderr(Stdio::null()).status();
+    let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap();
+    let may = unshared.is_ok_and(|status| status.success()) && !mounts.contains(" /proc/");
+    if !may {
+        eprintln!("SKIPPED: this user may not make namespaces of process ids");
+    }
+    may
 }
 
 /// Terminates a program that has printed `begun`. Returns what it prints afterwards and its status.
@@ -118,9 +169,9 @@ fn programs_return_their_output_and_status() {
     assert_eq!((output.status.code, output.status.signal, output.status.ended_by), (Some(3), None, None));
     assert_eq!(shell(&session, "kill -9 $$").status.signal, Some(9));
     // The status counts, and not the end of the streams.
-    let silent = script(&session, "echo $$; exec >&- 2>&-; read line; exit 4").piped_input();
-    let (silent, pid) = start_lines(silent, 1);
-    let stderr = format!("/proc/{}/fd/2", pid.trim());
+    let silent = marked(&session, "echo $$; exec >&- 2>&-; read line; exit 4").piped_input();
+    let (silent, [pid]) = start_pids(silent);
+    let stderr = format!("/proc/{pid}/fd/2");
     within(GONE_WITHIN, "the streams stay open", || fs::symlink_metadata(&stderr).is_err());
     let end = silent.read_output().start();
     silent.write_input("\n").wait().unwrap();
@@ -175,31 +226,34 @@ fn programs_return_their_output_and_status() {
 #[test]
 fn no_process_and_no_file_is_left() {
     let fixture = Fixture::new(&["--allow-run", "sh,cat"]);
+    nothing_is_left(&fixture);
+
+    // Programs that are not listed, and servers that run none.
+    let refused = connect(&fixture).run("true").status().wait().unwrap_err();
+    assert_eq!((refused.kind(), refused.request_may_have_run()), (ErrorKind::Refused, false), "{refused}");
+    let closed = Fixture::new(&[]);
+    let refused = connect(&closed).run("sh").status().wait().unwrap_err();
+    assert!(refused.to_string().contains("has not given --allow-run"), "{refused}");
+}
+
+/// The same of a server whose reapers find the processes of their programs, which can stop them.
+#[test]
+fn no_process_and_no_file_is_left_without_a_namespace() {
+    let fixture = without_namespaces(&["--allow-run", "sh,cat"]);
+    nothing_is_left(&fixture);
+
     let session = connect(&fixture);
-
-    // The program exits, and leaves a process that has escaped from its group and session.
-    let stray = "(setsid sh -c 'echo $$ > new; mv new stray; exec sleep 1000' &)";
-    let output = shell(&session, &format!("{stray}; until [ -e stray ]; do :; done; cat stray"));
-    ends(String::from_utf8(output.stdout).unwrap().trim().parse().unwrap());
-    let (process, [stray]) = start(&session, &format!("{STRAY}; sleep 1000"));
-    drop(process);
-    ends(stray);
-    let (process, [stray]) = start(&session, &format!("{STRAY}; sleep 1000"));
-    process.terminate().wait().unwrap();
-    while process.read_output().wait().unwrap().is_some() {}
-    assert_eq!(process.status().wait().unwrap().ended_by, Some(EndCause::Client));
-    assert_eq!(stat(stray, 0), None);
-
     // The reaper is stopped: once, and again whenever it continues.
     // The program waits for a line, so that its start is complete.
     let stopping = |session: &Session, stop: &str| {
         let text = format!("echo $PPID; echo $$; read line; kill -STOP $PPID; echo stopped; {stop}");
-        let (process, pids) = start_pids(script(session, &text).piped_input());
+        let (process, pids) = start_pids(marked(session, &text).piped_input());
         process.write_input("\n").wait().unwrap();
         assert_eq!(process.read_output().wait().unwrap().unwrap().1, "stopped\n");
         (process, pids)
     };
     let (process, [reaper, pid]) = stopping(&session, "while :; do :; done");
+    assert_eq!(namespace_of(pid), namespace_of(parent(reaper)));
     drop(process);
     ends(pid);
     ends(reaper);
@@ -215,10 +269,30 @@ fn no_process_and_no_file_is_left() {
     let error = process.status().wait().unwrap_err();
     assert!(error.to_string().contains("was killed"), "{error}");
     pids.into_iter().for_each(ends);
+}
+
+fn nothing_is_left(fixture: &Fixture) {
+    let session = connect(fixture);
+
+    // The program exits, and leaves a process that has escaped from its group and session.
+    let stray = "(setsid sh -c 'echo $$ > new; mv new stray; exec sleep 1000' &)";
+    let waiting = format!("{stray}; until [ -e stray ]; do :; done; cat stray; read line");
+    let (process, [stray]) = start_pids(marked(&session, &waiting).piped_input());
+    process.close_input().wait().unwrap();
+    assert_eq!(process.status().wait().unwrap().code, Some(1));
+    ends(stray);
+    let (process, [stray]) = start(&session, &format!("{STRAY}; sleep 1000"));
+    drop(process);
+    ends(stray);
+    let (process, [stray]) = start(&session, &format!("{STRAY}; sleep 1000"));
+    process.terminate().wait().unwrap();
+    while process.read_output().wait().unwrap().is_some() {}
+    assert_eq!(process.status().wait().unwrap().ended_by, Some(EndCause::Client));
+    assert_eq!(stat(stray, 0), None);
 
     // The reaper is killed, so that the session process takes its place: at the end of the session,
     // and before, whether a call waits for the program or not.
-    let other = connect(&fixture);
+    let other = connect(fixture);
     let (process, [reaper, stray]) = start(&other, &format!("echo $PPID; {STRAY}; sleep 1000"));
     kill(reaper);
     drop((process, other));
@@ -247,21 +321,66 @@ fn no_process_and_no_file_is_left() {
     within(GONE_WITHIN, "the workspace is left", || !folder.exists());
 
     // The client is killed.
-    let script = format!("{STRAY}; sleep 1000");
+    let script = format!("readlink /proc/self/ns/pid; {STRAY}; sleep 1000");
     let mut client = command(&["run", fixture.address(), "--", "sh", "-c", &script]);
     let mut client = client.stdout(Stdio::piped()).spawn().unwrap();
-    let mut line = String::new();
-    BufReader::new(client.stdout.take().unwrap()).read_line(&mut line).unwrap();
+    let mut lines = BufReader::new(client.stdout.take().unwrap()).lines().map(Result::unwrap);
+    let stray = pid_in(&lines.next().unwrap(), &lines.next().unwrap());
     client.kill().unwrap();
     client.wait().unwrap();
-    ends(line.trim().parse().unwrap());
+    ends(stray);
+}
 
-    // Programs that are not listed, and servers that run none.
-    let refused = connect(&fixture).run("true").status().wait().unwrap_err();
-    assert_eq!((refused.kind(), refused.request_may_have_run()), (ErrorKind::Refused, false), "{refused}");
-    let closed = Fixture::new(&[]);
-    let refused = connect(&closed).run("sh").status().wait().unwrap_err();
-    assert!(refused.to_string().contains("has not given --allow-run"), "{refused}");
+/// Script that starts its like in a session of its own, and exits.
+const HOP: &str = "setsid sh hop & exit";
+
+/// Rule 3 of `rpc_server::run`: processes that escape for ever, each while the one before ends, are
+/// ended all at once with their namespace.
+#[test]
+fn processes_that_fork_for_ever_end_with_their_namespace() {
+    if !may_make_namespaces() {
+        return;
+    }
+    let mut fixture = Fixture::new(&["--allow-run", "sh"]);
+    let path = fixture.path("held");
+    assert!(Command::new("mkfifo").arg(&path).status().unwrap().success());
+    // Each process holds the pipe open, so that its end is that of the last one.
+    let text = format!("echo $PPID; exec 3>{path}; for _ in 1 2 3 4 5 6; do setsid sh hop & done; read line; exit 3");
+    let start = |session: &Session| {
+        Files::new(session).put_bytes("hop", HOP).wait().unwrap();
+        let (process, [reaper]) = start_pids(marked(session, &text).piped_input());
+        let mut held = fs::File::open(&path).unwrap();
+        let (sender, is_over) = std::sync::mpsc::channel();
+        std::thread::spawn(move || {
+            let _ = sender.send(held.read_to_end(&mut Vec::new()));
+        });
+        assert_ne!(namespace_of(reaper), namespace_of(parent(reaper)));
+        (process, reaper, is_over)
+    };
+    let session = connect(&fixture);
+    let over = |is_over: std::sync::mpsc::Receiver<std::io::Result<usize>>| {
+        is_over.recv_timeout(GONE_WITHIN).unwrap().unwrap()
+    };
+
+    // Neither the program nor what it starts can end or stop the reaper.
+    let output = shell(&session, "kill -9 $PPID; kill -STOP $PPID; echo $$ $PPID $(ls -d /proc/[0-9]*); exit 3");
+    assert_eq!((output.status.code, &output.stdout[..]), (Some(3), &b"2 1 /proc/1 /proc/2 /proc/3\n"[..]));
+
+    let (process, _, is_over) = start(&session);
+    process.write_input("\n").wait().unwrap();
+    assert_eq!(process.status().wait().unwrap().code, Some(3));
+    over(is_over);
+    let (process, reaper, is_over) = start(&session);
+    kill(reaper);
+    assert_eq!(process.status().wait().unwrap_err().kind(), ErrorKind::Io);
+    over(is_over);
+    let (_process, reaper, is_over) = start(&session);
+    kill(parent(reaper));
+    over(is_over);
+    let session = connect(&fixture);
+    let (_process, _, is_over) = start(&session);
+    fixture.server.kill().unwrap();
+    over(is_over);
 }
 
 /// Script that starts twice as many processes as the one that started it has, each in a session of
@@ -270,20 +389,25 @@ const TREE: &str = "[ $1 -gt 0 ] && for _ in 1 2; do (setsid sh tree $(($1 - 1))
 
 /// Ids of the processes that run in a folder.
 fn processes_in(folder: &Path) -> Vec<i32> {
-    let pids = fs::read_dir("/proc").unwrap().filter_map(|entry| entry.unwrap().file_name().to_str()?.parse().ok());
     let is_in = |pid: &i32| fs::read_link(format!("/proc/{pid}/cwd")).is_ok_and(|cwd| cwd.starts_with(folder));
-    pids.filter(is_in).collect()
+    processes().filter(is_in).collect()
 }
 
 /// Rule 3 of `rpc_server::run`: programs that fork faster than their processes are found.
 #[test]
 fn many_processes_that_escape_are_counted_and_ended() {
-    let fixture = Fixture::new(&["--allow-run", "sh", "--max-run-processes", "60"]);
-    let generous = Fixture::new(&["--allow-run", "sh"]);
+    for start in [Fixture::new, without_namespaces] {
+        escaping_processes_are_counted_and_ended(start);
+    }
+}
+
+fn escaping_processes_are_counted_and_ended(start: fn(&[&str]) -> Fixture) {
+    let fixture = start(&["--allow-run", "sh", "--max-run-processes", "60"]);
+    let generous = start(&["--allow-run", "sh"]);
     let grow = |fixture: &Fixture, script: &str| {
         let session = connect(fixture);
         Files::new(&session).put_bytes("tree", TREE).wait().unwrap();
-        let (process, [pid]) = start_pids(self::script(&session, &format!("echo $$; {script}")).piped_input());
+        let (process, [pid]) = start_pids(marked(&session, &format!("echo $$; {script}")).piped_input());
         (session, process, pid)
     };
     let folder = |fixture: &Fixture| fixture.folder.path().canonicalize().unwrap();
@@ -323,10 +447,9 @@ fn workspaces(workdir: &Path) -> Vec<PathBuf> {
 
 /// Children of a process with this name.
 fn children(of: i32, name: &str) -> Vec<i32> {
-    let pids = fs::read_dir("/proc").unwrap().filter_map(|entry| entry.unwrap().file_name().to_str()?.parse().ok());
     let is_child = |pid: &i32| stat(*pid, 1).is_some_and(|parent| parent == of.to_string());
     let has_name = |pid: &i32| fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|comm| comm.trim() == name);
-    pids.filter(|pid| is_child(pid) && has_name(pid)).collect()
+    processes().filter(|pid| is_child(pid) && has_name(pid)).collect()
 }
 
 /// Rule 3 of `rpc_server::run`: the server is killed, the process that starts reapers, and a client
@@ -407,7 +530,7 @@ fn a_fetch_takes_files_of_the_workspace_alone() {
 fn output_that_is_not_read_stops_the_program() {
     let fixture = Fixture::new(&["--allow-run", "sh"]);
     let session = connect(&fixture);
-    let flood = script(&session, "echo $$; read line; exec head -c 10G /dev/zero");
+    let flood = marked(&session, "echo $$; read line; exec head -c 10G /dev/zero");
     let (process, [pid]) = start_pids(flood.piped_input());
     process.write_input("\n").wait().unwrap();
     eventually("it does not wait", || {
@@ -530,11 +653,12 @@ fn the_tool_sends_runs_and_fetches() {
     }
 
     // An interrupted program can end in good order.
-    let script = "trap 'echo interrupted; exit 0' TERM; echo $$; sleep 1000 & wait";
+    let script = "readlink /proc/self/ns/pid; trap 'echo interrupted; exit 0' TERM; echo $$; sleep 1000 & wait";
     let mut child = command(&["run", fixture.address(), "--", "sh", "-c", script]);
     let mut child = child.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
     let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
-    let pid = lines.next().unwrap().unwrap().parse().unwrap();
+    let namespace = lines.next().unwrap().unwrap();
+    let pid = pid_in(&namespace, &lines.next().unwrap().unwrap());
     kill_process(Pid::from_child(&child), Signal::INT).unwrap();
     assert_eq!(lines.next().unwrap().unwrap(), "interrupted");
     assert_eq!(child.wait().unwrap().code(), Some(130));

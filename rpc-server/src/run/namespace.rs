@@ -1,0 +1,77 @@
+//! The namespace of process ids of a program, where the kernel gives one.
+//!
+//! The reaper is its first process, so that one signal reaches all its processes at once, and the
+//! kernel kills them, and lets none be started any more, when the reaper ends. In it `/proc` shows
+//! these processes alone, with the ids by which they know each other.
+
+use std::fs;
+use std::io;
+
+use rustix::mount::{MountFlags, MountPropagationFlags, mount, mount_change};
+use rustix::process::{Pid, Signal, getpid, kill_process_group};
+
+/// File systems in `/proc` that hide nothing of it.
+const HARMLESS_MOUNTS: [&str; 1] = ["/proc/sys/fs/binfmt_misc"];
+
+/// Returns true if this process is the reaper of a program with a namespace: no other process of
+/// this module is the first one of its namespace.
+pub(super) fn is_own() -> bool {
+    getpid().is_init()
+}
+
+/// Makes `/proc` show the processes of the namespace that this process is the first one of. The
+/// mount is seen by this process and its descendants alone.
+///
+/// # Errors
+///
+/// An error of the system; a part of `/proc` is hidden, and would be seen.
+pub(super) fn mount_proc() -> io::Result<()> {
+    if has_mounts_in_proc(&fs::read_to_string("/proc/self/mountinfo")?) {
+        return Err(io::ErrorKind::Unsupported.into());
+    }
+    // What is mounted outside appears here, too, and can be unmounted there.
+    mount_change("/", MountPropagationFlags::DOWNSTREAM | MountPropagationFlags::REC)?;
+    let flags = MountFlags::NOSUID | MountFlags::NODEV | MountFlags::NOEXEC;
+    Ok(mount("proc", "/proc", "proc", flags, None)?)
+}
+
+/// Returns the id by which the parent of this process knows it, if `/proc` is that of the parent.
+pub(super) fn outer_pid() -> Option<Pid> {
+    Pid::from_raw(fs::read_link("/proc/self").ok()?.to_str()?.parse().ok()?)
+}
+
+/// Kills all processes of the namespace but this one. None of them can fork in between: the kernel
+/// fails a fork that a deadly signal has overtaken.
+pub(super) fn kill_all() {
+    // Elsewhere this would be all processes of the machine.
+    if is_own() {
+        let _ = kill_process_group(Pid::INIT, Signal::KILL);
+    }
+}
+
+/// Returns true if `mountinfo` has mounts that hide parts of `/proc`, as container engines make.
+fn has_mounts_in_proc(mountinfo: &str) -> bool {
+    let mut points = mountinfo.lines().filter_map(|line| line.split(' ').nth(4));
+    points.any(|point| point.starts_with("/proc/") && !HARMLESS_MOUNTS.contains(&point))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_proc_with_hidden_parts_is_found() {
+        let proc = "22 27 0:21 / /proc rw,relatime - proc proc rw\n\
+                    36 22 0:33 / /proc/sys/fs/binfmt_misc rw - autofs systemd-1 rw\n\
+                    40 27 0:40 / /process rw - tmpfs tmpfs rw\n";
+        assert!(!has_mounts_in_proc(proc));
+        assert!(has_mounts_in_proc(&format!("{proc}41 22 0:41 /null /proc/kcore rw - tmpfs tmpfs rw\n")));
+    }
+
+    #[test]
+    fn nothing_is_killed_outside_of_a_namespace() {
+        assert!(!is_own());
+        assert_eq!(outer_pid(), Some(getpid()));
+        kill_all();
+    }
+}
