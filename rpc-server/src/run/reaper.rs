@@ -135,6 +135,9 @@ fn spawn_in_session(mut command: Command) -> io::Result<Pid> {
     // beside a program that forks without end it may get no turn to say so.
     let priority = getpriority_process(None).unwrap_or_default();
     let is_first = setpriority_process(None, HIGHEST_PRIORITY).is_ok();
+    // Where the kernel shares the processor between sessions first, the priority of a process
+    // counts within its session alone. The program's session has the ordinary one.
+    let _ = fs::write("/proc/self/autogroup", HIGHEST_PRIORITY.to_string());
     let pid = match fork() {
         Ok(Side::Original(pid)) => pid,
         Ok(Side::Copy) => {
