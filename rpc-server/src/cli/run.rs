@@ -7,8 +7,8 @@ use std::path::PathBuf;
 
 use clap::Args;
 use glob::Pattern;
-use rpc_core::Session;
 use rpc_core::client::{EndCause, Files as RemoteFiles, RemoteProcess, RunStatus};
+use rpc_core::{ErrorKind, RpcError, Session};
 use serde_json::json;
 
 use self::program_output::ProgramOutput;
@@ -140,13 +140,16 @@ async fn run_in(
     if let Some(failure) = interrupted {
         return Err(failure);
     }
-    let fetched = tokio::select! {
+    let (fetched, failed) = tokio::select! {
         fetched = fetch(session, output, &args) => fetched?,
         failure = interruption.wait() => return Err(failure),
     };
     if output.is_json() {
         let RunStatus { code, signal, ended_by } = status;
         output.json(&json!({ "code": code, "signal": signal, "ended_by": ended_by, "fetched": fetched }))?;
+    }
+    if let Some(error) = failed {
+        return Err(error.into());
     }
     exit(&args.command[0], &status, options, output)
 }
@@ -175,18 +178,38 @@ async fn send(session: &Session, output: &Output, args: &RunArgs) -> Result<(), 
     Ok(())
 }
 
-/// Fetches the files of `--fetch`. Returns their paths in the workspace.
-async fn fetch(session: &Session, output: &Output, args: &RunArgs) -> Result<Vec<String>, Failure> {
+/// Fetches the files of `--fetch`. Returns their paths in the workspace, and the error of the first
+/// one that the server could not read, as after it was removed. The others are fetched all the
+/// same.
+async fn fetch(session: &Session, output: &Output, args: &RunArgs) -> Result<(Vec<String>, Option<RpcError>), Failure> {
     let files = RemoteFiles::new(session);
     let list = DownloadList::matching(&files, &args.fetch, &args.out, output).await?;
     list.create_folders()?;
     let mut downloader = Downloader::new(&files, output, &list, false);
-    for download in &list.files {
-        let bytes = downloader.fetch(download).await?;
-        output.note(&format!("{}: {} fetched", download.local.display(), size(bytes)));
+    let (mut fetched, mut failed) = (Vec::new(), None);
+    for download in list.files {
+        match downloader.fetch(&download).await {
+            Ok(bytes) => {
+                output.note(&format!("{}: {} fetched", download.local.display(), size(bytes)));
+                fetched.push(download.remote.name);
+            }
+            Err(Failure::Remote(error)) if is_of_one_file(&error) => {
+                let error = error.context(format_args!("'{}' is not fetched", download.remote.name));
+                match failed {
+                    None => failed = Some(error),
+                    Some(_) => output.warn(error.message()),
+                }
+            }
+            Err(failure) => return Err(failure),
+        }
     }
     downloader.finish();
-    Ok(list.files.into_iter().map(|download| download.remote.name).collect())
+    Ok((fetched, failed))
+}
+
+/// Returns true for an error of the server's that says nothing about other files.
+fn is_of_one_file(error: &RpcError) -> bool {
+    error.hop() > 0 && matches!(error.kind(), ErrorKind::NotFound | ErrorKind::InvalidArgument | ErrorKind::Io)
 }
 
 async fn start(session: &Session, options: &CommonOptions, args: &RunArgs) -> Result<RemoteProcess, Failure> {

@@ -525,6 +525,50 @@ fn a_fetch_takes_files_of_the_workspace_alone() {
     assert_eq!(fs::metadata(format!("{out}/out/sub/sparse")).unwrap().len(), 3 << 20);
 }
 
+/// Artifacts that change between the listing and their turn: those that are gone are named, and the
+/// others come.
+#[test]
+fn a_fetch_goes_on_without_files_that_have_vanished() {
+    let fixture = Fixture::new(&["--allow-run", "sh"]);
+    let (out, place) = (fixture.path("fetched"), fixture.path("place"));
+    fs::create_dir(&out).unwrap();
+    // The first file goes into a pipe, so that the others have their turn when that has been read.
+    let pipe = format!("{out}/a");
+    assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+    let script = format!("pwd > {place}; truncate -s 1M a; for name in b c d e; do echo $name > $name; done; exit 3");
+    let flags = ["--json", "run", "--fetch", "?", "--out", &out, fixture.address(), "--", "sh", "-c", &script];
+    let client = command(&flags).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+
+    let (opened, is_open) = std::sync::mpsc::channel();
+    let (go_on, goes_on) = std::sync::mpsc::channel::<()>();
+    let reader = std::thread::spawn(move || {
+        // Opened at both ends: the files have been listed.
+        let mut pipe = fs::File::open(pipe).unwrap();
+        opened.send(()).unwrap();
+        let _ = goes_on.recv();
+        std::io::copy(&mut pipe, &mut std::io::sink()).unwrap()
+    });
+    is_open.recv_timeout(HANG_LIMIT).unwrap();
+    let workspace = PathBuf::from(fs::read_to_string(place).unwrap().trim());
+    fs::remove_file(workspace.join("b")).unwrap();
+    fs::remove_file(workspace.join("c")).unwrap();
+    fs::create_dir(workspace.join("c")).unwrap();
+    fs::write(workspace.join("new"), "replaced").unwrap();
+    fs::rename(workspace.join("new"), workspace.join("d")).unwrap();
+    drop(go_on);
+    assert_eq!(reader.join().unwrap(), 1 << 20);
+
+    let ended = client.wait_with_output().unwrap();
+    let (stdout, stderr) = (String::from_utf8(ended.stdout).unwrap(), String::from_utf8(ended.stderr).unwrap());
+    assert_eq!(ended.status.code(), Some(1), "{stderr}");
+    let fetched = |name: &str| fs::read_to_string(format!("{out}/{name}")).ok();
+    assert_eq!(["b", "c", "d", "e"].map(fetched), [None, None, Some("replaced".into()), Some("e\n".into())]);
+    let end: Json = serde_json::from_str(stdout.lines().last().unwrap()).unwrap();
+    assert_eq!((&end["code"], &end["fetched"]), (&json!(3), &json!(["a", "d", "e"])));
+    assert!(stderr.contains("'b' is not fetched") && stderr.contains("'c' is not fetched"), "{stderr}");
+    assert!(stderr.contains("\"not_found\""), "{stderr}");
+}
+
 /// A program whose output is not read waits, and ends when its client has dropped it.
 #[test]
 fn output_that_is_not_read_stops_the_program() {
