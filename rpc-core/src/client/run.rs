@@ -17,7 +17,7 @@
 //! ```
 //!
 //! The client requests the output piece by piece, so that a client which does not read slows the
-//! program down, as a full pipe does, and no side keeps more than a piece of each stream.
+//! program down, as a full pipe does, and no side keeps more than the pieces that are in flight.
 
 use std::collections::VecDeque;
 use std::fmt;

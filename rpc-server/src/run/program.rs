@@ -1,17 +1,19 @@
 //! A running program, in the session process: its reaper and the pipes of its standard streams.
 
-use std::io::{self, PipeReader, PipeWriter, Read as _, Write as _};
+use std::io::{self, PipeReader, PipeWriter, Write as _};
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
 use std::time::{Duration, Instant};
 
-use bytes::{Bytes, BytesMut};
+use bytes::Bytes;
 use parking_lot::Mutex;
 use rpc_core::client::{EndCause, OutputStream, RunRequest, RunStatus};
 use rpc_core::limits::{MemoryLease, OpenFileLease};
 use rpc_core::{Context, ErrorKind, Result, RpcError};
+use rustix::buffer::spare_capacity;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 use rustix::io::Errno;
@@ -27,8 +29,19 @@ use crate::workspace::Workspace;
 /// Capacity of a pipe in bytes: the most that the system gives to every user.
 const PIPE_BYTES: u64 = 1 << 20;
 
-/// Maximum length of a piece of output in bytes.
-const MAX_PIECE: u64 = 256 << 10;
+/// Maximum length of a piece of output in bytes: most of a pipe, and less than a message of 1 MiB.
+const MAX_PIECE: u64 = 960 << 10;
+
+/// The same in a session whose limit on queued bytes is smaller.
+const SMALL_PIECE: u64 = 256 << 10;
+
+/// Length from which a piece is taken as one of many: a program that shows its progress, or a few
+/// lines, writes less at once.
+const LARGE_PIECE: u64 = 32 << 10;
+
+/// Time that a piece behind a large one is given to become as large as it may: with the smaller
+/// pieces that come without it, the processes on the way to the client mostly wake each other.
+const FILL_TIME: Duration = Duration::from_micros(400);
 
 /// Descriptors of a program: its reaper, and three pipes.
 const FILES_OF_PROGRAM: u64 = 4;
@@ -59,6 +72,8 @@ struct OutputPipes {
     pipes: [Option<PipeReader>; 2],
     /// The pipe that is looked at first.
     first: usize,
+    /// True once the last piece was a large one.
+    is_bulk: bool,
     /// Bytes that may still be read.
     left: Option<u64>,
     /// True once there were more.
@@ -103,6 +118,7 @@ impl RunningProgram {
             output: Mutex::new(OutputPipes {
                 pipes: [Some(stdout), Some(stderr)],
                 first: 0,
+                is_bulk: false,
                 left: request.output_limit,
                 is_over_limit: false,
             }),
@@ -280,28 +296,50 @@ impl OutputPipes {
     /// Reads nothing beyond the limit.
     fn read(&mut self, index: usize, context: &Context) -> Result<Option<(OutputStream, Bytes)>> {
         let Some(pipe) = &mut self.pipes[index] else { return Ok(None) };
-        let available = rustix::io::ioctl_fionread(&*pipe).map_err(|error| output_error(error.into()))?;
+        let in_pipe = || rustix::io::ioctl_fionread(&*pipe).map_err(|error| output_error(error.into()));
+        let mut available = in_pipe()?;
+        if self.is_bulk && (1..MAX_PIECE).contains(&available) {
+            thread::sleep(FILL_TIME);
+            available = in_pipe()?;
+        }
+        self.is_bulk = available >= LARGE_PIECE;
         if self.left == Some(0) && available > 0 {
             self.is_over_limit = true;
             return Ok(None);
         }
         // Without a byte there, the read finds the end.
-        let len = available.clamp(1, MAX_PIECE).min(self.left.unwrap_or(u64::MAX).max(1));
-        let _staged = context.stage(len)?;
-        let mut piece = BytesMut::zeroed(len as usize);
-        let read = pipe.read(&mut piece).map_err(output_error)?;
+        let mut len = available.clamp(1, MAX_PIECE).min(self.left.unwrap_or(u64::MAX).max(1));
+        let staged = match context.stage(len) {
+            Err(error) if error.kind() == ErrorKind::LimitExceeded && len > SMALL_PIECE => {
+                len = SMALL_PIECE;
+                context.stage(len)
+            }
+            staged => staged,
+        };
+        let _staged = staged?;
+        let mut piece = Vec::with_capacity(len as usize);
+        let read = read_some(pipe, &mut piece).map_err(output_error)?;
         if read == 0 {
             self.pipes[index] = None;
             return Ok(None);
         }
-        piece.truncate(read);
         if let Some(left) = &mut self.left {
             *left -= read as u64;
         }
         // The streams take turns.
         self.first = 1 - index;
         let stream = if index == 0 { OutputStream::Stdout } else { OutputStream::Stderr };
-        Ok(Some((stream, piece.freeze())))
+        Ok(Some((stream, piece.into())))
+    }
+}
+
+/// Reads once into the room that `piece` has left. Returns the number of bytes.
+fn read_some(pipe: &PipeReader, piece: &mut Vec<u8>) -> io::Result<usize> {
+    loop {
+        match rustix::io::read(pipe, spare_capacity(piece)) {
+            Err(Errno::INTR) => {}
+            read => return Ok(read?),
+        }
     }
 }
 

@@ -574,7 +574,25 @@ fn a_fetch_goes_on_without_files_that_have_vanished() {
 fn output_that_is_not_read_stops_the_program() {
     let fixture = Fixture::new(&["--allow-run", "sh"]);
     let session = connect(&fixture);
-    let flood = marked(&session, "echo $$; read line; exec head -c 10G /dev/zero");
+    let (process, pid) = start_flood(&session, "10G");
+    drop(process);
+    ends(pid);
+
+    // Pieces are as small as a session's limit on queued bytes demands, and none is lost.
+    let fixture = Fixture::new(&["--allow-run", "sh", "--max-queued", "300KiB"]);
+    let session = connect(&fixture);
+    let (process, _) = start_flood(&session, "4M");
+    let mut bytes = 0;
+    while let Some((_, piece)) = process.read_output().wait().unwrap() {
+        assert!(piece.len() <= 300 << 10);
+        bytes += piece.len();
+    }
+    assert_eq!(bytes, 4 << 20);
+}
+
+/// Starts a program that writes `bytes`, and waits until it waits for a reader.
+fn start_flood(session: &Session, bytes: &str) -> (RemoteProcess, i32) {
+    let flood = marked(session, &format!("echo $$; read line; exec head -c {bytes} /dev/zero"));
     let (process, [pid]) = start_pids(flood.piped_input());
     process.write_input("\n").wait().unwrap();
     eventually("it does not wait", || {
@@ -582,8 +600,7 @@ fn output_that_is_not_read_stops_the_program() {
         let written = calls.lines().find_map(|line| line.strip_prefix("wchar: ")?.parse::<u64>().ok());
         stat(pid, 0).is_some_and(|state| state == "S") && written.is_some_and(|bytes| bytes >= 64 << 10)
     });
-    drop(process);
-    ends(pid);
+    (process, pid)
 }
 
 /// Starts a relay whose peers prove themselves by a token.
