@@ -53,6 +53,7 @@ use rpc_transports::Transports;
 use self::interruption::Interruption;
 use crate::config::{SERVER_PORT, TRACKER_PORT};
 use crate::logging::{self, LogFormat};
+use crate::server::exit_code;
 
 pub use self::connect::{CommonOptions, close};
 pub use self::failure::Failure;
@@ -164,7 +165,13 @@ pub fn main() -> ExitCode {
 
 /// As [`main`], with these transports: for a program that registers more than this crate has.
 pub fn main_with(transports: Transports) -> ExitCode {
-    let args: Vec<_> = std::env::args_os().collect();
+    ExitCode::from(run_with(transports))
+}
+
+/// As [`main_with`], and returns the number of the exit code: for a program that is
+/// [run by another one](rpc_transports::program).
+pub fn run_with(transports: Transports) -> u8 {
+    let args: Vec<_> = rpc_transports::program::args().collect();
     crate::socket_guard::run_if_asked(args.get(1).map(|arg| &**arg), args.get(2).map(|arg| &**arg));
     crate::raise_file_limit();
     let asks_for_json = command_line::asks_for_json(&args);
@@ -173,7 +180,7 @@ pub fn main_with(transports: Transports) -> ExitCode {
         Err(error) if error.use_stderr() && asks_for_json => {
             let failure = command_line::usage_failure(&error);
             failure.report(&Output::new(true, false, ColorChoice::Never), &[]);
-            return ExitCode::from(failure.exit_code());
+            return failure.exit_code();
         }
         Err(error) => error.exit(),
     };
@@ -187,10 +194,10 @@ pub fn main_with(transports: Transports) -> ExitCode {
     }
     let outcome = resolve_server(&mut options, &mut command).and_then(|()| run(&options, &output, command));
     match outcome {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(()) => exit_code::SUCCESS,
         Err(failure) => {
             failure.report(&output, options.jump());
-            ExitCode::from(failure.exit_code())
+            failure.exit_code()
         }
     }
 }

@@ -8,8 +8,8 @@
 //! client ──── server: ClientSession ──── socket pair ──── process of the session: LocalSession
 //! ```
 //!
-//! The process is this program, executed again. A program that embeds a server must therefore begin
-//! with [`run_if_isolated`], with all functions that clients use registered:
+//! The process is this program, executed again ([`program`]). A program that embeds a server must
+//! therefore begin with [`run_if_isolated`], with all functions that clients use registered:
 //!
 //! ```no_run
 //! use rpc_core::Registry;
@@ -71,11 +71,11 @@ mod process_logs;
 mod session_main;
 mod supervisor;
 
-use std::env;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use rpc_core::{Devices, Registry};
+use rpc_transports::program;
 
 use crate::config::{ConfigError, Isolate, ServeConfig};
 use crate::modules;
@@ -117,7 +117,7 @@ pub fn run_if_isolated(registry: &Registry) {
 
 /// As [`run_if_isolated`], with devices. `devices` is called only in a session process.
 pub fn run_if_isolated_with(registry: &Registry, devices: impl FnOnce() -> Devices) {
-    let mut args = env::args_os().skip(1);
+    let mut args = program::args().skip(1);
     let first = args.next();
     modules::answer_if_asked(first.as_ref());
     if first.as_deref().is_some_and(|first| first == REAPER_ARGUMENT) {

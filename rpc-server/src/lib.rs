@@ -36,7 +36,6 @@ pub mod server;
 mod socket_guard;
 mod sparse;
 mod suggestion;
-mod this_program;
 pub mod tracker;
 mod transports;
 mod versioned_json;

@@ -27,14 +27,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, UNIX_EPOCH};
 
 use parking_lot::Mutex;
+use rpc_transports::program::Program;
 use rpc_transports::self_start;
 use rpc_transports::unix::{FileGuard, set_file_guard};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 use rustix::process::{Pid, setsid};
 use serde::{Deserialize, Serialize};
-
-use crate::this_program::this_program_again;
 
 /// First argument of a guard, and of the process that starts it.
 const GUARD_ARGUMENT: &str = "--guard-socket-files";
@@ -157,7 +156,7 @@ impl RunningGuard {
         let (reader, pipe) = io::pipe()?;
         // A guard that does not run must not hold up this process.
         fcntl_setfl(&pipe, fcntl_getfl(&pipe)? | OFlags::NONBLOCK)?;
-        let mut command = this_program_again()?;
+        let mut command = Program::this().command()?;
         command.arg(GUARD_ARGUMENT).current_dir("/").process_group(0);
         command.stdin(reader).stdout(Stdio::piped()).stderr(Stdio::null());
         let mut starter = command.spawn()?;
@@ -200,7 +199,7 @@ fn reap(mut starter: Child) {
 fn start_detached() -> io::Result<()> {
     // What the parent has inherited, such as the terminal of a shell, stays with the parent.
     rpc_transports::exec::close_inherited_descriptors();
-    let mut command = this_program_again()?;
+    let mut command = Program::this().command()?;
     command.args([GUARD_ARGUMENT, DETACHED]).stdin(Stdio::inherit()).stdout(Stdio::null()).stderr(Stdio::null());
     let guard = command.spawn()?;
     writeln!(io::stdout(), "{}", guard.id())

@@ -28,6 +28,7 @@ mod listener;
 #[allow(unsafe_code)]
 mod memory_file;
 mod message_family;
+pub mod program;
 mod runtime;
 pub mod self_start;
 mod serve;

@@ -19,6 +19,10 @@
 //! start or in any argument (`env PROGRAM`, `sh -c "PROGRAM …"`). Of the command of an `ssh://`
 //! address only `ssh` itself counts for that: the program that it names is on another machine,
 //! where it may have the same path.
+//!
+//! A program that [another one runs](crate::program::embed), such as a script of an interpreter,
+//! cannot be told from others by the path of its executable. It has the count of launches alone,
+//! and refuses launches itself in a process that has not become what it was started as.
 
 use std::env;
 use std::ffi::OsStr;
@@ -118,6 +122,9 @@ pub fn guard(command: &mut Command, local_words: usize) -> io::Result<()> {
 
 /// Returns the path of this program, if a process of the same program has started this one.
 fn own_program_has_started_this() -> Option<PathBuf> {
+    if crate::program::is_embedded() {
+        return None;
+    }
     let own = env::current_exe().ok()?;
     (env::var_os(STARTED_BY)? == own.as_os_str()).then_some(own)
 }

@@ -1,9 +1,11 @@
 //! Starting this program again as a worker: the check that it can be, its arguments, and the
 //! settings that it takes over.
 
+use std::ffi::OsString;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use rpc_core::{Result, RpcError, SessionLimits};
+use rpc_transports::program::{self, Program};
 use rpc_transports::{Address, MessageFamily, self_start};
 use serde::{Deserialize, Serialize};
 
@@ -116,21 +118,21 @@ pub(crate) fn this_program_as_worker(node: Option<&WorkerSettings>) -> Result<St
         ));
     }
     self_start::check().map_err(|error| RpcError::unsupported(error.to_string()))?;
-    let program = std::env::current_exe().ok();
-    let program = program.as_ref().and_then(|path| path.to_str());
+    let program = Program::this().words().ok();
+    let program =
+        program.and_then(|words| words.into_iter().map(OsString::into_string).collect::<Result<Vec<_>, _>>().ok());
     let program = program.ok_or_else(|| RpcError::unsupported("where this program lies is not known"))?;
     let node = node.map(serde_json::to_string).transpose();
     let node = node.map_err(|error| RpcError::internal(format!("its settings cannot be written: {error}")))?;
-    let words = [Some(program), Some(WORKER), node.as_deref()];
-    let address =
-        Address::exec(words.into_iter().flatten()).map_err(|error| RpcError::invalid_argument(error.to_string()))?;
+    let words = program.iter().map(String::as_str).chain([WORKER]).chain(node.as_deref());
+    let address = Address::exec(words).map_err(|error| RpcError::invalid_argument(error.to_string()))?;
     Ok(address.to_string())
 }
 
 /// Returns the settings that this process takes over from its node, if it was started as a worker
 /// of one.
 pub(crate) fn settings_of_this_process() -> Option<Result<WorkerSettings>> {
-    let mut args = std::env::args_os().skip(1);
+    let mut args = program::args().skip(1);
     args.next().filter(|first| first == WORKER)?;
     // Arguments that are not UTF-8 are no JSON either, and refused as that.
     args.next().map(|text| WorkerSettings::decode(text.as_encoded_bytes()))

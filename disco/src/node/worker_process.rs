@@ -40,7 +40,7 @@ pub fn serve_if_worker_with_access(
     restore: impl FnOnce(&str) -> Result<Arc<dyn AccessControl>>,
 ) {
     serves_workers();
-    if std::env::args().nth(1).as_deref() != Some(WORKER) {
+    if rpc_transports::program::args().nth(1).is_none_or(|first| first != WORKER) {
         return;
     }
     rpc_transports::self_start::hook_took_over();

@@ -211,6 +211,14 @@ fn token_file_of(servers: &NamedServers, name: &str) -> PathBuf {
 /// Copies the server beside this program to the machine, if it is not there already. Returns its
 /// path there.
 async fn install(machine: &Machine, probe: &Probe, output: &Output) -> Result<String, Failure> {
+    if rpc_transports::program::is_embedded() {
+        let host = machine.destination();
+        let text = format!(
+            "this rpc-cli has no program that could be copied: install rpc-server on {host}, and give its \
+                            path there: --program PATH"
+        );
+        return Err(Failure::Unsuitable(text));
+    }
     let own = std::env::current_exe().map_err(|error| Failure::local("cannot find this program", error))?;
     let server = own.with_file_name("rpc-server");
     let advice = format!("install rpc-server on {0}, and give its path there: --program PATH", machine.destination());

@@ -11,6 +11,7 @@ use rpc_core::{
     AccessControl as _, ErrorKind, Permission, Request, RpcError, RpcSession, SessionLimits, SharedSession, Submission,
     Usage,
 };
+use rpc_transports::program::Program;
 use rpc_transports::{Channel, Connector, OpenRequest, SessionFactory};
 use tokio::io::AsyncWriteExt;
 use tokio::net::UnixStream;
@@ -41,6 +42,8 @@ pub(crate) struct Isolation {
     /// Bytes that each session reserves of the total memory.
     share: Option<u64>,
     connector: Connector,
+    /// Program that processes run.
+    program: Arc<Program>,
     workspaces: WorkspaceRoot,
     cleaner: Arc<Cleaner>,
     state: Arc<ServerState>,
@@ -59,6 +62,7 @@ impl Isolation {
     /// [`ConfigError::NoIsolationHook`].
     pub(crate) fn new(
         config: &ServeConfig,
+        program: Program,
         module_digests: Option<DigestList>,
         workspaces: WorkspaceRoot,
         cleaner: Arc<Cleaner>,
@@ -83,6 +87,7 @@ impl Isolation {
             logs,
             share: total_is_limited.then_some(config.max_memory.0),
             connector,
+            program: Arc::new(program),
             workspaces,
             cleaner,
             state,
@@ -125,7 +130,7 @@ impl Isolation {
         };
         let started = match self.replace_spare(Spare::Missing) {
             Spare::Ready(spare) if can_serve(&spare) => spare,
-            _ => start(self.state.clone(), &self.processes, self.grace).await?,
+            _ => start(self.program.clone(), self.state.clone(), &self.processes, self.grace).await?,
         };
         self.prepare_spare();
         Ok(started)
@@ -133,9 +138,9 @@ impl Isolation {
 
     fn prepare_spare(&self) {
         let (state, processes, spare) = (self.state.clone(), self.processes.clone(), Arc::downgrade(&self.spare));
-        let grace = self.grace;
+        let (program, grace) = (self.program.clone(), self.grace);
         tokio::spawn(async move {
-            match start(state, &processes, grace).await {
+            match start(program, state, &processes, grace).await {
                 Ok(started) => {
                     let Some(spare) = spare.upgrade() else { return };
                     let mut spare = spare.lock();
@@ -236,9 +241,14 @@ enum Spare {
 pub(crate) const FILES_OF_SESSION: u64 = 6;
 
 /// Starts a process that is counted until it has ended.
-async fn start(state: Arc<ServerState>, processes: &Arc<ProcessCount>, grace: Duration) -> std::io::Result<Started> {
+async fn start(
+    program: Arc<Program>,
+    state: Arc<ServerState>,
+    processes: &Arc<ProcessCount>,
+    grace: Duration,
+) -> std::io::Result<Started> {
     let counted = ProcessCount::enter(processes);
-    let mut started = supervisor::start(state, grace).await?;
+    let mut started = supervisor::start(program, state, grace).await?;
     started.process_guard.on_exit(move || drop(counted));
     Ok(started)
 }

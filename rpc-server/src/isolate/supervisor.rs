@@ -19,6 +19,7 @@ use std::{process, thread};
 
 use parking_lot::{Mutex, MutexGuard};
 use rpc_core::Usage;
+use rpc_transports::program::Program;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, waitid};
 use tokio::sync::{OwnedSemaphorePermit, oneshot};
@@ -32,7 +33,6 @@ use crate::leases::SessionLeases;
 use crate::recent_logs::LogRing;
 use crate::run::kill_orphans_of;
 use crate::server::server_state::ServerState;
-use crate::this_program::this_program_again;
 
 /// A session process, as the server sees it.
 pub(super) struct Process {
@@ -198,15 +198,15 @@ pub(super) struct Started {
     pub(super) process_guard: ProcessGuard,
 }
 
-/// Starts a process, which may ask for the totals of `state`, and has `grace` to end after its
-/// session.
+/// Starts `program` as a session process, which may ask for the totals of `state`, and has `grace`
+/// to end after its session.
 ///
 /// # Errors
 ///
 /// The program cannot be executed, or the system is out of processes or files.
-pub(super) async fn start(state: Arc<ServerState>, grace: Duration) -> io::Result<Started> {
+pub(super) async fn start(program: Arc<Program>, state: Arc<ServerState>, grace: Duration) -> io::Result<Started> {
     let (reply, answer) = oneshot::channel();
-    submit(Job::Start { state, grace, reply });
+    submit(Job::Start { program, state, grace, reply });
     // If the caller is gone, the drop of the reply ends the process.
     answer.await.unwrap_or_else(|_| Err(io::Error::other("the thread that starts processes is gone")))
 }
@@ -221,6 +221,7 @@ pub(super) fn kill_all(state: &Arc<ServerState>) {
 /// supervisor takes a [few](MESSAGES_AT_ONCE) messages of each process.
 enum Job {
     Start {
+        program: Arc<Program>,
         state: Arc<ServerState>,
         grace: Duration,
         reply: oneshot::Sender<io::Result<Started>>,
@@ -410,8 +411,8 @@ impl Supervisor {
 
     fn act(&mut self, job: Job) {
         match job {
-            Job::Start { state, grace, reply } => {
-                let started = self.start(state, grace);
+            Job::Start { program, state, grace, reply } => {
+                let started = self.start(&program, state, grace);
                 let _ = reply.send(started);
             }
             Job::KillAfterGrace { id, deadline } => {
@@ -453,11 +454,11 @@ impl Supervisor {
         self.children.iter_mut().find(|child| child.process.id == id)
     }
 
-    fn start(&mut self, state: Arc<ServerState>, grace: Duration) -> io::Result<Started> {
+    fn start(&mut self, program: &Program, state: Arc<ServerState>, grace: Duration) -> io::Result<Started> {
         let (stream, child_stream) = UnixStream::pair()?;
         let (control, reports) = UnixDatagram::pair()?;
         control.set_nonblocking(true)?;
-        let mut command = this_program_again()?;
+        let mut command = program.command()?;
         command.arg(CHILD_ARGUMENT).arg(process::id().to_string());
         // In a process group of its own, so that the processes that it starts are killed with it.
         command.stdin(OwnedFd::from(child_stream)).stdout(OwnedFd::from(reports)).process_group(0);

@@ -14,6 +14,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
+use rpc_transports::program::Program;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::process::{Pid, Signal, WaitOptions, kill_process, set_parent_process_death_signal, waitpid};
@@ -23,7 +24,6 @@ use super::messages::{self, ReaperRequest, ReaperStart};
 use super::process_tree::ProcessEntry;
 use super::reaper::{self, REAPER_ARGUMENT};
 use crate::server::exit_code;
-use crate::this_program::this_program_again;
 
 /// First argument of a reaper server.
 pub(crate) const REAPER_SERVER_ARGUMENT: &str = "--start-reapers";
@@ -159,7 +159,7 @@ fn wait_for_start(control: &UnixStream, deadline: Instant) -> io::Result<()> {
 
 /// Executes this program again with an argument, and `connection` as its standard input.
 fn execute(argument: &str, connection: UnixStream) -> io::Result<Child> {
-    let mut command = this_program_again()?;
+    let mut command = Program::this().command()?;
     command.arg(argument).stdin(OwnedFd::from(connection)).stdout(Stdio::null());
     command.spawn()
 }

@@ -21,11 +21,11 @@
 //! ```
 
 use std::io::{self, BufRead, BufReader, Write};
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::{self, Child, Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::{env, process};
 
 use rpc_core::{Devices, Registry};
+use rpc_transports::program::{self, Program};
 use rpc_transports::{Address, self_start};
 
 use crate::config::ServeConfig;
@@ -128,11 +128,9 @@ impl ServerProcess {
             return Err(SpawnError::NoHook);
         }
         self_start::check()?;
-        let program =
-            env::current_exe().map_err(|source| SpawnError::Start { program: "this program".to_owned(), source })?;
-        let mut command = Command::new(program);
+        let command = Program::this().command();
+        let mut command = command.map_err(|source| SpawnError::Start { program: "this program".to_owned(), source })?;
         command.args([CHILD_ARGUMENT, "tcp://127.0.0.1:0"]);
-        self_start::mark(&mut command);
         Self::spawn(command)
     }
 
@@ -191,12 +189,12 @@ pub fn run_as_child_if_asked(registry: &Registry) {
     disco::serve_if_worker_with_access(registry, Devices::new, policy::restore);
     crate::isolate::run_if_isolated(registry);
     HOOKED.store(true, Ordering::Relaxed);
-    let mut args = env::args().skip(1);
-    if args.next().as_deref() != Some(CHILD_ARGUMENT) {
+    let mut args = program::args().skip(1);
+    if args.next().is_none_or(|first| first != CHILD_ARGUMENT) {
         return;
     }
     self_start::hook_took_over();
-    let listen: Result<Vec<Address>, _> = args.map(|address| address.parse()).collect();
+    let listen: Result<Vec<Address>, _> = args.map(|address| address.to_string_lossy().parse()).collect();
     let code = match listen {
         Ok(listen) => {
             let listen = listen.into_iter().map(Into::into).collect();

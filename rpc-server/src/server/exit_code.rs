@@ -6,6 +6,8 @@ use std::io::{self, Write};
 use crate::config::ServeError;
 use crate::server::StopReason;
 
+/// Done.
+pub const SUCCESS: u8 = 0;
 /// Any other failure.
 pub const FAILURE: u8 = 1;
 /// The command line is wrong.

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use rpc_core::{Devices, Registry};
+use rpc_transports::program::Program;
 use rpc_transports::{Dial, Dialects, Transports};
 
 use super::disco_node::Join;
@@ -38,6 +39,7 @@ impl RpcServer {
             on_reload: None,
             read_origins: None,
             gauges: None,
+            program: None,
         };
         Self { parts, listen: Vec::new(), extra_announcements: Vec::new(), join: None }
     }
@@ -78,6 +80,15 @@ impl RpcServer {
     #[must_use]
     pub fn dialects(mut self, dialects: Dialects) -> Self {
         self.parts.dialects = dialects;
+        self
+    }
+
+    /// Sets the program that the processes of isolated sessions run. It must have the functions of
+    /// this server, and call [`run_if_isolated`](crate::isolate::run_if_isolated). Default: the
+    /// [running](Program::this) one.
+    #[must_use]
+    pub fn program(mut self, program: Program) -> Self {
+        self.parts.program = Some(program);
         self
     }
 

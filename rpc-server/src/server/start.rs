@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime};
 
 use rpc_core::{DeviceType, Devices, Registry};
+use rpc_transports::program::Program;
 use rpc_transports::{
     AllowedOrigins, Authorizer, Bind, Channel, Connector, Dial, Dialects, ParkOptions, ServeObserver, ServeOptions,
     Server, SessionFactory, Transports, exec,
@@ -56,6 +57,8 @@ pub(super) struct ServerParts {
     pub(super) on_reload: Option<OnReload>,
     pub(super) read_origins: Option<ReadOrigins>,
     pub(super) gauges: Option<Arc<dyn Gauges>>,
+    /// Program of session processes; `None` for the running one.
+    pub(super) program: Option<Program>,
 }
 
 /// Starts a server of these parts. An early return stops what has been started.
@@ -103,8 +106,18 @@ impl Checked {
     /// Opens the workspaces and modules, and makes the factory of sessions.
     async fn prepare(self) -> Result<Prepared, ServeError> {
         let Self { parts, ready_file, stdio, credentials, policy, dial } = self;
-        let ServerParts { registry, devices, config, transports, dialects, is_relay, on_reload, read_origins, gauges } =
-            parts;
+        let ServerParts {
+            registry,
+            devices,
+            config,
+            transports,
+            dialects,
+            is_relay,
+            on_reload,
+            read_origins,
+            gauges,
+            program,
+        } = parts;
         let workspaces = open_workspaces(&config).await?;
         let isolated = config.isolate == Isolate::Process;
         let (digests, modules) = prepare_modules(&config, &registry).await?;
@@ -131,7 +144,9 @@ impl Checked {
         let shown_devices = devices.clone();
         let cleaner = Cleaner::start();
         let (mut factory, isolation): (Arc<dyn SessionFactory>, _) = if isolated {
-            let isolation = Isolation::new(&config, digests, workspaces.clone(), cleaner.clone(), state.clone())?;
+            let program = program.unwrap_or_else(Program::this);
+            let isolation =
+                Isolation::new(&config, program, digests, workspaces.clone(), cleaner.clone(), state.clone())?;
             let isolation = Arc::new(isolation);
             (isolation.clone(), Some(isolation))
         } else {

@@ -1,16 +1,17 @@
 //! A probe of the GPUs in a process of its own.
 
 use std::io::{Read, Write};
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
-use std::{env, io, process, thread};
+use std::{io, process, thread};
 
 use rpc_core::device::{AllocRequest, DeviceState, Memory, Stream};
 use rpc_core::{Device, DeviceApi, DeviceAttribute, DeviceType, Devices, ErrorKind, Result, RpcError, Value};
 use rpc_cuda::{CudaDevice, nvml};
 use rpc_transports::MessageFamily;
+use rpc_transports::program::{self, Program};
 use serde::{Deserialize, Serialize};
 
 use crate::versioned_json;
@@ -61,7 +62,7 @@ static ANSWERS: AtomicBool = AtomicBool::new(false);
 
 pub(super) fn answer_if_asked() {
     ANSWERS.store(true, Ordering::Relaxed);
-    if env::args_os().nth(1).is_none_or(|first| first != ARGUMENT) {
+    if program::args().nth(1).is_none_or(|first| first != ARGUMENT) {
         return;
     }
     let found = match CudaDevice::open().and_then(|cuda| describe_all(&cuda)) {
@@ -125,7 +126,7 @@ pub(super) fn probe() -> Devices {
 }
 
 fn ask() -> io::Result<Found> {
-    let mut command = Command::new(env::current_exe()?);
+    let mut command = Program::this().bare_command()?;
     command.arg(ARGUMENT).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
     let mut child = command.spawn()?;
     let Some(output) = child.stdout.take() else { return Err(io::Error::other("it has no output")) };
