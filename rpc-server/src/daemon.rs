@@ -17,7 +17,7 @@ use crate::tracker::Tracker;
 use crate::{builtins, logging};
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 use rpc_core::{Permission, Registry};
-use rpc_transports::{Dialects, PeerIdentity, Transports};
+use rpc_transports::{Dialects, PeerIdentity, Transports, program};
 
 const EXIT_CODES: &str = "\
 Exit codes:
@@ -123,6 +123,17 @@ pub fn main() -> ExitCode {
 /// `transports`, and those that serve sessions of functions (`serve` and `worker`) speak `dialects`
 /// beside the native protocol.
 pub fn main_with(transports: Transports, dialects: Dialects) -> ExitCode {
+    ExitCode::from(run_with(transports, dialects, None))
+}
+
+/// Importer of modules of another language (`--python`): returns a registry of their functions, and
+/// sees to it that [the program that is started again](rpc_transports::program) has them, too.
+/// Fails with a text.
+pub type Importer<'a> = dyn Fn(&[String]) -> Result<Registry, String> + 'a;
+
+/// As [`main_with`], for a program that is [run by another one](rpc_transports::program), such as
+/// an interpreter, whose modules `importer` imports. Returns the number of the exit code.
+pub fn run_with(transports: Transports, dialects: Dialects, importer: Option<&Importer<'_>>) -> u8 {
     gpu::answer_if_asked();
     crate::raise_file_limit();
     let registry = Registry::new();
@@ -130,14 +141,15 @@ pub fn main_with(transports: Transports, dialects: Dialects) -> ExitCode {
     // First, so that session processes can have worker processes.
     disco_node::serve_if_worker(&registry);
     isolate::run_if_isolated_with(&registry, || gpu::devices(&registry));
-    let Cli { command } = Cli::from_arg_matches(&command_line().get_matches()).unwrap_or_else(|error| error.exit());
+    let Cli { command } =
+        Cli::from_arg_matches(&command_line().get_matches_from(program::args())).unwrap_or_else(|error| error.exit());
     match command {
-        Command::Serve(settings) => exit_code::of_server(&serve(*settings, transports, dialects)).into(),
-        Command::Worker(settings) => exit_code::of_server(&work(*settings, transports, dialects)).into(),
+        Command::Serve(settings) => exit_code::of_server(&serve(*settings, transports, dialects, importer)),
+        Command::Worker(settings) => exit_code::of_server(&work(*settings, transports, dialects, importer)),
         Command::Config(settings) => print_config(settings.resolve().and_then(|config| config.to_toml())),
-        Command::Relay(settings) => exit_code::of_server(&relay(*settings, transports)).into(),
+        Command::Relay(settings) => exit_code::of_server(&relay(*settings, transports)),
         Command::RelayConfig(settings) => print_config(settings.resolve().and_then(|config| config.to_toml())),
-        Command::Tracker(settings) => exit_code::of_server(&track(*settings, transports)).into(),
+        Command::Tracker(settings) => exit_code::of_server(&track(*settings, transports)),
         Command::TrackerConfig(settings) => print_config(settings.resolve().and_then(|config| config.to_toml())),
         Command::Policy { command: PolicyCommand::Check { file, identity, permission } } => {
             check_policy(&file, identity.zip(permission), &transports)
@@ -163,10 +175,15 @@ fn command_line() -> clap::Command {
     with_groups_and_defaults(Cli::command())
 }
 
-fn serve(settings: ServeSettings, transports: Transports, dialects: Dialects) -> Result<StopReason, ServeError> {
+fn serve(
+    settings: ServeSettings,
+    transports: Transports,
+    dialects: Dialects,
+    importer: Option<&Importer<'_>>,
+) -> Result<StopReason, ServeError> {
     let config = settings.clone().resolve_with(&transports)?;
     logging::init_for_server(&config);
-    let server = RpcServer::default().devices(gpu::for_server(&config)).config(config);
+    let server = RpcServer::new(import(&config.python, importer)?).devices(gpu::for_server(&config)).config(config);
     let server = server.transports(transports.clone()).dialects(dialects);
     server.read_origins(move || Ok(settings.clone().resolve_with(&transports)?.allow_origin)).run_blocking()
 }
@@ -185,19 +202,34 @@ fn track(settings: TrackerSettings, transports: Transports) -> Result<StopReason
     Tracker::run_blocking_reading(&config, transports, move || Ok(settings.clone().resolve_with(&known)?.allow_origin))
 }
 
-fn work(settings: WorkerSettings, transports: Transports, dialects: Dialects) -> Result<StopReason, ServeError> {
+/// Returns a registry with the functions of modules.
+fn import(modules: &[String], importer: Option<&Importer<'_>>) -> Result<Registry, ConfigError> {
+    if modules.is_empty() {
+        return Ok(Registry::new());
+    }
+    let importer = importer.ok_or(ConfigError::NoPython)?;
+    importer(modules).map_err(|problem| ConfigError::Import { problem })
+}
+
+fn work(
+    settings: WorkerSettings,
+    transports: Transports,
+    dialects: Dialects,
+    importer: Option<&Importer<'_>>,
+) -> Result<StopReason, ServeError> {
     let config = settings.clone().resolve_with(&transports)?;
     logging::init_for_server(&config.serve);
+    let registry = import(&config.serve.python, importer)?;
     let known = transports.clone();
     let read_origins = move || Ok(settings.clone().resolve_with(&known)?.serve.allow_origin);
-    disco_node::run_blocking_reading(config, transports, dialects, read_origins)
+    disco_node::run_blocking_reading(config, registry, transports, dialects, read_origins)
 }
 
 /// Reads a policy file, and prints the number of its rules, or what it lets a client do.
-fn check_policy(file: &Path, question: Option<(PeerIdentity, String)>, transports: &Transports) -> ExitCode {
+fn check_policy(file: &Path, question: Option<(PeerIdentity, String)>, transports: &Transports) -> u8 {
     let policy = match Policy::read(file, transports) {
         Ok(policy) => policy,
-        Err(error) => return exit_code::of_server(&Err(error.into())).into(),
+        Err(error) => return exit_code::of_server(&Err(error.into())),
     };
     let Some((identity, permission)) = question else {
         return print(format!("{}: {} rules\n", file.display(), policy.rule_count()).as_bytes());
@@ -206,37 +238,37 @@ fn check_policy(file: &Path, question: Option<(PeerIdentity, String)>, transport
         Ok(permission) => {
             let answer = Answer::of_policy(&policy, &identity, &permission);
             let printed = print(format!("{answer}\n").as_bytes());
-            if answer.allowed { printed } else { exit_code::FAILURE.into() }
+            if answer.allowed { printed } else { exit_code::FAILURE }
         }
         Err(error) => {
             exit_code::report(&error);
-            exit_code::USAGE.into()
+            exit_code::USAGE
         }
     }
 }
 
-fn print_config(config: Result<String, ConfigError>) -> ExitCode {
+fn print_config(config: Result<String, ConfigError>) -> u8 {
     match config {
         Ok(text) => print(text.as_bytes()),
-        Err(error) => exit_code::of_server(&Err(error.into())).into(),
+        Err(error) => exit_code::of_server(&Err(error.into())),
     }
 }
 
-fn print(bytes: &[u8]) -> ExitCode {
+fn print(bytes: &[u8]) -> u8 {
     let mut stdout = io::stdout().lock();
     match stdout.write_all(bytes).and_then(|()| stdout.flush()) {
         // The reader has closed the pipe.
-        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => ExitCode::SUCCESS,
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => exit_code::SUCCESS,
         outcome => done(outcome),
     }
 }
 
-fn done(outcome: io::Result<()>) -> ExitCode {
+fn done(outcome: io::Result<()>) -> u8 {
     match outcome {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(()) => exit_code::SUCCESS,
         Err(error) => {
             exit_code::report(&error);
-            exit_code::FAILURE.into()
+            exit_code::FAILURE
         }
     }
 }

@@ -185,6 +185,18 @@ pub enum ConfigError {
     /// This build cannot export spans.
     #[error("--otlp-endpoint needs a build with the feature otel: cargo build -p rpc-server --features otel")]
     NoOtel,
+    /// This program imports no modules of Python.
+    #[error(
+        "--python needs the rpc-server of the Python package: pip install tensor-rpc (pip install ./python in a \
+         checkout of the sources), and start the rpc-server that this brings"
+    )]
+    NoPython,
+    /// Modules of Python cannot be imported, or have no functions for sessions.
+    #[error("--python: {problem}")]
+    Import {
+        /// The problem.
+        problem: String,
+    },
     /// This build has no loader of native modules.
     #[error(
         "--allow-modules, --library, --runtime-library and --tvm-ffi need a build with the feature tvm-ffi, for a \

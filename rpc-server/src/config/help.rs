@@ -55,6 +55,7 @@ const GROUPS: [(&str, &[&str]); 7] = [
             "weights",
             "library",
             "runtime-library",
+            "python",
             "tvm-ffi",
             "module-store",
             "module-store-size",

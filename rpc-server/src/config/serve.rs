@@ -190,6 +190,12 @@ listener_settings! {
         /// list with commas. Their functions are not offered
         #[arg(value_name = "FILE", value_delimiter = ',')]
         runtime_library: Vec<PathBuf> = Vec::new(), "RPC_SERVER_RUNTIME_LIBRARY";
+        /// Modules of Python whose functions are served: those that are declared with
+        /// @tensor_rpc.function; may be repeated, or given as a list with commas. They are imported
+        /// at the start, and in each process of a session. Needs the rpc-server that the Python
+        /// package brings (pip install tensor-rpc)
+        #[arg(value_name = "MODULE", value_delimiter = ',')]
+        python: Vec<String> = Vec::new(), "RPC_SERVER_PYTHON";
         /// Process of a session: none runs all sessions in the server's process; process starts a
         /// process for each, so that a crash in a function is an error to one client; auto chooses
         /// process if there are GPUs, whose faults affect a whole process, and with

@@ -45,13 +45,14 @@ pub fn run_blocking(config: WorkerConfig) -> Result<StopReason, ServeError> {
 /// As [`run_blocking`].
 pub fn run_blocking_with(config: WorkerConfig, transports: Transports) -> Result<StopReason, ServeError> {
     let origins = config.serve.allow_origin.clone();
-    run_blocking_reading(config, transports, Dialects::default(), move || Ok(origins.clone()))
+    run_blocking_reading(config, Registry::new(), transports, Dialects::default(), move || Ok(origins.clone()))
 }
 
-/// As [`run_blocking_with`], with dialects for clients that dial the node, and a reader of the
-/// origins that the configuration allows, for each reload.
+/// As [`run_blocking_with`], with functions, with dialects for clients that dial the node, and a
+/// reader of the origins that the configuration allows, for each reload.
 pub(crate) fn run_blocking_reading(
     config: WorkerConfig,
+    registry: Registry,
     transports: Transports,
     dialects: Dialects,
     read_origins: impl Fn() -> Result<Vec<Origin>, ConfigError> + Send + Sync + 'static,
@@ -59,7 +60,7 @@ pub(crate) fn run_blocking_reading(
     let WorkerConfig { controller, rank, join_timeout, mpi, serve } = config;
     let job = if mpi { Some(mpi::Job::start().map_err(|source| ServeError::Mpi { source })?) } else { None };
     let rank = rank.or(job.as_ref().map(mpi::Job::rank));
-    let server = RpcServer::default().devices(gpu::for_server(&serve)).config(serve).transports(transports);
+    let server = RpcServer::new(registry).devices(gpu::for_server(&serve)).config(serve).transports(transports);
     let mut server = server.dialects(dialects).read_origins(read_origins);
     server.join(Join { controller, rank, timeout: join_timeout.0 });
     let reason = server.run_blocking();

@@ -232,6 +232,7 @@ fn settings_that_do_nothing_keep_the_server_from_starting() {
         (["--weights", "/no/such/folder"], "/no/such/folder (--weights)"),
         (["--tvm-ffi", "/no/such/library"], "/no/such/library (--tvm-ffi)"),
         (["--label", "arch=arm64"], "give --tracker"),
+        (["--python", "models.digits"], "pip install tensor-rpc"),
     ] {
         let refused = output(&[&["serve", "--listen", "tcp://127.0.0.1:0", "--workdir", workdir], &flags[..]].concat());
         let stderr = text(&refused.stderr);
