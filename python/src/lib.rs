@@ -10,6 +10,7 @@
 
 mod argument;
 mod array;
+mod child;
 mod disco;
 mod disco_worker;
 mod errors;
@@ -51,6 +52,10 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(functions::coroutines::take_coroutine_calls, module)?)?;
     module.add_function(wrap_pyfunction!(functions::local, module)?)?;
     module.add_class::<server::Server>()?;
+    module.add_function(wrap_pyfunction!(child::embed, module)?)?;
+    module.add_function(wrap_pyfunction!(child::become_child, module)?)?;
+    module.add_function(wrap_pyfunction!(child::run_rpc_cli, module)?)?;
+    module.add_function(wrap_pyfunction!(child::run_rpc_server, module)?)?;
     module.add_function(wrap_pyfunction!(session::connect, module)?)?;
     module.add_function(wrap_pyfunction!(operation::forked, module)?)?;
     module.add_class::<disco::DiscoSession>()?;

@@ -1,15 +1,18 @@
 //! Servers in this process.
 
+use std::ffi::OsString;
 use std::path::Path;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
 use pyo3::exceptions::{PyRuntimeError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
-use rpc_core::{Devices, RpcError};
+use rpc_core::RpcError;
 use rpc_server::config::{ConfigError, ServeConfig, ServeError};
+use rpc_server::isolate::gpu;
 use rpc_server::{RpcServer, Running, ServeSettings};
 
+use crate::child::program_of;
 use crate::errors;
 use crate::functions::{Registry, runtime};
 use crate::operation::{Birth, wait};
@@ -61,13 +64,19 @@ impl Server {
         Ok(Self { registry, config, running: Mutex::new(ServerState::New), birth: Birth::now() })
     }
 
-    /// Starts to serve: when this returns, all addresses are listened on.
-    fn start(&self, py: Python<'_>) -> PyResult<()> {
+    /// Starts to serve: when this returns, all addresses are listened on. `program` are the words
+    /// of the command that processes of sessions run.
+    #[pyo3(signature = (program = None))]
+    fn start(&self, py: Python<'_>, program: Option<Vec<OsString>>) -> PyResult<()> {
         self.birth.check()?;
         if !matches!(*self.running.lock(), ServerState::New) {
             return Err(PyRuntimeError::new_err("a server is started once"));
         }
-        let server = RpcServer::new(self.registry.clone()).devices(Devices::new()).config(self.config.clone());
+        let devices = py.detach(|| gpu::for_server(&self.config));
+        let mut server = RpcServer::new(self.registry.clone()).devices(devices).config(self.config.clone());
+        if let Some(words) = program {
+            server = server.program(program_of(words)?);
+        }
         let running = Self::wait_for(py, server.start())?.map_err(|error| cannot_serve(py, &error))?;
         *self.running.lock() = ServerState::Running(Arc::new(running));
         Ok(())

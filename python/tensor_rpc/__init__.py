@@ -20,6 +20,7 @@ from tensor_rpc._blocking import (
     Tensor,
     connect,
 )
+from tensor_rpc._child import freeze_support, set_child_command
 from tensor_rpc._errors import *  # noqa: F403
 from tensor_rpc._errors import __all__ as _error_names
 from tensor_rpc._functions import Registry, function, local
@@ -44,7 +45,9 @@ __all__ = [
     "Shape",
     "Tensor",
     "connect",
+    "freeze_support",
     "function",
     "local",
+    "set_child_command",
     *_error_names,
 ]

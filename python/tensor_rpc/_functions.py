@@ -6,7 +6,6 @@ them, and converted, before the function runs.
 
 from __future__ import annotations
 
-import asyncio
 import collections.abc
 import dataclasses
 import functools
@@ -111,7 +110,7 @@ def mark_of(wrapped: Callable[..., Any]) -> Mark:
 class Registry(_native.Registry):
     """Functions that a server or a local session offers."""
 
-    _added: dict[str, Callable[..., Any]]
+    _added: dict[str, tuple[str | None, Callable[..., Any]]]
 
     def __new__(cls, *functions: Callable[..., Any] | types.ModuleType) -> Registry:
         """Make an empty registry."""
@@ -175,7 +174,7 @@ class Registry(_native.Registry):
         )
         if plan.is_coroutine:
             _start_loop()
-        self._added[name] = function
+        self._added[name] = (told, function)
         return self
 
     def add_module(self, module: types.ModuleType) -> Registry:
@@ -192,9 +191,9 @@ class Registry(_native.Registry):
             self.add(each)
         return self
 
-    def functions(self) -> dict[str, Callable[..., Any]]:
-        """Return the functions that were added, by name."""
-        return dict(self._added)
+    def entries(self) -> list[tuple[str, str | None, Callable[..., Any]]]:
+        """Return name, description and function of all that was added."""
+        return [(name, told, function) for name, (told, function) in self._added.items()]
 
 
 def registry_of(functions: Iterable[Any]) -> Registry:
@@ -205,8 +204,8 @@ def registry_of(functions: Iterable[Any]) -> Registry:
     registry = Registry()
     for each in given:
         if isinstance(each, Registry):
-            for name, added in each.functions().items():
-                registry.add(name, added, description=mark_of(added).description)
+            for name, told, added in each.entries():
+                registry.add(name, added, description=told)
         elif isinstance(each, types.ModuleType):
             registry.add_module(each)
         else:
@@ -686,6 +685,9 @@ def _start_loop() -> None:
     with _loop_lock:
         if _loop_of == os.getpid():
             return
+        # Most programs need no event loop.
+        import asyncio
+
         descriptor = _native.coroutine_queue()
         loop = asyncio.new_event_loop()
         tasks: dict[int, tuple[_native.CoroutineCall, asyncio.Task[None]]] = {}
@@ -732,6 +734,8 @@ def _start_loop() -> None:
 
 async def call_in_thread(call: Callable[..., Any], function: Any, arguments: Sequence[Any]) -> Any:
     """Call a function of the session from a coroutine, on another thread."""
+    import asyncio
+
     return await asyncio.get_running_loop().run_in_executor(
         None, functools.partial(call, function, *arguments)
     )

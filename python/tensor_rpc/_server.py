@@ -11,7 +11,7 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tensor_rpc import _native
+from tensor_rpc import _child, _native
 from tensor_rpc._functions import Registry, registry_of
 
 
@@ -28,7 +28,11 @@ class Server:
     **settings
         Those of ``rpc-server serve``, with underscores: ``token_file="tokens"``,
         ``max_memory="1GiB"``, ``tracker="tcp://host:9190"``, ``idle_timeout="10m"``. A time may be
-        a `datetime.timedelta`, and `None` is the default.
+        a `datetime.timedelta`, and `None` is the default. With ``isolate="process"`` each session
+        has an interpreter of its own, so that a crash, ``os._exit``, an endless loop, or too much
+        memory (``isolate_memory``) is one client's error; the functions must be importable from
+        modules or from a script whose work stands under ``if __name__ == "__main__":``. By default
+        all sessions share this process.
 
     Raises
     ------
@@ -57,7 +61,11 @@ class Server:
         """Check the settings; nothing is started yet."""
         self._registry = registry_of(functions)
         addresses = [listen] if isinstance(listen, str) else list(listen)
-        self._native = _native.Server(self._registry, as_toml({"listen": addresses, **settings}))
+        if "python" in settings:
+            raise TypeError("the setting python is for rpc-server: give the modules themselves")
+        settings = {"listen": addresses, "isolate": "none", **settings}
+        self._has_processes = settings["isolate"] != "none"
+        self._native = _native.Server(self._registry, as_toml(settings))
         self._ended = threading.Event()
 
     @property
@@ -97,8 +105,13 @@ class Server:
         ------
         RemoteIOError
             An address cannot be listened on, or a file not be used.
+        TypeError
+            With ``isolate="process"``: a function cannot be imported by the processes of sessions.
+        RuntimeError
+            They have failed to import the functions; or this process is one of them.
         """
-        self._native.start()
+        _child.refuse_while_importing()
+        self._native.start(_child.set_up(self._registry) if self._has_processes else None)
         return self
 
     def stop(self) -> None:
