@@ -55,7 +55,7 @@ use crate::config::{SERVER_PORT, TRACKER_PORT};
 use crate::logging::{self, LogFormat};
 use crate::server::exit_code;
 
-pub use self::connect::{CommonOptions, close};
+pub use self::connect::{CommonOptions, close, resolve_named_servers};
 pub use self::failure::Failure;
 pub use self::named_servers::NamedServerError;
 pub(crate) use self::output::counted;

@@ -128,68 +128,10 @@ impl CommonOptions {
     ///
     /// A server is unknown, or the file with the servers cannot be used.
     pub(super) fn resolve_servers(&mut self, address: &mut String, port: u16) -> Result<(), Failure> {
-        if is_reference(address) || self.jump.iter().any(|hop| is_reference(hop)) {
-            let servers = NamedServers::read(self.config())?;
-            let mut target = servers.route(address)?;
-            if is_reference(address) {
-                self.timeout = self.timeout.or(target.servers[0].timeout);
-            }
-            *address = target.addresses.pop().unwrap_or_default();
-            if self.jump.is_empty() {
-                self.jump = target.addresses;
-            } else {
-                // The hops of the command line replace those of the file.
-                target.servers.truncate(1);
-                for hop in std::mem::take(&mut self.jump) {
-                    let route = servers.route(&hop)?;
-                    self.jump.extend(route.addresses);
-                    target.servers.extend(route.servers);
-                }
-            }
-            self.check_trust(&target.servers, &servers)?;
-            for server in target.servers {
-                self.fill_trust(server, &servers);
-            }
-        }
-        *address = complete(address, port);
-        for hop in &mut self.jump {
-            let (tunnel, hop_address) = split_tunnel(hop);
-            *hop = format!("{tunnel}{}", complete(hop_address, SERVER_PORT));
-        }
+        let Self { jump, trust, config, .. } = self;
+        let timeout = resolve(address, port, jump, trust, config.as_deref())?;
+        self.timeout = self.timeout.or(timeout);
         Ok(())
-    }
-
-    /// Checks that the servers on the way have the same credentials, as far as they have any and
-    /// the command line has none: a connection has one set for all its hops.
-    fn check_trust(&self, route: &[&NamedServer], servers: &NamedServers) -> Result<(), NamedServerError> {
-        type File = fn(&NamedServer) -> &Option<PathBuf>;
-        let files: [(&'static str, bool, File); 3] = [
-            ("token-file", self.trust.token_file.is_some(), |server| &server.token_file),
-            ("ca", self.trust.ca.is_some(), |server| &server.ca),
-            ("cert", self.trust.cert.is_some(), |server| &server.cert),
-        ];
-        for (setting, is_given, file) in files {
-            let mut all =
-                route.iter().filter_map(|server| Some((server, servers.resolve_path(file(server).as_ref()?))));
-            let Some((first, path)) = all.next().filter(|_| !is_given) else { continue };
-            if let Some((other, _)) = all.find(|(_, other)| *other != path) {
-                let (first, other) = (first.address.clone(), other.address.clone());
-                return Err(NamedServerError::Credentials { setting, first, other });
-            }
-        }
-        Ok(())
-    }
-
-    /// Fills the gaps among the credentials from those of the server.
-    fn fill_trust(&mut self, server: &NamedServer, servers: &NamedServers) {
-        let path = |path: &Option<PathBuf>| path.as_deref().map(|path| servers.resolve_path(path));
-        let trust = &mut self.trust;
-        trust.ca = trust.ca.take().or_else(|| path(&server.ca));
-        trust.token_file = trust.token_file.take().or_else(|| path(&server.token_file));
-        // A certificate goes with its key.
-        if trust.cert.is_none() && trust.cert_key.is_none() {
-            (trust.cert, trust.cert_key) = (path(&server.cert), path(&server.cert_key));
-        }
     }
 
     /// Returns the server at `address` as these options reach it.
@@ -412,6 +354,95 @@ impl CommonOptions {
     }
 }
 
+/// Puts addresses in the place of named servers, as `rpc-cli` does: `@NAME` as the `address` of a
+/// server and among its `hops` stands for a server in the file `config`, by default
+/// `rpc/config.toml` in `$XDG_CONFIG_HOME` or `~/.config`. The file also fills gaps among the
+/// credentials in `trust`, and names hops if none are given. Addresses that lack a port get that of
+/// servers or trackers. The result is the time limit of connecting that the file names.
+///
+/// # Errors
+///
+/// A server is unknown, or the file cannot be used.
+pub fn resolve_named_servers(
+    address: &mut String,
+    hops: &mut Vec<String>,
+    trust: &mut ClientTrust,
+    config: Option<&Path>,
+) -> Result<Option<Duration>, NamedServerError> {
+    Ok(resolve(address, SERVER_PORT, hops, trust, config)?.map(|Span(timeout)| timeout))
+}
+
+/// As [`resolve_named_servers`]; `port` is that of the role of `address`.
+fn resolve(
+    address: &mut String,
+    port: u16,
+    hops: &mut Vec<String>,
+    trust: &mut ClientTrust,
+    config: Option<&Path>,
+) -> Result<Option<Span>, NamedServerError> {
+    let mut timeout = None;
+    if is_reference(address) || hops.iter().any(|hop| is_reference(hop)) {
+        let servers = NamedServers::read(config)?;
+        let mut target = servers.route(address)?;
+        if is_reference(address) {
+            timeout = target.servers[0].timeout;
+        }
+        *address = target.addresses.pop().unwrap_or_default();
+        if hops.is_empty() {
+            *hops = target.addresses;
+        } else {
+            // The hops that were given replace those of the file.
+            target.servers.truncate(1);
+            for hop in std::mem::take(hops) {
+                let route = servers.route(&hop)?;
+                hops.extend(route.addresses);
+                target.servers.extend(route.servers);
+            }
+        }
+        check_trust(trust, &target.servers, &servers)?;
+        for server in target.servers {
+            fill_trust(trust, server, &servers);
+        }
+    }
+    *address = complete(address, port);
+    for hop in hops {
+        let (tunnel, hop_address) = split_tunnel(hop);
+        *hop = format!("{tunnel}{}", complete(hop_address, SERVER_PORT));
+    }
+    Ok(timeout)
+}
+
+/// Checks that the servers on the way have the same credentials, as far as they have any and none
+/// were given: a connection has one set for all its hops.
+fn check_trust(trust: &ClientTrust, route: &[&NamedServer], servers: &NamedServers) -> Result<(), NamedServerError> {
+    type File = fn(&NamedServer) -> &Option<PathBuf>;
+    let files: [(&'static str, bool, File); 3] = [
+        ("token-file", trust.token_file.is_some(), |server| &server.token_file),
+        ("ca", trust.ca.is_some(), |server| &server.ca),
+        ("cert", trust.cert.is_some(), |server| &server.cert),
+    ];
+    for (setting, is_given, file) in files {
+        let mut all = route.iter().filter_map(|server| Some((server, servers.resolve_path(file(server).as_ref()?))));
+        let Some((first, path)) = all.next().filter(|_| !is_given) else { continue };
+        if let Some((other, _)) = all.find(|(_, other)| *other != path) {
+            let (first, other) = (first.address.clone(), other.address.clone());
+            return Err(NamedServerError::Credentials { setting, first, other });
+        }
+    }
+    Ok(())
+}
+
+/// Fills the gaps among the credentials from those of the server.
+fn fill_trust(trust: &mut ClientTrust, server: &NamedServer, servers: &NamedServers) {
+    let path = |path: &Option<PathBuf>| path.as_deref().map(|path| servers.resolve_path(path));
+    trust.ca = trust.ca.take().or_else(|| path(&server.ca));
+    trust.token_file = trust.token_file.take().or_else(|| path(&server.token_file));
+    // A certificate goes with its key.
+    if trust.cert.is_none() && trust.cert_key.is_none() {
+        (trust.cert, trust.cert_key) = (path(&server.cert), path(&server.cert_key));
+    }
+}
+
 /// Parses an address.
 pub(super) fn parse_address(text: &str) -> Result<Address, Failure> {
     text.parse().map_err(|error: AddressError| Failure::Connect(error.into()))
@@ -445,4 +476,35 @@ pub(super) enum Files {
     /// Files of the named workspace.
     Workspace,
     None,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::pki::private_file::{Mode, write};
+
+    #[test]
+    fn a_named_server_brings_its_hops_its_credentials_and_its_time_limit() {
+        let folder = tempfile::tempdir().unwrap();
+        let config = folder.path().join("config.toml");
+        let text = "[server.board]\naddress = 'tls://board.lan'\nvia = ['quic://gate']\n\
+                    token-file = 'tokens'\ntimeout = '3s'\n";
+        write(&config, text, Mode::Private).unwrap();
+        let resolve = |address: &str, hops: &[&str], trust: &mut ClientTrust| {
+            let mut address = address.to_owned();
+            let mut hops = hops.iter().map(|&hop| hop.to_owned()).collect();
+            let timeout = resolve_named_servers(&mut address, &mut hops, trust, Some(&config));
+            timeout.map(|timeout| (address, hops.join(" "), timeout))
+        };
+        let mut trust = ClientTrust::default();
+        let board = |hops: &str| ("tls://board.lan:9090".to_owned(), hops.to_owned(), Some(Duration::from_secs(3)));
+        assert_eq!(resolve("@board", &[], &mut trust).unwrap(), board("quic://gate:9090"));
+        assert_eq!(trust.token_file, Some(folder.path().join("tokens")));
+        trust.token_file = Some("mine".into());
+        assert_eq!(resolve("@board", &["tcp://hop:1"], &mut trust).unwrap(), board("tcp://hop:1"));
+        assert_eq!(trust.token_file, Some("mine".into()));
+        let plain = ("tracker://t:9190/k".to_owned(), String::new(), None);
+        assert_eq!(resolve("tracker://t/k", &[], &mut trust).unwrap(), plain);
+        assert!(resolve("@bord", &[], &mut trust).is_err());
+    }
 }
