@@ -3,16 +3,22 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
-use pyo3::exceptions::{PyOverflowError, PyTypeError, PyValueError};
+use pyo3::exceptions::{PyMemoryError, PyOverflowError, PyTypeError, PyValueError};
+use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyBool, PyByteArray, PyBytes, PyDict, PyFloat, PyInt, PyList, PyMemoryView, PyString, PyTuple};
+use pyo3::pybacked::PyBackedBytes;
+use pyo3::types::{
+    PyBool, PyByteArray, PyBytes, PyDict, PyFloat, PyInt, PyList, PyMemoryView, PyString, PyTuple, PyType,
+};
 use rpc_core::function::ArgScope;
 use rpc_core::value::MAX_DEPTH;
 use rpc_core::{Device, IntoArg, IntoArgs, Result, Session, Value};
 
 use crate::array::Array;
+use crate::form::shape_class;
 use crate::objects;
-use crate::objects::callback::make_callback;
+use crate::objects::callback::{Callable, make_callback};
+use crate::operation::Limits;
 use crate::packed;
 
 /// An argument of a call, or a part of one.
@@ -30,8 +36,9 @@ pub(crate) enum Arg {
     Disco(::disco::DRef),
     /// An array of this process, which becomes a tensor for the time of the call.
     Array(Array),
-    /// A function of this process, which becomes a callback for the time of the call.
-    Callable(Py<PyAny>),
+    /// A function of this process, which becomes a callback for the time of the call; `None` once
+    /// it has.
+    Callable(Option<Callable>),
 }
 
 /// Arguments of a call.
@@ -42,29 +49,50 @@ pub(crate) struct Args {
 }
 
 impl Args {
-    /// Reads positional arguments.
+    /// Reads positional arguments. `event_loop` is that of asyncio, for functions among them.
     ///
     /// # Errors
     ///
     /// `TypeError` with the index for an object that is no value.
-    pub(crate) fn new(args: &Bound<'_, PyTuple>) -> PyResult<Self> {
+    pub(crate) fn new(args: &Bound<'_, PyTuple>, event_loop: Option<&Bound<'_, PyAny>>) -> PyResult<Self> {
         let mut needs_session = false;
-        let args = args
+        let args: Vec<_> = args
             .iter_borrowed()
             .enumerate()
             .map(|(index, arg)| {
-                Arg::new(&arg, 0, &mut needs_session).map_err(|error| {
-                    let py = arg.py();
-                    let text = format!("argument {index}: {}", error.value(py));
-                    PyErr::from_type(error.get_type(py), text)
-                })
+                Arg::new(&arg, 0, &mut needs_session).map_err(|error| of_argument(arg.py(), index, error))
             })
             .collect::<PyResult<_>>()?;
-        Ok(Self { args, needs_session })
+        let mut made = Self { args, needs_session };
+        if let (true, Some(event_loop)) = (needs_session, event_loop) {
+            made.for_each(|arg| {
+                if let Arg::Callable(Some(function)) = arg {
+                    function.on_loop(event_loop);
+                }
+            });
+        }
+        Ok(made)
+    }
+
+    /// Puts an argument in front of the others.
+    pub(crate) fn insert_first(&mut self, arg: Arg) {
+        self.args.insert(0, arg);
+    }
+
+    /// Visits all arguments that have no parts, and all parts of the others.
+    fn for_each(&mut self, mut visit: impl FnMut(&mut Arg)) {
+        let mut waiting: Vec<&mut Arg> = self.args.iter_mut().collect();
+        while let Some(arg) = waiting.pop() {
+            match arg {
+                Arg::List(items) => waiting.extend(items),
+                Arg::Map(entries) => entries.iter_mut().for_each(|(key, value)| waiting.extend([key, value])),
+                arg => visit(arg),
+            }
+        }
     }
 
     /// Makes the tensors and callbacks of arguments that are arrays and functions of this process.
-    pub(crate) async fn ready(mut self, session: &Session) -> Result<Self> {
+    pub(crate) async fn ready(mut self, session: &Session, limits: &Limits) -> Result<Self> {
         if std::mem::take(&mut self.needs_session) {
             let mut waiting: Vec<&mut Arg> = self.args.iter_mut().collect();
             while let Some(arg) = waiting.pop() {
@@ -72,12 +100,17 @@ impl Args {
                     Arg::List(items) => waiting.extend(items),
                     Arg::Map(entries) => entries.iter_mut().for_each(|(key, value)| waiting.extend([key, value])),
                     Arg::Array(array) => {
-                        let tensor = upload(session, Device::cpu(), array).await?;
-                        *arg = Self::tensor(tensor);
+                        let bytes = std::mem::take(&mut array.bytes);
+                        let tensor = limits.apply(session.alloc(Device::cpu(), array.dtype, &array.shape)).await?;
+                        if !bytes.is_empty() {
+                            limits.apply(session.copy_to_remote(&tensor, bytes)).await?;
+                        }
+                        *arg = Arg::Tensor(tensor);
                     }
                     Arg::Callable(function) => {
-                        let function = Python::attach(|py| function.clone_ref(py));
-                        *arg = Arg::Callback(Arc::new(make_callback(session, function).await?));
+                        if let Some(function) = function.take() {
+                            *arg = Arg::Callback(Arc::new(make_callback(session, function, limits).await?));
+                        }
                     }
                     _ => {}
                 }
@@ -89,36 +122,66 @@ impl Args {
     pub(crate) fn needs_session(&self) -> bool {
         self.needs_session
     }
-
-    fn tensor(tensor: rpc_core::RemoteTensor) -> Arg {
-        Arg::Tensor(tensor)
-    }
 }
 
-/// Makes a tensor with the content of an array.
-pub(crate) async fn upload(session: &Session, device: Device, array: &Array) -> Result<rpc_core::RemoteTensor> {
-    let tensor = session.alloc(device, array.dtype, &array.shape).await?;
-    if !array.bytes.is_empty() {
-        session.copy_to_remote(&tensor, array.bytes.clone()).await?;
-    }
-    Ok(tensor)
+/// Says in an error which argument it is about.
+fn of_argument(py: Python<'_>, index: usize, error: PyErr) -> PyErr {
+    let text = format!("argument {index}: {}", error.value(py));
+    // Others may be made in another way, such as UnicodeEncodeError.
+    let class = error.get_type(py);
+    let plain: [Bound<'_, PyType>; 4] = [
+        py.get_type::<PyTypeError>(),
+        py.get_type::<PyValueError>(),
+        py.get_type::<PyOverflowError>(),
+        py.get_type::<PyMemoryError>(),
+    ];
+    if plain.iter().any(|plain| plain.is(&class)) { PyErr::from_type(class, text) } else { error }
 }
 
 /// Reads an array: an object with `__dlpack__` or a buffer.
 pub(crate) fn array(object: &Bound<'_, PyAny>) -> PyResult<Array> {
-    if object.hasattr("__dlpack__")? {
+    let py = object.py();
+    if let Ok(tensor) = object.cast::<objects::Tensor>() {
+        // It would be copied here and back; a loop of asyncio would even wait for itself.
+        let _ = tensor.get().tensor()?;
+        return Err(PyTypeError::new_err("this is a tensor of a session already: x.copy_from(y) copies from it"));
+    }
+    if object.hasattr(intern!(py, "__dlpack__"))? {
         return Array::from_dlpack(object);
     }
     match PyMemoryView::from(object) {
         Ok(view) => Array::from_buffer(&view),
         // Lists and numbers, by numpy's rules.
-        Err(_) => match object.py().import("numpy") {
-            Ok(numpy) => Array::from_dlpack(&numpy.call_method1("asarray", (object,))?),
+        Err(_) => match py.import(intern!(py, "numpy")) {
+            Ok(numpy) => Array::from_dlpack(&numpy.call_method1(intern!(py, "asarray"), (object,))?),
             Err(_) => Err(PyTypeError::new_err(format!(
                 "an object of {} is no array: one with __dlpack__ or a buffer is wanted",
                 object.get_type().qualname()?
             ))),
         },
+    }
+}
+
+/// Reads an object with a buffer as bytes: without a copy if it is an object of `bytes`.
+pub(crate) fn bytes(object: &Bound<'_, PyAny>) -> PyResult<Bytes> {
+    if let Ok(bytes) = object.cast::<PyBytes>() {
+        return Ok(shared_bytes(bytes));
+    }
+    let Ok(view) = PyMemoryView::from(object) else {
+        let class = object.get_type().qualname()?;
+        return Err(PyTypeError::new_err(format!("an object of {class} has no bytes: one like bytes is wanted")));
+    };
+    let copied = view.call_method0(intern!(object.py(), "tobytes"))?;
+    Ok(shared_bytes(copied.cast::<PyBytes>()?))
+}
+
+/// Returns the content of an immutable object: small content as a copy, because its owner is
+/// dropped on a thread that would have to attach to the interpreter for it.
+fn shared_bytes(bytes: &Bound<'_, PyBytes>) -> Bytes {
+    const COPIED: usize = 4096;
+    match bytes.as_bytes() {
+        small if small.len() <= COPIED => Bytes::copy_from_slice(small),
+        _ => Bytes::from_owner(PyBackedBytes::from(bytes.clone())),
     }
 }
 
@@ -128,7 +191,17 @@ impl Arg {
         if depth > MAX_DEPTH {
             return Err(PyValueError::new_err(format!("a value may be nested {MAX_DEPTH} deep")));
         }
+        let py = object.py();
         // Values, the most frequent first.
+        if object.cast_exact::<PyInt>().is_ok() {
+            return integer(object);
+        }
+        if let Ok(number) = object.cast::<PyFloat>() {
+            return Ok(Self::Plain(Value::Float(number.value())));
+        }
+        if let Ok(text) = object.cast::<PyString>() {
+            return Ok(Self::Plain(Value::Str(text.to_cow()?.into_owned())));
+        }
         if let Ok(tensor) = object.cast::<objects::Tensor>() {
             return Ok(Self::Tensor(tensor.get().tensor()?));
         }
@@ -141,28 +214,24 @@ impl Arg {
         if object.cast::<PyInt>().is_ok() {
             return integer(object);
         }
-        if let Ok(number) = object.cast::<PyFloat>() {
-            return Ok(Self::Plain(Value::Float(number.value())));
-        }
-        if let Ok(text) = object.cast::<PyString>() {
-            return Ok(Self::Plain(Value::Str(text.to_cow()?.into_owned())));
-        }
         if let Ok(bytes) = object.cast::<PyBytes>() {
-            return Ok(Self::Plain(Value::Bytes(Bytes::copy_from_slice(bytes.as_bytes()))));
+            return Ok(Self::Plain(Value::Bytes(shared_bytes(bytes))));
         }
         if let Ok(bytes) = object.cast::<PyByteArray>() {
             return Ok(Self::Plain(Value::Bytes(bytes.to_vec().into())));
         }
-        if object.is_instance(crate::form::shape_class(object.py())?)? {
-            return Ok(Self::Plain(Value::Shape(object.extract()?)));
-        }
         if object.cast::<PyList>().is_ok() || object.cast::<PyTuple>().is_ok() {
+            if object.is_instance(shape_class(py)?)? {
+                return Ok(Self::Plain(Value::Shape(object.extract()?)));
+            }
             let items = object.try_iter()?.map(|item| Self::new(&item?, depth + 1, needs_session));
             return Ok(Self::List(items.collect::<PyResult<_>>()?));
         }
         if let Ok(map) = object.cast::<PyDict>() {
             let mut entry = |item: Bound<'_, PyAny>| Self::new(&item, depth + 1, needs_session);
-            let entries = map.iter().map(|(key, value)| Ok((entry(key)?, entry(value)?)));
+            // A copy: code that a conversion calls may change the dictionary.
+            let entries = map.copy()?;
+            let entries = entries.iter().map(|(key, value)| Ok((entry(key)?, entry(value)?)));
             return Ok(Self::Map(entries.collect::<PyResult<_>>()?));
         }
         if let Some(reference) = Self::reference(object)? {
@@ -174,34 +243,33 @@ impl Arg {
         if let Ok(device) = object.cast::<crate::types::Device>() {
             return Ok(Self::Plain(Value::Device(device.get().0)));
         }
-        // A number of numpy is an array of no dimensions for DLPack, and a number for us.
-        let is_number = object.hasattr("dtype")? && object.hasattr("item")? && is_scalar(object)?;
-        if is_number {
-            return Self::new(&object.call_method0("item")?, depth + 1, needs_session);
+        // A number of numpy has a buffer, too, and is a number for us.
+        if is_numpy_number(object)? {
+            let item = object.call_method0(intern!(py, "item"))?;
+            if item.get_type().is(object.get_type()) {
+                return Err(no_value(object));
+            }
+            return Self::new(&item, depth + 1, needs_session);
         }
-        if object.hasattr("__dlpack__")? {
+        if object.hasattr(intern!(py, "__dlpack__"))? && !object.is_instance_of::<PyType>() {
             *needs_session = true;
             return Array::from_dlpack(object).map(Self::Array);
         }
         if packed::is_dataclass(object) {
             return packed::pack(object).map(|packed| Self::Plain(Value::Packed(packed)));
         }
-        if object.hasattr("__index__")? {
-            return integer(&object.call_method0("__index__")?);
+        if object.hasattr(intern!(py, "__index__"))? && !object.is_instance_of::<PyType>() {
+            return integer(&object.call_method0(intern!(py, "__index__"))?);
         }
         if let Ok(view) = PyMemoryView::from(object) {
             *needs_session = true;
             return Array::from_buffer(&view).map(Self::Array);
         }
-        if object.is_callable() {
+        if object.is_callable() && !object.is_instance_of::<PyType>() {
             *needs_session = true;
-            return Ok(Self::Callable(object.clone().unbind()));
+            return Ok(Self::Callable(Some(Callable::new(object))));
         }
-        Err(PyTypeError::new_err(format!(
-            "an object of {} is no value of a session; there are: None, bool, int, float, str, bytes, lists, \
-             dictionaries, dataclasses, arrays (with __dlpack__ or a buffer), functions, and objects of the session",
-            object.get_type().qualname()?
-        )))
+        Err(no_value(object))
     }
 
     fn reference(object: &Bound<'_, PyAny>) -> PyResult<Option<Self>> {
@@ -221,10 +289,31 @@ impl Arg {
     }
 }
 
-/// Returns true for a number of an array library, which has no dimensions and is immutable.
-fn is_scalar(object: &Bound<'_, PyAny>) -> PyResult<bool> {
-    let module: String = object.get_type().getattr("__module__")?.extract()?;
-    Ok(module == "numpy" && object.get_type().name()? != "ndarray" && object.hasattr("__array_interface__")?)
+fn no_value(object: &Bound<'_, PyAny>) -> PyErr {
+    let what = match object.cast::<PyType>() {
+        Ok(class) => class.qualname().map(|name| format!("the class {name}")),
+        Err(_) => object.get_type().qualname().map(|name| format!("an object of {name}")),
+    };
+    PyTypeError::new_err(format!(
+        "{} is no value of a session; there are: None, bool, int, float, str, bytes, lists, dictionaries, \
+         dataclasses, arrays (with __dlpack__ or a buffer), functions, and objects of the session",
+        what.unwrap_or_else(|_| "this".to_owned())
+    ))
+}
+
+/// Returns true for an object of a subclass of `numpy.generic`.
+fn is_numpy_number(object: &Bound<'_, PyAny>) -> PyResult<bool> {
+    let py = object.py();
+    if !object.hasattr(intern!(py, "__array_interface__"))? {
+        return Ok(false);
+    }
+    for class in object.get_type().mro() {
+        let class = class.cast_into::<PyType>()?;
+        if class.name()? == "generic" && class.module()? == "numpy" {
+            return Ok(true);
+        }
+    }
+    Ok(false)
 }
 
 fn integer(object: &Bound<'_, PyAny>) -> PyResult<Arg> {

@@ -7,17 +7,17 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 use bytes::{Bytes, BytesMut};
-use pyo3::exceptions::{PyBufferError, PyTypeError, PyValueError};
+use pyo3::exceptions::{PyBufferError, PyMemoryError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyCapsule, PyDict, PyTuple};
 use pyo3::{IntoPyObjectExt as _, ffi};
 use rpc_core::dlpack::{dense_size, dense_strides};
 use rpc_core::{DataTypeCode, Device, DeviceType, TensorView};
 
+use crate::argument;
 use crate::types::DataType;
 
 const CAPSULE: &CStr = c"dltensor";
-const USED_CAPSULE: &CStr = c"used_dltensor";
 
 /// DLPack's `DLTensor`.
 #[repr(C)]
@@ -50,24 +50,16 @@ pub(crate) struct Array {
     pub(crate) bytes: Bytes,
 }
 
-/// A tensor that an exporter has handed over, and that is given back when this is dropped.
-struct Exported(NonNull<DlManagedTensor>);
-
-// SAFETY: DLPack lets any thread read the tensor and call its deleter; the deleters of array
-// libraries take the interpreter's lock themselves, and `drop` holds it, too.
-unsafe impl Send for Exported {}
-
-impl Drop for Exported {
-    fn drop(&mut self) {
-        // SAFETY: the pointer was taken from a capsule that is marked as used, so that it is ours.
-        let deleter = unsafe { self.0.as_ref() }.deleter;
-        let Some(deleter) = deleter else { return };
-        let managed = self.0.as_ptr();
-        // Once the interpreter ends, nothing of it may be touched any more.
-        // SAFETY: called once, with the pointer that it came with.
-        Python::try_attach(|_| unsafe { deleter(managed) });
-    }
+/// A tensor of an exporter. It is not taken out of its capsule, whose destructor gives it back: the
+/// last user may be a thread that holds locks of a session and must not wait for the interpreter,
+/// and for it the capsule is freed later.
+struct Exported {
+    managed: NonNull<DlManagedTensor>,
+    _capsule: Py<PyCapsule>,
 }
+
+// SAFETY: DLPack lets any thread read the tensor, and the capsule may be dropped on any thread.
+unsafe impl Send for Exported {}
 
 /// Dense memory of an exporter.
 struct Dense {
@@ -80,7 +72,7 @@ impl AsRef<[u8]> for Dense {
         // SAFETY: as for every reader of DLPack, the exporter keeps the memory alive until the
         // deleter is called. That nobody writes meanwhile is up to the user, as for numpy's own
         // functions that release the lock.
-        let tensor = unsafe { &self.exported.0.as_ref().tensor };
+        let tensor = unsafe { &self.exported.managed.as_ref().tensor };
         if self.len == 0 {
             return &[];
         }
@@ -93,34 +85,34 @@ impl Array {
     /// Takes an object with `__dlpack__`, in host memory.
     pub(crate) fn from_dlpack(object: &Bound<'_, PyAny>) -> PyResult<Self> {
         if let Ok(device) = object.call_method0("__dlpack_device__") {
-            let (kind, _): (i32, i32) = device.extract()?;
+            let (kind, index): (i32, i32) = device.extract()?;
             if ![DeviceType::CPU, DeviceType::CUDA_HOST, DeviceType::CUDA_MANAGED].contains(&DeviceType(kind)) {
                 return Err(PyValueError::new_err(format!(
                     "the array lies on {}: move it to the host first (.cpu())",
-                    DeviceType(kind)
+                    Device::new(DeviceType(kind), index)
                 )));
             }
         }
+        let is_buffer_error = |error: &PyErr| error.is_instance_of::<PyBufferError>(object.py());
         let capsule = match object.call_method0("__dlpack__") {
-            Ok(capsule) => capsule,
             // numpy exports no read-only arrays to readers that could write.
-            Err(error) if error.is_instance_of::<PyBufferError>(object.py()) && object.hasattr("copy")? => {
-                object.call_method0("copy")?.call_method0("__dlpack__")?
+            Err(error) if is_buffer_error(&error) && object.hasattr("copy")? => {
+                object.call_method0("copy")?.call_method0("__dlpack__")
             }
-            Err(error) => return Err(error),
+            capsule => capsule,
         };
+        let capsule = capsule.map_err(|error| match is_buffer_error(&error) {
+            true => PyTypeError::new_err(format!("this array has no form as a tensor: {}", error.value(object.py()))),
+            false => error,
+        })?;
         let capsule = capsule.cast_into::<PyCapsule>()?;
         let managed = capsule.pointer_checked(Some(CAPSULE))?.cast::<DlManagedTensor>();
-        // SAFETY: a live capsule; the name is static.
-        if unsafe { ffi::PyCapsule_SetName(capsule.as_ptr(), USED_CAPSULE.as_ptr()) } != 0 {
-            return Err(PyErr::fetch(object.py()));
-        }
-        Self::from_exported(Exported(managed))
+        Self::from_exported(Exported { managed, _capsule: capsule.unbind() })
     }
 
     fn from_exported(exported: Exported) -> PyResult<Self> {
         // SAFETY: `Exported` owns a tensor that is alive.
-        let tensor = unsafe { &exported.0.as_ref().tensor };
+        let tensor = unsafe { &exported.managed.as_ref().tensor };
         let dims =
             usize::try_from(tensor.ndim).map_err(|_| PyValueError::new_err("a negative number of dimensions"))?;
         let dims_of = |pointer: *mut i64| {
@@ -142,7 +134,11 @@ impl Array {
                 if !element.is_multiple_of(8) {
                     return Err(PyValueError::new_err(format!("an array of {dtype} with gaps cannot be copied")));
                 }
-                let mut dense = Vec::with_capacity(len);
+                let mut dense = Vec::new();
+                // Zero strides let a small array have a huge shape.
+                dense
+                    .try_reserve_exact(len)
+                    .map_err(|_| PyMemoryError::new_err(format!("{len} bytes for an array")))?;
                 // SAFETY: the exporter vouches for all elements of its shape and strides.
                 unsafe {
                     let first = tensor.data.cast::<u8>().add(tensor.byte_offset as usize);
@@ -155,16 +151,10 @@ impl Array {
         Ok(Self { dtype, shape, bytes })
     }
 
-    /// Takes an object with a buffer and without `__dlpack__`: by numpy, if it is there, or else by
-    /// a copy.
-    pub(crate) fn from_buffer(object: &Bound<'_, PyAny>) -> PyResult<Self> {
-        let py = object.py();
-        if let Ok(numpy) = py.import("numpy") {
-            return Self::from_dlpack(&numpy.call_method1("asarray", (object,))?);
-        }
-        let view = py.import("builtins")?.getattr("memoryview")?.call1((object,))?;
+    /// Takes a view of an object with a buffer and without `__dlpack__`, by a copy.
+    pub(crate) fn from_buffer(view: &Bound<'_, PyAny>) -> PyResult<Self> {
         let format: String = view.getattr("format")?.extract()?;
-        let bits = view.getattr("itemsize")?.extract::<u8>()?.saturating_mul(8);
+        let bits = view.getattr("itemsize")?.extract::<u64>()?.saturating_mul(8);
         let code = match format.trim_start_matches(['@', '=', '<']) {
             "b" | "h" | "i" | "l" | "q" | "n" => DataTypeCode::INT,
             "B" | "H" | "I" | "L" | "Q" | "N" => DataTypeCode::UINT,
@@ -172,9 +162,10 @@ impl Array {
             "?" => DataTypeCode::BOOL,
             other => return Err(PyTypeError::new_err(format!("no data type has the buffer format {other:?}"))),
         };
+        let bits = u8::try_from(bits).map_err(|_| PyTypeError::new_err("no data type has elements of this size"))?;
         let shape: Vec<i64> = view.getattr("shape")?.extract()?;
-        let bytes: Vec<u8> = view.call_method0("tobytes")?.extract()?;
-        Ok(Self { dtype: rpc_core::DataType::new(code, bits), shape, bytes: bytes.into() })
+        let bytes = argument::bytes(view)?;
+        Ok(Self { dtype: rpc_core::DataType::new(code, bits), shape, bytes })
     }
 }
 
@@ -402,6 +393,13 @@ impl DenseArray {
             // SAFETY: no capsule has it.
             drop(unsafe { Box::from_raw(export) });
         })
+    }
+
+    /// Returns the same memory with unsigned integers as elements, for libraries without the type.
+    fn bits(&self) -> Self {
+        let dtype = rpc_core::DataType { code: DataTypeCode::UINT, ..self.dtype };
+        let (shape, strides) = (self.shape.clone(), self.strides.clone());
+        Self { owner: self.owner.clone(), shape, strides, dtype, ..*self }
     }
 
     fn __repr__(&self, py: Python<'_>) -> PyResult<String> {

@@ -17,11 +17,12 @@ use rpc_transports::tracker::ServerRequest;
 
 use crate::argument::{Arg, array};
 use crate::array::{Array, DenseArray};
+use crate::connect::connector;
 use crate::errors;
 use crate::form::Form;
 use crate::operation::{Birth, Operation, wait};
 use crate::reply::plain;
-use crate::session::{Session, connector};
+use crate::session::Session;
 use crate::types;
 
 /// A controller and its workers.
@@ -417,8 +418,10 @@ pub(crate) fn disco_servers(
     connect: &Bound<'_, PyDict>,
     settings: &Bound<'_, PyDict>,
 ) -> PyResult<Operation> {
+    let first = addresses.first().cloned().unwrap_or_default();
+    let (connector, _) = connector(first, connect)?;
     let session = SocketSession::new(addresses, workers_per_node, num_groups);
-    Ok(started(session.connector(connector(connect)?).options(options(settings)?).start()))
+    Ok(started(session.connector(connector).options(options(settings)?).start()))
 }
 
 /// Starts workers at servers that a tracker hands out.
@@ -432,9 +435,10 @@ pub(crate) fn disco_from_tracker(
     connect: &Bound<'_, PyDict>,
     settings: &Bound<'_, PyDict>,
 ) -> PyResult<Operation> {
+    let (connector, tracker) = connector(tracker, connect)?;
     let session =
         SocketSession::from_tracker(tracker, ServerRequest::new(key).count(count), workers_per_node, num_groups);
-    Ok(started(session.connector(connector(connect)?).options(options(settings)?).start()))
+    Ok(started(session.connector(connector).options(options(settings)?).start()))
 }
 
 /// Starts workers at the far ends of sessions.

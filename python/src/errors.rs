@@ -2,12 +2,14 @@
 
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
 use rpc_core::{ErrorKind, RpcError};
 
 /// Returns the exception for `error`: one of the classes of `tensor_rpc._errors`.
 pub(crate) fn exception(py: Python<'_>, error: &RpcError) -> PyErr {
-    let made = py.import("tensor_rpc._errors").and_then(|module| module.getattr("from_facts")?.call1(facts(error)));
-    match made {
+    static FROM_FACTS: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+    let made = FROM_FACTS.import(py, "tensor_rpc._errors", "from_facts");
+    match made.and_then(|from_facts| from_facts.call1(facts(error))) {
         Ok(exception) => PyErr::from_value(exception),
         Err(error) => error,
     }
@@ -88,7 +90,15 @@ fn rpc_error(value: &Bound<'_, pyo3::exceptions::PyBaseException>) -> Option<Rpc
 /// The error of a session that was made before a fork, in the child.
 pub(crate) fn forked() -> PyErr {
     PyRuntimeError::new_err(
-        "this session was made before the process forked, and its connection belongs to the parent: connect in the \
-         child, or start children with multiprocessing's method \"spawn\"",
+        "this session was made before the process forked, and its connection belongs to the parent: start processes \
+         that connect themselves with multiprocessing's method \"spawn\"",
+    )
+}
+
+/// The error of connecting in the child of a fork whose parent had connected before.
+pub(crate) fn forked_with_threads() -> PyErr {
+    PyRuntimeError::new_err(
+        "the parent of this process had connected before it forked, and its threads were not copied: fork first, or \
+         start processes with multiprocessing's method \"spawn\"",
     )
 }

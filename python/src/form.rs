@@ -21,11 +21,13 @@ impl Form {
         name: &str,
         object: Bound<'py, PyAny>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let module = match self {
-            Self::Blocking => py.import("tensor_rpc._blocking")?,
-            Self::Asyncio => py.import("tensor_rpc.aio")?,
+        static MODULES: [PyOnceLock<Py<PyModule>>; 2] = [PyOnceLock::new(), PyOnceLock::new()];
+        let (slot, module) = match self {
+            Self::Blocking => (&MODULES[0], "tensor_rpc._blocking"),
+            Self::Asyncio => (&MODULES[1], "tensor_rpc.aio"),
         };
-        module.getattr(name)?.call1((object,))
+        let module = slot.get_or_try_init(py, || py.import(module).map(Bound::unbind))?;
+        module.bind(py).getattr(name)?.call1((object,))
     }
 }
 

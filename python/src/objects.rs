@@ -7,26 +7,24 @@ use std::sync::Arc;
 
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use pyo3::types::PyTuple;
-use rpc_core::{RemoteFunction, RemoteModule, RemoteObject, RemoteTensor};
+use pyo3::types::{PyBytes, PyTuple};
+use rpc_core::client::Modules;
+use rpc_core::{ErrorKind, RemoteFunction, RemoteModule, RemoteObject, RemoteTensor};
 
-use crate::argument::Args;
+use crate::argument::{self, Args};
 use crate::array::DenseArray;
-use crate::operation::{Birth, Operation, Options};
+use crate::operation::{Born, Operation, Options, UserCalls};
 use crate::reply::Reply;
 use crate::types::{DataType, Device};
 
-/// A reference that can be freed before it is dropped.
 macro_rules! reference {
-    ($($(#[$doc:meta])* $name:ident($remote:ty) $get:ident
-        $({ $(#[$field_doc:meta])* $field:ident: $field_type:ty })?;)*) => {
+    ($($(#[$doc:meta])* $name:ident($remote:ty) $get:ident $({ $field:ident: $field_type:ty })?;)*) => {
         $(
             $(#[$doc])*
             #[pyclass(frozen, subclass, module = "tensor_rpc._native")]
             pub(crate) struct $name {
-                remote: $remote,
-                birth: Birth,
-                $($(#[$field_doc])* $field: $field_type,)?
+                remote: Born<$remote>,
+                $($field: $field_type,)?
             }
 
             impl $name {
@@ -36,8 +34,7 @@ macro_rules! reference {
                 ///
                 /// In the child of a fork.
                 pub(crate) fn $get(&self) -> PyResult<$remote> {
-                    self.birth.check()?;
-                    Ok(self.remote.clone())
+                    self.remote.get().cloned()
                 }
             }
         )*
@@ -46,7 +43,7 @@ macro_rules! reference {
 
 reference! {
     /// A function of a session.
-    Function(RemoteFunction) function { name: Option<String> };
+    Function(RemoteFunction) function { origin: Born<Origin> };
     /// A module of a session.
     Module(RemoteModule) module;
     /// A tensor in a session.
@@ -57,9 +54,24 @@ reference! {
     Callback(Arc<rpc_core::RemoteCallback>) callback;
 }
 
+/// How a function was found.
+#[derive(Clone)]
+pub(crate) enum Origin {
+    /// By its name.
+    Named(String),
+    /// By its name in a module.
+    OfModule(String, RemoteModule),
+    /// As the return value of another one.
+    Returned,
+}
+
 impl Function {
     pub(crate) fn of(remote: RemoteFunction, name: Option<String>) -> Self {
-        Self { remote, birth: Birth::now(), name }
+        Self::found(remote, name.map_or(Origin::Returned, Origin::Named))
+    }
+
+    fn found(remote: RemoteFunction, origin: Origin) -> Self {
+        Self { remote: Born::new(remote), origin: Born::new(origin) }
     }
 }
 
@@ -68,33 +80,80 @@ impl Function {
     #[new]
     fn new(other: &Bound<'_, Self>) -> Self {
         let other = other.get();
-        Self { remote: other.remote.clone(), birth: other.birth, name: other.name.clone() }
+        Self { remote: other.remote.clone(), origin: other.origin.clone() }
     }
 
     /// Name that the function was found by, or `None`.
     #[getter]
     fn name(&self) -> Option<&str> {
-        self.name.as_deref()
+        match self.origin.facts() {
+            Origin::Named(name) | Origin::OfModule(name, _) => Some(name),
+            Origin::Returned => None,
+        }
     }
 
-    #[pyo3(signature = (args, timeout = None, lane = None))]
-    fn call_op(&self, args: &Bound<'_, PyTuple>, timeout: Option<f64>, lane: Option<u32>) -> PyResult<Operation> {
+    #[pyo3(signature = (args, timeout = None, lane = None, event_loop = None))]
+    fn call_op(
+        &self,
+        args: &Bound<'_, PyTuple>,
+        timeout: Option<f64>,
+        lane: Option<u32>,
+        event_loop: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Operation> {
         let (function, options) = (self.function()?, Options::new(timeout, lane)?);
-        let args = Args::new(args)?;
+        let args = Args::new(args, event_loop)?;
+        if !args.needs_session() {
+            let work = async move { options.apply(function.call::<Reply>(args)).await };
+            return Ok(Operation::new(work, |py, form, reply| reply.into_object(py, form)));
+        }
         let work = async move {
-            let args = match args.needs_session() {
-                true => args.ready(&function.session()).await?,
-                false => args,
-            };
-            options.apply(function.call::<Reply>(args)).await
+            let limits = options.begin();
+            let args = args.ready(&function.session(), &limits).await?;
+            limits.apply(function.call::<Reply>(args)).await
         };
-        Ok(Operation::new(work, |py, form, reply| reply.into_object(py, form)))
+        Ok(Operation::new(work, |py, form, reply| reply.into_object(py, form)).heavy())
+    }
+
+    /// Asks for the signature as text; `None` if the session does not tell.
+    fn signature_op(&self) -> PyResult<Operation> {
+        let function = self.function()?;
+        let origin = self.origin.get()?.clone();
+        let work = async move {
+            let session = function.session();
+            let told = match origin {
+                Origin::Returned => return Ok(None),
+                Origin::Named(name) => {
+                    let ask = async {
+                        let signature = session.get_function("rpc.signature").concurrent().await?;
+                        signature.call::<Option<(Vec<String>, String)>>((name,)).concurrent().await
+                    };
+                    let text = |(params, returns): (Vec<String>, _)| format!("({}) -> {returns}", params.join(", "));
+                    ask.await.map(|told| told.map(text))
+                }
+                Origin::OfModule(name, module) => {
+                    let functions = Modules::new(&session).functions(&module).concurrent().await;
+                    let signature =
+                        |functions: Vec<(String, String)>| functions.into_iter().find(|(of, _)| *of == name);
+                    functions.map(|functions| signature(functions).map(|(_, signature)| signature))
+                }
+            };
+            match told {
+                // A session that has no such function, or withholds it, tells no signatures.
+                Err(error)
+                    if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::Refused | ErrorKind::Unsupported) =>
+                {
+                    Ok(None)
+                }
+                told => told,
+            }
+        };
+        Ok(Operation::new(work, |py, _, text| Ok(text.into_pyobject(py)?.unbind())))
     }
 }
 
 impl Module {
     pub(crate) fn of(remote: RemoteModule) -> Self {
-        Self { remote, birth: Birth::now() }
+        Self { remote: Born::new(remote) }
     }
 }
 
@@ -102,8 +161,7 @@ impl Module {
 impl Module {
     #[new]
     fn new(other: &Bound<'_, Self>) -> Self {
-        let other = other.get();
-        Self { remote: other.remote.clone(), birth: other.birth }
+        Self { remote: other.get().remote.clone() }
     }
 
     #[pyo3(signature = (name, timeout = None, lane = None))]
@@ -111,18 +169,31 @@ impl Module {
         let (module, options) = (self.module()?, Options::new(timeout, lane)?);
         let work = async move {
             let function = options.apply(module.function(&name)).await?;
-            Ok((function, name))
+            Ok((function, Origin::OfModule(name, module)))
         };
-        Ok(Operation::new(work, |py, form, (function, name)| {
-            let native = Bound::new(py, Function::of(function, Some(name)))?;
+        Ok(Operation::new(work, |py, form, (function, origin)| {
+            let native = Bound::new(py, Function::found(function, origin))?;
             form.wrap(py, "Function", native.into_any()).map(Bound::unbind)
         }))
+    }
+
+    /// Asks for pairs of names and signatures.
+    #[pyo3(signature = (timeout = None, lane = None))]
+    fn functions_op(&self, timeout: Option<f64>, lane: Option<u32>) -> PyResult<Operation> {
+        let (module, options) = (self.module()?, Options::new(timeout, lane)?);
+        let work = async move { options.apply(Modules::new(&module.session()).functions(&module)).await };
+        Ok(Operation::new(work, |py, _, functions| Ok(functions.into_pyobject(py)?.unbind())))
+    }
+
+    fn free_op(&self) -> PyResult<Operation> {
+        let module = self.module()?;
+        Ok(Operation::unit(async move { module.free().await }))
     }
 }
 
 impl Tensor {
     pub(crate) fn of(remote: RemoteTensor) -> Self {
-        Self { remote, birth: Birth::now() }
+        Self { remote: Born::new(remote) }
     }
 }
 
@@ -130,44 +201,43 @@ impl Tensor {
 impl Tensor {
     #[new]
     fn new(other: &Bound<'_, Self>) -> Self {
-        let other = other.get();
-        Self { remote: other.remote.clone(), birth: other.birth }
+        Self { remote: other.get().remote.clone() }
     }
 
     /// Dimensions, outermost first.
     #[getter]
     fn shape<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
-        PyTuple::new(py, self.remote.shape())
+        PyTuple::new(py, self.remote.facts().shape())
     }
 
     /// Distance of neighbours in each dimension, in elements; `None` for a dense tensor.
     #[getter]
     fn strides<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyTuple>>> {
-        self.remote.strides().map(|strides| PyTuple::new(py, strides)).transpose()
+        self.remote.facts().strides().map(|strides| PyTuple::new(py, strides)).transpose()
     }
 
     /// Type of the elements.
     #[getter]
     fn dtype(&self) -> DataType {
-        DataType(self.remote.dtype())
+        DataType(self.remote.facts().dtype())
     }
 
     /// Device that holds the tensor, as the session names it.
     #[getter]
     fn device(&self) -> Device {
-        Device(self.remote.device())
+        Device(self.remote.facts().device())
     }
 
     /// Offset of the first element in its storage, in bytes.
     #[getter]
     fn byte_offset(&self) -> u64 {
-        self.remote.byte_offset()
+        self.remote.facts().byte_offset()
     }
 
     /// Size of the elements in bytes, densely packed.
     #[getter]
     fn nbytes(&self) -> u64 {
-        self.remote.size_bytes()
+        self.remote.facts().size_bytes()
     }
 
     fn view_of(
@@ -177,31 +247,43 @@ impl Tensor {
         byte_offset: u64,
         strides: Option<Vec<i64>>,
     ) -> PyResult<Self> {
+        if strides.as_ref().is_some_and(|strides| strides.len() != shape.len()) {
+            return Err(PyValueError::new_err("a view has one stride for each dimension"));
+        }
         let tensor = self.tensor()?;
         let dtype = dtype.map_or(tensor.dtype(), |dtype| dtype.0);
-        Ok(Self::of(tensor.view(tensor.byte_offset() + byte_offset, dtype, &shape, strides.as_deref())))
+        Ok(Self::of(tensor.view(byte_offset, dtype, &shape, strides.as_deref())))
     }
 
-    #[pyo3(signature = (timeout = None, lane = None))]
-    fn download_op(&self, timeout: Option<f64>, lane: Option<u32>) -> PyResult<Operation> {
+    #[pyo3(signature = (progress = None, timeout = None, lane = None))]
+    fn download_op(&self, progress: Option<Py<PyAny>>, timeout: Option<f64>, lane: Option<u32>) -> PyResult<Operation> {
         let (tensor, options) = (self.tensor()?, Options::new(timeout, lane)?);
+        let (calls, progress) = (UserCalls::default(), progress.map(Arc::new));
+        let reported = calls.clone();
         let work = async move {
             let session = tensor.session();
-            let bytes = options.apply(session.copy_from_remote(&tensor)).await?;
+            let copy = reported.report(session.copy_from_remote(&tensor), progress);
+            let bytes = options.apply(copy).await?;
             Ok(DenseArray::new(bytes, tensor.shape().to_vec(), tensor.dtype()))
         };
-        Ok(Operation::new(work, |py, _, array| Ok(Bound::new(py, array)?.into_any().unbind())))
+        Ok(Operation::with_calls(&calls, work, |py, _, array| Ok(Bound::new(py, array)?.into_any().unbind())))
     }
 
-    #[pyo3(signature = (source, timeout = None, lane = None))]
-    fn copy_from_op(&self, source: &Bound<'_, PyAny>, timeout: Option<f64>, lane: Option<u32>) -> PyResult<Operation> {
+    #[pyo3(signature = (source, progress = None, timeout = None, lane = None))]
+    fn copy_from_op(
+        &self,
+        source: &Bound<'_, PyAny>,
+        progress: Option<Py<PyAny>>,
+        timeout: Option<f64>,
+        lane: Option<u32>,
+    ) -> PyResult<Operation> {
         let (tensor, options) = (self.tensor()?, Options::new(timeout, lane)?);
         if let Ok(other) = source.cast::<Self>() {
             let other = other.get().tensor()?;
             let session = tensor.session();
             return Ok(Operation::unit(async move { options.apply(session.copy_among_remote(&other, &tensor)).await }));
         }
-        let array = crate::argument::array(source)?;
+        let array = argument::array(source)?;
         if array.dtype != tensor.dtype() || array.shape != tensor.shape() {
             return Err(PyValueError::new_err(format!(
                 "the tensor is {} of shape {:?}, and the array {} of shape {:?}",
@@ -211,8 +293,43 @@ impl Tensor {
                 array.shape
             )));
         }
-        let session = tensor.session();
-        Ok(Operation::unit(async move { options.apply(session.copy_to_remote(&tensor, array.bytes)).await }))
+        Ok(write(tensor, 0, array.bytes, progress, options))
+    }
+
+    /// Reads bytes of a dense tensor, from `start` to `stop`.
+    #[pyo3(signature = (start = 0, stop = None, progress = None, timeout = None, lane = None))]
+    fn read_op(
+        &self,
+        start: u64,
+        stop: Option<u64>,
+        progress: Option<Py<PyAny>>,
+        timeout: Option<f64>,
+        lane: Option<u32>,
+    ) -> PyResult<Operation> {
+        let (tensor, options) = (self.tensor()?, Options::new(timeout, lane)?);
+        let range = start..stop.unwrap_or(tensor.size_bytes());
+        let (calls, progress) = (UserCalls::default(), progress.map(Arc::new));
+        let reported = calls.clone();
+        let work = async move {
+            let session = tensor.session();
+            let copy = session.copy_range_from_remote(&tensor, range);
+            options.apply(reported.report(copy, progress)).await
+        };
+        Ok(Operation::with_calls(&calls, work, |py, _, bytes| Ok(PyBytes::new(py, &bytes).into_any().unbind())))
+    }
+
+    /// Writes bytes into a dense tensor, from `offset` on.
+    #[pyo3(signature = (data, offset = 0, progress = None, timeout = None, lane = None))]
+    fn write_op(
+        &self,
+        data: &Bound<'_, PyAny>,
+        offset: u64,
+        progress: Option<Py<PyAny>>,
+        timeout: Option<f64>,
+        lane: Option<u32>,
+    ) -> PyResult<Operation> {
+        let (tensor, options) = (self.tensor()?, Options::new(timeout, lane)?);
+        Ok(write(tensor, offset, argument::bytes(data)?, progress, options))
     }
 
     fn free_op(&self) -> PyResult<Operation> {
@@ -221,9 +338,27 @@ impl Tensor {
     }
 }
 
+/// Returns the copy of bytes into a tensor.
+fn write(
+    tensor: RemoteTensor,
+    offset: u64,
+    data: bytes::Bytes,
+    progress: Option<Py<PyAny>>,
+    options: Options,
+) -> Operation {
+    let (calls, progress) = (UserCalls::default(), progress.map(Arc::new));
+    let reported = calls.clone();
+    let work = async move {
+        let session = tensor.session();
+        let copy = session.copy_to_remote_at(&tensor, offset, data);
+        options.apply(reported.report(copy, progress)).await
+    };
+    Operation::with_calls(&calls, work, |py, _, ()| Ok(py.None()))
+}
+
 impl Object {
     pub(crate) fn of(remote: RemoteObject) -> Self {
-        Self { remote, birth: Birth::now() }
+        Self { remote: Born::new(remote) }
     }
 }
 
@@ -231,8 +366,7 @@ impl Object {
 impl Object {
     #[new]
     fn new(other: &Bound<'_, Self>) -> Self {
-        let other = other.get();
-        Self { remote: other.remote.clone(), birth: other.birth }
+        Self { remote: other.get().remote.clone() }
     }
 
     fn free_op(&self) -> PyResult<Operation> {
@@ -243,7 +377,7 @@ impl Object {
 
 impl Callback {
     pub(crate) fn of(remote: rpc_core::RemoteCallback) -> Self {
-        Self { remote: Arc::new(remote), birth: Birth::now() }
+        Self { remote: Born::new(Arc::new(remote)) }
     }
 }
 
@@ -251,7 +385,6 @@ impl Callback {
 impl Callback {
     #[new]
     fn new(other: &Bound<'_, Self>) -> Self {
-        let other = other.get();
-        Self { remote: other.remote.clone(), birth: other.birth }
+        Self { remote: other.get().remote.clone() }
     }
 }

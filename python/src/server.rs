@@ -13,10 +13,10 @@ use rpc_server::isolate::gpu;
 use rpc_server::{RpcServer, Running, ServeSettings};
 
 use crate::child::program_of;
+use crate::connect::chain;
 use crate::errors;
 use crate::functions::{Registry, runtime};
 use crate::operation::{Birth, wait};
-use crate::session::chain;
 
 /// Name of the settings in errors, where programs have that of their configuration file.
 const SOURCE: &str = "of this server";

@@ -1,34 +1,43 @@
-//! Sessions, and how they are opened.
+//! Sessions: functions, tensors, devices, modules, and their end.
 
-use std::time::Duration;
+use std::collections::HashMap;
+use std::fs::File;
+use std::io::Seek as _;
+use std::path::PathBuf;
+use std::sync::Arc;
 
-use parking_lot::RwLock;
-use pyo3::exceptions::{PyTypeError, PyValueError};
+use parking_lot::{Mutex, RwLock};
+use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
-use rpc_core::{ErrorKind, RpcError};
-use rpc_server::pki::trust::ClientTrust;
-use rpc_transports::Connector;
+use pyo3::types::PyTuple;
+use rpc_core::client::{Digest, LeaseOptions, Modules};
+use rpc_core::{DeviceAttribute, ErrorKind, RemoteFunction, RemoteTensor, RpcError};
+use rpc_server::modules::hash;
 
-use crate::argument;
+use crate::argument::{self, Arg, Args};
 use crate::errors;
-use crate::objects;
-use crate::operation::{Birth, Operation, Options};
+use crate::form::Form;
+use crate::objects::callback::Callable;
+use crate::objects::{self, callback};
+use crate::operation::{Born, Operation, Options, UserCalls};
+use crate::reply::Reply;
 use crate::types;
 
 /// A session: a place where functions run and memory lives.
 #[pyclass(frozen, subclass, module = "tensor_rpc._native")]
 pub(crate) struct Session {
     /// `None` once it is closed.
-    session: RwLock<Option<rpc_core::Session>>,
-    birth: Birth,
+    session: Born<Arc<RwLock<Option<rpc_core::Session>>>>,
+    /// Functions that were called by their names.
+    functions: Born<Arc<Mutex<HashMap<String, RemoteFunction>>>>,
     /// Where it leads, as text.
     address: String,
 }
 
 impl Session {
     pub(crate) fn of(session: rpc_core::Session, address: String) -> Self {
-        Self { session: RwLock::new(Some(session)), birth: Birth::now(), address }
+        let session = Born::new(Arc::new(RwLock::new(Some(session))));
+        Self { session, functions: Born::new(Arc::default()), address }
     }
 
     /// Returns the session.
@@ -37,8 +46,7 @@ impl Session {
     ///
     /// It is closed, or was made before a fork.
     pub(crate) fn session(&self, py: Python<'_>) -> PyResult<rpc_core::Session> {
-        self.birth.check()?;
-        self.session.read().clone().ok_or_else(|| {
+        self.session.get()?.read().clone().ok_or_else(|| {
             errors::exception(py, &RpcError::new(ErrorKind::Closed, "this session has been closed here"))
         })
     }
@@ -49,8 +57,8 @@ impl Session {
     #[new]
     fn new(other: &Bound<'_, Self>) -> Self {
         let other = other.get();
-        let session = RwLock::new(other.session.read().clone());
-        Self { session, birth: other.birth, address: other.address.clone() }
+        let (session, functions) = (other.session.clone(), other.functions.clone());
+        Self { session, functions, address: other.address.clone() }
     }
 
     /// Where the session leads.
@@ -71,10 +79,10 @@ impl Session {
         Ok(self.session(py)?.is_encrypted())
     }
 
-    /// True after `close`.
+    /// True after `close`, and in the child of a fork.
     #[getter]
     fn is_closed(&self) -> bool {
-        self.session.read().is_none()
+        self.session.get().map_or(true, |session| session.read().is_none())
     }
 
     #[pyo3(signature = (name, timeout = None, lane = None))]
@@ -96,25 +104,91 @@ impl Session {
         }))
     }
 
-    #[pyo3(signature = (array, device = None, timeout = None, lane = None))]
+    /// Calls a function by its name, which is looked up the first time.
+    #[pyo3(signature = (name, args, timeout = None, lane = None, event_loop = None))]
+    fn call_op(
+        &self,
+        py: Python<'_>,
+        name: &str,
+        args: &Bound<'_, PyTuple>,
+        timeout: Option<f64>,
+        lane: Option<u32>,
+        event_loop: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Operation> {
+        let (session, options) = (self.session(py)?, Options::new(timeout, lane)?);
+        let functions = self.functions.get()?;
+        let args = Args::new(args, event_loop)?;
+        let found = functions.lock().get(name).cloned();
+        let finish = |py: Python<'_>, form: Form, reply: Reply| reply.into_object(py, form);
+        match found {
+            Some(function) if !args.needs_session() => {
+                let work = async move { options.apply(function.call::<Reply>(args)).await };
+                Ok(Operation::new(work, finish))
+            }
+            found => {
+                let (functions, name) = (functions.clone(), name.to_owned());
+                let is_heavy = args.needs_session();
+                let work = async move {
+                    let limits = options.begin();
+                    let function = match found {
+                        Some(function) => function,
+                        None => {
+                            let function = limits.apply(session.get_function(&name)).await?;
+                            functions.lock().entry(name).or_insert(function).clone()
+                        }
+                    };
+                    let args = args.ready(&session, &limits).await?;
+                    limits.apply(function.call::<Reply>(args)).await
+                };
+                let made = Operation::new(work, finish);
+                Ok(if is_heavy { made.heavy() } else { made })
+            }
+        }
+    }
+
+    /// Asks for lists of name, signature and, if the server tells them, description.
+    #[pyo3(signature = (timeout = None, lane = None))]
+    fn functions_op(&self, py: Python<'_>, timeout: Option<f64>, lane: Option<u32>) -> PyResult<Operation> {
+        let (session, options) = (self.session(py)?, Options::new(timeout, lane)?);
+        let work = async move {
+            let limits = options.begin();
+            let functions = limits.apply(session.get_function("rpc.functions")).await?;
+            match limits.apply(functions.call::<Vec<Vec<String>>>((true,))).await {
+                // An older server takes no argument.
+                Err(error) if error.kind() == ErrorKind::InvalidArgument => limits.apply(functions.call(())).await,
+                told => told,
+            }
+        };
+        Ok(Operation::new(work, |py, _, functions| Ok(functions.into_pyobject(py)?.unbind())))
+    }
+
+    #[pyo3(signature = (array, device = None, scope = None, progress = None, timeout = None, lane = None))]
+    #[allow(clippy::too_many_arguments, reason = "keywords in Python")]
     fn tensor_op(
         &self,
         array: &Bound<'_, PyAny>,
         device: Option<&Bound<'_, PyAny>>,
+        scope: Option<String>,
+        progress: Option<Py<PyAny>>,
         timeout: Option<f64>,
         lane: Option<u32>,
     ) -> PyResult<Operation> {
         let (session, options) = (self.session(array.py())?, Options::new(timeout, lane)?);
         let device = device.map_or(Ok(rpc_core::Device::cpu()), types::device)?;
         let array = argument::array(array)?;
+        let (calls, progress) = (UserCalls::default(), progress.map(Arc::new));
+        let reported = calls.clone();
         let work = async move {
-            let tensor = options.apply(session.alloc(device, array.dtype, &array.shape)).await?;
+            let limits = options.begin();
+            let made = session.alloc_in_scope(device, array.dtype, &array.shape, scope.as_deref());
+            let tensor = limits.apply(made).await?;
             if !array.bytes.is_empty() {
-                options.apply(session.copy_to_remote(&tensor, array.bytes)).await?;
+                let copy = reported.report(session.copy_to_remote(&tensor, array.bytes), progress);
+                limits.apply(copy).await?;
             }
             Ok(tensor)
         };
-        Ok(Operation::new(work, tensor))
+        Ok(Operation::with_calls(&calls, work, tensor))
     }
 
     #[pyo3(signature = (shape, dtype, device = None, scope = None, timeout = None, lane = None))]
@@ -134,6 +208,7 @@ impl Session {
         Ok(Operation::new(work, tensor))
     }
 
+    /// Loads a module by a path of the server.
     #[pyo3(signature = (path, loader = None, timeout = None, lane = None))]
     fn load_module_op(
         &self,
@@ -144,26 +219,186 @@ impl Session {
         lane: Option<u32>,
     ) -> PyResult<Operation> {
         let (session, options) = (self.session(py)?, Options::new(timeout, lane)?);
+        let work = async move { options.apply(load(&session, &path, loader.as_deref())).await };
+        Ok(Operation::new(work, module))
+    }
+
+    /// Sends a file of this machine to the server, unless the server has it, and loads it.
+    #[pyo3(signature = (path, loader = None, progress = None, timeout = None, lane = None))]
+    fn upload_module_op(
+        &self,
+        py: Python<'_>,
+        path: PathBuf,
+        loader: Option<String>,
+        progress: Option<Py<PyAny>>,
+        timeout: Option<f64>,
+        lane: Option<u32>,
+    ) -> PyResult<Operation> {
+        let (session, options) = (self.session(py)?, Options::new(timeout, lane)?);
+        let opened = File::open(&path).and_then(|file| Ok((file.metadata()?.is_file(), file)));
+        let (is_file, mut file) = opened.map_err(|error| crate::files::os_error(py, &error, &path))?;
+        if !is_file {
+            return Err(PyValueError::new_err(format!("{} is no regular file", path.display())));
+        }
+        let (calls, progress) = (UserCalls::default(), progress.map(Arc::new));
+        let reported = calls.clone();
         let work = async move {
-            options
-                .apply(match loader {
-                    Some(loader) => session.load_module_with(&loader, &path),
-                    None => session.load_module(&path),
-                })
-                .await
+            let limits = options.begin();
+            let unreadable = |error: std::io::Error| {
+                RpcError::new(ErrorKind::Io, format!("cannot read {}: {error}", path.display()))
+            };
+            let (digest, len) = hash(&file).map_err(unreadable)?;
+            file.rewind().map_err(unreadable)?;
+            let upload = reported.report(Modules::new(&session).upload(digest, len, file), progress);
+            limits.apply(upload).await?;
+            limits.apply(load(&session, &digest.module_path(), loader.as_deref())).await
         };
-        Ok(Operation::new(work, |py, form, module| {
-            let native = Bound::new(py, objects::Module::of(module))?;
-            form.wrap(py, "Module", native.into_any()).map(Bound::unbind)
+        Ok(Operation::with_calls(&calls, work, module))
+    }
+
+    /// Makes the server store a file of its own as a module, and returns the path of that.
+    #[pyo3(signature = (path, timeout = None, lane = None))]
+    fn import_module_op(
+        &self,
+        py: Python<'_>,
+        path: String,
+        timeout: Option<f64>,
+        lane: Option<u32>,
+    ) -> PyResult<Operation> {
+        let (session, options) = (self.session(py)?, Options::new(timeout, lane)?);
+        let work = async move { options.apply(Modules::new(&session).import(&path)).await };
+        Ok(Operation::new(work, |py, _, digest: Digest| {
+            Ok(digest.module_path().into_pyobject(py)?.into_any().unbind())
         }))
     }
 
-    fn callback_op(&self, py: Python<'_>, function: Py<PyAny>) -> PyResult<Operation> {
-        let session = self.session(py)?;
-        let work = async move { objects::callback::make_callback(&session, function).await };
+    #[pyo3(signature = (function, timeout = None, event_loop = None))]
+    fn callback_op(
+        &self,
+        function: &Bound<'_, PyAny>,
+        timeout: Option<f64>,
+        event_loop: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Operation> {
+        let (session, options) = (self.session(function.py())?, Options::new(timeout, None)?);
+        if !function.is_callable() {
+            let class = function.get_type().qualname()?;
+            return Err(pyo3::exceptions::PyTypeError::new_err(format!("an object of {class} cannot be called")));
+        }
+        let mut callable = Callable::new(function);
+        if let Some(event_loop) = event_loop {
+            callable.on_loop(event_loop);
+        }
+        let work = async move { callback::make_callback(&session, callable, &options.begin()).await };
         Ok(Operation::new(work, |py, _, callback| {
             Ok(Bound::new(py, objects::Callback::of(callback))?.into_any().unbind())
         }))
+    }
+
+    /// Asks for an attribute of a device, by its name.
+    #[pyo3(signature = (device, name, timeout = None, lane = None))]
+    fn attribute_op(
+        &self,
+        device: &Bound<'_, PyAny>,
+        name: &str,
+        timeout: Option<f64>,
+        lane: Option<u32>,
+    ) -> PyResult<Operation> {
+        let (session, options) = (self.session(device.py())?, Options::new(timeout, lane)?);
+        let device = types::device(device)?;
+        let attribute = DeviceAttribute::ALL.iter().find(|attribute| attribute.name() == name).ok_or_else(|| {
+            let names: Vec<_> = DeviceAttribute::ALL.iter().map(|attribute| attribute.name()).collect();
+            PyValueError::new_err(format!("no attribute is called {name:?}; there are: {}", names.join(", ")))
+        })?;
+        let work = async move {
+            let value = options.apply(session.attribute(device, *attribute)).await?;
+            Ok(Reply::new(value, session.shared()))
+        };
+        Ok(Operation::new(work, |py, form, reply| reply.into_object(py, form)))
+    }
+
+    #[pyo3(signature = (device, timeout = None, lane = None))]
+    fn create_stream_op(
+        &self,
+        device: &Bound<'_, PyAny>,
+        timeout: Option<f64>,
+        lane: Option<u32>,
+    ) -> PyResult<Operation> {
+        let (session, options) = (self.session(device.py())?, Options::new(timeout, lane)?);
+        let device = types::device(device)?;
+        let work = async move { options.apply(session.create_stream(device)).await };
+        Ok(Operation::new(work, |py, form, stream| {
+            let native = Bound::new(py, objects::Object::of(stream))?;
+            form.wrap(py, "Object", native.into_any()).map(Bound::unbind)
+        }))
+    }
+
+    #[pyo3(signature = (device, stream = None, timeout = None, lane = None))]
+    fn set_stream_op(
+        &self,
+        device: &Bound<'_, PyAny>,
+        stream: Option<&Bound<'_, objects::Object>>,
+        timeout: Option<f64>,
+        lane: Option<u32>,
+    ) -> PyResult<Operation> {
+        let (session, options) = (self.session(device.py())?, Options::new(timeout, lane)?);
+        let device = types::device(device)?;
+        let stream = stream.map(|stream| stream.get().object()).transpose()?;
+        Ok(Operation::unit(async move { options.apply(session.set_stream(device, stream.as_ref())).await }))
+    }
+
+    #[pyo3(signature = (device, stream = None, timeout = None, lane = None))]
+    fn stream_wait_op(
+        &self,
+        device: &Bound<'_, PyAny>,
+        stream: Option<&Bound<'_, objects::Object>>,
+        timeout: Option<f64>,
+        lane: Option<u32>,
+    ) -> PyResult<Operation> {
+        let (session, options) = (self.session(device.py())?, Options::new(timeout, lane)?);
+        let device = types::device(device)?;
+        let stream = stream.map(|stream| stream.get().object()).transpose()?;
+        Ok(Operation::unit(async move { options.apply(session.stream_wait(device, stream.as_ref())).await }))
+    }
+
+    /// Measures calls of a function at the server: a list of seconds per call. `counts` are the
+    /// number of calls in a sample, samples, calls before the first one, and bytes to flush.
+    #[pyo3(signature = (function, args, counts, min_repeat_ms, lease = None, timeout = None, lane = None))]
+    #[allow(clippy::too_many_arguments, reason = "keywords in Python")]
+    fn time_op(
+        &self,
+        function: &Bound<'_, objects::Function>,
+        args: &Bound<'_, PyTuple>,
+        counts: (u64, u64, u64, u64),
+        min_repeat_ms: f64,
+        lease: Option<&Bound<'_, PyAny>>,
+        timeout: Option<f64>,
+        lane: Option<u32>,
+    ) -> PyResult<Operation> {
+        let (session, options) = (self.session(args.py())?, Options::new(timeout, lane)?);
+        let function = function.get().function()?;
+        let lease = lease.map(types::device).transpose()?;
+        let mut args = Args::new(args, None)?;
+        let (number, repeat, warmup, flush) = counts;
+        let whole = |count: u64| Arg::Plain(rpc_core::Value::Int(count.try_into().unwrap_or(i64::MAX)));
+        let min_repeat_ms = Arg::Plain(rpc_core::Value::Float(min_repeat_ms));
+        for arg in [whole(flush), whole(warmup), min_repeat_ms, whole(repeat), whole(number)] {
+            args.insert_first(arg);
+        }
+        args.insert_first(Arg::Function(function));
+        let work = async move {
+            let limits = options.begin();
+            let timer = limits.apply(session.get_function("rpc.time_function")).await?;
+            let args = args.ready(&session, &limits).await?;
+            let lease = match lease {
+                Some(device) => Some(limits.limit(session.lease(device, &LeaseOptions::default())).await?),
+                None => None,
+            };
+            let samples = limits.apply(timer.call::<Vec<f64>>(args)).await;
+            // Dropped last, so that it lasts as long as the measurement.
+            drop(lease);
+            samples
+        };
+        Ok(Operation::new(work, |py, _, samples| Ok(samples.into_pyobject(py)?.unbind())))
     }
 
     /// Waits until the session ends, and returns why.
@@ -174,100 +409,35 @@ impl Session {
     }
 
     /// Ends the session in an orderly way.
-    fn shutdown_op(&self, py: Python<'_>) -> PyResult<Operation> {
-        let session = self.session(py)?;
-        Ok(Operation::unit(async move { session.shutdown().await }))
+    #[pyo3(signature = (timeout = None))]
+    fn shutdown_op(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Operation> {
+        let (session, options) = (self.session(py)?, Options::new(timeout, None)?);
+        Ok(Operation::unit(async move { options.apply(session.shutdown()).await }))
     }
 
     /// Gives the session up here: it ends when its last object is freed.
     fn forget(&self) {
-        let session = self.session.write().take();
-        drop(session);
+        if let (Ok(session), Ok(functions)) = (self.session.get(), self.functions.get()) {
+            let functions = std::mem::take(&mut *functions.lock());
+            let session = session.write().take();
+            drop((functions, session));
+        }
     }
 }
 
-fn tensor(py: Python<'_>, form: crate::form::Form, tensor: rpc_core::RemoteTensor) -> PyResult<Py<PyAny>> {
+fn load(session: &rpc_core::Session, path: &str, loader: Option<&str>) -> rpc_core::Action<rpc_core::RemoteModule> {
+    match loader {
+        Some(loader) => session.load_module_with(loader, path),
+        None => session.load_module(path),
+    }
+}
+
+fn module(py: Python<'_>, form: Form, module: rpc_core::RemoteModule) -> PyResult<Py<PyAny>> {
+    let native = Bound::new(py, objects::Module::of(module))?;
+    form.wrap(py, "Module", native.into_any()).map(Bound::unbind)
+}
+
+fn tensor(py: Python<'_>, form: Form, tensor: RemoteTensor) -> PyResult<Py<PyAny>> {
     let native = Bound::new(py, objects::Tensor::of(tensor))?;
     form.wrap(py, "Tensor", native.into_any()).map(Bound::unbind)
-}
-
-/// Opens a session. `options` are those of `tensor_rpc.connect`.
-#[pyfunction]
-pub(crate) fn connect(address: String, options: &Bound<'_, PyDict>) -> PyResult<Operation> {
-    let connector = connector(options)?;
-    let work = async move {
-        // The dialling itself blocks a thread of its own, so that neither an event loop nor Ctrl-C
-        // waits for it.
-        let (send, receive) = tokio::sync::oneshot::channel();
-        let dialled = address.clone();
-        let dial = move || {
-            let _ = send.send(connector.connect_blocking(dialled.as_str()).map_err(|error| error.into_rpc_error()));
-        };
-        std::thread::Builder::new()
-            .name("rpc-connect".to_owned())
-            .spawn(dial)
-            .map_err(|error| RpcError::internal(format!("no thread can be started: {error}")))?;
-        let session = receive.await.map_err(|_| RpcError::internal("the thread that connects has ended"))??;
-        Ok((session, address))
-    };
-    Ok(Operation::new(work, |py, form, (session, address)| {
-        let native = Bound::new(py, Session::of(session, address))?;
-        form.wrap(py, "Session", native.into_any()).map(Bound::unbind)
-    }))
-}
-
-/// Returns a connector with the options of `tensor_rpc.connect`.
-pub(crate) fn connector(options: &Bound<'_, PyDict>) -> PyResult<Connector> {
-    let mut connector = Connector::new().transports(rpc_server::transports());
-    let mut trust = ClientTrust::default();
-    for (name, value) in options {
-        if value.is_none() {
-            continue;
-        }
-        let seconds = || -> PyResult<Duration> {
-            Duration::try_from_secs_f64(value.extract()?).map_err(|error| PyValueError::new_err(error.to_string()))
-        };
-        connector = match name.extract::<String>()?.as_str() {
-            "via" => value.extract::<Vec<String>>()?.iter().fold(connector, |connector, hop| connector.via(hop)),
-            "key" => connector.key(&value.extract::<String>()?),
-            "workspace" => connector.workspace(&value.extract::<String>()?),
-            "connect_timeout" => {
-                let limit = seconds()?;
-                connector.connect_timeout(limit).handshake_timeout(limit)
-            }
-            "queue_timeout" => connector.queue_timeout(seconds()?),
-            "keep_alive" => connector.keep_alive(seconds()?),
-            "spin" => connector.spin(seconds()?),
-            "token_file" => {
-                trust.token_file = Some(value.extract()?);
-                connector
-            }
-            "ca" => {
-                trust.ca = Some(value.extract()?);
-                connector
-            }
-            "cert" => {
-                trust.cert = Some(value.extract()?);
-                connector
-            }
-            "cert_key" => {
-                trust.cert_key = Some(value.extract()?);
-                connector
-            }
-            other => return Err(PyTypeError::new_err(format!("connect has no option {other:?}"))),
-        };
-    }
-    let dial = trust.dial_options().map_err(|error| PyValueError::new_err(chain(&error)))?;
-    Ok(connector.dial(dial))
-}
-
-/// Returns an error with its causes, in one line.
-pub(crate) fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        text += &format!(": {error}");
-        cause = error.source();
-    }
-    text
 }

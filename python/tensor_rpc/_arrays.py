@@ -28,19 +28,24 @@ def to_numpy(array: DenseArray) -> Any:
     try:
         import numpy
     except ImportError:
-        raise ImportError("numpy() needs numpy, which is not installed; tolist() does not") from None
+        raise ImportError(
+            "numpy() needs numpy, which is not installed; tolist() does not"
+        ) from None
     dtype = str(array.dtype)
     if dtype in _FORMATS:
         # By the interface of arrays and not by DLPack, through which numpy would not write.
         return numpy.asarray(array)
     try:
         import ml_dtypes
-    except ImportError:
+
+        wanted = numpy.dtype(getattr(ml_dtypes, dtype))
+    except (ImportError, AttributeError):
         raise TypeError(
             f"numpy has no data type {dtype}: install ml_dtypes, or use torch()"
         ) from None
-    wanted = numpy.dtype(getattr(ml_dtypes, dtype))
-    return numpy.frombuffer(array.tobytes(), wanted).reshape(array.shape)
+    if array.dtype.bits != 8 * wanted.itemsize:
+        raise TypeError(f"numpy has elements of whole bytes, and {dtype} has fewer bits")
+    return numpy.asarray(array.bits()).view(wanted)
 
 
 def to_torch(array: DenseArray) -> Any:
@@ -54,9 +59,16 @@ def to_torch(array: DenseArray) -> Any:
 
 def to_list(array: DenseArray) -> Any:
     """Return the elements as nested lists; a number for a tensor without dimensions."""
-    code = _FORMATS.get(str(array.dtype))
+    dtype = str(array.dtype)
+    if dtype == "bfloat16":
+        # The upper half of a float32.
+        halves = struct.iter_unpack("=H", array.tobytes())
+        wide = b"".join(struct.pack("=I", half << 16) for (half,) in halves)
+        elements = [element for (element,) in struct.iter_unpack("=f", wide)]
+        return _nested(elements, array.shape)
+    code = _FORMATS.get(dtype)
     if code is None:
-        raise TypeError(f"lists cannot hold {array.dtype}")
+        raise TypeError(f"lists cannot hold {dtype}")
     elements = [element for (element,) in struct.iter_unpack(f"={code}", array.tobytes())]
     return _nested(elements, array.shape)
 

@@ -74,7 +74,7 @@ pub(super) fn outgoing(frame: &Arc<Frame>, object: &Bound<'_, PyAny>, depth: usi
             let tensor = py.detach(|| copy_in(frame, &array)).map_err(|error| errors::exception(py, &error))?;
             Ok(Value::Object(Object::Tensor(tensor)))
         }
-        Ok(Arg::Callable(function)) => Ok(plain_function(function)),
+        Ok(Arg::Callable(Some(function))) => Ok(plain_function(function.into_function())),
         Ok(_) => Err(PyTypeError::new_err(format!(
             "an object of {} belongs to a session that this process has opened, and not to the one that the function \
              serves: return its content",

@@ -1,0 +1,253 @@
+"""What only the asyncio form has: event loops, tasks and their cancellation."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import inspect
+import threading
+import weakref
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+import pytest
+from forms import TIME_LIMIT
+
+import tensor_rpc as rpc
+from tensor_rpc import _aio
+
+T = TypeVar("T")
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine on an event loop of its own."""
+    return asyncio.run(asyncio.wait_for(work, TIME_LIMIT))
+
+
+def test_both_forms_have_the_same_operations() -> None:
+    for name in rpc.aio.__all__:
+        if name in ("Opening", "Pending"):
+            continue
+        blocking, asyncio_form = getattr(rpc, name), getattr(rpc.aio, name)
+        if not inspect.isclass(blocking):
+            if callable(blocking):
+                assert parameters(blocking) == parameters(asyncio_form), name
+            continue
+        members = {m for m in vars(blocking) if not m.startswith("__")}
+        assert members == {m for m in vars(asyncio_form) if not m.startswith("__")}, name
+        for member in members:
+            one, other = getattr(blocking, member), getattr(asyncio_form, member)
+            if callable(one):
+                assert parameters(one) == parameters(other), f"{name}.{member}"
+
+
+def parameters(function: Any) -> list[tuple[str, Any, Any]]:
+    """Return names, kinds and defaults of the parameters of a function."""
+    found = inspect.signature(function).parameters.values()
+    return [(each.name, each.kind, each.default) for each in found]
+
+
+def test_calls_of_one_lane_are_in_the_order_in_which_they_were_made(server: str) -> None:
+    async def work() -> None:
+        async with rpc.aio.connect(server) as session:
+            echo = await session["rpc.echo"]
+            order: list[int] = []
+            calls = [echo(index) for index in range(64)]
+            for call in calls:
+                call.add_done_callback(lambda call: order.append(call.result()))
+            assert await asyncio.gather(*calls) == list(range(64))
+            assert order == list(range(64))
+            names = [session.call("rpc.echo", index) for index in range(64)]
+            assert await asyncio.gather(*names) == list(range(64))
+
+    run(work())
+
+
+def test_an_operation_is_a_future_and_a_coroutine(server: str) -> None:
+    async def work() -> None:
+        async with rpc.aio.connect(server) as session:
+            call = session.call("rpc.echo", 1)
+            assert asyncio.isfuture(call)
+            assert asyncio.iscoroutine(call)
+            assert await asyncio.create_task(call) == 1
+            assert await call == await call == 1
+            with pytest.raises(rpc.NotFoundError):
+                await asyncio.create_task(session.call("none"))
+            assert await asyncio.wait_for(session.call("rpc.echo", 2), TIME_LIMIT) == 2
+            calls = [session.call("rpc.echo", index) for index in range(3)]
+            assert [await call for call in asyncio.as_completed(calls)] == [0, 1, 2]
+
+    run(work())
+
+
+def test_cancellation_reaches_the_server(server: str) -> None:
+    async def work() -> None:
+        async with rpc.aio.connect(server) as session:
+            sleep = await session.get_function("rpc.sleep")
+            for cancel in (as_task, as_future, by_timeout):
+                # Lane 0 goes on only once the server has given the sleeping call up.
+                await cancel(sleep)
+                assert await session.call("rpc.echo", 1, timeout=TIME_LIMIT / 2) == 1
+
+    async def as_task(sleep: Any) -> None:
+        async def inner() -> None:
+            await sleep(3600.0)
+
+        task = asyncio.create_task(inner())
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        task = asyncio.create_task(sleep(3600.0))
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    async def as_future(sleep: Any) -> None:
+        call = sleep(3600.0)
+        assert call.cancel()
+        assert not call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        sleep(3600.0).close()
+
+    async def by_timeout(sleep: Any) -> None:
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(sleep(3600.0), 0.01)
+
+    run(work())
+
+
+def test_an_operation_may_be_cancelled_by_code_that_it_calls(server: str) -> None:
+    async def work() -> None:
+        async with rpc.aio.connect(server) as session:
+            calls: list[rpc.aio.Pending[int]] = []
+
+            def cancel(count: int) -> None:
+                calls[0].cancel()
+
+            calls.append(session.files.put("x", b"a" * (8 << 20), progress=cancel))
+            with pytest.raises(asyncio.CancelledError):
+                await calls[0]
+            assert await session.call("rpc.echo", 1) == 1
+
+    run(work())
+
+
+def test_coroutine_functions_are_called_from_there(server: str) -> None:
+    async def work() -> None:
+        async with rpc.aio.connect(server) as session:
+            thread = threading.get_ident()
+
+            async def twice(number: int) -> Any:
+                assert threading.get_ident() == thread
+                return 2 * await session.call("rpc.echo", number, lane=rpc.CONCURRENT)
+
+            async def keep(tensor: Any) -> str:
+                assert isinstance(tensor, rpc.aio.Tensor)
+                return str(await tensor.tolist(lane=rpc.CONCURRENT))
+
+            call = await session["rpc.trace.call"]
+            assert (await call(twice, 4))[0] == 8
+            callback = await session.callback(twice)
+            assert (await call(callback, 5))[0] == 10
+            assert (await call(keep, await session.empty([2])))[0] == "[0.0, 0.0]"
+
+        with rpc.connect(server) as blocking:
+            caller = blocking["rpc.trace.call"]
+            assert caller(lambda: isinstance(blocking.empty([1], lane=5), rpc.Tensor))[0] is True
+            with pytest.raises(rpc.RemoteError, match="event loop"):
+                caller(twice, 1)
+
+    run(work())
+
+
+def test_leases_and_sessions_are_entered_at_once(server: str) -> None:
+    async def work() -> None:
+        session = await rpc.aio.connect(server)
+        async with session, session.lease("cpu:0") as lease:
+            assert not lease.is_released
+            request = await session.request_lease("cpu:0")
+            assert await request.ahead() == 1
+        assert lease.is_released
+        with pytest.raises(rpc.RpcError):
+            async with rpc.aio.connect("nonsense://x"):
+                pass
+
+    run(work())
+
+
+def test_leases_are_entered_in_the_blocking_form(server: str) -> None:
+    with rpc.connect(server) as session:
+        with session.lease("cpu:0") as lease:
+            assert session.request_lease("cpu:0").ahead() == 1
+        assert lease.is_released
+        with session.lease("cpu:0") as lease:
+            session.close()
+    assert session.is_closed
+
+
+def test_one_session_serves_many_loops_and_threads(server: str) -> None:
+    blocking = rpc.connect(server)
+    failed: list[BaseException] = []
+
+    def thread(number: int) -> None:
+        try:
+            if number < 6:
+                run(use(number))
+            else:
+                for index in range(50):
+                    assert blocking.call("rpc.echo", [number, index]) == [number, index]
+        except BaseException as error:
+            failed.append(error)
+
+    async def use(number: int) -> None:
+        session = rpc.aio.Session(blocking)
+        calls = [session.call("rpc.echo", [number, index], lane=number) for index in range(50)]
+        assert await asyncio.gather(*calls) == [[number, index] for index in range(50)]
+
+    threads = [threading.Thread(target=thread, args=(number,)) for number in range(8)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    assert failed == []
+    blocking.close()
+
+
+def test_closed_loops_are_forgotten(server: str) -> None:
+    async def leave_some() -> weakref.ref[Any]:
+        session = await rpc.aio.connect(server)
+        for _ in range(3):
+            session.call("rpc.sleep", 3600.0, lane=rpc.CONCURRENT)
+        assert await session.call("rpc.echo", 1) == 1
+        return weakref.ref(asyncio.get_running_loop())
+
+    async def nothing() -> None:
+        async with rpc.aio.connect(server):
+            pass
+
+    run(nothing())
+    loop = run(leave_some())
+    run(nothing())
+    gc.collect()
+    # Not even operations that nobody has waited for keep it.
+    assert loop() is None
+    assert len(_aio._loops) <= 1
+
+
+def test_there_has_to_be_a_loop(server: str) -> None:
+    with pytest.raises(RuntimeError, match="no running event loop"):
+        rpc.aio.connect(server)
+
+
+def test_outcomes_that_asyncio_refuses_are_errors_all_the_same(server: str) -> None:
+    def stop(count: int) -> None:
+        raise StopIteration
+
+    async def work() -> None:
+        async with rpc.aio.connect(server) as session:
+            with pytest.raises((TypeError, RuntimeError)):
+                await session.files.put("x", b"a", progress=stop)
+
+    run(work())
