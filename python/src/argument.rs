@@ -49,12 +49,14 @@ pub(crate) struct Args {
 }
 
 impl Args {
-    /// Reads positional arguments. `event_loop` is that of asyncio, for functions among them.
+    /// Reads positional arguments. With `on_loop`, functions among them are called in the form of
+    /// asyncio, for the event loop that runs.
     ///
     /// # Errors
     ///
     /// `TypeError` with the index for an object that is no value.
-    pub(crate) fn new(args: &Bound<'_, PyTuple>, event_loop: Option<&Bound<'_, PyAny>>) -> PyResult<Self> {
+    pub(crate) fn new(args: &Bound<'_, PyTuple>, on_loop: bool) -> PyResult<Self> {
+        let args_py = args.py();
         let mut needs_session = false;
         let args: Vec<_> = args
             .iter_borrowed()
@@ -64,10 +66,11 @@ impl Args {
             })
             .collect::<PyResult<_>>()?;
         let mut made = Self { args, needs_session };
-        if let (true, Some(event_loop)) = (needs_session, event_loop) {
+        if needs_session && on_loop {
+            let event_loop = running_loop(args_py)?;
             made.for_each(|arg| {
                 if let Arg::Callable(Some(function)) = arg {
-                    function.on_loop(event_loop);
+                    function.on_loop(&event_loop);
                 }
             });
         }
@@ -122,6 +125,11 @@ impl Args {
     pub(crate) fn needs_session(&self) -> bool {
         self.needs_session
     }
+}
+
+/// Returns the event loop of asyncio that runs on this thread.
+pub(crate) fn running_loop(py: Python<'_>) -> PyResult<Bound<'_, PyAny>> {
+    py.import(intern!(py, "asyncio"))?.call_method0(intern!(py, "get_running_loop"))
 }
 
 /// Says in an error which argument it is about.

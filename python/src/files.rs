@@ -265,7 +265,9 @@ impl Files {
         Ok(Self::of(session.get().session(session.py())?))
     }
 
-    #[pyo3(signature = (path, source, executable = false, resumable = false, progress = None, timeout = None, lane = None))]
+    #[pyo3(signature = (
+        path, source, executable = false, resumable = false, progress = None, timeout = None, lane = None
+    ))]
     #[allow(clippy::too_many_arguments, reason = "keywords in Python")]
     fn put_op(
         &self,

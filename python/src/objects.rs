@@ -13,6 +13,7 @@ use rpc_core::{ErrorKind, RemoteFunction, RemoteModule, RemoteObject, RemoteTens
 
 use crate::argument::{self, Args};
 use crate::array::DenseArray;
+use crate::form::Form;
 use crate::operation::{Born, Operation, Options, UserCalls};
 use crate::reply::Reply;
 use crate::types::{DataType, Device};
@@ -92,26 +93,26 @@ impl Function {
         }
     }
 
-    #[pyo3(signature = (args, timeout = None, lane = None, event_loop = None))]
+    #[pyo3(signature = (args, timeout = None, lane = None, on_loop = false))]
     fn call_op(
         &self,
         args: &Bound<'_, PyTuple>,
         timeout: Option<f64>,
         lane: Option<u32>,
-        event_loop: Option<&Bound<'_, PyAny>>,
+        on_loop: bool,
     ) -> PyResult<Operation> {
-        let (function, options) = (self.function()?, Options::new(timeout, lane)?);
-        let args = Args::new(args, event_loop)?;
+        let (function, options) = (self.remote.get()?, Options::new(timeout, lane)?);
+        let args = Args::new(args, on_loop)?;
         if !args.needs_session() {
-            let work = async move { options.apply(function.call::<Reply>(args)).await };
-            return Ok(Operation::new(work, |py, form, reply| reply.into_object(py, form)));
+            return Ok(Operation::action(options, function.call::<Reply>(args), reply));
         }
+        let function = function.clone();
         let work = async move {
             let limits = options.begin();
             let args = args.ready(&function.session(), &limits).await?;
             limits.apply(function.call::<Reply>(args)).await
         };
-        Ok(Operation::new(work, |py, form, reply| reply.into_object(py, form)).heavy())
+        Ok(Operation::new(work, reply).heavy())
     }
 
     /// Asks for the signature as text; `None` if the session does not tell.
@@ -149,6 +150,11 @@ impl Function {
         };
         Ok(Operation::new(work, |py, _, text| Ok(text.into_pyobject(py)?.unbind())))
     }
+}
+
+/// Makes the object that a call returns.
+pub(crate) fn reply(py: Python<'_>, form: Form, reply: Reply) -> PyResult<Py<PyAny>> {
+    reply.into_object(py, form)
 }
 
 impl Module {

@@ -1,7 +1,7 @@
 //! Operations of sessions, and threads that wait for them.
 
 use std::cell::Cell;
-use std::future::{Future, poll_fn};
+use std::future::{Future, IntoFuture as _, poll_fn};
 use std::mem::ManuallyDrop;
 use std::pin::{Pin, pin};
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use parking_lot::Mutex;
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use rpc_core::blocking::block_on_unless;
-use rpc_core::{ErrorKind, Lane, Result, RpcError, ScopedAction};
+use rpc_core::{Action, ErrorKind, Lane, Pending, Result, RpcError, ScopedAction};
 
 use crate::errors;
 use crate::form::Form;
@@ -156,6 +156,16 @@ impl Operation {
         Self(Mutex::new(Some(Work { steps: Born::new(Box::pin(steps)), is_heavy: false })))
     }
 
+    /// An operation of one action, such as a call: it costs less than a future around it.
+    pub(crate) fn action<T: Send + 'static>(
+        options: Options,
+        action: Action<T>,
+        finish: impl FnOnce(Python<'_>, Form, T) -> PyResult<Py<PyAny>> + Send + Unpin + 'static,
+    ) -> Self {
+        let steps = OneAction { stage: ActionStage::New(options, action), finish: Some(finish) };
+        Self(Mutex::new(Some(Work { steps: Born::new(Box::pin(steps)), is_heavy: false })))
+    }
+
     /// An operation without a return value.
     pub(crate) fn unit(work: impl Future<Output = Result<()>> + Send + 'static) -> Self {
         Self::new(work, |py, _, ()| Ok(py.None()))
@@ -210,6 +220,44 @@ impl Operation {
         let is_heavy = work.is_heavy;
         let made = Self::new(work, move |py, form, finish: Finish| function.call1(py, (finish(py, form)?,)));
         Ok(if is_heavy { made.heavy() } else { made })
+    }
+}
+
+/// An operation of one action.
+struct OneAction<T, F> {
+    stage: ActionStage<T>,
+    finish: Option<F>,
+}
+
+enum ActionStage<T> {
+    New(Options, Action<T>),
+    Begun(Pending<T>),
+    Over,
+}
+
+impl<T, F> Future for OneAction<T, F>
+where
+    T: Send + 'static,
+    F: FnOnce(Python<'_>, Form, T) -> PyResult<Py<PyAny>> + Send + Unpin + 'static,
+    Self: Unpin,
+{
+    type Output = Result<Finish>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let this = &mut *self;
+        if let ActionStage::New(..) = &this.stage
+            && let ActionStage::New(options, action) = std::mem::replace(&mut this.stage, ActionStage::Over)
+        {
+            this.stage = ActionStage::Begun(options.apply(action).into_future());
+        }
+        let ActionStage::Begun(pending) = &mut this.stage else { return Poll::Pending };
+        let Poll::Ready(outcome) = Pin::new(pending).poll(cx) else { return Poll::Pending };
+        this.stage = ActionStage::Over;
+        let Some(finish) = this.finish.take() else { return Poll::Pending };
+        Poll::Ready(outcome.map(|outcome| {
+            let finish: Finish = Box::new(move |py, form| finish(py, form, outcome));
+            finish
+        }))
     }
 }
 

@@ -105,7 +105,7 @@ impl Session {
     }
 
     /// Calls a function by its name, which is looked up the first time.
-    #[pyo3(signature = (name, args, timeout = None, lane = None, event_loop = None))]
+    #[pyo3(signature = (name, args, timeout = None, lane = None, on_loop = false))]
     fn call_op(
         &self,
         py: Python<'_>,
@@ -113,17 +113,15 @@ impl Session {
         args: &Bound<'_, PyTuple>,
         timeout: Option<f64>,
         lane: Option<u32>,
-        event_loop: Option<&Bound<'_, PyAny>>,
+        on_loop: bool,
     ) -> PyResult<Operation> {
         let (session, options) = (self.session(py)?, Options::new(timeout, lane)?);
         let functions = self.functions.get()?;
-        let args = Args::new(args, event_loop)?;
+        let args = Args::new(args, on_loop)?;
         let found = functions.lock().get(name).cloned();
-        let finish = |py: Python<'_>, form: Form, reply: Reply| reply.into_object(py, form);
         match found {
             Some(function) if !args.needs_session() => {
-                let work = async move { options.apply(function.call::<Reply>(args)).await };
-                Ok(Operation::new(work, finish))
+                Ok(Operation::action(options, function.call::<Reply>(args), objects::reply))
             }
             found => {
                 let (functions, name) = (functions.clone(), name.to_owned());
@@ -140,7 +138,7 @@ impl Session {
                     let args = args.ready(&session, &limits).await?;
                     limits.apply(function.call::<Reply>(args)).await
                 };
-                let made = Operation::new(work, finish);
+                let made = Operation::new(work, objects::reply);
                 Ok(if is_heavy { made.heavy() } else { made })
             }
         }
@@ -272,21 +270,16 @@ impl Session {
         }))
     }
 
-    #[pyo3(signature = (function, timeout = None, event_loop = None))]
-    fn callback_op(
-        &self,
-        function: &Bound<'_, PyAny>,
-        timeout: Option<f64>,
-        event_loop: Option<&Bound<'_, PyAny>>,
-    ) -> PyResult<Operation> {
+    #[pyo3(signature = (function, timeout = None, on_loop = false))]
+    fn callback_op(&self, function: &Bound<'_, PyAny>, timeout: Option<f64>, on_loop: bool) -> PyResult<Operation> {
         let (session, options) = (self.session(function.py())?, Options::new(timeout, None)?);
         if !function.is_callable() {
             let class = function.get_type().qualname()?;
             return Err(pyo3::exceptions::PyTypeError::new_err(format!("an object of {class} cannot be called")));
         }
         let mut callable = Callable::new(function);
-        if let Some(event_loop) = event_loop {
-            callable.on_loop(event_loop);
+        if on_loop {
+            callable.on_loop(&argument::running_loop(function.py())?);
         }
         let work = async move { callback::make_callback(&session, callable, &options.begin()).await };
         Ok(Operation::new(work, |py, _, callback| {
@@ -377,7 +370,7 @@ impl Session {
         let (session, options) = (self.session(args.py())?, Options::new(timeout, lane)?);
         let function = function.get().function()?;
         let lease = lease.map(types::device).transpose()?;
-        let mut args = Args::new(args, None)?;
+        let mut args = Args::new(args, false)?;
         let (number, repeat, warmup, flush) = counts;
         let whole = |count: u64| Arg::Plain(rpc_core::Value::Int(count.try_into().unwrap_or(i64::MAX)));
         let min_repeat_ms = Arg::Plain(rpc_core::Value::Float(min_repeat_ms));

@@ -21,7 +21,8 @@ class Pending(asyncio.Future[T], Coroutine[Any, Any, T]):
     """An operation of a session that has begun: a future of asyncio.
 
     It can be awaited any number of times. Cancelling it cancels the operation at the server. Where
-    a coroutine is wanted, as by ``asyncio.create_task``, it is one.
+    a coroutine is wanted, as by ``asyncio.create_task``, it is one. ``asyncio.wait`` takes no
+    coroutines, and so it wants tasks; ``asyncio.gather`` and the others take this as it is.
     """
 
     _task: _native.Task | None = None

@@ -74,7 +74,7 @@ class Function:
         args: tuple[Any, ...],
         timeout: float | None = None,
         lane: int | None = None,
-        event_loop: asyncio.AbstractEventLoop | None = None,
+        on_loop: bool = False,
     ) -> Operation[Any]: ...
     def signature_op(self) -> Operation[str | None]: ...
 
@@ -166,7 +166,7 @@ class Session:
         args: tuple[Any, ...],
         timeout: float | None = None,
         lane: int | None = None,
-        event_loop: asyncio.AbstractEventLoop | None = None,
+        on_loop: bool = False,
     ) -> Operation[Any]: ...
     def functions_op(
         self, timeout: float | None = None, lane: int | None = None
@@ -211,7 +211,7 @@ class Session:
         self,
         function: Callable[..., Any],
         timeout: float | None = None,
-        event_loop: asyncio.AbstractEventLoop | None = None,
+        on_loop: bool = False,
     ) -> Operation[Callback]: ...
     def attribute_op(
         self, device: Any, name: str, timeout: float | None = None, lane: int | None = None

@@ -27,7 +27,7 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 from tensor_rpc import _arrays, _native, _types
-from tensor_rpc._aio import Opening, Pending, _begin, _loop, _open
+from tensor_rpc._aio import Opening, Pending, _begin, _open
 from tensor_rpc._blocking import CONCURRENT
 from tensor_rpc._errors import DeadlineExceededError
 from tensor_rpc._functions import Registry, registry_of
@@ -70,7 +70,7 @@ class Function(_native.Function):
         RpcError
             It, or one of its subclasses, which say what went wrong.
         """
-        return _begin(self.call_op(args, timeout, lane, _loop()))
+        return _begin(self.call_op(args, timeout, lane, True))
 
     @property
     def signature(self) -> Pending[str | None]:
@@ -612,7 +612,7 @@ class Session(_native.Session):
 
         See `Function.__call__`.
         """
-        return _begin(super().call_op(name, args, timeout, lane, _loop()))
+        return _begin(super().call_op(name, args, timeout, lane, True))
 
     def functions(
         self, *, timeout: float | None = None, lane: int | None = None
@@ -754,7 +754,7 @@ class Session(_native.Session):
         the function that calls it waits.
         It may use the session on another lane than that of its caller, such as `CONCURRENT`.
         """
-        return _begin(self.callback_op(function, timeout, _loop()))
+        return _begin(self.callback_op(function, timeout, True))
 
     def attribute(
         self, device: Any, name: str, *, timeout: float | None = None, lane: int | None = None
