@@ -32,14 +32,6 @@ class Program:
         settings = {"workdir": str(folder / "work"), **settings}
         code = f"import tensor_rpc as rpc; rpc.Server(**{settings!r}).serve()"
         command = [sys.executable, "-c", code]
-        if (program := os.environ.get("RPC_SERVER")) and "allow_run" in settings:
-            command = [program, "serve", "--listen=tcp://127.0.0.1:0"]
-            for name, value in settings.items():
-                values = value if isinstance(value, list) else [value]
-                flag = f"--{name.replace('_', '-')}"
-                command += [
-                    f"{flag}={str(each).lower() if each is True else each}" for each in values
-                ]
         self.process = subprocess.Popen(
             command, env=environment(), stdout=subprocess.PIPE, text=True
         )

@@ -18,7 +18,7 @@ import tensor_rpc as rpc
 
 Body = Callable[[Any], Generator[Any, Any, None]]
 
-TIME_LIMIT = 20.0
+TIME_LIMIT = 30.0
 """Seconds after which a test has hung."""
 
 
