@@ -9,7 +9,7 @@ mod frame;
 mod objects;
 mod values;
 
-use std::sync::{Arc, LazyLock, mpsc};
+use std::sync::{Arc, mpsc};
 
 use parking_lot::Mutex;
 use pyo3::exceptions::PyRuntimeError;
@@ -42,26 +42,34 @@ impl Held {
 
 impl Drop for Held {
     fn drop(&mut self) {
-        static DROPS: LazyLock<Mutex<mpsc::Sender<Py<PyAny>>>> = LazyLock::new(|| {
-            let (send, receive) = mpsc::channel::<Py<PyAny>>();
-            let drop_all = move || {
-                while let Ok(object) = receive.recv() {
-                    // After the end of the interpreter nothing of it may be touched.
-                    if Python::try_attach(|_| ()).is_none() {
-                        std::mem::forget(object);
-                        continue;
-                    }
-                    Python::attach(|_| drop(object));
-                }
-            };
-            // Without the thread objects are dropped when a thread next has the interpreter.
-            let _ = std::thread::Builder::new().name("rpc-drop".to_owned()).spawn(drop_all);
-            Mutex::new(send)
-        });
-        if let Some(object) = self.0.take() {
-            let _ = DROPS.lock().send(object);
-        }
+        /// The thread, and the process that it runs in.
+        static DROPS: Mutex<Option<(Birth, mpsc::Sender<Py<PyAny>>)>> = Mutex::new(None);
+        let Some(object) = self.0.take() else { return };
+        let mut drops = DROPS.lock();
+        let (_, send) = match &*drops {
+            Some(running) if running.0.is_here() => running,
+            // A thread of the parent of a fork is none of the child's.
+            _ => drops.insert((Birth::now(), start_dropping())),
+        };
+        // Without the thread the object is dropped when a thread next has the interpreter.
+        let _ = send.send(object);
     }
+}
+
+/// Starts the thread that drops objects.
+fn start_dropping() -> mpsc::Sender<Py<PyAny>> {
+    let (send, receive) = mpsc::channel::<Py<PyAny>>();
+    let drop_all = move || {
+        while let Ok(object) = receive.recv() {
+            // After the end of the interpreter nothing of it may be touched.
+            let mut object = Some(object);
+            if Python::try_attach(|_| drop(object.take())).is_none() {
+                std::mem::forget(object);
+            }
+        }
+    };
+    let _ = std::thread::Builder::new().name("rpc-drop".to_owned()).spawn(drop_all);
+    send
 }
 
 /// A function of Python, with the conversions of its arguments and its result.
@@ -222,7 +230,7 @@ pub(crate) fn runtime() -> PyResult<&'static tokio::runtime::Runtime> {
     static RUNTIME: Mutex<Option<(Birth, &'static tokio::runtime::Runtime)>> = Mutex::new(None);
     let mut slot = RUNTIME.lock();
     if let Some((birth, runtime)) = *slot
-        && birth.check().is_ok()
+        && birth.is_here()
     {
         return Ok(runtime);
     }

@@ -42,7 +42,8 @@ impl Birth {
         Self(FORKS.load(Ordering::Relaxed))
     }
 
-    fn is_here(self) -> bool {
+    /// Returns true in the process that something was made in.
+    pub(crate) fn is_here(self) -> bool {
         self.0 == FORKS.load(Ordering::Relaxed)
     }
 

@@ -132,7 +132,7 @@ impl Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
-        if self.birth.check().is_err() {
+        if !self.birth.is_here() {
             // The threads of the server are those of the parent.
             let state = std::mem::replace(self.running.get_mut(), ServerState::Stopped);
             std::mem::forget(state);

@@ -63,7 +63,9 @@ _importing = False
 _command: list[str] | None = None
 _lock = threading.Lock()
 _embedded = False
-_hooked = False
+_hooked_in: int | None = None
+"""Process that can be started again."""
+
 _checked: set[str] = set()
 
 
@@ -240,22 +242,28 @@ def set_up(registry: Registry, setup: Sequence[str] = ()) -> list[str]:
         A child has failed to import them; the message has what it printed. Or this process is
         itself a child that is importing its functions.
     """
-    global _hooked
+    global _hooked_in
     refuse_while_importing()
     specification = specification_of(registry.entries(), setup)
     words = words_of(specification)
     with _lock:
+        if _hooked_in not in (None, os.getpid()):
+            raise RuntimeError(
+                "this process was forked from one that has started processes, and the thread that "
+                "looks after them is not here: start children with multiprocessing's method "
+                '"spawn", or start the server in the parent'
+            )
         if words[-1] not in _checked:
             check(words)
             _checked.add(words[-1])
-        if not _hooked:
+        if _hooked_in is None:
             from tensor_rpc._functions import Registry
 
             if not _embedded:
                 embed([_program_name()])
             # Without arguments it returns, and this program can be started again from then on.
             _native.become_child(Registry())
-            _hooked = True
+            _hooked_in = os.getpid()
     return words
 
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import gc
+import os
+import pathlib
+import subprocess
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -212,6 +216,21 @@ def test_a_tensor_is_in_use_while_an_array_over_it_is_kept() -> None:
         kept[0][0] = 5.0
         kept.clear()
         assert session.call("get", x, timeout=20) == 5.0
+
+
+def test_a_function_that_fails_gives_its_tensors_back() -> None:
+    def fail(x: np.ndarray[Any, Any]) -> None:
+        kept = x.reshape(-1)
+        raise ValueError(f"of {kept.size} elements")
+
+    def get(x: np.ndarray[Any, Any]) -> float:
+        return float(x[0])
+
+    with rpc.local(fail, get) as session:
+        x = session.tensor(np.array([4.0]))
+        with pytest.raises(rpc.RemoteError, match="of 1 elements"):
+            session.call("fail", x)
+        assert session.call("get", x, timeout=20) == 4.0
 
 
 def test_an_object_comes_back_as_the_same_object_and_is_freed_with_its_last_reference() -> None:
@@ -432,3 +451,56 @@ def test_functions_that_cannot_be_served_are_refused_when_they_are_added() -> No
         registry.add(unresolved)
     with pytest.raises(ValueError, match="has no functions for sessions"):
         rpc.Registry(gc)
+
+
+FORKS = """
+import os
+import tensor_rpc as rpc
+
+class Thing:
+    def __del__(self):
+        freed.set()
+
+def new():
+    return Thing()
+
+async def double(x: int) -> int:
+    return 2 * x
+
+def work():
+    global freed
+    import threading
+    freed = threading.Event()
+    with rpc.local(new, double) as session:
+        session.call("new").free()
+        assert freed.wait(30)
+        return session.call("double", 4, timeout=30)
+
+before = rpc.Registry(double)
+assert work() == 8
+child = os.fork()
+if child == 0:
+    assert work() == 8
+    try:
+        rpc.local(before)
+    except RuntimeError as error:
+        assert "forked" in str(error)
+        os._exit(7)
+    os._exit(1)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+assert work() == 8
+print("done")
+"""
+
+
+def test_functions_are_served_in_the_child_of_a_fork_too() -> None:
+    package = pathlib.Path(rpc.__file__).parent.parent
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORKS],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(package)},
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import pathlib
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -181,6 +182,47 @@ def test_a_script_is_imported_by_the_processes_of_its_sessions(tmp_path: pathlib
     # As a module, too.
     done = run("-m", "script", folder=tmp_path)
     assert (done.stdout, done.returncode) == ("sum 3\n", 0), done.stderr
+
+
+def test_a_script_may_start_servers_in_processes_of_multiprocessing(tmp_path: pathlib.Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        SCRIPT
+        + """
+def refused():
+    try:
+        work()
+    except RuntimeError as error:
+        print(error)
+
+if __name__ == "__main__":
+    import multiprocessing
+
+    for method, target in [("spawn", work), ("fork", work), (None, work), ("fork", refused)]:
+        if method is None:
+            target()
+            continue
+        process = multiprocessing.get_context(method).Process(target=target)
+        process.start()
+        process.join()
+        assert process.exitcode == 0, method
+"""
+    )
+    done = run(str(script))
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[:3] == ["sum 3"] * 3
+    assert "this process was forked from one that has started processes" in lines[3]
+
+
+def test_a_worker_of_disco_is_started_by_the_same_words(tmp_path: pathlib.Path) -> None:
+    words = [*_child.set_up(rpc.Registry(served_functions)), "--disco-worker"]
+    script = tmp_path / "worker"
+    script.write_text(f"#!/bin/sh\nexec {shlex.join(words)}\n")
+    script.chmod(0o700)
+    with connect(f"exec:{script}") as session:
+        assert session.call("add", 1, 2, timeout=LIMIT) == 3
+        assert session.call("process", timeout=LIMIT) != os.getpid()
 
 
 def test_a_script_that_starts_a_server_when_it_is_imported_is_told_so(

@@ -6,8 +6,8 @@
 
 use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::pin::Pin;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, OnceLock};
 use std::task::{Context, Poll};
 
 use parking_lot::Mutex;
@@ -22,6 +22,7 @@ use tokio::sync::oneshot;
 use super::Definition;
 use super::frame::Frame;
 use crate::errors;
+use crate::operation::Birth;
 
 /// Queue of the event loop.
 struct Queue {
@@ -33,9 +34,14 @@ struct Queue {
 }
 
 /// The queue of this process. There is one once a registry has a coroutine.
-static QUEUE: OnceLock<Queue> = OnceLock::new();
+static QUEUE: Mutex<Option<(Birth, Arc<Queue>)>> = Mutex::new(None);
 
 impl Queue {
+    /// Returns the queue of this process.
+    fn here() -> Option<Arc<Self>> {
+        QUEUE.lock().as_ref().filter(|(birth, _)| birth.is_here()).map(|(_, queue)| queue.clone())
+    }
+
     fn push(&self, call: Arc<Call>) {
         self.calls.lock().push(call);
         if !self.is_signalled.swap(true, Ordering::AcqRel) {
@@ -86,7 +92,7 @@ impl Future for Pending {
 impl Drop for Pending {
     fn drop(&mut self) {
         if !self.is_done
-            && let Some(queue) = QUEUE.get()
+            && let Some(queue) = Queue::here()
         {
             self.call.is_cancelled.store(true, Ordering::Release);
             queue.push(self.call.clone());
@@ -101,7 +107,7 @@ pub(super) fn start(
     values: Vec<LocalValue>,
     borrows: Vec<Borrow>,
 ) -> BoxFuture {
-    let Some(queue) = QUEUE.get() else {
+    let Some(queue) = Queue::here() else {
         return Box::pin(async { Err(RpcError::internal("a coroutine without an event loop")) });
     };
     let (reply, outcome) = oneshot::channel();
@@ -163,13 +169,18 @@ impl CoroutineCall {
 pub(crate) fn coroutine_queue() -> PyResult<i32> {
     let (reader, writer) = pipe_with(PipeFlags::CLOEXEC | PipeFlags::NONBLOCK).map_err(std::io::Error::from)?;
     let queue = Queue { calls: Mutex::default(), is_signalled: AtomicBool::new(false), reader, writer };
-    Ok(QUEUE.get_or_init(|| queue).reader.as_raw_fd())
+    let mut slot = QUEUE.lock();
+    let (_, queue) = match &*slot {
+        Some(made) if made.0.is_here() => made,
+        _ => slot.insert((Birth::now(), Arc::new(queue))),
+    };
+    Ok(queue.reader.as_raw_fd())
 }
 
 /// Takes the calls that wait.
 #[pyfunction]
 pub(crate) fn take_coroutine_calls() -> PyResult<Vec<CoroutineCall>> {
-    let queue = QUEUE.get().ok_or_else(|| PyRuntimeError::new_err("there is no queue"))?;
+    let queue = Queue::here().ok_or_else(|| PyRuntimeError::new_err("there is no queue"))?;
     let mut bytes = [0_u8; 16];
     let _ = rustix::io::read(&queue.reader, &mut bytes);
     queue.is_signalled.store(false, Ordering::Release);
