@@ -10,6 +10,7 @@ use pyo3::prelude::*;
 use rpc_core::RpcError;
 use rpc_server::config::{ConfigError, ServeConfig, ServeError};
 use rpc_server::isolate::gpu;
+use rpc_server::logging;
 use rpc_server::{RpcServer, Running, ServeSettings};
 
 use crate::child::program_of;
@@ -21,11 +22,16 @@ use crate::operation::{Birth, wait};
 /// Name of the settings in errors, where programs have that of their configuration file.
 const SOURCE: &str = "of this server";
 
+/// Level of events of session processes, if the program has not chosen one.
+const LEVEL_OF_PROCESSES: &str = "warn";
+
 /// A server of functions, which runs between `start` and `stop`.
 #[pyclass(frozen, subclass, module = "tensor_rpc._native")]
 pub(crate) struct Server {
     registry: rpc_core::Registry,
     config: ServeConfig,
+    /// True if events go to standard error: a program says so by the setting of their level.
+    logs: bool,
     running: Mutex<ServerState>,
     birth: Birth,
 }
@@ -58,10 +64,15 @@ impl Server {
     /// Makes a server with settings as TOML.
     #[new]
     fn new(registry: &Bound<'_, Registry>, settings: &str) -> PyResult<Self> {
-        let settings = ServeSettings::from_toml(settings, Path::new(SOURCE)).map_err(wrong_settings)?;
+        let mut settings = ServeSettings::from_toml(settings, Path::new(SOURCE)).map_err(wrong_settings)?;
+        let logs = settings.log_level.is_some();
+        if !logs {
+            // For the processes of sessions, whose standard error is that of this program.
+            settings.log_level = LEVEL_OF_PROCESSES.parse().ok();
+        }
         let config = settings.resolve().map_err(wrong_settings)?;
         let registry = registry.get().registry()?;
-        Ok(Self { registry, config, running: Mutex::new(ServerState::New), birth: Birth::now() })
+        Ok(Self { registry, config, logs, running: Mutex::new(ServerState::New), birth: Birth::now() })
     }
 
     /// Starts to serve: when this returns, all addresses are listened on. `program` are the words
@@ -71,6 +82,9 @@ impl Server {
         self.birth.check()?;
         if !matches!(*self.running.lock(), ServerState::New) {
             return Err(PyRuntimeError::new_err("a server is started once"));
+        }
+        if self.logs {
+            logging::init(&self.config.log_level, self.config.log_format);
         }
         let devices = py.detach(|| gpu::for_server(&self.config));
         let mut server = RpcServer::new(self.registry.clone()).devices(devices).config(self.config.clone());

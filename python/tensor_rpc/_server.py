@@ -6,6 +6,7 @@ import datetime
 import json
 import os
 import signal
+import sys
 import threading
 import types
 from collections.abc import Callable, Sequence
@@ -32,7 +33,8 @@ class Server:
         has an interpreter of its own, so that a crash, ``os._exit``, an endless loop, or too much
         memory (``isolate_memory``) is one client's error; the functions must be importable from
         modules or from a script whose work stands under ``if __name__ == "__main__":``. By default
-        all sessions share this process.
+        all sessions share this process. With ``log_level="info"`` events of the server go to
+        standard error.
 
     Raises
     ------
@@ -143,24 +145,24 @@ class Server:
         announce : bool
             Print ``listening on ADDRESS`` for each address.
         """
-        if not self.is_running:
-            self.start()
-        if announce:
-            for address in self.addresses:
-                print(f"listening on {address}", flush=True)
         if threading.current_thread() is not threading.main_thread():
+            self._start_and_announce(announce)
             self._ended.wait()
             return
-        asked = threading.Event()
+        asked, draining = False, False
 
         def on_signal(number: int, frame: types.FrameType | None) -> None:
-            if asked.is_set():
+            nonlocal asked
+            if draining:
                 raise _SecondSignal
-            asked.set()
+            asked = True
             self._ended.set()
 
         def on_hangup(number: int, frame: types.FrameType | None) -> None:
-            self.reload()
+            try:
+                self.reload()
+            except Exception as error:
+                print(f"cannot reload, what was in use stays: {error}", file=sys.stderr)
 
         before = {
             signal.SIGINT: signal.signal(signal.SIGINT, on_signal),
@@ -168,14 +170,27 @@ class Server:
             signal.SIGHUP: signal.signal(signal.SIGHUP, on_hangup),
         }
         try:
+            # Whoever reads the addresses may send a signal at once.
+            self._start_and_announce(announce)
             self._ended.wait()
-            if asked.is_set():
+            if asked:
+                draining = True
                 self.drain()
         except _SecondSignal:
-            self.stop()
+            pass
         finally:
+            draining = False
+            # After a second signal, and after what another handler raises.
+            self.stop()
             for number, handler in before.items():
-                signal.signal(number, handler)
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def _start_and_announce(self, announce: bool) -> None:
+        if not self.is_running:
+            self.start()
+        if announce:
+            for address in self.addresses:
+                print(f"listening on {address}", flush=True)
 
     def __enter__(self) -> Server:
         """Start to serve, unless the server serves already."""

@@ -84,6 +84,15 @@ def test_arguments_are_converted_as_the_annotations_say() -> None:
     returned = call(
         echo, 1, 2, "ä", b"\0", True, None, None, {"x": 3}, {"ends": [{"x": 4}, {"x": 5, "y": 1}]}
     )
+    # A dataclass of the client is one of the function.
+    assert call(echo, 1, 2, "", b"", True, None, 4, Point(3, 2), Line([Point(4), Point(6)]))[
+        7:
+    ] == [
+        3,
+        2.0,
+        6,
+        None,
+    ]
     assert returned == [1, 2.0, "ä", b"\0", True, None, None, 3, 0.5, 5, None]
     assert type(returned[1]) is float
 

@@ -132,7 +132,11 @@ def script(tmp_path: pathlib.Path) -> Callable[[str], subprocess.Popen[str]]:
         path.write_text(text)
         environment = {**os.environ, "PYTHONPATH": str(PACKAGE)}
         return subprocess.Popen(
-            [sys.executable, str(path)], stdout=subprocess.PIPE, text=True, env=environment
+            [sys.executable, str(path)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
         )
 
     return start
@@ -151,6 +155,38 @@ def test_a_server_in_the_foreground_drains_at_a_signal(
             ended = session.ended()
             assert isinstance(ended, ConnectionError)
         assert process.stdout.read() == "the end\n"
+        assert process.wait(20) == 0
+
+
+def test_a_hangup_reloads_and_a_file_that_is_wrong_stops_nothing(
+    script: Callable[[str], subprocess.Popen[str]], tmp_path: pathlib.Path
+) -> None:
+    tokens = [f"someone {letter * 32}\n" for letter in "ab"]
+    files = [tmp_path / "first", tmp_path / "second", tmp_path / "tokens"]
+    for file, text in zip(files, [*tokens, tokens[0]], strict=True):
+        file.write_text(text)
+        file.chmod(0o600)
+    settings = f"token_file={str(files[2])!r}, listen='tls://127.0.0.1:0', log_level='info'"
+    with script(SCRIPT.replace('drain_timeout="20s"', settings)) as process:
+        assert process.stdout is not None and process.stderr is not None
+        address = process.stdout.readline().removeprefix("listening on ").strip()
+        rpc.connect(address, token_file=files[0]).close()
+        files[2].write_text("no token")
+        process.send_signal(signal.SIGHUP)
+        assert any("cannot reload" in line for line in iter(process.stderr.readline, ""))
+        rpc.connect(address, token_file=files[0]).close()
+        files[2].write_text(tokens[1])
+        process.send_signal(signal.SIGHUP)
+        for _ in range(100_000):
+            try:
+                rpc.connect(address, token_file=files[1]).close()
+                break
+            except rpc.RefusedError:
+                continue
+        with pytest.raises(rpc.RefusedError):
+            rpc.connect(address, token_file=files[0])
+        process.send_signal(signal.SIGINT)
+        assert "the end" in process.stdout.read()
         assert process.wait(20) == 0
 
 
