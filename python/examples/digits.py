@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import gzip
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,8 @@ def probabilities(images: Floats, model: Floats) -> Floats:
     """Return the probability of each class, one row for each image."""
     scores = images @ model[:-1] + model[-1]
     powers = np.exp(scores - scores.max(axis=1, keepdims=True))
-    return powers / powers.sum(axis=1, keepdims=True)
+    shares: Floats = powers / powers.sum(axis=1, keepdims=True)
+    return shares
 
 
 def load() -> tuple[Floats, NDArray[np.uint8]]:
@@ -88,7 +90,7 @@ def train(session: disco.Session, images: Floats, classes: NDArray[np.uint8]) ->
 
 def start(over: str, workers: int) -> disco.Session:
     """Start the workers."""
-    functions = [gradient, step]
+    functions: list[Callable[..., Any]] = [gradient, step]
     if over == "threads":
         return disco.ThreadedSession(workers, functions=functions)
     return disco.ProcessSession(workers, functions=functions)

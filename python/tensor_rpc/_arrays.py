@@ -28,9 +28,7 @@ def to_numpy(array: DenseArray) -> Any:
     try:
         import numpy
     except ImportError:
-        raise ImportError(
-            "numpy() needs numpy, which is not installed; tolist() does not"
-        ) from None
+        raise ImportError("numpy() needs numpy, which is not installed; tolist() does not") from None
     dtype = str(array.dtype)
     if dtype in _FORMATS:
         # By the interface of arrays and not by DLPack, through which numpy would not write.
@@ -40,9 +38,7 @@ def to_numpy(array: DenseArray) -> Any:
 
         wanted = numpy.dtype(getattr(ml_dtypes, dtype))
     except (ImportError, AttributeError):
-        raise TypeError(
-            f"numpy has no data type {dtype}: install ml_dtypes, or use torch()"
-        ) from None
+        raise TypeError(f"numpy has no data type {dtype}: install ml_dtypes, or use torch()") from None
     if array.dtype.bits != 8 * wanted.itemsize:
         raise TypeError(f"numpy has elements of whole bytes, and {dtype} has fewer bits")
     return numpy.asarray(array.bits()).view(wanted)

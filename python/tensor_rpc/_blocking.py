@@ -245,9 +245,7 @@ class Module(_native.Module):
         """Return the function `name`; the same as `get_function`."""
         return self.get_function(name)
 
-    def get_function(
-        self, name: str, *, timeout: float | None = None, lane: int | None = None
-    ) -> Function:
+    def get_function(self, name: str, *, timeout: float | None = None, lane: int | None = None) -> Function:
         """Return the function `name`.
 
         Raises
@@ -258,9 +256,7 @@ class Module(_native.Module):
         made: Function = self.get_function_op(name, timeout, lane).wait()
         return made
 
-    def functions(
-        self, *, timeout: float | None = None, lane: int | None = None
-    ) -> list[FunctionInfo]:
+    def functions(self, *, timeout: float | None = None, lane: int | None = None) -> list[FunctionInfo]:
         """Return the functions of the module, with their signatures."""
         return self.functions_op(timeout, lane).then(_types.functions).wait()
 
@@ -308,9 +304,7 @@ class RemoteFile(_native.RemoteFile):
         """
         return self.read_op(start, to, progress, timeout, lane).wait()
 
-    def prefix_digest(
-        self, size: int, *, timeout: float | None = None, lane: int | None = None
-    ) -> str:
+    def prefix_digest(self, size: int, *, timeout: float | None = None, lane: int | None = None) -> str:
         """Return the SHA-256 of the first `size` bytes, which the server computes."""
         return self.prefix_digest_op(size, timeout, lane).wait()
 
@@ -422,16 +416,12 @@ class Files(_native.Files):
         """
         return self.get_op(path, to, progress, timeout, lane).wait()
 
-    def open(
-        self, path: str, *, timeout: float | None = None, lane: int | None = None
-    ) -> RemoteFile:
+    def open(self, path: str, *, timeout: float | None = None, lane: int | None = None) -> RemoteFile:
         """Open a file for reading: to know its length first, or to read a part."""
         made: RemoteFile = self.open_op(path, timeout, lane).wait()
         return made
 
-    def ls(
-        self, folder: str = "", *, timeout: float | None = None, lane: int | None = None
-    ) -> list[FileEntry]:
+    def ls(self, folder: str = "", *, timeout: float | None = None, lane: int | None = None) -> list[FileEntry]:
         """List the files in a folder and in all folders below it, sorted by name."""
         return self.ls_op(folder, timeout, lane).then(_types.files).wait()
 
@@ -454,9 +444,7 @@ class Files(_native.Files):
         """List all folders, sorted by name."""
         return self.folders_op(timeout, lane).wait()
 
-    def create_folder(
-        self, path: str, *, timeout: float | None = None, lane: int | None = None
-    ) -> None:
+    def create_folder(self, path: str, *, timeout: float | None = None, lane: int | None = None) -> None:
         """Create a folder, with those that it is in, unless it is there."""
         return self.create_folder_op(path, timeout, lane).wait()
 
@@ -576,9 +564,7 @@ class Session(_native.Session):
         """Return the function `name`; the same as `get_function`."""
         return self.get_function(name)
 
-    def get_function(
-        self, name: str, *, timeout: float | None = None, lane: int | None = None
-    ) -> Function:
+    def get_function(self, name: str, *, timeout: float | None = None, lane: int | None = None) -> Function:
         """Return the function that is registered as `name`.
 
         Raises
@@ -589,18 +575,14 @@ class Session(_native.Session):
         made: Function = self.get_function_op(name, timeout, lane).wait()
         return made
 
-    def call(
-        self, name: str, *args: Any, timeout: float | None = None, lane: int | None = None
-    ) -> Any:
+    def call(self, name: str, *args: Any, timeout: float | None = None, lane: int | None = None) -> Any:
         """Call the function `name`, which is looked up the first time only.
 
         See `Function.__call__`.
         """
         return super().call_op(name, args, timeout, lane).wait()
 
-    def functions(
-        self, *, timeout: float | None = None, lane: int | None = None
-    ) -> list[FunctionInfo]:
+    def functions(self, *, timeout: float | None = None, lane: int | None = None) -> list[FunctionInfo]:
         """Return all functions of the server, with signatures and descriptions."""
         return self.functions_op(timeout, lane).then(_types.functions).wait()
 
@@ -713,9 +695,7 @@ class Session(_native.Session):
         made: Module = operation.wait()
         return made
 
-    def import_module(
-        self, path: str, *, timeout: float | None = None, lane: int | None = None
-    ) -> str:
+    def import_module(self, path: str, *, timeout: float | None = None, lane: int | None = None) -> str:
         """Make the server keep a file of its own as a module.
 
         Parameters
@@ -740,9 +720,7 @@ class Session(_native.Session):
         """
         return self.callback_op(function, timeout).wait()
 
-    def attribute(
-        self, device: Any, name: str, *, timeout: float | None = None, lane: int | None = None
-    ) -> Any:
+    def attribute(self, device: Any, name: str, *, timeout: float | None = None, lane: int | None = None) -> Any:
         """Return an attribute of a device; None if the device does not have it.
 
         Parameters
@@ -761,9 +739,7 @@ class Session(_native.Session):
         """
         return self.attribute_op(device, name, timeout, lane).wait()
 
-    def create_stream(
-        self, device: Any, *, timeout: float | None = None, lane: int | None = None
-    ) -> Object:
+    def create_stream(self, device: Any, *, timeout: float | None = None, lane: int | None = None) -> Object:
         """Create a stream of a device. `Object.free` frees it; work that was issued completes."""
         made: Object = self.create_stream_op(device, timeout, lane).wait()
         return made
@@ -844,11 +820,7 @@ class Session(_native.Session):
             Seconds per call, with mean, median and so on.
         """
         counts = (number, repeat, warmup, cache_flush_bytes)
-        return (
-            self.time_op(function, args, counts, min_repeat_ms, lease, timeout, lane)
-            .then(_types.timing)
-            .wait()
-        )
+        return self.time_op(function, args, counts, min_repeat_ms, lease, timeout, lane).then(_types.timing).wait()
 
     def run(
         self,
@@ -909,11 +881,7 @@ class Session(_native.Session):
             "on_stdout": on_stdout,
             "on_stderr": on_stderr,
         }
-        return (
-            _native.run_op(self, program, list(args), options, timeout, lane)
-            .then(_types.run_result)
-            .wait()
-        )
+        return _native.run_op(self, program, list(args), options, timeout, lane).then(_types.run_result).wait()
 
     def start(
         self,
@@ -980,9 +948,7 @@ class Session(_native.Session):
         timeout: float | None = None,
     ) -> LeaseRequest:
         """Ask for a lease without waiting for it; see `lease`."""
-        made: LeaseRequest = _native.request_lease_op(
-            self, device, max_duration, priority, timeout
-        ).wait()
+        made: LeaseRequest = _native.request_lease_op(self, device, max_duration, priority, timeout).wait()
         return made
 
     def listen(self, address: str, *, timeout: float | None = None) -> Listener:

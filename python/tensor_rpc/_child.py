@@ -54,10 +54,7 @@ _HELPERS = (
 """First arguments of children that serve no functions."""
 
 # The path of modules comes first, so that nothing is imported from the current folder.
-_BOOTSTRAP = (
-    "import sys; sys.path[:] = sys.argv[1].split('\\x1f'); "
-    "from tensor_rpc._child import main; main()"
-)
+_BOOTSTRAP = "import sys; sys.path[:] = sys.argv[1].split('\\x1f'); from tensor_rpc._child import main; main()"
 
 _importing = False
 _command: list[str] | None = None
@@ -202,9 +199,7 @@ def words_of(specification: Specification) -> list[str]:
     import subprocess
 
     # What multiprocessing uses, too: such as -O, -X utf8 and -W error.
-    flags_of_this: Callable[[], list[str]] = getattr(
-        subprocess, "_args_from_interpreter_flags", list
-    )
+    flags_of_this: Callable[[], list[str]] = getattr(subprocess, "_args_from_interpreter_flags", list)
     return [sys.executable, *flags_of_this(), "-c", _BOOTSTRAP, *words]
 
 

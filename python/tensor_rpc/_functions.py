@@ -101,8 +101,7 @@ def mark_of(wrapped: Callable[..., Any]) -> Mark:
     name = getattr(wrapped, "__name__", None)
     if not isinstance(name, str):
         raise TypeError(
-            f"{wrapped!r} has no name: declare it with tensor_rpc.function(name=…), or add it to a "
-            "Registry by name"
+            f"{wrapped!r} has no name: declare it with tensor_rpc.function(name=…), or add it to a Registry by name"
         )
     return Mark(name, _first_line(wrapped))
 
@@ -179,13 +178,10 @@ class Registry(_native.Registry):
 
     def add_module(self, module: types.ModuleType) -> Registry:
         """Add all functions of a module that are declared by `function`."""
-        found = [
-            each for each in vars(module).values() if isinstance(getattr(each, _MARK, None), Mark)
-        ]
+        found = [each for each in vars(module).values() if isinstance(getattr(each, _MARK, None), Mark)]
         if not found:
             raise ValueError(
-                f"the module {module.__name__} has no functions for sessions: declare them with "
-                "@tensor_rpc.function"
+                f"the module {module.__name__} has no functions for sessions: declare them with @tensor_rpc.function"
             )
         for each in found:
             self.add(each)
@@ -342,8 +338,7 @@ def _mapping(key: _Type, item: _Type, name: str) -> _Converter:
         if key.convert is _any and item.convert is _any:
             return value
         return {
-            _within("a key", key.convert, at): _within(f"at {at!r}", item.convert, each)
-            for at, each in value.items()
+            _within("a key", key.convert, at): _within(f"at {at!r}", item.convert, each) for at, each in value.items()
         }
 
     return convert
@@ -387,9 +382,7 @@ def _dataclass(kind: Any, name: str, out: bool, seen: tuple[type, ...]) -> _Conv
     needed = {
         each.name
         for each in dataclasses.fields(kind)
-        if each.init
-        and each.default is dataclasses.MISSING
-        and each.default_factory is dataclasses.MISSING
+        if each.init and each.default is dataclasses.MISSING and each.default_factory is dataclasses.MISSING
     }
 
     def convert(value: Any) -> Any:
@@ -403,18 +396,14 @@ def _dataclass(kind: Any, name: str, out: bool, seen: tuple[type, ...]) -> _Conv
         missing = needed - set(value)
         if missing:
             raise _Mismatch(f"the field {min(missing)!r} of {name} is missing")
-        return kind(
-            **{at: _within(f"field {at!r}", fields[at].convert, each) for at, each in value.items()}
-        )
+        return kind(**{at: _within(f"field {at!r}", fields[at].convert, each) for at, each in value.items()})
 
     return convert
 
 
 def _is_class(annotation: Any, module: str, name: str) -> bool:
     return (
-        isinstance(annotation, type)
-        and annotation.__name__ == name
-        and annotation.__module__.split(".")[0] == module
+        isinstance(annotation, type) and annotation.__name__ == name and annotation.__module__.split(".")[0] == module
     )
 
 
@@ -602,9 +591,7 @@ class Plan:
                 )
             if annotation is Context:
                 if any(missing for _, _, missing in self._params):
-                    raise TypeError(
-                        f"parameter {at} of {name} is a Context after one with a default"
-                    )
+                    raise TypeError(f"parameter {at} of {name} is a Context after one with a default")
                 self._params.append((parameter.name, None, False))
                 continue
             kind = compile_type(annotation)
@@ -639,9 +626,7 @@ class Plan:
             if at == len(arguments):
                 if optional:
                     break
-                raise InvalidArgumentError(
-                    f"argument {at} ({name}) of `{self.name}` is missing: expected {kind.name}"
-                )
+                raise InvalidArgumentError(f"argument {at} ({name}) of `{self.name}` is missing: expected {kind.name}")
             try:
                 converted.append(kind.convert(arguments[at]))
             except _Mismatch as mismatch:
@@ -650,9 +635,7 @@ class Plan:
             at += 1
         if at < len(arguments):
             if self._rest is None:
-                raise InvalidArgumentError(
-                    f"{len(arguments)} arguments were given, and `{self.name}` takes {at}"
-                )
+                raise InvalidArgumentError(f"{len(arguments)} arguments were given, and `{self.name}` takes {at}")
             for index, each in enumerate(arguments[at:], at):
                 try:
                     converted.append(self._rest.convert(each))
@@ -736,9 +719,7 @@ async def call_in_thread(call: Callable[..., Any], function: Any, arguments: Seq
     """Call a function of the session from a coroutine, on another thread."""
     import asyncio
 
-    return await asyncio.get_running_loop().run_in_executor(
-        None, functools.partial(call, function, *arguments)
-    )
+    return await asyncio.get_running_loop().run_in_executor(None, functools.partial(call, function, *arguments))
 
 
 __all__ = ["Context", "Registry", "function", "local", "registry_of"]

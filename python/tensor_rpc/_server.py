@@ -202,11 +202,7 @@ class Server:
 
     def __repr__(self) -> str:
         """Return the addresses."""
-        return (
-            f"<server on {', '.join(self.addresses)}>"
-            if self.is_running
-            else "<server, not running>"
-        )
+        return f"<server on {', '.join(self.addresses)}>" if self.is_running else "<server, not running>"
 
 
 class _SecondSignal(BaseException):
@@ -234,9 +230,7 @@ def _value(name: str, value: Any) -> str:
         return f'"{round(value.total_seconds() * 1000)}ms"'
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(_value(name, each) for each in value)}]"
-    raise TypeError(
-        f"the setting {name} is text, a number, a truth value or a list, and not {value!r}"
-    )
+    raise TypeError(f"the setting {name} is text, a number, a truth value or a list, and not {value!r}")
 
 
 def _text(text: str) -> str:

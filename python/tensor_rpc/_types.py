@@ -166,9 +166,7 @@ class Timing:
         """Return the numbers in milliseconds."""
         numbers = (self.mean, self.median, self.min, self.max, self.std)
         names = ("mean", "median", "min", "max", "std")
-        return ", ".join(
-            f"{name} {number * 1e3:.4g} ms" for name, number in zip(names, numbers, strict=True)
-        )
+        return ", ".join(f"{name} {number * 1e3:.4g} ms" for name, number in zip(names, numbers, strict=True))
 
 
 def functions(rows: Sequence[Sequence[str]]) -> list[FunctionInfo]:

@@ -45,9 +45,7 @@ class Function(_native.Function):
     their own.
     """
 
-    def __call__(
-        self, *args: Any, timeout: float | None = None, lane: int | None = None
-    ) -> Pending[Any]:
+    def __call__(self, *args: Any, timeout: float | None = None, lane: int | None = None) -> Pending[Any]:
         """Call the function.
 
         Parameters
@@ -260,9 +258,7 @@ class Module(_native.Module):
         """Return the function `name`; the same as `get_function`."""
         return self.get_function(name)
 
-    def get_function(
-        self, name: str, *, timeout: float | None = None, lane: int | None = None
-    ) -> Pending[Function]:
+    def get_function(self, name: str, *, timeout: float | None = None, lane: int | None = None) -> Pending[Function]:
         """Return the function `name`.
 
         Raises
@@ -272,9 +268,7 @@ class Module(_native.Module):
         """
         return _begin(self.get_function_op(name, timeout, lane))
 
-    def functions(
-        self, *, timeout: float | None = None, lane: int | None = None
-    ) -> Pending[list[FunctionInfo]]:
+    def functions(self, *, timeout: float | None = None, lane: int | None = None) -> Pending[list[FunctionInfo]]:
         """Return the functions of the module, with their signatures."""
         return _begin(self.functions_op(timeout, lane).then(_types.functions))
 
@@ -322,9 +316,7 @@ class RemoteFile(_native.RemoteFile):
         """
         return _begin(self.read_op(start, to, progress, timeout, lane))
 
-    def prefix_digest(
-        self, size: int, *, timeout: float | None = None, lane: int | None = None
-    ) -> Pending[str]:
+    def prefix_digest(self, size: int, *, timeout: float | None = None, lane: int | None = None) -> Pending[str]:
         """Return the SHA-256 of the first `size` bytes, which the server computes."""
         return _begin(self.prefix_digest_op(size, timeout, lane))
 
@@ -436,9 +428,7 @@ class Files(_native.Files):
         """
         return _begin(self.get_op(path, to, progress, timeout, lane))
 
-    def open(
-        self, path: str, *, timeout: float | None = None, lane: int | None = None
-    ) -> Pending[RemoteFile]:
+    def open(self, path: str, *, timeout: float | None = None, lane: int | None = None) -> Pending[RemoteFile]:
         """Open a file for reading: to know its length first, or to read a part."""
         return _begin(self.open_op(path, timeout, lane))
 
@@ -448,9 +438,7 @@ class Files(_native.Files):
         """List the files in a folder and in all folders below it, sorted by name."""
         return _begin(self.ls_op(folder, timeout, lane).then(_types.files))
 
-    def rm(
-        self, path: str, *, timeout: float | None = None, lane: int | None = None
-    ) -> Pending[None]:
+    def rm(self, path: str, *, timeout: float | None = None, lane: int | None = None) -> Pending[None]:
         """Remove a file, or a folder with its content."""
         return _begin(self.rm_op(path, timeout, lane))
 
@@ -465,21 +453,15 @@ class Files(_native.Files):
         """Set or clear the permission to execute a file."""
         return _begin(self.set_executable_op(path, executable, timeout, lane))
 
-    def folders(
-        self, *, timeout: float | None = None, lane: int | None = None
-    ) -> Pending[list[str]]:
+    def folders(self, *, timeout: float | None = None, lane: int | None = None) -> Pending[list[str]]:
         """List all folders, sorted by name."""
         return _begin(self.folders_op(timeout, lane))
 
-    def create_folder(
-        self, path: str, *, timeout: float | None = None, lane: int | None = None
-    ) -> Pending[None]:
+    def create_folder(self, path: str, *, timeout: float | None = None, lane: int | None = None) -> Pending[None]:
         """Create a folder, with those that it is in, unless it is there."""
         return _begin(self.create_folder_op(path, timeout, lane))
 
-    def digest(
-        self, path: str, *, timeout: float | None = None, lane: int | None = None
-    ) -> Pending[str]:
+    def digest(self, path: str, *, timeout: float | None = None, lane: int | None = None) -> Pending[str]:
         """Return the SHA-256 of a file, which the server computes."""
         return _begin(self.digest_op(path, timeout, lane))
 
@@ -593,9 +575,7 @@ class Session(_native.Session):
         """Return the function `name`; the same as `get_function`."""
         return self.get_function(name)
 
-    def get_function(
-        self, name: str, *, timeout: float | None = None, lane: int | None = None
-    ) -> Pending[Function]:
+    def get_function(self, name: str, *, timeout: float | None = None, lane: int | None = None) -> Pending[Function]:
         """Return the function that is registered as `name`.
 
         Raises
@@ -605,18 +585,14 @@ class Session(_native.Session):
         """
         return _begin(self.get_function_op(name, timeout, lane))
 
-    def call(
-        self, name: str, *args: Any, timeout: float | None = None, lane: int | None = None
-    ) -> Pending[Any]:
+    def call(self, name: str, *args: Any, timeout: float | None = None, lane: int | None = None) -> Pending[Any]:
         """Call the function `name`, which is looked up the first time only.
 
         See `Function.__call__`.
         """
         return _begin(super().call_op(name, args, timeout, lane, True))
 
-    def functions(
-        self, *, timeout: float | None = None, lane: int | None = None
-    ) -> Pending[list[FunctionInfo]]:
+    def functions(self, *, timeout: float | None = None, lane: int | None = None) -> Pending[list[FunctionInfo]]:
         """Return all functions of the server, with signatures and descriptions."""
         return _begin(self.functions_op(timeout, lane).then(_types.functions))
 
@@ -726,9 +702,7 @@ class Session(_native.Session):
             operation = self.upload_module_op(name, loader, progress, timeout, lane)
         return _begin(operation)
 
-    def import_module(
-        self, path: str, *, timeout: float | None = None, lane: int | None = None
-    ) -> Pending[str]:
+    def import_module(self, path: str, *, timeout: float | None = None, lane: int | None = None) -> Pending[str]:
         """Make the server keep a file of its own as a module.
 
         Parameters
@@ -745,9 +719,7 @@ class Session(_native.Session):
         """
         return _begin(self.import_module_op(path, timeout, lane))
 
-    def callback(
-        self, function: Callable[..., Any], *, timeout: float | None = None
-    ) -> Pending[Callback]:
+    def callback(self, function: Callable[..., Any], *, timeout: float | None = None) -> Pending[Callback]:
         """Make a function of this process a function of the session, until it is dropped.
 
         A coroutine function runs on this event loop, and any other on a thread of its own, while
@@ -777,9 +749,7 @@ class Session(_native.Session):
         """
         return _begin(self.attribute_op(device, name, timeout, lane))
 
-    def create_stream(
-        self, device: Any, *, timeout: float | None = None, lane: int | None = None
-    ) -> Pending[Object]:
+    def create_stream(self, device: Any, *, timeout: float | None = None, lane: int | None = None) -> Pending[Object]:
         """Create a stream of a device. `Object.free` frees it; work that was issued completes."""
         return _begin(self.create_stream_op(device, timeout, lane))
 
@@ -859,11 +829,7 @@ class Session(_native.Session):
             Seconds per call, with mean, median and so on.
         """
         counts = (number, repeat, warmup, cache_flush_bytes)
-        return _begin(
-            self.time_op(function, args, counts, min_repeat_ms, lease, timeout, lane).then(
-                _types.timing
-            )
-        )
+        return _begin(self.time_op(function, args, counts, min_repeat_ms, lease, timeout, lane).then(_types.timing))
 
     def run(
         self,
@@ -924,11 +890,7 @@ class Session(_native.Session):
             "on_stdout": on_stdout,
             "on_stderr": on_stderr,
         }
-        return _begin(
-            _native.run_op(self, program, list(args), options, timeout, lane).then(
-                _types.run_result
-            )
-        )
+        return _begin(_native.run_op(self, program, list(args), options, timeout, lane).then(_types.run_result))
 
     def start(
         self,

@@ -111,11 +111,11 @@ class DRef(_native.DiscoRef):
         object
             A value, or an array of numpy (without numpy: a `DenseArray`).
         """
-        return _array(self.session._native.get_register_op(self, worker_id).wait())
+        return _array(self.session._native_session.get_register_op(self, worker_id).wait())
 
     def debug_copy_from(self, worker_id: int, value: Any) -> None:
         """Set the value of one worker: an array of up to 64 KiB, or a plain value."""
-        self.session._native.set_register(self, worker_id, value)
+        self.session._native_session.set_register(self, worker_id, value)
 
     def __repr__(self) -> str:
         """Return the number of the value."""
@@ -142,7 +142,7 @@ class DModule(DRef):
     def __getitem__(self, name: str) -> DPackedFunc:
         """Return the function `name` of the module on each worker."""
         session = self.session
-        return DPackedFunc(session._native.module_function(self, name), session)
+        return DPackedFunc(session._native_session.module_function(self, name), session)
 
 
 def _array(value: Any) -> Any:
@@ -160,22 +160,22 @@ class Session:
     As a context manager it shuts the workers down. Any number of threads may issue commands.
     """
 
-    _native: _native.DiscoSession
+    _native_session: _native.DiscoSession
 
     def __init__(self, native: _native.DiscoSession) -> None:
         """Wrap a native session; use the constructors of this module instead."""
-        self._native = native
+        self._native_session = native
         self._import: DPackedFunc | None = None
 
     @property
     def num_workers(self) -> int:
         """Number of workers."""
-        return self._native.num_workers
+        return self._native_session.num_workers
 
     @property
     def num_groups(self) -> int:
         """Number of groups of equal size that the workers are in."""
-        return self._native.num_groups
+        return self._native_session.num_groups
 
     def _ref(self, native: _native.DiscoRef, to: DRef | None = None) -> DRef:
         return DRef(native, self) if to is None else to
@@ -203,16 +203,16 @@ class Session:
             the others have `None`.
         """
         device = None if device is None else str(device)
-        native = self._native.empty(list(shape), dtype, device, worker0_only, in_group)
+        native = self._native_session.empty(list(shape), dtype, device, worker0_only, in_group)
         return DRef(native, self)
 
     def get_global_func(self, name: str) -> DPackedFunc:
         """Look up the function that is registered as `name` on every worker."""
-        return DPackedFunc(self._native.function(name), self)
+        return DPackedFunc(self._native_session.function(name), self)
 
     def call_packed(self, func: DRef, *args: Any) -> DRef:
         """Call a function on all workers; see `DPackedFunc.__call__`."""
-        return DRef(self._native.call(func, args), self)
+        return DRef(self._native_session.call(func, args), self)
 
     def import_python_module(self, module_name: str) -> None:
         """Import a module of Python on each worker, and register its functions there.
@@ -226,7 +226,7 @@ class Session:
 
     def load_vm_module(self, path: str | os.PathLike[str], device: Any = None) -> DModule:
         """Load a module on each worker: on `device`, or on each one's default device."""
-        return DModule(self._native.module(os.fspath(path), device), self)
+        return DModule(self._native_session.module(os.fspath(path), device), self)
 
     def init_ccl(self, ccl: str = "host", *device_ids: int) -> None:
         """Make the collectives, and wait until all workers have met.
@@ -238,11 +238,11 @@ class Session:
         *device_ids : int
             Device of each worker; with none, each has its own number.
         """
-        self._native.init_ccl_op(ccl, list(device_ids)).wait()
+        self._native_session.init_ccl_op(ccl, list(device_ids)).wait()
 
     def reinit_ccl(self) -> None:
         """Make the collectives anew, whether they have broken or not."""
-        self._native.reinit_ccl_op().wait()
+        self._native_session.reinit_ccl_op().wait()
 
     def broadcast(self, src: Any, dst: DRef | None = None, in_group: bool = True) -> DRef:
         """Give every worker a copy of an array of the controller.
@@ -254,27 +254,27 @@ class Session:
         DRef
             `dst`, or a new tensor on every worker.
         """
-        return self._ref(self._native.send("broadcast", src, dst, in_group), dst)
+        return self._ref(self._native_session.send("broadcast", src, dst, in_group), dst)
 
     def broadcast_from_worker0(self, src: DRef, dst: DRef, in_group: bool = True) -> DRef:
         """Copy the tensor of worker 0 (or of the first worker of each group) to the others."""
-        return self._ref(self._native.collective("broadcast", src, dst, "sum", in_group), dst)
+        return self._ref(self._native_session.collective("broadcast", src, dst, "sum", in_group), dst)
 
     def scatter(self, src: Any, dst: DRef | None = None, in_group: bool = True) -> DRef:
         """Give each worker its part of an array of the controller.
 
         The first dimension of `src` is the number of workers (of a group, with `in_group`).
         """
-        return self._ref(self._native.send("scatter", src, dst, in_group), dst)
+        return self._ref(self._native_session.send("scatter", src, dst, in_group), dst)
 
     def scatter_from_worker0(self, from_array: DRef, to_array: DRef, in_group: bool = True) -> DRef:
         """Give each worker its part of the tensor of worker 0."""
-        native = self._native.collective("scatter", from_array, to_array, "sum", in_group)
+        native = self._native_session.collective("scatter", from_array, to_array, "sum", in_group)
         return self._ref(native, to_array)
 
     def gather_to_worker0(self, from_array: DRef, to_array: DRef, in_group: bool = True) -> DRef:
         """Collect the tensors of all workers in that of worker 0, one behind the other."""
-        native = self._native.collective("gather", from_array, to_array, "sum", in_group)
+        native = self._native_session.collective("gather", from_array, to_array, "sum", in_group)
         return self._ref(native, to_array)
 
     def allreduce(self, src: DRef, dst: DRef | None = None, op: str = "sum", in_group: bool = True) -> DRef:
@@ -289,23 +289,23 @@ class Session:
         op : str
             ``sum``, ``prod``, ``min``, ``max`` or ``avg``.
         """
-        return self._ref(self._native.collective("allreduce", src, dst, op, in_group), dst)
+        return self._ref(self._native_session.collective("allreduce", src, dst, op, in_group), dst)
 
     def allgather(self, src: DRef, dst: DRef | None = None, in_group: bool = True) -> DRef:
         """Give every worker the tensors of all, one behind the other."""
-        return self._ref(self._native.collective("allgather", src, dst, "sum", in_group), dst)
+        return self._ref(self._native_session.collective("allgather", src, dst, "sum", in_group), dst)
 
     def reduce_scatter(self, src: DRef, dst: DRef | None = None, op: str = "sum", in_group: bool = True) -> DRef:
         """Reduce the tensors of all workers, and give each worker its part of the result."""
-        return self._ref(self._native.collective("reduce_scatter", src, dst, op, in_group), dst)
+        return self._ref(self._native_session.collective("reduce_scatter", src, dst, op, in_group), dst)
 
     def all_to_all(self, src: DRef, dst: DRef | None = None, in_group: bool = True) -> DRef:
         """Give the part number j of the tensor of worker i to worker j, as its part i."""
-        return self._ref(self._native.collective("all_to_all", src, dst, "sum", in_group), dst)
+        return self._ref(self._native_session.collective("all_to_all", src, dst, "sum", in_group), dst)
 
     def barrier(self, in_group: bool = True) -> None:
         """Let no worker go on before all have come here."""
-        self._native.barrier(in_group)
+        self._native_session.barrier(in_group)
 
     def copy_from_worker_0(self, host_array: Any, remote_array: DRef | None = None) -> Any:
         """Copy the tensor of worker 0 here.
@@ -314,7 +314,7 @@ class Session:
         with the remote tensor alone, it returns a new array.
         """
         remote = host_array if remote_array is None else remote_array
-        copied = _array(self._native.copy_from_worker_0_op(remote).wait())
+        copied = _array(self._native_session.copy_from_worker_0_op(remote).wait())
         if remote_array is None:
             return copied
         host_array[...] = copied
@@ -325,7 +325,7 @@ class Session:
 
         The other workers have `None` in the latter case.
         """
-        return self._ref(self._native.send("copy", host_array, remote_array, True), remote_array)
+        return self._ref(self._native_session.send("copy", host_array, remote_array, True), remote_array)
 
     def sync_worker_0(self) -> None:
         """Wait until worker 0 has executed everything."""
@@ -339,15 +339,15 @@ class Session:
         WorkersError
             Commands have failed there since the last time.
         """
-        self._native.sync_op(worker_id).wait()
+        self._native_session.sync_op(worker_id).wait()
 
     def sync_all(self) -> None:
         """Wait until all workers have executed everything. TVM has no such."""
-        self._native.sync_op(None).wait()
+        self._native_session.sync_op(None).wait()
 
     def shutdown(self) -> None:
         """Let the workers finish what was issued, and end the session."""
-        self._native.shutdown_op().wait()
+        self._native_session.shutdown_op().wait()
 
     def __enter__(self) -> Session:
         """Return the session."""

@@ -32,9 +32,7 @@ class Program:
         settings = {"workdir": str(folder / "work"), **settings}
         code = f"import tensor_rpc as rpc; rpc.Server(**{settings!r}).serve()"
         command = [sys.executable, "-c", code]
-        self.process = subprocess.Popen(
-            command, env=environment(), stdout=subprocess.PIPE, text=True
-        )
+        self.process = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         self.address = self.process.stdout.readline().split()[-1]
 
@@ -48,9 +46,7 @@ class Program:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Address of a server of built-in functions."""
     local = ["tcp://127.0.0.1:*"]
-    program = Program(
-        tmp_path_factory.mktemp("server"), allow_listen=local, allow_forward=local, isolate="none"
-    )
+    program = Program(tmp_path_factory.mktemp("server"), allow_listen=local, allow_forward=local, isolate="none")
     yield program.address
     program.kill()
 
@@ -69,7 +65,7 @@ def isolated_server(tmp_path_factory: pytest.TempPathFactory, token: Path) -> It
     """Address of a server with a process for each session, which runs programs and modules."""
     folder = tmp_path_factory.mktemp("isolated")
     program = Program(
-        folder, allow_run=["any"], run_client_env=["A"], allow_modules=True, token_file=str(token)
+        folder, isolate="process", allow_run=["any"], run_client_env=["A"], allow_modules=True, token_file=str(token)
     )
     yield program.address
     program.kill()

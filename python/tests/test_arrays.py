@@ -38,9 +38,7 @@ def arrays() -> list[Any]:
         numpy.ones((1, 1, 1), "int16"),
         *(
             numpy.arange(6).astype(dtype)
-            for dtype in (
-                "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64"
-            ).split()
+            for dtype in ("bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64").split()
         ),
         numpy.random.default_rng(0).random((300, 1000)),
     ]

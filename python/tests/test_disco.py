@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ def meet(x: np.ndarray) -> Any:
     return np.from_dlpack(worker.allgather(total + worker.worker_id, in_group=False))
 
 
-FUNCTIONS = [double, worker_number, process_number, fail_on_worker_1, meet]
+FUNCTIONS: list[Callable[..., Any]] = [double, worker_number, process_number, fail_on_worker_1, meet]
 
 
 @pytest.fixture(params=["threads", "processes", "servers"])

@@ -75,19 +75,13 @@ def test_a_function_is_registered_with_its_name_signature_and_description() -> N
 
 
 def test_arguments_are_converted_as_the_annotations_say() -> None:
-    def echo(
-        i: int, f: float, s: str, b: bytes, t: bool, n: None, o: int | None, p: Point, q: Line
-    ) -> list[Any]:
+    def echo(i: int, f: float, s: str, b: bytes, t: bool, n: None, o: int | None, p: Point, q: Line) -> list[Any]:
         assert type(f) is float and type(p) is Point and type(q.ends[1]) is Point
         return [i, f, s, b, t, n, o, p.x, p.y, q.ends[1].x, q.name]
 
-    returned = call(
-        echo, 1, 2, "ä", b"\0", True, None, None, {"x": 3}, {"ends": [{"x": 4}, {"x": 5, "y": 1}]}
-    )
+    returned = call(echo, 1, 2, "ä", b"\0", True, None, None, {"x": 3}, {"ends": [{"x": 4}, {"x": 5, "y": 1}]})
     # A dataclass of the client is one of the function.
-    assert call(echo, 1, 2, "", b"", True, None, 4, Point(3, 2), Line([Point(4), Point(6)]))[
-        7:
-    ] == [
+    assert call(echo, 1, 2, "", b"", True, None, 4, Point(3, 2), Line([Point(4), Point(6)]))[7:] == [
         3,
         2.0,
         6,
@@ -115,12 +109,8 @@ def test_an_argument_of_a_wrong_type_is_an_error_that_names_it() -> None:
     assert call(f, *good) is None
     assert refusal(f, "1", *good[1:]) == "argument 0 (a) of `f`: expected int, got str"
     assert refusal(f, True, *good[1:]) == "argument 0 (a) of `f`: expected int, got bool"
-    assert (
-        refusal(f, 1, ["a", 2], good[2]) == "argument 1 (b) of `f`: item 1: expected str, got int"
-    )
-    assert (
-        refusal(f, 1, [], {"x": "1"}) == "argument 2 (c) of `f`: field 'x': expected int, got str"
-    )
+    assert refusal(f, 1, ["a", 2], good[2]) == "argument 1 (b) of `f`: item 1: expected str, got int"
+    assert refusal(f, 1, [], {"x": "1"}) == "argument 2 (c) of `f`: field 'x': expected int, got str"
     assert refusal(f, 1, [], {}) == "argument 2 (c) of `f`: the field 'x' of Point is missing"
     unknown = refusal(f, 1, [], {"x": 1, "z": 2})
     assert unknown == "argument 2 (c) of `f`: Point has no field 'z'; there are: x, y"
@@ -142,10 +132,7 @@ def test_a_result_that_is_not_what_the_annotation_says_is_an_error_of_the_functi
     with pytest.raises(rpc.RemoteError) as caught:
         call(wrong)
     assert caught.value.remote_class == "TypeError"
-    assert (
-        caught.value.message
-        == "what `f` returned is not what its annotation says: expected int, got str"
-    )
+    assert caught.value.message == "what `f` returned is not what its annotation says: expected int, got str"
 
     def made() -> float:
         number: float = np.float64(2.5)
@@ -189,9 +176,7 @@ def test_tensors_are_memory_of_the_session_without_a_copy() -> None:
 def test_arrays_that_a_function_returns_are_tensors() -> None:
     def made(kind: str) -> Any:
         base = np.arange(6, dtype=np.float32).reshape(2, 3)
-        return {"dense": base, "turned": base.T, "nested": {"a": [base[0]]}, "number": np.int32(4)}[
-            kind
-        ]
+        return {"dense": base, "turned": base.T, "nested": {"a": [base[0]]}, "number": np.int32(4)}[kind]
 
     def allocated(context: rpc.Context, n: int) -> Any:
         array = context.allocate((n,), "int16")
@@ -261,9 +246,7 @@ def test_an_object_comes_back_as_the_same_object_and_is_freed_with_its_last_refe
         assert isinstance(counter, rpc.Object)
         assert session.call("increment", counter) == 1
         assert session.call("increment", counter, 5) == 6
-        with pytest.raises(
-            rpc.InvalidArgumentError, match="expected an object of Counter, got int"
-        ):
+        with pytest.raises(rpc.InvalidArgumentError, match="expected an object of Counter, got int"):
             session.call("increment", 3)
         counter.free()
         assert freed.wait(20)
@@ -297,9 +280,7 @@ def test_functions_are_passed_in_both_directions() -> None:
 
         with pytest.raises(rpc.RemoteError) as caught:
             session.call("apply", refuse)
-        assert caught.value.remote_class == "LookupError" and "refuse" in str(
-            caught.value.remote_traceback
-        )
+        assert caught.value.remote_class == "LookupError" and "refuse" in str(caught.value.remote_traceback)
 
 
 def test_a_callback_may_use_the_tensors_of_the_call_that_calls_it() -> None:
@@ -363,9 +344,7 @@ def test_a_coroutine_serves_many_calls_on_one_thread() -> None:
     with rpc.local(wait) as session:
         returned: list[int] = []
         callers = [
-            threading.Thread(
-                target=lambda n=n: returned.append(session.call("wait", n, lane=n + 1))
-            )
+            threading.Thread(target=lambda n=n: returned.append(session.call("wait", n, lane=n + 1)))
             for n in range(100)
         ]
         for caller in callers:
@@ -400,9 +379,7 @@ def test_a_coroutine_converts_fails_is_cancelled_and_calls_back() -> None:
 
     with rpc.local(scaled, fail, forever, back) as session:
         assert session.call("scaled", np.array([1.0, 2.0]), 3).tolist() == [3.0, 6.0]
-        with pytest.raises(
-            rpc.InvalidArgumentError, match=r"argument 1 \(by\) of `scaled`: expected float"
-        ):
+        with pytest.raises(rpc.InvalidArgumentError, match=r"argument 1 \(by\) of `scaled`: expected float"):
             session.call("scaled", np.array([1.0]), "x")
         with pytest.raises(rpc.RemoteError) as caught:
             session.call("fail")

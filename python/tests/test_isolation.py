@@ -232,9 +232,7 @@ def test_a_script_that_starts_a_server_when_it_is_imported_is_told_so(
     script.write_text(SCRIPT + "\nwork()\n")
     done = run(str(script))
     assert done.returncode == 1 and done.stdout == ""
-    assert (
-        "RuntimeError: a process could not import the functions that it is to serve" in done.stderr
-    )
+    assert "RuntimeError: a process could not import the functions that it is to serve" in done.stderr
     assert 'if __name__ == "__main__":' in done.stderr
 
 
