@@ -68,3 +68,15 @@ def serve(program: Path, path: Path) -> subprocess.Popen[str]:
             if probe.connect_ex(str(path)) == 0:
                 return server
         time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("example", "printed"), [("board.py time --size 32", "gemm 32: "), ("serve_model.py ask", "classes: ")]
+)
+def test_the_examples_run(example: str, printed: str) -> None:
+    """They check their own results."""
+    name, *arguments = example.split()
+    program = [sys.executable, str(ROOT / "python" / "examples" / name), *arguments]
+    done = subprocess.run(program, timeout=LIMIT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(printed), done.stdout
