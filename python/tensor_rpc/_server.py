@@ -33,7 +33,8 @@ class Server:
         has an interpreter of its own, so that a crash, ``os._exit``, an endless loop, or too much
         memory (``isolate_memory``) is one client's error; the functions must be importable from
         modules or from a script whose work stands under ``if __name__ == "__main__":``. By default
-        all sessions share this process. With ``log_level="info"`` events of the server go to
+        all sessions share this process, unless clients may bring code (``allow_run``,
+        ``allow_modules``, ``library``). With ``log_level="info"`` events of the server go to
         standard error.
 
     Raises
@@ -65,7 +66,9 @@ class Server:
         addresses = [listen] if isinstance(listen, str) else list(listen)
         if "python" in settings:
             raise TypeError("the setting python is for rpc-server: give the modules themselves")
-        settings = {"listen": addresses, "isolate": "none", **settings}
+        # Foreign code of clients runs in processes of its own, as with rpc-server.
+        isolate = "auto" if any(settings.get(name) for name in _FOREIGN_CODE) else "none"
+        settings = {"listen": addresses, "isolate": isolate, **settings}
         self._has_processes = settings["isolate"] != "none"
         self._native = _native.Server(self._registry, as_toml(settings))
         self._ended = threading.Event()
@@ -203,6 +206,10 @@ class Server:
     def __repr__(self) -> str:
         """Return the addresses."""
         return f"<server on {', '.join(self.addresses)}>" if self.is_running else "<server, not running>"
+
+
+_FOREIGN_CODE = ("allow_modules", "allow_run", "library", "runtime_library")
+"""Settings with which sessions have processes of their own by default."""
 
 
 class _SecondSignal(BaseException):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import os
 import pathlib
+import select
 import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import served_functions
@@ -97,12 +99,21 @@ def test_an_endless_loop_ends_with_its_session(server: rpc.Server) -> None:
     del session
     with connect(server.address) as other:
         assert other.call("add", 1, 1, timeout=LIMIT) == 2
-    ended = os.pidfd_open(process) if os.path.exists(f"/proc/{process}") else None
-    if ended is not None:
-        import select
-
+    try:
+        ended = os.pidfd_open(process)
+    except ProcessLookupError:
+        return  # It has ended already.
+    try:
         assert select.select([ended], [], [], LIMIT)[0] == [ended]
+    finally:
         os.close(ended)
+
+
+def test_clients_that_may_bring_code_have_processes_by_default(tmp_path: pathlib.Path) -> None:
+    settings: dict[str, Any] = {"workdir": tmp_path, "handshake_timeout": f"{LIMIT}s"}
+    with rpc.Server(served_functions, allow_run="/bin/echo", **settings) as server:
+        with connect(server.address) as session:
+            assert session.call("process", timeout=LIMIT) != os.getpid()
 
 
 def outside() -> int:
