@@ -26,7 +26,7 @@ pub(super) fn is_own() -> bool {
 ///
 /// An error of the system; a part of `/proc` is hidden, and would be seen.
 pub(super) fn mount_proc() -> io::Result<()> {
-    if has_mounts_in_proc(&fs::read_to_string("/proc/self/mountinfo")?) {
+    if hides_parts_of_proc(&fs::read_to_string("/proc/self/mountinfo")?) {
         return Err(io::ErrorKind::Unsupported.into());
     }
     // What is mounted outside appears here, too, and can be unmounted there.
@@ -49,10 +49,15 @@ pub(super) fn kill_all() {
     }
 }
 
-/// Returns true if `mountinfo` has mounts that hide parts of `/proc`, as container engines make.
-fn has_mounts_in_proc(mountinfo: &str) -> bool {
-    let mut points = mountinfo.lines().filter_map(|line| line.split(' ').nth(4));
-    points.any(|point| point.starts_with("/proc/") && !HARMLESS_MOUNTS.contains(&point))
+/// Returns true if parts of `/proc` are hidden, which a new mount would show: by mounts over them,
+/// as container engines make, or by its own options.
+fn hides_parts_of_proc(mountinfo: &str) -> bool {
+    mountinfo.lines().any(|line| {
+        let (point, options) = (line.split(' ').nth(4).unwrap_or_default(), line.split(' ').next_back());
+        let options = options.unwrap_or_default();
+        let is_covered = point.starts_with("/proc/") && !HARMLESS_MOUNTS.contains(&point);
+        is_covered || point == "/proc" && (options.contains("hidepid=") || options.contains("subset="))
+    })
 }
 
 #[cfg(test)]
@@ -64,8 +69,10 @@ mod tests {
         let proc = "22 27 0:21 / /proc rw,relatime - proc proc rw\n\
                     36 22 0:33 / /proc/sys/fs/binfmt_misc rw - autofs systemd-1 rw\n\
                     40 27 0:40 / /process rw - tmpfs tmpfs rw\n";
-        assert!(!has_mounts_in_proc(proc));
-        assert!(has_mounts_in_proc(&format!("{proc}41 22 0:41 /null /proc/kcore rw - tmpfs tmpfs rw\n")));
+        assert!(!hides_parts_of_proc(proc));
+        assert!(hides_parts_of_proc(&format!("{proc}41 22 0:41 /null /proc/kcore rw - tmpfs tmpfs rw\n")));
+        assert!(hides_parts_of_proc("22 27 0:21 / /proc rw,relatime - proc proc rw,hidepid=invisible\n"));
+        assert!(hides_parts_of_proc("22 27 0:21 / /proc rw,relatime - proc proc rw,subset=pid\n"));
     }
 
     #[test]

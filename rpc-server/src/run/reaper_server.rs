@@ -17,10 +17,11 @@ use parking_lot::Mutex;
 use rpc_transports::program::Program;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
-use rustix::process::{Pid, Signal, WaitOptions, kill_process, set_parent_process_death_signal, waitpid};
+use rustix::process::{Pid, Signal, WaitOptions, getpid, kill_process, set_parent_process_death_signal, waitpid};
 
 use super::fork::{Side, fork_into_namespace, fork_sibling};
 use super::messages::{self, ReaperRequest, ReaperStart};
+use super::namespace;
 use super::process_tree::ProcessEntry;
 use super::reaper::{self, REAPER_ARGUMENT};
 use crate::server::exit_code;
@@ -67,6 +68,12 @@ fn serve() -> io::Result<()> {
     rustix::stdio::dup2_stdin(File::open("/dev/null")?)?;
     while let Some(request) = messages::receive_request(&requests)? {
         let control = UnixStream::from(request.control);
+        // The reaper learns its id outside of the namespace from `/proc`, which therefore has to be
+        // that of this process's namespace.
+        if request.in_namespace && namespace::outer_pid() != Some(getpid()) {
+            let _ = messages::send(&control, &ReaperStart::NoNamespace(None));
+            continue;
+        }
         let forked = if request.in_namespace { fork_into_namespace() } else { fork_sibling() };
         let failed = match forked {
             Ok(Side::Original(_)) => continue,
