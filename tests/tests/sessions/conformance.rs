@@ -77,10 +77,16 @@ every_clause! {
 }
 
 every_async_clause! {
+    // What these test is in chains above and below as well, but for one combination each.
+    #[cfg(feature = "long")]
     memory_through_a_hop = Remote::through(1, Link::memory());
+    #[cfg(feature = "long")]
     quic_through_a_hop = Remote::through(1, Link::quic());
+    #[cfg(feature = "long")]
     unix_through_a_hop = Remote::through(1, Link::unix());
+    #[cfg(feature = "long")]
     tcp_with_spinning = Remote::direct(Link::tcp()).spinning();
+    #[cfg(feature = "long")]
     exec_through_a_hop = Remote::through(1, program());
 
     // Two hops. With the chain of four, each transport stands behind each other one, and behind
