@@ -294,9 +294,22 @@ impl DenseArray {
         let (first, element) = (self.address as *const u8, self.dtype.bits_per_element() as usize / 8);
         match &self.strides {
             Some(strides) => {
-                let mut dense = Vec::with_capacity(self.len);
-                // SAFETY: `owner` keeps the memory of all elements.
-                unsafe { gather(first, &self.shape, strides, element, &mut dense) };
+                // The memory is counted already; what a view repeats of it is not.
+                if self.session_view().is_some_and(|view| self.len as u64 > view.tensor.storage().len()) {
+                    return Err(PyValueError::new_err(format!(
+                        "a view of shape {:?} repeats elements: copied, it would have {} bytes, more than its memory",
+                        self.shape, self.len
+                    )));
+                }
+                let address = self.address;
+                let dense = py.detach(|| {
+                    let mut dense = Vec::new();
+                    dense.try_reserve_exact(self.len).ok()?;
+                    // SAFETY: `owner` keeps the memory of all elements.
+                    unsafe { gather(address as *const u8, &self.shape, strides, element, &mut dense) };
+                    Some(dense)
+                });
+                let dense = dense.ok_or_else(|| PyMemoryError::new_err(format!("no memory for {} bytes", self.len)))?;
                 Ok(PyBytes::new(py, &dense))
             }
             None if self.len == 0 => Ok(PyBytes::new(py, b"")),
@@ -362,9 +375,28 @@ impl DenseArray {
         (self.device.kind.0, self.device.index)
     }
 
-    #[pyo3(signature = (**_options))]
-    fn __dlpack__<'py>(slf: &Bound<'py, Self>, _options: Option<&Bound<'py, PyDict>>) -> PyResult<Bound<'py, PyAny>> {
+    #[pyo3(signature = (*, stream = None, max_version = None, dl_device = None, copy = None))]
+    fn __dlpack__<'py>(
+        slf: &Bound<'py, Self>,
+        stream: Option<&Bound<'py, PyAny>>,
+        max_version: Option<&Bound<'py, PyAny>>,
+        dl_device: Option<(i32, i32)>,
+        copy: Option<bool>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        // Host memory has no streams, and every reader takes the first version.
+        let _ = (stream, max_version);
         let (py, this) = (slf.py(), slf.get());
+        if dl_device.is_some_and(|device| device != this.__dlpack_device__()) {
+            return Err(PyBufferError::new_err(format!(
+                "the memory lies on {}, and is not copied elsewhere",
+                this.device
+            )));
+        }
+        if copy == Some(true) {
+            let copied = BytesMut::from(this.tobytes(py)?.as_bytes());
+            let copied = Bound::new(py, Self::new(copied, this.shape.clone(), this.dtype))?;
+            return Self::__dlpack__(&copied, None, None, None, None);
+        }
         let strides = this.strides.clone().unwrap_or_else(|| dense_strides(&this.shape));
         let tensor = DlTensor {
             data: this.address as *mut c_void,

@@ -138,7 +138,9 @@ pub(crate) fn reduction(op: &str) -> PyResult<ReduceOp> {
 fn tensor(array: &Array) -> PyResult<Tensor> {
     let refused = |error: RpcError| PyValueError::new_err(error.message().to_owned());
     let tensor = Tensor::zeros(array.shape.clone(), array.dtype).map_err(refused)?;
-    tensor.write().and_then(|mut view| Ok(view.bytes_mut()?.copy_from_slice(&array.bytes))).map_err(refused)?;
+    let mut view = tensor.write().map_err(refused)?;
+    view.bytes_mut().map_err(refused)?.copy_from_slice(&array.bytes);
+    drop(view);
     Ok(tensor)
 }
 

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::UNIX_EPOCH;
 
 use bytes::Bytes;
-use pyo3::exceptions::{PyOSError, PyTypeError};
+use pyo3::exceptions::{PyBlockingIOError, PyOSError, PyTypeError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyString};
 use rpc_core::client::{self, CHUNK, Digest, FileEntry};
@@ -61,8 +61,10 @@ impl Read for PyFile {
         let wanted = out.len().min(CHUNK);
         let piece = self.call(|file| {
             let piece = file.call_method1("read", (wanted,))?;
-            // A file that does not block has nothing now.
-            let piece = if piece.is_none() { Bytes::new() } else { argument::bytes(&piece)? };
+            if piece.is_none() {
+                return Err(PyBlockingIOError::new_err("the file object does not block, and has nothing to read now"));
+            }
+            let piece = argument::bytes(&piece)?;
             if piece.len() > wanted {
                 return Err(PyOSError::new_err("read() has returned more than was asked for"));
             }

@@ -101,7 +101,7 @@ impl Definition {
             }
         };
         let args = convert().map_err(|error| errors::error_without_traceback(py, &error))?;
-        self.function.get(py).bind(py).call1(args).map_err(|error| errors::error_of(py, &error))
+        self.function.get(py).bind(py).call1(args).map_err(|error| errors::error_of(py, &error).may_have_run(true))
     }
 
     /// Makes a value of what the function has returned.
@@ -112,7 +112,7 @@ impl Definition {
             None => Ok(returned),
         };
         let value = returned.and_then(|returned| values::outgoing(frame, &returned, 0));
-        value.map_err(|error| errors::error_without_traceback(py, &error))
+        value.map_err(|error| errors::error_without_traceback(py, &error).may_have_run(true))
     }
 }
 

@@ -1,5 +1,7 @@
 //! Structured values: objects of Python as MessagePack maps, and back.
 
+use std::cell::Cell;
+
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyByteArray, PyBytes, PyDict, PyFloat, PyInt, PyList, PyString, PyTuple};
@@ -16,10 +18,20 @@ pub(crate) fn pack(object: &Bound<'_, PyAny>) -> PyResult<Packed> {
 
 /// Decodes an object: maps become dictionaries.
 pub(crate) fn unpack(py: Python<'_>, packed: &Packed) -> PyResult<Py<PyAny>> {
+    DECODED.set(0);
     match packed.decode::<Decoded>() {
         Ok(Decoded(object)) => Ok(object),
         Err(error) => Err(crate::errors::exception(py, &error)),
     }
+}
+
+/// Most values in one packed value, as in a message without packed ones: an object of Python takes
+/// some eighty times the byte that a small value is.
+const MAX_VALUES: usize = 1 << 20;
+
+thread_local! {
+    /// Number of values that have been decoded of the present packed value.
+    static DECODED: Cell<usize> = const { Cell::new(0) };
 }
 
 /// An object to encode, and how deep it lies.
@@ -50,8 +62,10 @@ impl Serialize for Source<'_, '_> {
         } else if let Ok(bytes) = object.cast::<PyByteArray>() {
             to.serialize_bytes(&bytes.to_vec())
         } else if let Ok(map) = object.cast::<PyDict>() {
+            // A copy, because another thread may change it meanwhile.
+            let map = map.copy().map_err(inner)?;
             let mut entries = to.serialize_map(Some(map.len()))?;
-            for (key, value) in map {
+            for (key, value) in &map {
                 entries.serialize_entry(&Source(&key, depth + 1), &Source(&value, depth + 1))?;
             }
             entries.end()
@@ -88,6 +102,10 @@ struct Decoded(Py<PyAny>);
 
 impl<'de> Deserialize<'de> for Decoded {
     fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        DECODED.set(DECODED.get() + 1);
+        if DECODED.get() > MAX_VALUES {
+            return Err(serde::de::Error::custom(format!("it has more than {MAX_VALUES} values")));
+        }
         from.deserialize_any(Objects)
     }
 }

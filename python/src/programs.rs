@@ -14,6 +14,9 @@ use crate::files::PyFile;
 use crate::operation::{Born, Operation, Options, UserCalls, seconds};
 use crate::session::Session;
 
+/// What takes a program's output, piece by piece.
+type WriteOutput = Box<dyn FnMut(&[u8]) -> io::Result<()> + Send>;
+
 /// Bytes of output that are collected by default, as in the Rust client.
 const COLLECTED_LIMIT: u64 = 16 << 20;
 
@@ -34,7 +37,7 @@ pub(crate) fn run_op(
     let (mut command, has_limit) = command(session, program, args, options, &calls)?;
     let mut collected = [None, None];
     for (index, name) in ["on_stdout", "on_stderr"].into_iter().enumerate() {
-        let write: Box<dyn FnMut(&[u8]) -> io::Result<()> + Send> = match given(options, name)? {
+        let write: WriteOutput = match given(options, name)? {
             Some(function) => {
                 let (function, calls) = (function.unbind(), calls.clone());
                 Box::new(move |piece| {

@@ -1,7 +1,5 @@
 //! Data types and devices as classes of Python.
 
-use std::hash::{DefaultHasher, Hash, Hasher};
-
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyString;
@@ -10,8 +8,8 @@ use rpc_core::DeviceType;
 /// Type of a tensor's elements, as DLPack has them: ``float32``, ``int8``, ``bfloat16``.
 ///
 /// Made of such a name, of a numpy or torch data type, or of another `DataType`.
-#[pyclass(frozen, eq, hash, module = "tensor_rpc", from_py_object)]
-#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+#[pyclass(frozen, module = "tensor_rpc", from_py_object)]
+#[derive(Clone, Copy)]
 pub(crate) struct DataType(pub(crate) rpc_core::DataType);
 
 #[pymethods]
@@ -25,6 +23,15 @@ impl DataType {
     #[getter]
     fn bits(&self) -> u64 {
         self.0.bits_per_element()
+    }
+
+    /// Equal to what names the same type, such as ``"float32"`` and ``numpy.float32``.
+    fn __eq__(&self, other: &Bound<'_, PyAny>) -> bool {
+        data_type(other).is_ok_and(|other| other == self.0)
+    }
+
+    fn __hash__(&self, py: Python<'_>) -> PyResult<isize> {
+        PyString::new(py, &self.0.to_string()).hash()
     }
 
     fn __str__(&self) -> String {
@@ -69,10 +76,8 @@ impl Device {
         device(other).is_ok_and(|other| other == self.0)
     }
 
-    fn __hash__(&self) -> u64 {
-        let mut hasher = DefaultHasher::new();
-        self.0.hash(&mut hasher);
-        hasher.finish()
+    fn __hash__(&self, py: Python<'_>) -> PyResult<isize> {
+        PyString::new(py, &self.0.to_string()).hash()
     }
 
     fn __str__(&self) -> String {
@@ -124,6 +129,11 @@ pub(crate) fn device(object: &Bound<'_, PyAny>) -> PyResult<rpc_core::Device> {
         let kind =
             kind.parse().map_err(|error: rpc_core::RpcError| PyValueError::new_err(error.message().to_owned()))?;
         return Ok(rpc_core::Device::new(kind, index.extract::<Option<i32>>()?.unwrap_or(0)));
+    }
+    if let (Ok(kind), Ok(index)) = (object.getattr("device_type"), object.getattr("device_id"))
+        && let (Ok(kind), Ok(index)) = (kind.extract::<i32>(), index.extract::<i32>())
+    {
+        return Ok(rpc_core::Device::new(DeviceType(kind), index));
     }
     Err(PyTypeError::new_err(format!("{} is no device: one like 'cpu:0' is wanted", object.get_type().name()?)))
 }

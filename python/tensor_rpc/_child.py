@@ -172,6 +172,9 @@ def set_child_command(words: Sequence[str] | None) -> None:
         `None` is this interpreter again.
     """
     global _command
+    if _importing:
+        # This process is such a child already, and has been told what it is.
+        return
     _command = None if words is None else [os.fspath(word) for word in words]
     if _embedded:
         embed([_program_name()])

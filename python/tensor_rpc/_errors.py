@@ -32,6 +32,9 @@ __all__ = [
 ]
 
 
+_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
+
+
 class RpcError(Exception):
     """An operation of a session failed.
 
@@ -71,7 +74,8 @@ class RpcError(Exception):
         text = self.message or (str(self.args[0]) if self.args else "")
         if self.remote_traceback:
             text += f"\n\nThe traceback there:\n{self.remote_traceback.rstrip()}"
-        return text
+        # A peer may send what a terminal would obey.
+        return text.translate(_CONTROLS)
 
     def __reduce__(self) -> tuple[object, ...]:
         """Return what pickle needs."""

@@ -370,6 +370,12 @@ def _literal(values: tuple[Any, ...], name: str) -> _Converter:
 
 
 def _dataclass(kind: Any, name: str, out: bool, seen: tuple[type, ...]) -> _Converter:
+    if kind in seen and not out:
+        # It contains itself: what is inside is converted as it is met.
+        def convert_inner(value: Any) -> Any:
+            return _compiled(kind).convert(value)
+
+        return convert_inner
     if out or kind in seen:
         # It becomes a dictionary at the client. A class that contains itself is checked there.
         return _instance(kind, name) if out else _any
@@ -399,6 +405,11 @@ def _dataclass(kind: Any, name: str, out: bool, seen: tuple[type, ...]) -> _Conv
         return kind(**{at: _within(f"field {at!r}", fields[at].convert, each) for at, each in value.items()})
 
     return convert
+
+
+@functools.cache
+def _compiled(kind: Any) -> _Type:
+    return compile_type(kind)
 
 
 def _is_class(annotation: Any, module: str, name: str) -> bool:
@@ -684,8 +695,13 @@ def _start_loop() -> None:
                 call.fail(error.with_traceback(inner))
             else:
                 call.finish(returned)
-            finally:
-                tasks.pop(call.id, None)
+
+        def forget(call: _native.CoroutineCall, coroutine: Coroutine[Any, Any, Any], task: asyncio.Task[None]) -> None:
+            tasks.pop(call.id, None)
+            if task.cancelled():
+                # Cancelled before its first step, so that nothing in `run` has been executed.
+                coroutine.close()
+                call.fail(asyncio.CancelledError())
 
         def cancel_unwanted() -> None:
             nonlocal looks
@@ -703,9 +719,14 @@ def _start_loop() -> None:
                     if call.is_cancelled:
                         tasks[call.id][1].cancel()
                     continue
+                if call.is_cancelled:
+                    call.fail(asyncio.CancelledError())
+                    continue
                 coroutine = call.begin()
                 if coroutine is not None:
-                    tasks[call.id] = (call, loop.create_task(run(call, coroutine)))
+                    task = loop.create_task(run(call, coroutine))
+                    tasks[call.id] = (call, task)
+                    task.add_done_callback(functools.partial(forget, call, coroutine))
             if tasks and not looks:
                 looks = True
                 loop.call_later(_CANCEL_INTERVAL, cancel_unwanted)

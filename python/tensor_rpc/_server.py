@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import queue
 import signal
 import sys
 import threading
@@ -72,6 +73,8 @@ class Server:
         self._has_processes = settings["isolate"] != "none"
         self._native = _native.Server(self._registry, as_toml(settings))
         self._ended = threading.Event()
+        # What `serve` waits for: unlike an event, a handler of a signal may use it while it is waited for.
+        self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     @property
     def addresses(self) -> list[str]:
@@ -124,14 +127,18 @@ class Server:
         try:
             self._native.stop()
         finally:
-            self._ended.set()
+            self._end()
 
     def drain(self) -> None:
         """Refuse new sessions, wait for the open ones (``drain_timeout``), and stop."""
         try:
             self._native.drain()
         finally:
-            self._ended.set()
+            self._end()
+
+    def _end(self) -> None:
+        self._ended.set()
+        self._wakes.put(None)
 
     def reload(self) -> None:
         """Read certificates, tokens and the policy again."""
@@ -159,7 +166,7 @@ class Server:
             if draining:
                 raise _SecondSignal
             asked = True
-            self._ended.set()
+            self._wakes.put(None)
 
         def on_hangup(number: int, frame: types.FrameType | None) -> None:
             try:
@@ -175,7 +182,8 @@ class Server:
         try:
             # Whoever reads the addresses may send a signal at once.
             self._start_and_announce(announce)
-            self._ended.wait()
+            while not asked and not self._ended.is_set():
+                self._wakes.get()
             if asked:
                 draining = True
                 self.drain()

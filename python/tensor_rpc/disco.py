@@ -202,7 +202,7 @@ class Session:
             Only on the first worker of each group, or with ``in_group=False`` on worker 0 alone;
             the others have `None`.
         """
-        device = None if device is None else str(device)
+        device = None if device is None else str(device if isinstance(device, str) else _native.Device(device))
         native = self._native_session.empty(list(shape), dtype, device, worker0_only, in_group)
         return DRef(native, self)
 
@@ -549,7 +549,9 @@ def over(
 
 
 def _worker_registry(functions: Sequence[Callable[..., Any]] | Registry) -> Registry:
-    registry = functions if isinstance(functions, Registry) else registry_of(functions)
+    given = functions if isinstance(functions, Registry) else registry_of(functions)
+    # A registry of its own: what workers may import, clients of a server with the same functions may not.
+    registry = registry_of([given, Registry()])
     install(registry)
     return registry
 

@@ -160,7 +160,7 @@ impl CoroutineCall {
 
     /// Completes the call with an exception.
     fn fail(&self, py: Python<'_>, error: Bound<'_, PyAny>) {
-        self.0.complete(Err(errors::error_of(py, &PyErr::from_value(error))));
+        self.0.complete(Err(errors::error_of(py, &PyErr::from_value(error)).may_have_run(true)));
     }
 }
 

@@ -60,7 +60,7 @@ impl Slot {
 
 /// A tensor that Python has as memory.
 pub(crate) struct View {
-    pub(super) tensor: Tensor,
+    pub(crate) tensor: Tensor,
     /// `None` for a tensor that the function has allocated itself, which nothing else knows of.
     _slot: Option<Arc<Slot>>,
 }
@@ -98,7 +98,14 @@ impl Frame {
     pub(super) fn end(&self) {
         self.is_over.store(true, Ordering::Release);
         let args = std::mem::take(&mut self.slots.lock().args);
+        let lent: Vec<_> = args.iter().map(Arc::downgrade).collect();
         drop(args);
+        if lent.iter().any(|slot| slot.strong_count() > 0) {
+            // Perhaps nobody has an array any more, and only a cycle, such as an exception that is
+            // kept in its own frame, holds it until the collector next runs: on an idle server,
+            // for ever.
+            let _ = Python::try_attach(|py| py.import("gc")?.call_method1("collect", (1,)).map(drop));
+        }
     }
 
     /// Returns this call, or, if it is over, one of the same session that has no caller.

@@ -54,6 +54,8 @@ pub(super) fn outgoing(frame: &Arc<Frame>, object: &Bound<'_, PyAny>, depth: usi
         return Ok(Value::List(items.collect::<PyResult<_>>()?));
     }
     if let Ok(map) = object.cast::<PyDict>() {
+        // A copy, because another thread may change it meanwhile.
+        let map = map.copy()?;
         let entries =
             map.iter().map(|(key, value)| Ok((outgoing(frame, &key, depth + 1)?, outgoing(frame, &value, depth + 1)?)));
         return Ok(Value::Map(entries.collect::<PyResult<_>>()?));
@@ -128,7 +130,7 @@ impl DenseArray {
     }
 
     /// Returns the tensor of a session that this is a view of.
-    fn session_view(&self) -> Option<&View> {
+    pub(crate) fn session_view(&self) -> Option<&View> {
         self.owner().downcast_ref()
     }
 }
