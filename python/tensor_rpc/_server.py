@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
-import queue
 import signal
+import socket
 import sys
 import threading
 import types
@@ -73,8 +74,8 @@ class Server:
         self._has_processes = settings["isolate"] != "none"
         self._native = _native.Server(self._registry, as_toml(settings))
         self._ended = threading.Event()
-        # What `serve` waits for: unlike an event, a handler of a signal may use it while it is waited for.
-        self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
+        # What `serve` waits for, and the end that wakes it.
+        self._wakes: tuple[socket.socket, socket.socket] | None = None
 
     @property
     def addresses(self) -> list[str]:
@@ -138,7 +139,11 @@ class Server:
 
     def _end(self) -> None:
         self._ended.set()
-        self._wakes.put(None)
+        wakes = self._wakes
+        if wakes is not None:
+            # `serve` may have closed it meanwhile, or not have read what is in it.
+            with contextlib.suppress(OSError):
+                wakes[1].send(b"\0")
 
     def reload(self) -> None:
         """Read certificates, tokens and the policy again."""
@@ -159,14 +164,14 @@ class Server:
             self._start_and_announce(announce)
             self._ended.wait()
             return
-        asked, draining = False, False
+        asked, twice, draining = False, False, False
 
         def on_signal(number: int, frame: types.FrameType | None) -> None:
-            nonlocal asked
+            nonlocal asked, twice
             if draining:
                 raise _SecondSignal
+            twice = asked
             asked = True
-            self._wakes.put(None)
 
         def on_hangup(number: int, frame: types.FrameType | None) -> None:
             try:
@@ -174,6 +179,11 @@ class Server:
             except Exception as error:
                 print(f"cannot reload, what was in use stays: {error}", file=sys.stderr)
 
+        # The interpreter itself writes to this, as soon as a signal is there: a wait for a lock or a queue would
+        # miss one that comes just before it.
+        self._wakes = socket.socketpair()
+        self._wakes[1].setblocking(False)
+        wakeup = signal.set_wakeup_fd(self._wakes[1].fileno(), warn_on_full_buffer=False)
         before = {
             signal.SIGINT: signal.signal(signal.SIGINT, on_signal),
             signal.SIGTERM: signal.signal(signal.SIGTERM, on_signal),
@@ -183,10 +193,12 @@ class Server:
             # Whoever reads the addresses may send a signal at once.
             self._start_and_announce(announce)
             while not asked and not self._ended.is_set():
-                self._wakes.get()
+                self._wakes[0].recv(64)
             if asked:
                 draining = True
-                self.drain()
+                # The second signal may have come before the first one was seen.
+                if not twice:
+                    self.drain()
         except _SecondSignal:
             pass
         finally:
@@ -195,6 +207,10 @@ class Server:
             self.stop()
             for number, handler in before.items():
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            signal.set_wakeup_fd(wakeup)
+            for end in self._wakes:
+                end.close()
+            self._wakes = None
 
     def _start_and_announce(self, announce: bool) -> None:
         if not self.is_running:
