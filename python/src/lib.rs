@@ -2,7 +2,7 @@
 //! beside it.
 //!
 //! One set of classes serves the blocking and the asyncio form. Every operation of a session is an
-//! [`Operation`](operation::Operation), which a thread waits for, or an event loop drives. The
+//! `Operation`, which a thread waits for, or an event loop drives. The
 //! classes that users see are written in Python (`tensor_rpc/_blocking.py`, `tensor_rpc/aio.py`),
 //! and are subclasses of those here.
 //!
