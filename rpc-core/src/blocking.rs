@@ -22,7 +22,7 @@ use crate::error::{ErrorKind, Result, RpcError};
 /// [`Submission::driven`](crate::Submission::driven).
 pub trait Driver: Send + Sync {
     /// Does the session's input and output on the calling thread until `done` returns true. Asks it
-    /// after every wait, and after every signal that interrupts a wait.
+    /// after every wait, after every signal that interrupts a wait, and some times a second.
     fn drive(&self, done: &dyn Fn() -> bool);
 
     /// Sees to it that another thread does the input and output from now on: a reply is awaited in
@@ -193,7 +193,8 @@ pub fn block_on<F: Future>(future: F) -> Result<F::Output> {
 /// cancels its operation, and the result is `None`.
 ///
 /// `stop` is asked on the calling thread: whenever a signal has interrupted a wait for the session,
-/// and else every [`STOP_INTERVAL`] or so, as long as nothing else happens. It should cost little.
+/// and else every [`STOP_INTERVAL`], or as often as the session's [`Driver`] asks. It should cost
+/// little.
 ///
 /// ```
 /// use rpc_core::blocking::block_on_unless;

@@ -36,6 +36,10 @@ const IN_USE: Duration = Duration::from_millis(50);
 /// Pause of a thread that cannot write, before the next attempt, while another thread reads.
 const WRITE_RETRY: Duration = Duration::from_millis(1);
 
+/// Longest blocking read. After it a thread asks whether it should go on waiting, as after a signal
+/// that came just before the read and so has not interrupted it.
+const READ_LIMIT: Duration = Duration::from_millis(200);
+
 /// Size of the first read after bulk. It is small, so that little of the next bulk passes through
 /// the buffer.
 const READ_BEHIND_BULK: usize = 4 << 10;
@@ -103,7 +107,7 @@ impl BlockingClientSession {
         let SessionConfig { endpoint: config, spin } = config;
         let end = channel.end().cloned();
         let (io, peer, guard) = channel.into_parts();
-        let read_limit = config.keep_alive.max(Duration::from_millis(1));
+        let read_limit = config.keep_alive.clamp(Duration::from_millis(1), READ_LIMIT);
         io.set_read_timeout(Some(read_limit))?;
         let endpoint = ClientEndpoint::new(negotiated, config, Instant::now());
         let mut endpoint = shared_memory::offered_by(endpoint, negotiated);
@@ -439,9 +443,8 @@ impl SocketPump {
             return receive(&self.io, target, RecvFlags::DONTWAIT);
         }
         // A read that blocks is one system call less than a poll and a read, but ends only after
-        // its own limit. A keep-alive may be late by half an interval without harm; a deadline may
-        // not.
-        if is_blocked || wait < self.read_limit / 2 {
+        // its own limit, and a deadline may not be late.
+        if is_blocked || wait < self.read_limit {
             let mut events = PollFlags::IN;
             if is_blocked {
                 events |= PollFlags::OUT;
