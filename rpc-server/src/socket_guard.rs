@@ -156,7 +156,7 @@ impl RunningGuard {
         let (reader, pipe) = io::pipe()?;
         // A guard that does not run must not hold up this process.
         fcntl_setfl(&pipe, fcntl_getfl(&pipe)? | OFlags::NONBLOCK)?;
-        let mut command = Program::this().command()?;
+        let mut command = self_start::command(&Program::this())?;
         command.arg(GUARD_ARGUMENT).current_dir("/").process_group(0);
         command.stdin(reader).stdout(Stdio::piped()).stderr(Stdio::null());
         let mut starter = command.spawn()?;
@@ -199,7 +199,7 @@ fn reap(mut starter: Child) {
 fn start_detached() -> io::Result<()> {
     // What the parent has inherited, such as the terminal of a shell, stays with the parent.
     rpc_transports::exec::close_inherited_descriptors();
-    let mut command = Program::this().command()?;
+    let mut command = self_start::command(&Program::this())?;
     command.args([GUARD_ARGUMENT, DETACHED]).stdin(Stdio::inherit()).stdout(Stdio::null()).stderr(Stdio::null());
     let guard = command.spawn()?;
     writeln!(io::stdout(), "{}", guard.id())

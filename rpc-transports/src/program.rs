@@ -12,7 +12,7 @@
 //! let again = Program::of_command(["/usr/bin/python3", "script.py"]).unwrap();
 //! program::embed(["script.py", "--serve-as-child"], again);
 //! assert_eq!(program::args().nth(1).unwrap(), "--serve-as-child");
-//! let command = Program::this().command()?;
+//! let command = Program::this().bare_command()?;
 //! assert_eq!(command.get_program(), "/usr/bin/python3");
 //! assert_eq!(command.get_args().collect::<Vec<_>>(), ["script.py"]);
 //! # Ok::<(), std::io::Error>(())
@@ -26,8 +26,6 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use parking_lot::RwLock;
-
-use crate::self_start;
 
 /// A program that another one runs in this process.
 struct Embedded {
@@ -102,20 +100,8 @@ impl Program {
         }
     }
 
-    /// Returns the command, with the [marks of a child](self_start::mark).
-    ///
-    /// # Errors
-    ///
-    /// The program might start itself without end ([`self_start::EndlessStart`]), or its path is
-    /// unknown.
-    pub fn command(&self) -> io::Result<Command> {
-        self_start::check().map_err(io::Error::other)?;
-        let mut command = self.bare_command()?;
-        self_start::mark(&mut command);
-        Ok(command)
-    }
-
-    /// Returns the command without the check and the marks: for children that answer at once and
+    /// Returns the command, without the check and the marks of
+    /// [`self_start::command`](crate::self_start::command): for children that answer at once and
     /// end, before anything else in `main`. It starts the executable of this process even if its
     /// file has been replaced.
     ///
@@ -151,7 +137,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_program_is_its_executable_or_a_command_with_the_marks_of_a_child() {
+    fn a_program_is_its_executable_or_a_command() {
         let this = Program::this();
         assert_eq!(this, Program(Kind::Executable));
         assert_eq!(this.words().unwrap(), [env::current_exe().unwrap()]);
@@ -160,10 +146,5 @@ mod tests {
         assert_eq!(Program::of_command([] as [&str; 0]), None);
         let script = Program::of_command(["python3", "-m", "module"]).unwrap();
         assert_eq!(script.words().unwrap(), ["python3", "-m", "module"]);
-        for program in [this, script] {
-            let command = program.command().unwrap();
-            let depth = command.get_envs().find(|(name, _)| *name == self_start::STARTED_DEPTH);
-            assert_eq!(depth.and_then(|(_, depth)| depth).and_then(|depth| depth.to_str()), Some("1"));
-        }
     }
 }

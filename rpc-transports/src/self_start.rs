@@ -31,6 +31,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use crate::program::{self, Program};
+
 /// Environment variable of a child process: the path of the executable of its parent.
 pub const STARTED_BY: &str = "RPC_STARTED_BY";
 
@@ -102,6 +104,19 @@ pub fn check() -> Result<(), EndlessStart> {
     check_depth()
 }
 
+/// Returns the command that starts `program`, which is this one or has the same hooks, with the
+/// marks of a child.
+///
+/// # Errors
+///
+/// The program might start itself without end ([`EndlessStart`]), or its path is unknown.
+pub fn command(program: &Program) -> io::Result<Command> {
+    check().map_err(io::Error::other)?;
+    let mut command = program.bare_command()?;
+    mark(&mut command);
+    Ok(command)
+}
+
 /// Checks that this process may start `command`, and puts the marks of a child into it. The first
 /// `local_words` words of the command, the program included, name programs of this machine.
 ///
@@ -122,7 +137,7 @@ pub fn guard(command: &mut Command, local_words: usize) -> io::Result<()> {
 
 /// Returns the path of this program, if a process of the same program has started this one.
 fn own_program_has_started_this() -> Option<PathBuf> {
-    if crate::program::is_embedded() {
+    if program::is_embedded() {
         return None;
     }
     let own = env::current_exe().ok()?;
@@ -156,4 +171,19 @@ fn check_depth() -> Result<(), EndlessStart> {
 /// Returns the depth that a variable names; 0 if it is missing or no number.
 fn depth(variable: Option<&OsStr>) -> u32 {
     variable.and_then(OsStr::to_str).and_then(|text| text.parse().ok()).unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_program_is_started_again_with_the_marks_of_a_child() {
+        let script = Program::of_command(["python3", "-m", "module"]).unwrap();
+        for program in [Program::this(), script] {
+            let command = command(&program).unwrap();
+            let depth = command.get_envs().find(|(name, _)| *name == STARTED_DEPTH);
+            assert_eq!(depth.and_then(|(_, depth)| depth).and_then(|depth| depth.to_str()), Some("1"));
+        }
+    }
 }

@@ -20,6 +20,7 @@ use std::{process, thread};
 use parking_lot::{Mutex, MutexGuard};
 use rpc_core::Usage;
 use rpc_transports::program::Program;
+use rpc_transports::self_start;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, waitid};
 use tokio::sync::{OwnedSemaphorePermit, oneshot};
@@ -458,7 +459,7 @@ impl Supervisor {
         let (stream, child_stream) = UnixStream::pair()?;
         let (control, reports) = UnixDatagram::pair()?;
         control.set_nonblocking(true)?;
-        let mut command = program.command()?;
+        let mut command = self_start::command(program)?;
         command.arg(CHILD_ARGUMENT).arg(process::id().to_string());
         // In a process group of its own, so that the processes that it starts are killed with it.
         command.stdin(OwnedFd::from(child_stream)).stdout(OwnedFd::from(reports)).process_group(0);

@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use rpc_core::{ErrorKind, Registry, Result, RpcError};
 use rpc_transports::MessageFamily;
 use rpc_transports::program::Program;
+use rpc_transports::self_start;
 use serde::{Deserialize, Serialize};
 
 use super::tvm_ffi::{Native, NativeSettings};
@@ -100,7 +101,7 @@ pub(crate) fn check_libraries(native: &Native) -> Result<()> {
 fn ask(settings: &NativeSettings) -> Result<Result<(), String>, String> {
     let failed = |error| format!("cannot be started: {error}");
     let (mut stream, child_stream) = UnixStream::pair().map_err(failed)?;
-    let mut command = Program::this().command().map_err(failed)?;
+    let mut command = self_start::command(&Program::this()).map_err(failed)?;
     // Libraries may print when they are loaded, which must not mix with the server's output.
     command.arg(ARGUMENT).stdin(OwnedFd::from(child_stream)).stdout(Stdio::null());
     let mut child = command.spawn().map_err(failed)?;

@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use rpc_transports::program::Program;
+use rpc_transports::self_start;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::process::{Pid, Signal, WaitOptions, getpid, kill_process, set_parent_process_death_signal, waitpid};
@@ -166,7 +167,7 @@ fn wait_for_start(control: &UnixStream, deadline: Instant) -> io::Result<()> {
 
 /// Executes this program again with an argument, and `connection` as its standard input.
 fn execute(argument: &str, connection: UnixStream) -> io::Result<Child> {
-    let mut command = Program::this().command()?;
+    let mut command = self_start::command(&Program::this())?;
     command.arg(argument).stdin(OwnedFd::from(connection)).stdout(Stdio::null());
     command.spawn()
 }

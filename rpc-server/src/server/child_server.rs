@@ -128,7 +128,7 @@ impl ServerProcess {
             return Err(SpawnError::NoHook);
         }
         self_start::check()?;
-        let command = Program::this().command();
+        let command = self_start::command(&Program::this());
         let mut command = command.map_err(|source| SpawnError::Start { program: "this program".to_owned(), source })?;
         command.args([CHILD_ARGUMENT, "tcp://127.0.0.1:0"]);
         Self::spawn(command)
