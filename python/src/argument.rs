@@ -2,24 +2,23 @@
 
 use std::sync::Arc;
 
-use bytes::Bytes;
 use pyo3::exceptions::{PyMemoryError, PyOverflowError, PyTypeError, PyValueError};
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::{
     PyBool, PyByteArray, PyBytes, PyDict, PyFloat, PyInt, PyList, PyMemoryView, PyString, PyTuple, PyType,
 };
 use rpc_core::function::ArgScope;
 use rpc_core::value::MAX_DEPTH;
-use rpc_core::{Device, IntoArg, IntoArgs, Result, Session, Value};
+use rpc_core::{IntoArg, IntoArgs, Result, Value};
 
 use crate::array::Array;
+use crate::buffer::shared_bytes;
+use crate::callable::Callable;
+use crate::disco_ref::DiscoRef;
 use crate::form::shape_class;
-use crate::objects;
-use crate::objects::callback::{Callable, make_callback};
-use crate::operation::Limits;
 use crate::packed;
+use crate::references::{Callback, Function, Module, Object, Tensor};
 
 /// An argument of a call, or a part of one.
 pub(crate) enum Arg {
@@ -43,9 +42,9 @@ pub(crate) enum Arg {
 
 /// Arguments of a call.
 pub(crate) struct Args {
-    args: Vec<Arg>,
+    pub(crate) args: Vec<Arg>,
     /// True if some have to be made in the session before the call.
-    needs_session: bool,
+    pub(crate) needs_session: bool,
 }
 
 impl Args {
@@ -94,34 +93,6 @@ impl Args {
         }
     }
 
-    /// Makes the tensors and callbacks of arguments that are arrays and functions of this process.
-    pub(crate) async fn ready(mut self, session: &Session, limits: &Limits) -> Result<Self> {
-        if std::mem::take(&mut self.needs_session) {
-            let mut waiting: Vec<&mut Arg> = self.args.iter_mut().collect();
-            while let Some(arg) = waiting.pop() {
-                match arg {
-                    Arg::List(items) => waiting.extend(items),
-                    Arg::Map(entries) => entries.iter_mut().for_each(|(key, value)| waiting.extend([key, value])),
-                    Arg::Array(array) => {
-                        let bytes = std::mem::take(&mut array.bytes);
-                        let tensor = limits.apply(session.alloc(Device::cpu(), array.dtype, &array.shape)).await?;
-                        if !bytes.is_empty() {
-                            limits.apply(session.copy_to_remote(&tensor, bytes)).await?;
-                        }
-                        *arg = Arg::Tensor(tensor);
-                    }
-                    Arg::Callable(function) => {
-                        if let Some(function) = function.take() {
-                            *arg = Arg::Callback(Arc::new(make_callback(session, function, limits).await?));
-                        }
-                    }
-                    _ => {}
-                }
-            }
-        }
-        Ok(self)
-    }
-
     pub(crate) fn needs_session(&self) -> bool {
         self.needs_session
     }
@@ -149,7 +120,7 @@ fn of_argument(py: Python<'_>, index: usize, error: PyErr) -> PyErr {
 /// Reads an array: an object with `__dlpack__` or a buffer.
 pub(crate) fn array(object: &Bound<'_, PyAny>) -> PyResult<Array> {
     let py = object.py();
-    if let Ok(tensor) = object.cast::<objects::Tensor>() {
+    if let Ok(tensor) = object.cast::<Tensor>() {
         // It would be copied here and back; a loop of asyncio would even wait for itself.
         let _ = tensor.get().tensor()?;
         return Err(PyTypeError::new_err("this is a tensor of a session already: x.copy_from(y) copies from it"));
@@ -170,29 +141,6 @@ pub(crate) fn array(object: &Bound<'_, PyAny>) -> PyResult<Array> {
     }
 }
 
-/// Reads an object with a buffer as bytes: without a copy if it is an object of `bytes`.
-pub(crate) fn bytes(object: &Bound<'_, PyAny>) -> PyResult<Bytes> {
-    if let Ok(bytes) = object.cast::<PyBytes>() {
-        return Ok(shared_bytes(bytes));
-    }
-    let Ok(view) = PyMemoryView::from(object) else {
-        let class = object.get_type().qualname()?;
-        return Err(PyTypeError::new_err(format!("an object of {class} has no bytes: one like bytes is wanted")));
-    };
-    let copied = view.call_method0(intern!(object.py(), "tobytes"))?;
-    Ok(shared_bytes(copied.cast::<PyBytes>()?))
-}
-
-/// Returns the content of an immutable object: small content as a copy, because its owner is
-/// dropped on a thread that would have to attach to the interpreter for it.
-fn shared_bytes(bytes: &Bound<'_, PyBytes>) -> Bytes {
-    const COPIED: usize = 4096;
-    match bytes.as_bytes() {
-        small if small.len() <= COPIED => Bytes::copy_from_slice(small),
-        _ => Bytes::from_owner(PyBackedBytes::from(bytes.clone())),
-    }
-}
-
 impl Arg {
     /// Reads an object. Sets `needs_session` if it, or a part of it, has to be made in the session.
     pub(crate) fn new(object: &Bound<'_, PyAny>, depth: usize, needs_session: &mut bool) -> PyResult<Self> {
@@ -210,7 +158,7 @@ impl Arg {
         if let Ok(text) = object.cast::<PyString>() {
             return Ok(Self::Plain(Value::Str(text.to_cow()?.into_owned())));
         }
-        if let Ok(tensor) = object.cast::<objects::Tensor>() {
+        if let Ok(tensor) = object.cast::<Tensor>() {
             return Ok(Self::Tensor(tensor.get().tensor()?));
         }
         if object.is_none() {
@@ -281,15 +229,15 @@ impl Arg {
     }
 
     fn reference(object: &Bound<'_, PyAny>) -> PyResult<Option<Self>> {
-        Ok(Some(if let Ok(function) = object.cast::<objects::Function>() {
+        Ok(Some(if let Ok(function) = object.cast::<Function>() {
             Self::Function(function.get().function()?)
-        } else if let Ok(module) = object.cast::<objects::Module>() {
+        } else if let Ok(module) = object.cast::<Module>() {
             Self::Module(module.get().module()?)
-        } else if let Ok(callback) = object.cast::<objects::Callback>() {
+        } else if let Ok(callback) = object.cast::<Callback>() {
             Self::Callback(callback.get().callback()?)
-        } else if let Ok(reference) = object.cast::<crate::disco::DiscoRef>() {
+        } else if let Ok(reference) = object.cast::<DiscoRef>() {
             Self::Disco(reference.get().reference()?)
-        } else if let Ok(other) = object.cast::<objects::Object>() {
+        } else if let Ok(other) = object.cast::<Object>() {
             Self::Object(other.get().object()?)
         } else {
             return Ok(None);

@@ -14,7 +14,7 @@ use pyo3::{IntoPyObjectExt as _, ffi};
 use rpc_core::dlpack::{dense_size, dense_strides};
 use rpc_core::{DataTypeCode, Device, DeviceType, TensorView};
 
-use crate::argument;
+use crate::buffer;
 use crate::types::DataType;
 
 const CAPSULE: &CStr = c"dltensor";
@@ -164,7 +164,7 @@ impl Array {
         };
         let bits = u8::try_from(bits).map_err(|_| PyTypeError::new_err("no data type has elements of this size"))?;
         let shape: Vec<i64> = view.getattr("shape")?.extract()?;
-        let bytes = argument::bytes(view)?;
+        let bytes = buffer::bytes(view)?;
         Ok(Self { dtype: rpc_core::DataType::new(code, bits), shape, bytes })
     }
 }
@@ -240,7 +240,7 @@ impl DenseArray {
     }
 }
 
-/// What an exported tensor keeps: its description and its memory.
+/// Description and memory of an exported tensor.
 struct Export {
     managed: DlManagedTensor,
     shape: Vec<i64>,

@@ -9,37 +9,16 @@ use rpc_core::function::ArgScope;
 use rpc_core::{CallbackHandler, ErrorKind, IntoArg as _, RemoteCallback, Result, RpcError, Session, Value};
 
 use crate::argument::Arg;
+use crate::callable::Callable;
 use crate::errors;
 use crate::form::Form;
 use crate::operation::Limits;
 use crate::reply::Reply;
 
-/// A function of Python that a session calls.
-pub(crate) struct Callable {
-    function: Py<PyAny>,
-    /// Event loop of asyncio that runs coroutines of the function.
-    event_loop: Option<Py<PyAny>>,
-}
-
 /// Marks that the arguments of a [`Callable`] are of any number and type.
 struct AnyArgs;
 
 impl Callable {
-    /// A function that is called with objects of the blocking form.
-    pub(crate) fn new(function: &Bound<'_, PyAny>) -> Self {
-        Self { function: function.clone().unbind(), event_loop: None }
-    }
-
-    /// Makes it one that is called with objects of `tensor_rpc.aio`, and whose coroutines run on
-    /// `event_loop`.
-    pub(crate) fn on_loop(&mut self, event_loop: &Bound<'_, PyAny>) {
-        self.event_loop = Some(event_loop.clone().unbind());
-    }
-
-    pub(crate) fn into_function(self) -> Py<PyAny> {
-        self.function
-    }
-
     fn call(&self, py: Python<'_>, args: Vec<Reply>) -> PyResult<Arg> {
         let form = if self.event_loop.is_some() { Form::Asyncio } else { Form::Blocking };
         // All are converted before the first error counts, so that all are owned and freed.
@@ -69,7 +48,9 @@ impl Callable {
 impl CallbackHandler<AnyArgs, AnyArgs> for Callable {
     fn invoke(&self, args: Vec<Value>, scope: &mut ArgScope<'_>) -> Result<Value> {
         let args: Vec<_> = args.into_iter().map(|value| Reply::new(value, scope.session)).collect();
-        let returned = Python::try_attach(|py| self.call(py, args).map_err(|error| errors::error_of(py, &error)));
+        let returned = Python::try_attach(|py| {
+            self.call(py, args).map_err(|error| errors::error_of(py, &error).may_have_run(true))
+        });
         match returned {
             Some(arg) => arg?.into_arg(scope),
             None => Err(RpcError::new(ErrorKind::Closed, "the process of the callback ends")),

@@ -1,4 +1,4 @@
-//! How sessions are opened.
+//! Opening sessions.
 
 use std::path::PathBuf;
 

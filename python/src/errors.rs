@@ -1,6 +1,9 @@
 //! Errors of operations as exceptions of Python.
 
-use pyo3::exceptions::PyRuntimeError;
+use std::io;
+use std::path::Path;
+
+use pyo3::exceptions::{PyOSError, PyRuntimeError};
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use rpc_core::{ErrorKind, RpcError};
@@ -101,4 +104,19 @@ pub(crate) fn forked_with_threads() -> PyErr {
         "the parent of this process had connected before it forked, and its threads were not copied: fork first, or \
          start processes with multiprocessing's method \"spawn\"",
     )
+}
+
+/// Returns the exception for an error of a local file.
+pub(crate) fn os_error(py: Python<'_>, error: &io::Error, path: &Path) -> PyErr {
+    match error.raw_os_error() {
+        Some(code) => {
+            let text = io::Error::from_raw_os_error(code).to_string();
+            let text = text.split(" (os error").next().unwrap_or_default().to_owned();
+            PyErr::from_value(match py.get_type::<PyOSError>().call1((code, text, path)) {
+                Ok(exception) => exception,
+                Err(error) => error.into_value(py).into_bound(py).into_any(),
+            })
+        }
+        None => PyOSError::new_err(format!("{}: {error}", path.display())),
+    }
 }

@@ -119,7 +119,7 @@ impl Running {
     }
 }
 
-/// What drives the operations of one event loop of asyncio.
+/// Driver of the operations of one event loop of asyncio.
 #[pyclass(frozen, module = "tensor_rpc._native")]
 pub(crate) struct EventLoop(Arc<Queue>);
 

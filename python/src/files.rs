@@ -15,7 +15,8 @@ use rpc_core::client::{self, CHUNK, Digest, FileEntry};
 use rpc_core::{ErrorKind, Result, RpcError};
 use rpc_server::modules::hash;
 
-use crate::argument;
+use crate::buffer;
+use crate::errors;
 use crate::operation::{Born, Limits, Operation, Options, UserCalls};
 use crate::session::Session;
 
@@ -64,7 +65,7 @@ impl Read for PyFile {
             if piece.is_none() {
                 return Err(PyBlockingIOError::new_err("the file object does not block, and has nothing to read now"));
             }
-            let piece = argument::bytes(&piece)?;
+            let piece = buffer::bytes(&piece)?;
             if piece.len() > wanted {
                 return Err(PyOSError::new_err("read() has returned more than was asked for"));
             }
@@ -127,21 +128,6 @@ impl Drop for NewFile {
     }
 }
 
-/// Returns the exception for an error of a local file.
-pub(crate) fn os_error(py: Python<'_>, error: &io::Error, path: &Path) -> PyErr {
-    match error.raw_os_error() {
-        Some(code) => {
-            let text = io::Error::from_raw_os_error(code).to_string();
-            let text = text.split(" (os error").next().unwrap_or_default().to_owned();
-            PyErr::from_value(match py.get_type::<PyOSError>().call1((code, text, path)) {
-                Ok(exception) => exception,
-                Err(error) => error.into_value(py).into_bound(py).into_any(),
-            })
-        }
-        None => PyOSError::new_err(format!("{}: {error}", path.display())),
-    }
-}
-
 fn local(error: io::Error, path: &Path) -> RpcError {
     RpcError::new(ErrorKind::Io, format!("{}: {error}", path.display()))
 }
@@ -156,13 +142,13 @@ fn path_of(object: &Bound<'_, PyAny>) -> PyResult<Option<PathBuf>> {
 
 fn source(object: &Bound<'_, PyAny>, calls: &UserCalls) -> PyResult<Source> {
     if let Some(path) = path_of(object)? {
-        let file = File::open(&path).map_err(|error| os_error(object.py(), &error, &path))?;
+        let file = File::open(&path).map_err(|error| errors::os_error(object.py(), &error, &path))?;
         return Ok(Source::File(file, path));
     }
     if object.hasattr("read")? {
         return Ok(Source::Reader(PyFile::new(object, calls)));
     }
-    argument::bytes(object).map(Source::Bytes).map_err(|_| {
+    buffer::bytes(object).map(Source::Bytes).map_err(|_| {
         PyTypeError::new_err(
             "a file is sent from a path (str or os.PathLike), from bytes, or from an object with read()",
         )
@@ -180,7 +166,7 @@ fn sink(object: Option<&Bound<'_, PyAny>>, calls: &UserCalls) -> PyResult<Sink> 
     }
 }
 
-/// What a download returns.
+/// Content that a download returns.
 enum Received {
     Bytes(Vec<u8>),
     Len(u64),
@@ -414,7 +400,7 @@ impl Files {
         use std::io::Seek as _;
         let (files, options) = (self.files()?, Options::new(timeout, lane)?);
         let (calls, progress) = (UserCalls::default(), progress.map(Arc::new));
-        let mut file = File::open(&source).map_err(|error| os_error(py, &error, &source))?;
+        let mut file = File::open(&source).map_err(|error| errors::os_error(py, &error, &source))?;
         let reported = calls.clone();
         let work = async move {
             let limits = options.begin();

@@ -3,6 +3,9 @@
 //! A function runs on the thread of its lane, and has the interpreter only while its own code runs:
 //! arguments that are borrowed, results that are copied and calls that wait need none. Coroutines
 //! run on one event loop of the process ([`coroutines`]).
+//!
+//! `frame.rs`, `objects.rs` and `values.rs` import each other: a call converts values, among which
+//! are functions, which are called with values in turn.
 
 pub(crate) mod coroutines;
 mod frame;
@@ -116,7 +119,7 @@ impl Definition {
     }
 }
 
-/// What a function of a session was made from.
+/// Definition that a function of a session was made from.
 pub(crate) struct Origin(Arc<Definition>);
 
 impl Origin {

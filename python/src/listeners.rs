@@ -6,7 +6,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use rpc_core::client::{RemoteConnection, RemoteListener};
 
-use crate::argument;
+use crate::buffer;
 use crate::operation::{Born, Operation, Options};
 use crate::session::Session;
 
@@ -82,7 +82,7 @@ impl Connection {
     #[pyo3(signature = (data, timeout = None))]
     fn write_op(&self, data: &Bound<'_, PyAny>, timeout: Option<f64>) -> PyResult<Operation> {
         let (connection, options) = (self.0.get()?.clone(), Options::new(timeout, None)?);
-        let data = argument::bytes(data)?;
+        let data = buffer::bytes(data)?;
         Ok(Operation::unit(async move { options.apply(connection.write(data)).await }))
     }
 

@@ -1,7 +1,4 @@
-//! Objects of a session: functions, modules, tensors, and the application's own. Dropping the last
-//! reference frees the object there.
-
-pub(crate) mod callback;
+//! Methods of the objects of a session: functions, modules, tensors, and the application's own.
 
 use std::sync::Arc;
 
@@ -9,72 +6,17 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyTuple};
 use rpc_core::client::Modules;
-use rpc_core::{ErrorKind, RemoteFunction, RemoteModule, RemoteObject, RemoteTensor};
+use rpc_core::{ErrorKind, RemoteTensor};
 
 use crate::argument::{self, Args};
 use crate::array::DenseArray;
+use crate::buffer;
 use crate::form::Form;
-use crate::operation::{Born, Operation, Options, UserCalls};
+use crate::operation::{Operation, Options, UserCalls};
+use crate::prepare::prepare;
+use crate::references::{Callback, Function, Module, Object, Origin, Tensor};
 use crate::reply::Reply;
 use crate::types::{DataType, Device};
-
-macro_rules! reference {
-    ($($(#[$doc:meta])* $name:ident($remote:ty) $get:ident $({ $field:ident: $field_type:ty })?;)*) => {
-        $(
-            $(#[$doc])*
-            #[pyclass(frozen, subclass, module = "tensor_rpc._native")]
-            pub(crate) struct $name {
-                remote: Born<$remote>,
-                $($field: $field_type,)?
-            }
-
-            impl $name {
-                /// Returns the reference.
-                ///
-                /// # Errors
-                ///
-                /// In the child of a fork.
-                pub(crate) fn $get(&self) -> PyResult<$remote> {
-                    self.remote.get().cloned()
-                }
-            }
-        )*
-    };
-}
-
-reference! {
-    /// A function of a session.
-    Function(RemoteFunction) function { origin: Born<Origin> };
-    /// A module of a session.
-    Module(RemoteModule) module;
-    /// A tensor in a session.
-    Tensor(RemoteTensor) tensor;
-    /// An object of a type that the application defines.
-    Object(RemoteObject) object;
-    /// A function of this process as a function of a session.
-    Callback(Arc<rpc_core::RemoteCallback>) callback;
-}
-
-/// How a function was found.
-#[derive(Clone)]
-pub(crate) enum Origin {
-    /// By its name.
-    Named(String),
-    /// By its name in a module.
-    OfModule(String, RemoteModule),
-    /// As the return value of another one.
-    Returned,
-}
-
-impl Function {
-    pub(crate) fn of(remote: RemoteFunction, name: Option<String>) -> Self {
-        Self::found(remote, name.map_or(Origin::Returned, Origin::Named))
-    }
-
-    fn found(remote: RemoteFunction, origin: Origin) -> Self {
-        Self { remote: Born::new(remote), origin: Born::new(origin) }
-    }
-}
 
 #[pymethods]
 impl Function {
@@ -109,7 +51,7 @@ impl Function {
         let function = function.clone();
         let work = async move {
             let limits = options.begin();
-            let args = args.ready(&function.session(), &limits).await?;
+            let args = prepare(args, &function.session(), &limits).await?;
             limits.apply(function.call::<Reply>(args)).await
         };
         Ok(Operation::new(work, reply).heavy())
@@ -157,12 +99,6 @@ pub(crate) fn reply(py: Python<'_>, form: Form, reply: Reply) -> PyResult<Py<PyA
     reply.into_object(py, form)
 }
 
-impl Module {
-    pub(crate) fn of(remote: RemoteModule) -> Self {
-        Self { remote: Born::new(remote) }
-    }
-}
-
 #[pymethods]
 impl Module {
     #[new]
@@ -194,12 +130,6 @@ impl Module {
     fn free_op(&self) -> PyResult<Operation> {
         let module = self.module()?;
         Ok(Operation::unit(async move { module.free().await }))
-    }
-}
-
-impl Tensor {
-    pub(crate) fn of(remote: RemoteTensor) -> Self {
-        Self { remote: Born::new(remote) }
     }
 }
 
@@ -335,7 +265,7 @@ impl Tensor {
         lane: Option<u32>,
     ) -> PyResult<Operation> {
         let (tensor, options) = (self.tensor()?, Options::new(timeout, lane)?);
-        Ok(write(tensor, offset, argument::bytes(data)?, progress, options))
+        Ok(write(tensor, offset, buffer::bytes(data)?, progress, options))
     }
 
     fn free_op(&self) -> PyResult<Operation> {
@@ -362,12 +292,6 @@ fn write(
     Operation::with_calls(&calls, work, |py, _, ()| Ok(py.None()))
 }
 
-impl Object {
-    pub(crate) fn of(remote: RemoteObject) -> Self {
-        Self { remote: Born::new(remote) }
-    }
-}
-
 #[pymethods]
 impl Object {
     #[new]
@@ -378,12 +302,6 @@ impl Object {
     fn free_op(&self) -> PyResult<Operation> {
         let object = self.object()?;
         Ok(Operation::unit(async move { object.free().await }))
-    }
-}
-
-impl Callback {
-    pub(crate) fn of(remote: rpc_core::RemoteCallback) -> Self {
-        Self { remote: Born::new(Arc::new(remote)) }
     }
 }
 

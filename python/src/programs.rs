@@ -9,12 +9,12 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 use rpc_core::client::{OutputStream, RemoteCommand, RemoteProcess, RunStatus};
 
-use crate::argument;
+use crate::buffer;
 use crate::files::PyFile;
 use crate::operation::{Born, Operation, Options, UserCalls, seconds};
 use crate::session::Session;
 
-/// What takes a program's output, piece by piece.
+/// Function that takes a program's output, piece by piece.
 type WriteOutput = Box<dyn FnMut(&[u8]) -> io::Result<()> + Send>;
 
 /// Bytes of output that are collected by default, as in the Rust client.
@@ -112,7 +112,7 @@ fn command(
     if let Some(stdin) = given(options, "stdin")? {
         let source: Box<dyn Read + Send> = match stdin.hasattr("read")? {
             true => Box::new(PyFile::new(&stdin, calls)),
-            false => Box::new(Cursor::new(argument::bytes(&stdin)?)),
+            false => Box::new(Cursor::new(buffer::bytes(&stdin)?)),
         };
         command = command.stdin(source);
     }
@@ -158,7 +158,7 @@ impl Process {
     #[pyo3(signature = (data, timeout = None))]
     fn write_input_op(&self, data: &Bound<'_, PyAny>, timeout: Option<f64>) -> PyResult<Operation> {
         let (process, options) = (self.0.get()?.clone(), Options::new(timeout, None)?);
-        let data = argument::bytes(data)?;
+        let data = buffer::bytes(data)?;
         Ok(Operation::unit(async move { options.apply(process.write_input(data)).await }))
     }
 

@@ -7,8 +7,8 @@ use rpc_core::value::Reference;
 use rpc_core::{FromReply, RemoteFunction, RemoteModule, RemoteObject, RemoteTensor, Session, SharedSession, Value};
 
 use crate::form::{Form, shape_class};
-use crate::objects;
 use crate::packed;
+use crate::references;
 use crate::types::{DataType, Device};
 
 /// A value of a session, with the objects in it. They are freed if it becomes no object of Python.
@@ -101,15 +101,15 @@ fn reference_object(py: Python<'_>, form: Form, reference: Reference, session: &
     };
     let value = Value::Object(reference);
     let native = match name {
-        "Function" => objects::Function::of(RemoteFunction::from_reply(value, session).map_err(failed)?, None)
+        "Function" => references::Function::of(RemoteFunction::from_reply(value, session).map_err(failed)?, None)
             .into_bound_py_any(py)?,
         "Module" => {
-            objects::Module::of(RemoteModule::from_reply(value, session).map_err(failed)?).into_bound_py_any(py)?
+            references::Module::of(RemoteModule::from_reply(value, session).map_err(failed)?).into_bound_py_any(py)?
         }
         "Tensor" => {
-            objects::Tensor::of(RemoteTensor::from_reply(value, session).map_err(failed)?).into_bound_py_any(py)?
+            references::Tensor::of(RemoteTensor::from_reply(value, session).map_err(failed)?).into_bound_py_any(py)?
         }
-        _ => objects::Object::of(RemoteObject::from_reply(value, session).map_err(failed)?).into_bound_py_any(py)?,
+        _ => references::Object::of(RemoteObject::from_reply(value, session).map_err(failed)?).into_bound_py_any(py)?,
     };
     Ok(form.wrap(py, name, native)?.unbind())
 }

@@ -15,11 +15,14 @@ use rpc_core::{DeviceAttribute, ErrorKind, RemoteFunction, RemoteTensor, RpcErro
 use rpc_server::modules::hash;
 
 use crate::argument::{self, Arg, Args};
+use crate::callable::Callable;
+use crate::callback;
 use crate::errors;
 use crate::form::Form;
-use crate::objects::callback::Callable;
-use crate::objects::{self, callback};
+use crate::objects;
 use crate::operation::{Born, Operation, Options, UserCalls};
+use crate::prepare::prepare;
+use crate::references;
 use crate::reply::Reply;
 use crate::types;
 
@@ -30,7 +33,7 @@ pub(crate) struct Session {
     session: Born<Arc<RwLock<Option<rpc_core::Session>>>>,
     /// Functions that were called by their names.
     functions: Born<Arc<Mutex<HashMap<String, RemoteFunction>>>>,
-    /// Where it leads, as text.
+    /// Address of its far end, as text.
     address: String,
 }
 
@@ -61,7 +64,7 @@ impl Session {
         Self { session, functions, address: other.address.clone() }
     }
 
-    /// Where the session leads.
+    /// Address of the far end.
     #[getter]
     fn address(&self) -> &str {
         &self.address
@@ -99,7 +102,7 @@ impl Session {
             Ok((function, name))
         };
         Ok(Operation::new(work, |py, form, (function, name)| {
-            let native = Bound::new(py, objects::Function::of(function, Some(name)))?;
+            let native = Bound::new(py, references::Function::of(function, Some(name)))?;
             form.wrap(py, "Function", native.into_any()).map(Bound::unbind)
         }))
     }
@@ -135,7 +138,7 @@ impl Session {
                             functions.lock().entry(name).or_insert(function).clone()
                         }
                     };
-                    let args = args.ready(&session, &limits).await?;
+                    let args = prepare(args, &session, &limits).await?;
                     limits.apply(function.call::<Reply>(args)).await
                 };
                 let made = Operation::new(work, objects::reply);
@@ -234,7 +237,7 @@ impl Session {
     ) -> PyResult<Operation> {
         let (session, options) = (self.session(py)?, Options::new(timeout, lane)?);
         let opened = File::open(&path).and_then(|file| Ok((file.metadata()?.is_file(), file)));
-        let (is_file, mut file) = opened.map_err(|error| crate::files::os_error(py, &error, &path))?;
+        let (is_file, mut file) = opened.map_err(|error| errors::os_error(py, &error, &path))?;
         if !is_file {
             return Err(PyValueError::new_err(format!("{} is no regular file", path.display())));
         }
@@ -283,7 +286,7 @@ impl Session {
         }
         let work = async move { callback::make_callback(&session, callable, &options.begin()).await };
         Ok(Operation::new(work, |py, _, callback| {
-            Ok(Bound::new(py, objects::Callback::of(callback))?.into_any().unbind())
+            Ok(Bound::new(py, references::Callback::of(callback))?.into_any().unbind())
         }))
     }
 
@@ -320,7 +323,7 @@ impl Session {
         let device = types::device(device)?;
         let work = async move { options.apply(session.create_stream(device)).await };
         Ok(Operation::new(work, |py, form, stream| {
-            let native = Bound::new(py, objects::Object::of(stream))?;
+            let native = Bound::new(py, references::Object::of(stream))?;
             form.wrap(py, "Object", native.into_any()).map(Bound::unbind)
         }))
     }
@@ -329,7 +332,7 @@ impl Session {
     fn set_stream_op(
         &self,
         device: &Bound<'_, PyAny>,
-        stream: Option<&Bound<'_, objects::Object>>,
+        stream: Option<&Bound<'_, references::Object>>,
         timeout: Option<f64>,
         lane: Option<u32>,
     ) -> PyResult<Operation> {
@@ -343,7 +346,7 @@ impl Session {
     fn stream_wait_op(
         &self,
         device: &Bound<'_, PyAny>,
-        stream: Option<&Bound<'_, objects::Object>>,
+        stream: Option<&Bound<'_, references::Object>>,
         timeout: Option<f64>,
         lane: Option<u32>,
     ) -> PyResult<Operation> {
@@ -359,7 +362,7 @@ impl Session {
     #[allow(clippy::too_many_arguments, reason = "keywords in Python")]
     fn time_op(
         &self,
-        function: &Bound<'_, objects::Function>,
+        function: &Bound<'_, references::Function>,
         args: &Bound<'_, PyTuple>,
         counts: (u64, u64, u64, u64),
         min_repeat_ms: f64,
@@ -381,7 +384,7 @@ impl Session {
         let work = async move {
             let limits = options.begin();
             let timer = limits.apply(session.get_function("rpc.time_function")).await?;
-            let args = args.ready(&session, &limits).await?;
+            let args = prepare(args, &session, &limits).await?;
             let lease = match lease {
                 Some(device) => Some(limits.limit(session.lease(device, &LeaseOptions::default())).await?),
                 None => None,
@@ -426,11 +429,11 @@ fn load(session: &rpc_core::Session, path: &str, loader: Option<&str>) -> rpc_co
 }
 
 fn module(py: Python<'_>, form: Form, module: rpc_core::RemoteModule) -> PyResult<Py<PyAny>> {
-    let native = Bound::new(py, objects::Module::of(module))?;
+    let native = Bound::new(py, references::Module::of(module))?;
     form.wrap(py, "Module", native.into_any()).map(Bound::unbind)
 }
 
 fn tensor(py: Python<'_>, form: Form, tensor: RemoteTensor) -> PyResult<Py<PyAny>> {
-    let native = Bound::new(py, objects::Tensor::of(tensor))?;
+    let native = Bound::new(py, references::Tensor::of(tensor))?;
     form.wrap(py, "Tensor", native.into_any()).map(Bound::unbind)
 }

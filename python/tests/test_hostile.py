@@ -118,6 +118,24 @@ def test_a_function_that_fails_may_have_run(session: rpc.Session) -> None:
     assert not refused.value.may_have_run
 
 
+def test_a_callback_that_fails_may_have_run() -> None:
+    """It has, whoever asks."""
+    seen: list[bool] = []
+
+    def ask(function: Any) -> None:
+        try:
+            function()
+        except rpc.RpcError as error:
+            seen.append(error.may_have_run)
+
+    def fail() -> None:
+        raise ValueError("after it has done something")
+
+    with rpc.Server(ask) as server, rpc.connect(server.address) as session:
+        session["ask"](fail)
+    assert seen == [True]
+
+
 def test_a_coroutine_that_is_cancelled_before_it_begins_gives_its_tensor_back(session: rpc.Session) -> None:
     """Another call of the loop was busy meanwhile."""
     x = session.tensor(np.zeros(2, "float32"))
