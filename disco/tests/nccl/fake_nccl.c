@@ -33,9 +33,8 @@
 #endif
 
 #define MAX_RANKS 16
-#ifndef MAX_OPS
-#define MAX_OPS 4096
-#endif
+/* How many collectives ranks may be apart. */
+#define MAX_AHEAD 4096
 /* How often a communicator says that a call is in progress, at least. */
 #define POLLS 2
 
@@ -66,10 +65,10 @@ typedef struct Message {
 typedef struct World {
     Id id;
     int size, joined, gone, finalized;
-    /* By the number of the collective, and the rank. */
+    /* By the number of the collective modulo MAX_AHEAD, and the rank. */
     Part (*parts)[MAX_RANKS];
-    /* By the number of the collective: how many ranks are through with it. */
-    int through[MAX_OPS];
+    /* By the same number: how many ranks are through with it. */
+    int through[MAX_AHEAD];
     Message *boxes[MAX_RANKS][MAX_RANKS];
     int splits[MAX_RANKS], colors[64][MAX_RANKS], keys[64][MAX_RANKS];
     struct World *next;
@@ -161,6 +160,12 @@ int fake_violations(void) { return violations; }
 int fake_live(void) { return live; }
 int fake_aborts(void) { return aborts; }
 int fake_hanging_aborts(void) { return __atomic_load_n(&hanging_aborts, __ATOMIC_ACQUIRE); }
+
+/* Ends the process where a test does what the stand-in cannot. */
+static void give_up(const char *why) {
+    fprintf(stderr, "fake NCCL: %s\n", why);
+    abort();
+}
 
 static int violation(const char *what) {
     fprintf(stderr, "fake NCCL: %s\n", what);
@@ -283,9 +288,12 @@ static size_t input_len(const Part *part, int rank, int size) {
     }
 }
 
+/* Hands over what this rank brings, unless an earlier collective has the place still. */
 static void post(Op *op) {
     World *world = op->comm->world;
     int rank = op->comm->rank;
+    Part *part = &world->parts[op->number % MAX_AHEAD][rank];
+    if (op->part.kind != TRANSFERS && part->there) return;
     op->is_posted = 1;
     for (int at = 0; at < op->transfer_count; at++) {
         Transfer *transfer = &op->transfers[at];
@@ -299,7 +307,6 @@ static void post(Op *op) {
     }
     if (op->part.kind == TRANSFERS) return;
     size_t len = input_len(&op->part, rank, world->size);
-    Part *part = &world->parts[op->number][rank];
     *part = op->part;
     part->there = 1;
     part->input = malloc(len + 1);
@@ -314,6 +321,7 @@ static int advance(Op *op) {
     const char *hang = getenv("FAKE_NCCL_HANG");
     if (hang && !world->next && own == world->size - 1 && op->part.kind != TRANSFERS && op->number == atoi(hang)) return 0;
     if (!op->is_posted) post(op);
+    if (!op->is_posted) return 0;
     if (op->part.kind == TRANSFERS) {
         for (int at = 0; at < op->transfer_count; at++) {
             Transfer *transfer = &op->transfers[at];
@@ -330,7 +338,8 @@ static int advance(Op *op) {
         }
         return 1;
     }
-    Part *parts = world->parts[op->number];
+    int place = op->number % MAX_AHEAD;
+    Part *parts = world->parts[place];
     const char *inputs[MAX_RANKS];
     for (int rank = 0; rank < world->size; rank++) {
         if (!parts[rank].there) return 0;
@@ -360,15 +369,18 @@ static int advance(Op *op) {
         for (int rank = 0; rank < world->size; rank++) memcpy(op->output + rank * bytes, inputs[rank] + own * bytes, bytes);
         break;
     }
-    if (++world->through[op->number] == world->size)
+    if (++world->through[place] == world->size) {
         for (int rank = 0; rank < world->size; rank++) free(parts[rank].input);
+        memset(parts, 0, sizeof *world->parts);
+        world->through[place] = 0;
+    }
     return 1;
 }
 
 #ifdef ON_CUDA
 static void *driver(const char *name) {
     void *library = dlopen("libcuda.so.1", RTLD_NOLOAD | RTLD_NOW), *found = library ? dlsym(library, name) : NULL;
-    if (!found) abort();
+    if (!found) give_up("the stand-in for CUDA's driver is not loaded, or is another");
     return found;
 }
 
@@ -476,7 +488,6 @@ static int enqueue(Comm *comm, Stream *stream, Op model) {
         *op = model;
         op->comm = comm;
         op->number = model.part.kind == TRANSFERS ? 0 : comm->collectives++;
-        if (op->number >= MAX_OPS) abort();
 #ifndef ON_CUDA
         Op **end = &stream->first;
         while (*end) end = &(*end)->next;
@@ -510,7 +521,7 @@ static int transfers(Comm *comm, Stream *stream, const Transfer *all, int count)
 
 static int transfer(Transfer one, Comm *comm, Stream *stream) {
     if (!group_depth) return transfers(comm, stream, &one, 1);
-    if (group_count == 2 * MAX_RANKS || (group_count && group_comm != comm)) abort();
+    if (group_count == 2 * MAX_RANKS || (group_count && group_comm != comm)) give_up("more transfers in a group than it has room for, or several communicators");
     group[group_count++] = one;
     group_comm = comm;
     group_stream = stream;
@@ -579,7 +590,7 @@ static World *find_world(const Id *id, int size) {
         world = calloc(1, sizeof *world);
         world->id = *id;
         world->size = size;
-        world->parts = calloc(MAX_OPS, sizeof *world->parts);
+        world->parts = calloc(MAX_AHEAD, sizeof *world->parts);
         world->next = worlds;
         worlds = world;
     }
