@@ -22,15 +22,15 @@
 use std::collections::VecDeque;
 use std::fmt;
 use std::io::{self, Read};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use bytes::{Buf, Bytes};
 use serde::{Deserialize, Serialize};
 
 use crate::client::action::{Action, Options, ScopedAction};
-use crate::client::files::{functions, local_io};
+use crate::client::files::{call_by_name, functions, local_io};
 use crate::client::references::{RemoteFunction, RemoteObject};
 use crate::client::session::Session;
 use crate::error::{ErrorKind, Result, RpcError};
@@ -324,15 +324,16 @@ impl fmt::Debug for RemoteCommand<'_> {
 #[derive(Clone, Debug)]
 pub struct RemoteProcess(Arc<ProcessFunctions>);
 
-/// The functions of a running program.
+/// The functions of a running program. Those for its input, which most programs are run without,
+/// are fetched when they are called.
 #[derive(Debug)]
 struct ProcessFunctions {
+    session: Session,
     process: RemoteObject,
     read: RemoteFunction,
     wait: RemoteFunction,
-    write: RemoteFunction,
-    close_input: RemoteFunction,
     terminate: RemoteFunction,
+    write: OnceLock<RemoteFunction>,
     /// Limit on the output in bytes.
     output_limit: Option<u64>,
     /// Bytes of output that have arrived.
@@ -441,7 +442,11 @@ impl RemoteProcess {
 
     /// Closes standard input: the program reads its end.
     pub fn close_input(&self) -> Action<()> {
-        self.0.close_input.call((&self.0.process,)).concurrent()
+        let this = self.clone();
+        let close = async move |options: Options<'static>| {
+            call_by_name(&this.0.session, &options, "rpc.run.close_input", (&this.0.process,)).await
+        };
+        ScopedAction::steps(close).concurrent()
     }
 
     /// Ends the program: with SIGTERM, and shortly afterwards with SIGKILL. Does not wait for the
@@ -453,7 +458,18 @@ impl RemoteProcess {
     /// Writes the beginning of `data` to standard input. The result is its length, which is zero if
     /// the program has not read for a while.
     fn write_some(&self, data: &Bytes) -> Action<usize> {
-        self.0.write.call((&self.0.process, data.clone())).concurrent()
+        let (this, data) = (self.clone(), data.clone());
+        let write = async move |options: Options<'static>| {
+            let write = match this.0.write.get() {
+                Some(write) => write,
+                None => {
+                    let write = options.apply(this.0.session.get_function("rpc.run.write")).await?;
+                    this.0.write.get_or_init(|| write)
+                }
+            };
+            options.apply(write.call((&this.0.process, data))).await
+        };
+        ScopedAction::steps(write).concurrent()
     }
 
     /// Starts the thread that sends `source` to standard input.
@@ -497,18 +513,17 @@ async fn start(
     request: RunRequest,
     stdin: Option<Input>,
 ) -> Result<RemoteProcess> {
-    let names =
-        ["rpc.run.start", "rpc.run.read", "rpc.run.wait", "rpc.run.write", "rpc.run.close_input", "rpc.run.terminate"];
-    let [start, read, wait, write, close_input, terminate] = functions(session, options, names).await?;
+    let names = ["rpc.run.start", "rpc.run.read", "rpc.run.wait", "rpc.run.terminate"];
+    let [start, read, wait, terminate] = functions(session, options, names).await?;
     let output_limit = request.output_limit;
     let process = options.apply(start.call((Pack(request),))).await?;
     let process = RemoteProcess(Arc::new(ProcessFunctions {
+        session: session.clone(),
         process,
         read,
         wait,
-        write,
-        close_input,
         terminate,
+        write: OnceLock::new(),
         output_limit,
         received: AtomicU64::new(0),
     }));
