@@ -28,8 +28,6 @@
 //!    [`RUN_GRACE`](crate::isolate::RUN_GRACE) for that.
 //! 4. **Output is not buffered.** A client requests each piece; the program waits in its pipe.
 
-#[allow(unsafe_code)]
-mod fork;
 mod messages;
 mod namespace;
 mod policy;
@@ -38,6 +36,9 @@ mod program;
 mod reaper;
 mod reaper_guard;
 mod reaper_server;
+mod start;
+#[allow(unsafe_code)]
+mod system_calls;
 
 pub use policy::ANY_PROGRAM;
 pub(crate) use policy::RunPolicy;

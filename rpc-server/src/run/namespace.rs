@@ -4,9 +4,10 @@
 //! kernel kills them, and lets none be started any more, when the reaper ends. In it `/proc` shows
 //! these processes alone, with the ids by which they know each other.
 
-use std::fs;
-use std::io;
+use std::fs::{self, File};
+use std::io::{self, Seek as _};
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::mount::{MountFlags, MountPropagationFlags, mount, mount_change};
 use rustix::process::{Pid, Signal, getpid, kill_process_group};
 
@@ -19,16 +20,47 @@ pub(super) fn is_own() -> bool {
     getpid().is_init()
 }
 
+/// What `/proc` is to this process: whether programs can have another in a namespace of their own.
+pub(super) struct ProcView {
+    /// Mounts of this process, which the kernel tells the changes of.
+    mountinfo: File,
+    is_replaceable: bool,
+}
+
+impl ProcView {
+    pub(super) fn open() -> io::Result<Self> {
+        let mut view = Self { mountinfo: File::open("/proc/self/mountinfo")?, is_replaceable: false };
+        view.look()?;
+        Ok(view)
+    }
+
+    /// Returns true if `/proc` is that of this process's own namespace, from which a reaper learns
+    /// its [outer id](outer_pid), and no part of it is hidden, which would be seen in another.
+    pub(super) fn is_replaceable(&mut self) -> io::Result<bool> {
+        let mut fds = [PollFd::new(&self.mountinfo, PollFlags::PRI)];
+        poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 0 }))?;
+        if !fds[0].revents().is_empty() {
+            self.look()?;
+        }
+        Ok(self.is_replaceable)
+    }
+
+    fn look(&mut self) -> io::Result<()> {
+        self.is_replaceable = false;
+        self.mountinfo.rewind()?;
+        let mountinfo = io::read_to_string(&self.mountinfo)?;
+        self.is_replaceable = outer_pid() == Some(getpid()) && !hides_parts_of_proc(&mountinfo);
+        Ok(())
+    }
+}
+
 /// Makes `/proc` show the processes of the namespace that this process is the first one of. The
 /// mount is seen by this process and its descendants alone.
 ///
 /// # Errors
 ///
-/// An error of the system; a part of `/proc` is hidden, and would be seen.
+/// An error of the system.
 pub(super) fn mount_proc() -> io::Result<()> {
-    if hides_parts_of_proc(&fs::read_to_string("/proc/self/mountinfo")?) {
-        return Err(io::ErrorKind::Unsupported.into());
-    }
     // What is mounted outside appears here, too, and can be unmounted there.
     mount_change("/", MountPropagationFlags::DOWNSTREAM | MountPropagationFlags::REC)?;
     let flags = MountFlags::NOSUID | MountFlags::NODEV | MountFlags::NOEXEC;

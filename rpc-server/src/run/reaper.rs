@@ -5,11 +5,9 @@
 //! its group do not reach it: it ends when the connection does.
 
 use std::fs;
-use std::io::{self, Read as _, Write as _};
-use std::os::fd::{AsFd as _, OwnedFd};
+use std::io::{self, Read as _};
+use std::os::fd::AsFd as _;
 use std::os::unix::net::UnixStream;
-use std::os::unix::process::CommandExt as _;
-use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 use std::{process, thread};
 
@@ -17,14 +15,15 @@ use rpc_core::client::{EndCause, RunStatus};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::process::{
-    Pid, PidfdFlags, Signal, WaitOptions, WaitStatus, getpid, getpriority_process, kill_process_group, pidfd_open,
-    set_child_subreaper, set_parent_process_death_signal, setpriority_process, setsid, wait, waitpid,
+    Pid, PidfdFlags, Signal, WaitOptions, WaitStatus, getpid, kill_process_group, pidfd_open, set_child_subreaper,
+    set_parent_process_death_signal, setsid, wait, waitpid,
 };
 
-use super::fork::{Side, fork};
 use super::messages::{self, ProgramSetup, ReaperStart, Started, TERMINATE};
 use super::namespace;
 use super::process_tree::{ProcessEntry, SignalledGroups, descendants, for_each_descendant, newest_pid};
+use super::start::start;
+use super::system_calls::exit_at_once;
 use crate::isolate::GRACE;
 use crate::server::exit_code;
 use crate::socket_guard::is_guard;
@@ -40,9 +39,6 @@ const TICK: Duration = Duration::from_millis(100);
 
 /// The same interval while many processes are started.
 const SHORT_TICK: Duration = Duration::from_millis(5);
-
-/// Priority that the scheduler gives most of the processor.
-const HIGHEST_PRIORITY: i32 = -20;
 
 /// Number of new processes in a millisecond, of the whole system, from which the interval is short.
 const MANY_IN_MS: f64 = 0.25;
@@ -68,7 +64,7 @@ pub(super) fn run(control: UnixStream) -> ! {
     if let Err(error) = &outcome {
         exit_code::report(error);
     }
-    process::exit(if outcome.is_ok() { 0 } else { exit_code::FAILURE.into() })
+    exit_at_once(if outcome.is_ok() { 0 } else { exit_code::FAILURE })
 }
 
 fn serve(control: &UnixStream) -> io::Result<()> {
@@ -111,62 +107,6 @@ fn serve(control: &UnixStream) -> io::Result<()> {
     }
     program.kill_late_descendants();
     watched
-}
-
-/// Starts the program. Its copies of `streams` are the only ones when this returns.
-fn start(setup: &ProgramSetup, streams: Vec<OwnedFd>) -> io::Result<Pid> {
-    let mut streams = streams.into_iter();
-    let (Some(stdout), Some(stderr)) = (streams.next(), streams.next()) else {
-        return Err(io::ErrorKind::InvalidData.into());
-    };
-    let mut args = setup.args.iter();
-    let mut command = Command::new(&setup.path);
-    command.arg0(args.next().map_or("", String::as_str)).args(args).env_clear().envs(&setup.env);
-    command.stdin(streams.next().map_or_else(Stdio::null, Stdio::from)).stdout(stdout).stderr(stderr);
-    command.current_dir(&setup.folder);
-    spawn_in_session(command)
-}
-
-/// Starts a program in a session of the kernel of its own. The kernel shares the processor between
-/// sessions, too, so that a program with many processes leaves the reaper a part of it.
-fn spawn_in_session(mut command: Command) -> io::Result<Pid> {
-    let (mut failure, mut report) = io::pipe()?;
-    // Where it may, the reaper goes before the processes of the program. Not later than here:
-    // beside a program that forks without end it may get no turn to say so.
-    let priority = getpriority_process(None).unwrap_or_default();
-    let is_first = setpriority_process(None, HIGHEST_PRIORITY).is_ok();
-    // Where the kernel shares the processor between sessions first, the priority of a process
-    // counts within its session alone. The program's session has the ordinary one.
-    let _ = fs::write("/proc/self/autogroup", HIGHEST_PRIORITY.to_string());
-    let pid = match fork() {
-        Ok(Side::Original(pid)) => pid,
-        Ok(Side::Copy) => {
-            if is_first {
-                let _ = setpriority_process(None, priority);
-            }
-            let error = setsid().map_or_else(io::Error::from, |_| command.exec());
-            let number = error.raw_os_error().unwrap_or(Errno::INVAL.raw_os_error());
-            let _ = report.write_all(&number.to_ne_bytes());
-            process::exit(exit_code::FAILURE.into());
-        }
-        // A program that has started threads before the hook in its `main`: the new one is in the
-        // session of the reaper.
-        Err(error) if error.raw_os_error() == Some(Errno::BUSY.raw_os_error()) => {
-            let _ = setpriority_process(None, priority);
-            return Ok(Pid::from_child(&command.process_group(0).spawn()?));
-        }
-        Err(error) => return Err(error),
-    };
-    drop((command, report));
-    // The pipe ends when the program is executed.
-    let mut number = [0; 4];
-    match failure.read_exact(&mut number) {
-        Ok(()) => {
-            let _ = waitpid(Some(pid), WaitOptions::empty());
-            Err(io::Error::from_raw_os_error(i32::from_ne_bytes(number)))
-        }
-        Err(_) => Ok(pid),
-    }
 }
 
 /// A running program.
@@ -341,10 +281,10 @@ struct ProcessLimit {
 }
 
 impl ProcessLimit {
-    /// Returns the limit for a program that has just been started.
+    /// Returns the limit for a program that has just been started. Its processes are counted at the
+    /// first look, which most programs do not live to see.
     fn new(max: u32) -> Self {
-        let newest = newest_pid();
-        Self { max, counted: 1, newest, looked: (Instant::now(), newest), has_grown: true, tick: SHORT_TICK }
+        Self { max, counted: 1, newest: None, looked: (Instant::now(), None), has_grown: true, tick: SHORT_TICK }
     }
 
     /// Returns true if the program has more processes than it may. Counts them only if the system

@@ -2,7 +2,7 @@
 //!
 //! Executing a program as large as this one again costs some milliseconds; copying a small process
 //! costs a fraction of one. The server is executed once, before the first program of a session, and
-//! has one thread, which [copies](super::fork) need. The copies are children of the session
+//! has one thread, which [copies](super::system_calls) need. The copies are children of the session
 //! process, as if that had started them.
 
 use std::fs::File;
@@ -18,13 +18,13 @@ use rpc_transports::program::Program;
 use rpc_transports::self_start;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
-use rustix::process::{Pid, Signal, WaitOptions, getpid, kill_process, set_parent_process_death_signal, waitpid};
+use rustix::process::{Pid, Signal, WaitOptions, kill_process, set_parent_process_death_signal, waitpid};
 
-use super::fork::{Side, fork_into_namespace, fork_sibling};
 use super::messages::{self, ReaperRequest, ReaperStart};
-use super::namespace;
+use super::namespace::ProcView;
 use super::process_tree::ProcessEntry;
 use super::reaper::{self, REAPER_ARGUMENT};
+use super::system_calls::{Side, fork_into_namespace, fork_sibling};
 use crate::server::exit_code;
 
 /// First argument of a reaper server.
@@ -67,17 +67,16 @@ fn serve() -> io::Result<()> {
     let requests = UnixStream::from(io::stdin().as_fd().try_clone_to_owned()?);
     // The copies must not keep the connection open.
     rustix::stdio::dup2_stdin(File::open("/dev/null")?)?;
+    let mut proc_view = None;
     while let Some(request) = messages::receive_request(&requests)? {
         let control = UnixStream::from(request.control);
-        // The reaper learns its id outside of the namespace from `/proc`, which therefore has to be
-        // that of this process's namespace.
-        if request.in_namespace && namespace::outer_pid() != Some(getpid()) {
+        if request.in_namespace && !has_replaceable_proc(&mut proc_view).unwrap_or(false) {
             let _ = messages::send(&control, &ReaperStart::NoNamespace(None));
             continue;
         }
         let forked = if request.in_namespace { fork_into_namespace() } else { fork_sibling() };
         let failed = match forked {
-            Ok(Side::Original(_)) => continue,
+            Ok(Side::Original) => continue,
             Ok(Side::Copy) => {
                 drop(requests);
                 reaper::run(control);
@@ -91,6 +90,15 @@ fn serve() -> io::Result<()> {
         let _ = messages::send(&control, &failed);
     }
     Ok(())
+}
+
+/// Returns true if a namespace can have a `/proc` of its own. Opens the view of it the first time.
+fn has_replaceable_proc(view: &mut Option<ProcView>) -> io::Result<bool> {
+    let view = match view {
+        Some(view) => view,
+        None => view.insert(ProcView::open()?),
+    };
+    view.is_replaceable()
 }
 
 /// Starts a reaper. Returns its id and the connection to it. It is a child of this process, in the

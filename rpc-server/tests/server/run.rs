@@ -11,8 +11,9 @@ use rpc_core::client::{EndCause, Files, OutputStream, RemoteCommand, RemoteProce
 use rpc_core::{ErrorKind, Session};
 use rpc_server::ServerProcess;
 use rpc_transports::Connector;
+use rustix::mount::{MountPropagationFlags, mount_bind, mount_change};
 use rustix::process::{Pid, Signal, kill_process};
-use rustix::thread::{CapabilitySet, remove_capability_from_bounding_set};
+use rustix::thread::{CapabilitySet, UnshareFlags, remove_capability_from_bounding_set, unshare_unsafe};
 use serde_json::{Value as Json, json};
 
 use super::cli::{Fixture, cli, command, run};
@@ -199,6 +200,17 @@ fn programs_return_their_output_and_status() {
     assert_eq!((lines[0], lines[1]), ("one two", lines[2]));
     assert!(Path::new(lines[1]).starts_with(fixture.folder.path()), "{text}");
 
+    // A script that names no shell; and what programs inherit, which is what they would here: the
+    // priority, which is not that of the process that starts them, and the signals that are
+    // ignored or blocked.
+    files.put_bytes("plain", "echo plain $1\n").wait().unwrap();
+    files.set_executable("plain", true).wait().unwrap();
+    assert_eq!(session.run("./plain").arg("one").output().wait().unwrap().stdout, b"plain one\n");
+    let inherited = "nice; nice; sed -n 's/^Sig\\(Blk\\|Ign\\):\\t/&/p' /proc/self/status";
+    let here = std::process::Command::new("sh").args(["-c", inherited]).output().unwrap().stdout;
+    let there = script(&session, inherited).output().wait().unwrap().stdout;
+    assert_eq!(String::from_utf8_lossy(&there), String::from_utf8_lossy(&here));
+
     // Limits, each with the reason.
     let (output, deaf) = terminate(script(&session, "trap '' TERM; echo begun; while :; do sleep 1000; done"));
     assert_eq!((deaf.signal, deaf.ended_by, &output[..]), (Some(9), Some(EndCause::Client), &b""[..]));
@@ -381,6 +393,33 @@ fn processes_that_fork_for_ever_end_with_their_namespace() {
     let (_process, _, is_over) = start(&session);
     fixture.server.kill().unwrap();
     over(is_over);
+}
+
+/// What is mounted over a part of `/proc`, as container engines do, hides it from programs too.
+#[test]
+fn a_proc_with_hidden_parts_stays_as_it_is() {
+    if !may_make_namespaces() {
+        return;
+    }
+    let hide = || {
+        // SAFETY: The folders and mounts of this thread become its own; memory and files do not.
+        unsafe { unshare_unsafe(UnshareFlags::FS | UnshareFlags::NEWNS) }.unwrap();
+        mount_change("/", MountPropagationFlags::PRIVATE | MountPropagationFlags::REC).unwrap();
+        let fixture = Fixture::new(&["--allow-run", "sh"]);
+        let own = namespace_of(fixture.server.id() as i32).unwrap();
+        let session = connect(&fixture);
+        let namespace = |session: &Session| {
+            String::from_utf8(shell(session, "readlink /proc/self/ns/pid").stdout).unwrap().trim().to_owned()
+        };
+        assert_ne!(namespace(&session), own);
+        mount_bind("/dev/null", "/proc/kmsg").unwrap();
+        // Also in a session that has run programs before.
+        for session in [session, connect(&fixture)] {
+            assert_eq!(namespace(&session), own);
+            assert_eq!(shell(&session, "cat /proc/kmsg").stdout, b"");
+        }
+    };
+    std::thread::scope(|scope| scope.spawn(hide).join().unwrap());
 }
 
 /// Script that starts twice as many processes as the one that started it has, each in a session of

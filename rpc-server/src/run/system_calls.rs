@@ -1,33 +1,28 @@
-//! Copies of this process, without executing a program: the one `unsafe` call of this crate.
+//! Calls of the system that no library makes safe: the `unsafe` code of this crate.
 //!
-//! Only small processes are copied, which have one thread: a copy has only the thread that made it,
-//! so that locks of the others would stay held in it for ever.
+//! Copies of this process are made without executing a program. Only small processes are copied,
+//! which have one thread: a copy has only the thread that made it, so that locks of the others
+//! would stay held in it for ever.
 
 use std::fs;
 use std::io;
 use std::os::unix::fs::MetadataExt as _;
 
 use rustix::io::Errno;
-use rustix::process::Pid;
 
 /// Process that the call returns in: it returns twice.
 pub(super) enum Side {
-    /// The process that was copied, with the id of the copy.
-    Original(Pid),
+    /// The process that was copied.
+    Original,
     Copy,
 }
 
-/// Copies this process. The copy is its child.
+/// Copies this process. The copy is a child of the parent of this process.
 ///
 /// # Errors
 ///
 /// [`Errno::BUSY`] if this process has several threads, or cannot count them; an error of the
 /// system.
-pub(super) fn fork() -> io::Result<Side> {
-    clone_process(libc::SIGCHLD)
-}
-
-/// As [`fork`]. The copy is a child of the parent of this process.
 pub(super) fn fork_sibling() -> io::Result<Side> {
     clone_process(libc::CLONE_PARENT | libc::SIGCHLD)
 }
@@ -54,11 +49,38 @@ fn clone_process(flags: libc::c_int) -> io::Result<Side> {
     let pid = unsafe { libc::syscall(libc::SYS_clone, first, second, none, none, none) };
     match pid {
         0 => Ok(Side::Copy),
-        pid => {
-            let pid = i32::try_from(pid).ok().filter(|pid| *pid > 0).and_then(Pid::from_raw);
-            pid.map(Side::Original).ok_or_else(io::Error::last_os_error)
-        }
+        1.. => Ok(Side::Original),
+        _ => Err(io::Error::last_os_error()),
     }
+}
+
+/// Sets the priority (`nice`) of the calling thread. The processes that it starts have the ordinary
+/// one, zero.
+///
+/// # Errors
+///
+/// The user may not raise the priority; the kernel does not know the call.
+pub(super) fn set_priority_of_this_process_alone(priority: i32) -> io::Result<()> {
+    let attributes = libc::sched_attr {
+        size: size_of::<libc::sched_attr>() as u32,
+        sched_policy: libc::SCHED_OTHER as u32,
+        sched_flags: libc::SCHED_FLAG_RESET_ON_FORK as u64,
+        sched_nice: priority,
+        sched_priority: 0,
+        sched_runtime: 0,
+        sched_deadline: 0,
+        sched_period: 0,
+    };
+    // SAFETY: The kernel reads as many bytes as `size` says, which are those of the value.
+    let result = unsafe { libc::syscall(libc::SYS_sched_setattr, 0, &raw const attributes, 0) };
+    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+/// Ends this process without what libraries do at the exit of a program: in a copy, that is to
+/// touch memory that is about to go.
+pub(super) fn exit_at_once(code: u8) -> ! {
+    // SAFETY: The call does not come back, and touches no memory.
+    unsafe { libc::_exit(code.into()) }
 }
 
 /// Returns the number of threads of this process; `None` if the system does not tell.
@@ -77,7 +99,7 @@ mod tests {
             let (sender, receiver) = std::sync::mpsc::channel::<()>();
             scope.spawn(move || receiver.recv());
             assert!(thread_count().unwrap() > 1);
-            let error = fork().map(drop).unwrap_err();
+            let error = fork_sibling().map(drop).unwrap_err();
             assert_eq!(error.raw_os_error(), Some(Errno::BUSY.raw_os_error()));
             drop(sender);
         });
