@@ -34,7 +34,7 @@ pub(crate) struct DiscoSession {
 }
 
 /// Returns the exception for an error of Disco: failures of workers are told one by one.
-fn exception(py: Python<'_>, error: &DiscoError) -> PyErr {
+pub(crate) fn exception(py: Python<'_>, error: &DiscoError) -> PyErr {
     let failures: Vec<_> = error
         .failures()
         .iter()
@@ -135,6 +135,16 @@ fn arguments(args: &Bound<'_, PyTuple>) -> PyResult<Vec<::disco::Argument>> {
 }
 
 impl DiscoSession {
+    /// Returns the session.
+    ///
+    /// # Errors
+    ///
+    /// In the child of a fork.
+    pub(crate) fn session(&self) -> PyResult<&::disco::DiscoSession> {
+        self.birth.check()?;
+        Ok(&self.session)
+    }
+
     /// Issues a command. Waits, so that a signal can stop it, only while the workers are behind by
     /// a whole window.
     fn issue(

@@ -17,6 +17,7 @@ mod child;
 mod connect;
 mod disco;
 mod disco_ref;
+mod disco_run_all;
 mod disco_worker;
 mod errors;
 mod event_loop;
@@ -85,6 +86,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<disco_ref::DiscoRef>()?;
     module.add_class::<disco::DiscoListener>()?;
     module.add_class::<disco_worker::WorkerContext>()?;
+    module.add_function(wrap_pyfunction!(disco_run_all::run_all_op, module)?)?;
     module.add_function(wrap_pyfunction!(disco::disco_threads, module)?)?;
     module.add_function(wrap_pyfunction!(disco::disco_processes, module)?)?;
     module.add_function(wrap_pyfunction!(disco::disco_servers, module)?)?;

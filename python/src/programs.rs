@@ -126,7 +126,8 @@ fn command(
     Ok((command, output_limit.is_some()))
 }
 
-fn facts(status: &RunStatus) -> (Option<i32>, Option<i32>, Option<String>) {
+/// Returns exit code, signal and cause of the end of a program.
+pub(crate) fn facts(status: &RunStatus) -> (Option<i32>, Option<i32>, Option<String>) {
     (status.code, status.signal, status.ended_by.map(|cause| cause.to_string()))
 }
 

@@ -521,6 +521,15 @@ class WorkerContext:
     def receive(self, shape: Sequence[int], dtype: Any, from_worker: int) -> DenseArray: ...
     def barrier(self, in_group: bool = True) -> None: ...
 
+def run_all_op(
+    session: DiscoSession,
+    program: str,
+    args: list[str],
+    env: list[tuple[str, str]],
+    on_line: Callable[[int, str, bytes], object],
+    time_limit: float | None = None,
+    output_limit: int | None = None,
+) -> Operation[list[tuple[int | None, int | None, str | None]]]: ...
 def disco_threads(
     num_workers: int, num_groups: int, registry: Registry, settings: dict[str, Any]
 ) -> Operation[DiscoSession]: ...

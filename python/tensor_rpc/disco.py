@@ -18,9 +18,11 @@ were issued. What fails on a worker is raised by the next ``sync_…``, ``copy_f
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -29,6 +31,7 @@ from tensor_rpc import _arrays, _blocking, _native
 from tensor_rpc._errors import RpcError
 from tensor_rpc._functions import Registry, registry_of
 from tensor_rpc._native import WorkerContext
+from tensor_rpc._types import RunResult
 
 __all__ = [
     "DModule",
@@ -143,6 +146,12 @@ class DModule(DRef):
         """Return the function `name` of the module on each worker."""
         session = self.session
         return DPackedFunc(session._native_session.module_function(self, name), session)
+
+
+def _print_line(worker: int, stream: str, line: bytes) -> None:
+    """Print a line of a worker's program; a stream that is closed loses it."""
+    with contextlib.suppress(OSError):
+        print(f"[{worker}] {line.decode(errors='replace')}", file=getattr(sys, stream), flush=True)
 
 
 def _array(value: Any) -> Any:
@@ -344,6 +353,71 @@ class Session:
     def sync_all(self) -> None:
         """Wait until all workers have executed everything. TVM has no such."""
         self._native_session.sync_op(None).wait()
+
+    def run_all(
+        self,
+        program: str,
+        *args: str,
+        env: Mapping[str, str] | None = None,
+        time_limit: float | None = None,
+        output_limit: int | None = None,
+        on_line: Callable[[int, str, bytes], object] | None = None,
+    ) -> list[RunResult]:
+        """Run a program once for each worker, in the workspaces of their nodes, to the end of all.
+
+        Each program has the variables ``RANK`` and ``WORLD_SIZE``, its worker's number and the
+        number of all workers, and ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE``, the same within its node.
+        The workers of one node share its workspace. All programs end with the first error, and with
+        Ctrl-C. TVM has no such.
+
+        Each program takes a thread of its node's session, beside that of its worker: a node needs
+        ``--max-threads`` of twice its workers, or programs that wait for each other may wait for
+        ever.
+
+        Parameters
+        ----------
+        program : str
+            A name that is looked up at the nodes, or a path relative to the workspace.
+        *args : str
+            Its arguments.
+        env : mapping, optional
+            Further variables of its environment, as far as the operators of the nodes allow them.
+        time_limit : float, optional
+            Seconds after which a node ends its programs.
+        output_limit : int, optional
+            Bytes of output after which a node ends a program; no limit by default.
+        on_line : function of int, str and bytes, optional
+            Called with the worker, ``stdout`` or ``stderr``, and a line without its end; lines of
+            more than 64 KiB come in pieces. It is called on a thread of its own, and while it runs
+            the programs wait in their pipes. What it raises ends the programs, and is raised here.
+            By default lines are printed to the same stream of this program, with the worker's
+            number in brackets in front.
+
+        Returns
+        -------
+        list of RunResult
+            Exit codes or signals, by worker, without the output.
+
+        Raises
+        ------
+        RefusedError
+            A node runs no programs, or not this one.
+        InvalidArgumentError
+            Workers are threads or child processes of this program, or are behind other nodes.
+        NotFoundError
+            There is no such program.
+
+        Examples
+        --------
+        >>> for result in session.run_all("python3", "train.py"):  # doctest: +SKIP
+        ...     result.check()
+        """
+        variables = [] if env is None else list(env.items())
+        line = _print_line if on_line is None else on_line
+        operation = _native.run_all_op(
+            self._native_session, program, list(args), variables, line, time_limit, output_limit
+        )
+        return [RunResult(*facts) for facts in operation.wait()]
 
     def shutdown(self) -> None:
         """Let the workers finish what was issued, and end the session."""

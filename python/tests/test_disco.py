@@ -171,6 +171,42 @@ def test_a_module_is_imported_on_workers(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "3\n"), done.stderr
 
 
+def test_a_program_runs_once_for_each_worker(
+    isolated_server: str, token: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It knows its number; its lines come here; a function for them that fails ends it."""
+    script = "echo $RANK of $WORLD_SIZE, $LOCAL_RANK of $LOCAL_WORLD_SIZE$A; echo error >&2; exit $RANK"
+    with disco.servers([isolated_server], 2, connect={"token_file": str(token)}) as session:
+        lines: list[tuple[int, str, bytes]] = []
+        results = session.run_all("sh", "-c", script, env={"A": "!"}, on_line=lambda *line: lines.append(line))
+        assert [result.returncode for result in results] == [0, 1]
+        assert results[0].check().stdout is None
+        with pytest.raises(rpc.ProgramError):
+            results[1].check()
+        out = [(worker, "stdout", f"{worker} of 2, {worker} of 2!".encode()) for worker in range(2)]
+        assert sorted(lines) == sorted([*out, (0, "stderr", b"error"), (1, "stderr", b"error")])
+
+        session.run_all("sh", "-c", "echo $RANK; echo e$RANK >&2")
+        printed = capfd.readouterr()
+        assert sorted(printed.out.splitlines()) == ["[0] 0", "[1] 1"]
+        assert sorted(printed.err.splitlines()) == ["[0] e0", "[1] e1"]
+
+        def refuse(worker: int, stream: str, line: bytes) -> None:
+            raise LookupError(line)
+
+        with pytest.raises(LookupError, match="first"):
+            session.run_all("sh", "-c", "echo first; exec sleep 3600", on_line=refuse)
+        limited = session.run_all("sleep", "3600", time_limit=0.05)
+        assert [result.success for result in limited] == [False, False]
+        with pytest.raises(rpc.NotFoundError, match="worker "):
+            session.run_all("no-such-program")
+        with pytest.raises(ValueError):
+            session.run_all("sh", time_limit=-1.0)
+        session.sync_all()
+    with disco.ThreadedSession(1) as threads, pytest.raises(rpc.RpcError, match="worker 0"):
+        threads.run_all("true")
+
+
 @pytest.mark.parametrize("over", ["threads", "processes"])
 def test_the_digits_are_learnt(over: str) -> None:
     """The example reaches its accuracy, or fails by its exit code."""
