@@ -326,9 +326,15 @@ impl DiscoSession {
     /// Those of `steps`; outputs that no step makes; a program that is too large; the session has
     /// ended.
     pub fn record(&self, steps: impl FnOnce(&Recorder) -> Result<Vec<Recorded>>) -> Result<Program> {
-        let recorder = Recorder::new(&self.0);
+        let recorder = self.recorder();
         let outputs = steps(&recorder)?;
         recorder.finish(&outputs)
+    }
+
+    /// Begins to record a program without a closure: [`Recorder::finish`] ends that. A recorder
+    /// that is dropped has sent nothing.
+    pub fn recorder(&self) -> Recorder {
+        Recorder::new(&self.0)
     }
 
     /// Chooses the backend of collectives, and with it each worker's default device: that of the

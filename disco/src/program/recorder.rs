@@ -42,7 +42,8 @@ impl Recording {
     }
 }
 
-/// Records the steps of a program: see [`DiscoSession::record`](crate::DiscoSession::record).
+/// Records the steps of a program: see [`DiscoSession::record`](crate::DiscoSession::record) and
+/// [`DiscoSession::recorder`](crate::DiscoSession::recorder).
 ///
 /// The operations are those of the session, without those that talk to the controller: copies,
 /// looks into registers, syncs, and the loading of functions and modules, which comes before.
@@ -203,8 +204,13 @@ impl Recorder {
         Ok(())
     }
 
-    /// Sends the program to the workers.
-    pub(crate) fn finish(self, outputs: &[Recorded]) -> Result<Program> {
+    /// Ends the recording, and sends the program to the workers.
+    ///
+    /// # Errors
+    ///
+    /// Outputs that no step makes, or one of them twice; a program that is too large; the session
+    /// has ended.
+    pub fn finish(self, outputs: &[Recorded]) -> Result<Program> {
         let outputs = outputs.iter().map(|output| self.register(output)).collect::<Result<Vec<_>>>()?;
         let controller = Arc::clone(&self.0.controller);
         let state = std::mem::take(&mut *self.0.lock());

@@ -162,3 +162,20 @@ fn invalid_programs_are_refused() {
     assert!(program.run((&x,)).is_err());
     refused(one.record(|_| Ok(vec![])), "shut down");
 }
+
+#[test]
+fn a_recording_needs_no_closure() {
+    let session = Launch::Threads.start(2, 1).session;
+    let (echo, x) = (session.get_global_func("echo").unwrap(), session.empty(&[1], DataType::F32, None).unwrap());
+    let (first, second) = (session.recorder(), session.recorder());
+    let of_first = first.call(&echo, (&x,)).unwrap();
+    let of_second = second.call(&echo, (2,)).unwrap();
+    assert!(first.call(&echo, (&of_second,)).unwrap_err().to_string().contains("another program"));
+    // A recorder that is dropped has sent nothing, and lets go of what it has captured.
+    drop(first);
+    let second = second.finish(&[of_second]).unwrap();
+    assert_eq!(second.number(), session.recorder().finish(&[]).unwrap().number() - 1);
+    assert_eq!(value(&session, &second.run(()).unwrap()[0], 1), Value::Int(2));
+    assert!(session.recorder().finish(&[of_first]).unwrap_err().to_string().contains("another program"));
+    session.shutdown().wait().unwrap();
+}
