@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use ::disco::Operand;
 use pyo3::exceptions::{PyMemoryError, PyOverflowError, PyTypeError, PyValueError};
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -15,6 +16,7 @@ use rpc_core::{IntoArg, IntoArgs, Result, Value};
 use crate::array::Array;
 use crate::buffer::shared_bytes;
 use crate::callable::Callable;
+use crate::disco_program::DiscoRecorded;
 use crate::disco_ref::DiscoRef;
 use crate::form::shape_class;
 use crate::packed;
@@ -31,8 +33,8 @@ pub(crate) enum Arg {
     Module(rpc_core::RemoteModule),
     Object(rpc_core::RemoteObject),
     Callback(Arc<rpc_core::client::RemoteCallback>),
-    /// A value that the workers of Disco have.
-    Disco(::disco::DRef),
+    /// A value that the workers of Disco have, or that a program of theirs makes.
+    Disco(Operand),
     /// An array of this process, which becomes a tensor for the time of the call.
     Array(Array),
     /// A function of this process, which becomes a callback for the time of the call; `None` once
@@ -236,7 +238,9 @@ impl Arg {
         } else if let Ok(callback) = object.cast::<Callback>() {
             Self::Callback(callback.get().callback()?)
         } else if let Ok(reference) = object.cast::<DiscoRef>() {
-            Self::Disco(reference.get().reference()?)
+            Self::Disco(Operand::Reference(reference.get().reference()?))
+        } else if let Ok(recorded) = object.cast::<DiscoRecorded>() {
+            Self::Disco(recorded.get().operand())
         } else if let Ok(other) = object.cast::<Object>() {
             Self::Object(other.get().object()?)
         } else {

@@ -96,6 +96,12 @@ pub(crate) fn reduction(op: &str) -> PyResult<ReduceOp> {
     })
 }
 
+/// Reads a constraint on the devices of workers.
+pub(crate) fn constraint(py: Python<'_>, device: Option<String>) -> PyResult<Option<VirtualDevice>> {
+    let device = device.map(|device| device.parse::<VirtualDevice>()).transpose();
+    device.map_err(|error| errors::exception(py, &error))
+}
+
 /// Copies an array into a tensor of this process, so that the caller may change it at once.
 fn tensor(array: &Array) -> PyResult<Tensor> {
     let refused = |error: RpcError| PyValueError::new_err(error.message().to_owned());
@@ -119,7 +125,7 @@ fn argument(arg: Arg) -> PyResult<::disco::Argument> {
         Arg::Map(entries) => Value::Map(
             entries.into_iter().map(|(key, value)| Ok((argument(key)?, argument(value)?))).collect::<PyResult<_>>()?,
         ),
-        Arg::Disco(reference) => Value::Object(Operand::Reference(reference)),
+        Arg::Disco(operand) => Value::Object(operand),
         Arg::Array(array) => Value::Object(Operand::Tensor(tensor(&array)?)),
         _ => {
             return Err(PyTypeError::new_err(
@@ -130,7 +136,8 @@ fn argument(arg: Arg) -> PyResult<::disco::Argument> {
     })
 }
 
-fn arguments(args: &Bound<'_, PyTuple>) -> PyResult<Vec<::disco::Argument>> {
+/// Returns the arguments of a call on workers.
+pub(crate) fn arguments(args: &Bound<'_, PyTuple>) -> PyResult<Vec<::disco::Argument>> {
     args.iter_borrowed().map(|arg| argument(Arg::new(&arg, 0, &mut false)?)).collect()
 }
 
@@ -158,16 +165,19 @@ impl DiscoSession {
     }
 
     fn room(&self, py: Python<'_>) -> PyResult<()> {
-        self.birth.check()?;
-        let room = self.session.room();
-        let mut room = pin!(room);
-        match room.as_mut().poll(&mut Context::from_waker(Waker::noop())) {
-            Poll::Ready(room) => room.map_err(|error| exception(py, &error)),
-            Poll::Pending => {
-                let session = self.session.clone();
-                let room = wait(py, async move { Ok(session.room().await) })?;
-                room.map_err(|error| exception(py, &error))
-            }
+        room(py, self.session()?)
+    }
+}
+
+/// Waits, so that a signal can stop it, while the workers are behind by a whole window.
+pub(crate) fn room(py: Python<'_>, session: &::disco::DiscoSession) -> PyResult<()> {
+    let mut room = pin!(session.room());
+    match room.as_mut().poll(&mut Context::from_waker(Waker::noop())) {
+        Poll::Ready(room) => room.map_err(|error| exception(py, &error)),
+        Poll::Pending => {
+            let session = session.clone();
+            let room = wait(py, async move { Ok(session.room().await) })?;
+            room.map_err(|error| exception(py, &error))
         }
     }
 }
@@ -221,8 +231,7 @@ impl DiscoSession {
         in_group: bool,
     ) -> PyResult<DiscoRef> {
         let (py, dtype) = (dtype.py(), types::data_type(dtype)?);
-        let device = device.map(|device| device.parse::<VirtualDevice>()).transpose();
-        let device = device.map_err(|error| errors::exception(py, &error))?;
+        let device = constraint(py, device)?;
         self.issue(py, |session| match worker0_only {
             true => session.empty_on_worker0(&shape, dtype, device, scope(in_group)),
             false => session.empty(&shape, dtype, device),

@@ -16,6 +16,7 @@ mod callback;
 mod child;
 mod connect;
 mod disco;
+mod disco_program;
 mod disco_ref;
 mod disco_run_all;
 mod disco_worker;
@@ -86,6 +87,9 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<disco_ref::DiscoRef>()?;
     module.add_class::<disco::DiscoListener>()?;
     module.add_class::<disco_worker::WorkerContext>()?;
+    module.add_class::<disco_program::DiscoRecorded>()?;
+    module.add_class::<disco_program::DiscoRecorder>()?;
+    module.add_class::<disco_program::DiscoProgram>()?;
     module.add_function(wrap_pyfunction!(disco_run_all::run_all_op, module)?)?;
     module.add_function(wrap_pyfunction!(disco::disco_threads, module)?)?;
     module.add_function(wrap_pyfunction!(disco::disco_processes, module)?)?;

@@ -10,8 +10,7 @@ were issued. What fails on a worker is raised by the next ``sync_…``, ``copy_f
 >>> with disco.ThreadedSession(num_workers=4) as session:
 ...     session.init_ccl("host")
 ...     x = session.broadcast(np.ones(2, "float32"))
-...     y = session.empty((2,), "float32")
-...     session.allreduce(x, y, op="sum")
+...     y = session.allreduce(x, op="sum")
 ...     print(session.copy_from_worker_0(y))
 [4. 4.]
 """
@@ -28,9 +27,10 @@ from types import TracebackType
 from typing import Any
 
 from tensor_rpc import _arrays, _blocking, _native
+from tensor_rpc._disco_program import Program
 from tensor_rpc._errors import RpcError
 from tensor_rpc._functions import Registry, registry_of
-from tensor_rpc._native import WorkerContext
+from tensor_rpc._native import Recorded, WorkerContext
 from tensor_rpc._types import RunResult
 
 __all__ = [
@@ -39,6 +39,8 @@ __all__ = [
     "DRef",
     "Failure",
     "ProcessSession",
+    "Program",
+    "Recorded",
     "Session",
     "SocketSession",
     "ThreadedSession",
@@ -353,6 +355,31 @@ class Session:
     def sync_all(self) -> None:
         """Wait until all workers have executed everything. TVM has no such."""
         self._native_session.sync_op(None).wait()
+
+    def record(self) -> Program:
+        """Record a program: commands that the workers keep, and run as often as one likes.
+
+        A run is one small command, whatever the number of steps. TVM has no such.
+
+        Returns
+        -------
+        Program
+            A context manager, whose methods record the steps.
+
+        Examples
+        --------
+        >>> session = ThreadedSession(2)
+        >>> with session.record() as program:
+        ...     x = program.tensor_parameter("float32")
+        ...     program.returns(program.allreduce(x))
+        >>> for value in ([1.0], [2.0]):
+        ...     (total,) = program.run(session.broadcast(np.array(value, "float32")))
+        ...     print(session.copy_from_worker_0(total))
+        [2.]
+        [4.]
+        >>> session.shutdown()
+        """
+        return Program(self)
 
     def run_all(
         self,

@@ -5,6 +5,7 @@ A block with `file=NAME` is written to that file; one with `server=NAME` runs be
 
 from __future__ import annotations
 
+import doctest
 import re
 import shutil
 import socket
@@ -13,8 +14,12 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import ModuleType
 
+import numpy as np
 import pytest
+
+from tensor_rpc import disco
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r"^```python([^\n]*)\n(.*?)^```$", re.M | re.S)
@@ -55,6 +60,13 @@ def test_the_blocks_of_a_document_run(document: str) -> None:
             server.terminate()
             server.wait(LIMIT)
         shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("module", [disco])
+def test_the_examples_of_docstrings_run(module: ModuleType) -> None:
+    """They print what they say."""
+    failed, attempted = doctest.testmod(module, extraglobs={"np": np})
+    assert attempted > 0 and failed == 0
 
 
 def serve(program: Path, path: Path) -> subprocess.Popen[str]:
