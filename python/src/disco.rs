@@ -6,10 +6,10 @@ use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use ::disco::{
-    Completion, Content, DModule, DPackedFunc, DRef, DiscoError, Hosting, NodeListener, Operand, Options,
-    ProcessSession, ReduceOp, Scope, SocketSession, ThreadedSession, WorkerId,
+    Breakage, CclState, Completion, Content, DModule, DPackedFunc, DRef, DiscoError, Hosting, NodeListener, Operand,
+    Options, ProcessSession, ReduceOp, Scope, SocketSession, ThreadedSession, WorkerId,
 };
-use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::exceptions::{PyBaseException, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 use rpc_core::{RpcError, Tensor, Value, VirtualDevice};
@@ -32,6 +32,9 @@ pub(crate) struct DiscoSession {
     session: ::disco::DiscoSession,
     birth: Birth,
 }
+
+/// State of collectives: its name, its cause, the worker at fault, and those that have noticed.
+type CclFacts = (&'static str, Option<Py<PyBaseException>>, Option<u32>, Vec<u32>);
 
 /// Returns the exception for an error of Disco: failures of workers are told one by one.
 pub(crate) fn exception(py: Python<'_>, error: &DiscoError) -> PyErr {
@@ -57,7 +60,7 @@ pub(crate) fn exception(py: Python<'_>, error: &DiscoError) -> PyErr {
 }
 
 /// An operation that has been issued already.
-fn operation<T: Send + 'static>(
+pub(crate) fn operation<T: Send + 'static>(
     completion: Completion<T>,
     finish: impl FnOnce(Python<'_>, Form, T) -> PyResult<Py<PyAny>> + Send + 'static,
 ) -> Operation {
@@ -279,6 +282,37 @@ impl DiscoSession {
         py.detach(|| session.barrier(scope(in_group))).map_err(|error| exception(py, &error))
     }
 
+    /// Sends tensors between pairs of workers.
+    fn send_recv(&self, py: Python<'_>, from: &DiscoRef, to: &DiscoRef, pairs: Vec<(u32, u32)>) -> PyResult<()> {
+        let (from, to) = (from.reference()?, to.reference()?);
+        let pairs: Vec<_> = pairs.into_iter().map(|(from, to)| (WorkerId(from), WorkerId(to))).collect();
+        self.room(py)?;
+        let session = &self.session;
+        py.detach(|| session.send_recv(&from, &to, &pairs)).map_err(|error| exception(py, &error))
+    }
+
+    /// Returns the name of the collectives' state, its cause, the worker at fault, and those that
+    /// have noticed.
+    fn ccl_state(&self, py: Python<'_>) -> PyResult<CclFacts> {
+        let state = self.session()?.ccl_state();
+        let error = |error: &RpcError| Some(errors::exception(py, error).into_value(py));
+        Ok(match &state {
+            CclState::Running => ("running", None, None, vec![]),
+            CclState::Reinitialising => ("reinitialising", None, None, vec![]),
+            CclState::Ended(cause) => ("ended", error(cause), None, vec![]),
+            CclState::Broken(Breakage { cause, culprit, noticed_by, .. }) => {
+                let noticed_by = noticed_by.iter().map(|worker| worker.0).collect();
+                ("broken", error(cause), culprit.map(|worker| worker.0), noticed_by)
+            }
+            _ => ("unknown", None, None, vec![]),
+        })
+    }
+
+    fn abort_ccl(&self, py: Python<'_>, reason: &str) -> PyResult<()> {
+        let session = self.session()?;
+        py.detach(|| session.abort_ccl(reason)).map_err(|error| exception(py, &error))
+    }
+
     fn set_register(&self, to: &DiscoRef, worker: u32, value: &Bound<'_, PyAny>) -> PyResult<()> {
         let (py, to) = (value.py(), to.reference()?);
         let value = argument(Arg::new(value, 0, &mut false)?)?;
@@ -347,6 +381,14 @@ fn options(settings: &Bound<'_, PyDict>) -> PyResult<Options> {
             "keep_alive" => options.keep_alive = seconds()?,
             "collective_timeout" => options.collective_timeout = Some(seconds()?),
             "stall_timeout" => options.stall_timeout = seconds()?,
+            "data_addresses" => {
+                let addresses: Vec<String> = value.extract()?;
+                let parsed: Result<_, _> = addresses.iter().map(|address| address.parse()).collect();
+                options.data_addresses = parsed.map_err(|_| {
+                    PyValueError::new_err(format!("data_addresses are IP addresses, not {addresses:?}"))
+                })?;
+            }
+            "direct_timeout" => options.direct_timeout = seconds()?,
             "init_timeout" => options.init_timeout = seconds()?,
             "shutdown_timeout" => options.shutdown_timeout = seconds()?,
             "hosting" => {

@@ -74,6 +74,29 @@ class Failure:
     cause: RpcError
 
 
+@dataclass(frozen=True)
+class CclState:
+    """State of a session's collectives, as far as the controller knows.
+
+    Attributes
+    ----------
+    name : str
+        ``running``; ``broken``, when they raise the cause, and all other commands run;
+        ``reinitialising``, while they are made anew; ``ended`` with the session.
+    cause : RpcError or None
+        Why they are broken, and the call that each worker was in; or why the session has ended.
+    culprit : int or None
+        The worker that died, fell silent or never came; None if no worker is at fault.
+    noticed_by : list of int
+        The workers that have found them broken so far.
+    """
+
+    name: str
+    cause: BaseException | None
+    culprit: int | None
+    noticed_by: list[int]
+
+
 class WorkersError(RpcError):
     """Commands failed on workers. The session lives; the values that they should have made do not.
 
@@ -318,6 +341,34 @@ class Session:
         """Let no worker go on before all have come here."""
         self._native_session.barrier(in_group)
 
+    def send_recv(self, src: DRef, dst: DRef, pairs: Sequence[tuple[int, int]]) -> None:
+        """Send the tensor `src` of the first worker of each pair to the tensor `dst` of the second.
+
+        One pair after the other. A `dst` that no pair receives into stays as it is. TVM has no such.
+
+        Raises
+        ------
+        InvalidArgumentError
+            A pair of workers that there are not, or of one with itself.
+        """
+        self._native_session.send_recv(src, dst, list(pairs))
+
+    def ccl_state(self) -> CclState:
+        """Return whether the collectives work, and what has broken them. It never waits."""
+        return CclState(*self._native_session.ccl_state())
+
+    def abort_ccl(self, reason: str) -> None:
+        """Break the collectives: those that workers are in, and all later ones, fail.
+
+        It passes all commands that wait, and never waits itself. `reinit_ccl` makes them anew.
+
+        Parameters
+        ----------
+        reason : str
+            What the failures say.
+        """
+        self._native_session.abort_ccl(reason)
+
     def copy_from_worker_0(self, host_array: Any, remote_array: DRef | None = None) -> Any:
         """Copy the tensor of worker 0 here.
 
@@ -340,9 +391,9 @@ class Session:
 
     def sync_worker_0(self) -> None:
         """Wait until worker 0 has executed everything."""
-        self._sync_worker(0)
+        self.sync_worker(0)
 
-    def _sync_worker(self, worker_id: int) -> None:
+    def sync_worker(self, worker_id: int) -> None:
         """Wait until a worker has executed everything that was issued before.
 
         Raises
@@ -351,6 +402,8 @@ class Session:
             Commands have failed there since the last time.
         """
         self._native_session.sync_op(worker_id).wait()
+
+    _sync_worker = sync_worker  # Its name in TVM.
 
     def sync_all(self) -> None:
         """Wait until all workers have executed everything. TVM has no such."""
@@ -499,7 +552,8 @@ class ThreadedSession(Session):
             Functions of the workers, beside those of modules that they import.
         **settings
             `window` (bytes), `keep_alive`, `collective_timeout`, `stall_timeout`, `init_timeout`,
-            `shutdown_timeout` (seconds), `pin_workers`, `hosting`, `allow_controller_relay`.
+            `direct_timeout`, `shutdown_timeout` (seconds), `pin_workers`, `hosting`,
+            `data_addresses` (IP address of each node), `allow_controller_relay`.
         """
         registry = _worker_registry(functions)
         native: _native.DiscoSession = _native.disco_threads(num_workers, num_groups, registry, settings).wait()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,44 @@ def test_tensors_go_around(session: disco.Session) -> None:
     assert copied.debug_get_from_remote(3).tolist() == [7, 7]
 
 
+def test_tensors_are_sent_between_pairs(session: disco.Session) -> None:
+    """The others keep theirs."""
+    x = session.scatter(np.arange(8, dtype="int32").reshape(4, 2), in_group=False)
+    y = session.empty((2,), "int32")
+    session.send_recv(x, y, [(0, 1), (3, 2)])
+    assert [y.debug_get_from_remote(worker).tolist() for worker in range(4)] == [[0, 0], [0, 1], [6, 7], [0, 0]]
+    for pair in ((0, 4), (1, 1)):
+        with pytest.raises(ValueError):
+            session.send_recv(x, y, [pair])
+    session.sync_all()
+
+
+def test_collectives_break_and_are_made_anew(session: disco.Session) -> None:
+    """While they are broken all else works."""
+    assert session.ccl_state() == disco.CclState("running", None, None, [])
+    session.abort_ccl("no more of this")
+    state = session.ccl_state()
+    assert (state.name, state.culprit) == ("broken", None)
+    assert "no more of this" in str(state.cause)
+    x = session.empty((1,))
+    end = time.monotonic() + LIMIT
+    # Workers at servers hear of it beside the commands, perhaps after the first one.
+    with pytest.raises(disco.WorkersError, match="no more of this"):
+        while time.monotonic() < end:
+            session.allreduce(x, in_group=False)
+            session.sync_all()
+    assert session.get_global_func("worker_number")().debug_get_from_remote(2) == 2
+    session.reinit_ccl()
+    assert session.ccl_state().name == "running"
+    session.allreduce(x, in_group=False)
+    session.sync_all()
+    session.shutdown()
+    state = session.ccl_state()
+    assert state.name == "ended" and isinstance(state.cause, rpc.RpcError)
+    with pytest.raises(rpc.RpcError, match="shut down"):
+        session.abort_ccl("again")
+
+
 def test_functions_of_python_run_on_workers(session: disco.Session) -> None:
     """They get tensors, know their worker, and return values and tensors."""
     session.init_ccl("host")
@@ -112,7 +151,7 @@ def test_functions_of_python_run_on_workers(session: disco.Session) -> None:
 def test_a_failure_names_its_worker_and_the_session_goes_on(session: disco.Session) -> None:
     """The exception is that of the worker, with its traceback."""
     session.get_global_func("fail_on_worker_1")()
-    session._sync_worker(0)
+    session.sync_worker(0)
     with pytest.raises(disco.WorkersError, match="a word of worker 1") as caught:
         session.sync_all()
     (failure,) = caught.value.failures
@@ -135,6 +174,8 @@ def test_bad_input_is_an_error_here(session: disco.Session) -> None:
         x.debug_get_from_remote(9)
     with pytest.raises(TypeError, match="no setting"):
         disco.ThreadedSession(1, windov=3)
+    with pytest.raises(ValueError, match="IP addresses"):
+        disco.ThreadedSession(1, data_addresses=["localhost"])
     with disco.ThreadedSession(1) as other:
         with pytest.raises(ValueError, match="another session"):
             other.call_packed(other.get_global_func("double"), x)
