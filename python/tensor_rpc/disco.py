@@ -28,22 +28,29 @@ from typing import Any
 
 from tensor_rpc import _arrays, _blocking, _native
 from tensor_rpc._disco_program import Program
+from tensor_rpc._disco_weights import ShardLoader, TensorInfo, Unreadable
 from tensor_rpc._errors import RpcError
 from tensor_rpc._functions import Registry, registry_of
-from tensor_rpc._native import Recorded, WorkerContext
+from tensor_rpc._native import Part, Recorded, WeightReader, WorkerContext
 from tensor_rpc._types import RunResult
 
 __all__ = [
+    "CclState",
     "DModule",
     "DPackedFunc",
     "DRef",
     "Failure",
+    "Part",
     "ProcessSession",
     "Program",
     "Recorded",
     "Session",
+    "ShardLoader",
     "SocketSession",
+    "TensorInfo",
     "ThreadedSession",
+    "Unreadable",
+    "WeightReader",
     "WorkerContext",
     "WorkersError",
     "from_tracker",

@@ -65,6 +65,13 @@ pub(crate) struct View {
     _slot: Option<Arc<Slot>>,
 }
 
+impl View {
+    /// A view of a tensor that nothing else knows of.
+    pub(super) fn of_own(tensor: Tensor) -> Self {
+        Self { tensor, _slot: None }
+    }
+}
+
 /// Makes `frame` the call that runs on this thread, until the guard is dropped.
 pub(super) fn enter(frame: &Arc<Frame>) -> Entered {
     CURRENT.with_borrow_mut(|frames| frames.push(frame.clone()));
@@ -224,8 +231,7 @@ impl Context {
         let dtype = dtype.map_or(Ok(rpc_core::DataType::F32), types::data_type)?;
         let device = device.map_or(Ok(rpc_core::Device::cpu()), types::device)?;
         let made = py.detach(|| self.0.context.allocate(device, dtype, &shape));
-        made.and_then(|tensor| DenseArray::view(View { tensor, _slot: None }))
-            .map_err(|error| errors::exception(py, &error))
+        made.and_then(DenseArray::of_own).map_err(|error| errors::exception(py, &error))
     }
 
     /// Call another function of the session, and wait for it.

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use ::disco::WeightReader;
 use pyo3::IntoPyObjectExt as _;
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
@@ -15,6 +16,7 @@ use super::objects::{LocalFunction, LocalModule, LocalObject};
 use super::{Held, Origin, plain_function};
 use crate::argument::Arg;
 use crate::array::{Array, DenseArray};
+use crate::disco_weight_reader::DiscoWeightReader;
 use crate::{errors, packed, reply};
 
 /// Makes an object of a value that a function gets.
@@ -31,7 +33,10 @@ pub(super) fn incoming(py: Python<'_>, frame: &Arc<Frame>, value: LocalValue) ->
         Object::Module(module) => LocalModule::of(module, frame.clone()).into_py_any(py),
         Object::Opaque(opaque) => match opaque.downcast::<Held>() {
             Some(held) => Ok(held.get(py)),
-            None => LocalObject(opaque).into_py_any(py),
+            None => match opaque.downcast::<WeightReader>() {
+                Some(reader) => DiscoWeightReader::of(reader).into_py_any(py),
+                None => LocalObject(opaque).into_py_any(py),
+            },
         },
         _ => Err(PyTypeError::new_err("an object of the session of a kind that this version does not know")),
     })
@@ -127,6 +132,16 @@ impl DenseArray {
             (tensor.size_bytes() as usize, tensor.shape().to_vec(), tensor.strides().map(<[i64]>::to_vec));
         let (dtype, device) = (tensor.dtype(), tensor.device());
         Ok(Self::over(Arc::new(view), address, len, shape, strides, dtype, device))
+    }
+
+    /// Makes a tensor accessible that the function which runs has made itself, and nothing else
+    /// knows of.
+    ///
+    /// # Errors
+    ///
+    /// Its device has no addresses.
+    pub(crate) fn of_own(tensor: Tensor) -> Result<Self> {
+        Self::view(View::of_own(tensor))
     }
 
     /// Returns the tensor of a session that this is a view of.
