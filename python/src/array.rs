@@ -48,6 +48,8 @@ pub(crate) struct Array {
     pub(crate) shape: Vec<i64>,
     /// The array's own memory if it is dense, or else a copy.
     pub(crate) bytes: Bytes,
+    /// True if they are the array's own memory, which may be written to.
+    pub(crate) is_own: bool,
 }
 
 /// A tensor of an exporter. It is not taken out of its capsule, whose destructor gives it back: the
@@ -94,12 +96,12 @@ impl Array {
             }
         }
         let is_buffer_error = |error: &PyErr| error.is_instance_of::<PyBufferError>(object.py());
-        let capsule = match object.call_method0("__dlpack__") {
+        let (capsule, is_copy) = match object.call_method0("__dlpack__") {
             // numpy exports no read-only arrays to readers that could write.
             Err(error) if is_buffer_error(&error) && object.hasattr("copy")? => {
-                object.call_method0("copy")?.call_method0("__dlpack__")
+                (object.call_method0("copy")?.call_method0("__dlpack__"), true)
             }
-            capsule => capsule,
+            capsule => (capsule, false),
         };
         let capsule = capsule.map_err(|error| match is_buffer_error(&error) {
             true => PyTypeError::new_err(format!("this array has no form as a tensor: {}", error.value(object.py()))),
@@ -107,7 +109,8 @@ impl Array {
         })?;
         let capsule = capsule.cast_into::<PyCapsule>()?;
         let managed = capsule.pointer_checked(Some(CAPSULE))?.cast::<DlManagedTensor>();
-        Self::from_exported(Exported { managed, _capsule: capsule.unbind() })
+        let array = Self::from_exported(Exported { managed, _capsule: capsule.unbind() })?;
+        Ok(Self { is_own: array.is_own && !is_copy, ..array })
     }
 
     fn from_exported(exported: Exported) -> PyResult<Self> {
@@ -128,7 +131,7 @@ impl Array {
             let dense = dense_strides(&shape);
             len == 0 || (0..dims).all(|at| shape[at] == 1 || strides[at] == dense[at])
         });
-        let bytes = match strides {
+        let (bytes, is_own) = match strides {
             Some(strides) if !is_dense => {
                 let element = dtype.bits_per_element();
                 if !element.is_multiple_of(8) {
@@ -144,11 +147,11 @@ impl Array {
                     let first = tensor.data.cast::<u8>().add(tensor.byte_offset as usize);
                     gather(first, &shape, strides, element as usize / 8, &mut dense);
                 }
-                dense.into()
+                (dense.into(), false)
             }
-            _ => Bytes::from_owner(Dense { exported, len }),
+            _ => (Bytes::from_owner(Dense { exported, len }), true),
         };
-        Ok(Self { dtype, shape, bytes })
+        Ok(Self { dtype, shape, bytes, is_own })
     }
 
     /// Takes a view of an object with a buffer and without `__dlpack__`, by a copy.
@@ -165,7 +168,7 @@ impl Array {
         let bits = u8::try_from(bits).map_err(|_| PyTypeError::new_err("no data type has elements of this size"))?;
         let shape: Vec<i64> = view.getattr("shape")?.extract()?;
         let bytes = buffer::bytes(view)?;
-        Ok(Self { dtype: rpc_core::DataType::new(code, bits), shape, bytes })
+        Ok(Self { dtype: rpc_core::DataType::new(code, bits), shape, bytes, is_own: false })
     }
 }
 

@@ -4,40 +4,62 @@ use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use rpc_core::{Device, RpcError, Tensor};
 
-use crate::argument::array;
-use crate::array::{Array, DenseArray};
+use crate::array::DenseArray;
 use crate::disco::{reduction, scope};
 use crate::errors;
+use crate::lent::{Lent, pair};
 use crate::types;
 
 /// The worker of the calling thread: its place among the others, and collectives with them.
 ///
-/// Collectives take arrays and return new ones. All workers call the same ones in the same order.
+/// All workers call the same collectives in the same order. An array is read where it is if it is
+/// contiguous, and copied otherwise. The result is a new array, which a function may return without
+/// a copy; or `out` where one is given: a contiguous array that can be written to, of the type and
+/// the size of the result. It may be the array itself (``worker.allreduce(x, out=x)``), and one of
+/// them may be this worker's share of the other. No other thread may use the arrays meanwhile.
+/// `in_group` is about the workers of this one's group, and not about all.
 #[pyclass(frozen, subclass, module = "tensor_rpc.disco")]
 pub(crate) struct WorkerContext(::disco::WorkerContext);
 
 impl WorkerContext {
-    /// Copies an array into memory that counts against the session.
-    fn own(&self, array: &Array) -> rpc_core::Result<Tensor> {
-        let tensor = self.0.context().allocate(Device::cpu(), array.dtype, &array.shape)?;
-        tensor.write()?.bytes_mut()?.copy_from_slice(&array.bytes);
-        Ok(tensor)
-    }
-
-    /// Allocates the tensor that a collective fills.
-    fn room(&self, dtype: rpc_core::DataType, shape: &[i64]) -> rpc_core::Result<Tensor> {
-        self.0.context().allocate(Device::cpu(), dtype, shape)
-    }
-
     /// Number of workers that take part.
     fn count(&self, in_group: bool) -> i64 {
         i64::from(if in_group { self.0.group_size() } else { self.0.world_size() })
     }
 
-    /// Runs a collective, detached from the interpreter, and returns the tensor that it has filled.
-    fn run(&self, py: Python<'_>, work: impl FnOnce(&Self) -> rpc_core::Result<Tensor> + Send) -> PyResult<DenseArray> {
-        let outcome = py.detach(|| work(self).and_then(|tensor| DenseArray::of_view(tensor.read()?)));
-        outcome.map_err(|error| errors::exception(py, &error))
+    /// Runs a collective, detached from the interpreter, and returns what it has filled: `out`, or
+    /// a new array of this shape.
+    fn run<'py>(
+        &self,
+        array: &Bound<'py, PyAny>,
+        out: Option<Bound<'py, PyAny>>,
+        shape: impl FnOnce(&[i64]) -> rpc_core::Result<Vec<i64>>,
+        work: impl FnOnce(&::disco::WorkerContext, &Tensor, &Tensor) -> rpc_core::Result<()> + Send,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let (py, from) = (array.py(), Lent::new(array)?);
+        if let Some(out) = out {
+            let (from, to) = pair(&from, &Lent::writable(&out)?)?;
+            py.detach(|| work(&self.0, &from, &to)).map_err(|error| errors::exception(py, &error))?;
+            return Ok(out);
+        }
+        let shape = shape(from.tensor().shape()).map_err(|error| errors::exception(py, &error))?;
+        self.filled(py, from.tensor().dtype(), &shape, |worker, to| work(worker, from.tensor(), to))
+    }
+
+    /// Runs a collective that fills a new array.
+    fn filled<'py>(
+        &self,
+        py: Python<'py>,
+        dtype: rpc_core::DataType,
+        shape: &[i64],
+        work: impl FnOnce(&::disco::WorkerContext, &Tensor) -> rpc_core::Result<()> + Send,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let made = py.detach(|| {
+            let to = self.0.context().allocate(Device::cpu(), dtype, shape)?;
+            work(&self.0, &to)?;
+            DenseArray::of_own(to)
+        });
+        Ok(Bound::new(py, made.map_err(|error| errors::exception(py, &error))?)?.into_any())
     }
 }
 
@@ -79,6 +101,12 @@ impl WorkerContext {
         self.0.num_groups()
     }
 
+    /// Number of workers in each group.
+    #[getter]
+    fn group_size(&self) -> u32 {
+        self.0.group_size()
+    }
+
     /// Number of this worker's group.
     #[getter]
     fn group(&self) -> u32 {
@@ -98,77 +126,135 @@ impl WorkerContext {
     }
 
     /// Reduce the arrays of all workers, which have the same shape, element by element.
-    #[pyo3(signature = (array, op = "sum", in_group = true))]
-    fn allreduce(&self, array: &Bound<'_, PyAny>, op: &str, in_group: bool) -> PyResult<DenseArray> {
-        let (given, op) = (self::array(array)?, reduction(op)?);
-        self.run(array.py(), |this| {
-            let tensor = this.own(&given)?;
-            this.0.allreduce(op, &tensor, &tensor, scope(in_group))?;
-            Ok(tensor)
-        })
+    #[pyo3(signature = (array, op = "sum", in_group = true, *, out = None))]
+    fn allreduce<'py>(
+        &self,
+        array: &Bound<'py, PyAny>,
+        op: &str,
+        in_group: bool,
+        out: Option<Bound<'py, PyAny>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let (op, scope) = (reduction(op)?, scope(in_group));
+        self.run(array, out, |shape| Ok(shape.to_vec()), |worker, from, to| worker.allreduce(op, from, to, scope))
     }
 
-    /// Reduce the arrays of all workers, and return this worker's share of the result.
-    #[pyo3(signature = (array, op = "sum", in_group = true))]
-    fn reduce_scatter(&self, array: &Bound<'_, PyAny>, op: &str, in_group: bool) -> PyResult<DenseArray> {
-        let (given, op) = (self::array(array)?, reduction(op)?);
-        self.run(array.py(), |this| {
-            let to = this.room(given.dtype, &share(&given.shape, this.count(in_group))?)?;
-            this.0.reduce_scatter(op, &this.own(&given)?, &to, scope(in_group))?;
-            Ok(to)
-        })
+    /// Reduce the arrays of all workers, and return this worker's share of the result: that of its
+    /// number, along the first dimension.
+    #[pyo3(signature = (array, op = "sum", in_group = true, *, out = None))]
+    fn reduce_scatter<'py>(
+        &self,
+        array: &Bound<'py, PyAny>,
+        op: &str,
+        in_group: bool,
+        out: Option<Bound<'py, PyAny>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let (op, scope, count) = (reduction(op)?, scope(in_group), self.count(in_group));
+        let work = |worker: &::disco::WorkerContext, from: &_, to: &_| worker.reduce_scatter(op, from, to, scope);
+        self.run(array, out, |shape| share(shape, count), work)
     }
 
     /// Return the arrays of all workers, stacked along a new first dimension.
-    #[pyo3(signature = (array, in_group = true))]
-    fn allgather(&self, array: &Bound<'_, PyAny>, in_group: bool) -> PyResult<DenseArray> {
-        let given = self::array(array)?;
-        self.run(array.py(), |this| {
-            let to = this.room(given.dtype, &[&[this.count(in_group)], &given.shape[..]].concat())?;
-            this.0.allgather(&this.own(&given)?, &to, scope(in_group))?;
-            Ok(to)
-        })
+    #[pyo3(signature = (array, in_group = true, *, out = None))]
+    fn allgather<'py>(
+        &self,
+        array: &Bound<'py, PyAny>,
+        in_group: bool,
+        out: Option<Bound<'py, PyAny>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let (scope, count) = (scope(in_group), self.count(in_group));
+        let stacked = |shape: &[i64]| Ok([&[count], shape].concat());
+        self.run(array, out, stacked, |worker, from, to| worker.allgather(from, to, scope))
     }
 
     /// Return the array of worker 0; the others give one of the same shape and type.
-    #[pyo3(signature = (array, in_group = true))]
-    fn broadcast_from_worker0(&self, array: &Bound<'_, PyAny>, in_group: bool) -> PyResult<DenseArray> {
-        let given = self::array(array)?;
-        self.run(array.py(), |this| {
-            let tensor = this.own(&given)?;
-            this.0.broadcast_from_worker0(Some(&tensor), &tensor, scope(in_group))?;
-            Ok(tensor)
-        })
+    #[pyo3(signature = (array, in_group = true, *, out = None))]
+    fn broadcast_from_worker0<'py>(
+        &self,
+        array: &Bound<'py, PyAny>,
+        in_group: bool,
+        out: Option<Bound<'py, PyAny>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let scope = scope(in_group);
+        let work =
+            |worker: &::disco::WorkerContext, from: &_, to: &_| worker.broadcast_from_worker0(Some(from), to, scope);
+        self.run(array, out, |shape| Ok(shape.to_vec()), work)
+    }
+
+    /// Return this worker's share of the array of worker 0; the others give one of the same shape
+    /// and type.
+    #[pyo3(signature = (array, in_group = true, *, out = None))]
+    fn scatter_from_worker0<'py>(
+        &self,
+        array: &Bound<'py, PyAny>,
+        in_group: bool,
+        out: Option<Bound<'py, PyAny>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let (scope, count) = (scope(in_group), self.count(in_group));
+        let work =
+            |worker: &::disco::WorkerContext, from: &_, to: &_| worker.scatter_from_worker0(Some(from), to, scope);
+        self.run(array, out, |shape| share(shape, count), work)
+    }
+
+    /// Return the arrays of all workers, stacked along a new first dimension, on worker 0 (of the
+    /// group); `None` on the others, which need no `out`.
+    #[pyo3(signature = (array, in_group = true, *, out = None))]
+    fn gather_to_worker0<'py>(
+        &self,
+        array: &Bound<'py, PyAny>,
+        in_group: bool,
+        out: Option<Bound<'py, PyAny>>,
+    ) -> PyResult<Option<Bound<'py, PyAny>>> {
+        let (scope, count) = (scope(in_group), self.count(in_group));
+        let rank = if in_group { self.0.rank_in_group().0 } else { self.0.worker_id().0 };
+        if rank == 0 {
+            let stacked = |shape: &[i64]| Ok([&[count], shape].concat());
+            return self
+                .run(array, out, stacked, |worker, from, to| worker.gather_to_worker0(from, Some(to), scope))
+                .map(Some);
+        }
+        let (py, from) = (array.py(), Lent::new(array)?);
+        let gathered = py.detach(|| self.0.gather_to_worker0(from.tensor(), None, scope));
+        gathered.map(|()| None).map_err(|error| errors::exception(py, &error))
     }
 
     /// Send share j of the array to worker j, and return what the others send to this one.
-    #[pyo3(signature = (array, in_group = true))]
-    fn all_to_all(&self, array: &Bound<'_, PyAny>, in_group: bool) -> PyResult<DenseArray> {
-        let given = self::array(array)?;
-        self.run(array.py(), |this| {
-            share(&given.shape, this.count(in_group))?;
-            let to = this.room(given.dtype, &given.shape)?;
-            this.0.all_to_all(&this.own(&given)?, &to, scope(in_group))?;
-            Ok(to)
-        })
+    #[pyo3(signature = (array, in_group = true, *, out = None))]
+    fn all_to_all<'py>(
+        &self,
+        array: &Bound<'py, PyAny>,
+        in_group: bool,
+        out: Option<Bound<'py, PyAny>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let (scope, count) = (scope(in_group), self.count(in_group));
+        let same = |shape: &[i64]| share(shape, count).map(|_| shape.to_vec());
+        self.run(array, out, same, |worker, from, to| worker.all_to_all(from, to, scope))
     }
 
-    /// Send an array to another worker, which receives it with `recv`.
+    /// Send an array to another worker, which receives it with `recv` or `recv_into`.
     fn send(&self, array: &Bound<'_, PyAny>, to: u32) -> PyResult<()> {
-        let given = self::array(array)?;
-        let sent = array.py().detach(|| self.0.send_to_worker(&self.own(&given)?, ::disco::WorkerId(to)));
-        sent.map_err(|error| errors::exception(array.py(), &error))
+        let (py, from) = (array.py(), Lent::new(array)?);
+        let sent = py.detach(|| self.0.send_to_worker(from.tensor(), ::disco::WorkerId(to)));
+        sent.map_err(|error| errors::exception(py, &error))
     }
 
     /// Receive an array of this shape and type from another worker, which sends it with `send`.
     #[pyo3(name = "recv")]
-    fn receive(&self, shape: Vec<i64>, dtype: &Bound<'_, PyAny>, from_worker: u32) -> PyResult<DenseArray> {
-        let (py, dtype) = (dtype.py(), types::data_type(dtype)?);
-        self.run(py, |this| {
-            let to = this.room(dtype, &shape)?;
-            this.0.recv_from_worker(&to, ::disco::WorkerId(from_worker))?;
-            Ok(to)
-        })
+    fn receive<'py>(
+        &self,
+        shape: Vec<i64>,
+        dtype: &Bound<'py, PyAny>,
+        from_worker: u32,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let (py, dtype, peer) = (dtype.py(), types::data_type(dtype)?, ::disco::WorkerId(from_worker));
+        self.filled(py, dtype, &shape, |worker, to| worker.recv_from_worker(to, peer))
+    }
+
+    /// Receive into a contiguous array what another worker sends with `send`.
+    #[pyo3(name = "recv_into")]
+    fn receive_into(&self, out: &Bound<'_, PyAny>, from_worker: u32) -> PyResult<()> {
+        let (py, to) = (out.py(), Lent::writable(out)?);
+        let received = py.detach(|| self.0.recv_from_worker(to.tensor(), ::disco::WorkerId(from_worker)));
+        received.map_err(|error| errors::exception(py, &error))
     }
 
     /// Wait until all workers have come here.

@@ -28,6 +28,7 @@ mod files;
 mod form;
 mod functions;
 mod leases;
+mod lent;
 mod listeners;
 mod objects;
 mod operation;

@@ -53,7 +53,105 @@ def meet(x: np.ndarray) -> Any:
     return np.from_dlpack(worker.allgather(total + worker.worker_id, in_group=False))
 
 
-FUNCTIONS: list[Callable[..., Any]] = [double, worker_number, process_number, fail_on_worker_1, meet]
+@rpc.function
+def collect() -> None:
+    """Call all collectives, with and without a place for the result."""
+    worker = disco.WorkerContext.current()
+    rank, n = worker.worker_id, worker.num_workers
+    assert (n, worker.num_groups, worker.group_size, worker.group) == (4, 2, 2, rank // 2)
+    rows = np.arange(8, dtype="float32").reshape(4, 2) + 100 * rank
+    everyone = np.stack([np.arange(8, dtype="float32").reshape(4, 2) + 100 * other for other in range(n)])
+
+    def check(method: str, array: Any, expected: Any, **options: Any) -> None:
+        before = array.copy()
+        made = getattr(worker, method)(array, in_group=False, **options)
+        assert np.array_equal(np.from_dlpack(made), expected), method
+        assert np.array_equal(array, before), method
+        out = np.full_like(expected, -1)
+        assert getattr(worker, method)(array, in_group=False, out=out, **options) is out
+        assert np.array_equal(out, expected), method
+        assert np.array_equal(array, before), method
+
+    check("allreduce", rows, everyone.sum(0))
+    check("allreduce", rows, everyone.max(0), op="max")
+    check("reduce_scatter", rows, everyone.sum(0)[rank : rank + 1])
+    check("allgather", rows, everyone)
+    check("broadcast_from_worker0", rows, everyone[0])
+    check("scatter_from_worker0", rows, everyone[0][rank : rank + 1])
+    check("all_to_all", rows, everyone[:, rank])
+    # An array with gaps, and one that cannot be written to, are copied.
+    check("allreduce", np.repeat(rows, 2, axis=1)[:, ::2], everyone.sum(0))
+    fixed = rows.copy()
+    fixed.flags.writeable = False
+    check("allgather", fixed, everyone)
+    # Into the array itself, and into its part, or from a part, that is this worker's share.
+    x = rows.copy()
+    assert worker.allreduce(x, in_group=False, out=x) is x
+    assert np.array_equal(x, everyone.sum(0))
+    x = rows.copy()
+    worker.reduce_scatter(x, in_group=False, out=x[rank : rank + 1])
+    assert np.array_equal(x[rank], everyone.sum(0)[rank])
+    x = np.zeros_like(everyone)
+    x[rank] = rows
+    worker.allgather(x[rank], in_group=False, out=x)
+    assert np.array_equal(x, everyone)
+
+    gathered = worker.gather_to_worker0(rows, in_group=False)
+    assert (gathered is None) == (rank > 0)
+    assert gathered is None or np.array_equal(np.from_dlpack(gathered), everyone)
+    out = np.zeros((2, 4, 2), "float32")
+    group = worker.gather_to_worker0(rows, out=out if rank % 2 == 0 else None)
+    assert (group is out) == (rank % 2 == 0)
+    assert rank % 2 or np.array_equal(out, everyone[rank : rank + 2])
+
+    right, left = (rank + 1) % n, (rank - 1) % n
+    if rank % 2 == 0:
+        worker.send(rows, right)
+        worker.send(rows[1:], right)
+    received = np.from_dlpack(worker.recv((4, 2), "float32", left)) if rank % 2 else None
+    assert received is None or np.array_equal(received, everyone[left])
+    if rank % 2:
+        worker.recv_into(out[0, :3], left)
+        assert np.array_equal(out[0, :3], everyone[left][1:])
+
+    # Errors that all workers find before they meet.
+    overlapping = np.zeros(12, "float32")
+    refused: list[tuple[type[Exception], Callable[[], Any]]] = [
+        (ValueError, lambda: worker.allreduce(rows, out=fixed)),
+        (ValueError, lambda: worker.allreduce(rows, out=[[0.0, 0.0]] * 4)),
+        (ValueError, lambda: worker.recv_into(bytearray(8), right)),
+        (ValueError, lambda: worker.allreduce(rows, out=np.zeros((8, 2), "float32")[::2])),
+        (ValueError, lambda: worker.allreduce(overlapping[:8], out=overlapping[4:])),
+        (TypeError, lambda: worker.allreduce(object())),
+        (ValueError, lambda: worker.allreduce(rows, op="mean")),
+        (ValueError, lambda: worker.reduce_scatter(np.zeros(3), in_group=False)),
+        # Those that the collective finds.
+        (ValueError, lambda: worker.allreduce(rows, out=np.zeros(7, "float32"))),
+        (ValueError, lambda: worker.allreduce(rows, out=np.zeros((4, 2), "float64"))),
+    ]
+    for error, attempt in refused:
+        with pytest.raises(error):
+            attempt()
+    worker.barrier(in_group=False)
+
+
+@rpc.function
+def total(x: np.ndarray) -> Any:
+    """Sum an array over all workers, in place, and return another sum without a copy."""
+    worker = disco.WorkerContext.current()
+    worker.allreduce(x, in_group=False, out=x)
+    return worker.allreduce(x, in_group=False)
+
+
+FUNCTIONS: list[Callable[..., Any]] = [
+    double,
+    worker_number,
+    process_number,
+    fail_on_worker_1,
+    meet,
+    collect,
+    total,
+]
 
 
 @pytest.fixture(params=["threads", "processes", "servers"])
@@ -146,6 +244,16 @@ def test_functions_of_python_run_on_workers(session: disco.Session) -> None:
     assert met.debug_get_from_remote(1)[:, 0].tolist() == [4, 5, 6, 7]
     small = session.get_global_func("double")(np.arange(2, dtype="int64"))
     assert small.debug_get_from_remote(2).tolist() == [0, 2]
+
+
+def test_workers_have_the_collectives_on_arrays(session: disco.Session) -> None:
+    """New arrays, or where the caller wants them."""
+    session.get_global_func("collect")()
+    session.sync_all()
+    x = session.scatter(np.arange(8, dtype="float32").reshape(4, 2), in_group=False)
+    again = session.get_global_func("total")(x)
+    assert x.debug_get_from_remote(3).tolist() == [12, 16]
+    assert again.debug_get_from_remote(1).tolist() == [48, 64]
 
 
 def test_a_failure_names_its_worker_and_the_session_goes_on(session: disco.Session) -> None:
