@@ -1,6 +1,6 @@
 //! The operations of a [`Session`]: functions, tensors, devices, modules, and its end.
 
-use crate::client::action::{Action, OneRequest, Options, Pins, ScopedAction};
+use crate::client::action::{Action, OneRequest, Options, PinnedReference, Pins, ScopedAction};
 use crate::client::callbacks;
 use crate::client::references::{RemoteFunction, RemoteModule, RemoteObject, RemoteTensor, TypedFunction};
 use crate::client::session::Session;
@@ -8,6 +8,7 @@ use crate::device::DeviceAttribute;
 use crate::dlpack::{DataType, Device};
 #[cfg(doc)]
 use crate::error::ErrorKind;
+use crate::error::Result;
 use crate::function::convert::{ArgScope, FromReply, IntoArgs};
 use crate::function::signature_check;
 use crate::handle::Handle;
@@ -35,8 +36,34 @@ impl Session {
     /// As [`get_function`](Self::get_function), and [`ErrorKind::InvalidArgument`] if the types do
     /// not fit the signature.
     pub fn function<A: IntoArgs, R: FromReply>(&self, name: &str) -> Action<TypedFunction<A, R>> {
-        let (session, name) = (self.clone(), name.to_owned());
         let wanted = signature_check::ClientTypes { args: A::type_kinds(), returns: R::type_kind() };
+        self.fetch_checked(name, wanted, TypedFunction::from_pin)
+    }
+
+    /// Looks up a function like [`function`](Self::function), with types that are known at run time
+    /// alone, such as those of another language. They have the names that signatures have for them:
+    /// `int`, `[str]`, `tensor`. Other names, optional types and unions leave a type open, and
+    /// `None` leaves all arguments open.
+    ///
+    /// # Errors
+    ///
+    /// As there.
+    pub fn function_of_types(&self, name: &str, args: Option<&[String]>, returns: &str) -> Action<RemoteFunction> {
+        let wanted = signature_check::ClientTypes {
+            args: args.map(|args| args.iter().map(|arg| signature_check::plain_kind(arg)).collect()),
+            returns: signature_check::plain_kind(returns),
+        };
+        self.fetch_checked(name, wanted, RemoteFunction::from_pin)
+    }
+
+    /// Looks up a function, and compares its signature with the types of its caller.
+    fn fetch_checked<T>(
+        &self,
+        name: &str,
+        wanted: signature_check::ClientTypes,
+        make: fn(PinnedReference) -> Result<T>,
+    ) -> Action<T> {
+        let (session, name) = (self.clone(), name.to_owned());
         let fetch = async move |options: Options<'static>| {
             let function = options.apply(session.get_function(&name)).start();
             let signature = options.apply(session.get_function(signature_check::NAME)).start();
@@ -56,7 +83,7 @@ impl Session {
             }
             Ok(function.into_pin())
         };
-        ScopedAction::steps_to_reference(fetch, TypedFunction::from_pin)
+        ScopedAction::steps_to_reference(fetch, make)
     }
 
     /// Calls `function`, like [`RemoteFunction::call`].

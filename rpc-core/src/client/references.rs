@@ -155,6 +155,11 @@ impl RemoteFunction {
         self.0
     }
 
+    /// Reverses [`into_pin`](Self::into_pin).
+    pub(crate) fn from_pin(pin: PinnedReference) -> Result<Self> {
+        pin.downcast::<Owned>().map(Self).map_err(|_| RpcError::internal("a reference of another type"))
+    }
+
     /// Calls the function. Arguments are a tuple of values and references; the return is converted
     /// to `R`.
     ///
@@ -189,8 +194,7 @@ pub struct TypedFunction<A, R> {
 impl<A, R> TypedFunction<A, R> {
     /// Reverses [`RemoteFunction::into_pin`].
     pub(crate) fn from_pin(pin: PinnedReference) -> Result<Self> {
-        let owned = pin.downcast::<Owned>().map_err(|_| RpcError::internal("a reference of another type"))?;
-        Ok(Self { function: RemoteFunction(owned), types: PhantomData })
+        Ok(Self { function: RemoteFunction::from_pin(pin)?, types: PhantomData })
     }
 }
 

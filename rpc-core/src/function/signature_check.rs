@@ -99,6 +99,12 @@ fn kind(name: &str) -> Option<(&'static str, bool)> {
     KINDS.into_iter().find(|kind| *kind == base).map(|kind| (kind, is_optional))
 }
 
+/// Returns the kind of a client's type by its name in signatures. `None` if the name leaves it
+/// open, as that of an optional type does, of which each call gives one or the other.
+pub(crate) fn plain_kind(name: &str) -> Option<&'static str> {
+    kind(name).filter(|(_, is_optional)| !is_optional).map(|(kind, _)| kind)
+}
+
 /// Returns true if a name in a signature may be a union: it has ` | ` outside of all brackets, or
 /// its brackets are not in pairs, so that this cannot be told.
 fn is_union(name: &str) -> bool {
@@ -178,6 +184,30 @@ mod tests {
         assert_eq!(told(session.function::<(i64, &str, bool), i64>("rest").wait()), "");
         assert!(told(session.function::<(&str, &str), i64>("rest").wait()).contains("argument 0 of `rest`"));
         assert!(told(session.function::<(), ()>("none").wait()).contains("no function is registered"));
+    }
+
+    #[test]
+    fn types_may_be_given_by_their_names() {
+        let registry = Registry::new();
+        registry.add("open", |path: String, mode: Option<String>| format!("{path}{mode:?}"));
+        let session = Session::new(LocalSession::new(registry));
+        let told = |args: Option<&[&str]>, returns: &str| {
+            let args = args.map(|args| args.iter().map(|arg| (*arg).to_owned()).collect::<Vec<_>>());
+            let outcome = session.function_of_types("open", args.as_deref(), returns).wait();
+            outcome.err().map_or_else(String::new, |error| error.message().to_owned())
+        };
+        for args in [None, Some(&["str"][..]), Some(&["str", "null"]), Some(&["str", "str?"]), Some(&["any", "a | b"])]
+        {
+            for returns in ["str", "any", "int?", "int | str"] {
+                assert_eq!(told(args, returns), "", "{args:?} {returns}");
+            }
+        }
+        assert_eq!(told(Some(&["[str]"]), "str"), "argument 0 of `open`: expected str, got list");
+        assert_eq!(told(Some(&["str", "int"]), "str"), "argument 1 of `open`: expected str?, got int");
+        assert_eq!(told(Some(&[]), "str"), "0 arguments are given, and `open` takes 2");
+        assert_eq!(told(None, "int"), "return of `open`: expected int, got str");
+        let missing = session.function_of_types("missing", None, "any").wait().unwrap_err();
+        assert_eq!(missing.kind(), ErrorKind::NotFound);
     }
 
     /// A session that answers each request for the function of signatures with an error.
