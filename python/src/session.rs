@@ -88,17 +88,24 @@ impl Session {
         self.session.get().map_or(true, |session| session.read().is_none())
     }
 
-    #[pyo3(signature = (name, timeout = None, lane = None))]
+    /// Looks a function up. With `types`, those of the arguments, if their number is known, and of
+    /// the return are compared with its signature.
+    #[pyo3(signature = (name, timeout = None, lane = None, types = None))]
     fn get_function_op(
         &self,
         py: Python<'_>,
         name: String,
         timeout: Option<f64>,
         lane: Option<u32>,
+        types: Option<(Option<Vec<String>>, String)>,
     ) -> PyResult<Operation> {
         let (session, options) = (self.session(py)?, Options::new(timeout, lane)?);
         let work = async move {
-            let function = options.apply(session.get_function(&name)).await?;
+            let function = match types {
+                Some((args, returns)) => session.function_of_types(&name, args.as_deref(), &returns),
+                None => session.get_function(&name),
+            };
+            let function = options.apply(function).await?;
             Ok((function, name))
         };
         Ok(Operation::new(work, |py, form, (function, name)| {

@@ -564,15 +564,41 @@ class Session(_native.Session):
         """Return the function `name`; the same as `get_function`."""
         return self.get_function(name)
 
-    def get_function(self, name: str, *, timeout: float | None = None, lane: int | None = None) -> Function:
+    def get_function(
+        self,
+        name: str,
+        *,
+        params: Sequence[Any] | None = None,
+        returns: Any = Any,
+        timeout: float | None = None,
+        lane: int | None = None,
+    ) -> Function:
         """Return the function that is registered as `name`.
+
+        Parameters
+        ----------
+        name : str
+            Its name.
+        params : sequence of types, optional
+            Types of the arguments that it will be called with, as annotations have them: ``int``,
+            ``list[str]``, ``np.ndarray``. They are compared with its signature at once; each call is
+            checked in any case. Classes of one's own stand for objects of the session; dataclasses,
+            unions and `typing.Any` fit everything.
+        returns : type
+            Type of the result, which is compared as well.
+        timeout, lane
+            As for calls of functions.
 
         Raises
         ------
         NotFoundError
             There is none; the message names a similar one.
+        InvalidArgumentError
+            The types do not fit the signature.
         """
-        made: Function = self.get_function_op(name, timeout, lane).wait()
+        from tensor_rpc._functions import client_types
+
+        made: Function = self.get_function_op(name, timeout, lane, client_types(params, returns)).wait()
         return made
 
     def call(self, name: str, *args: Any, timeout: float | None = None, lane: int | None = None) -> Any:

@@ -536,6 +536,30 @@ def compile_type(annotation: Any, out: bool = False, seen: tuple[type, ...] = ()
     return _Type("any", _any)
 
 
+def client_types(params: Sequence[Any] | None, returns: Any) -> tuple[list[str] | None, str] | None:
+    """Return the names that signatures have for the types of a client; None if it gives none."""
+    if params is None and returns is Any:
+        return None
+    return None if params is None else [_client_type(each) for each in params], _client_type(returns)
+
+
+_REFERENCES: list[tuple[type, str]] = [
+    (_native.Tensor, "tensor"),
+    (_native.Function, "function"),
+    (_native.Callback, "function"),
+    (_native.Module, "module"),
+    (_native.Object, "object"),
+]
+
+
+def _client_type(annotation: Any) -> str:
+    if isinstance(annotation, type):
+        for kind, name in _REFERENCES:
+            if issubclass(annotation, kind):
+                return name
+    return compile_type(annotation).name
+
+
 def _compile_union(arguments: tuple[Any, ...], out: bool, seen: tuple[type, ...]) -> _Type:
     options = [compile_type(each, out, seen) for each in arguments]
     others = [option for option in options if option.convert is not _null]

@@ -156,7 +156,13 @@ class Session:
     def is_encrypted(self) -> bool: ...
     @property
     def is_closed(self) -> bool: ...
-    def get_function_op(self, name: str, timeout: float | None = None, lane: int | None = None) -> Operation[Any]: ...
+    def get_function_op(
+        self,
+        name: str,
+        timeout: float | None = None,
+        lane: int | None = None,
+        types: tuple[list[str] | None, str] | None = None,
+    ) -> Operation[Any]: ...
     def call_op(
         self,
         name: str,

@@ -12,12 +12,49 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from forms import Form
 
 import tensor_rpc as rpc
 
 Steps = Generator[Any, Any, None]
+
+
+class Mine:
+    """A type of this program."""
+
+
+@dataclasses.dataclass
+class Packed:
+    """A type that travels packed."""
+
+
+def add(a: int, b: int) -> int:
+    """Return the sum."""
+    return a + b
+
+
+def join(a: str, b: str | None = None) -> str:
+    """Return the text of both."""
+    return a + (b or "")
+
+
+def total(x: np.ndarray, names: list[str]) -> float:
+    """Return a number."""
+    return float(x.sum()) + len(names)
+
+
+def apply(function: Callable[..., Any], options: dict[str, int]) -> Any:
+    """Call a function."""
+    return function(**options)
+
+
+@pytest.fixture(params=["blocking", "aio"])
+def functions(request: pytest.FixtureRequest) -> Form:
+    """Both forms, with these functions in this process."""
+    module: Any = rpc if request.param == "blocking" else rpc.aio
+    return Form(request.param, lambda: module.local(add, join, total, apply))
 
 
 def test_values_arrive_as_they_were(anywhere: Form) -> None:
@@ -104,6 +141,48 @@ def test_functions_have_names_and_signatures(anywhere: Form) -> None:
         assert (timer.name, returned.name) == ("rpc.time_function", None)
 
     anywhere.run(body)
+
+
+def test_types_are_compared_with_the_signature_at_once(functions: Form) -> None:
+    def body(session: Any) -> Steps:
+        tensor = type((yield session.empty([1])))
+        fit: list[tuple[str, Any, Any]] = [
+            ("add", [int, int], int),
+            ("add", None, int),
+            ("add", [int, bool], Any),
+            ("add", [Any, int | str], float),
+            ("join", [str], str),
+            ("join", [str, str], str),
+            ("join", [str, None], str),
+            ("total", [np.ndarray, list[str]], float),
+            ("total", [tensor, tuple[str, ...]], float),
+            ("total", [tensor, Packed], float),
+            ("apply", [Callable[[int], int], dict[str, int]], Any),
+            ("apply", [type((yield session.get_function("add"))), dict], Any),
+        ]
+        for name, params, returns in fit:
+            yield session.get_function(name, params=params, returns=returns)
+        add = yield session.get_function("add", params=(int, int), returns=int)
+        assert (yield add(1, 2)) == 3
+        refused: list[tuple[str, Any, Any, str]] = [
+            ("add", [int, str], Any, "argument 1 of `add`: expected int, got str"),
+            ("add", [int, list[int]], Any, "argument 1 of `add`: expected int, got list"),
+            ("add", [int], Any, "1 arguments are given, and `add` takes 2"),
+            ("add", None, str, "return of `add`: expected str, got int"),
+            ("join", [str, int], Any, "argument 1 of `join`"),
+            ("total", [float, list[str]], Any, "argument 0 of `total`: expected mut tensor, got float"),
+            ("total", [np.ndarray, Mine], Any, "argument 1 of `total`: expected [str], got object"),
+            ("total", [np.ndarray, list[str]], np.ndarray, "return of `total`"),
+            ("apply", [int, dict], Any, "argument 0 of `apply`: expected function, got int"),
+        ]
+        for name, params, returns, text in refused:
+            with pytest.raises(rpc.InvalidArgumentError) as caught:
+                yield session.get_function(name, params=params, returns=returns)
+            assert text in str(caught.value)
+        with pytest.raises(rpc.NotFoundError):
+            yield session.get_function("missing", params=[int])
+
+    functions.run(body)
 
 
 def test_unknown_names_are_errors_of_the_caller(anywhere: Form) -> None:
