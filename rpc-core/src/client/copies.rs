@@ -50,13 +50,14 @@ impl Session {
     ///
     /// As [`copy_from_remote`](Self::copy_from_remote); the tensor must have elements of type `T`.
     pub fn download<T: Element>(&self, tensor: &RemoteTensor) -> Action<Vec<T>> {
-        let (dtype, copy) = (tensor.dtype(), CopyFrom::new(self, tensor, None, BytesMut::new()));
+        let (dtype, copy) = (tensor.dtype(), CopyFrom::new(self, tensor, None));
         ScopedAction::steps(async move |options| {
             if dtype != T::DATA_TYPE {
                 let expected = T::DATA_TYPE;
                 return Err(RpcError::invalid_argument(format!("expected a tensor of {expected}, got one of {dtype}")));
             }
-            Ok(dlpack::from_bytes(&copy.run(options).await?))
+            let whole = copy.run(options, |len| Whole::new(BytesMut::new(), len)).await?;
+            Ok(dlpack::from_bytes(&whole.filled))
         })
     }
 
@@ -116,7 +117,8 @@ impl Session {
     }
 
     /// Fills `out` with bytes from `offset` of the tensor. It costs one copy more than
-    /// [`copy_from_remote_into`](Self::copy_from_remote_into).
+    /// [`copy_from_remote_into`](Self::copy_from_remote_into), and takes memory for the pieces in
+    /// flight, not for the whole range. Once it is dropped, it writes no more into `out`.
     ///
     /// # Errors
     ///
@@ -128,16 +130,16 @@ impl Session {
         out: &'a mut [u8],
     ) -> ScopedAction<'a, ()> {
         let range = offset..offset.saturating_add(out.len() as u64);
-        let copy = CopyFrom::new(self, tensor, Some(range), BytesMut::new());
+        let copy = CopyFrom::new(self, tensor, Some(range));
         ScopedAction::steps(async move |options| {
-            out.copy_from_slice(&copy.run(options).await?);
+            copy.run(options, |_| Pieces { out, spare: Vec::new() }).await?;
             Ok(())
         })
     }
 
     fn copy_from(&self, tensor: &RemoteTensor, range: Option<Range<u64>>, buffer: BytesMut) -> Action<BytesMut> {
-        let copy = CopyFrom::new(self, tensor, range, buffer);
-        ScopedAction::steps(move |options| copy.run(options))
+        let copy = CopyFrom::new(self, tensor, range);
+        ScopedAction::steps(async move |options| Ok(copy.run(options, |len| Whole::new(buffer, len)).await?.filled))
     }
 }
 
@@ -206,17 +208,17 @@ struct CopyFrom {
     tensor: Result<TensorRef>,
     pin: PinnedReference,
     range: Option<Range<u64>>,
-    buffer: BytesMut,
 }
 
 impl CopyFrom {
-    fn new(session: &Session, tensor: &RemoteTensor, range: Option<Range<u64>>, buffer: BytesMut) -> Self {
+    fn new(session: &Session, tensor: &RemoteTensor, range: Option<Range<u64>>) -> Self {
         let session = session.shared().clone();
-        Self { tensor: tensor.reference_in(&session), pin: tensor.0.pin(), session, range, buffer }
+        Self { tensor: tensor.reference_in(&session), pin: tensor.0.pin(), session, range }
     }
 
-    async fn run(self, mut options: Options<'_>) -> Result<BytesMut> {
-        let Self { session, tensor, pin, range, buffer } = self;
+    /// Copies to the destination that `into` makes for the size of the range.
+    async fn run<D: Destination>(self, mut options: Options<'_>, into: impl FnOnce(usize) -> D) -> Result<D> {
+        let Self { session, tensor, pin, range } = self;
         let tensor = tensor?;
         lane_deadlock::check(&session, options.lane)?;
         let range = match range {
@@ -226,50 +228,105 @@ impl CopyFrom {
         let len = range.end.checked_sub(range.start).and_then(|len| usize::try_from(len).ok());
         let len = len.ok_or_else(|| RpcError::invalid_argument(format!("{range:?} is no range of bytes")))?;
         check_range(&tensor, range.start, len)?;
+        let mut destination = into(len);
+        let mut window = PieceWindow::of_reads();
+        let (mut next, mut done) = (0, 0);
+        // A copy of no bytes is one request, too.
+        let mut all_submitted = false;
+        let read = |(at, len, buffer): &ReadPiece| Operation::Read {
+            from: tensor.clone(),
+            offset: range.start + *at as u64,
+            len: *len as u64,
+            into: Some(buffer.clone()),
+        };
+        while !all_submitted || !window.is_empty() {
+            if !all_submitted && !window.is_full() {
+                let size = CHUNK.min(len - next);
+                let piece = (next, size, ReadBuffer::new(destination.memory(size)));
+                let began = window.now();
+                let pending = session.submit(options.request(read(&piece))).await?;
+                window.push(piece, began, pending);
+                next += size;
+                all_submitted = next == len;
+                continue;
+            }
+            let again = |piece: &ReadPiece| session.submit(options.request(read(piece))).reply();
+            let Some(((at, size, buffer), outcome)) = window.finish(again).await else { break };
+            destination.fill(at, received(&buffer, outcome?)?);
+            done += size;
+            options.report(done as u64);
+        }
+        drop(pin);
+        Ok(destination)
+    }
+}
+
+/// Destination of a copy out of a tensor, which is filled from its start to its end.
+trait Destination {
+    /// Returns memory for the next piece.
+    fn memory(&mut self, len: usize) -> BytesMut;
+
+    /// Takes a piece that was received into such memory, and begins `at` bytes from the start.
+    fn fill(&mut self, at: usize, piece: BytesMut);
+}
+
+/// One buffer, which is received in place.
+struct Whole {
+    rest: BytesMut,
+    filled: BytesMut,
+}
+
+impl Whole {
+    fn new(buffer: BytesMut, len: usize) -> Self {
         let mut rest = buffer;
         if rest.len() < len {
             // `resize` would write the zeros itself, while fresh memory is zero already.
             if rest.capacity() < len { rest = BytesMut::zeroed(len) } else { rest.resize(len, 0) }
         }
         rest.truncate(len);
-        let mut filled = BytesMut::new();
-        let mut window = PieceWindow::of_reads();
-        let mut offset = range.start;
-        // A copy of no bytes is one request, too.
-        let mut all_submitted = false;
-        let read = |(offset, len, buffer): &ReadPiece| Operation::Read {
-            from: tensor.clone(),
-            offset: *offset,
-            len: *len,
-            into: Some(buffer.clone()),
-        };
-        while !all_submitted || !window.is_empty() {
-            if !all_submitted && !window.is_full() {
-                let memory = rest.split_to(rest.len().min(CHUNK));
-                let len = memory.len() as u64;
-                let piece = (offset, len, ReadBuffer::new(memory));
-                let began = window.now();
-                let pending = session.submit(options.request(read(&piece))).await?;
-                window.push(piece, began, pending);
-                offset += len;
-                all_submitted = rest.is_empty();
-                continue;
-            }
-            let again = |piece: &ReadPiece| session.submit(options.request(read(piece))).reply();
-            let Some(((_, _, buffer), outcome)) = window.finish(again).await else { break };
-            append(&mut filled, &buffer, outcome?)?;
-            options.report(filled.len() as u64);
-        }
-        drop(pin);
-        Ok(filled)
+        Self { rest, filled: BytesMut::new() }
     }
 }
 
-/// Offset and length of a part of a tensor, and the memory that it is read into.
-type ReadPiece = (u64, u64, ReadBuffer);
+impl Destination for Whole {
+    fn memory(&mut self, len: usize) -> BytesMut {
+        self.rest.split_to(len)
+    }
 
-/// Appends the memory of a read that has been answered to the memory of those before it.
-fn append(filled: &mut BytesMut, buffer: &ReadBuffer, reply: Value) -> Result<()> {
+    fn fill(&mut self, _: usize, piece: BytesMut) {
+        // The pieces are adjacent in one allocation, so this moves nothing.
+        self.filled.unsplit(piece);
+    }
+}
+
+/// Memory of the caller, into which pieces are copied. Their own memory is used again.
+struct Pieces<'a> {
+    out: &'a mut [u8],
+    spare: Vec<BytesMut>,
+}
+
+impl Destination for Pieces<'_> {
+    fn memory(&mut self, len: usize) -> BytesMut {
+        match self.spare.pop() {
+            Some(mut spare) => {
+                spare.truncate(len);
+                spare
+            }
+            None => BytesMut::zeroed(len),
+        }
+    }
+
+    fn fill(&mut self, at: usize, piece: BytesMut) {
+        self.out[at..at + piece.len()].copy_from_slice(&piece);
+        self.spare.push(piece);
+    }
+}
+
+/// Offset in the range and length of a piece, and the memory that it is read into.
+type ReadPiece = (usize, usize, ReadBuffer);
+
+/// Returns the memory of a read that has been answered.
+fn received(buffer: &ReadBuffer, reply: Value) -> Result<BytesMut> {
     let mut piece = buffer.take().ok_or_else(|| RpcError::internal("the session kept a read buffer"))?;
     match reply {
         Value::Null => {}
@@ -279,9 +336,7 @@ fn append(filled: &mut BytesMut, buffer: &ReadBuffer, reply: Value) -> Result<()
             return Err(RpcError::new(crate::ErrorKind::Protocol, error));
         }
     }
-    // The pieces are adjacent in one allocation, so this moves nothing.
-    filled.unsplit(piece);
-    Ok(())
+    Ok(piece)
 }
 
 fn check_range(tensor: &TensorRef, offset: u64, len: usize) -> Result<()> {
