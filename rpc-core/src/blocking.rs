@@ -28,6 +28,13 @@ pub trait Driver: Send + Sync {
     /// Sees to it that another thread does the input and output from now on: a reply is awaited in
     /// a way that lends no thread, as from async code. Must not block.
     fn attend(&self);
+
+    /// Announces a call of [`attend`](Self::attend) after some more requests, so that all of them
+    /// are written together. A caller that is late must not hold them up for more than about a
+    /// millisecond. Must not block.
+    fn attend_soon(&self) {
+        self.attend();
+    }
 }
 
 static RUNTIME_PROBE: OnceLock<fn() -> bool> = OnceLock::new();
@@ -96,10 +103,12 @@ enum WaitTarget {
     One(Arc<dyn Driver>),
     /// Several sessions: they are asked to drive themselves.
     Many,
+    /// Sessions that the caller of [`collect_drivers`] asks to drive themselves.
+    Collected(Vec<Arc<dyn Driver>>),
 }
 
 thread_local! {
-    /// `None` outside of [`block_on`].
+    /// `None` outside of [`block_on`] and [`collect_drivers`].
     static WAITING: RefCell<Option<WaitTarget>> = const { RefCell::new(None) };
 }
 
@@ -112,6 +121,10 @@ pub(crate) fn waiting_for(driver: &Arc<dyn Driver>) {
             Vec::new()
         }
         Some(WaitTarget::One(first)) if Arc::ptr_eq(first, driver) => Vec::new(),
+        Some(WaitTarget::Collected(drivers)) => {
+            add_driver(drivers, driver);
+            Vec::new()
+        }
         Some(WaitTarget::One(first)) => {
             let both = vec![first.clone(), driver.clone()];
             *waiting = Some(WaitTarget::Many);
@@ -124,21 +137,40 @@ pub(crate) fn waiting_for(driver: &Arc<dyn Driver>) {
     }
 }
 
+fn add_driver(drivers: &mut Vec<Arc<dyn Driver>>, driver: &Arc<dyn Driver>) {
+    if !drivers.iter().any(|known| Arc::ptr_eq(known, driver)) {
+        drivers.push(driver.clone());
+    }
+}
+
+/// Restores the thread's wait target, also when a future panics.
+struct RestoreTarget(Option<WaitTarget>);
+
+impl Drop for RestoreTarget {
+    fn drop(&mut self) {
+        let outer = self.0.take();
+        WAITING.with_borrow_mut(|waiting| *waiting = outer);
+    }
+}
+
 /// Runs `poll`, which polls a future that the one polled by [`block_on`] does not wait for. The
 /// sessions that `poll` needs are asked to drive themselves, as outside of [`block_on`].
 pub(crate) fn apart<T>(poll: impl FnOnce() -> T) -> T {
-    /// Restores the thread's wait target, also when `poll` panics.
-    struct Restore(Option<WaitTarget>);
-
-    impl Drop for Restore {
-        fn drop(&mut self) {
-            let outer = self.0.take();
-            WAITING.with_borrow_mut(|waiting| *waiting = outer);
-        }
-    }
-
-    let _restore = Restore(WAITING.with_borrow_mut(Option::take));
+    let _restore = RestoreTarget(WAITING.with_borrow_mut(Option::take));
     poll()
+}
+
+/// Runs `poll`, and adds to `drivers` the sessions whose replies the futures polled in it wait for.
+/// The caller has to [ask them to attend](Driver::attend): for an executor that polls many futures
+/// in a row, whose requests are to be written together.
+pub fn collect_drivers<T>(drivers: &mut Vec<Arc<dyn Driver>>, poll: impl FnOnce() -> T) -> T {
+    let collected = WaitTarget::Collected(std::mem::take(drivers));
+    let _restore = RestoreTarget(WAITING.with_borrow_mut(|waiting| waiting.replace(collected)));
+    let polled = poll();
+    if let Some(WaitTarget::Collected(found)) = WAITING.with_borrow_mut(Option::take) {
+        *drivers = found;
+    }
+    polled
 }
 
 struct Signal {
@@ -370,6 +402,38 @@ mod tests {
         let counts =
             |session: &Counted| (session.driven.load(Ordering::Relaxed), session.attended.load(Ordering::Relaxed));
         assert_eq!((counts(&awaited), counts(&started)), ((1, 0), (0, 1)));
+    }
+
+    #[test]
+    fn sessions_that_are_collected_are_asked_by_the_caller() {
+        let sessions = [Arc::new(Counted::default()), Arc::new(Counted::default())];
+        let drivers: [Arc<dyn Driver>; 2] = [sessions[0].clone(), sessions[1].clone()];
+        let mut collected = Vec::new();
+        for _ in 0..2 {
+            collect_drivers(&mut collected, || drivers.iter().for_each(waiting_for));
+        }
+        assert_eq!(collected.len(), 2, "each session once");
+        let attended = || sessions.each_ref().map(|session| session.attended.load(Ordering::Relaxed));
+        assert_eq!(attended(), [0, 0]);
+        collected.iter().for_each(|driver| driver.attend());
+        assert_eq!(attended(), [1, 1]);
+        // A wait inside drives its session, and afterwards all is as before.
+        collect_drivers(&mut collected, || {
+            *sessions[0].waker.lock() = None;
+            let mut polled = false;
+            let wait = std::future::poll_fn(|cx| {
+                if std::mem::replace(&mut polled, true) {
+                    return Poll::Ready(());
+                }
+                *sessions[0].waker.lock() = Some(cx.waker().clone());
+                waiting_for(&drivers[0]);
+                Poll::Pending
+            });
+            block_on(wait).unwrap();
+        });
+        assert_eq!(sessions[0].driven.load(Ordering::Relaxed), 1);
+        waiting_for(&drivers[1]);
+        assert_eq!(attended(), [1, 2]);
     }
 
     #[test]

@@ -36,6 +36,10 @@ const IN_USE: Duration = Duration::from_millis(50);
 /// Pause of a thread that cannot write, before the next attempt, while another thread reads.
 const WRITE_RETRY: Duration = Duration::from_millis(1);
 
+/// Time after which the idle poller writes requests that a caller has announced to write together
+/// with others.
+const ANNOUNCED: Duration = Duration::from_millis(1);
+
 /// Longest blocking read. After it a thread asks whether it should go on waiting, as after a signal
 /// that came just before the read and so has not interrupted it.
 const READ_LIMIT: Duration = Duration::from_millis(200);
@@ -61,6 +65,10 @@ struct SocketPump {
     in_use: AtomicBool,
     /// True while a reply is awaited as a future, for which the idle poller has to move the bytes.
     in_background: AtomicBool,
+    /// True if a caller has announced requests since the idle poller last looked.
+    is_announced: AtomicBool,
+    /// True while the idle poller looks every millisecond for requests that were announced.
+    looks_often: AtomicBool,
     /// Time after which a blocking read ends by itself: the socket's own limit.
     read_limit: Duration,
     end: Option<Arc<dyn ExplainEnd>>,
@@ -86,6 +94,8 @@ struct SocketState {
     is_blocked: bool,
     /// True if the last read was of bulk.
     behind_bulk: bool,
+    /// Time until which the idle poller looks often for requests that were announced.
+    looks_often_until: Option<Instant>,
     /// Spinning, if it is switched on. The leader holds it while it reads.
     spinner: Option<Spinner>,
 }
@@ -123,6 +133,7 @@ impl BlockingClientSession {
             followers: 0,
             is_blocked: false,
             behind_bulk: false,
+            looks_often_until: None,
             spinner: Spinner::new(spin),
         };
         let pump = SocketPump {
@@ -130,6 +141,8 @@ impl BlockingClientSession {
             leader_changed: Condvar::new(),
             in_use: AtomicBool::new(false),
             in_background: AtomicBool::new(false),
+            is_announced: AtomicBool::new(false),
+            looks_often: AtomicBool::new(false),
             read_limit,
             end,
             _guard: guard,
@@ -202,6 +215,15 @@ impl Pump for SocketPump {
         session.flush(&mut locked);
         if locked.pump.is_blocked || locked.has_ended() {
             drop(locked);
+            wake_idle_poller();
+        }
+    }
+
+    fn attend_soon(session: &ClientState<Self>) {
+        let pump = &session.pump;
+        pump.is_announced.store(true, Ordering::SeqCst);
+        // Whichever of this thread and the poller comes second sees what the other has written.
+        if !pump.in_background.swap(true, Ordering::AcqRel) || !pump.looks_often.load(Ordering::SeqCst) {
             wake_idle_poller();
         }
     }
@@ -425,6 +447,22 @@ impl ClientState<SocketPump> {
 }
 
 impl SocketPump {
+    /// Returns the longest time for which the idle poller may wait, because of requests that were
+    /// announced now or a short time ago.
+    fn longest_wait(&self, state: &mut SocketState, now: Instant) -> Duration {
+        if state.looks_often_until.is_none_or(|until| until <= now) {
+            state.looks_often_until = None;
+            self.looks_often.store(false, Ordering::SeqCst);
+        }
+        if self.is_announced.swap(false, Ordering::SeqCst) {
+            // Programs that announce requests do it again and again, and a wake-up each time costs
+            // more than to look.
+            state.looks_often_until = Some(now + IN_USE);
+            self.looks_often.store(true, Ordering::SeqCst);
+        }
+        if state.looks_often_until.is_some() { ANNOUNCED } else { Duration::MAX }
+    }
+
     /// Looks for input, and reads it. Returns `None` if there was none.
     fn spin(&self, spinner: &mut Spinner, target: &mut [u8]) -> Option<Result<usize, Errno>> {
         let mut found = None;
@@ -474,13 +512,15 @@ impl PolledSession for ClientState<SocketPump> {
 
     fn interest(&self, now: Instant) -> Interest {
         let was_in_use = self.pump.in_use.swap(false, Ordering::AcqRel);
-        let locked = self.lock();
+        let mut locked = self.lock();
+        let limit = self.pump.longest_wait(&mut locked.pump, now);
         let SocketState { has_leader, is_blocked, .. } = locked.pump;
         if has_leader || (was_in_use && !self.pump.in_background.load(Ordering::Acquire)) {
             // A caller moves the bytes, or did until a moment ago, so the session is polled again
             // soon.
             self.pump.in_use.store(has_leader, Ordering::Release);
-            return Interest { readiness: None, timeout: if is_blocked { WRITE_RETRY } else { IN_USE } };
+            let timeout = if is_blocked { WRITE_RETRY } else { IN_USE };
+            return Interest { readiness: None, timeout: timeout.min(limit) };
         }
         if locked.endpoint.is_paused() {
             // There is input that has been read.
@@ -489,7 +529,7 @@ impl PolledSession for ClientState<SocketPump> {
         let timeout = locked.endpoint.poll_timeout();
         Interest {
             readiness: Some(if is_blocked { PollFlags::IN | PollFlags::OUT } else { PollFlags::IN }),
-            timeout: timeout.map_or(IN_USE, |timeout| timeout.saturating_duration_since(now)),
+            timeout: timeout.map_or(IN_USE, |timeout| timeout.saturating_duration_since(now)).min(limit),
         }
     }
 

@@ -44,6 +44,11 @@ pub(super) trait Pump: Send + Sync + Sized + 'static {
         let _ = session;
     }
 
+    /// As [`Driver::attend_soon`].
+    fn attend_soon(session: &ClientState<Self>) {
+        Self::attend(session);
+    }
+
     /// True if threads that wait for a reply have to call [`drive`](Self::drive).
     const DRIVEN_BY_CALLERS: bool = false;
 
@@ -239,6 +244,10 @@ impl<P: Pump> ReplyControl for ClientState<P> {
 impl<P: Pump> Driver for ClientState<P> {
     fn attend(&self) {
         P::attend(self);
+    }
+
+    fn attend_soon(&self) {
+        P::attend_soon(self);
     }
 
     fn drive(&self, done: &dyn Fn() -> bool) {
