@@ -4,31 +4,53 @@
 //! thread woke it, and that thread writes a byte into a pipe that the loop watches: it needs the
 //! interpreter for nothing, so that no Python code can hold up the input and output of sessions.
 //! One byte serves all futures that become ready until the loop has looked.
+//!
+//! Requests of one turn of the loop are written together, at its end: a write for each would cost
+//! several times as much as the rest of a call. An operation that is alone is written at once. If
+//! the loop is held up, the session writes them itself after a millisecond.
 
 use std::os::fd::{AsRawFd as _, OwnedFd};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 use std::task::{Poll, Wake, Waker};
 
 use parking_lot::Mutex;
 use pyo3::intern;
 use pyo3::prelude::*;
+use pyo3::types::PyTuple;
+use rpc_core::blocking::{Driver, collect_drivers};
 use rustix::pipe::{PipeFlags, pipe_with};
 
 use crate::errors;
 use crate::form::Form;
 use crate::operation::{Operation, Work};
+use crate::references::Function;
 
 /// The queue of one event loop.
 struct Queue {
     ready: Mutex<Vec<Arc<Running>>>,
     started: Mutex<Started>,
+    /// Sessions that have requests to write at the end of the loop's turn.
+    unwritten: Mutex<Unwritten>,
+    /// Number of operations in progress.
+    in_progress: AtomicUsize,
+    /// True if the loop has last taken several outcomes at once: their receivers will begin several
+    /// operations.
+    has_several: AtomicBool,
     /// True while a byte is in the pipe that the loop has not seen.
     is_signalled: AtomicBool,
     /// True once the loop runs nothing any more.
     is_closed: AtomicBool,
     reader: OwnedFd,
     writer: OwnedFd,
+}
+
+/// Sessions whose requests wait for the end of the loop's turn.
+#[derive(Default)]
+struct Unwritten {
+    drivers: Vec<Arc<dyn Driver>>,
+    /// True while the loop is going to call `write`.
+    is_scheduled: bool,
 }
 
 /// Operations that a loop has started, and some that are over.
@@ -79,13 +101,15 @@ impl Wake for Running {
 
 impl Running {
     /// Lets the operation go on, and hands its outcome over once it is there.
-    fn poll(self: &Arc<Self>, py: Python<'_>) -> PyResult<()> {
+    ///
+    /// Adds the sessions that it waits for to `drivers`.
+    fn poll(self: &Arc<Self>, py: Python<'_>, drivers: &mut Vec<Arc<dyn Driver>>) -> PyResult<()> {
         self.is_queued.store(false, Ordering::Release);
         let waker = Waker::from(self.clone());
         let Some(mut state) = self.state.try_lock() else { return Ok(()) };
         let Some((work, _)) = state.as_mut() else { return Ok(()) };
-        let polled = work.poll(py, &waker);
-        let over = if polled.is_ready() { state.take() } else { None };
+        let polled = collect_drivers(drivers, || work.poll(py, &waker));
+        let over = if polled.is_ready() { self.take(&mut state) } else { None };
         drop(state);
         if self.is_cancelled.load(Ordering::Acquire) {
             // The operation was cancelled by code that it has called.
@@ -114,8 +138,17 @@ impl Running {
     /// Drops the operation, unless it is being polled: then the thread that polls does.
     fn cancel(&self) {
         self.is_cancelled.store(true, Ordering::Release);
-        let dropped = self.state.try_lock().and_then(|mut state| state.take());
+        let dropped = self.state.try_lock().and_then(|mut state| self.take(&mut state));
         drop(dropped);
+    }
+
+    /// Takes the operation, which is over.
+    fn take(&self, state: &mut Option<(Work, Py<PyAny>)>) -> Option<(Work, Py<PyAny>)> {
+        let taken = state.take();
+        if taken.is_some() {
+            self.queue.in_progress.fetch_sub(1, Ordering::Relaxed);
+        }
+        taken
     }
 }
 
@@ -131,6 +164,9 @@ impl EventLoop {
         Ok(Self(Arc::new(Queue {
             ready: Mutex::default(),
             started: Mutex::default(),
+            unwritten: Mutex::default(),
+            in_progress: AtomicUsize::new(0),
+            has_several: AtomicBool::new(false),
             is_signalled: AtomicBool::new(false),
             is_closed: AtomicBool::new(false),
             reader,
@@ -144,16 +180,50 @@ impl EventLoop {
     }
 
     /// Begins an operation, whose outcome `future` gets.
-    fn start(&self, py: Python<'_>, operation: &Operation, future: Py<PyAny>) -> PyResult<Task> {
+    fn start(slf: &Bound<'_, Self>, operation: &Operation, future: &Bound<'_, PyAny>) -> PyResult<Task> {
+        let queue = &slf.get().0;
         let running = Arc::new(Running {
-            state: Mutex::new(Some((operation.take()?, future))),
-            queue: self.0.clone(),
+            state: Mutex::new(Some((operation.take()?, future.clone().unbind()))),
+            queue: queue.clone(),
             is_queued: AtomicBool::new(false),
             is_cancelled: AtomicBool::new(false),
         });
-        self.0.started.lock().push(&running);
-        running.poll(py)?;
+        queue.started.lock().push(&running);
+        let others = queue.in_progress.fetch_add(1, Ordering::Relaxed);
+        let mut drivers = Vec::new();
+        let polled = running.poll(slf.py(), &mut drivers);
+        if others == 0 && !queue.has_several.load(Ordering::Relaxed) {
+            drivers.iter().for_each(|driver| driver.attend());
+        } else if queue.defer(drivers) {
+            let scheduled = future.call_method0(intern!(slf.py(), "get_loop")).and_then(|event_loop| {
+                event_loop.call_method1(intern!(slf.py(), "call_soon"), (slf.getattr(intern!(slf.py(), "write"))?,))
+            });
+            if let Err(error) = scheduled {
+                // The session writes by itself.
+                queue.write();
+                return Err(error);
+            }
+        }
+        polled?;
         Ok(Task(running))
+    }
+
+    /// Begins a call, the most frequent operation, whose outcome `future` gets.
+    fn call(
+        slf: &Bound<'_, Self>,
+        function: &Bound<'_, Function>,
+        args: &Bound<'_, PyTuple>,
+        timeout: Option<f64>,
+        lane: Option<u32>,
+        future: &Bound<'_, PyAny>,
+    ) -> PyResult<Task> {
+        let operation = function.get().call_op(args, timeout, lane, true)?;
+        Self::start(slf, &operation, future)
+    }
+
+    /// Writes the requests of the loop's last turn.
+    fn write(&self) {
+        self.0.write();
     }
 
     /// Lets all operations go on that can.
@@ -162,12 +232,15 @@ impl EventLoop {
         let _ = rustix::io::read(&self.0.reader, &mut bytes);
         self.0.is_signalled.store(false, Ordering::Release);
         let ready = std::mem::take(&mut *self.0.ready.lock());
+        self.0.has_several.store(ready.len() > 1, Ordering::Relaxed);
+        let mut drivers = Vec::new();
         for running in ready {
-            if let Err(error) = running.poll(py) {
+            if let Err(error) = running.poll(py, &mut drivers) {
                 // The others go on all the same.
                 error.write_unraisable(py, None);
             }
         }
+        drivers.iter().for_each(|driver| driver.attend());
     }
 
     /// Gives up all operations: the loop is closed.
@@ -177,6 +250,28 @@ impl EventLoop {
 }
 
 impl Queue {
+    /// Keeps sessions that have requests to write until [`write`](Self::write). Returns true if the
+    /// loop has to be asked to call that.
+    fn defer(&self, drivers: Vec<Arc<dyn Driver>>) -> bool {
+        let mut announced = Vec::new();
+        let mut unwritten = self.unwritten.lock();
+        for driver in drivers {
+            if !unwritten.drivers.iter().any(|known| Arc::ptr_eq(known, &driver)) {
+                announced.push(driver.clone());
+                unwritten.drivers.push(driver);
+            }
+        }
+        let is_new = !unwritten.drivers.is_empty() && !std::mem::replace(&mut unwritten.is_scheduled, true);
+        drop(unwritten);
+        announced.iter().for_each(|driver| driver.attend_soon());
+        is_new
+    }
+
+    fn write(&self) {
+        let Unwritten { drivers, .. } = std::mem::take(&mut *self.unwritten.lock());
+        drivers.iter().for_each(|driver| driver.attend());
+    }
+
     fn close(&self) {
         self.is_closed.store(true, Ordering::Release);
         let ready = std::mem::take(&mut *self.ready.lock());

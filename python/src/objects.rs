@@ -36,7 +36,7 @@ impl Function {
     }
 
     #[pyo3(signature = (args, timeout = None, lane = None, on_loop = false))]
-    fn call_op(
+    pub(crate) fn call_op(
         &self,
         args: &Bound<'_, PyTuple>,
         timeout: Option<f64>,

@@ -27,7 +27,7 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 from tensor_rpc import _arrays, _native, _types
-from tensor_rpc._aio import Opening, Pending, _begin, _open
+from tensor_rpc._aio import Opening, Pending, _begin, _call, _open
 from tensor_rpc._blocking import CONCURRENT
 from tensor_rpc._errors import DeadlineExceededError
 from tensor_rpc._functions import Registry, client_types, registry_of
@@ -68,7 +68,7 @@ class Function(_native.Function):
         RpcError
             It, or one of its subclasses, which say what went wrong.
         """
-        return _begin(self.call_op(args, timeout, lane, True))
+        return _call(self, args, timeout, lane)
 
     @property
     def signature(self) -> Pending[str | None]:

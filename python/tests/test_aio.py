@@ -63,6 +63,59 @@ def test_calls_of_one_lane_are_in_the_order_in_which_they_were_made(server: str)
     run(work())
 
 
+def test_operations_begin_although_the_loop_is_held_up() -> None:
+    heard = [threading.Event() for _ in range(4)]
+
+    def hear(index: int) -> None:
+        heard[index].set()
+
+    async def work(address: str) -> None:
+        async with rpc.aio.connect(address) as session:
+            call = await session["hear"]
+            sleep = await session["rpc.sleep"]
+            # There is a reply to wait for already, so that the others do not begin alone.
+            sleeping = sleep(3600.0, lane=rpc.CONCURRENT)
+            await call(0)
+            # All of one turn of the loop, which then waits for what they do at the server.
+            started = [call(index, lane=rpc.CONCURRENT) for index in (1, 2, 3)]
+            assert all([each.wait(TIME_LIMIT / 6) for each in heard])
+            await asyncio.gather(*started)
+            sleeping.cancel()
+
+    with rpc.Server(hear) as server:
+        run(work(server.address))
+
+
+def test_operations_of_several_sessions_and_loops_go_on_side_by_side(server: str) -> None:
+    shared = rpc.connect(server)
+
+    async def caller(call: Any, first: int) -> None:
+        for number in range(first, first + 50):
+            assert await call("rpc.echo", number, lane=rpc.CONCURRENT) == number
+
+    async def work() -> None:
+        async with rpc.aio.connect(server) as one, rpc.aio.connect(server) as other:
+            sessions = (one, other, rpc.aio.Session(shared))
+            await asyncio.gather(*(caller(session.call, 50 * at) for at, session in enumerate(3 * sessions)))
+
+    def thread() -> None:
+        try:
+            run(work())
+        except BaseException as error:
+            failed.append(error)
+
+    failed: list[BaseException] = []
+    threads = [threading.Thread(target=thread) for _ in range(3)]
+    with shared:
+        for each in threads:
+            each.start()
+        for number in range(100):
+            assert shared.call("rpc.echo", number, lane=rpc.CONCURRENT) == number
+        for each in threads:
+            each.join()
+    assert not failed
+
+
 def test_an_operation_is_a_future_and_a_coroutine(server: str) -> None:
     async def work() -> None:
         async with rpc.aio.connect(server) as session:
