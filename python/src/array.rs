@@ -8,12 +8,14 @@ use std::sync::Arc;
 
 use bytes::{Bytes, BytesMut};
 use pyo3::exceptions::{PyBufferError, PyMemoryError, PyTypeError, PyValueError};
+use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyCapsule, PyDict, PyTuple};
 use pyo3::{IntoPyObjectExt as _, ffi};
 use rpc_core::dlpack::{dense_size, dense_strides};
 use rpc_core::{DataTypeCode, Device, DeviceType, TensorView};
 
+use crate::array_memory::ArrayMemory;
 use crate::buffer;
 use crate::types::DataType;
 
@@ -63,6 +65,104 @@ struct Exported {
 // SAFETY: DLPack lets any thread read the tensor, and the capsule may be dropped on any thread.
 unsafe impl Send for Exported {}
 
+/// Shape and size of an exported tensor.
+struct Layout {
+    shape: Vec<i64>,
+    dtype: rpc_core::DataType,
+    /// Size in bytes of the elements, densely packed.
+    len: usize,
+    /// Strides in elements; `None` if the tensor is densely packed.
+    strides: Option<Vec<i64>>,
+}
+
+impl Exported {
+    fn of_capsule(capsule: Bound<'_, PyAny>) -> PyResult<Self> {
+        let capsule = capsule.cast_into::<PyCapsule>()?;
+        let managed = capsule.pointer_checked(Some(CAPSULE))?.cast::<DlManagedTensor>();
+        Ok(Self { managed, _capsule: capsule.unbind() })
+    }
+
+    fn layout(&self) -> PyResult<Layout> {
+        // SAFETY: this owns a tensor that is alive.
+        let tensor = unsafe { &self.managed.as_ref().tensor };
+        let dims =
+            usize::try_from(tensor.ndim).map_err(|_| PyValueError::new_err("a negative number of dimensions"))?;
+        let dims_of = |pointer: *mut i64| {
+            // SAFETY: both arrays have `ndim` elements where they are not null.
+            if dims == 0 { &[][..] } else { unsafe { std::slice::from_raw_parts(pointer, dims) } }
+        };
+        let dtype = rpc_core::DataType { code: DataTypeCode(tensor.code), bits: tensor.bits, lanes: tensor.lanes };
+        let shape = dims_of(tensor.shape).to_vec();
+        let size = |error: rpc_core::RpcError| PyValueError::new_err(error.message().to_owned());
+        let len = dense_size(&shape, dtype).map_err(size)? as usize;
+        let strides = (!tensor.strides.is_null()).then(|| dims_of(tensor.strides));
+        let has_gaps = |strides: &&[i64]| {
+            let dense = dense_strides(&shape);
+            len > 0 && (0..dims).any(|at| shape[at] != 1 && strides[at] != dense[at])
+        };
+        let strides = strides.filter(has_gaps).map(<[i64]>::to_vec);
+        Ok(Layout { shape, dtype, len, strides })
+    }
+}
+
+/// Memory of an array of the user, to be written.
+pub(crate) struct WritableArray {
+    pub(crate) dtype: rpc_core::DataType,
+    pub(crate) shape: Vec<i64>,
+    exported: Exported,
+    len: usize,
+}
+
+impl WritableArray {
+    /// Takes an object with `__dlpack__`, dense and in host memory, that lets others write.
+    pub(crate) fn new(object: &Bound<'_, PyAny>) -> PyResult<Self> {
+        if !object.hasattr(intern!(object.py(), "__dlpack__"))? {
+            let class = object.get_type().qualname()?;
+            return Err(PyTypeError::new_err(format!(
+                "an array with __dlpack__ is wanted, and this is one of {class}"
+            )));
+        }
+        check_device(object)?;
+        let capsule = object.call_method0(intern!(object.py(), "__dlpack__")).map_err(|error| {
+            match error.is_instance_of::<PyBufferError>(object.py()) {
+                true => PyValueError::new_err(format!("the array cannot be written: {}", error.value(object.py()))),
+                false => error,
+            }
+        })?;
+        let exported = Exported::of_capsule(capsule)?;
+        let Layout { shape, dtype, len, strides } = exported.layout()?;
+        match strides {
+            None => Ok(Self { dtype, shape, exported, len }),
+            Some(_) => Err(PyValueError::new_err("the array is not densely packed in row-major order")),
+        }
+    }
+
+    /// Returns the memory. As for numpy's own functions that release the lock, it is up to the user
+    /// that no other thread uses the array meanwhile.
+    pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
+        if self.len == 0 {
+            return &mut [];
+        }
+        // SAFETY: the exporter keeps the memory alive until the deleter is called, and lets others
+        // write `len` bytes.
+        unsafe {
+            let tensor = &self.exported.managed.as_ref().tensor;
+            std::slice::from_raw_parts_mut(tensor.data.cast::<u8>().add(tensor.byte_offset as usize), self.len)
+        }
+    }
+}
+
+/// Fails for an array that is not in host memory.
+fn check_device(object: &Bound<'_, PyAny>) -> PyResult<()> {
+    let Ok(device) = object.call_method0("__dlpack_device__") else { return Ok(()) };
+    let (kind, index): (i32, i32) = device.extract()?;
+    if [DeviceType::CPU, DeviceType::CUDA_HOST, DeviceType::CUDA_MANAGED].contains(&DeviceType(kind)) {
+        return Ok(());
+    }
+    let device = Device::new(DeviceType(kind), index);
+    Err(PyValueError::new_err(format!("the array lies on {device}: move it to the host first (.cpu())")))
+}
+
 /// Dense memory of an exporter.
 struct Dense {
     exported: Exported,
@@ -86,15 +186,7 @@ impl AsRef<[u8]> for Dense {
 impl Array {
     /// Takes an object with `__dlpack__`, in host memory.
     pub(crate) fn from_dlpack(object: &Bound<'_, PyAny>) -> PyResult<Self> {
-        if let Ok(device) = object.call_method0("__dlpack_device__") {
-            let (kind, index): (i32, i32) = device.extract()?;
-            if ![DeviceType::CPU, DeviceType::CUDA_HOST, DeviceType::CUDA_MANAGED].contains(&DeviceType(kind)) {
-                return Err(PyValueError::new_err(format!(
-                    "the array lies on {}: move it to the host first (.cpu())",
-                    Device::new(DeviceType(kind), index)
-                )));
-            }
-        }
+        check_device(object)?;
         let is_buffer_error = |error: &PyErr| error.is_instance_of::<PyBufferError>(object.py());
         let (capsule, is_copy) = match object.call_method0("__dlpack__") {
             // numpy exports no read-only arrays to readers that could write.
@@ -107,32 +199,16 @@ impl Array {
             true => PyTypeError::new_err(format!("this array has no form as a tensor: {}", error.value(object.py()))),
             false => error,
         })?;
-        let capsule = capsule.cast_into::<PyCapsule>()?;
-        let managed = capsule.pointer_checked(Some(CAPSULE))?.cast::<DlManagedTensor>();
-        let array = Self::from_exported(Exported { managed, _capsule: capsule.unbind() })?;
+        let array = Self::from_exported(Exported::of_capsule(capsule)?)?;
         Ok(Self { is_own: array.is_own && !is_copy, ..array })
     }
 
     fn from_exported(exported: Exported) -> PyResult<Self> {
+        let Layout { shape, dtype, len, strides } = exported.layout()?;
         // SAFETY: `Exported` owns a tensor that is alive.
         let tensor = unsafe { &exported.managed.as_ref().tensor };
-        let dims =
-            usize::try_from(tensor.ndim).map_err(|_| PyValueError::new_err("a negative number of dimensions"))?;
-        let dims_of = |pointer: *mut i64| {
-            // SAFETY: both arrays have `ndim` elements where they are not null.
-            if dims == 0 { &[][..] } else { unsafe { std::slice::from_raw_parts(pointer, dims) } }
-        };
-        let dtype = rpc_core::DataType { code: DataTypeCode(tensor.code), bits: tensor.bits, lanes: tensor.lanes };
-        let shape = dims_of(tensor.shape).to_vec();
-        let size = |error: rpc_core::RpcError| PyValueError::new_err(error.message().to_owned());
-        let len = dense_size(&shape, dtype).map_err(size)? as usize;
-        let strides = (!tensor.strides.is_null()).then(|| dims_of(tensor.strides));
-        let is_dense = strides.is_none_or(|strides| {
-            let dense = dense_strides(&shape);
-            len == 0 || (0..dims).all(|at| shape[at] == 1 || strides[at] == dense[at])
-        });
         let (bytes, is_own) = match strides {
-            Some(strides) if !is_dense => {
+            Some(strides) => {
                 let element = dtype.bits_per_element();
                 if !element.is_multiple_of(8) {
                     return Err(PyValueError::new_err(format!("an array of {dtype} with gaps cannot be copied")));
@@ -145,11 +221,11 @@ impl Array {
                 // SAFETY: the exporter vouches for all elements of its shape and strides.
                 unsafe {
                     let first = tensor.data.cast::<u8>().add(tensor.byte_offset as usize);
-                    gather(first, &shape, strides, element as usize / 8, &mut dense);
+                    gather(first, &shape, &strides, element as usize / 8, &mut dense);
                 }
                 (dense.into(), false)
             }
-            _ => (Bytes::from_owner(Dense { exported, len }), true),
+            None => (Bytes::from_owner(Dense { exported, len }), true),
         };
         Ok(Self { dtype, shape, bytes, is_own })
     }
@@ -225,8 +301,8 @@ impl DenseArray {
 
     /// Takes bytes that hold a dense tensor.
     pub(crate) fn new(bytes: BytesMut, shape: Vec<i64>, dtype: rpc_core::DataType) -> Self {
-        let owner = Arc::new(bytes);
-        let (address, len) = (owner.as_ptr() as usize, owner.len());
+        let owner = Arc::new(ArrayMemory::new(bytes));
+        let (address, len) = (owner.as_slice().as_ptr() as usize, owner.as_slice().len());
         Self { owner, address, len, shape, strides: None, dtype, device: Device::cpu() }
     }
 

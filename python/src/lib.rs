@@ -10,6 +10,7 @@
 
 mod argument;
 mod array;
+mod array_memory;
 mod buffer;
 mod callable;
 mod callback;

@@ -4,13 +4,14 @@ use std::sync::Arc;
 
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyTuple};
+use pyo3::types::PyTuple;
 use rpc_core::client::Modules;
 use rpc_core::{ErrorKind, RemoteTensor};
 
 use crate::argument::{self, Args};
-use crate::array::DenseArray;
-use crate::buffer;
+use crate::array::{DenseArray, WritableArray};
+use crate::array_memory;
+use crate::buffer::{self, NewBytes};
 use crate::form::Form;
 use crate::operation::{Operation, Options, UserCalls};
 use crate::prepare::prepare;
@@ -196,9 +197,11 @@ impl Tensor {
         let (tensor, options) = (self.tensor()?, Options::new(timeout, lane)?);
         let (calls, progress) = (UserCalls::default(), progress.map(Arc::new));
         let reported = calls.clone();
+        let len = usize::try_from(tensor.size_bytes()).unwrap_or(usize::MAX);
+        let memory = array_memory::memory(len)?;
         let work = async move {
             let session = tensor.session();
-            let copy = reported.report(session.copy_from_remote(&tensor), progress);
+            let copy = reported.report(session.copy_from_remote_into(&tensor, None, memory), progress);
             let bytes = options.apply(copy).await?;
             Ok(DenseArray::new(bytes, tensor.shape().to_vec(), tensor.dtype()))
         };
@@ -220,22 +223,36 @@ impl Tensor {
             return Ok(Operation::unit(async move { options.apply(session.copy_among_remote(&other, &tensor)).await }));
         }
         let array = argument::array(source)?;
-        if array.dtype != tensor.dtype() || array.shape != tensor.shape() {
-            return Err(PyValueError::new_err(format!(
-                "the tensor is {} of shape {:?}, and the array {} of shape {:?}",
-                tensor.dtype(),
-                tensor.shape(),
-                array.dtype,
-                array.shape
-            )));
-        }
+        check_same_form(&tensor, array.dtype, &array.shape)?;
         Ok(write(tensor, 0, array.bytes, progress, options))
+    }
+
+    #[pyo3(signature = (array, progress = None, timeout = None, lane = None))]
+    fn copy_to_op(
+        &self,
+        array: &Bound<'_, PyAny>,
+        progress: Option<Py<PyAny>>,
+        timeout: Option<f64>,
+        lane: Option<u32>,
+    ) -> PyResult<Operation> {
+        let (tensor, options) = (self.tensor()?, Options::new(timeout, lane)?);
+        let mut array = WritableArray::new(array)?;
+        check_same_form(&tensor, array.dtype, &array.shape)?;
+        let (calls, progress) = (UserCalls::default(), progress.map(Arc::new));
+        let reported = calls.clone();
+        let work = async move {
+            let session = tensor.session();
+            let copy = session.copy_from_remote_to_slice(&tensor, 0, array.bytes_mut());
+            options.apply(reported.report(copy, progress)).await
+        };
+        Ok(Operation::with_calls(&calls, work, |py, _, ()| Ok(py.None())))
     }
 
     /// Reads bytes of a dense tensor, from `start` to `stop`.
     #[pyo3(signature = (start = 0, stop = None, progress = None, timeout = None, lane = None))]
     fn read_op(
         &self,
+        py: Python<'_>,
         start: u64,
         stop: Option<u64>,
         progress: Option<Py<PyAny>>,
@@ -243,15 +260,21 @@ impl Tensor {
         lane: Option<u32>,
     ) -> PyResult<Operation> {
         let (tensor, options) = (self.tensor()?, Options::new(timeout, lane)?);
-        let range = start..stop.unwrap_or(tensor.size_bytes());
+        let stop = stop.unwrap_or(tensor.size_bytes());
         let (calls, progress) = (UserCalls::default(), progress.map(Arc::new));
         let reported = calls.clone();
+        if start > stop || stop > tensor.size_bytes() {
+            let text = format!("the tensor has {} bytes, and not those from {start} to {stop}", tensor.size_bytes());
+            return Err(PyValueError::new_err(text));
+        }
+        let mut bytes = NewBytes::new(py, stop - start)?;
         let work = async move {
             let session = tensor.session();
-            let copy = session.copy_range_from_remote(&tensor, range);
-            options.apply(reported.report(copy, progress)).await
+            let copy = session.copy_from_remote_to_slice(&tensor, start, bytes.content());
+            options.apply(reported.report(copy, progress)).await?;
+            Ok(bytes)
         };
-        Ok(Operation::with_calls(&calls, work, |py, _, bytes| Ok(PyBytes::new(py, &bytes).into_any().unbind())))
+        Ok(Operation::with_calls(&calls, work, |_, _, bytes| Ok(bytes.into_object())))
     }
 
     /// Writes bytes into a dense tensor, from `offset` on.
@@ -272,6 +295,17 @@ impl Tensor {
         let tensor = self.tensor()?;
         Ok(Operation::unit(async move { tensor.free().await }))
     }
+}
+
+fn check_same_form(tensor: &RemoteTensor, dtype: rpc_core::DataType, shape: &[i64]) -> PyResult<()> {
+    if dtype == tensor.dtype() && shape == tensor.shape() {
+        return Ok(());
+    }
+    Err(PyValueError::new_err(format!(
+        "the tensor is {} of shape {:?}, and the array {dtype} of shape {shape:?}",
+        tensor.dtype(),
+        tensor.shape()
+    )))
 }
 
 /// Returns the copy of bytes into a tensor.

@@ -152,6 +152,37 @@ class Tensor(_native.Tensor):
         """
         return self.copy_from_op(source, progress, timeout, lane).wait()
 
+    def copy_to(
+        self,
+        array: Any,
+        *,
+        progress: Callable[[int], object] | None = None,
+        timeout: float | None = None,
+        lane: int | None = None,
+    ) -> None:
+        """Copy the elements into an array that there is already.
+
+        Parameters
+        ----------
+        array : array
+            With ``__dlpack__``, of the same shape and data type, densely packed and writable. No
+            other thread should use it until the copy is over.
+        progress : callable, optional
+            Called with the number of bytes that have been written so far. What it raises ends the
+            copy, unless that is complete by then.
+        timeout : float, optional
+            Seconds after which the copy fails. Part of the array may have been written then, and
+            nothing writes to it any more.
+        lane : int, optional
+            As for calls.
+
+        Raises
+        ------
+        ValueError
+            The array has another shape or data type, has gaps, or cannot be written.
+        """
+        return self.copy_to_op(array, progress, timeout, lane).wait()
+
     def read(
         self,
         start: int = 0,

@@ -137,6 +137,13 @@ class Tensor:
         timeout: float | None = None,
         lane: int | None = None,
     ) -> Operation[None]: ...
+    def copy_to_op(
+        self,
+        array: Any,
+        progress: _Progress | None = None,
+        timeout: float | None = None,
+        lane: int | None = None,
+    ) -> Operation[None]: ...
     def read_op(
         self,
         start: int = 0,

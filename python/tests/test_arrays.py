@@ -231,6 +231,53 @@ def test_parts_of_tensors_are_copied(anywhere: Form) -> None:
     anywhere.run(body)
 
 
+def test_elements_are_copied_into_an_array_that_is_there(anywhere: Form) -> None:
+    def body(session: Any) -> Steps:
+        data = numpy.arange(3 << 20, dtype="uint32").reshape(3, -1)
+        tensor = yield session.tensor(data)
+        out = numpy.zeros_like(data)
+        seen: list[int] = []
+        assert (yield tensor.copy_to(out, progress=seen.append)) is None
+        assert (out == data).all() and seen[-1] == data.nbytes and len(seen) > 1
+        part = numpy.zeros((6, 1 << 20), "uint32")
+        yield tensor.copy_to(part[2:5])
+        assert (part[2:5] == data).all() and not part[:2].any() and not part[5:].any()
+        empty = yield session.empty([0, 2], "float32")
+        yield empty.copy_to(numpy.empty((0, 2), "float32"))
+        out.flags.writeable = False
+        wrong = (numpy.zeros((3, 1 << 20), "int32"), numpy.zeros((1 << 20, 3), "uint32"), part[::2], out)
+        for target in (*wrong, numpy.zeros((1 << 20, 3), "uint32").T):
+            with pytest.raises(ValueError):
+                yield tensor.copy_to(target)
+        with pytest.raises(TypeError):
+            yield tensor.copy_to([1, 2])
+        yield tensor.free()
+        with pytest.raises(rpc.InvalidHandleError):
+            yield tensor.copy_to(part[2:5])
+
+    anywhere.run(body)
+
+
+def test_arrays_that_are_there_keep_what_was_copied(anywhere: Form) -> None:
+    # Memory of arrays that are gone is used again, and that of others never.
+    def body(session: Any) -> Steps:
+        kept: list[Any] = []
+        for number in range(6):
+            size = (1 << 20) + 64 * number
+            tensor = yield session.tensor(numpy.full(size, number, "uint8"))
+            yield tensor.numpy()
+            array = yield tensor.numpy()
+            view = array[: 1 << 20]
+            del array
+            kept.append(view)
+            assert (yield tensor.read()) == bytes([number]) * size
+        for number, view in enumerate(kept):
+            assert (view == number).all()
+            view[:] = 9
+
+    anywhere.run(body)
+
+
 def test_views_share_memory(anywhere: Form) -> None:
     def body(session: Any) -> Steps:
         tensor = yield session.tensor(numpy.arange(12, dtype="int32"))
