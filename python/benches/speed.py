@@ -1,21 +1,24 @@
-"""Speed of the package: calls, copies, commands of Disco; beside TVM's, where that is installed.
+"""Speed of the package: calls, copies, commands of Disco; beside TVM, gRPC and Ray, if installed.
 
-    python benches/speed.py [--server ADDRESS]
+    python benches/speed.py [--server ADDRESS] [--peers PYTHON]
 
-The server is a process of its own: `rpc-server` of this package, and TVM's own for TVM's client.
-Each figure is the median of several rounds, in turn with its counterpart; nothing is pinned.
+The server is a process of its own: `rpc-server` of this package, and that of each other package.
+Those are looked for in the Python that runs this, or in the one that `--peers` names. Each figure
+is the median of several rounds, in turn with its counterpart; nothing is pinned.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +28,7 @@ from tensor_rpc import disco
 
 ROUNDS = 7
 COPY = 64 << 20
+PEERS = {"tvm": "TVM", "grpc": "grpcio", "ray": "Ray"}
 SERVE = "import sys; sys.argv[0] = 'rpc-server'; from tensor_rpc._commands import rpc_server; rpc_server()"
 
 
@@ -52,10 +56,36 @@ def start() -> tuple[subprocess.Popen[str], str]:
     """Start a server, and return its address."""
     ready = Path(tempfile.mkdtemp()) / "ready"
     words = ["serve", "--listen", "tcp://127.0.0.1:0", "--ready-file", str(ready), "--log-level", "error"]
-    server = subprocess.Popen([sys.executable, "-c", SERVE, *words], text=True, stdout=subprocess.DEVNULL)
+    folders = [str(Path(rpc.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
+    server = subprocess.Popen(
+        [sys.executable, "-c", SERVE, *words], text=True, stdout=subprocess.DEVNULL, env=environment
+    )
     while not ready.exists():
+        if server.poll() is not None:
+            raise SystemExit("the server has ended")
         time.sleep(0.02)
     return server, ready.read_text().split()[0]
+
+
+@contextlib.contextmanager
+def peer(python: str, name: str) -> Iterator[Callable[[str], float | None] | str]:
+    """Start another package, and yield its measure of a case, or else what is missing."""
+    words = [python, str(Path(__file__).with_name("speed_peers.py")), name]
+    with subprocess.Popen(
+        words, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as process:
+        asked, told = process.stdin, process.stdout
+        assert asked is not None and told is not None
+
+        def measure(case: str) -> float | None:
+            print(case, file=asked, flush=True)
+            figure = told.readline().strip()
+            return None if figure in ("none", "") else float(figure)
+
+        word = told.readline().strip()
+        yield measure if word == "ready" else word or "does not start"
+        asked.close()
 
 
 async def in_flight(address: str, calls: int = 20_000) -> float:
@@ -85,12 +115,71 @@ def commands_per_second(count: int = 100_000) -> float:
         return count / (time.perf_counter() - begin)
 
 
+@contextlib.contextmanager
+def ours(address: str) -> Iterator[dict[str, Callable[[], float]]]:
+    """Return measures of this package: seconds, and for calls in flight their rate."""
+    with rpc.connect(address) as session:
+        echo = session["rpc.echo"]
+        data = np.ones(COPY, "uint8")
+        there = session.empty(data.shape, "uint8")
+        out = np.empty_like(data)
+        yield {
+            "call": lambda: per_call(echo),
+            "in flight": lambda: asyncio.run(in_flight(address)),
+            "there": lambda: seconds(lambda: there.copy_from(data)),
+            "back": lambda: seconds(there.numpy),
+            "back, into an array": lambda: seconds(lambda: there.copy_to(out)),
+        }
+
+
+FIGURES: dict[str, tuple[str, Callable[[float], str]]] = {
+    "call": ("blocking call", lambda figure: f"{figure * 1e6:8.1f} us"),
+    "in flight": ("64 in flight, asyncio", lambda figure: f"{figure / 1e3:8.1f} k calls/s"),
+    "there": ("copy of 64 MiB, there", lambda figure: f"{COPY / figure / 1e9:8.2f} GB/s"),
+    "back": ("copy of 64 MiB, back", lambda figure: f"{COPY / figure / 1e9:8.2f} GB/s"),
+    "back, into an array": ("back, into an array", lambda figure: f"{COPY / figure / 1e9:8.2f} GB/s"),
+}
+
+
+def show(case: str, figures: list[float]) -> None:
+    """Print the median of a case."""
+    name, text = FIGURES[case]
+    print(f"{name:26}{text(statistics.median(figures))}")
+
+
+def compare(address: str, python: str) -> None:
+    """Measure the cases beside those of other packages, in turn."""
+    with ours(address) as measures:
+        for case, measure in measures.items():
+            show(case, [measure() for _ in range(ROUNDS)])
+        for package, name in PEERS.items():
+            with peer(python, package) as theirs:
+                if isinstance(theirs, str):
+                    print(f"\n{name}: left out, {theirs}")
+                    continue
+                print(f"\n{name}")
+                for case, measure in measures.items():
+                    # The first figure of a peer is one of a cold start.
+                    theirs(case)
+                    pairs = [(theirs(case), measure()) for _ in range(ROUNDS)]
+                    known = [(their, our) for their, our in pairs if their is not None]
+                    if not known:
+                        print(f"{FIGURES[case][0]:26}    none")
+                        continue
+                    show(case, [their for their, _ in known])
+                    times = statistics.median(
+                        our / their if case == "in flight" else their / our for their, our in known
+                    )
+                    print(f"{'':26}{times:8.2f} x as fast here")
+
+
 def main() -> None:
     """Measure, and print a line for each figure."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--server", help="address of a server that runs already")
-    address = parser.parse_args().server
-    server = None
+    parser.add_argument("--peers", default=sys.executable, help="Python with other packages to measure beside")
+    arguments = parser.parse_args()
+    address, server = arguments.server, None
     if address is None:
         server, address = start()
     try:
@@ -99,18 +188,8 @@ def main() -> None:
         loaded = median(lambda: seconds(lambda: subprocess.run(fresh, check=True)))
         empty = median(lambda: seconds(lambda: subprocess.run(bare, check=True)))
         print(f"import tensor_rpc         {(loaded - empty) * 1e3:8.1f} ms")
-        with rpc.connect(address) as session:
-            echo = session["rpc.echo"]
-            print(f"blocking call             {median(lambda: per_call(echo)) * 1e6:8.1f} us")
-            data = np.ones(COPY, "uint8")
-            there = session.empty(data.shape, "uint8")
-            up = median(lambda: seconds(lambda: there.copy_from(data)))
-            down = median(lambda: seconds(there.numpy))
-            print(f"copy of 64 MiB, there     {COPY / up / 1e9:8.2f} GB/s")
-            print(f"copy of 64 MiB, back      {COPY / down / 1e9:8.2f} GB/s")
-        rate = median(lambda: asyncio.run(in_flight(address)))
-        print(f"64 in flight, asyncio     {rate / 1e3:8.1f} k calls/s")
         print(f"Disco, 4 worker threads   {median(commands_per_second) / 1e3:8.1f} k commands/s")
+        compare(address, arguments.peers)
     finally:
         if server is not None:
             server.terminate()
