@@ -50,8 +50,6 @@ pub(crate) struct Array {
     pub(crate) shape: Vec<i64>,
     /// The array's own memory if it is dense, or else a copy.
     pub(crate) bytes: Bytes,
-    /// True if they are the array's own memory, which may be written to.
-    pub(crate) is_own: bool,
 }
 
 /// A tensor of an exporter. It is not taken out of its capsule, whose destructor gives it back: the
@@ -137,6 +135,11 @@ impl WritableArray {
         }
     }
 
+    /// Returns the memory as bytes that a writer shares: see [`bytes_mut`](Self::bytes_mut).
+    pub(crate) fn into_bytes(self) -> Bytes {
+        Bytes::from_owner(Dense { exported: self.exported, len: self.len })
+    }
+
     /// Returns the memory. As for numpy's own functions that release the lock, it is up to the user
     /// that no other thread uses the array meanwhile.
     pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
@@ -188,26 +191,25 @@ impl Array {
     pub(crate) fn from_dlpack(object: &Bound<'_, PyAny>) -> PyResult<Self> {
         check_device(object)?;
         let is_buffer_error = |error: &PyErr| error.is_instance_of::<PyBufferError>(object.py());
-        let (capsule, is_copy) = match object.call_method0("__dlpack__") {
+        let capsule = match object.call_method0("__dlpack__") {
             // numpy exports no read-only arrays to readers that could write.
             Err(error) if is_buffer_error(&error) && object.hasattr("copy")? => {
-                (object.call_method0("copy")?.call_method0("__dlpack__"), true)
+                object.call_method0("copy")?.call_method0("__dlpack__")
             }
-            capsule => (capsule, false),
+            capsule => capsule,
         };
         let capsule = capsule.map_err(|error| match is_buffer_error(&error) {
             true => PyTypeError::new_err(format!("this array has no form as a tensor: {}", error.value(object.py()))),
             false => error,
         })?;
-        let array = Self::from_exported(Exported::of_capsule(capsule)?)?;
-        Ok(Self { is_own: array.is_own && !is_copy, ..array })
+        Self::from_exported(Exported::of_capsule(capsule)?)
     }
 
     fn from_exported(exported: Exported) -> PyResult<Self> {
         let Layout { shape, dtype, len, strides } = exported.layout()?;
         // SAFETY: `Exported` owns a tensor that is alive.
         let tensor = unsafe { &exported.managed.as_ref().tensor };
-        let (bytes, is_own) = match strides {
+        let bytes = match strides {
             Some(strides) => {
                 let element = dtype.bits_per_element();
                 if !element.is_multiple_of(8) {
@@ -223,11 +225,11 @@ impl Array {
                     let first = tensor.data.cast::<u8>().add(tensor.byte_offset as usize);
                     gather(first, &shape, &strides, element as usize / 8, &mut dense);
                 }
-                (dense.into(), false)
+                dense.into()
             }
-            None => (Bytes::from_owner(Dense { exported, len }), true),
+            None => Bytes::from_owner(Dense { exported, len }),
         };
-        Ok(Self { dtype, shape, bytes, is_own })
+        Ok(Self { dtype, shape, bytes })
     }
 
     /// Takes a view of an object with a buffer and without `__dlpack__`, by a copy.
@@ -244,7 +246,7 @@ impl Array {
         let bits = u8::try_from(bits).map_err(|_| PyTypeError::new_err("no data type has elements of this size"))?;
         let shape: Vec<i64> = view.getattr("shape")?.extract()?;
         let bytes = buffer::bytes(view)?;
-        Ok(Self { dtype: rpc_core::DataType::new(code, bits), shape, bytes, is_own: false })
+        Ok(Self { dtype: rpc_core::DataType::new(code, bits), shape, bytes })
     }
 }
 

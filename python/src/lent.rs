@@ -3,15 +3,15 @@
 use std::ops::Range;
 use std::ptr::NonNull;
 
+use bytes::Bytes;
 use pyo3::exceptions::PyValueError;
-use pyo3::intern;
 use pyo3::prelude::*;
 use rpc_core::device::HostMemory;
 use rpc_core::tensor::Storage;
-use rpc_core::{Device, RpcError, Tensor};
+use rpc_core::{DataType, Device, RpcError, Tensor};
 
 use crate::argument::array;
-use crate::array::Array;
+use crate::array::{Array, WritableArray};
 
 /// An array as a tensor. Arrays that are not dense are copied.
 pub(crate) struct Lent {
@@ -27,26 +27,22 @@ impl Lent {
     ///
     /// The object is no array in host memory.
     pub(crate) fn new(object: &Bound<'_, PyAny>) -> PyResult<Self> {
-        Self::of(array(object)?)
+        let Array { dtype, shape, bytes } = array(object)?;
+        Self::of(dtype, shape, bytes)
     }
 
     /// Lends an array that is written to.
     ///
     /// # Errors
     ///
-    /// It is read-only, or not dense.
+    /// It is no array in host memory, read-only, or not dense.
     pub(crate) fn writable(object: &Bound<'_, PyAny>) -> PyResult<Self> {
-        // A list is copied into an array, in which the result would be lost.
-        let is_array = object.hasattr(intern!(object.py(), "__dlpack__"))?;
-        let array = array(object)?;
-        if !array.is_own || !is_array {
-            return Err(PyValueError::new_err("out has to be a contiguous array that can be written to"));
-        }
-        Self::of(array)
+        let array = WritableArray::new(object)?;
+        let (dtype, shape) = (array.dtype, array.shape.clone());
+        Self::of(dtype, shape, array.into_bytes())
     }
 
-    fn of(array: Array) -> PyResult<Self> {
-        let Array { dtype, shape, bytes, .. } = array;
+    fn of(dtype: DataType, shape: Vec<i64>, bytes: Bytes) -> PyResult<Self> {
         let (start, len) = (bytes.as_ptr() as usize, bytes.len());
         // The memory comes from C, so that its provenance is exposed, and it may be written to.
         let address = std::ptr::with_exposed_provenance_mut(start);

@@ -118,8 +118,8 @@ def collect() -> None:
     overlapping = np.zeros(12, "float32")
     refused: list[tuple[type[Exception], Callable[[], Any]]] = [
         (ValueError, lambda: worker.allreduce(rows, out=fixed)),
-        (ValueError, lambda: worker.allreduce(rows, out=[[0.0, 0.0]] * 4)),
-        (ValueError, lambda: worker.recv_into(bytearray(8), right)),
+        (TypeError, lambda: worker.allreduce(rows, out=[[0.0, 0.0]] * 4)),
+        (TypeError, lambda: worker.recv_into(bytearray(8), right)),
         (ValueError, lambda: worker.allreduce(rows, out=np.zeros((8, 2), "float32")[::2])),
         (ValueError, lambda: worker.allreduce(overlapping[:8], out=overlapping[4:])),
         (TypeError, lambda: worker.allreduce(object())),
