@@ -144,6 +144,18 @@ pub(crate) fn register_disco(registry: &Registry, config: &ServeConfig) {
     }
 }
 
+/// Adds the functions by which TVM's own programs check a server to `registry`, if the operator has
+/// asked for them.
+pub(crate) fn register_tvm_self_test(registry: &Registry, config: &ServeConfig) {
+    #[cfg(feature = "tvm")]
+    if config.tvm_self_test {
+        crate::tvm::self_test::register(registry);
+    }
+    // A build without the protocol refuses the setting.
+    #[cfg(not(feature = "tvm"))]
+    let _ = (registry, config);
+}
+
 /// Object without content, made by `rpc.new_object`.
 struct Blank;
 

@@ -38,6 +38,8 @@ mod sparse;
 mod suggestion;
 pub mod tracker;
 mod transports;
+#[cfg(feature = "tvm")]
+mod tvm;
 mod versioned_json;
 pub mod workspace;
 

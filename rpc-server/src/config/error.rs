@@ -81,6 +81,24 @@ pub enum ConfigError {
         /// The address to be listened on.
         address: Address,
     },
+    /// Clients of TVM on other machines could connect.
+    #[error(
+        "with --tvm, {address} can be reached from other machines by TVM's protocol, which has neither identity nor \
+         encryption: listen on tcp://127.0.0.1:PORT or unix:PATH, or give --insecure on a trusted network"
+    )]
+    InsecureTvm {
+        /// The address to be listened on.
+        address: Address,
+    },
+    /// Clients of TVM cannot prove who they are, and the server demands it.
+    #[error(
+        "--tvm serves clients that cannot prove who they are, and --token-file or --client-ca demands it: give one or \
+         the other, or run two servers, of which that with --tvm listens on tcp://127.0.0.1:PORT or unix:PATH"
+    )]
+    TvmWithIdentity,
+    /// TVM's protocol is not in this build.
+    #[error("--tvm and --tvm-self-test need a build with the feature tvm: cargo build -p rpc-server --features tvm")]
+    NoTvm,
     /// Other machines could read the metrics, which need no authentication.
     #[error(
         "metrics on {address} could be read from other machines: serve them on 127.0.0.1:PORT, or give --insecure on a \

@@ -30,6 +30,8 @@ const GROUPS: [(&str, &[&str]); 7] = [
             "allow-port",
             "allow-listen",
             "forward-functions",
+            "tvm",
+            "tvm-self-test",
             "allow-modules",
             "module-digests",
             "allow-run",

@@ -150,6 +150,14 @@ listener_settings! {
         /// TVM-FFI. Admitted clients can then do everything that the user of the server can do
         #[arg(value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
         allow_modules: bool = false, "RPC_SERVER_ALLOW_MODULES";
+        /// Serve clients of TVM (tvm.rpc.connect), too, at the same addresses. Their protocol knows
+        /// no identity and no encryption: the addresses must be local to this machine, unless
+        /// --insecure is given, and the server must demand no proof of identity
+        #[arg(value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+        tvm: bool = false, "RPC_SERVER_TVM";
+        /// Offer the functions by which TVM's own programs check a server, such as rpc.test.addone
+        #[arg(value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+        tvm_self_test: bool = false, "RPC_SERVER_TVM_SELF_TEST";
         /// Programs that clients may run in their sessions, by the name or path that the client
         /// gives (a name is looked up in the PATH of the server), or any for all; may be repeated,
         /// or given as a list with commas. Needs --isolate process or auto, and clients that prove
@@ -414,6 +422,8 @@ impl ServeConfig {
     ///
     /// As [`check`](Self::check).
     pub fn check_with(&self, transports: &Transports) -> Result<(), ConfigError> {
+        // Before the addresses: what is said of those would not help here.
+        self.check_tvm(transports)?;
         check_addresses(&self.listen, &self.trust(), self.insecure, transports)?;
         if let Some(address) = self.data_address.filter(|address| address.is_unspecified() || address.is_multicast()) {
             return Err(ConfigError::DataAddress { address });
@@ -516,6 +526,26 @@ impl ServeConfig {
             }
             if self.isolate_files < MIN_FILES {
                 return Err(ConfigError::TooFewFiles { isolate_files: self.isolate_files });
+            }
+        }
+        Ok(())
+    }
+
+    /// Checks that clients of TVM, who can prove nothing, are served only where nobody has to.
+    fn check_tvm(&self, transports: &Transports) -> Result<(), ConfigError> {
+        if (self.tvm || self.tvm_self_test) && !cfg!(feature = "tvm") {
+            return Err(ConfigError::NoTvm);
+        }
+        if !self.tvm {
+            return Ok(());
+        }
+        if self.trust().demands() {
+            return Err(ConfigError::TvmWithIdentity);
+        }
+        for ListenAddress(address) in &self.listen {
+            let properties = transports.check(address).map_err(|source| ConfigError::Address { source })?;
+            if !properties.is_local() && !self.insecure {
+                return Err(ConfigError::InsecureTvm { address: address.clone() });
             }
         }
         Ok(())

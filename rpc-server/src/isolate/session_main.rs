@@ -75,6 +75,7 @@ fn serve(
     watch(connection.try_clone()?)?;
     builtins::register(registry);
     builtins::register_disco(registry, &config);
+    builtins::register_tvm_self_test(registry, &config);
     let native = Native::new(&config);
     native.offer_libraries(registry)?;
     let service = ModuleService::open(&config, module_digests, &native)?;

@@ -93,6 +93,7 @@ impl Checked {
         config.allow_disco = Some(config.serves_disco(transports));
         config.allow_logs = Some(config.shows_logs());
         builtins::register_disco(registry, config);
+        builtins::register_tvm_self_test(registry, config);
         // Done before any step that can fail: the ready file of an earlier server must be gone, or
         // scripts would take it for that of this server.
         let ready_file = config.ready_file.as_deref().map(ReadyFile::claim).transpose()?;
@@ -179,6 +180,7 @@ impl Checked {
         };
         let observer = RefusalRecorder { errors, inner: monitoring.as_ref().map(Monitoring::observer) };
         let observer = Some(Arc::new(observer) as Arc<dyn ServeObserver>);
+        let dialects = with_tvm(dialects, &config);
         let authorizer = policy.clone().map(|policy| policy as Arc<dyn Authorizer>);
         let options =
             serve_options(&config, credentials.access, dial.clone(), transports.clone(), dialects, is_relay, observer);
@@ -270,6 +272,18 @@ impl Prepared {
         running.enter(Phase::Ready);
         Ok(running)
     }
+}
+
+/// Adds the dialect of TVM's clients, if the operator has asked for it.
+fn with_tvm(dialects: Dialects, config: &ServeConfig) -> Dialects {
+    #[cfg(feature = "tvm")]
+    if config.tvm {
+        return dialects.with(crate::tvm::TvmDialect::new(config));
+    }
+    // A build without the protocol refuses the setting.
+    #[cfg(not(feature = "tvm"))]
+    let _ = config;
+    dialects
 }
 
 /// Returns the gauges of the devices that tell their state.

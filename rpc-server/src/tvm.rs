@@ -1,0 +1,66 @@
+//! TVM's own RPC protocol, spoken by a server beside the native one (`--tvm`): clients of `tvm.rpc`
+//! get a session like any other client, with the server's limits, quotas, metrics and isolation.
+//!
+//! ```text
+//! bytes ──► rpc_tvm::wire::ServerWire ──► connection.rs ──► session.rs ──► Session
+//!           what the client asks for      when, and data    as our requests   any kind: local,
+//!                                         of copies         and handles       isolated, metered
+//! ```
+//!
+//! One request is served after the other, on the default lane, and answered in that order, as the
+//! protocol demands. Bytes behind a request are read ahead up to a small bound, so that the end of
+//! a client is noticed while a function runs.
+
+mod connection;
+mod copies;
+mod server_functions;
+mod session;
+mod time_evaluator;
+
+pub(crate) mod self_test;
+
+use rpc_core::RpcError;
+use rpc_transports::{BoxFuture, Dialect, DialectConnection, Recognition};
+use rpc_tvm::wire::{HelloAnswer, WIRE_MAGIC};
+
+use crate::config::ServeConfig;
+
+/// The dialect of TVM's clients.
+#[derive(Clone, Debug)]
+pub(crate) struct TvmDialect {
+    /// Key that clients have to name; may be empty.
+    key: String,
+    /// Maximum number of handles that a client may hold.
+    max_handles: usize,
+}
+
+impl TvmDialect {
+    pub(crate) fn new(config: &ServeConfig) -> Self {
+        Self { key: config.key.clone().unwrap_or_default(), max_handles: config.max_handles }
+    }
+}
+
+impl Dialect for TvmDialect {
+    fn name(&self) -> &str {
+        "tvm"
+    }
+
+    fn recognize(&self, first: &[u8]) -> Recognition {
+        let magic = WIRE_MAGIC.to_le_bytes();
+        if first.starts_with(&magic) {
+            Recognition::Accept
+        } else if magic.starts_with(first) {
+            Recognition::NeedMore
+        } else {
+            Recognition::Decline
+        }
+    }
+
+    fn serve<'a>(&'a self, connection: &'a mut DialectConnection) -> BoxFuture<'a, Result<(), RpcError>> {
+        Box::pin(connection::serve(self, connection))
+    }
+
+    fn refusal(&self, _: &RpcError) -> Vec<u8> {
+        HelloAnswer::Mismatch.encode()
+    }
+}

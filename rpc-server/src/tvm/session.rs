@@ -1,0 +1,535 @@
+//! A session of a client of TVM: its handles, and its requests as those of a [`Session`].
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use rpc_core::dlpack::dense_strides;
+use rpc_core::limits::MemoryLease;
+use rpc_core::{
+    DataType, Device, DeviceAttribute, ErrorKind, Handle, HandleTable, MemoryQuota, Operation, Reference, RpcError,
+    RpcSession, Session, SharedSession, TensorRef, Value,
+};
+use rpc_tvm::wire::{
+    CallResult, Request, ResultKind, TensorHeader, Text, WireValue, returned, returned_bytes_header, returned_call,
+    returned_text,
+};
+
+use super::connection::Reply;
+use super::server_functions::ServerFunction;
+use super::time_evaluator::TimeEvaluator;
+
+/// Largest alignment that a client may ask for, in bytes. All memory has it.
+const MAX_ALIGNMENT: i64 = 64;
+
+/// Handle of the system library, a module without functions. No table has such a handle: its tag is
+/// never 0.
+const SYSTEM_LIBRARY: u64 = 0xffff;
+
+/// Session of a client of TVM.
+///
+/// Handles are minted here: a tensor of the client is a handle and offsets from it, while a view
+/// that a function has returned begins somewhere in its storage.
+pub(super) struct TvmSession {
+    session: Session,
+    handles: HandleTable<Held>,
+    queued: Arc<MemoryQuota>,
+    /// Streams that the client has made the current ones. Other devices have their default stream.
+    current_streams: HashMap<Device, u64>,
+}
+
+/// Object that a client holds.
+pub(super) enum Held {
+    /// A function of the session.
+    Function(Handle),
+    /// A module of the session.
+    Module(Handle),
+    /// An object of the session that only its functions know.
+    Object(Handle),
+    /// Memory of a tensor, from an offset in its storage on.
+    Memory { storage: Handle, offset: u64 },
+    /// A stream.
+    Stream { stream: Handle, device: Device },
+    /// A value that has no form of its own on the wire.
+    Value(Value, #[allow(dead_code, reason = "held for its drop")] MemoryLease),
+    /// A function that measures another one.
+    TimeEvaluator(Arc<TimeEvaluator>),
+}
+
+impl TvmSession {
+    pub(super) fn new(session: Session, queued: Arc<MemoryQuota>, max_handles: usize) -> Result<Self, RpcError> {
+        let mut seed = [0; 2];
+        getrandom::fill(&mut seed).map_err(|error| RpcError::internal(format!("no random numbers: {error}")))?;
+        // Tag 0 is that of handles that no table has.
+        let seed = u16::from_le_bytes(seed).max(1);
+        let handles = HandleTable::new(seed.into(), max_handles);
+        Ok(Self { session, handles, queued, current_streams: HashMap::new() })
+    }
+
+    pub(super) fn session(&self) -> &Session {
+        &self.session
+    }
+
+    pub(super) fn shared(&self) -> &SharedSession {
+        self.session.shared()
+    }
+
+    pub(super) fn queued(&self) -> &Arc<MemoryQuota> {
+        &self.queued
+    }
+
+    /// Submits an operation, and waits for its outcome.
+    pub(super) async fn submit(&self, operation: Operation) -> Result<Value, RpcError> {
+        self.shared().submit(rpc_core::Request::new(operation)).reply().await
+    }
+
+    /// Serves a request other than a copy from or to the client.
+    pub(super) async fn serve(&mut self, request: Request) -> Result<Reply, RpcError> {
+        let frame = match request {
+            Request::Call { function, args } => return self.call(function, args).await,
+            Request::GetFunction { name } => returned(&[WireValue::Pointer(self.get_function(name.as_str()).await?)]),
+            Request::Free { handle } => {
+                self.free(handle).await?;
+                returned(&[WireValue::None])
+            }
+            Request::FreeData { device: _, data } => {
+                if !matches!(self.handles.get(Handle::from_bits(data))?, Held::Memory { .. }) {
+                    return Err(unknown(data, "memory"));
+                }
+                self.free(data).await?;
+                returned(&[WireValue::None])
+            }
+            Request::SetDevice { device } => {
+                self.check_device(device).await?;
+                returned(&[WireValue::None])
+            }
+            Request::Attribute { device, kind } => self.attribute(device, kind).await?,
+            Request::AllocBytes { device, len, alignment, hint: _ } => {
+                if alignment > MAX_ALIGNMENT {
+                    let text = format!("memory is aligned to {MAX_ALIGNMENT} bytes, and not to {alignment}");
+                    return Err(RpcError::unsupported(text));
+                }
+                let data = self.alloc(device, DataType::U8, vec![len], None).await?;
+                returned(&[WireValue::Pointer(data)])
+            }
+            Request::Alloc { header, scope } => {
+                // Both names are those of ordinary memory.
+                let scope = scope.filter(|scope| !matches!(scope.as_str(), "" | "global"));
+                let scope = scope.map(|scope| scope.as_str().to_owned());
+                let data = self.alloc(header.device, header.dtype, header.shape, scope).await?;
+                returned(&[WireValue::Pointer(data)])
+            }
+            Request::CopyAmong { from, to, stream } => {
+                self.copy(&from, &to, stream).await?;
+                returned(&[WireValue::None])
+            }
+            Request::CreateStream { device } => {
+                let stream = self.submit(Operation::CreateStream { device }).await?;
+                let Value::Object(Reference::Object(stream)) = stream else {
+                    return Err(RpcError::internal("a stream is an object"));
+                };
+                returned(&[WireValue::Pointer(self.hold(Held::Stream { stream, device })?)])
+            }
+            Request::FreeStream { device, stream } => {
+                if stream != 0 {
+                    self.stream(device, stream)?;
+                    self.current_streams.retain(|_, current| *current != stream);
+                    self.free(stream).await?;
+                }
+                returned(&[WireValue::None])
+            }
+            Request::SetStream { device, stream } => {
+                self.set_stream(device, stream).await?;
+                if stream == 0 {
+                    self.current_streams.remove(&device);
+                } else {
+                    self.current_streams.insert(device, stream);
+                }
+                returned(&[WireValue::None])
+            }
+            Request::StreamSync { device, stream } => {
+                self.wait_for_stream(device, stream).await?;
+                returned(&[WireValue::None])
+            }
+            Request::CurrentStream { device } => {
+                let current = self.current_streams.get(&device).copied().unwrap_or(0);
+                returned(&[WireValue::Pointer(current)])
+            }
+            _ => return Err(RpcError::internal("a request that is served elsewhere")),
+        };
+        Ok(Reply::Frame(frame))
+    }
+
+    /// Calls a function, or one that this server adds for clients of TVM.
+    async fn call(&mut self, function: u64, args: Vec<WireValue>) -> Result<Reply, RpcError> {
+        if let Some(function) = ServerFunction::from_handle(function) {
+            let result = function.call(self, args).await?;
+            return self.call_reply(result);
+        }
+        let held = match self.handles.get(Handle::from_bits(function)) {
+            Ok(Held::Function(handle)) => Ok(*handle),
+            Ok(Held::TimeEvaluator(evaluator)) => Err(evaluator.clone()),
+            _ => return Err(unknown(function, "function")),
+        };
+        let (args, _held) = self.arguments(args)?;
+        match held {
+            Ok(function) => {
+                let result = self.submit(Operation::Call { function, args }).await?;
+                let result = self.result(result)?;
+                self.call_reply(result)
+            }
+            Err(evaluator) => {
+                let samples = evaluator.measure(self, args).await?;
+                self.call_reply(CallResult::Bytes(samples))
+            }
+        }
+    }
+
+    fn call_reply(&self, result: CallResult) -> Result<Reply, RpcError> {
+        Ok(match result {
+            CallResult::Bytes(bytes) => Reply::Bytes(returned_bytes_header(bytes.len() as u64), bytes),
+            other => Reply::Frame(returned_call(other)),
+        })
+    }
+
+    /// Returns a handle of a function, 0 if there is none of that name.
+    pub(super) async fn get_function(&mut self, name: &str) -> Result<u64, RpcError> {
+        if let Some(function) = ServerFunction::from_name(name) {
+            return Ok(function.handle());
+        }
+        match self.find_function(name).await {
+            Ok(handle) => self.hold(Held::Function(handle)),
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(0),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Returns a function of the session.
+    pub(super) async fn find_function(&self, name: &str) -> Result<Handle, RpcError> {
+        function_handle(self.submit(Operation::GetFunction { name: name.to_owned() }).await?)
+    }
+
+    /// Returns a function of a module that the client holds.
+    pub(super) async fn find_in_module(&self, module: u64, name: &str) -> Result<Handle, RpcError> {
+        if module == SYSTEM_LIBRARY {
+            return Err(RpcError::not_found(format!("the system library has no function '{name}'")));
+        }
+        let Ok(Held::Module(module)) = self.handles.get(Handle::from_bits(module)) else {
+            return Err(unknown(module, "module"));
+        };
+        function_handle(self.submit(Operation::ModuleFunction { module: *module, name: name.to_owned() }).await?)
+    }
+
+    /// Returns the system library, which has no functions: code is never linked into a server.
+    pub(super) fn system_library() -> CallResult {
+        CallResult::Object(ResultKind::Module, SYSTEM_LIBRARY)
+    }
+
+    async fn alloc(
+        &mut self,
+        device: Device,
+        dtype: DataType,
+        shape: Vec<i64>,
+        scope: Option<String>,
+    ) -> Result<u64, RpcError> {
+        let tensor = self.submit(Operation::Alloc { device, dtype, shape, scope }).await?;
+        let Value::Object(Reference::Tensor(tensor)) = tensor else {
+            return Err(RpcError::internal("an allocation is a tensor"));
+        };
+        self.hold(Held::Memory { storage: tensor.storage, offset: tensor.byte_offset })
+    }
+
+    async fn copy(&mut self, from: &TensorHeader, to: &TensorHeader, stream: u64) -> Result<(), RpcError> {
+        let (len, room) = (size_bytes(from)?, size_bytes(to)?);
+        if len != room {
+            return Err(RpcError::invalid_argument(format!("cannot copy {len} bytes to a tensor of {room} bytes")));
+        }
+        let (from, to) = (self.flat(from, len)?, self.flat(to, len)?);
+        let device = if from.device == Device::cpu() { to.device } else { from.device };
+        if stream != 0 {
+            self.set_stream(device, stream).await?;
+        }
+        let copied = self.submit(Operation::Copy { from, to }).await;
+        if stream != 0 {
+            let current = self.current_streams.get(&device).copied().unwrap_or(0);
+            self.set_stream(device, current).await?;
+        }
+        copied.map(drop)
+    }
+
+    async fn attribute(&self, device: Device, kind: i64) -> Result<Vec<u8>, RpcError> {
+        let attribute = u16::try_from(kind).ok().and_then(DeviceAttribute::from_code);
+        // Those from 1000 on are this project's own, and unknown to TVM.
+        let Some(attribute) = attribute.filter(|attribute| attribute.code() < 1000) else {
+            self.check_device(device).await?;
+            return Ok(returned(&[WireValue::None]));
+        };
+        if attribute == DeviceAttribute::Exists {
+            return Ok(returned(&[WireValue::Int(self.exists(device).await?.into())]));
+        }
+        self.check_device(device).await?;
+        Ok(match self.submit(Operation::Attribute { device, attribute }).await? {
+            Value::Bool(value) => returned(&[WireValue::Int(value.into())]),
+            Value::Int(value) => returned(&[WireValue::Int(value)]),
+            Value::Float(value) => returned(&[WireValue::Float(value)]),
+            Value::Str(text) => returned_text(&text),
+            Value::Shape(dimensions) => returned_text(&format!("{dimensions:?}")),
+            _ => returned(&[WireValue::None]),
+        })
+    }
+
+    async fn exists(&self, device: Device) -> Result<bool, RpcError> {
+        let exists = Operation::Attribute { device, attribute: DeviceAttribute::Exists };
+        match self.submit(exists).await {
+            Ok(value) => Ok(value == Value::Bool(true)),
+            Err(error) if error.kind() == ErrorKind::DeviceUnavailable => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
+    async fn check_device(&self, device: Device) -> Result<(), RpcError> {
+        if self.exists(device).await? {
+            return Ok(());
+        }
+        Err(RpcError::new(ErrorKind::DeviceUnavailable, format!("the server has no device {device}")))
+    }
+
+    async fn set_stream(&self, device: Device, stream: u64) -> Result<(), RpcError> {
+        let stream = if stream == 0 { None } else { Some(self.stream(device, stream)?) };
+        self.submit(Operation::SetStream { device, stream }).await.map(drop)
+    }
+
+    async fn wait_for_stream(&self, device: Device, stream: u64) -> Result<(), RpcError> {
+        let current = self.current_streams.get(&device).copied().unwrap_or(0);
+        if stream == current {
+            return self.submit(Operation::StreamWait { device, stream: None }).await.map(drop);
+        }
+        if stream != 0 {
+            let stream = Some(self.stream(device, stream)?);
+            return self.submit(Operation::StreamWait { device, stream }).await.map(drop);
+        }
+        // The default stream has no handle: it is the current one for a moment.
+        self.set_stream(device, 0).await?;
+        let waited = self.submit(Operation::StreamWait { device, stream: None }).await;
+        self.set_stream(device, current).await?;
+        waited.map(drop)
+    }
+
+    fn stream(&self, device: Device, stream: u64) -> Result<Handle, RpcError> {
+        match self.handles.get(Handle::from_bits(stream)) {
+            Ok(Held::Stream { stream, device: of }) if *of == device => Ok(*stream),
+            Ok(Held::Stream { device: of, .. }) => {
+                Err(RpcError::invalid_argument(format!("the stream is one of {of}, and not of {device}")))
+            }
+            _ => Err(unknown(stream, "stream")),
+        }
+    }
+
+    /// Frees an object. The number 0 and the functions of this server need not be freed.
+    async fn free(&mut self, handle: u64) -> Result<(), RpcError> {
+        if handle == 0 || handle == SYSTEM_LIBRARY || ServerFunction::from_handle(handle).is_some() {
+            return Ok(());
+        }
+        let held = self.handles.remove(Handle::from_bits(handle)).map_err(|_| unknown(handle, "object"))?;
+        match held {
+            Held::Function(handle)
+            | Held::Module(handle)
+            | Held::Object(handle)
+            | Held::Memory { storage: handle, .. }
+            | Held::Stream { stream: handle, .. } => self.submit(Operation::Free { handle }).await.map(drop),
+            Held::Value(value, _) => {
+                self.session.release(&value);
+                Ok(())
+            }
+            Held::TimeEvaluator(evaluator) => {
+                self.session.release(&evaluator.objects());
+                Ok(())
+            }
+        }
+    }
+
+    /// Returns a handle for an object of the session, which is freed if there is none left.
+    pub(super) fn hold(&mut self, held: Held) -> Result<u64, RpcError> {
+        if let Err(error) = self.handles.check_room(1) {
+            let handles = match held {
+                Held::Function(handle)
+                | Held::Module(handle)
+                | Held::Object(handle)
+                | Held::Memory { storage: handle, .. }
+                | Held::Stream { stream: handle, .. } => vec![handle],
+                Held::Value(value, _) => value.handles(),
+                Held::TimeEvaluator(evaluator) => evaluator.objects().handles(),
+            };
+            let release = rpc_core::Request::new(Operation::Release { handles });
+            self.shared().submit(release).reply().detach();
+            return Err(error);
+        }
+        self.handles.insert(held).map(Handle::to_bits)
+    }
+
+    /// Returns the `len` bytes of memory where a tensor of the client begins. The session checks
+    /// that they exist.
+    pub(super) fn flat(&self, header: &TensorHeader, len: u64) -> Result<TensorRef, RpcError> {
+        let (storage, byte_offset) = self.memory(header)?;
+        let len = i64::try_from(len).map_err(|_| RpcError::invalid_argument(format!("no tensor has {len} bytes")))?;
+        let (shape, dtype) = (vec![len], DataType::U8);
+        Ok(TensorRef { storage, byte_offset, shape, strides: None, dtype, device: header.device })
+    }
+
+    /// Returns the storage of a tensor, and its offset there.
+    fn memory(&self, header: &TensorHeader) -> Result<(Handle, u64), RpcError> {
+        let Ok(Held::Memory { storage, offset }) = self.handles.get(Handle::from_bits(header.data)) else {
+            return Err(unknown(header.data, "memory"));
+        };
+        let offset = offset.checked_add(header.byte_offset);
+        let offset = offset.ok_or_else(|| RpcError::invalid_argument("the byte offset of a tensor overflows"))?;
+        Ok((*storage, offset))
+    }
+
+    /// Returns the arguments of a call, and the lease of what they take beside the request.
+    pub(super) fn arguments(&self, args: Vec<WireValue>) -> Result<(Vec<Value>, MemoryLease), RpcError> {
+        // Texts are copied, and so is what a handle stands for, which may be named repeatedly.
+        let copied = |arg: &WireValue| match arg {
+            WireValue::Str(text) => text.len() as u64,
+            WireValue::Object(handle) => match self.handles.get(Handle::from_bits(*handle)) {
+                Ok(Held::Value(value, _)) => value.size_hint() as u64,
+                _ => 0,
+            },
+            _ => 0,
+        };
+        let lease = self.queued.reserve(args.iter().map(copied).fold(0, u64::saturating_add))?;
+        let args = args
+            .into_iter()
+            .enumerate()
+            .map(|(at, arg)| self.argument(arg).map_err(|error| error.context(format_args!("argument {at}"))));
+        Ok((args.collect::<Result<_, _>>()?, lease))
+    }
+
+    fn argument(&self, arg: WireValue) -> Result<Value, RpcError> {
+        let held = |handle: u64| self.handles.get(Handle::from_bits(handle));
+        Ok(match arg {
+            WireValue::None | WireValue::Pointer(0) => Value::Null,
+            WireValue::Int(value) => Value::Int(value),
+            WireValue::Bool(value) => Value::Bool(value),
+            WireValue::Float(value) => Value::Float(value),
+            WireValue::DataType(dtype) => Value::DataType(dtype),
+            WireValue::Device(device) => Value::Device(device),
+            WireValue::Str(text) => Value::Str(text.as_str().to_owned()),
+            WireValue::Bytes(bytes) => Value::Bytes(bytes),
+            WireValue::Tensor(header) => {
+                let (storage, byte_offset) = self.memory(&header)?;
+                let TensorHeader { device, dtype, shape, .. } = header;
+                TensorRef { storage, byte_offset, shape, strides: None, dtype, device }.into()
+            }
+            WireValue::Function(handle) => match held(handle) {
+                Ok(Held::Function(function)) => Reference::Function(*function).into(),
+                _ if ServerFunction::from_handle(handle).is_some() => {
+                    return Err(RpcError::unsupported("a function of the server itself cannot be an argument"));
+                }
+                _ => return Err(unknown(handle, "function")),
+            },
+            WireValue::Module(handle) => match held(handle) {
+                Ok(Held::Module(module)) => Reference::Module(*module).into(),
+                _ if handle == 0 => {
+                    return Err(RpcError::unsupported("the module that stands for the session cannot be an argument"));
+                }
+                _ => return Err(unknown(handle, "module")),
+            },
+            WireValue::Object(handle) => match held(handle) {
+                Ok(Held::Object(object)) => Reference::Object(*object).into(),
+                Ok(Held::Value(value, _)) => value.clone(),
+                _ => return Err(unknown(handle, "object")),
+            },
+            WireValue::Pointer(_) => {
+                return Err(RpcError::invalid_argument("a pointer names nothing at the server, and cannot be used"));
+            }
+            other => return Err(RpcError::unsupported(format!("{} cannot be an argument", other.type_name()))),
+        })
+    }
+
+    /// Returns the result of a call as the client gets it, with handles for its objects.
+    pub(super) fn result(&mut self, value: Value) -> Result<CallResult, RpcError> {
+        Ok(match value {
+            Value::Null => CallResult::Plain(WireValue::None),
+            Value::Bool(value) => CallResult::Plain(WireValue::Bool(value)),
+            Value::Int(value) => CallResult::Plain(WireValue::Int(value)),
+            Value::Float(value) => CallResult::Plain(WireValue::Float(value)),
+            Value::DataType(dtype) => CallResult::Plain(WireValue::DataType(dtype)),
+            Value::Device(device) => CallResult::Plain(WireValue::Device(device)),
+            Value::Str(text) => CallResult::Str(Text::from(text)),
+            Value::Bytes(bytes) => CallResult::Bytes(bytes),
+            // A `serde` value has no counterpart in TVM.
+            Value::Packed(packed) => CallResult::Bytes(packed.as_bytes().clone()),
+            value @ Value::Shape(_) => self.hold_value(value, ResultKind::Shape)?,
+            value @ Value::List(_) => self.hold_value(value, ResultKind::Array)?,
+            value @ Value::Map(_) => self.hold_value(value, ResultKind::Map)?,
+            Value::Object(Reference::Function(handle)) => {
+                CallResult::Object(ResultKind::Function, self.hold(Held::Function(handle))?)
+            }
+            Value::Object(Reference::Module(handle)) => {
+                CallResult::Object(ResultKind::Module, self.hold(Held::Module(handle))?)
+            }
+            Value::Object(Reference::Object(handle)) => {
+                CallResult::Object(ResultKind::Object, self.hold(Held::Object(handle))?)
+            }
+            Value::Object(Reference::Tensor(tensor)) => self.tensor_result(tensor)?,
+            other => {
+                self.session.release(&other);
+                let name = other.type_name();
+                return Err(RpcError::unsupported(format!("the function returned {name}, which TVM's clients lack")));
+            }
+        })
+    }
+
+    fn hold_value(&mut self, value: Value, kind: ResultKind) -> Result<CallResult, RpcError> {
+        match self.queued.reserve(value.size_hint() as u64) {
+            Ok(lease) => Ok(CallResult::Object(kind, self.hold(Held::Value(value, lease))?)),
+            Err(error) => {
+                self.session.release(&value);
+                Err(error)
+            }
+        }
+    }
+
+    /// Returns a tensor under a handle of its own: clients drop the offset of a tensor that they
+    /// get, so that it is kept here.
+    fn tensor_result(&mut self, tensor: TensorRef) -> Result<CallResult, RpcError> {
+        let TensorRef { storage, byte_offset: offset, shape, strides, dtype, device } = tensor;
+        let handle = self.hold(Held::Memory { storage, offset })?;
+        if strides.is_some_and(|strides| strides != dense_strides(&shape)) {
+            self.handles.remove(Handle::from_bits(handle))?;
+            let release = rpc_core::Request::new(Operation::Release { handles: vec![storage] });
+            self.shared().submit(release).reply().detach();
+            let text = "the function returned a tensor with gaps (strides), which cannot travel to a client of TVM";
+            return Err(RpcError::unsupported(text));
+        }
+        let header = TensorHeader { data: handle, device, dtype, shape, byte_offset: 0 };
+        Ok(CallResult::Tensor(header, handle))
+    }
+}
+
+/// Returns the text by which a client of TVM gets an error, which is all that it shows. What a
+/// function says by itself stays as it is; other errors name their kind.
+pub(super) fn error_text(error: &RpcError) -> String {
+    match error.kind() {
+        ErrorKind::Application => error.message().to_owned(),
+        // Clients know this error by its beginning.
+        ErrorKind::SessionTimeout => format!("RPCSessionTimeoutError: {}", error.message()),
+        kind => format!("{kind}: {}", error.message()),
+    }
+}
+
+fn function_handle(value: Value) -> Result<Handle, RpcError> {
+    match value {
+        Value::Object(Reference::Function(handle)) => Ok(handle),
+        other => Err(RpcError::internal(format!("a function was looked up, and {} was found", other.type_name()))),
+    }
+}
+
+fn size_bytes(header: &TensorHeader) -> Result<u64, RpcError> {
+    header.size_bytes().ok_or_else(|| RpcError::invalid_argument(format!("no tensor has the shape {:?}", header.shape)))
+}
+
+fn unknown(handle: u64, expected: &str) -> RpcError {
+    let text = format!("handle {handle:#x} names no {expected} of this session: it was freed, or never given out");
+    RpcError::new(ErrorKind::InvalidHandle, text)
+}
