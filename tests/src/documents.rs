@@ -21,6 +21,7 @@ documents! {
     Python: "docs/python.md";
     Security: "docs/security.md";
     Transports: "docs/transports.md";
+    Tvm: "docs/tvm.md";
     Weights: "docs/weights.md";
     Conformance: "tests/conformance/README.md";
     DiscoCrate: "disco/README.md";
