@@ -41,6 +41,16 @@ pub(super) enum Reply {
     Bytes(Vec<u8>, Bytes),
 }
 
+impl Reply {
+    /// Returns the length in bytes.
+    fn len(&self) -> u64 {
+        match self {
+            Self::Frame(frame) => frame.len() as u64,
+            Self::Bytes(header, data) => (header.len() + data.len()) as u64,
+        }
+    }
+}
+
 /// What a connection reads and writes, and by what it may end.
 pub(super) struct Link<'a> {
     pub(super) io: &'a mut dyn ChannelIo,
@@ -162,9 +172,13 @@ impl Link<'_> {
             ServerEvent::Request(request) => {
                 let _working = self.activity.working();
                 let served = self.until(session.serve(request)).await?;
+                // The arguments are gone, unless the result is one of them.
                 drop(body.take());
-                let reply = served.unwrap_or_else(|error| Reply::Frame(exception(&error_text(&error))));
-                return self.reply(reply).await;
+                let charged = served.and_then(|reply| Ok((session.queued().reserve(reply.len())?, reply)));
+                return match charged {
+                    Ok((_lease, reply)) => self.reply(reply).await,
+                    Err(error) => self.reply(Reply::Frame(exception(&error_text(&error)))).await,
+                };
             }
             // There is one hello, which was read.
             _ => return Ok(()),

@@ -137,7 +137,12 @@ pub(super) async fn copy_from(
             asked += piece;
         }
         let Some((piece, reply)) = pieces.pop_front() else { break };
-        let data = match link.until(reply).await? {
+        let outcome = link.until(reply).await.map_err(|end| match end {
+            // The client would take a message for data.
+            End::Told(_, reason) if has_begun => End::Lost(reason),
+            end => end,
+        });
+        let data = match outcome? {
             Ok(Value::Bytes(data)) if data.len() as u64 == piece => data,
             other => {
                 let error = other.err().unwrap_or_else(|| RpcError::internal("a read gave other bytes than asked for"));

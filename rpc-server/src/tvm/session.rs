@@ -50,7 +50,13 @@ pub(super) enum Held {
     /// A stream.
     Stream { stream: Handle, device: Device },
     /// A value that has no form of its own on the wire.
-    Value(Value, #[allow(dead_code, reason = "held for its drop")] MemoryLease),
+    Value {
+        value: Value,
+        /// Memory of the value in bytes.
+        size: u64,
+        #[allow(dead_code, reason = "held for its drop")]
+        lease: MemoryLease,
+    },
     /// A function that measures another one.
     TimeEvaluator(Arc<TimeEvaluator>),
 }
@@ -336,7 +342,7 @@ impl TvmSession {
             | Held::Object(handle)
             | Held::Memory { storage: handle, .. }
             | Held::Stream { stream: handle, .. } => self.submit(Operation::Free { handle }).await.map(drop),
-            Held::Value(value, _) => {
+            Held::Value { value, .. } => {
                 self.session.release(&value);
                 Ok(())
             }
@@ -356,7 +362,7 @@ impl TvmSession {
                 | Held::Object(handle)
                 | Held::Memory { storage: handle, .. }
                 | Held::Stream { stream: handle, .. } => vec![handle],
-                Held::Value(value, _) => value.handles(),
+                Held::Value { value, .. } => value.handles(),
                 Held::TimeEvaluator(evaluator) => evaluator.objects().handles(),
             };
             let release = rpc_core::Request::new(Operation::Release { handles });
@@ -391,7 +397,7 @@ impl TvmSession {
         let copied = |arg: &WireValue| match arg {
             WireValue::Str(text) => text.len() as u64,
             WireValue::Object(handle) => match self.handles.get(Handle::from_bits(*handle)) {
-                Ok(Held::Value(value, _)) => value.size_hint() as u64,
+                Ok(Held::Value { size, .. }) => *size,
                 _ => 0,
             },
             _ => 0,
@@ -436,7 +442,7 @@ impl TvmSession {
             },
             WireValue::Object(handle) => match held(handle) {
                 Ok(Held::Object(object)) => Reference::Object(*object).into(),
-                Ok(Held::Value(value, _)) => value.clone(),
+                Ok(Held::Value { value, .. }) => value.clone(),
                 _ => return Err(unknown(handle, "object")),
             },
             WireValue::Pointer(_) => {
@@ -481,8 +487,9 @@ impl TvmSession {
     }
 
     fn hold_value(&mut self, value: Value, kind: ResultKind) -> Result<CallResult, RpcError> {
-        match self.queued.reserve(value.size_hint() as u64) {
-            Ok(lease) => Ok(CallResult::Object(kind, self.hold(Held::Value(value, lease))?)),
+        let size = value.size_hint() as u64;
+        match self.queued.reserve(size) {
+            Ok(lease) => Ok(CallResult::Object(kind, self.hold(Held::Value { value, size, lease })?)),
             Err(error) => {
                 self.session.release(&value);
                 Err(error)
