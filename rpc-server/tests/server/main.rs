@@ -40,4 +40,6 @@ mod ssh;
 mod tracker;
 mod tracker_cli;
 mod trust;
+#[cfg(feature = "tvm-ffi")]
+mod tvm;
 mod up;

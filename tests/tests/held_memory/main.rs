@@ -11,6 +11,9 @@
 //! and every thread of the process waits. What was held is read at such moments, too, so that
 //! everything that was taken has been worked on.
 //!
+//! Clients of TVM have floods of their own: each request of their protocol, and each function that
+//! the server has for them.
+//!
 //! The commands of Disco, and the functions that only its workers can call, have floods of their
 //! own in `disco/src/node/flood_tests.rs`.
 
@@ -21,6 +24,7 @@ mod allocator;
 mod disco_recipes;
 mod peer;
 mod recipes;
+mod tvm_floods;
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -34,6 +38,8 @@ use rpc_tests::accelerator::Accelerator;
 use allocator::{held_bytes, peak_bytes, reset_peak};
 use peer::{Peer, Written, header_of};
 use recipes::{Answer, Flood, Recipe};
+use rpc_tvm::wire::FrameCode;
+use tvm_floods::Frames;
 
 const MIB: u64 = 1 << 20;
 
@@ -100,6 +106,7 @@ impl Fixture {
             allow_modules: true,
             allow_disco: Some(true),
             allow_listen: vec!["tcp://127.0.0.1:*".into()],
+            tvm: true,
             ..ServeConfig::default()
         };
         let registry = Registry::new();
@@ -144,6 +151,37 @@ impl Fixture {
         let held = peak_bytes().saturating_sub(before) as u64;
         println!(
             "{name}: {:.1} MiB held, {:.1} MiB sent in {number} frames, {within_credit} within the credit: {written:?}",
+            held as f64 / MIB as f64,
+            sent as f64 / MIB as f64
+        );
+        if held > QUOTA + CONSTANT {
+            self.findings.push(format!("{name}: {held} bytes were held"));
+        }
+        drop((peer, frames));
+        self.settle(name);
+    }
+
+    /// Floods the server as a client of TVM. Records what it held.
+    fn flood_by_tvm(&mut self, name: &str, make: impl FnOnce(&mut Peer) -> Frames) {
+        let mut peer = Peer::connect_by_tvm(&self.socket());
+        let mut frames = make(&mut peer);
+        peer.begin_flood();
+        wait_for_rest();
+        let before = reset_peak();
+        let (mut number, mut sent, mut written) = (0, 0, Written::All);
+        while written == Written::All && sent < FLOOD && number < FRAMES {
+            let mut batch = Vec::new();
+            while batch.len() < 64 << 10 {
+                number += 1;
+                batch.extend(frames(number));
+            }
+            written = peer.write(&batch);
+            sent += batch.len() as u64;
+        }
+        wait_for_rest();
+        let held = peak_bytes().saturating_sub(before) as u64;
+        println!(
+            "{name}: {:.1} MiB held, {:.1} MiB sent in {number} frames: {written:?}",
             held as f64 / MIB as f64,
             sent as f64 / MIB as f64
         );
@@ -261,6 +299,16 @@ fn a_client_that_reads_nothing_makes_its_server_hold_no_more_than_the_limits_say
     for (name, _) in registry.functions() {
         fixture.flood(&name, |peer| recipes::of_function(&name, peer));
     }
+    for &code in FrameCode::ALL.iter().filter(|code| code.is_request()) {
+        fixture.flood_by_tvm(&format!("TVM's {}", code.name()), |peer| tvm_floods::of_requests(code, peer));
+    }
+    for name in tvm_floods::FUNCTIONS {
+        fixture.flood_by_tvm(name, |peer| tvm_floods::of_function(name, peer));
+    }
+    fixture.flood_by_tvm("lists that TVM's client holds", tvm_floods::of_held_lists);
+    fixture.flood_by_tvm("lists that TVM's client names", tvm_floods::of_named_lists);
+    fixture.flood_by_tvm("TVM's empty frames", tvm_floods::of_empty_frames);
+    fixture.flood_by_tvm("an endless frame of TVM", tvm_floods::of_an_endless_frame);
     assert!(fixture.findings.is_empty(), "the limits admit {}:\n{}", QUOTA + CONSTANT, fixture.findings.join("\n"));
     running.stop();
 }

@@ -10,6 +10,7 @@ use bytes::Bytes;
 use rpc_conformance::threads::all_others_wait;
 use rpc_core::proto::{FrameHeader, HEADER_LEN, Hello, Kind, MAGIC, Role, SHARED_MEMORY, decode_reply, encode_request};
 use rpc_core::{Handle, Lane, Operation, Packed, Request, Result, TensorRef, Value};
+use rpc_tvm::wire;
 use rustix::io::Errno;
 use rustix::net::RecvFlags;
 
@@ -74,6 +75,44 @@ impl Peer {
         peer.window = Packed::from_bytes(body.into()).decode::<Hello>().unwrap().window;
         assert_eq!(peer.read_frame().0.kind, Kind::Accept);
         peer
+    }
+
+    /// Connects as a client of TVM, and begins its session.
+    pub(crate) fn connect_by_tvm(path: &Path) -> Self {
+        let stream = UnixStream::connect(path).unwrap();
+        stream.set_read_timeout(Some(LIMIT)).unwrap();
+        stream.set_write_timeout(Some(LIMIT)).unwrap();
+        let mut peer = Self { stream, next: 1, window: 0, unread: Vec::new(), parsed: 0, has_ended: false };
+        peer.send(&wire::Hello { key: "client:".to_owned() }.encode());
+        let accepted = wire::HelloAnswer::Accepted("server:").encode();
+        let mut answer = vec![0; accepted.len()];
+        peer.stream.read_exact(&mut answer).unwrap();
+        assert_eq!(answer, accepted);
+        peer.tvm_ask(&wire::Request::Init { version: wire::PROTOCOL_VERSION.into(), constructor: Vec::new() });
+        peer
+    }
+
+    /// Makes a request of TVM's protocol. Returns the body of its result.
+    pub(crate) fn tvm_ask(&mut self, request: &wire::Request) -> Vec<u8> {
+        self.send(&request.encode());
+        let mut header = [0; 12];
+        self.stream.read_exact(&mut header).unwrap();
+        let len = u64::from_le_bytes(header[..8].try_into().unwrap());
+        let mut body = vec![0; len as usize - 4];
+        self.stream.read_exact(&mut body).unwrap();
+        let is_result = header[8..] == wire::FrameCode::Return.number().to_le_bytes();
+        assert!(is_result, "{request:?}: {}", String::from_utf8_lossy(&body));
+        body
+    }
+
+    /// Makes a request of TVM's protocol whose result is, or ends with, a handle.
+    pub(crate) fn tvm_handle(&mut self, request: &wire::Request) -> u64 {
+        let body = self.tvm_ask(request);
+        u64::from_le_bytes(*body.last_chunk().unwrap())
+    }
+
+    pub(crate) fn tvm_function(&mut self, name: &str) -> u64 {
+        self.tvm_handle(&wire::Request::GetFunction { name: name.into() })
     }
 
     /// Returns the bytes of large requests that the server takes before it has answered one.

@@ -1,0 +1,141 @@
+//! Floods of a client of TVM, for each request of its protocol, and for each function that the
+//! server adds for such clients.
+
+use std::sync::Arc;
+
+use rpc_core::{DataType, Device};
+use rpc_tvm::wire::{FrameCode, PROTOCOL_VERSION, Request, TensorHeader, WireValue};
+
+use super::peer::Peer;
+use super::recipes::LARGE;
+
+/// Maker of the frames of a flood, by their number.
+pub(crate) type Frames = Box<dyn FnMut(u64) -> Vec<u8>>;
+
+/// Functions that a server has for clients of TVM beside the registered ones.
+pub(crate) const FUNCTIONS: [&str; 11] = [
+    "tvm.rpc.server.upload",
+    "tvm.rpc.server.download",
+    "tvm.rpc.server.remove",
+    "tvm.rpc.server.listdir",
+    "tvm.rpc.server.load_module",
+    "tvm.rpc.server.download_linked_module",
+    "tvm.rpc.server.ModuleGetFunction",
+    "tvm.rpc.server.ImportModule",
+    "tvm.rpc.server.GetCRTMaxPacketSize",
+    "runtime.RPCTimeEvaluator",
+    "ffi.SystemLib",
+];
+
+/// Returns the flood of requests of one code.
+pub(crate) fn of_requests(code: FrameCode, peer: &mut Peer) -> Frames {
+    let device = Device::cpu();
+    let header = |data, len| TensorHeader { data, device, dtype: DataType::U8, shape: vec![len], byte_offset: 0 };
+    let mut memory = |len: i64| peer.tvm_handle(&Request::Alloc { header: header(0, len), scope: None });
+    let len = LARGE as i64;
+    match code {
+        FrameCode::Shutdown => repeat(Request::Shutdown),
+        // The session has begun: each is refused when it has arrived.
+        FrameCode::InitServer => {
+            let constructor = vec![large()];
+            repeat(Request::Init { version: PROTOCOL_VERSION.into(), constructor })
+        }
+        FrameCode::CallFunc => {
+            let echo = peer.tvm_function("rpc.echo");
+            repeat(Request::Call { function: echo, args: vec![large()] })
+        }
+        FrameCode::CopyFromRemote => {
+            let data = memory(len);
+            repeat(Request::CopyFrom { from: header(data, len), len: LARGE as u64 })
+        }
+        FrameCode::CopyToRemote => {
+            let data = memory(len);
+            let frame = Request::encode_copy_to(&header(data, len), &[1; LARGE]);
+            Box::new(move |_| frame.clone())
+        }
+        FrameCode::GetGlobalFunc => repeat(Request::GetFunction { name: "rpc.echo".into() }),
+        FrameCode::FreeHandle => Box::new(|number| Request::Free { handle: number << 20 }.encode()),
+        FrameCode::DevSetDevice => repeat(Request::SetDevice { device }),
+        FrameCode::DevGetAttr => {
+            Box::new(move |number| Request::Attribute { device, kind: (number % 20).cast_signed() }.encode())
+        }
+        FrameCode::DevAllocData => repeat(Request::AllocBytes { device, len, alignment: 64, hint: DataType::U8 }),
+        FrameCode::DevFreeData => Box::new(move |number| Request::FreeData { device, data: number << 20 }.encode()),
+        FrameCode::DevStreamSync => repeat(Request::StreamSync { device, stream: 0 }),
+        FrameCode::CopyAmongRemote => {
+            let (from, to) = (memory(len), memory(len));
+            repeat(Request::CopyAmong { from: header(from, len), to: header(to, len), stream: 0 })
+        }
+        FrameCode::DevAllocDataWithScope => repeat(Request::Alloc { header: header(0, len), scope: None }),
+        FrameCode::DevCreateStream => repeat(Request::CreateStream { device }),
+        FrameCode::DevFreeStream => {
+            Box::new(move |number| Request::FreeStream { device, stream: number << 20 }.encode())
+        }
+        FrameCode::DevSetStream => {
+            let stream = peer.tvm_handle(&Request::CreateStream { device });
+            repeat(Request::SetStream { device, stream })
+        }
+        FrameCode::DevGetCurrentStream => repeat(Request::CurrentStream { device }),
+        other => panic!("frames {} have no flood here: add one", other.name()),
+    }
+}
+
+/// Returns the flood of calls of a function that the server adds.
+pub(crate) fn of_function(name: &str, peer: &mut Peer) -> Frames {
+    let function = peer.tvm_function(name);
+    let text = |text: &str| WireValue::Str(text.into());
+    let args = match name {
+        "tvm.rpc.server.upload" => vec![text("file"), large()],
+        "tvm.rpc.server.download" | "tvm.rpc.server.download_linked_module" | "tvm.rpc.server.load_module" => {
+            let upload = peer.tvm_function("tvm.rpc.server.upload");
+            peer.tvm_ask(&Request::Call { function: upload, args: vec![text("file.so"), large()] });
+            vec![text("file.so")]
+        }
+        "tvm.rpc.server.remove" | "tvm.rpc.server.listdir" => vec![text("")],
+        "tvm.rpc.server.ModuleGetFunction" => vec![WireValue::Module(0xffff), text(&"x".repeat(LARGE / 4))],
+        "tvm.rpc.server.ImportModule" => vec![WireValue::Module(0xffff), WireValue::Module(0xffff)],
+        "tvm.rpc.server.GetCRTMaxPacketSize" | "ffi.SystemLib" => Vec::new(),
+        "runtime.RPCTimeEvaluator" => {
+            let numbers = [1, 0, 1, 1_000_000, 0, 100, 0, 1, 1 << 20].map(WireValue::Int);
+            [vec![WireValue::None, text("rpc.echo")], numbers.to_vec(), vec![text("rpc.noop")]].concat()
+        }
+        other => panic!("{other} has no flood here: add one"),
+    };
+    repeat(Request::Call { function, args })
+}
+
+/// Returns the flood of calls whose results are lists, which stay until they are freed.
+pub(crate) fn of_held_lists(peer: &mut Peer) -> Frames {
+    let function = peer.tvm_function("rpc.functions");
+    repeat(Request::Call { function, args: vec![WireValue::Bool(true)] })
+}
+
+/// Returns the flood of calls that name one list again and again.
+pub(crate) fn of_named_lists(peer: &mut Peer) -> Frames {
+    let (functions, echo) = (peer.tvm_function("rpc.functions"), peer.tvm_function("rpc.echo"));
+    let list = peer.tvm_handle(&Request::Call { function: functions, args: Vec::new() });
+    repeat(Request::Call { function: echo, args: vec![WireValue::Object(list); 4000] })
+}
+
+/// Returns the flood of empty frames.
+pub(crate) fn of_empty_frames(_: &mut Peer) -> Frames {
+    Box::new(|_| vec![0; 4096])
+}
+
+/// Returns the flood of a message that never ends.
+pub(crate) fn of_an_endless_frame(_: &mut Peer) -> Frames {
+    Box::new(|number| match number {
+        // A length, and the code of a call.
+        1 => [&u64::MAX.to_le_bytes()[..], &3_i32.to_le_bytes()].concat(),
+        _ => vec![0; LARGE],
+    })
+}
+
+fn large() -> WireValue {
+    WireValue::Bytes(vec![1; LARGE].into())
+}
+
+fn repeat(request: Request) -> Frames {
+    let frame: Arc<[u8]> = request.encode().into();
+    Box::new(move |_| frame.to_vec())
+}
