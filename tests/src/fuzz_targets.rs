@@ -5,6 +5,7 @@
 mod file_functions;
 mod relay;
 mod tracker_messages;
+mod tvm_wire;
 
 use bytes::Bytes;
 use rpc_transports::tracker::TicketKey;
@@ -12,17 +13,19 @@ use rpc_transports::tracker::TicketKey;
 pub use self::file_functions::file_functions;
 pub use self::relay::relay;
 pub use self::tracker_messages::tracker_messages;
+pub use self::tvm_wire::tvm_wire;
 
 /// A fuzz target: takes any bytes, and panics where a promise is broken.
 pub type Target = fn(&[u8]);
 
 /// The targets by name: also the names of their folders in `fuzz/corpus`.
-pub const TARGETS: [(&str, Target); 5] = [
+pub const TARGETS: [(&str, Target); 6] = [
     ("disco_commands", disco_commands),
     ("file_functions", file_functions),
     ("relay", relay),
     ("ticket", ticket),
     ("tracker_messages", tracker_messages),
+    ("tvm_wire", tvm_wire),
 ];
 
 /// A batch of commands for a Disco node. The first two bytes are the length of the heads; the bulk

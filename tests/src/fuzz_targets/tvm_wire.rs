@@ -1,0 +1,60 @@
+//! Bytes of a client of TVM, behind its hello.
+
+use bytes::BufMut;
+use rpc_tvm::wire::{Hello, Request, ServerEvent, ServerWire, WireLimits};
+
+/// Largest body of a frame.
+const MAX_BODY: u64 = 1 << 16;
+
+/// The bytes of a client of TVM. However they are cut, they are the same requests, and what was
+/// decoded is the same once it was encoded.
+pub fn tvm_wire(input: &[u8]) {
+    let whole = events(input, usize::MAX);
+    assert_eq!(events(input, 7), whole, "requests depend on how the bytes were cut");
+    let encoded: Vec<u8> = whole.concat();
+    let again = events(&encoded, usize::MAX);
+    assert_eq!(again, whole, "a request is another one once it was encoded");
+}
+
+/// Returns the requests, encoded, up to the first bytes that are none.
+fn events(mut input: &[u8], step: usize) -> Vec<Vec<u8>> {
+    let mut wire = ServerWire::new(WireLimits::new(MAX_BODY));
+    let hello = Hello { key: "client:".to_owned() }.encode();
+    wire.input().put_slice(&hello);
+    assert!(matches!(wire.poll_event(), Ok(Some(ServerEvent::Hello(_)))));
+    wire.begin();
+    let mut requests = Vec::new();
+    let mut copy: Option<Vec<u8>> = None;
+    loop {
+        if let Some(data) = &mut copy {
+            let ahead = wire.payload();
+            data.extend_from_slice(ahead);
+            let count = ahead.len();
+            wire.advance_payload(count);
+            if wire.payload_left() == 0 {
+                requests.extend(copy.take());
+            }
+        }
+        match wire.poll_event() {
+            Err(_) => return requests,
+            Ok(Some(ServerEvent::CopyTo { to, len })) if len <= MAX_BODY => {
+                let mut head = Request::encode_copy_to(&to, &[]);
+                let whole = (head.len() as u64 - 8 + len).to_le_bytes();
+                head[..8].copy_from_slice(&whole);
+                let at = head.len() - 8;
+                head[at..].copy_from_slice(&len.to_le_bytes());
+                copy = Some(head);
+            }
+            Ok(Some(ServerEvent::CopyTo { .. })) => wire.refuse("too much for a test"),
+            Ok(Some(ServerEvent::Request(request))) => requests.push(request.encode()),
+            Ok(Some(_)) => {}
+            Ok(None) if input.is_empty() => return requests,
+            Ok(None) => {
+                let mut room = wire.input();
+                let count = input.len().min(step).min(room.remaining_mut());
+                room.put_slice(&input[..count]);
+                input = &input[count..];
+            }
+        }
+    }
+}
