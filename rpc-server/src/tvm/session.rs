@@ -169,7 +169,7 @@ impl TvmSession {
     async fn call(&mut self, function: u64, args: Vec<WireValue>) -> Result<Reply, RpcError> {
         if let Some(function) = ServerFunction::from_handle(function) {
             let result = function.call(self, args).await?;
-            return self.call_reply(result);
+            return Ok(call_reply(result));
         }
         let held = match self.handles.get(Handle::from_bits(function)) {
             Ok(Held::Function(handle)) => Ok(*handle),
@@ -180,21 +180,13 @@ impl TvmSession {
         match held {
             Ok(function) => {
                 let result = self.submit(Operation::Call { function, args }).await?;
-                let result = self.result(result)?;
-                self.call_reply(result)
+                Ok(call_reply(self.result(result)?))
             }
             Err(evaluator) => {
                 let samples = evaluator.measure(self, args).await?;
-                self.call_reply(CallResult::Bytes(samples))
+                Ok(call_reply(CallResult::Bytes(samples)))
             }
         }
-    }
-
-    fn call_reply(&self, result: CallResult) -> Result<Reply, RpcError> {
-        Ok(match result {
-            CallResult::Bytes(bytes) => Reply::Bytes(returned_bytes_header(bytes.len() as u64), bytes),
-            other => Reply::Frame(returned_call(other)),
-        })
     }
 
     /// Returns a handle of a function, 0 if there is none of that name.
@@ -522,6 +514,14 @@ pub(super) fn error_text(error: &RpcError) -> String {
         // Clients know this error by its beginning.
         ErrorKind::SessionTimeout => format!("RPCSessionTimeoutError: {}", error.message()),
         kind => format!("{kind}: {}", error.message()),
+    }
+}
+
+/// Returns the reply to a call, without a copy of its bytes.
+fn call_reply(result: CallResult) -> Reply {
+    match result {
+        CallResult::Bytes(bytes) => Reply::Bytes(returned_bytes_header(bytes.len() as u64), bytes),
+        other => Reply::Frame(returned_call(other)),
     }
 }
 

@@ -40,6 +40,6 @@ mod ssh;
 mod tracker;
 mod tracker_cli;
 mod trust;
-#[cfg(feature = "tvm-ffi")]
+#[cfg(all(feature = "tvm", feature = "tvm-ffi"))]
 mod tvm;
 mod up;

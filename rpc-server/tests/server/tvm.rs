@@ -470,7 +470,7 @@ fn errors_are_texts_and_the_session_goes_on() {
     assert_eq!(client.call_by_name("rpc.test.except", &[text("abc")]), Err("abc".to_owned()));
     let error = client.call_by_name("testing.test_raise_error", &[text("ValueError"), text("a\nb")]);
     assert_eq!(error, Err("a\nb".to_owned()));
-    // Neither an unknown function nor one of a module is an error: clients ask for what may be there.
+    // An unknown function is no error, nor is one of a module: clients ask for what may be there.
     assert_eq!(client.function("no.such.function"), 0);
     let get = client.function("tvm.rpc.server.ModuleGetFunction");
     let (kind, Val(4, library)) = client.call_by_name("ffi.SystemLib", &[]).unwrap() else { panic!() };
@@ -822,6 +822,31 @@ fn limits_of_the_server_are_errors_with_their_names() {
     let error = (0..20).find_map(|_| client.request(GET_FUNCTION, &[text("rpc.noop")]).err()).unwrap();
     assert!(error.contains("max_handles"), "{error}");
     assert_eq!(client.call(echo, &[int(1)]), Ok((1, int(1))), "the session goes on");
+}
+
+#[test]
+fn a_server_that_stops_tells_its_clients() {
+    let fixture = Fixture::new(|_| {});
+    let mut client = fixture.connect();
+    client.function("testing.echo");
+    fixture.runtime.block_on(fixture.running.drain());
+    let error = client.reply().unwrap_err();
+    assert!(error.contains("going away"), "{error}");
+    assert!(client.is_at_end());
+}
+
+#[test]
+fn clients_of_tvm_have_the_rights_of_those_without_identity() {
+    let rules = tempfile::tempdir().unwrap();
+    let policy = rules.path().join("policy.toml");
+    std::fs::write(&policy, "[[rule]]\nname = 'all'\nidentities = ['*']\nfunctions = ['rpc.test.*']\n").unwrap();
+    let fixture = Fixture::new(|config| config.policy = Some(policy));
+    let mut client = fixture.connect();
+    assert_eq!(client.call_by_name("rpc.test.addone", &[int(1)]), Ok((1, int(2))));
+    let refused = client.request(GET_FUNCTION, &[text("testing.echo")]).unwrap_err();
+    assert!(refused.starts_with("refused: "), "{refused}");
+    let refused = client.call_by_name("tvm.rpc.server.upload", &[text("a"), bytes(b"b")]).unwrap_err();
+    assert!(refused.starts_with("refused: "), "{refused}");
 }
 
 #[test]
