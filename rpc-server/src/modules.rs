@@ -27,6 +27,7 @@
 mod digest_list;
 mod error;
 mod hash;
+mod link;
 mod probe;
 mod service;
 mod store;

@@ -70,26 +70,36 @@ def files(session):
     assert "outside" in error_of(session.upload, bytearray(b"x"), "../x")
 
 
+def add_one(module, cpu, n):
+    x = tvm.runtime.tensor(np.arange(n, dtype="float32"), cpu)
+    y = tvm.runtime.tensor(np.zeros(n, dtype="float32"), cpu)
+    module["add_one"](x, y)
+    np.testing.assert_array_equal(y.numpy(), np.arange(n) + 1)
+    return x, y
+
+
 def modules(session):
     n = 1024
     a = te.placeholder((n,), name="a")
     b = te.compute((n,), lambda i: a[i] + 1.0, name="b")
     built = tvm.compile(te.create_prim_func([a, b]).with_attr("global_symbol", "add_one"), target="llvm")
     with tempfile.TemporaryDirectory() as folder:
-        library = os.path.join(folder, "add.so")
-        built.export_library(library)
-        session.upload(library)
-    module, cpu = session.load_module("add.so"), session.cpu()
-    x = tvm.runtime.tensor(np.arange(n, dtype="float32"), cpu)
-    y = tvm.runtime.tensor(np.zeros(n, dtype="float32"), cpu)
-    module["add_one"](x, y)
-    np.testing.assert_array_equal(y.numpy(), np.arange(n) + 1)
+        for name in ["add.so", "add.tar"]:
+            built.export_library(os.path.join(folder, name))
+            session.upload(os.path.join(folder, name))
+    cpu = session.cpu()
+    add_one(session.load_module("add.tar"), cpu, n)
+    module = session.load_module("add.so")
+    x, y = add_one(module, cpu, n)
     times = module.time_evaluator("add_one", cpu, number=5, repeat=3)(x, y)
     assert len(times.results) == 3 and 0 < times.mean < 1
     times = module.time_evaluator("add_one", cpu, repeat=2, cooldown_interval_ms=1, f_preproc="rpc.noop")(x, y)
     assert len(times.results) == 2
     assert "has no function" in error_of(lambda: module["missing"])
-    assert "there is no" in error_of(session.load_module, "missing.so")
+    for missing in ["missing.so", "missing.tar"]:
+        assert "there is no" in error_of(session.load_module, missing)
+    session.upload(bytearray(b"no archive" * 100), "broken.tar")
+    assert "is no number of an archive" in error_of(session.load_module, "broken.tar")
 
 
 def sessions(session):

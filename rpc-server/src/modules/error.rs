@@ -138,6 +138,34 @@ pub enum ModuleError {
         /// The path as it was given.
         path: String,
     },
+    /// An archive is malformed, or has other files than objects.
+    #[error("cannot link {path:?}: {problem}")]
+    Archive {
+        /// The path as it was given.
+        path: String,
+        /// The problem.
+        problem: String,
+    },
+    /// Object files cannot be linked where modules are listed by their digests.
+    #[error(
+        "{path:?} would have to be linked here, and the server takes listed modules only (--module-digests): link it \
+         to a shared library before the upload"
+    )]
+    LinkWithList {
+        /// The path as it was given.
+        path: String,
+    },
+    /// The server has no compiler.
+    #[error("object files need a compiler at the server to be linked (c++ or cc): upload a shared library instead")]
+    NoLinker,
+    /// The linker has failed.
+    #[error("{linker} cannot link the module: {said}")]
+    Link {
+        /// The program.
+        linker: &'static str,
+        /// Its status, and what it has said.
+        said: String,
+    },
     /// The list of digests cannot be read.
     #[error("cannot read the list of modules {} (--module-digests)", file.display())]
     ReadDigests {
@@ -190,7 +218,10 @@ impl ModuleError {
 
     fn kind(&self) -> ErrorKind {
         match self {
-            Self::Off | Self::NotListed { .. } | Self::NotListedHere { .. } => ErrorKind::Refused,
+            Self::Off | Self::NotListed { .. } | Self::NotListedHere { .. } | Self::LinkWithList { .. } => {
+                ErrorKind::Refused
+            }
+            Self::NoLinker => ErrorKind::Unsupported,
             Self::NotFound { .. } => ErrorKind::NotFound,
             Self::TooLarge { .. } | Self::Full { .. } | Self::TooManyUploads { .. } => ErrorKind::LimitExceeded,
             Self::Damaged { .. }
@@ -208,6 +239,8 @@ impl ModuleError {
             | Self::Mismatch { .. }
             | Self::Broken
             | Self::Over
+            | Self::Archive { .. }
+            | Self::Link { .. }
             | Self::NoFile { .. } => ErrorKind::InvalidArgument,
         }
     }

@@ -13,6 +13,7 @@ use rpc_core::limits::MemoryLease;
 use rpc_core::{Context, Module, Result, RpcError};
 use rustix::fs::OFlags;
 
+use super::link::{has_to_be_linked, link};
 use super::store::{ModuleStore, StoreLimits};
 use super::tvm_ffi::{Native, NativeLoader};
 use super::{DigestList, ModuleError, worker_modules};
@@ -146,10 +147,19 @@ impl ModuleService {
     }
 
     /// Imports a file of the session's workspace, or one of the server at an absolute path, into
-    /// the store. Blocks.
+    /// the store. Object files of the workspace are linked first. Blocks.
     pub(crate) fn import(&self, context: &Context, path: &str) -> Result<Digest> {
         if !path.starts_with('/') {
-            let file = workspace(context)?.open_read(path)?;
+            let workspace = workspace(context)?;
+            let file = workspace.open_read(path)?;
+            if has_to_be_linked(path) {
+                if self.store.is_limited_to_list() {
+                    return Err(ModuleError::LinkWithList { path: path.to_owned() }.into());
+                }
+                let limit = self.store.limits().max_module_bytes;
+                let linked = link(context, &workspace, path, file.as_file(), limit)?;
+                return Ok(self.import_file(path, &linked.file)?);
+            }
             return Ok(self.import_file(path, file.as_file())?);
         }
         let imported = open(path).and_then(|file| self.import_file(path, &file));

@@ -88,7 +88,6 @@ impl ServerFunction {
             Self::LoadModule => {
                 let path = args.text()?;
                 args.finish()?;
-                check_is_library(&path)?;
                 let module = session.submit(Operation::LoadModule { path, loader: None }).await?;
                 session.result(module)
             }
@@ -134,15 +133,13 @@ impl ServerFunction {
     }
 }
 
-/// Checks that the system's loader takes the file as it is.
+/// Checks that a file is a library that can be sent as it is.
 fn check_is_library(path: &str) -> Result<(), RpcError> {
     if path.ends_with(".so") {
         return Ok(());
     }
-    Err(RpcError::unsupported(format!(
-        "{path:?} is no shared library (.so), and this server links none: export the model with \
-         export_library('NAME.so', fcompile=...) and upload that"
-    )))
+    let text = format!("{path:?} is no shared library (.so), and this server sends back none that it links");
+    Err(RpcError::unsupported(text))
 }
 
 async fn download(session: &TvmSession, path: &str) -> Result<Bytes, RpcError> {

@@ -119,6 +119,49 @@ fn a_module_is_sent_once_and_loaded_by_others() {
 }
 
 #[test]
+fn object_files_are_linked_before_they_are_loaded() {
+    let Some(environment) = environment() else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let run = |program: &str, args: &[&str]| {
+        let status = Command::new(program).args(args).current_dir(folder.path()).status().unwrap();
+        assert!(status.success(), "{program} {args:?}");
+    };
+    fs::write(
+        folder.path().join("one.c"),
+        "int __tvm_ffi_one(void *self, const void *args, int count, void *result) { (void)self, (void)args; \
+         (void)count, (void)result; return 0; }",
+    )
+    .unwrap();
+    fs::write(folder.path().join("two.c"), "int more(void) { return 2; }").unwrap();
+    run("cc", &["-c", "-fPIC", "one.c", "two.c"]);
+    run("tar", &["cf", "both.tar", "one.o", "two.o"]);
+    run("tar", &["czf", "packed.tar", "one.o", "two.o"]);
+    fs::write(folder.path().join("bad.o"), "no object").unwrap();
+    let fixture = Fixture::new(environment, &[]);
+    let session = fixture.connect();
+    let files = rpc_core::client::Files::new(&session);
+    for name in ["one.o", "both.tar", "packed.tar", "bad.o"] {
+        files.put_bytes(name, fs::read(folder.path().join(name)).unwrap()).wait().unwrap();
+    }
+    for name in ["one.o", "both.tar", "packed.tar"] {
+        call(&session.load_module(name).wait().unwrap(), "one").unwrap();
+    }
+    let error = session.load_module("bad.o").wait().unwrap_err();
+    assert!(error.kind() == ErrorKind::InvalidArgument && error.message().contains("cannot link"), "{error}");
+    let error = session.load_module("missing.tar").wait().unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::NotFound, "{error}");
+    // With a list the bytes of the library are not known before.
+    let list = folder.path().join("list");
+    fs::write(&list, "").unwrap();
+    let listed = Fixture::new(environment, &["--module-digests", list.to_str().unwrap()]);
+    let session = listed.connect();
+    let files = rpc_core::client::Files::new(&session);
+    files.put_bytes("one.o", fs::read(folder.path().join("one.o")).unwrap()).wait().unwrap();
+    let error = session.load_module("one.o").wait().unwrap_err();
+    assert!(error.kind() == ErrorKind::Refused && error.message().contains("--module-digests"), "{error}");
+}
+
+#[test]
 fn functions_are_timed_where_they_run() {
     let Some(environment) = environment() else { return };
     let fixture = Fixture::new(environment, &[]);

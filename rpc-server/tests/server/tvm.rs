@@ -496,10 +496,13 @@ fn errors_are_texts_and_the_session_goes_on() {
     assert_eq!(client.request(FREE, &[NONE]), Ok(NONE));
     assert_eq!(client.request(FREE, &[pointer(echo)]), Ok(NONE));
     assert!(client.request(FREE, &[pointer(echo)]).unwrap_err().contains("was freed"), "twice freed");
-    let error = client.call_by_name("tvm.rpc.server.load_module", &[text("m.tar")]).unwrap_err();
-    assert!(error.contains("links none"), "{error}");
-    let error = client.call_by_name("tvm.rpc.server.load_module", &[text("m.so")]).unwrap_err();
-    assert!(error.contains("--allow-modules"), "{error}");
+    for file in ["m.so", "m.tar", "m.o"] {
+        let error = client.call_by_name("tvm.rpc.server.load_module", &[text(file)]).unwrap_err();
+        assert!(error.contains("--allow-modules"), "{error}");
+    }
+    assert!(client.call_by_name("tvm.rpc.server.load_module", &[text("m.txt")]).is_err());
+    let error = client.call_by_name("tvm.rpc.server.download_linked_module", &[text("m.tar")]).unwrap_err();
+    assert!(error.contains("is no shared library"), "{error}");
     assert_eq!(client.call_by_name("rpc.test.addone", &[float(0.5)]), Ok((3, float(1.5))));
 }
 
