@@ -57,6 +57,8 @@ pub(super) struct Link<'a> {
     pub(super) wire: ServerWire,
     activity: DialectActivity,
     notices: ServerNotices,
+    /// The same notices, for the one wait that looks for both.
+    going_away: ServerNotices,
     /// End of the time that the client has asked for, and its length.
     deadline: Option<(Instant, Duration)>,
     /// Mark of a message of which a part has arrived.
@@ -84,7 +86,8 @@ pub(super) async fn serve(dialect: &TvmDialect, connection: &mut DialectConnecti
     let opened = connection.open(request).await;
     write(connection.io(), &HelloAnswer::Accepted(&format!("server:{}", dialect.key)).encode()).await?;
     let (activity, notices, queued) = (connection.activity(), connection.notices(), connection.queued().clone());
-    let mut link = Link { io: connection.io(), wire, activity, notices, deadline, receiving: None };
+    let going_away = notices.clone();
+    let mut link = Link { io: connection.io(), wire, activity, notices, going_away, deadline, receiving: None };
     let ended = match opened {
         Ok(session) => {
             let session = TvmSession::new(session, queued, dialect.max_handles)?;
@@ -209,12 +212,11 @@ impl Link<'_> {
             if !is_idle && self.receiving.is_none() {
                 self.receiving = Some(self.activity.receiving());
             }
-            let mut going = self.notices.clone();
             let mut input = self.wire.input();
             let read = tokio::select! {
                 biased;
                 end = ended(&mut self.notices, self.deadline) => return Err(end),
-                reason = going.going_away(), if is_idle => return Err(End::Told(error_text(&reason), reason)),
+                reason = self.going_away.going_away(), if is_idle => return Err(End::Told(error_text(&reason), reason)),
                 read = self.io.read_buf(&mut input) => read,
             };
             if read.map_err(|error| End::Lost(lost(&error)))? == 0 {

@@ -9,30 +9,30 @@ use rpc_core::{
 /// Adds the functions to `registry`.
 pub(crate) fn register(registry: &Registry) {
     for name in ["rpc.test.addone", "rpc.test2.addone"] {
-        registry.add(name, add_one).describe("Returns its argument and one (--tvm-self-test).");
+        registry.add_inline(name, add_one).describe("Returns its argument and one (--tvm-self-test).");
     }
     registry
-        .add("rpc.test.strcat", |text: String, value: LocalValue| {
+        .add_inline("rpc.test.strcat", |text: String, value: LocalValue| {
             Ok::<_, RpcError>(format!("{text}:{}", show(&value)?))
         })
         .describe("Returns a text, a colon and a number (--tvm-self-test).")
-        .add("rpc.test.except", |text: String| Err::<(), _>(RpcError::new(ErrorKind::Application, text)))
+        .add_inline("rpc.test.except", |text: String| Err::<(), _>(RpcError::new(ErrorKind::Application, text)))
         .describe("Fails with the text that it is given (--tvm-self-test).")
-        .add("rpc.test.runtime_str_concat", |first: String, second: String| first + &second)
+        .add_inline("rpc.test.runtime_str_concat", |first: String, second: String| first + &second)
         .describe("Returns two texts as one (--tvm-self-test).")
-        .add("rpc.test.add_to_lhs", |lhs: i64| Function::blocking(move |rhs: i64| lhs.wrapping_add(rhs)))
+        .add_inline("rpc.test.add_to_lhs", |lhs: i64| Function::inline(move |rhs: i64| lhs.wrapping_add(rhs)))
         .describe("Returns a function that adds the number to its argument (--tvm-self-test).")
         .add("rpc.test.remote_tensor_func", |tensor: TensorView| check_ones(&tensor))
         .describe("Fails unless its argument is a tensor of 3 times 4 ones, float64 (--tvm-self-test).")
         .add("rpc.test.remote_return_nd", |context: Context, name: String| tensor_function(&context, &name))
         .describe("Returns a function on a tensor of ten zeros, by its name (--tvm-self-test).")
-        .add("testing.echo", |first: Option<LocalValue>, _: Rest| first.unwrap_or(Value::Null))
+        .add_inline("testing.echo", |first: Option<LocalValue>, _: Rest| first.unwrap_or(Value::Null))
         .describe("Returns its first argument (--tvm-self-test).")
-        .add("testing.test_raise_error", |kind: String, text: String| {
+        .add_inline("testing.test_raise_error", |kind: String, text: String| {
             Err::<(), _>(RpcError::new(ErrorKind::Application, text).with_application_kind(kind))
         })
         .describe("Fails with an error of a kind and a text (--tvm-self-test).")
-        .add("ffi.Shape", |Rest(dimensions): Rest| {
+        .add_inline("ffi.Shape", |Rest(dimensions): Rest| {
             let dimension = |value: LocalValue| match value {
                 Value::Int(value) => Ok(value),
                 other => Err(mismatch("int", &other)),
@@ -40,12 +40,12 @@ pub(crate) fn register(registry: &Registry) {
             dimensions.into_iter().map(dimension).collect::<Result<Vec<_>>>().map(Shape)
         })
         .describe("Returns its arguments as a shape (--tvm-self-test).")
-        .add("rpc.testing.GetShapeElem", |Shape(shape): Shape, index: i64| {
+        .add_inline("rpc.testing.GetShapeElem", |Shape(shape): Shape, index: i64| {
             let element = usize::try_from(index).ok().and_then(|index| shape.get(index).copied());
             element.ok_or_else(|| RpcError::invalid_argument(format!("there is no element {index} in {shape:?}")))
         })
         .describe("Returns an element of a shape (--tvm-self-test).")
-        .add("rpc.testing.GetShapeSize", |Shape(shape): Shape| shape.len() as i64)
+        .add_inline("rpc.testing.GetShapeSize", |Shape(shape): Shape| shape.len() as i64)
         .describe("Returns the number of elements of a shape (--tvm-self-test).");
 }
 
