@@ -2,7 +2,7 @@
 //! that code is broken.
 #[allow(dead_code, unreachable_pub, reason = "other tests use more of it")]
 #[path = "../../../tests/src/tvm_ffi.rs"]
-mod tvm_ffi;
+pub(crate) mod tvm_ffi;
 
 use std::fs;
 use std::path::Path;

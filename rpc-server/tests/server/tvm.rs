@@ -1,10 +1,6 @@
 //! Clients of TVM at a server with `--tvm`: a small one that is written here from the description
 //! of the wire, and the real one of the package `apache-tvm`.
 
-#[allow(dead_code, unreachable_pub, reason = "other tests use more of it")]
-#[path = "../../../tests/src/tvm_ffi.rs"]
-mod tvm_ffi;
-
 use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::path::Path;
@@ -16,6 +12,8 @@ use rpc_server::config::{ConfigError, ServeConfig, ServeError};
 use rpc_server::{RpcServer, Running, ServerProcess};
 use rpc_transports::Connector;
 use tokio::runtime::Runtime;
+
+use crate::native_modules::tvm_ffi;
 
 /// Time limit of events that are expected.
 const LIMIT: Duration = Duration::from_secs(30);
