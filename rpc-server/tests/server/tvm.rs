@@ -8,7 +8,7 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use rpc_core::{DataType, Registry, Result, Tensor};
-use rpc_server::config::{ConfigError, ServeConfig, ServeError};
+use rpc_server::config::{ConfigError, ServeConfig, ServeError, Span};
 use rpc_server::{RpcServer, Running, ServerProcess};
 use rpc_transports::Connector;
 use tokio::runtime::Runtime;
@@ -796,6 +796,18 @@ fn the_time_that_a_client_has_asked_for_ends_its_session() {
         .and_then(|Val(_, never)| client.ask(&call_frame(number(&never), &[])))
         .unwrap_err();
     assert!(error.starts_with("RPCSessionTimeoutError: Your 1.5s session has expired"), "{error}");
+    assert!(client.is_at_end());
+    fixture.has_sessions(0);
+}
+
+#[test]
+fn an_idle_session_ends_with_the_error_that_clients_know() {
+    let fixture = Fixture::new(|config| config.idle_timeout = Some(Span(Duration::from_millis(500))));
+    let (mut client, code, _) = Client::hello(&fixture.address(), "client:");
+    assert_eq!(code, 0xff271);
+    // Nothing is asked after the first request, and on a slow machine not even that in time.
+    let error = client.ask(&init_frame(&[])).and_then(|_| client.reply()).unwrap_err();
+    assert!(error.starts_with("RPCSessionTimeoutError: "), "{error}");
     assert!(client.is_at_end());
     fixture.has_sessions(0);
 }
