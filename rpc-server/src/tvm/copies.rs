@@ -84,7 +84,7 @@ async fn receive(
     }
     if len == 0 {
         // Nothing else has looked at the handle.
-        return Ok(link.until(check(session, target)).await?);
+        return link.until(check(session, target)).await;
     }
     Ok(Ok(()))
 }

@@ -317,7 +317,7 @@ impl Fixture {
                 Tensor::from_slice(vec![4], &[1.0_f32; 4])?.view(0, vec![2], Some(vec![2]), DataType::F32)
             });
         registry.add("list", || vec![vec![1_i64, 2], vec![3]]);
-        registry.add_async("never", || std::future::pending::<()>());
+        registry.add_async("never", std::future::pending::<()>);
         let folder = tempfile::tempdir().unwrap();
         let mut config = config(folder.path());
         change(&mut config);
