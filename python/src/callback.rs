@@ -9,6 +9,7 @@ use rpc_core::function::ArgScope;
 use rpc_core::{CallbackHandler, ErrorKind, IntoArg as _, RemoteCallback, Result, RpcError, Session, Value};
 
 use crate::argument::Arg;
+use crate::attach::attached;
 use crate::callable::Callable;
 use crate::errors;
 use crate::form::Form;
@@ -48,9 +49,8 @@ impl Callable {
 impl CallbackHandler<AnyArgs, AnyArgs> for Callable {
     fn invoke(&self, args: Vec<Value>, scope: &mut ArgScope<'_>) -> Result<Value> {
         let args: Vec<_> = args.into_iter().map(|value| Reply::new(value, scope.session)).collect();
-        let returned = Python::try_attach(|py| {
-            self.call(py, args).map_err(|error| errors::error_of(py, &error).may_have_run(true))
-        });
+        let returned =
+            attached(|py| self.call(py, args).map_err(|error| errors::error_of(py, &error).may_have_run(true)));
         match returned {
             Some(arg) => arg?.into_arg(scope),
             None => Err(RpcError::new(ErrorKind::Closed, "the process of the callback ends")),

@@ -10,6 +10,7 @@ use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
+use crate::attach::attached;
 use crate::disco::{DiscoSession, constraint, exception, operation, room};
 use crate::disco_ref::DiscoRef;
 use crate::functions::runtime;
@@ -188,7 +189,7 @@ fn report(progress: &Py<PyAny>, is_over: &AtomicBool, done: u64, total: u64) {
     if is_over.load(Ordering::Relaxed) {
         return;
     }
-    Python::try_attach(|py| {
+    attached(|py| {
         if let Err(error) = progress.call1(py, (done, total)) {
             is_over.store(true, Ordering::Relaxed);
             // There is no caller on this thread that it could be raised to.

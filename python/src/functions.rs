@@ -22,6 +22,7 @@ use rpc_core::function::{LocalValue, Object};
 use rpc_core::tensor::Borrow;
 use rpc_core::{ErrorKind, FunctionKind, Result, RpcError, Signature, Value};
 
+use crate::attach::attached;
 use crate::errors;
 use crate::operation::Birth;
 pub(crate) use frame::Context;
@@ -66,7 +67,7 @@ fn start_dropping() -> mpsc::Sender<Py<PyAny>> {
         while let Ok(object) = receive.recv() {
             // After the end of the interpreter nothing of it may be touched.
             let mut object = Some(object);
-            if Python::try_attach(|_| drop(object.take())).is_none() {
+            if attached(|_| drop(object.take())).is_none() {
                 std::mem::forget(object);
             }
         }
@@ -148,7 +149,7 @@ fn function_of(definition: Arc<Definition>, signature: Signature, is_coroutine: 
             let returned = definition.call(py, &frame, values)?;
             definition.value_of(&frame, returned)
         };
-        let outcome = Python::try_attach(call).unwrap_or_else(|| Err(interpreter_has_ended()));
+        let outcome = attached(call).unwrap_or_else(|| Err(interpreter_has_ended()));
         frame.end();
         outcome
     };

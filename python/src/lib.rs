@@ -11,6 +11,7 @@
 mod argument;
 mod array;
 mod array_memory;
+mod attach;
 mod buffer;
 mod callable;
 mod callback;

@@ -15,6 +15,7 @@ use pyo3::prelude::*;
 use rpc_core::blocking::block_on_unless;
 use rpc_core::{Action, ErrorKind, Lane, Pending, Result, RpcError, ScopedAction};
 
+use crate::attach::attached;
 use crate::errors;
 use crate::form::Form;
 
@@ -391,7 +392,7 @@ impl UserCalls {
         if self.0.lock().is_some() {
             return None;
         }
-        match Python::try_attach(call)? {
+        match attached(call)? {
             Ok(outcome) => Some(outcome),
             Err(exception) => {
                 *self.0.lock() = Some(exception);

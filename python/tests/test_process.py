@@ -69,6 +69,22 @@ session = rpc.connect(sys.argv[1])
 tensor = session.tensor(b"abc")
 sys.exit(0)
 """,
+    # Their threads come back to an interpreter that has begun to end, at some point of that.
+    "callbacks_that_sleep": """
+import sys, threading, time, tensor_rpc as rpc
+session = rpc.connect(sys.argv[1])
+began = threading.Barrier(17)
+def sleeper(seconds):
+    def sleep():
+        began.wait()
+        time.sleep(seconds)
+    return sleep
+def call(seconds):
+    session.call("rpc.trace.call", sleeper(seconds), lane=1 + int(seconds * 1000))
+for number in range(16):
+    threading.Thread(target=call, args=(number / 1000,), daemon=True).start()
+began.wait()
+""",
 }
 
 

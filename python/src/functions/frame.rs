@@ -15,6 +15,7 @@ use rpc_core::{Function, Result, RpcError};
 use super::objects::{LocalFunction, call};
 use super::values;
 use crate::array::DenseArray;
+use crate::attach::attached;
 use crate::{errors, types};
 
 thread_local! {
@@ -111,7 +112,7 @@ impl Frame {
             // Perhaps nobody has an array any more, and only a cycle, such as an exception that is
             // kept in its own frame, holds it until the collector next runs: on an idle server,
             // for ever.
-            let _ = Python::try_attach(|py| py.import("gc")?.call_method1("collect", (1,)).map(drop));
+            let _ = attached(|py| py.import("gc")?.call_method1("collect", (1,)).map(drop));
         }
     }
 
