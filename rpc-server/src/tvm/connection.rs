@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use rpc_core::limits::MemoryLease;
-use rpc_core::{ErrorKind, RpcError};
+use rpc_core::{ErrorKind, RpcError, printable_line};
 use rpc_transports::{ChannelIo, DialectActivity, DialectConnection, DialectRequest, Receiving, ServerNotices};
 use rpc_tvm::wire::{
     HelloAnswer, HelloKey, PROTOCOL_VERSION, Request, ServerEvent, ServerWire, Text, WireError, WireLimits, WireValue,
@@ -51,6 +51,10 @@ impl Reply {
     }
 }
 
+/// Length in bytes up to which a reply is charged to nobody: all that have a handle, and errors. So
+/// an object is never made without its handle coming back, whatever other sessions hold.
+const SMALL_REPLY: u64 = 64 << 10;
+
 /// What a connection reads and writes, and by what it may end.
 pub(super) struct Link<'a> {
     pub(super) io: &'a mut dyn ChannelIo,
@@ -74,7 +78,13 @@ pub(super) async fn serve(dialect: &TvmDialect, connection: &mut DialectConnecti
         Ok(hello) if hello.key == dialect.key => hello,
         parsed => {
             let text = match parsed {
-                Ok(hello) => format!("the client asks for key '{}', and the server has '{}'", hello.key, dialect.key),
+                Ok(hello) => {
+                    format!(
+                        "the client asks for key '{}', and the server has '{}'",
+                        printable_line(hello.key),
+                        dialect.key
+                    )
+                }
                 Err(error) => error.to_string(),
             };
             write(connection.io(), &HelloAnswer::Mismatch.encode()).await?;
@@ -123,7 +133,7 @@ async fn read_hello(connection: &mut DialectConnection, wire: &mut ServerWire) -
 impl Link<'_> {
     /// Serves the requests of a session. Returns the reason for its end.
     async fn serve_session(&mut self, mut session: TvmSession) -> End {
-        let mut body: Option<MemoryLease> = None;
+        let mut body = None;
         loop {
             let served = match self.next_event().await {
                 Ok(ServerEvent::Request(Request::Shutdown)) => return End::Closed,
@@ -140,12 +150,12 @@ impl Link<'_> {
         &mut self,
         event: ServerEvent,
         session: &mut TvmSession,
-        body: &mut Option<MemoryLease>,
+        body: &mut Option<(u64, MemoryLease)>,
     ) -> Result<(), End> {
         let reply = match event {
             ServerEvent::Announced { len } => {
                 match session.queued().reserve(len) {
-                    Ok(lease) => *body = Some(lease),
+                    Ok(lease) => *body = Some((len, lease)),
                     Err(error) => self.wire.refuse(&error_text(&error)),
                 }
                 return Ok(());
@@ -175,13 +185,22 @@ impl Link<'_> {
             ServerEvent::Request(request) => {
                 let _working = self.activity.working();
                 let served = self.until(session.serve(request)).await?;
-                // The arguments are gone, unless the result is one of them.
+                let mut reply = served.unwrap_or_else(|error| Reply::Frame(exception(&error_text(&error))));
+                // The arguments are gone, unless the result is a part of them, with which all stay.
+                if !matches!(reply, Reply::Bytes(..)) {
+                    drop(body.take());
+                }
+                let charged = body.as_ref().map_or(0, |(len, _)| *len);
+                let mut _lease = None;
+                if reply.len() > SMALL_REPLY.max(charged) {
+                    match session.queued().reserve(reply.len() - charged) {
+                        Ok(lease) => _lease = Some(lease),
+                        Err(error) => reply = Reply::Frame(exception(&error_text(&error))),
+                    }
+                }
+                let replied = self.reply(reply).await;
                 drop(body.take());
-                let charged = served.and_then(|reply| Ok((session.queued().reserve(reply.len())?, reply)));
-                return match charged {
-                    Ok((_lease, reply)) => self.reply(reply).await,
-                    Err(error) => self.reply(Reply::Frame(exception(&error_text(&error)))).await,
-                };
+                return replied;
             }
             // There is one hello, which was read.
             _ => return Ok(()),

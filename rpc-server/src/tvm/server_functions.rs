@@ -6,7 +6,7 @@ use rpc_core::client::Files;
 use rpc_core::{ErrorKind, Operation, RpcError};
 use rpc_tvm::wire::{CallResult, WireValue};
 
-use super::session::{Held, TvmSession};
+use super::session::{Held, TvmSession, checked_name};
 use super::time_evaluator::TimeEvaluator;
 
 /// A function that this server adds for clients of TVM. Its handle is a small number, which needs
@@ -202,7 +202,7 @@ impl Args {
 
     pub(super) fn text(&mut self) -> Result<String, RpcError> {
         match self.next() {
-            Some(WireValue::Str(text)) => Ok(text.as_str().to_owned()),
+            Some(WireValue::Str(text)) => checked_name(&text, "a name or path").map(str::to_owned),
             other => Err(self.mismatch("str", other.as_ref())),
         }
     }

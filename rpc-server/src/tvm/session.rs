@@ -3,11 +3,12 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
+use bytes::Bytes;
 use rpc_core::dlpack::dense_strides;
 use rpc_core::limits::MemoryLease;
 use rpc_core::{
-    DataType, Device, DeviceAttribute, ErrorKind, Handle, HandleTable, MemoryQuota, Operation, Reference, RpcError,
-    RpcSession, Session, SharedSession, TensorRef, Value,
+    DataType, Device, DeviceAttribute, ErrorKind, Handle, HandleTable, MemoryQuota, Operation, Packed, Reference,
+    RpcError, RpcSession, Session, SharedSession, TensorRef, Value,
 };
 use rpc_tvm::wire::{
     CallResult, Request, ResultKind, TensorHeader, Text, WireValue, returned, returned_bytes_header, returned_call,
@@ -20,6 +21,12 @@ use super::time_evaluator::TimeEvaluator;
 
 /// Largest alignment that a client may ask for, in bytes. All memory has it.
 const MAX_ALIGNMENT: i64 = 64;
+
+/// Maximum length in bytes of a name, a path or a scope: they are copied, and errors repeat them.
+pub(super) const MAX_NAME: usize = 4 << 10;
+
+/// Maximum length in bytes of the text of an error, which is charged to nobody.
+const MAX_ERROR: usize = 16 << 10;
 
 /// Handle of the system library, a module without functions. No table has such a handle: its tag is
 /// never 0.
@@ -92,7 +99,10 @@ impl TvmSession {
     pub(super) async fn serve(&mut self, request: Request) -> Result<Reply, RpcError> {
         let frame = match request {
             Request::Call { function, args } => return self.call(function, args).await,
-            Request::GetFunction { name } => returned(&[WireValue::Pointer(self.get_function(name.as_str()).await?)]),
+            Request::GetFunction { name } => {
+                let name = checked_name(&name, "the name of a function")?;
+                returned(&[WireValue::Pointer(self.get_function(name).await?)])
+            }
             Request::Free { handle } => {
                 self.free(handle).await?;
                 returned(&[WireValue::None])
@@ -120,7 +130,7 @@ impl TvmSession {
             Request::Alloc { header, scope } => {
                 // Both names are those of ordinary memory.
                 let scope = scope.filter(|scope| !matches!(scope.as_str(), "" | "global"));
-                let scope = scope.map(|scope| scope.as_str().to_owned());
+                let scope = scope.map(|scope| checked_name(&scope, "a memory scope").map(str::to_owned)).transpose()?;
                 let data = self.alloc(header.device, header.dtype, header.shape, scope).await?;
                 returned(&[WireValue::Pointer(data)])
             }
@@ -138,7 +148,6 @@ impl TvmSession {
             Request::FreeStream { device, stream } => {
                 if stream != 0 {
                     self.stream(device, stream)?;
-                    self.current_streams.retain(|_, current| *current != stream);
                     self.free(stream).await?;
                 }
                 returned(&[WireValue::None])
@@ -327,6 +336,13 @@ impl TvmSession {
         if handle == 0 || handle == SYSTEM_LIBRARY || ServerFunction::from_handle(handle).is_some() {
             return Ok(());
         }
+        // A stream that is freed is the current one no more.
+        if let Ok(&Held::Stream { device, .. }) = self.handles.get(Handle::from_bits(handle))
+            && self.current_streams.get(&device) == Some(&handle)
+        {
+            self.set_stream(device, 0).await?;
+            self.current_streams.remove(&device);
+        }
         let held = self.handles.remove(Handle::from_bits(handle)).map_err(|_| unknown(handle, "object"))?;
         match held {
             Held::Function(handle)
@@ -481,7 +497,8 @@ impl TvmSession {
     fn hold_value(&mut self, value: Value, kind: ResultKind) -> Result<CallResult, RpcError> {
         let size = value.size_hint() as u64;
         match self.queued.reserve(size) {
-            Ok(lease) => Ok(CallResult::Object(kind, self.hold(Held::Value { value, size, lease })?)),
+            // Bytes in it may be a part of a larger message, which would stay with them.
+            Ok(lease) => Ok(CallResult::Object(kind, self.hold(Held::Value { value: apart(value), size, lease })?)),
             Err(error) => {
                 self.session.release(&value);
                 Err(error)
@@ -507,13 +524,42 @@ impl TvmSession {
 }
 
 /// Returns the text by which a client of TVM gets an error, which is all that it shows. What a
-/// function says by itself stays as it is; other errors name their kind.
+/// function says by itself stays as it is; other errors name their kind. The end of a long text is
+/// left out.
 pub(super) fn error_text(error: &RpcError) -> String {
+    let message = error.message();
+    let end = (0..=message.len().min(MAX_ERROR)).rev().find(|end| message.is_char_boundary(*end)).unwrap_or(0);
+    let (message, left_out) = message.split_at(end);
+    let end = if left_out.is_empty() { String::new() } else { format!(" … ({} bytes more)", left_out.len()) };
     match error.kind() {
-        ErrorKind::Application => error.message().to_owned(),
+        ErrorKind::Application => format!("{message}{end}"),
         // Clients know this error by its beginning.
-        ErrorKind::SessionTimeout => format!("RPCSessionTimeoutError: {}", error.message()),
-        kind => format!("{kind}: {}", error.message()),
+        ErrorKind::SessionTimeout => format!("RPCSessionTimeoutError: {message}{end}"),
+        kind => format!("{kind}: {message}{end}"),
+    }
+}
+
+/// Returns a name that a client has sent.
+///
+/// # Errors
+///
+/// It is longer than any name.
+pub(super) fn checked_name<'a>(name: &'a Text, what: &str) -> Result<&'a str, RpcError> {
+    let (name, len) = (name.as_str(), name.len());
+    if len <= MAX_NAME {
+        return Ok(name);
+    }
+    Err(RpcError::invalid_argument(format!("{what} has {len} bytes, and may have {MAX_NAME}")))
+}
+
+/// Returns the value with memory of its own for all bytes in it.
+fn apart(value: Value) -> Value {
+    match value {
+        Value::Bytes(bytes) => Value::Bytes(Bytes::copy_from_slice(&bytes)),
+        Value::Packed(packed) => Value::Packed(Packed::from_bytes(Bytes::copy_from_slice(packed.as_bytes()))),
+        Value::List(items) => Value::List(items.into_iter().map(apart).collect()),
+        Value::Map(entries) => Value::Map(entries.into_iter().map(|(key, value)| (apart(key), apart(value))).collect()),
+        other => other,
     }
 }
 

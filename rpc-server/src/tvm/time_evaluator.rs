@@ -78,15 +78,15 @@ impl TimeEvaluator {
 
     /// Measures calls with these arguments. Returns the seconds for one call of each measurement.
     pub(super) async fn measure(&self, session: &TvmSession, args: Vec<Value>) -> Result<Bytes, RpcError> {
+        // Each measurement copies the arguments.
+        let size: u64 = args.iter().map(|arg| arg.size_hint() as u64).sum();
+        let _copies = session.queued().reserve(size)?;
         let _lease = session.queued().reserve(self.repeat.unsigned_abs() * size_of::<f64>() as u64)?;
         let mut samples = BytesMut::with_capacity(self.repeat.unsigned_abs() as usize * size_of::<f64>());
         if self.before.is_none() && self.cooldown.is_zero() {
             self.sample(session, self.repeat, 1, &args, &mut samples).await?;
             return Ok(samples.freeze());
         }
-        // Each measurement copies the arguments.
-        let size: u64 = args.iter().map(|arg| arg.size_hint() as u64).sum();
-        let _copies = session.queued().reserve(size)?;
         for at in 1..=self.repeat {
             if let Some(function) = self.before {
                 let result = session.submit(Operation::Call { function, args: args.clone() }).await?;

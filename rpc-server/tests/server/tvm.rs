@@ -468,6 +468,16 @@ fn errors_are_texts_and_the_session_goes_on() {
     assert_eq!(client.call_by_name("rpc.test.except", &[text("abc")]), Err("abc".to_owned()));
     let error = client.call_by_name("testing.test_raise_error", &[text("ValueError"), text("a\nb")]);
     assert_eq!(error, Err("a\nb".to_owned()));
+    // What errors repeat is short: the end of a text is left out, and names have a limit.
+    let long = client.call_by_name("rpc.test.except", &[text(&"\u{e9}".repeat(20_000))]).unwrap_err();
+    assert_eq!(long, "\u{e9}".repeat(8192) + " … (23616 bytes more)");
+    let name = "\x7f".repeat(4097);
+    let error = client.request(GET_FUNCTION, &[text(&name)]).unwrap_err();
+    assert!(error.contains("has 4097 bytes, and may have 4096"), "{error}");
+    for function in ["tvm.rpc.server.load_module", "tvm.rpc.server.download_linked_module", "tvm.rpc.server.listdir"] {
+        let error = client.call_by_name(function, &[text(&name)]).unwrap_err();
+        assert!(error.contains("has 4097 bytes, and may have 4096"), "{error}");
+    }
     // An unknown function is no error, nor is one of a module: clients ask for what may be there.
     assert_eq!(client.function("no.such.function"), 0);
     let get = client.function("tvm.rpc.server.ModuleGetFunction");
@@ -672,6 +682,12 @@ fn devices_have_attributes_and_streams() {
     assert_eq!(client.handle(CURRENT_STREAM, &[cpu()]), 0);
     assert!(client.request(SET_STREAM, &[cpu(), pointer(stream)]).is_err());
     assert_eq!(client.request(SET_STREAM, &[cpu(), pointer(0)]), Ok(NONE));
+    // A stream may be freed as any object, too, also while it is the current one.
+    let stream = client.handle(CREATE_STREAM, &[cpu()]);
+    assert_eq!(client.request(SET_STREAM, &[cpu(), pointer(stream)]), Ok(NONE));
+    assert_eq!(client.request(FREE, &[pointer(stream)]), Ok(NONE));
+    assert_eq!(client.handle(CURRENT_STREAM, &[cpu()]), 0);
+    assert_eq!(client.request(STREAM_SYNC, &[cpu(), pointer(0)]), Ok(NONE));
 }
 
 #[test]

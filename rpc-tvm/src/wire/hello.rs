@@ -72,11 +72,14 @@ impl<'a> HelloKey<'a> {
         let mut timeout = None;
         for option in words {
             let Some(seconds) = option.strip_prefix("-timeout=") else { continue };
-            let parsed = seconds.parse().ok().and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
-            let length = parsed.ok_or_else(|| {
+            let parsed = seconds.parse().ok().and_then(|seconds| {
+                let length = Duration::try_from_secs_f64(seconds).ok()?;
+                // Zero alone means that there is none.
+                Some((seconds != 0.0).then(|| length.max(Duration::from_nanos(1))))
+            });
+            timeout = parsed.ok_or_else(|| {
                 WireError::new(format!("the time-out {seconds:?} of the client is no number of seconds"))
             })?;
-            timeout = Some(length).filter(|length| !length.is_zero());
         }
         Ok(Self { key, timeout })
     }

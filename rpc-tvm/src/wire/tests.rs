@@ -95,6 +95,7 @@ fn keys_have_options_that_are_checked() {
         ("client:k -unknown=3 -timeout=0.01", ("k", Some(10))),
         ("client:k -timeout=30.0", ("k", Some(30_000))),
         ("client:k -timeout=0", ("k", None)),
+        ("client:k -timeout=1e-10", ("k", Some(0))),
     ] {
         assert_eq!(key(text).unwrap(), expected, "{text}");
     }

@@ -30,7 +30,7 @@ pub(crate) const FUNCTIONS: [&str; 11] = [
 /// Returns the flood of requests of one code.
 pub(crate) fn of_requests(code: FrameCode, peer: &mut Peer) -> Frames {
     let device = Device::cpu();
-    let header = |data, len| TensorHeader { data, device, dtype: DataType::U8, shape: vec![len], byte_offset: 0 };
+    let header = move |data, len| TensorHeader { data, device, dtype: DataType::U8, shape: vec![len], byte_offset: 0 };
     let mut memory = |len: i64| peer.tvm_handle(&Request::Alloc { header: header(0, len), scope: None });
     let len = LARGE as i64;
     match code {
@@ -53,7 +53,10 @@ pub(crate) fn of_requests(code: FrameCode, peer: &mut Peer) -> Frames {
             let frame = Request::encode_copy_to(&header(data, len), &[1; LARGE]);
             Box::new(move |_| frame.clone())
         }
-        FrameCode::GetGlobalFunc => repeat(Request::GetFunction { name: "rpc.echo".into() }),
+        FrameCode::GetGlobalFunc => Box::new(|number| {
+            let name = if number.is_multiple_of(2) { "rpc.echo".into() } else { long_text() };
+            Request::GetFunction { name: name.as_str().into() }.encode()
+        }),
         FrameCode::FreeHandle => Box::new(|number| Request::Free { handle: number << 20 }.encode()),
         FrameCode::DevSetDevice => repeat(Request::SetDevice { device }),
         FrameCode::DevGetAttr => {
@@ -66,7 +69,10 @@ pub(crate) fn of_requests(code: FrameCode, peer: &mut Peer) -> Frames {
             let (from, to) = (memory(len), memory(len));
             repeat(Request::CopyAmong { from: header(from, len), to: header(to, len), stream: 0 })
         }
-        FrameCode::DevAllocDataWithScope => repeat(Request::Alloc { header: header(0, len), scope: None }),
+        FrameCode::DevAllocDataWithScope => Box::new(move |number| {
+            let scope = (!number.is_multiple_of(2)).then(|| long_text().as_str().into());
+            Request::Alloc { header: header(0, len), scope }.encode()
+        }),
         FrameCode::DevCreateStream => repeat(Request::CreateStream { device }),
         FrameCode::DevFreeStream => {
             Box::new(move |number| Request::FreeStream { device, stream: number << 20 }.encode())
@@ -91,7 +97,8 @@ pub(crate) fn of_function(name: &str, peer: &mut Peer) -> Frames {
             peer.tvm_ask(&Request::Call { function: upload, args: vec![text("file.so"), large()] });
             vec![text("file.so")]
         }
-        "tvm.rpc.server.remove" | "tvm.rpc.server.listdir" => vec![text("")],
+        "tvm.rpc.server.remove" => vec![text("")],
+        "tvm.rpc.server.listdir" => vec![text(&long_text())],
         "tvm.rpc.server.ModuleGetFunction" => vec![WireValue::Module(0xffff), text(&"x".repeat(LARGE / 4))],
         "tvm.rpc.server.ImportModule" => vec![WireValue::Module(0xffff), WireValue::Module(0xffff)],
         "tvm.rpc.server.GetCRTMaxPacketSize" | "ffi.SystemLib" => Vec::new(),
@@ -129,6 +136,11 @@ pub(crate) fn of_an_endless_frame(_: &mut Peer) -> Frames {
         1 => [&u64::MAX.to_le_bytes()[..], &3_i32.to_le_bytes()].concat(),
         _ => vec![0; LARGE],
     })
+}
+
+/// Text that errors would repeat several times as long.
+fn long_text() -> String {
+    "\x7f".repeat(LARGE)
 }
 
 fn large() -> WireValue {
