@@ -3,7 +3,7 @@
 //! The program is started by `posix_spawn`, which lends it the memory of the reaper until it is
 //! executed: a copy of that memory costs more than the execution.
 
-use std::ffi::{CString, OsStr};
+use std::ffi::{CString, OsStr, OsString};
 use std::fs::File;
 use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::os::unix::ffi::OsStrExt as _;
@@ -56,7 +56,7 @@ pub(super) fn start(setup: &ProgramSetup, streams: Vec<OwnedFd>) -> io::Result<P
 
     let path = CString::new(setup.path.as_os_str().as_bytes())?;
     let mut args = setup.args.iter().map(|arg| CString::new(arg.as_str())).collect::<Result<Vec<_>, _>>()?;
-    let variable = |(name, value): (&String, &std::ffi::OsString)| {
+    let variable = |(name, value): (&String, &OsString)| {
         CString::new([OsStr::new(name), OsStr::new("="), value].map(OsStr::as_bytes).concat())
     };
     let variables = setup.env.iter().map(variable).collect::<Result<Vec<_>, _>>()?;
