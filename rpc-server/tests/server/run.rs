@@ -200,16 +200,20 @@ fn programs_return_their_output_and_status() {
     assert_eq!((lines[0], lines[1]), ("one two", lines[2]));
     assert!(Path::new(lines[1]).starts_with(fixture.folder.path()), "{text}");
 
-    // A script that names no shell; and what programs inherit, which is what they would here: the
-    // priority, which is not that of the process that starts them, and the signals that are
-    // ignored or blocked.
+    // A script that names no shell; and what programs inherit: the priority that they would have
+    // here, which is not that of the process that starts them, no blocked signal, and SIGPIPE,
+    // which the server ignores, as the system delivers it.
     files.put_bytes("plain", "echo plain $1\n").wait().unwrap();
     files.set_executable("plain", true).wait().unwrap();
     assert_eq!(session.run("./plain").arg("one").output().wait().unwrap().stdout, b"plain one\n");
-    let inherited = "nice; nice; sed -n 's/^Sig\\(Blk\\|Ign\\):\\t/&/p' /proc/self/status";
-    let here = std::process::Command::new("sh").args(["-c", inherited]).output().unwrap().stdout;
-    let there = script(&session, inherited).output().wait().unwrap().stdout;
-    assert_eq!(String::from_utf8_lossy(&there), String::from_utf8_lossy(&here));
+    let nice = Command::new("nice").output().unwrap().stdout;
+    assert_eq!(script(&session, "nice; sh -c nice").output().wait().unwrap().stdout, nice.repeat(2));
+    let signals = |line: &str| {
+        let print = format!("sed -n 's/^{line}:\\t//p' /proc/self/status");
+        let text = String::from_utf8(script(&session, &print).output().wait().unwrap().stdout).unwrap();
+        u64::from_str_radix(text.trim(), 16).unwrap()
+    };
+    assert_eq!((signals("SigBlk"), signals("SigIgn") & 1 << (Signal::PIPE.as_raw() - 1)), (0, 0));
 
     // Limits, each with the reason.
     let (output, deaf) = terminate(script(&session, "trap '' TERM; echo begun; while :; do sleep 1000; done"));
