@@ -59,8 +59,8 @@ fn clone_process(flags: libc::c_int) -> io::Result<Side> {
 ///
 /// # Errors
 ///
-/// The thread is scheduled by another policy than the ordinary one, which the processes inherit; the
-/// user may not raise the priority; the kernel does not know the call.
+/// The thread is scheduled by another policy than the ordinary one, which the processes inherit;
+/// the user may not raise the priority; the kernel does not know the call.
 pub(super) fn set_priority_of_this_process_alone(priority: i32) -> io::Result<()> {
     // SAFETY: The call takes a number alone.
     let policy = unsafe { libc::syscall(libc::SYS_sched_getscheduler, 0) };
