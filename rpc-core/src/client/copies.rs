@@ -57,7 +57,7 @@ impl Session {
                 return Err(RpcError::invalid_argument(format!("expected a tensor of {expected}, got one of {dtype}")));
             }
             let whole = copy.run(options, |len| Whole::new(BytesMut::new(), len)).await?;
-            Ok(dlpack::from_bytes(&whole.filled))
+            Ok(dlpack::from_bytes(&whole.into_buffer()))
         })
     }
 
@@ -139,7 +139,10 @@ impl Session {
 
     fn copy_from(&self, tensor: &RemoteTensor, range: Option<Range<u64>>, buffer: BytesMut) -> Action<BytesMut> {
         let copy = CopyFrom::new(self, tensor, range);
-        ScopedAction::steps(async move |options| Ok(copy.run(options, |len| Whole::new(buffer, len)).await?.filled))
+        ScopedAction::steps(async move |options| {
+            let whole = copy.run(options, |len| Whole::new(buffer, len)).await?;
+            Ok(whole.into_buffer())
+        })
     }
 }
 
@@ -286,6 +289,14 @@ impl Whole {
         rest.truncate(len);
         Self { rest, filled: BytesMut::new() }
     }
+
+    /// Returns the buffer once it is filled, with all of its memory.
+    fn into_buffer(self) -> BytesMut {
+        let Self { rest, mut filled } = self;
+        // What lies behind the bytes is part of the same allocation.
+        filled.unsplit(rest);
+        filled
+    }
 }
 
 impl Destination for Whole {
@@ -347,5 +358,25 @@ fn check_range(tensor: &TensorRef, offset: u64, len: usize) -> Result<()> {
             "{len} bytes at offset {offset} do not fit a tensor of {size} bytes ({} {:?})",
             tensor.dtype, tensor.shape
         ))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_buffer_comes_back_with_all_of_its_memory() {
+        for (len, piece) in [(0, 1), (7, 3), (64, 64), (99, 10), (100, 100)] {
+            let buffer = BytesMut::zeroed(100);
+            let start = buffer.as_ptr();
+            let mut whole = Whole::new(buffer, len);
+            for at in (0..len.max(1)).step_by(piece) {
+                let memory = whole.memory(piece.min(len - at));
+                whole.fill(at, memory);
+            }
+            let buffer = whole.into_buffer();
+            assert_eq!((buffer.len(), buffer.capacity(), buffer.as_ptr()), (len, 100, start));
+        }
     }
 }
