@@ -190,8 +190,10 @@ impl DiscoRecorder {
     /// Ends the recording, and sends the program to the workers.
     fn finish(&self, py: Python<'_>, outputs: Vec<Py<DiscoRecorded>>) -> PyResult<DiscoProgram> {
         let outputs: Vec<_> = outputs.iter().map(|output| output.get().0).collect();
-        let recorder = self.recorder.get()?.lock().take().ok_or_else(ended)?;
+        let recorder = self.recorder.get()?;
+        // First, so that a signal which ends the wait leaves the recording.
         room(py, &self.session)?;
+        let recorder = recorder.lock().take().ok_or_else(ended)?;
         let program = py.detach(|| recorder.finish(&outputs)).map_err(|error| exception(py, &error))?;
         Ok(DiscoProgram { session: self.session.clone(), program: Born::new(program) })
     }

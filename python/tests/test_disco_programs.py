@@ -220,3 +220,14 @@ def test_a_program_of_a_session_that_has_ended() -> None:
         program.run()
     with pytest.raises(rpc.RpcError, match="shut down"), session.record() as program:
         pass
+
+
+def test_a_recording_that_could_not_be_sent_is_still_there() -> None:
+    """What ends the wait for the workers, such as Ctrl-C, leaves it."""
+    session = disco.ThreadedSession(1)
+    program = session.record()
+    session.shutdown()
+    for _ in range(2):
+        with pytest.raises(rpc.RpcError, match="shut down"):
+            program._recorder.finish([])
+    program.parameter()
