@@ -3,6 +3,7 @@
 use std::future::{Future as _, poll_fn};
 use std::pin::pin;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::Poll;
 
 use pyo3::prelude::*;
@@ -13,6 +14,15 @@ use tokio::sync::Notify;
 
 use crate::disco::{DiscoSession, exception};
 use crate::operation::{Operation, UserCalls, seconds};
+
+/// Flag that is set once this is dropped.
+struct EndOnDrop(Arc<AtomicBool>);
+
+impl Drop for EndOnDrop {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
 
 /// Runs a program for each worker, to the end of all. `on_line` is called with the worker, the name
 /// of the stream and the line. The outcome is a list with exit code, signal and cause of the end,
@@ -40,14 +50,27 @@ pub(crate) fn run_all_op(
     }
     let (calls, has_raised) = (UserCalls::default(), Arc::new(Notify::new()));
     let (lines, raised) = (calls.clone(), has_raised.clone());
+    let end = EndOnDrop(Arc::default());
+    let is_over = end.0.clone();
     let command = command.on_line(move |worker, stream, line| {
+        if is_over.load(Ordering::Relaxed) {
+            return;
+        }
         let stream = if stream == OutputStream::Stdout { "stdout" } else { "stderr" };
-        let call = |py: Python<'_>| on_line.call1(py, (worker.0, stream, PyBytes::new(py, line))).map(drop);
+        let call = |py: Python<'_>| {
+            // The caller may have gone on while this thread waited for the interpreter.
+            if is_over.load(Ordering::Relaxed) {
+                return Ok(());
+            }
+            on_line.call1(py, (worker.0, stream, PyBytes::new(py, line))).map(drop)
+        };
         if lines.call(call).is_none() {
+            is_over.store(true, Ordering::Relaxed);
             raised.notify_one();
         }
     });
     let work = async move {
+        let _end = end;
         let (mut statuses, mut raised) = (pin!(command.status()), pin!(has_raised.notified()));
         // The lines come on another thread. Dropping the completion ends the programs.
         poll_fn(|cx| match raised.as_mut().poll(cx) {

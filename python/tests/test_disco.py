@@ -340,11 +340,15 @@ def test_a_program_runs_once_for_each_worker(
         assert sorted(printed.out.splitlines()) == ["[0] 0", "[1] 1"]
         assert sorted(printed.err.splitlines()) == ["[0] e0", "[1] e1"]
 
+        refused: list[bytes] = []
+
         def refuse(worker: int, stream: str, line: bytes) -> None:
+            refused.append(line)
             raise LookupError(line)
 
+        # Many lines have arrived with the first one.
         with pytest.raises(LookupError, match="first"):
-            session.run_all("sh", "-c", "echo first; exec sleep 3600", on_line=refuse)
+            session.run_all("yes", "first", on_line=refuse)
         limited = session.run_all("sleep", "3600", time_limit=0.05)
         assert [result.success for result in limited] == [False, False]
         with pytest.raises(rpc.NotFoundError, match="worker "):
@@ -352,6 +356,7 @@ def test_a_program_runs_once_for_each_worker(
         with pytest.raises(ValueError):
             session.run_all("sh", time_limit=-1.0)
         session.sync_all()
+    assert refused == [b"first"]
     with disco.ThreadedSession(1) as threads, pytest.raises(rpc.RpcError, match="worker 0"):
         threads.run_all("true")
 
