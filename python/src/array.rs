@@ -21,6 +21,12 @@ use crate::types::DataType;
 
 const CAPSULE: &CStr = c"dltensor";
 
+/// Name of capsules with a [`DlManagedTensorVersioned`].
+const VERSIONED_CAPSULE: &CStr = c"dltensor_versioned";
+
+/// Flag of versioned tensors: the memory must not be written to.
+const READ_ONLY: u64 = 1;
+
 /// DLPack's `DLTensor`.
 #[repr(C)]
 struct DlTensor {
@@ -44,6 +50,17 @@ struct DlManagedTensor {
     deleter: Option<unsafe extern "C" fn(*mut Self)>,
 }
 
+/// DLPack's `DLManagedTensorVersioned`, of major version 1.
+#[repr(C)]
+struct DlManagedTensorVersioned {
+    major: u32,
+    minor: u32,
+    manager: *mut c_void,
+    deleter: Option<unsafe extern "C" fn(*mut Self)>,
+    flags: u64,
+    tensor: DlTensor,
+}
+
 /// An array that a user gives: its elements, densely packed.
 pub(crate) struct Array {
     pub(crate) dtype: rpc_core::DataType,
@@ -56,7 +73,7 @@ pub(crate) struct Array {
 /// last user may be a thread that holds locks of a session and must not wait for the interpreter,
 /// and for it the capsule is freed later.
 struct Exported {
-    managed: NonNull<DlManagedTensor>,
+    tensor: NonNull<DlTensor>,
     _capsule: Py<PyCapsule>,
 }
 
@@ -76,13 +93,39 @@ struct Layout {
 impl Exported {
     fn of_capsule(capsule: Bound<'_, PyAny>) -> PyResult<Self> {
         let capsule = capsule.cast_into::<PyCapsule>()?;
-        let managed = capsule.pointer_checked(Some(CAPSULE))?.cast::<DlManagedTensor>();
-        Ok(Self { managed, _capsule: capsule.unbind() })
+        // The tensor is the first field of a `DlManagedTensor`.
+        let tensor = capsule.pointer_checked(Some(CAPSULE))?.cast();
+        Ok(Self { tensor, _capsule: capsule.unbind() })
+    }
+
+    /// Takes a capsule of either form, if its memory may be written to.
+    fn of_writable_capsule(capsule: Bound<'_, PyAny>) -> PyResult<Self> {
+        let is_versioned =
+            capsule.cast::<PyCapsule>().is_ok_and(|capsule| capsule.is_valid_checked(Some(VERSIONED_CAPSULE)));
+        if !is_versioned {
+            return Self::of_capsule(capsule);
+        }
+        let capsule = capsule.cast_into::<PyCapsule>()?;
+        let managed = capsule.pointer_checked(Some(VERSIONED_CAPSULE))?.cast::<DlManagedTensorVersioned>().as_ptr();
+        // SAFETY: the capsule keeps a tensor that is alive, and each begins with its version.
+        let major = unsafe { (*managed).major };
+        if major != 1 {
+            return Err(PyValueError::new_err(format!("the array speaks version {major} of DLPack, and not 1")));
+        }
+        // SAFETY: the fields of version 1.
+        let (flags, tensor) = unsafe { ((*managed).flags, &raw mut (*managed).tensor) };
+        if flags & READ_ONLY != 0 {
+            return Err(cannot_be_written("it is read-only"));
+        }
+        // SAFETY: a field of what is not null.
+        let tensor = unsafe { NonNull::new_unchecked(tensor) };
+        Ok(Self { tensor, _capsule: capsule.unbind() })
     }
 
     fn layout(&self) -> PyResult<Layout> {
         // SAFETY: this owns a tensor that is alive.
-        let tensor = unsafe { &self.managed.as_ref().tensor };
+        let tensor = unsafe { self.tensor.as_ref() };
+        check_on_host(tensor.device_type, tensor.device_id)?;
         let dims =
             usize::try_from(tensor.ndim).map_err(|_| PyValueError::new_err("a negative number of dimensions"))?;
         let dims_of = |pointer: *mut i64| {
@@ -120,14 +163,24 @@ impl WritableArray {
                 "an array with __dlpack__ is wanted, and this is one of {class}"
             )));
         }
+        if object.cast::<DenseArray>().is_ok_and(|array| array.get().is_read_only) {
+            return Err(cannot_be_written("it is borrowed for reading"));
+        }
         check_device(object)?;
-        let capsule = object.call_method0(intern!(object.py(), "__dlpack__")).map_err(|error| {
-            match error.is_instance_of::<PyBufferError>(object.py()) {
-                true => PyValueError::new_err(format!("the array cannot be written: {}", error.value(object.py()))),
-                false => error,
-            }
+        let (py, dlpack) = (object.py(), object.getattr(intern!(object.py(), "__dlpack__"))?);
+        // The first version of DLPack has no flag for memory that is read-only.
+        let version = PyDict::new(py);
+        version.set_item("max_version", (1, 0))?;
+        let capsule = match dlpack.call((), Some(&version)) {
+            // The exporter is older than the parameter.
+            Err(error) if error.is_instance_of::<PyTypeError>(py) => dlpack.call0(),
+            capsule => capsule,
+        };
+        let capsule = capsule.map_err(|error| match error.is_instance_of::<PyBufferError>(py) {
+            true => cannot_be_written(error.value(py)),
+            false => error,
         })?;
-        let exported = Exported::of_capsule(capsule)?;
+        let exported = Exported::of_writable_capsule(capsule)?;
         let Layout { shape, dtype, len, strides } = exported.layout()?;
         match strides {
             None => Ok(Self { dtype, shape, exported, len }),
@@ -149,7 +202,7 @@ impl WritableArray {
         // SAFETY: the exporter keeps the memory alive until the deleter is called, and lets others
         // write `len` bytes.
         unsafe {
-            let tensor = &self.exported.managed.as_ref().tensor;
+            let tensor = self.exported.tensor.as_ref();
             std::slice::from_raw_parts_mut(tensor.data.cast::<u8>().add(tensor.byte_offset as usize), self.len)
         }
     }
@@ -159,11 +212,20 @@ impl WritableArray {
 fn check_device(object: &Bound<'_, PyAny>) -> PyResult<()> {
     let Ok(device) = object.call_method0("__dlpack_device__") else { return Ok(()) };
     let (kind, index): (i32, i32) = device.extract()?;
+    check_on_host(kind, index)
+}
+
+/// Fails for memory of a device that is not host memory.
+fn check_on_host(kind: i32, index: i32) -> PyResult<()> {
     if [DeviceType::CPU, DeviceType::CUDA_HOST, DeviceType::CUDA_MANAGED].contains(&DeviceType(kind)) {
         return Ok(());
     }
     let device = Device::new(DeviceType(kind), index);
     Err(PyValueError::new_err(format!("the array lies on {device}: move it to the host first (.cpu())")))
+}
+
+fn cannot_be_written(reason: impl std::fmt::Display) -> PyErr {
+    PyValueError::new_err(format!("the array cannot be written: {reason}"))
 }
 
 /// Dense memory of an exporter.
@@ -177,7 +239,7 @@ impl AsRef<[u8]> for Dense {
         // SAFETY: as for every reader of DLPack, the exporter keeps the memory alive until the
         // deleter is called. That nobody writes meanwhile is up to the user, as for numpy's own
         // functions that release the lock.
-        let tensor = unsafe { &self.exported.managed.as_ref().tensor };
+        let tensor = unsafe { self.exported.tensor.as_ref() };
         if self.len == 0 {
             return &[];
         }
@@ -208,7 +270,7 @@ impl Array {
     fn from_exported(exported: Exported) -> PyResult<Self> {
         let Layout { shape, dtype, len, strides } = exported.layout()?;
         // SAFETY: `Exported` owns a tensor that is alive.
-        let tensor = unsafe { &exported.managed.as_ref().tensor };
+        let tensor = unsafe { exported.tensor.as_ref() };
         let bytes = match strides {
             Some(strides) => {
                 let element = dtype.bits_per_element();
@@ -280,6 +342,8 @@ pub(crate) struct DenseArray {
     strides: Option<Vec<i64>>,
     dtype: rpc_core::DataType,
     device: Device,
+    /// True if the memory is only borrowed for reading.
+    is_read_only: bool,
 }
 
 impl DenseArray {
@@ -293,7 +357,7 @@ impl DenseArray {
         dtype: rpc_core::DataType,
         device: Device,
     ) -> Self {
-        Self { owner, address, len, shape, strides, dtype, device }
+        Self { owner, address, len, shape, strides, dtype, device, is_read_only: false }
     }
 
     /// Returns what keeps the memory.
@@ -305,7 +369,7 @@ impl DenseArray {
     pub(crate) fn new(bytes: BytesMut, shape: Vec<i64>, dtype: rpc_core::DataType) -> Self {
         let owner = Arc::new(ArrayMemory::new(bytes));
         let (address, len) = (owner.as_slice().as_ptr() as usize, owner.as_slice().len());
-        Self { owner, address, len, shape, strides: None, dtype, device: Device::cpu() }
+        Self::over(owner, address, len, shape, None, dtype, Device::cpu())
     }
 
     /// Takes a tensor of this process, borrowed for reading for as long as an array uses it.
@@ -317,7 +381,8 @@ impl DenseArray {
         let bytes = view.bytes()?;
         let (address, len) = (bytes.as_ptr() as usize, bytes.len());
         let (shape, dtype) = (view.shape().to_vec(), view.dtype());
-        Ok(Self { owner: Arc::new(view), address, len, shape, strides: None, dtype, device: Device::cpu() })
+        let array = Self::over(Arc::new(view), address, len, shape, None, dtype, Device::cpu());
+        Ok(Self { is_read_only: true, ..array })
     }
 }
 

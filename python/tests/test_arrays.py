@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import ctypes
 from collections.abc import Generator
 from typing import Any
 
@@ -161,6 +162,55 @@ class OnDevice:
         raise AssertionError
 
 
+def pointer(capsule: Any, name: bytes) -> int:
+    """Return what a capsule holds."""
+    get = ctypes.pythonapi.PyCapsule_GetPointer
+    get.restype, get.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+    address: int = get(capsule, name)
+    return address
+
+
+class SecretlyOnDevice:
+    """An array on another device, which only its export tells."""
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """Fail."""
+        raise LookupError
+
+    def __dlpack__(self, **options: Any) -> Any:
+        """Return a tensor on the first GPU."""
+        capsule = numpy.zeros(3, "float32").__dlpack__()
+        # It lies behind the address of the elements.
+        ctypes.c_int32.from_address(pointer(capsule, b"dltensor") + ctypes.sizeof(ctypes.c_void_p)).value = 2
+        return capsule
+
+
+class Old:
+    """An array of a library that knows only the first version of DLPack."""
+
+    def __init__(self, array: Any) -> None:
+        """Wrap an array."""
+        self.array = array
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """Return the host."""
+        return (1, 0)
+
+    def __dlpack__(self, stream: Any = None) -> Any:
+        """Return the array."""
+        return self.array.__dlpack__()
+
+
+class New(Old):
+    """An array of a library that knows a later version of DLPack than this one."""
+
+    def __dlpack__(self, stream: Any = None, max_version: Any = None) -> Any:
+        """Return the array, with another number of the version."""
+        capsule = self.array.__dlpack__(max_version=max_version)
+        ctypes.c_uint32.from_address(pointer(capsule, b"dltensor_versioned")).value = 2
+        return capsule
+
+
 def test_arrays_that_cannot_be_sent_are_errors_of_the_caller(anywhere: Form) -> None:
     def body(session: Any) -> Steps:
         for wrong in [
@@ -175,8 +225,11 @@ def test_arrays_that_cannot_be_sent_are_errors_of_the_caller(anywhere: Form) -> 
         ]:
             with pytest.raises(TypeError):
                 yield session.tensor(wrong)
-        with pytest.raises(ValueError, match="cuda:0"):
-            yield session.tensor(OnDevice())
+        for far in (OnDevice(), SecretlyOnDevice()):
+            with pytest.raises(ValueError, match="cuda:0"):
+                yield session.tensor(far)
+            with pytest.raises(ValueError, match="cuda:0"):
+                yield (yield session.empty([3])).copy_to(far)
         with pytest.raises(ValueError, match=r"argument 1: .*cuda:0"):
             yield session.call("rpc.echo", 1, OnDevice())
         huge = numpy.broadcast_to(numpy.zeros(1), (1 << 59,))
@@ -245,6 +298,8 @@ def test_elements_are_copied_into_an_array_that_is_there(anywhere: Form) -> None
         empty = yield session.empty([0, 2], "float32")
         yield empty.copy_to(numpy.empty((0, 2), "float32"))
         out.flags.writeable = False
+        with pytest.raises(ValueError, match="cannot be written"):
+            yield tensor.copy_to(out)
         wrong = (numpy.zeros((3, 1 << 20), "int32"), numpy.zeros((1 << 20, 3), "uint32"), part[::2], out)
         for target in (*wrong, numpy.zeros((1 << 20, 3), "uint32").T):
             with pytest.raises(ValueError):
@@ -254,6 +309,30 @@ def test_elements_are_copied_into_an_array_that_is_there(anywhere: Form) -> None
         yield tensor.free()
         with pytest.raises(rpc.InvalidHandleError):
             yield tensor.copy_to(part[2:5])
+
+    anywhere.run(body)
+
+
+def test_arrays_are_filled_by_each_version_of_dlpack(anywhere: Form) -> None:
+    def body(session: Any) -> Steps:
+        tensor = yield session.tensor(numpy.arange(3))
+        out = numpy.zeros(3, "int64")
+        yield tensor.copy_to(Old(out))
+        assert out.tolist() == [0, 1, 2]
+        out.flags.writeable = False
+        with pytest.raises(ValueError, match="cannot be written"):
+            yield tensor.copy_to(Old(out))
+
+    anywhere.run(body)
+
+
+def test_a_version_of_dlpack_that_is_too_new_is_refused(anywhere: Form) -> None:
+    pytest.importorskip("numpy", minversion="2.1")
+
+    def body(session: Any) -> Steps:
+        tensor = yield session.tensor(numpy.arange(3))
+        with pytest.raises(ValueError, match="version 2 of DLPack"):
+            yield tensor.copy_to(New(numpy.zeros(3, "int64")))
 
     anywhere.run(body)
 

@@ -298,6 +298,21 @@ def test_workers_are_processes_of_their_own() -> None:
     assert len(found | {os.getpid()}) == 3
 
 
+def test_arrays_that_are_borrowed_for_reading_are_not_filled() -> None:
+    """Those that share the memory of a tensor of the controller."""
+    with disco.ThreadedSession(1) as session, rpc.local() as other:
+        ref = session.empty((2,), "float32")
+        borrowed = session._native_session.copy_from_worker_0_op(ref).wait()
+        tensor = other.tensor(np.ones(2, "float32"))
+        for array in (borrowed, borrowed.bits()):
+            with pytest.raises(ValueError, match="borrowed for reading"):
+                tensor.copy_to(array)
+        assert borrowed.tolist() == [0, 0]
+        own = tensor.download()
+        other.tensor(np.full(2, 3, "float32")).copy_to(own)
+        assert own.tolist() == [3, 3]
+
+
 def test_a_module_is_imported_on_workers(tmp_path: Path) -> None:
     """Its functions can be called then."""
     (tmp_path / "functions_of_workers.py").write_text(
