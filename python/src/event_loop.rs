@@ -194,7 +194,7 @@ impl EventLoop {
         let polled = running.poll(slf.py(), &mut drivers);
         if others == 0 && !queue.has_several.load(Ordering::Relaxed) {
             drivers.iter().for_each(|driver| driver.attend());
-        } else if queue.defer(drivers) {
+        } else if queue.defer(&drivers) {
             let scheduled = future.call_method0(intern!(slf.py(), "get_loop")).and_then(|event_loop| {
                 event_loop.call_method1(intern!(slf.py(), "call_soon"), (slf.getattr(intern!(slf.py(), "write"))?,))
             });
@@ -234,11 +234,18 @@ impl EventLoop {
         let ready = std::mem::take(&mut *self.0.ready.lock());
         self.0.has_several.store(ready.len() > 1, Ordering::Relaxed);
         let mut drivers = Vec::new();
-        for running in ready {
-            if let Err(error) = running.poll(py, &mut drivers) {
+        let mut ready = ready.into_iter();
+        while let Some(running) = ready.next() {
+            let mut asked = Vec::new();
+            if let Err(error) = running.poll(py, &mut asked) {
                 // The others go on all the same.
                 error.write_unraisable(py, None);
             }
+            if !ready.as_slice().is_empty() {
+                // The others may call code of the user, which takes as long as it likes.
+                asked.iter().for_each(|driver| driver.attend_soon());
+            }
+            add_new(&mut drivers, &asked);
         }
         drivers.iter().for_each(|driver| driver.attend());
     }
@@ -249,21 +256,25 @@ impl EventLoop {
     }
 }
 
+/// Adds the sessions that are not there yet.
+fn add_new(drivers: &mut Vec<Arc<dyn Driver>>, others: &[Arc<dyn Driver>]) {
+    for driver in others {
+        if !drivers.iter().any(|known| Arc::ptr_eq(known, driver)) {
+            drivers.push(driver.clone());
+        }
+    }
+}
+
 impl Queue {
     /// Keeps sessions that have requests to write until [`write`](Self::write). Returns true if the
     /// loop has to be asked to call that.
-    fn defer(&self, drivers: Vec<Arc<dyn Driver>>) -> bool {
-        let mut announced = Vec::new();
+    fn defer(&self, drivers: &[Arc<dyn Driver>]) -> bool {
         let mut unwritten = self.unwritten.lock();
-        for driver in drivers {
-            if !unwritten.drivers.iter().any(|known| Arc::ptr_eq(known, &driver)) {
-                announced.push(driver.clone());
-                unwritten.drivers.push(driver);
-            }
-        }
+        add_new(&mut unwritten.drivers, drivers);
         let is_new = !unwritten.drivers.is_empty() && !std::mem::replace(&mut unwritten.is_scheduled, true);
         drop(unwritten);
-        announced.iter().for_each(|driver| driver.attend_soon());
+        // Each time, because a session looks for announced requests for a short while only.
+        drivers.iter().for_each(|driver| driver.attend_soon());
         is_new
     }
 

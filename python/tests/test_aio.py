@@ -6,6 +6,7 @@ import asyncio
 import gc
 import inspect
 import threading
+import time
 import weakref
 from collections.abc import Coroutine
 from typing import Any, TypeVar
@@ -83,6 +84,29 @@ def test_operations_begin_although_the_loop_is_held_up() -> None:
                 started = [call(index, lane=rpc.CONCURRENT) for index in range(3)]
                 assert all([each.wait(TIME_LIMIT / 2) for each in heard])
                 await asyncio.gather(*started)
+            sleeping.cancel()
+
+    with rpc.Server(hear, keep_alive="1h") as server:
+        run(work(server.address))
+
+
+def test_operations_begin_late_in_a_turn_of_the_loop() -> None:
+    heard = [threading.Event() for _ in range(2)]
+
+    def hear(index: int) -> None:
+        heard[index].set()
+
+    async def work(address: str) -> None:
+        async with rpc.aio.connect(address, keep_alive=3600.0) as session:
+            call = await session["hear"]
+            sleeping = session.call("rpc.sleep", 3600.0, lane=rpc.CONCURRENT)
+            early = call(0, lane=rpc.CONCURRENT)
+            assert heard[0].wait(TIME_LIMIT / 2)
+            # By now the session no longer looks for requests by itself.
+            time.sleep(0.2)
+            late = call(1, lane=rpc.CONCURRENT)
+            assert heard[1].wait(TIME_LIMIT / 2)
+            await asyncio.gather(early, late)
             sleeping.cancel()
 
     with rpc.Server(hear, keep_alive="1h") as server:
