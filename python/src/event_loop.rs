@@ -23,7 +23,7 @@ use rustix::pipe::{PipeFlags, pipe_with};
 
 use crate::errors;
 use crate::form::Form;
-use crate::operation::{Operation, Work};
+use crate::operation::{Birth, Operation, Work};
 use crate::references::Function;
 
 /// The queue of one event loop.
@@ -43,6 +43,7 @@ struct Queue {
     is_closed: AtomicBool,
     reader: OwnedFd,
     writer: OwnedFd,
+    birth: Birth,
 }
 
 /// Sessions whose requests wait for the end of the loop's turn.
@@ -171,6 +172,7 @@ impl EventLoop {
             is_closed: AtomicBool::new(false),
             reader,
             writer,
+            birth: Birth::now(),
         })))
     }
 
@@ -228,6 +230,10 @@ impl EventLoop {
 
     /// Lets all operations go on that can.
     fn run_ready(&self, py: Python<'_>) {
+        // The child of a fork would take the parent's bytes out of the pipe.
+        if !self.0.birth.is_here() {
+            return;
+        }
         let mut bytes = [0_u8; 16];
         let _ = rustix::io::read(&self.0.reader, &mut bytes);
         self.0.is_signalled.store(false, Ordering::Release);
@@ -279,6 +285,10 @@ impl Queue {
     }
 
     fn write(&self) {
+        // In the child of a fork the requests are the parent's, and so is the socket.
+        if !self.birth.is_here() {
+            return;
+        }
         let Unwritten { drivers, .. } = std::mem::take(&mut *self.unwritten.lock());
         drivers.iter().for_each(|driver| driver.attend());
     }

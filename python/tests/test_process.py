@@ -188,6 +188,31 @@ print("well")
     assert (ended.stdout, ended.stderr, ended.returncode) == ("well\n", "", 0)
 
 
+def test_the_child_of_a_fork_does_not_write_what_its_parent_has_begun(server: str) -> None:
+    code = """
+import asyncio, os, sys, tensor_rpc as rpc
+async def main():
+    async with rpc.aio.connect(sys.argv[1]) as session:
+        echo = await session["rpc.echo"]
+        sleeping = session.call("rpc.sleep", 3600.0, lane=rpc.CONCURRENT)
+        for _ in range(20):
+            calls = [echo(number) for number in range(3)]
+            child = os.fork()
+            if child == 0:
+                # The loop goes on, to the end of its turn.
+                await asyncio.sleep(0)
+                os._exit(7)
+            _, status = os.waitpid(child, 0)
+            assert os.waitstatus_to_exitcode(status) == 7, status
+            assert await asyncio.gather(*calls) == [0, 1, 2]
+        sleeping.cancel()
+asyncio.run(main())
+print("well")
+"""
+    ended = python(code, server)
+    assert (ended.stdout, ended.returncode) == ("well\n", 0), ended.stderr
+
+
 def test_a_process_that_forks_first_connects_on_both_sides(server: str) -> None:
     code = """
 import asyncio, os, sys, tensor_rpc as rpc
