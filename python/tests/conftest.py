@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import faulthandler
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,13 +15,8 @@ from forms import TIME_LIMIT, Form
 
 import tensor_rpc as rpc
 
-
-@pytest.fixture(autouse=True)
-def _time_limit() -> Iterator[None]:
-    """End the process, with the tracebacks of all threads, if a test hangs."""
-    faulthandler.dump_traceback_later(2 * TIME_LIMIT, exit=True)
-    yield
-    faulthandler.cancel_dump_traceback_later()
+# A shell starts jobs in the background with this signal ignored, which processes started here would inherit.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class Program:

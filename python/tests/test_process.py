@@ -130,7 +130,10 @@ except KeyboardInterrupt:
         assert process.stdout.readline() == "ready\n"
         if "interrupt" not in work:
             process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=TIME_LIMIT)
+        try:
+            out, err = process.communicate(timeout=TIME_LIMIT)
+        finally:
+            process.kill()
     assert (out, err, process.returncode) == ("interrupted\n", "", 0)
 
 
