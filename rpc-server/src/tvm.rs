@@ -2,18 +2,23 @@
 //! get a session like any other client, with the server's limits, quotas, metrics and isolation.
 //!
 //! ```text
-//! bytes ──► rpc_tvm::wire::ServerWire ──► connection.rs ──► session.rs ──► Session
-//!           what the client asks for      when, and data    as our requests   any kind: local,
-//!                                         of copies         and handles       isolated, metered
+//! bytes ──► rpc_tvm::wire::ServerWire ──► connection ──► requests, copies ──► session ──► Session
+//!           what the client asks for      when           as operations        handles     any kind
 //! ```
 //!
 //! One request is served after the other, on the default lane, and answered in that order, as the
 //! protocol demands. Bytes behind a request are read ahead up to a small bound, so that the end of
 //! a client is noticed while a function runs.
 
+mod args;
 mod connection;
 mod copies;
-mod server_functions;
+mod error_text;
+mod link;
+mod measurements;
+mod requests;
+mod server_function;
+mod server_function_calls;
 mod session;
 mod time_evaluator;
 
@@ -57,7 +62,7 @@ impl Dialect for TvmDialect {
     }
 
     fn serve<'a>(&'a self, connection: &'a mut DialectConnection) -> BoxFuture<'a, Result<(), RpcError>> {
-        Box::pin(connection::serve(self, connection))
+        Box::pin(connection::serve(&self.key, self.max_handles, connection))
     }
 
     fn refusal(&self, _: &RpcError) -> Vec<u8> {

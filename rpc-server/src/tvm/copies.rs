@@ -9,8 +9,9 @@ use rpc_core::limits::MemoryLease;
 use rpc_core::{ErrorKind, Lane, Operation, PendingReply, Request, RpcError, RpcSession, TensorRef, Value};
 use rpc_tvm::wire::{TensorHeader, WireValue, copy_ack_header, exception, returned};
 
-use super::connection::{End, Link, Reply};
-use super::session::{TvmSession, error_text};
+use super::error_text::error_text;
+use super::link::{End, Link, Reply};
+use super::session::TvmSession;
 
 /// Maximum number of pieces in flight to the session, or from it.
 const IN_FLIGHT: usize = 4;

@@ -7,26 +7,13 @@ use bytes::Bytes;
 use rpc_core::dlpack::dense_strides;
 use rpc_core::limits::MemoryLease;
 use rpc_core::{
-    DataType, Device, DeviceAttribute, ErrorKind, Handle, HandleTable, MemoryQuota, Operation, Packed, Reference,
-    RpcError, RpcSession, Session, SharedSession, TensorRef, Value,
+    DataType, Device, ErrorKind, Handle, HandleTable, MemoryQuota, Operation, Packed, Reference, RpcError, RpcSession,
+    Session, SharedSession, TensorRef, Value,
 };
-use rpc_tvm::wire::{
-    CallResult, Request, ResultKind, TensorHeader, Text, WireValue, returned, returned_bytes_header, returned_call,
-    returned_text,
-};
+use rpc_tvm::wire::{CallResult, ResultKind, TensorHeader, Text, WireValue};
 
-use super::connection::Reply;
-use super::server_functions::ServerFunction;
+use super::server_function::ServerFunction;
 use super::time_evaluator::TimeEvaluator;
-
-/// Largest alignment that a client may ask for, in bytes. All memory has it.
-const MAX_ALIGNMENT: i64 = 64;
-
-/// Maximum length in bytes of a name, a path or a scope: they are copied, and errors repeat them.
-pub(super) const MAX_NAME: usize = 4 << 10;
-
-/// Maximum length in bytes of the text of an error, which is charged to nobody.
-const MAX_ERROR: usize = 16 << 10;
 
 /// Handle of the system library, a module without functions. No table has such a handle: its tag is
 /// never 0.
@@ -95,121 +82,6 @@ impl TvmSession {
         self.shared().submit(rpc_core::Request::new(operation)).reply().await
     }
 
-    /// Serves a request other than a copy from or to the client.
-    pub(super) async fn serve(&mut self, request: Request) -> Result<Reply, RpcError> {
-        let frame = match request {
-            Request::Call { function, args } => return self.call(function, args).await,
-            Request::GetFunction { name } => {
-                let name = checked_name(&name, "the name of a function")?;
-                returned(&[WireValue::Pointer(self.get_function(name).await?)])
-            }
-            Request::Free { handle } => {
-                self.free(handle).await?;
-                returned(&[WireValue::None])
-            }
-            Request::FreeData { device: _, data } => {
-                if !matches!(self.handles.get(Handle::from_bits(data))?, Held::Memory { .. }) {
-                    return Err(unknown(data, "memory"));
-                }
-                self.free(data).await?;
-                returned(&[WireValue::None])
-            }
-            Request::SetDevice { device } => {
-                self.check_device(device).await?;
-                returned(&[WireValue::None])
-            }
-            Request::Attribute { device, kind } => self.attribute(device, kind).await?,
-            Request::AllocBytes { device, len, alignment, hint: _ } => {
-                if alignment > MAX_ALIGNMENT {
-                    let text = format!("memory is aligned to {MAX_ALIGNMENT} bytes, and not to {alignment}");
-                    return Err(RpcError::unsupported(text));
-                }
-                let data = self.alloc(device, DataType::U8, vec![len], None).await?;
-                returned(&[WireValue::Pointer(data)])
-            }
-            Request::Alloc { header, scope } => {
-                // Both names are those of ordinary memory.
-                let scope = scope.filter(|scope| !matches!(scope.as_str(), "" | "global"));
-                let scope = scope.map(|scope| checked_name(&scope, "a memory scope").map(str::to_owned)).transpose()?;
-                let data = self.alloc(header.device, header.dtype, header.shape, scope).await?;
-                returned(&[WireValue::Pointer(data)])
-            }
-            Request::CopyAmong { from, to, stream } => {
-                self.copy(&from, &to, stream).await?;
-                returned(&[WireValue::None])
-            }
-            Request::CreateStream { device } => {
-                let stream = self.submit(Operation::CreateStream { device }).await?;
-                let Value::Object(Reference::Object(stream)) = stream else {
-                    return Err(RpcError::internal("a stream is an object"));
-                };
-                returned(&[WireValue::Pointer(self.hold(Held::Stream { stream, device })?)])
-            }
-            Request::FreeStream { device, stream } => {
-                if stream != 0 {
-                    self.stream(device, stream)?;
-                    self.free(stream).await?;
-                }
-                returned(&[WireValue::None])
-            }
-            Request::SetStream { device, stream } => {
-                self.set_stream(device, stream).await?;
-                if stream == 0 {
-                    self.current_streams.remove(&device);
-                } else {
-                    self.current_streams.insert(device, stream);
-                }
-                returned(&[WireValue::None])
-            }
-            Request::StreamSync { device, stream } => {
-                self.wait_for_stream(device, stream).await?;
-                returned(&[WireValue::None])
-            }
-            Request::CurrentStream { device } => {
-                let current = self.current_streams.get(&device).copied().unwrap_or(0);
-                returned(&[WireValue::Pointer(current)])
-            }
-            _ => return Err(RpcError::internal("a request that is served elsewhere")),
-        };
-        Ok(Reply::Frame(frame))
-    }
-
-    /// Calls a function, or one that this server adds for clients of TVM.
-    async fn call(&mut self, function: u64, args: Vec<WireValue>) -> Result<Reply, RpcError> {
-        if let Some(function) = ServerFunction::from_handle(function) {
-            let result = function.call(self, args).await?;
-            return Ok(call_reply(result));
-        }
-        let held = match self.handles.get(Handle::from_bits(function)) {
-            Ok(Held::Function(handle)) => Ok(*handle),
-            Ok(Held::TimeEvaluator(evaluator)) => Err(evaluator.clone()),
-            _ => return Err(unknown(function, "function")),
-        };
-        let (args, _held) = self.arguments(args)?;
-        match held {
-            Ok(function) => {
-                let result = self.submit(Operation::Call { function, args }).await?;
-                Ok(call_reply(self.result(result)?))
-            }
-            Err(evaluator) => {
-                let samples = evaluator.measure(self, args).await?;
-                Ok(call_reply(CallResult::Bytes(samples)))
-            }
-        }
-    }
-
-    /// Returns a handle of a function, 0 if there is none of that name.
-    pub(super) async fn get_function(&mut self, name: &str) -> Result<u64, RpcError> {
-        if let Some(function) = ServerFunction::from_name(name) {
-            return Ok(function.handle());
-        }
-        match self.find_function(name).await {
-            Ok(handle) => self.hold(Held::Function(handle)),
-            Err(error) if error.kind() == ErrorKind::NotFound => Ok(0),
-            Err(error) => Err(error),
-        }
-    }
-
     /// Returns a function of the session.
     pub(super) async fn find_function(&self, name: &str) -> Result<Handle, RpcError> {
         function_handle(self.submit(Operation::GetFunction { name: name.to_owned() }).await?)
@@ -231,82 +103,35 @@ impl TvmSession {
         CallResult::Object(ResultKind::Module, SYSTEM_LIBRARY)
     }
 
-    async fn alloc(
-        &mut self,
-        device: Device,
-        dtype: DataType,
-        shape: Vec<i64>,
-        scope: Option<String>,
-    ) -> Result<u64, RpcError> {
-        let tensor = self.submit(Operation::Alloc { device, dtype, shape, scope }).await?;
-        let Value::Object(Reference::Tensor(tensor)) = tensor else {
-            return Err(RpcError::internal("an allocation is a tensor"));
-        };
-        self.hold(Held::Memory { storage: tensor.storage, offset: tensor.byte_offset })
+    /// Returns what a handle of the client stands for.
+    pub(super) fn held(&self, handle: u64) -> Result<&Held, RpcError> {
+        self.handles.get(Handle::from_bits(handle))
     }
 
-    async fn copy(&mut self, from: &TensorHeader, to: &TensorHeader, stream: u64) -> Result<(), RpcError> {
-        let (len, room) = (size_bytes(from)?, size_bytes(to)?);
-        if len != room {
-            return Err(RpcError::invalid_argument(format!("cannot copy {len} bytes to a tensor of {room} bytes")));
-        }
-        let (from, to) = (self.flat(from, len)?, self.flat(to, len)?);
-        let device = if from.device == Device::cpu() { to.device } else { from.device };
-        if stream != 0 {
-            self.set_stream(device, stream).await?;
-        }
-        let copied = self.submit(Operation::Copy { from, to }).await;
-        if stream != 0 {
-            let current = self.current_streams.get(&device).copied().unwrap_or(0);
-            self.set_stream(device, current).await?;
-        }
-        copied.map(drop)
+    /// Returns the stream that the client has made the current one; 0 is the default one.
+    pub(super) fn current_stream(&self, device: Device) -> u64 {
+        self.current_streams.get(&device).copied().unwrap_or(0)
     }
 
-    async fn attribute(&self, device: Device, kind: i64) -> Result<Vec<u8>, RpcError> {
-        let attribute = u16::try_from(kind).ok().and_then(DeviceAttribute::from_code);
-        // Those from 1000 on are this project's own, and unknown to TVM.
-        let Some(attribute) = attribute.filter(|attribute| attribute.code() < 1000) else {
-            self.check_device(device).await?;
-            return Ok(returned(&[WireValue::None]));
-        };
-        if attribute == DeviceAttribute::Exists {
-            return Ok(returned(&[WireValue::Int(self.exists(device).await?.into())]));
+    /// Makes a stream the current one.
+    pub(super) async fn select_stream(&mut self, device: Device, stream: u64) -> Result<(), RpcError> {
+        self.set_stream(device, stream).await?;
+        if stream == 0 {
+            self.current_streams.remove(&device);
+        } else {
+            self.current_streams.insert(device, stream);
         }
-        self.check_device(device).await?;
-        Ok(match self.submit(Operation::Attribute { device, attribute }).await? {
-            Value::Bool(value) => returned(&[WireValue::Int(value.into())]),
-            Value::Int(value) => returned(&[WireValue::Int(value)]),
-            Value::Float(value) => returned(&[WireValue::Float(value)]),
-            Value::Str(text) => returned_text(&text),
-            Value::Shape(dimensions) => returned_text(&format!("{dimensions:?}")),
-            _ => returned(&[WireValue::None]),
-        })
+        Ok(())
     }
 
-    async fn exists(&self, device: Device) -> Result<bool, RpcError> {
-        let exists = Operation::Attribute { device, attribute: DeviceAttribute::Exists };
-        match self.submit(exists).await {
-            Ok(value) => Ok(value == Value::Bool(true)),
-            Err(error) if error.kind() == ErrorKind::DeviceUnavailable => Ok(false),
-            Err(error) => Err(error),
-        }
-    }
-
-    async fn check_device(&self, device: Device) -> Result<(), RpcError> {
-        if self.exists(device).await? {
-            return Ok(());
-        }
-        Err(RpcError::new(ErrorKind::DeviceUnavailable, format!("the server has no device {device}")))
-    }
-
-    async fn set_stream(&self, device: Device, stream: u64) -> Result<(), RpcError> {
+    /// Makes a stream the current one for a moment.
+    pub(super) async fn set_stream(&self, device: Device, stream: u64) -> Result<(), RpcError> {
         let stream = if stream == 0 { None } else { Some(self.stream(device, stream)?) };
         self.submit(Operation::SetStream { device, stream }).await.map(drop)
     }
 
-    async fn wait_for_stream(&self, device: Device, stream: u64) -> Result<(), RpcError> {
-        let current = self.current_streams.get(&device).copied().unwrap_or(0);
+    pub(super) async fn wait_for_stream(&self, device: Device, stream: u64) -> Result<(), RpcError> {
+        let current = self.current_stream(device);
         if stream == current {
             return self.submit(Operation::StreamWait { device, stream: None }).await.map(drop);
         }
@@ -321,7 +146,7 @@ impl TvmSession {
         waited.map(drop)
     }
 
-    fn stream(&self, device: Device, stream: u64) -> Result<Handle, RpcError> {
+    pub(super) fn stream(&self, device: Device, stream: u64) -> Result<Handle, RpcError> {
         match self.handles.get(Handle::from_bits(stream)) {
             Ok(Held::Stream { stream, device: of }) if *of == device => Ok(*stream),
             Ok(Held::Stream { device: of, .. }) => {
@@ -332,16 +157,15 @@ impl TvmSession {
     }
 
     /// Frees an object. The number 0 and the functions of this server need not be freed.
-    async fn free(&mut self, handle: u64) -> Result<(), RpcError> {
+    pub(super) async fn free(&mut self, handle: u64) -> Result<(), RpcError> {
         if handle == 0 || handle == SYSTEM_LIBRARY || ServerFunction::from_handle(handle).is_some() {
             return Ok(());
         }
         // A stream that is freed is the current one no more.
         if let Ok(&Held::Stream { device, .. }) = self.handles.get(Handle::from_bits(handle))
-            && self.current_streams.get(&device) == Some(&handle)
+            && self.current_stream(device) == handle
         {
-            self.set_stream(device, 0).await?;
-            self.current_streams.remove(&device);
+            self.select_stream(device, 0).await?;
         }
         let held = self.handles.remove(Handle::from_bits(handle)).map_err(|_| unknown(handle, "object"))?;
         match held {
@@ -523,35 +347,6 @@ impl TvmSession {
     }
 }
 
-/// Returns the text by which a client of TVM gets an error, which is all that it shows. What a
-/// function says by itself stays as it is; other errors name their kind. The end of a long text is
-/// left out.
-pub(super) fn error_text(error: &RpcError) -> String {
-    let message = error.message();
-    let end = (0..=message.len().min(MAX_ERROR)).rev().find(|end| message.is_char_boundary(*end)).unwrap_or(0);
-    let (message, left_out) = message.split_at(end);
-    let end = if left_out.is_empty() { String::new() } else { format!(" … ({} bytes more)", left_out.len()) };
-    match error.kind() {
-        ErrorKind::Application => format!("{message}{end}"),
-        // Clients know this error by its beginning.
-        ErrorKind::SessionTimeout => format!("RPCSessionTimeoutError: {message}{end}"),
-        kind => format!("{kind}: {message}{end}"),
-    }
-}
-
-/// Returns a name that a client has sent.
-///
-/// # Errors
-///
-/// It is longer than any name.
-pub(super) fn checked_name<'a>(name: &'a Text, what: &str) -> Result<&'a str, RpcError> {
-    let (name, len) = (name.as_str(), name.len());
-    if len <= MAX_NAME {
-        return Ok(name);
-    }
-    Err(RpcError::invalid_argument(format!("{what} has {len} bytes, and may have {MAX_NAME}")))
-}
-
 /// Returns the value with memory of its own for all bytes in it.
 fn apart(value: Value) -> Value {
     match value {
@@ -563,14 +358,6 @@ fn apart(value: Value) -> Value {
     }
 }
 
-/// Returns the reply to a call, without a copy of its bytes.
-fn call_reply(result: CallResult) -> Reply {
-    match result {
-        CallResult::Bytes(bytes) => Reply::Bytes(returned_bytes_header(bytes.len() as u64), bytes),
-        other => Reply::Frame(returned_call(other)),
-    }
-}
-
 fn function_handle(value: Value) -> Result<Handle, RpcError> {
     match value {
         Value::Object(Reference::Function(handle)) => Ok(handle),
@@ -578,11 +365,7 @@ fn function_handle(value: Value) -> Result<Handle, RpcError> {
     }
 }
 
-fn size_bytes(header: &TensorHeader) -> Result<u64, RpcError> {
-    header.size_bytes().ok_or_else(|| RpcError::invalid_argument(format!("no tensor has the shape {:?}", header.shape)))
-}
-
-fn unknown(handle: u64, expected: &str) -> RpcError {
+pub(super) fn unknown(handle: u64, expected: &str) -> RpcError {
     let text = format!("handle {handle:#x} names no {expected} of this session: it was freed, or never given out");
     RpcError::new(ErrorKind::InvalidHandle, text)
 }

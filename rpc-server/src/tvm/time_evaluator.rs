@@ -1,153 +1,28 @@
-//! `runtime.RPCTimeEvaluator`: a function that measures another one, at the server.
+//! A function that measures another one: what a client holds of it.
 
 use std::time::Duration;
 
-use bytes::{BufMut, Bytes, BytesMut};
-use rpc_core::{Handle, Operation, Reference, RpcError, Value};
-
-use super::server_functions::Args;
-use super::session::TvmSession;
-
-/// Maximum number of measurements of one call.
-const MAX_REPEAT: i64 = 1_000_000;
+use rpc_core::{Handle, Reference, Value};
 
 /// A measurement: the function, and how often it is called. The measuring itself is
 /// `rpc.time_function`, which runs where the function does.
 pub(super) struct TimeEvaluator {
-    function: Handle,
+    pub(super) function: Handle,
     /// Function that is called before each measurement, with the same arguments.
-    before: Option<Handle>,
-    timer: Handle,
-    number: i64,
-    repeat: i64,
-    min_repeat_ms: i64,
-    cooldown: Duration,
-    repeats_to_cooldown: i64,
-    cache_flush_bytes: i64,
+    pub(super) before: Option<Handle>,
+    pub(super) timer: Handle,
+    pub(super) number: i64,
+    pub(super) repeat: i64,
+    pub(super) min_repeat_ms: i64,
+    pub(super) cooldown: Duration,
+    pub(super) repeats_to_cooldown: i64,
+    pub(super) cache_flush_bytes: i64,
 }
 
 impl TimeEvaluator {
-    /// Creates a measurement by the arguments of `runtime.RPCTimeEvaluator`.
-    pub(super) async fn new(session: &TvmSession, args: &mut Args) -> Result<Self, RpcError> {
-        let (module, name) = (args.optional_module()?, args.text()?);
-        // The device is that of the function's tensors.
-        let _device = (args.int()?, args.int()?);
-        let (number, repeat, min_repeat_ms) = (args.int()?, args.int()?, args.int()?);
-        // A limit for clocks that stand still between calls, which the server's does not.
-        let _limit_zero_time_iterations = args.int()?;
-        let (cooldown_ms, repeats_to_cooldown) = (args.int()?, args.int()?);
-        let (cache_flush_bytes, before) = (args.int()?, args.text()?);
-        args.finish()?;
-        if number < 1 || !(1..=MAX_REPEAT).contains(&repeat) {
-            let text = format!("number must be at least 1, and repeat from 1 to {MAX_REPEAT}");
-            return Err(RpcError::invalid_argument(text));
-        }
-        let times = [min_repeat_ms, cooldown_ms, cache_flush_bytes];
-        if let Some(negative) = times.into_iter().find(|value| *value < 0) {
-            return Err(RpcError::invalid_argument(format!("times and sizes must not be negative, as {negative} is")));
-        }
-        let mut found = Found { session, handles: Vec::new() };
-        let function = found.take(match module {
-            Some(module) => session.find_in_module(module, &name).await,
-            None => session.find_function(&name).await,
-        })?;
-        let before = match before.as_str() {
-            "" => None,
-            before => Some(found.take(session.find_function(before).await)?),
-        };
-        let timer = found.take(session.find_function("rpc.time_function").await)?;
-        found.handles.clear();
-        Ok(Self {
-            function,
-            before,
-            timer,
-            number,
-            repeat,
-            min_repeat_ms,
-            cooldown: Duration::from_millis(cooldown_ms.unsigned_abs()),
-            repeats_to_cooldown: repeats_to_cooldown.max(1),
-            cache_flush_bytes,
-        })
-    }
-
     /// Returns the objects of the session that the measurement holds.
     pub(super) fn objects(&self) -> Value {
         let functions = [Some(self.function), self.before, Some(self.timer)];
         Value::List(functions.into_iter().flatten().map(|handle| Reference::Function(handle).into()).collect())
-    }
-
-    /// Measures calls with these arguments. Returns the seconds for one call of each measurement.
-    pub(super) async fn measure(&self, session: &TvmSession, args: Vec<Value>) -> Result<Bytes, RpcError> {
-        // Each measurement copies the arguments.
-        let size: u64 = args.iter().map(|arg| arg.size_hint() as u64).sum();
-        let _copies = session.queued().reserve(size)?;
-        let _lease = session.queued().reserve(self.repeat.unsigned_abs() * size_of::<f64>() as u64)?;
-        let mut samples = BytesMut::with_capacity(self.repeat.unsigned_abs() as usize * size_of::<f64>());
-        if self.before.is_none() && self.cooldown.is_zero() {
-            self.sample(session, self.repeat, 1, &args, &mut samples).await?;
-            return Ok(samples.freeze());
-        }
-        for at in 1..=self.repeat {
-            if let Some(function) = self.before {
-                let result = session.submit(Operation::Call { function, args: args.clone() }).await?;
-                session.session().release(&result);
-            }
-            self.sample(session, 1, i64::from(at == 1), &args, &mut samples).await?;
-            if !self.cooldown.is_zero() && at % self.repeats_to_cooldown == 0 && at < self.repeat {
-                tokio::time::sleep(self.cooldown).await;
-            }
-        }
-        Ok(samples.freeze())
-    }
-
-    /// Makes `repeat` measurements after `warmup` calls.
-    async fn sample(
-        &self,
-        session: &TvmSession,
-        repeat: i64,
-        warmup: i64,
-        args: &[Value],
-        samples: &mut BytesMut,
-    ) -> Result<(), RpcError> {
-        let mut all = vec![
-            Reference::Function(self.function).into(),
-            Value::Int(self.number),
-            Value::Int(repeat),
-            Value::Float(self.min_repeat_ms as f64),
-            Value::Int(warmup),
-            Value::Int(self.cache_flush_bytes),
-        ];
-        all.extend_from_slice(args);
-        let Value::List(seconds) = session.submit(Operation::Call { function: self.timer, args: all }).await? else {
-            return Err(RpcError::internal("a measurement is a list of seconds"));
-        };
-        for second in seconds {
-            let Value::Float(second) = second else {
-                return Err(RpcError::internal("a measurement is a number of seconds"));
-            };
-            samples.put_f64_le(second);
-        }
-        Ok(())
-    }
-}
-
-/// Functions that were looked up for a measurement, freed if there is none in the end.
-struct Found<'a> {
-    session: &'a TvmSession,
-    handles: Vec<Handle>,
-}
-
-impl Found<'_> {
-    fn take(&mut self, found: Result<Handle, RpcError>) -> Result<Handle, RpcError> {
-        let handle = found?;
-        self.handles.push(handle);
-        Ok(handle)
-    }
-}
-
-impl Drop for Found<'_> {
-    fn drop(&mut self) {
-        let handles = self.handles.iter().map(|handle| Reference::Function(*handle).into());
-        self.session.session().release(&Value::List(handles.collect()));
     }
 }

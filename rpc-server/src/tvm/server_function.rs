@@ -1,0 +1,53 @@
+//! The functions that clients of TVM expect at a server beside the registered ones: their names and
+//! handles.
+
+/// A function that this server adds for clients of TVM. Its handle is a small number, which needs
+/// no memory and is never freed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum ServerFunction {
+    Upload,
+    Download,
+    Remove,
+    ListDir,
+    LoadModule,
+    DownloadLinkedModule,
+    ModuleGetFunction,
+    ImportModule,
+    MaxPacketSize,
+    TimeEvaluator,
+    SystemLibrary,
+}
+
+const FUNCTIONS: [(ServerFunction, &str); 11] = [
+    (ServerFunction::Upload, "tvm.rpc.server.upload"),
+    (ServerFunction::Download, "tvm.rpc.server.download"),
+    (ServerFunction::Remove, "tvm.rpc.server.remove"),
+    (ServerFunction::ListDir, "tvm.rpc.server.listdir"),
+    (ServerFunction::LoadModule, "tvm.rpc.server.load_module"),
+    (ServerFunction::DownloadLinkedModule, "tvm.rpc.server.download_linked_module"),
+    (ServerFunction::ModuleGetFunction, "tvm.rpc.server.ModuleGetFunction"),
+    (ServerFunction::ImportModule, "tvm.rpc.server.ImportModule"),
+    (ServerFunction::MaxPacketSize, "tvm.rpc.server.GetCRTMaxPacketSize"),
+    (ServerFunction::TimeEvaluator, "runtime.RPCTimeEvaluator"),
+    (ServerFunction::SystemLibrary, "ffi.SystemLib"),
+];
+
+impl ServerFunction {
+    pub(super) fn from_name(name: &str) -> Option<Self> {
+        FUNCTIONS.iter().find(|(_, of)| *of == name).map(|(function, _)| *function)
+    }
+
+    pub(super) fn from_handle(handle: u64) -> Option<Self> {
+        let at = usize::try_from(handle.checked_sub(1)?).ok()?;
+        FUNCTIONS.get(at).map(|(function, _)| *function)
+    }
+
+    /// Returns the handle: the place in the list, from 1 on.
+    pub(super) fn handle(self) -> u64 {
+        FUNCTIONS.iter().position(|(function, _)| *function == self).map_or(0, |at| at as u64 + 1)
+    }
+
+    pub(super) fn name(self) -> &'static str {
+        FUNCTIONS.iter().find(|(function, _)| *function == self).map_or("", |(_, name)| *name)
+    }
+}
