@@ -16,7 +16,7 @@ use rpc_core::{IntoArg, IntoArgs, Result, Value};
 use crate::array::Array;
 use crate::buffer::shared_bytes;
 use crate::callable::Callable;
-use crate::disco_program::DiscoRecorded;
+use crate::disco_recorded::DiscoRecorded;
 use crate::disco_ref::DiscoRef;
 use crate::form::shape_class;
 use crate::packed;

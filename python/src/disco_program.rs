@@ -1,33 +1,16 @@
 //! Programs that the workers of Disco keep: their recording, and their runs.
 
-use ::disco::{DPackedFunc, DRef, Operand, ParameterType, Program, Recorded, Recorder, WorkerId};
+use ::disco::{DPackedFunc, DRef, ParameterType, Program, Recorded, Recorder, WorkerId};
 use parking_lot::Mutex;
 use pyo3::exceptions::{PyRuntimeError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
 use crate::disco::{DiscoSession, arguments, constraint, exception, reduction, room, scope};
+use crate::disco_recorded::DiscoRecorded;
 use crate::disco_ref::DiscoRef;
 use crate::operation::Born;
 use crate::types;
-
-/// A value of a program that is being recorded: a parameter, or what a step makes.
-#[pyclass(frozen, name = "Recorded", module = "tensor_rpc.disco")]
-pub(crate) struct DiscoRecorded(Recorded);
-
-impl DiscoRecorded {
-    /// Returns the value as an argument.
-    pub(crate) fn operand(&self) -> Operand {
-        Operand::Recorded(self.0)
-    }
-}
-
-#[pymethods]
-impl DiscoRecorded {
-    fn __repr__(&self) -> &'static str {
-        "<value of a program of Disco>"
-    }
-}
 
 /// A value that a step takes: a recorded one, or a reference of the session, which is captured.
 enum Source {

@@ -19,6 +19,7 @@ mod child;
 mod connect;
 mod disco;
 mod disco_program;
+mod disco_recorded;
 mod disco_ref;
 mod disco_run_all;
 mod disco_weight_reader;
@@ -92,7 +93,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<disco_ref::DiscoRef>()?;
     module.add_class::<disco::DiscoListener>()?;
     module.add_class::<disco_worker::WorkerContext>()?;
-    module.add_class::<disco_program::DiscoRecorded>()?;
+    module.add_class::<disco_recorded::DiscoRecorded>()?;
     module.add_class::<disco_weight_reader::DiscoWeightReader>()?;
     module.add_class::<disco_weights::DiscoPart>()?;
     module.add_class::<disco_weights::DiscoLoader>()?;
