@@ -179,7 +179,7 @@ def ray() -> Iterator[Cases]:
 
 def main() -> None:
     """Measure one package as the lines of standard input want it."""
-    # What a package prints is no figure.
+    # Packages print messages of their own, which are no figures.
     figures, sys.stdout = sys.stdout, sys.stderr
     try:
         with {"tvm": tvm, "grpc": grpc, "ray": ray}[sys.argv[1]]() as cases:

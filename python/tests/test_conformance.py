@@ -538,7 +538,7 @@ def test_bad_layouts_are_refused(place: Place) -> None:
     def clause(c: Client) -> Steps:
         x = yield c.session.tensor(np.ones(8, "float32"))
         for layout in layouts:
-            # What is no number of bytes at all is refused here already.
+            # A size that is no number of bytes is refused here already.
             with pytest.raises(ValueError):
                 yield c.call("tensor_sum", x.view(**layout))
         assert (yield c.call("tensor_sum", x)) == 8

@@ -293,7 +293,7 @@ impl Whole {
     /// Returns the buffer once it is filled, with all of its memory.
     fn into_buffer(self) -> BytesMut {
         let Self { rest, mut filled } = self;
-        // What lies behind the bytes is part of the same allocation.
+        // The memory behind the bytes belongs to the same allocation.
         filled.unsplit(rest);
         filled
     }

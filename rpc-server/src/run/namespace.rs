@@ -20,7 +20,7 @@ pub(super) fn is_own() -> bool {
     getpid().is_init()
 }
 
-/// What `/proc` is to this process: whether programs can have another in a namespace of their own.
+/// View of `/proc`: whether programs can have another one, in a namespace of their own.
 pub(super) struct ProcView {
     /// Mounts of this process, which the kernel tells the changes of.
     mountinfo: File,

@@ -61,12 +61,12 @@ pub(super) fn start(setup: &ProgramSetup, streams: Vec<OwnedFd>) -> io::Result<P
     };
     let variables = setup.env.iter().map(variable).collect::<Result<Vec<_>, _>>()?;
 
-    // Where it may, the reaper goes before the processes of the program. Not later than here:
-    // beside a program that forks without end it may get no turn to say so.
+    // The reaper goes before the processes of the program, if it may. Not later than here: beside a
+    // program that forks without end it may get no turn to say so.
     let has_priority =
         getpriority_process(None) == Ok(0) && set_priority_of_this_process_alone(HIGHEST_PRIORITY).is_ok();
-    // Where the kernel shares the processor between sessions first, the priority of a process
-    // counts within its session alone. The program's session has the ordinary one.
+    // The kernel may share the processor between sessions first. Then the priority of a process
+    // counts within its session alone, and the program's session has the ordinary one.
     let _ = fs::write("/proc/self/autogroup", HIGHEST_PRIORITY.to_string());
     let started = match posix_spawn(&*path, &actions, &attributes, &args, &variables) {
         // As `execvp` does, and with it the programs that users start others by.

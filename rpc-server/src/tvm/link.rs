@@ -1,4 +1,4 @@
-//! What a connection of a client of TVM reads and writes, and by what it may end.
+//! The connection of a client of TVM: reading, writing, and its ends.
 
 use std::time::{Duration, Instant};
 
@@ -45,7 +45,7 @@ impl Reply {
     }
 }
 
-/// What a connection reads and writes, and by what it may end.
+/// Connection of a client, with all that may end it.
 pub(super) struct Link<'a> {
     pub(super) io: &'a mut dyn ChannelIo,
     pub(super) wire: ServerWire,

@@ -399,7 +399,7 @@ fn processes_that_fork_for_ever_end_with_their_namespace() {
     over(is_over);
 }
 
-/// What is mounted over a part of `/proc`, as container engines do, hides it from programs too.
+/// A mount over a part of `/proc`, as container engines make, hides it from programs too.
 #[test]
 fn a_proc_with_hidden_parts_stays_as_it_is() {
     if !may_make_namespaces() {

@@ -468,7 +468,7 @@ fn errors_are_texts_and_the_session_goes_on() {
     assert_eq!(client.call_by_name("rpc.test.except", &[text("abc")]), Err("abc".to_owned()));
     let error = client.call_by_name("testing.test_raise_error", &[text("ValueError"), text("a\nb")]);
     assert_eq!(error, Err("a\nb".to_owned()));
-    // What errors repeat is short: the end of a text is left out, and names have a limit.
+    // Errors repeat little: the end of a text is left out, and names have a limit.
     let long = client.call_by_name("rpc.test.except", &[text(&"\u{e9}".repeat(20_000))]).unwrap_err();
     assert_eq!(long, "\u{e9}".repeat(8192) + " … (23616 bytes more)");
     let name = "\x7f".repeat(4097);
@@ -588,7 +588,7 @@ fn copies_have_offsets_and_stay_within_their_memory() {
         Ok(NONE)
     );
     assert_eq!(client.copy_from(&header(from, F32, &[6], 4), 4).unwrap(), content[20..24]);
-    // What was freed is gone, and the data for it pass by.
+    // The freed tensor is gone, and the data for it pass by.
     assert_eq!(client.request(FREE_DATA, &[cpu(), pointer(to)]), Ok(NONE));
     let gone = client.copy_to(&header(to, U8, &[1 << 20], 0), &vec![0; 1 << 20]).unwrap_err();
     assert!(gone.contains("names no memory"), "{gone}");

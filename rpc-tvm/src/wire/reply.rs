@@ -1,4 +1,4 @@
-//! What a server sends: returns, exceptions, and the data of copies.
+//! Replies of a server: returns, exceptions, and the data of copies.
 
 use std::time::Duration;
 
