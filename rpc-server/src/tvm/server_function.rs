@@ -51,3 +51,20 @@ impl ServerFunction {
         FUNCTIONS.iter().find(|(function, _)| *function == self).map_or("", |(_, name)| *name)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Each function has its place in the test of what clients make a server hold.
+    #[test]
+    fn every_function_is_flooded() {
+        let floods = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/tests/held_memory/tvm_floods.rs");
+        let floods = std::fs::read_to_string(floods).unwrap();
+        for (function, name) in FUNCTIONS {
+            assert!(floods.contains(&format!("{name:?},")), "{name} has no flood");
+            assert_eq!(ServerFunction::from_handle(function.handle()), Some(function));
+            assert_eq!(ServerFunction::from_name(name), Some(function));
+        }
+    }
+}

@@ -148,17 +148,19 @@ impl Fixture {
         );
         flood.send_the_rest(&mut peer, &mut frames);
         let FloodProgress { number, sent, written, .. } = flood;
+        let what = format!("{sent} bytes sent in {number} frames, {within_credit} within the credit: {written:?}");
+        self.record(name, before, &what);
+        drop((peer, frames));
+        self.settle(name);
+    }
+
+    /// Records what the server has held at most since it held `before` bytes.
+    fn record(&mut self, name: &str, before: usize, what: &str) {
         let held = peak_bytes().saturating_sub(before) as u64;
-        println!(
-            "{name}: {:.1} MiB held, {:.1} MiB sent in {number} frames, {within_credit} within the credit: {written:?}",
-            held as f64 / MIB as f64,
-            sent as f64 / MIB as f64
-        );
+        println!("{name}: {:.1} MiB held, {what}", held as f64 / MIB as f64);
         if held > QUOTA + CONSTANT {
             self.findings.push(format!("{name}: {held} bytes were held"));
         }
-        drop((peer, frames));
-        self.settle(name);
     }
 
     /// Floods the server as a client of TVM. Records what it held.
@@ -179,15 +181,7 @@ impl Fixture {
             sent += batch.len() as u64;
         }
         wait_for_rest();
-        let held = peak_bytes().saturating_sub(before) as u64;
-        println!(
-            "{name}: {:.1} MiB held, {:.1} MiB sent in {number} frames: {written:?}",
-            held as f64 / MIB as f64,
-            sent as f64 / MIB as f64
-        );
-        if held > QUOTA + CONSTANT {
-            self.findings.push(format!("{name}: {held} bytes were held"));
-        }
+        self.record(name, before, &format!("{sent} bytes sent in {number} frames: {written:?}"));
         drop((peer, frames));
         self.settle(name);
     }
