@@ -1,4 +1,4 @@
-//! What a call needs in its session before it can be made.
+//! Preparations of a call: all that it needs in its session before it can be made.
 
 use std::sync::Arc;
 

@@ -11,6 +11,7 @@ from tensor_rpc import _native
 from tensor_rpc._native import DataType, Device, Recorded
 from tensor_rpc._types import Shape
 
+# Names of types alone: a session makes programs, and what they return are references of that session.
 if TYPE_CHECKING:
     from tensor_rpc.disco import DRef, Session
 

@@ -13,6 +13,7 @@ from tensor_rpc import _native
 from tensor_rpc._native import DataType, Device, Part
 from tensor_rpc._types import Shape
 
+# Names of types alone: a loader belongs to a session, and what it loads are references of that session.
 if TYPE_CHECKING:
     from tensor_rpc.disco import DRef, Session
 

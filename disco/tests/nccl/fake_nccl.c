@@ -521,7 +521,8 @@ static int transfers(Comm *comm, Stream *stream, const Transfer *all, int count)
 
 static int transfer(Transfer one, Comm *comm, Stream *stream) {
     if (!group_depth) return transfers(comm, stream, &one, 1);
-    if (group_count == 2 * MAX_RANKS || (group_count && group_comm != comm)) give_up("more transfers in a group than it has room for, or several communicators");
+    if (group_count == 2 * MAX_RANKS) give_up("more transfers in a group than it has room for");
+    if (group_count && group_comm != comm) give_up("a group with several communicators");
     group[group_count++] = one;
     group_comm = comm;
     group_stream = stream;
