@@ -105,7 +105,7 @@ impl fmt::Display for EndCause {
             Self::Client => "the client has ended it",
             Self::TimeLimit => "its time limit has passed",
             Self::OutputLimit => "its output was more than the limit",
-            Self::ProcessLimit => "it ran more processes than the server allows",
+            Self::ProcessLimit => "it ran more processes, or sessions of the kernel, than the server allows",
         })
     }
 }

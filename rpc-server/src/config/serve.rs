@@ -175,7 +175,9 @@ listener_settings! {
         /// Default: none
         #[arg(value_name = "NAME", value_delimiter = ',')]
         run_client_env: Vec<String> = Vec::new(), "RPC_SERVER_RUN_CLIENT_ENV";
-        /// With --allow-run: maximum number of processes that a program may have at a time
+        /// With --allow-run: maximum number of processes that a program may have at a time. A
+        /// session of the kernel beside the program's own (setsid) counts as a 32nd of it, and 32
+        /// at most
         #[arg(value_name = "NUMBER")]
         max_run_processes: u32 = 1024, "RPC_SERVER_MAX_RUN_PROCESSES";
         /// Maximum size of all stored modules; modules unused for --module-expiry make room for

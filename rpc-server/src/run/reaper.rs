@@ -4,6 +4,7 @@
 //! The reaper has a session of the kernel of its own, so that signals to the session process and
 //! its group do not reach it: it ends when the connection does.
 
+use std::collections::HashSet;
 use std::fs;
 use std::io::{self, Read as _};
 use std::os::fd::AsFd as _;
@@ -40,8 +41,22 @@ const TICK: Duration = Duration::from_millis(100);
 /// The same interval while many processes are started.
 const SHORT_TICK: Duration = Duration::from_millis(5);
 
+/// Interval at which the processes of a program are counted that has enough of them to exceed its
+/// limit by leaving their session of the kernel.
+const SESSIONS_TICK: Duration = Duration::from_secs(1);
+
 /// Number of new processes in a millisecond, of the whole system, from which the interval is short.
 const MANY_IN_MS: f64 = 0.25;
+
+/// Returns the number of processes that a session of the kernel counts as, beside those in it,
+/// where a program may have `max`.
+///
+/// The scheduler gives each session as large a part of the processors as the server
+/// (`sched_autogroup_enabled`). A program that computed in hundreds of them would keep the server
+/// from seeing for many seconds that its client is lost.
+fn session_cost(max: u32) -> u32 {
+    (max / 32).min(32)
+}
 
 /// Runs one program and exits. Standard input is the connection to the session process.
 pub(crate) fn run_executed() -> ! {
@@ -95,7 +110,7 @@ fn serve(control: &UnixStream) -> io::Result<()> {
         ended_by: None,
         // A time that no clock can express is never reached.
         deadline: setup.time_limit.and_then(|limit| started.checked_add(limit)),
-        processes: ProcessLimit::new(setup.max_processes),
+        processes: ProcessLimit::new(pid, setup.max_processes),
     };
     let told = messages::send(control, &Started::Running);
     let watched = told.and_then(|()| program.watch(control));
@@ -251,25 +266,47 @@ fn kill_descendants() -> u32 {
     live
 }
 
-/// Counts the descendants that have not ended. Above `max` it kills those that it finds, as among
-/// many processes the next look may be a long time away.
-fn count_descendants(max: u32) -> u32 {
-    let (mut count, mut groups) = (0, SignalledGroups::default());
-    let count_one = |process: &ProcessEntry| {
-        count += u32::from(!process.is_zombie);
-        if count > max {
-            groups.signal(process, Signal::KILL);
-        }
-    };
-    for_each_descendant(getpid(), |_| true, count_one);
-    count
+/// Processes of a program.
+#[derive(Clone, Copy, Debug)]
+struct Count {
+    processes: u32,
+    /// Sessions of the kernel in which they are, beside that of the program.
+    sessions: u32,
+}
+
+impl Count {
+    /// Returns what counts against the limit `max`.
+    fn total(self, max: u32) -> u32 {
+        self.sessions.saturating_mul(session_cost(max)).saturating_add(self.processes)
+    }
+
+    /// Counts the descendants that have not ended. Above `max` it kills those that it finds, as
+    /// among many processes the next look may be a long time away. `program` leads the program's
+    /// own session of the kernel.
+    fn of_descendants(program: Pid, max: u32) -> Self {
+        let (mut count, mut groups) = (Self { processes: 0, sessions: 0 }, SignalledGroups::default());
+        let mut seen = HashSet::from([program.as_raw_nonzero().get()]);
+        let count_one = |process: &ProcessEntry| {
+            if !process.is_zombie {
+                count.processes += 1;
+                count.sessions += u32::from(seen.insert(process.session));
+            }
+            if count.total(max) > max {
+                groups.signal(process, Signal::KILL);
+            }
+        };
+        for_each_descendant(getpid(), |_| true, count_one);
+        count
+    }
 }
 
 /// Limit on the processes of a program.
 struct ProcessLimit {
+    /// The program, and so the session of the kernel that it leads.
+    program: Pid,
     max: u32,
-    /// Number of processes when they were last counted.
-    counted: u32,
+    /// The last count, and its time.
+    counted: (Count, Instant),
     /// Id of the newest process of the system at that time.
     newest: Option<u32>,
     /// Time of the last look, and the id at that time.
@@ -283,8 +320,10 @@ struct ProcessLimit {
 impl ProcessLimit {
     /// Returns the limit for a program that has just been started. Its processes are counted at the
     /// first look, which most programs do not live to see.
-    fn new(max: u32) -> Self {
-        Self { max, counted: 1, newest: None, looked: (Instant::now(), None), has_grown: true, tick: SHORT_TICK }
+    fn new(program: Pid, max: u32) -> Self {
+        let now = Instant::now();
+        let counted = (Count { processes: 1, sessions: 0 }, now);
+        Self { program, max, counted, newest: None, looked: (now, None), has_grown: true, tick: SHORT_TICK }
     }
 
     /// Returns true if the program has more processes than it may. Counts them only if the system
@@ -300,15 +339,25 @@ impl ProcessLimit {
             None => self.has_grown,
         };
         self.tick = if has_many { SHORT_TICK } else { TICK };
-        let started = since(self.newest);
-        if started.is_some_and(|started| self.counted.saturating_add(started) <= self.max) {
+        if since(self.newest).is_some_and(|started| !self.may_be_exceeded(started, now)) {
             return false;
         }
         self.newest = newest;
-        let counted = count_descendants(self.max);
-        self.has_grown = counted > self.counted.saturating_add(1);
-        self.counted = counted;
-        self.counted > self.max
+        let counted = Count::of_descendants(self.program, self.max);
+        self.has_grown = counted.processes > self.counted.0.processes.saturating_add(1);
+        self.counted = (counted, now);
+        counted.total(self.max) > self.max
+    }
+
+    /// Returns true if the processes are to be counted, where the system has started `started` of
+    /// them since the last count.
+    fn may_be_exceeded(&self, started: u32, now: Instant) -> bool {
+        let (counted, time) = self.counted;
+        let total = |processes, sessions| Count { processes, sessions }.total(self.max);
+        let processes = counted.processes.saturating_add(started);
+        // Those that were there may have left their session meanwhile, which no other number shows.
+        let is_due = now.duration_since(time) >= SESSIONS_TICK && total(processes, processes) > self.max;
+        is_due || total(processes, counted.sessions.saturating_add(started)) > self.max
     }
 }
 

@@ -446,7 +446,7 @@ fn many_processes_that_escape_are_counted_and_ended() {
 
 fn escaping_processes_are_counted_and_ended(start: fn(&[&str]) -> Fixture) {
     let fixture = start(&["--allow-run", "sh", "--max-run-processes", "60"]);
-    let generous = start(&["--allow-run", "sh"]);
+    let generous = start(&["--allow-run", "sh", "--max-run-processes", "100000"]);
     let grow = |fixture: &Fixture, script: &str| {
         let session = connect(fixture);
         Files::new(&session).put_bytes("tree", TREE).wait().unwrap();
@@ -477,6 +477,12 @@ fn escaping_processes_are_counted_and_ended(start: fn(&[&str]) -> Fixture) {
     grows(&generous);
     drop((session, process));
     nothing_is_left(&generous);
+
+    // Few processes by number, but each in a session of the kernel.
+    let fixture = start(&["--allow-run", "sh"]);
+    let (_session, process, _) = grow(&fixture, "for _ in $(seq 40); do setsid sleep 1000 & done; read line");
+    assert_eq!(process.status().wait().unwrap().ended_by, Some(EndCause::ProcessLimit));
+    nothing_is_left(&fixture);
 }
 
 /// Predicate on the workspace of a run.
