@@ -456,17 +456,21 @@ fn a_function_that_fails_before_a_collective_of_its_own_breaks_the_collectives_a
 fn collectives_are_aborted_from_the_controller_and_made_anew() {
     over(&ALL, &Options::default(), |site| {
         let session = &site.session;
+        // So large that no rank can end it without the others, even where they have begun it before
+        // they heard of the abort.
+        let x = site.ones(1 << 18);
         let release = site.hold(&[2]);
-        session.barrier(Scope::World).unwrap();
+        session.allreduce(&x, None, ReduceOp::Sum, Scope::World).unwrap();
         session.abort_ccl("enough of this").unwrap();
         for worker in [0, 1] {
             let error = session.sync_worker(WorkerId(worker)).wait().unwrap_err();
-            assert_eq!(told(&error), [(worker, "barrier")]);
+            assert_eq!(told(&error), [(worker, "allreduce")]);
             assert_eq!(error.cause().kind(), ErrorKind::Cancelled);
             assert!(error.to_string().contains("enough of this"), "{error}");
         }
         std::fs::write(&release, "").unwrap();
-        session.sync_worker(WorkerId(2)).wait().unwrap_err();
+        let error = session.sync_worker(WorkerId(2)).wait().unwrap_err();
+        assert_eq!(told(&error), [(2, "allreduce")]);
         let breakage = site.is_broken();
         assert_eq!(breakage.culprit, None);
         assert!(breakage.cause.message().contains("enough of this"), "{breakage:?}");
