@@ -89,9 +89,17 @@ fn blocks(document: &Path) -> Vec<Block> {
     blocks
 }
 
+/// Returns a shell that runs the script. It has a network of its own where the machine can make
+/// one: documents have fixed ports, which others may use here.
 fn bash(script: &str) -> Command {
     let mut command = Command::new("bash");
-    command.args(["-euo", "pipefail", "-c", script]).stdin(Stdio::null());
+    let mut script = script.to_owned();
+    if std::env::var_os("RPC_TESTS_REQUIRE_NETNS").is_some() {
+        command = Command::new("unshare");
+        command.args(["--net", "bash"]);
+        script.insert_str(0, "ip link set lo up\n");
+    }
+    command.args(["-euo", "pipefail", "-c", &script]).stdin(Stdio::null());
     command
 }
 
