@@ -4,9 +4,6 @@
 #[path = "ccl/launch.rs"]
 #[allow(dead_code)]
 mod launch;
-#[path = "ccl/model.rs"]
-#[allow(dead_code)]
-mod model;
 
 use std::process::{Command, Output, Stdio};
 use std::time::Duration;
@@ -16,8 +13,8 @@ use disco::ccl::host::{Options, SessionKey};
 use disco::ccl::{BreakCause, Breakdown, Buffers, Ccl, CclError, CollectiveInput, Rank, ReduceOp};
 use rpc_core::{DataType, ErrorKind, RpcError};
 
+use ccl_conformance::{assert_mismatch, conformance, random_program};
 use launch::{Launch, long_limits, on_threads, options};
-use model::{assert_mismatch, conformance, random_program};
 
 /// The variable that tells this test binary that it is a rank, and which program to run.
 const PROGRAM: &str = "DISCO_CCL_MPI_PROGRAM";

@@ -6,7 +6,7 @@ use disco::ccl::{Buffers, ReduceOp, host};
 use rpc_core::DataType;
 
 use crate::launch::{ALL, JoinArguments, Launch, as_child, long_limits, on_threads, start_child};
-use crate::model::{conformance, random_program};
+use ccl_conformance::{conformance, random_program};
 
 #[test]
 fn every_collective_matches_the_model_between_threads() {

@@ -15,7 +15,7 @@ use rustix::process::Signal;
 use crate::launch::{
     ALL, ChildRank, JoinArguments, Launch, as_child, group, long_limits, on_threads, options, start_child,
 };
-use crate::model::{self, assert_mismatch, random_program};
+use ccl_conformance::{self as model, assert_mismatch, random_program};
 
 /// Time of limits that are to run out.
 const SHORT: Duration = Duration::from_millis(700);

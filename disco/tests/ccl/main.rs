@@ -7,6 +7,5 @@ mod conformance;
 mod encryption;
 mod faults;
 mod launch;
-mod model;
 mod nccl;
 mod nccl_library;

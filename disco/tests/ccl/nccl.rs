@@ -14,10 +14,10 @@ use rpc_conformance::threads::threads_named;
 use rpc_core::{DataType, DataTypeCode, Device, ErrorKind, RpcError};
 
 use crate::launch::{self, Launch};
-use crate::model::{Aliasing, assert_mismatch, check, conformance_of};
 use crate::nccl_library::{
     DriverCall, Fake, compile, controls_of_groups, long_limits, on_devices, on_ranks, on_ranks_of,
 };
+use ccl_conformance::{Aliasing, assert_mismatch, check, conformance_of};
 
 /// Types of the model that NCCL reduces.
 const NUMERIC: [DataType; 10] = [

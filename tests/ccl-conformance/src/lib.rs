@@ -1,15 +1,20 @@
-//! A sequential model of every collective, and the program that checks a communicator against it,
-//! as each rank runs it.
+//! A sequential model of every collective, and the programs that check a communicator against it,
+//! for the backends of Disco and for those of others ([`Ccl`]).
+//!
+//! Every rank of a communicator runs the same program at the same time, each on its own [`Ccl`]. A
+//! program panics where the communicator does not do what [`Ccl`] promises. [`conformance()`] is
+//! the whole contract of one without faults; the other functions are parts of it.
 
 use disco::ccl::{Buffers, Ccl, CclError, Collective, Operation, Rank, ReduceOp};
 use half::{bf16, f16};
 use rpc_core::DataType;
 use rpc_core::dlpack::{from_bytes, to_bytes};
 
-pub(crate) const REDUCTIONS: [ReduceOp; 5] =
-    [ReduceOp::Sum, ReduceOp::Prod, ReduceOp::Min, ReduceOp::Max, ReduceOp::Avg];
+/// All reductions.
+const REDUCTIONS: [ReduceOp; 5] = [ReduceOp::Sum, ReduceOp::Prod, ReduceOp::Min, ReduceOp::Max, ReduceOp::Avg];
 
-pub(crate) const NUMERIC: [DataType; 12] = [
+/// All types that collectives reduce.
+const NUMERIC: [DataType; 12] = [
     DataType::I8,
     DataType::I16,
     DataType::I32,
@@ -25,28 +30,31 @@ pub(crate) const NUMERIC: [DataType; 12] = [
 ];
 
 /// Numbers that look random and are the same on every rank and in every run.
-pub(crate) struct Random(u64);
+struct Random(u64);
 
 impl Random {
-    pub(crate) fn new(seed: u64) -> Self {
+    /// Returns the sequence of a seed.
+    fn new(seed: u64) -> Self {
         Self(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
     }
 
-    pub(crate) fn next(&mut self) -> u64 {
+    /// Returns the next number.
+    fn next(&mut self) -> u64 {
         self.0 ^= self.0 << 13;
         self.0 ^= self.0 >> 7;
         self.0 ^= self.0 << 17;
         self.0.wrapping_mul(0x2545_f491_4f6c_dd1d)
     }
 
-    pub(crate) fn below(&mut self, limit: usize) -> usize {
+    /// Returns the next number, below `limit`, which is not 0.
+    fn below(&mut self, limit: usize) -> usize {
         (self.next() >> 33) as usize % limit
     }
 }
 
 /// Returns `count` elements of rank `rank`. Floats are of ordinary size, with fractions that do not
 /// sum exactly, and a few infinities and NaN.
-pub(crate) fn input(dtype: DataType, count: usize, seed: u64, rank: usize) -> Vec<u8> {
+fn input(dtype: DataType, count: usize, seed: u64, rank: usize) -> Vec<u8> {
     let mut random = Random::new(seed.wrapping_mul(31).wrapping_add(rank as u64 + 1));
     let lanes = count * usize::from(dtype.lanes);
     let lane = DataType { lanes: 1, ..dtype };
@@ -127,7 +135,7 @@ macro_rules! fold_integer {
 }
 
 /// Returns the reduction of all inputs, in the order of ranks.
-pub(crate) fn reduced(dtype: DataType, op: ReduceOp, inputs: &[Vec<u8>]) -> Vec<u8> {
+fn reduced(dtype: DataType, op: ReduceOp, inputs: &[Vec<u8>]) -> Vec<u8> {
     match (DataType { lanes: 1, ..dtype }) {
         DataType::I8 => fold_integer!(i8, op, inputs),
         DataType::I16 => fold_integer!(i16, op, inputs),
@@ -146,7 +154,7 @@ pub(crate) fn reduced(dtype: DataType, op: ReduceOp, inputs: &[Vec<u8>]) -> Vec<
 }
 
 /// Makes any NaN the same one, since payloads are not promised.
-pub(crate) fn without_payloads(dtype: DataType, bytes: &[u8]) -> Vec<u8> {
+fn without_payloads(dtype: DataType, bytes: &[u8]) -> Vec<u8> {
     macro_rules! canonical {
         ($type:ty) => {
             to_bytes(
@@ -168,7 +176,7 @@ pub(crate) fn without_payloads(dtype: DataType, bytes: &[u8]) -> Vec<u8> {
 }
 
 /// Returns the result of rank `rank` of `size`; `None` where it gets nothing.
-pub(crate) fn expected(collective: Collective, inputs: &[Vec<u8>], rank: usize) -> Option<Vec<u8>> {
+fn expected(collective: Collective, inputs: &[Vec<u8>], rank: usize) -> Option<Vec<u8>> {
     let bytes = collective.dtype.size_bytes(collective.count as u64).expect("small") as usize;
     let share = |all: &[u8], rank: usize| all[rank * bytes..(rank + 1) * bytes].to_vec();
     match collective.operation {
@@ -193,15 +201,22 @@ fn input_count(collective: Collective, size: usize) -> usize {
 
 /// Aliasing of a rank's buffers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Aliasing {
+pub enum Aliasing {
+    /// Input and output apart from each other.
     Apart,
+    /// The output where the input is.
     InPlace,
     /// Even ranks in place, odd ones not.
     Mixed,
 }
 
-/// Runs one collective on inputs made from `seed`, checks this rank's result, and gives it back.
-pub(crate) fn check(ccl: &mut dyn Ccl, collective: Collective, seed: u64, aliasing: Aliasing) -> Vec<u8> {
+/// Runs one collective on inputs made from `seed`, the same on every rank, checks this rank's
+/// result, and gives it back.
+///
+/// # Panics
+///
+/// The collective fails, or its result is not that of the model.
+pub fn check(ccl: &mut dyn Ccl, collective: Collective, seed: u64, aliasing: Aliasing) -> Vec<u8> {
     let (rank, size) = (ccl.rank().0 as usize, ccl.size());
     let elements = input_count(collective, size);
     let inputs: Vec<Vec<u8>> = (0..size).map(|rank| input(collective.dtype, elements, seed, rank)).collect();
@@ -256,12 +271,20 @@ pub(crate) fn check(ccl: &mut dyn Ccl, collective: Collective, seed: u64, aliasi
 }
 
 /// Checks every operation, type and size.
-pub(crate) fn conformance(ccl: &mut dyn Ccl) {
+///
+/// # Panics
+///
+/// As [`check`].
+pub fn conformance(ccl: &mut dyn Ccl) {
     conformance_of(ccl, &NUMERIC);
 }
 
 /// Checks every operation, type and size of a backend that reduces these types.
-pub(crate) fn conformance_of(ccl: &mut dyn Ccl, numeric: &[DataType]) {
+///
+/// # Panics
+///
+/// As [`check`].
+pub fn conformance_of(ccl: &mut dyn Ccl, numeric: &[DataType]) {
     let size = ccl.size();
     let mut seed = 0;
     let mut next = || {
@@ -320,7 +343,11 @@ pub(crate) fn conformance_of(ccl: &mut dyn Ccl, numeric: &[DataType]) {
 }
 
 /// Checks transfers between every pair of ranks, in both directions and with several sizes.
-pub(crate) fn transfers(ccl: &mut dyn Ccl, seed: u64) {
+///
+/// # Panics
+///
+/// A transfer fails, or what arrives is not what was sent.
+pub fn transfers(ccl: &mut dyn Ccl, seed: u64) {
     let (rank, size) = (ccl.rank().0 as usize, ccl.size());
     for from in 0..size {
         for to in (0..size).filter(|to| *to != from) {
@@ -343,7 +370,11 @@ pub(crate) fn transfers(ccl: &mut dyn Ccl, seed: u64) {
 
 /// Runs a random sequence of collectives, the same on every rank. Returns a digest of all results
 /// of this rank.
-pub(crate) fn random_program(ccl: &mut dyn Ccl, seed: u64, steps: usize) -> u64 {
+///
+/// # Panics
+///
+/// As [`check`].
+pub fn random_program(ccl: &mut dyn Ccl, seed: u64, steps: usize) -> u64 {
     let size = ccl.size();
     let mut random = Random::new(seed);
     let mut digest = 0xcbf2_9ce4_8422_2325_u64;
@@ -369,8 +400,13 @@ pub(crate) fn random_program(ccl: &mut dyn Ccl, seed: u64, steps: usize) -> u64 
     digest
 }
 
-/// Checks an error that every rank gets.
-pub(crate) fn assert_mismatch(error: &CclError, parts: &[&str]) {
+/// Checks the error that every rank gets where ranks run different collectives: its text has all
+/// these parts.
+///
+/// # Panics
+///
+/// It is another error, or has another text.
+pub fn assert_mismatch(error: &CclError, parts: &[&str]) {
     let text = error.to_string();
     assert!(matches!(error, CclError::Mismatch { .. }), "{text}");
     for part in parts {
