@@ -197,6 +197,10 @@ pub struct Dial {
     /// times as long. A transport that notices silence itself has to wait longer than that. A
     /// [`Connector`](crate::Connector) sets it to what its sessions use. Default: 5 s.
     pub keep_alive: Duration,
+    /// The silence of the peer's machine after which the operating system gives a connection up,
+    /// for peers whose protocol cannot test it. Transports without sockets of their own take no
+    /// notice. Default: none, and the system's own limits hold, which are hours.
+    pub socket_silence: Option<Duration>,
     /// True if the transport may ask the user at the terminal of this process, as `ssh` does for a
     /// password. A server that dials for its clients sets it to false: their questions are not for
     /// its operator. Default: true.
@@ -223,6 +227,7 @@ impl Default for Dial {
             tokens: Tokens::default(),
             connect_timeout: Duration::from_secs(10),
             keep_alive: KEEP_ALIVE,
+            socket_silence: None,
             may_prompt: true,
             plain_grants: false,
         }

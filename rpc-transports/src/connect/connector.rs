@@ -404,6 +404,18 @@ impl Connector {
         &self.dial
     }
 
+    /// Returns the time limit of the handshake.
+    #[must_use]
+    pub fn handshake_limit(&self) -> Duration {
+        self.handshake_timeout
+    }
+
+    /// Returns the limits of the session on the wire and in queues.
+    #[must_use]
+    pub fn wire_limits(&self) -> &WireLimits {
+        &self.limits
+    }
+
     /// Returns the key that the server must have, if any.
     #[must_use]
     pub fn requested_key(&self) -> Option<&str> {

@@ -12,7 +12,7 @@ use std::task::{Context, Poll, ready};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use socket2::{Domain, Protocol, SockRef, Socket, Type};
+use socket2::{Domain, Protocol, SockRef, Socket, TcpKeepalive, Type};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::time::timeout;
 
@@ -94,7 +94,12 @@ pub(crate) async fn connect(address: &Address, options: &Dial) -> Result<TcpStre
             Ok(outcome) => outcome,
             Err(elapsed) => Err(elapsed.into()),
         };
-        match outcome.and_then(|stream| tuned(&stream).map(|()| stream)) {
+        let tuned = outcome.and_then(|stream| {
+            tuned(&stream)?;
+            options.socket_silence.map_or(Ok(()), |silence| limit_silence(&stream, silence))?;
+            Ok(stream)
+        });
+        match tuned {
             Ok(stream) => return Ok(stream),
             Err(error) => attempts.note(error),
         }
@@ -270,6 +275,22 @@ fn tuned(stream: &impl AsFd) -> io::Result<()> {
     socket.set_keepalive(true)
 }
 
+/// Number of unanswered probes after which a silent connection is given up.
+const PROBES: u32 = 3;
+
+/// Makes the kernel give up the connection once the peer's machine has been silent for so long,
+/// whether bytes of this side wait for its acknowledgement or none are on the way.
+fn limit_silence(stream: &impl AsFd, silence: Duration) -> io::Result<()> {
+    let socket = SockRef::from(stream);
+    // The kernel counts in seconds, and refuses zero.
+    let interval = (silence / (PROBES + 1)).max(Duration::from_secs(1));
+    let keep_alive = TcpKeepalive::new().with_time(interval).with_interval(interval).with_retries(PROBES);
+    socket.set_tcp_keepalive(&keep_alive)?;
+    #[cfg(target_os = "linux")]
+    socket.set_tcp_user_timeout(Some(silence))?;
+    Ok(())
+}
+
 /// Returns the ports to try: the address's own port first, then the range. Port 0 is left out if
 /// there is a range.
 fn ports_to_try(port: u16, options: &Bind) -> impl Iterator<Item = u16> {
@@ -375,6 +396,19 @@ mod tests {
         socket.bind(&any.into()).unwrap();
         let bound = socket.local_addr().unwrap().as_socket().unwrap();
         (socket, bound.into())
+    }
+
+    #[cfg(target_os = "linux")]
+    #[tokio::test]
+    async fn the_kernel_is_told_how_long_a_peer_may_be_silent() {
+        let listener = listener("127.0.0.1").await;
+        let silence = Some(Duration::from_secs(8));
+        let options = Dial { socket_silence: silence, ..with_long_timeout() };
+        let stream = connect(listener.local_address(), &options).await.unwrap();
+        let socket = SockRef::from(&stream);
+        assert_eq!(socket.tcp_user_timeout().unwrap(), silence);
+        assert_eq!(socket.tcp_keepalive_time().unwrap(), Duration::from_secs(2));
+        assert_eq!(socket.tcp_keepalive_interval().unwrap(), Duration::from_secs(2));
     }
 
     #[tokio::test]
