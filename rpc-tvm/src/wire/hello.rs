@@ -9,6 +9,12 @@ use super::reader::WireError;
 /// First number of a session.
 pub const WIRE_MAGIC: i32 = 0xff271;
 
+/// First number of the answer that another one waits under that key.
+const DUPLICATE: i32 = WIRE_MAGIC + 1;
+
+/// First number of the answer that there is no match for the key.
+const MISMATCH: i32 = WIRE_MAGIC + 2;
+
 /// First number of a connection to a tracker.
 pub const TRACKER_MAGIC: i32 = 0x2f271;
 
@@ -103,9 +109,46 @@ impl HelloAnswer<'_> {
     pub fn encode(self) -> Vec<u8> {
         match self {
             Self::Accepted(key) => encode(WIRE_MAGIC, Some(key)),
-            Self::Duplicate => encode(WIRE_MAGIC + 1, None),
-            Self::Mismatch => encode(WIRE_MAGIC + 2, None),
+            Self::Duplicate => encode(DUPLICATE, None),
+            Self::Mismatch => encode(MISMATCH, None),
         }
+    }
+}
+
+/// Answer of the listening side, as the dialling side reads it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum ServerAnswer {
+    /// The session begins.
+    Accepted {
+        /// Key of the server, such as `server:board`, as it has sent it.
+        key: String,
+    },
+    /// Another one waits under that key already. Proxies alone say so.
+    Duplicate,
+    /// The key is not that of the server, or nobody serves it.
+    Mismatch,
+}
+
+impl ServerAnswer {
+    /// Decodes an answer at the beginning of `input`, and returns its length in bytes with it.
+    /// Returns `None` if more bytes are needed.
+    pub(super) fn decode(input: &[u8]) -> Result<Option<(Self, usize)>, WireError> {
+        let Some((code, rest)) = input.split_first_chunk() else { return Ok(None) };
+        match i32::from_le_bytes(*code) {
+            WIRE_MAGIC => {}
+            DUPLICATE => return Ok(Some((Self::Duplicate, 4))),
+            MISMATCH => return Ok(Some((Self::Mismatch, 4))),
+            _ => return Err(WireError::new("the peer does not answer as a server of TVM's RPC does")),
+        }
+        let Some((len, rest)) = rest.split_first_chunk() else { return Ok(None) };
+        let len = i32::from_le_bytes(*len);
+        let checked = usize::try_from(len).ok().filter(|&len| len <= MAX_KEY);
+        let len = checked.ok_or_else(|| {
+            WireError::new(format!("the key of the server has {len} bytes, and may have {MAX_KEY} at most"))
+        })?;
+        let Some(key) = rest.get(..len) else { return Ok(None) };
+        Ok(Some((Self::Accepted { key: String::from_utf8_lossy(key).into_owned() }, 8 + len)))
     }
 }
 

@@ -1,5 +1,5 @@
 //! TVM's own RPC protocol, as state machines without I/O and without a clock: what a server needs
-//! so that the client of `tvm.rpc` works with it.
+//! so that the client of `tvm.rpc` works with it, and what a client needs to use TVM's servers.
 //!
 //! It is the protocol that TVM 0.22 and later speak (the text of its version has been `0.8.0` since
 //! TVM 0.8; earlier releases encode values in another way). One TCP connection is one session:
@@ -25,6 +25,9 @@
 //! functions of this module encode. A frame is announced before it is kept, so that the driver can
 //! charge it, or refuse it; a refused frame is read and dropped, and the session goes on.
 //!
+//! [`ClientWire`] is the client's half, in the same manner: it is told which reply comes next, and
+//! announces those that are large.
+//!
 //! # Limits
 //!
 //! A peer's numbers are checked before memory is reserved for them: the length of a key
@@ -32,6 +35,9 @@
 //! ([`MAX_VALUES`]) and of dimensions ([`MAX_DIMENSIONS`]). The data of copies are never collected
 //! here: the driver takes them in pieces.
 
+mod client;
+#[cfg(test)]
+mod client_tests;
 mod frame_code;
 mod hello;
 mod reader;
@@ -43,8 +49,9 @@ mod tensor_header;
 mod tests;
 mod value;
 
+pub use client::{ClientEvent, ClientWire, Expected, ServerReply};
 pub use frame_code::FrameCode;
-pub use hello::{Hello, HelloAnswer, HelloKey, MAX_KEY, TRACKER_MAGIC, WIRE_MAGIC};
+pub use hello::{Hello, HelloAnswer, HelloKey, MAX_KEY, ServerAnswer, TRACKER_MAGIC, WIRE_MAGIC};
 pub use reader::WireError;
 pub use reply::{
     CallResult, ResultKind, copy_ack_header, exception, returned, returned_bytes_header, returned_call, returned_text,

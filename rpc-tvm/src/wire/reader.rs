@@ -71,6 +71,11 @@ impl Reader {
         Ok(self.body.split_to(len))
     }
 
+    /// Returns all bytes that have not been read.
+    pub(super) fn rest(self) -> Bytes {
+        self.body
+    }
+
     /// Returns the number of bytes that have not been read.
     pub(super) fn left(&self) -> usize {
         self.body.remaining()

@@ -5,6 +5,8 @@ use std::time::Duration;
 use bytes::{BufMut, Bytes};
 
 use super::frame_code::FrameCode;
+use super::reader::WireError;
+use super::request::followed_by;
 use super::tensor_header::TensorHeader;
 use super::value::{Text, WireValue, encode_boxed_text, encode_bytes, encode_values, index};
 
@@ -22,6 +24,48 @@ pub enum CallResult {
     Tensor(TensorHeader, u64),
     /// Another object by its handle.
     Object(ResultKind, u64),
+}
+
+impl CallResult {
+    /// Takes the values of a call's result apart. The first of them says what the others are.
+    pub(super) fn of_values(values: Vec<WireValue>) -> Result<Self, WireError> {
+        let wrong = |values: &[WireValue]| {
+            let names: Vec<_> = values.iter().take(4).map(WireValue::type_name).collect();
+            WireError::new(format!("the server returned values that are no result of a call: {}", names.join(", ")))
+        };
+        let mut rest = values.into_iter();
+        let (first, second, third) = (rest.next(), rest.next(), rest.next());
+        let (Some(WireValue::Int(kind)), Some(value), None) = (&first, second, rest.next()) else {
+            return Err(wrong(&first.into_iter().collect::<Vec<_>>()));
+        };
+        let kind = i32::try_from(*kind).unwrap_or(-1);
+        Ok(match (kind, value, third) {
+            (_, WireValue::Tensor(header), Some(WireValue::Pointer(handle))) => Self::Tensor(header, handle),
+            (_, WireValue::Tensor(_), None) => {
+                return Err(WireError::new(
+                    "the function returned its own argument, which servers of TVM cannot send back: use the argument",
+                ));
+            }
+            (_, value, Some(third)) => return Err(wrong(&[value, third])),
+            (_, WireValue::Str(text), None) => Self::Str(text),
+            (_, WireValue::Bytes(bytes), None) => Self::Bytes(bytes),
+            (index::POINTER, value @ WireValue::Pointer(_), None) => Self::Plain(value),
+            (kind, WireValue::Pointer(handle), None) if kind >= index::OBJECT => {
+                Self::Object(ResultKind::of_index(kind), handle)
+            }
+            (
+                kind,
+                value @ (WireValue::None
+                | WireValue::Int(_)
+                | WireValue::Bool(_)
+                | WireValue::Float(_)
+                | WireValue::DataType(_)
+                | WireValue::Device(_)),
+                None,
+            ) if kind < index::OBJECT => Self::Plain(value),
+            (_, value, None) => return Err(wrong(&[value])),
+        })
+    }
 }
 
 /// Kind of an object in a result.
@@ -43,6 +87,17 @@ pub enum ResultKind {
 }
 
 impl ResultKind {
+    const fn of_index(index: i32) -> Self {
+        match index {
+            index::FUNCTION => Self::Function,
+            index::MODULE => Self::Module,
+            index::SHAPE => Self::Shape,
+            index::ARRAY => Self::Array,
+            index::MAP => Self::Map,
+            _ => Self::Object,
+        }
+    }
+
     const fn index(self) -> i32 {
         match self {
             Self::Function => index::FUNCTION,
@@ -101,12 +156,7 @@ pub fn returned_text(text: &str) -> Vec<u8> {
 /// Returns what goes in front of `len` bytes that are the result of a call.
 #[must_use]
 pub fn returned_bytes_header(len: u64) -> Vec<u8> {
-    let mut header = returned_call(CallResult::Bytes(Bytes::new()));
-    let without_data = header.len() as u64 - 8;
-    header[..8].copy_from_slice(&without_data.saturating_add(len).to_le_bytes());
-    let at = header.len() - 8;
-    header[at..].copy_from_slice(&len.to_le_bytes());
-    header
+    followed_by(returned_call(CallResult::Bytes(Bytes::new())), len)
 }
 
 /// Returns the frame of an error. The client ends the text at a NUL, so that one is written as

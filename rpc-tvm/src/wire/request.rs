@@ -254,6 +254,19 @@ impl Request {
         }
     }
 
+    /// Returns what goes in front of `len` bytes that are written to the beginning of a tensor.
+    #[must_use]
+    pub fn encode_copy_to_header(to: &TensorHeader, len: u64) -> Vec<u8> {
+        followed_by(Self::encode_copy_to(to, &[]), len)
+    }
+
+    /// Returns what goes in front of `len` bytes that are the last argument of a call.
+    #[must_use]
+    pub fn encode_call_of_bytes(function: u64, mut args: Vec<WireValue>, len: u64) -> Vec<u8> {
+        args.push(WireValue::Bytes(Bytes::new()));
+        followed_by(Self::Call { function, args }.encode(), len)
+    }
+
     /// Returns the frame that writes `data` to the beginning of a tensor.
     #[must_use]
     pub fn encode_copy_to(to: &TensorHeader, data: &[u8]) -> Vec<u8> {
@@ -262,6 +275,15 @@ impl Request {
             encode_bytes(data, body);
         })
     }
+}
+
+/// Makes a frame that ends with the length of no bytes the header of `len` bytes.
+pub(super) fn followed_by(mut frame: Vec<u8>, len: u64) -> Vec<u8> {
+    let without_data = frame.len() as u64 - 8;
+    frame[..8].copy_from_slice(&without_data.saturating_add(len).to_le_bytes());
+    let at = frame.len() - 8;
+    frame[at..].copy_from_slice(&len.to_le_bytes());
+    frame
 }
 
 /// Returns true if the body of a `GetGlobalFunc` is one of TVM 0.20 or earlier, which writes the

@@ -14,12 +14,12 @@ use super::tensor_header::{TensorHeader, check_dimensions};
 pub(super) const READ_AHEAD: usize = 16 << 10;
 
 /// Bytes in front of the body of a frame: its length, and its code.
-const FRAME_HEADER: usize = 12;
+pub(super) const FRAME_HEADER: usize = 12;
 
 /// Bytes behind the header of a tensor in a copy to the server: the number of bytes that follow.
 const COPY_LEN: u64 = 8;
 
-/// Limits on what a client sends.
+/// Limits on what a peer sends.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct WireLimits {
@@ -146,7 +146,7 @@ impl ServerWire {
                     if self.input.len() < len {
                         return Ok(None);
                     }
-                    let body = self.take_body(len);
+                    let body = take_body(&mut self.input, len);
                     self.stage = Stage::Header;
                     return self.request(code, body).map(Some);
                 }
@@ -291,20 +291,6 @@ impl ServerWire {
         Ok(Some((header, data)))
     }
 
-    /// Takes a body that has arrived as a whole.
-    fn take_body(&mut self, len: usize) -> Bytes {
-        if len <= READ_AHEAD {
-            // The buffer stays one piece, and is used again.
-            let body = Bytes::copy_from_slice(&self.input[..len]);
-            self.input.advance(len);
-            return body;
-        }
-        let body = self.input.split_to(len).freeze();
-        // The rest must not keep the memory of the body.
-        self.input = BytesMut::from(&self.input[..]);
-        body
-    }
-
     fn request(&self, code: FrameCode, body: Bytes) -> Result<ServerEvent, WireError> {
         if code == FrameCode::GetGlobalFunc && is_of_old_client(&body) {
             let text = "this server speaks the RPC of TVM 0.22 and later, and the client is TVM 0.20 or older: \
@@ -332,6 +318,20 @@ impl ServerWire {
             _ => Some(exception("Need to call InitRemoteSession first before any further actions")),
         }
     }
+}
+
+/// Takes a body that has arrived as a whole.
+pub(super) fn take_body(input: &mut BytesMut, len: usize) -> Bytes {
+    if len <= READ_AHEAD {
+        // The buffer stays one piece, and is used again.
+        let body = Bytes::copy_from_slice(&input[..len]);
+        input.advance(len);
+        return body;
+    }
+    let body = input.split_to(len).freeze();
+    // The rest must not keep the memory of the body.
+    *input = BytesMut::from(&input[..]);
+    body
 }
 
 /// Outcome of reading the header of a frame.

@@ -7,7 +7,7 @@ use super::server::READ_AHEAD;
 use super::*;
 
 /// Converts a dump of bytes to bytes. What follows `|` in a line is a comment.
-fn hex(dump: &str) -> Vec<u8> {
+pub(super) fn hex(dump: &str) -> Vec<u8> {
     let digits: String = dump.lines().flat_map(|line| line.split('|').next()).collect();
     let digits: Vec<u8> = digits.bytes().filter(|byte| !byte.is_ascii_whitespace()).collect();
     let text = |pair: &[u8]| u8::from_str_radix(std::str::from_utf8(pair).unwrap(), 16).unwrap();

@@ -10,6 +10,9 @@ use super::tensor_header::{TensorHeader, decode_device, decode_dtype, encode_dev
 /// memory, so that this bounds what a frame grows to when it is decoded.
 pub const MAX_VALUES: usize = 4096;
 
+/// Maximum length in bytes of the text of an error, of which more is left out.
+const MAX_EXCEPTION: usize = 16 << 10;
+
 /// Type indices, as TVM-FFI numbers them.
 pub(super) mod index {
     pub(in crate::wire) const NONE: i32 = 0;
@@ -117,6 +120,12 @@ impl From<&str> for Text {
 impl std::fmt::Debug for Text {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         std::fmt::Debug::fmt(self.as_str(), f)
+    }
+}
+
+impl From<&str> for WireValue {
+    fn from(text: &str) -> Self {
+        Self::Str(text.into())
     }
 }
 
@@ -259,6 +268,23 @@ pub(super) fn decode_values(reader: &mut Reader) -> Result<Vec<WireValue>, WireE
         values.push(WireValue::decode(reader)?);
     }
     Ok(values)
+}
+
+/// Decodes the body of an exception: one text, in whatever form. The end of a text beyond
+/// [`MAX_EXCEPTION`] is left out, and bytes that are no UTF-8 are replaced.
+pub(super) fn decode_exception(mut reader: Reader) -> Result<String, WireError> {
+    let count = reader.i32()?;
+    let kind = reader.i32()?;
+    if kind != index::RAW_STR {
+        // The form of a boxed text has a second number.
+        reader.u32()?;
+    }
+    let mut text = until_nul(reader.bytes()?);
+    if count != 1 {
+        return Err(reader.error(format_args!("an error of {count} values")));
+    }
+    text.truncate(MAX_EXCEPTION);
+    Ok(String::from_utf8_lossy(&text).into_owned())
 }
 
 fn encode_handle(index: i32, handle: u64, output: &mut impl BufMut) {
