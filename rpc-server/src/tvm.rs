@@ -11,6 +11,7 @@
 //! a client is noticed while a function runs.
 
 mod args;
+pub(crate) mod client;
 mod connection;
 mod copies;
 mod error_text;

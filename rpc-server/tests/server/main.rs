@@ -42,4 +42,6 @@ mod tracker_cli;
 mod trust;
 #[cfg(all(feature = "tvm", feature = "tvm-ffi"))]
 mod tvm;
+#[cfg(all(feature = "tvm", feature = "tvm-ffi"))]
+mod tvm_client;
 mod up;

@@ -1,0 +1,32 @@
+//! Sessions with servers of TVM (`tvm://host:port/KEY`): TVM's own RPC protocol from the client's
+//! side.
+//!
+//! ```text
+//! Request ──► session ──► execute ──────────────────► link ──► rpc_tvm::wire ──► server
+//!             queue,      handles checked, operations  order,   bytes
+//!             deadlines   as requests of the wire      window
+//! ```
+//!
+//! The protocol has one order for all requests of a connection, no cancellation and no keep-alive.
+//! So a session has one lane in effect: requests of other lanes wait for each other as well. A
+//! request that was sent runs to its end, also if its deadline has passed or its caller is gone, and
+//! later ones wait for it; to stop it the session has to end. The operating system watches the
+//! connection, since nothing in the protocol can.
+//!
+//! Handles are minted here, and those of the server never leave: a server of TVM takes any number
+//! for an address in its memory. A stale handle, a tensor with gaps or beyond its memory, and what
+//! else would crash such a server is refused before anything is sent.
+
+mod execute;
+mod files;
+mod functions;
+mod handshake;
+mod info;
+mod link;
+mod measure;
+mod objects;
+mod opener;
+mod session;
+mod values;
+
+pub(crate) use opener::TvmOpener;

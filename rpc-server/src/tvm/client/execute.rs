@@ -1,0 +1,439 @@
+//! The requests of callers as those of the wire, one after the other.
+
+use std::sync::Arc;
+
+use bytes::{Bytes, BytesMut};
+use parking_lot::Mutex;
+use rpc_core::reply::Outcome;
+use rpc_core::{DataType, Device, DeviceAttribute, ErrorKind, Handle, Operation, RpcError, TensorRef, Value};
+use rpc_tvm::wire::{CallResult, Expected, Request, ServerReply, TensorHeader, WireValue, shutdown};
+
+use super::files;
+use super::functions::{self, ClientFunction};
+use super::link::Frame;
+use super::objects::{Held, Memory, Objects, other_kind};
+use super::session::{ClientCore, closed};
+use super::values::{self, ObjectKind, Received, checked_device, checked_name, piece};
+
+/// Length from which a frame is charged: smaller ones are a part of what a session takes anyway.
+const CHARGED: u64 = 16 << 10;
+
+/// Bytes in front of the data of a copy, with the header of a tensor of one dimension.
+const COPY_HEADER: u64 = 44 + 8;
+
+/// Largest attribute of a device that is parsed, in bytes.
+const MAX_DIMENSIONS_TEXT: usize = 256;
+
+/// Serves the requests of a session until its end, and returns the reason for that.
+///
+/// A request is on the wire before the next one is taken, and one of several steps is complete: so
+/// they have an effect in the order in which they were submitted.
+pub(super) async fn execute(core: &Arc<ClientCore>) -> RpcError {
+    while let Some((id, operation)) = core.next().await {
+        match operation {
+            Operation::Release { handles } => {
+                for handle in handles {
+                    core.link.room(0).await;
+                    // It may have been freed by a request meanwhile.
+                    let removed = core.objects.lock().remove(handle);
+                    if let Ok(held) = removed {
+                        core.free(&held);
+                    }
+                }
+            }
+            Operation::Shutdown if core.begin(id) => {
+                core.link.answered().await;
+                core.link.finish(shutdown()).await;
+                core.complete(id, Ok(Value::Null));
+                return closed();
+            }
+            operation if core.begin(id) => {
+                if let Err(error) = core.perform(id, operation).await {
+                    core.complete(id, Err(error));
+                }
+            }
+            _ => {}
+        }
+    }
+    core.link.answered().await;
+    core.link.finish(shutdown()).await;
+    closed()
+}
+
+/// Error for a reply of the server that is none to the request.
+pub(super) fn unexpected(expected: &str) -> RpcError {
+    RpcError::new(ErrorKind::Protocol, format!("the server did not return {expected}")).may_have_run(true)
+}
+
+impl ClientCore {
+    /// Frees an object of the server. Its answer means nothing.
+    pub(super) fn free(&self, held: &Held) {
+        if let Some(request) = held.freeing() {
+            self.link.send(Frame::of(&request), |_| {});
+        }
+    }
+
+    /// Stores an object that was received, and returns the value for the caller.
+    pub(super) fn keep(&self, received: Received) -> Outcome {
+        match received {
+            Received::Value(value) => Ok(value),
+            Received::Object(held, kind) => {
+                let kept = self.objects.lock().keep(held, kind);
+                kept.map_err(|(error, held)| {
+                    self.free(&held);
+                    error.may_have_run(true)
+                })
+            }
+        }
+    }
+
+    /// Performs a request. It is complete later, unless there is an error.
+    async fn perform(self: &Arc<Self>, id: u64, operation: Operation) -> Result<(), RpcError> {
+        match operation {
+            Operation::GetFunction { name } => self.get_function(id, name).await,
+            Operation::Call { function, args } => self.call(id, function, args).await,
+            Operation::Alloc { device, dtype, shape, scope } => self.alloc(id, device, dtype, shape, scope).await,
+            Operation::Write { to, offset, data } => self.write(id, &to, offset, data).await,
+            Operation::Read { from, offset, len, into: _ } => self.read(id, &from, offset, len).await,
+            Operation::Copy { from, to } => self.copy(id, &from, &to).await,
+            Operation::Free { handle } => {
+                let held = self.objects.lock().remove(handle)?;
+                match held.freeing() {
+                    Some(request) => self.send(id, &request, |_, _| Ok(Value::Null)).await,
+                    None => self.complete(id, Ok(Value::Null)),
+                }
+                Ok(())
+            }
+            Operation::Attribute { device, attribute } => self.attribute(id, device, attribute).await,
+            Operation::CreateStream { device } => {
+                let device = checked_device(device)?;
+                let keep = move |core: &Self, value| match value {
+                    WireValue::Pointer(stream) => {
+                        core.keep(Received::Object(Held::Stream { device, stream }, ObjectKind::Object))
+                    }
+                    _ => Err(unexpected("a stream")),
+                };
+                self.send(id, &Request::CreateStream { device }, keep).await;
+                Ok(())
+            }
+            Operation::SetStream { device, stream } => {
+                let device = checked_device(device)?;
+                let request = {
+                    let mut objects = self.objects.lock();
+                    let stream = stream.map_or(Ok(0), |stream| objects.stream(device, stream))?;
+                    objects.current_streams.insert(device, stream);
+                    Request::SetStream { device, stream }
+                };
+                self.send(id, &request, |_, _| Ok(Value::Null)).await;
+                Ok(())
+            }
+            Operation::StreamWait { device, stream } => {
+                let device = checked_device(device)?;
+                let stream = {
+                    let objects = self.objects.lock();
+                    stream.map_or(Ok(objects.current_stream(device)), |stream| objects.stream(device, stream))?
+                };
+                self.send(id, &Request::StreamSync { device, stream }, |_, _| Ok(Value::Null)).await;
+                Ok(())
+            }
+            Operation::LoadModule { path, loader } => self.load_module(id, path, loader).await,
+            Operation::ModuleFunction { module, name } => self.module_function(id, module, name).await,
+            other => Err(RpcError::unsupported(format!("TVM's protocol has no {}", other.name()))),
+        }
+    }
+
+    /// Sends a request of one value. `finish` makes the outcome of that.
+    async fn send(
+        self: &Arc<Self>,
+        id: u64,
+        request: &Request,
+        finish: impl FnOnce(&Self, WireValue) -> Outcome + Send + 'static,
+    ) {
+        let (core, frame) = (self.clone(), Frame::of(request));
+        self.link.room(frame.len()).await;
+        self.link.send(frame, move |reply| {
+            let outcome = match reply {
+                Ok(ServerReply::Value(value)) => finish(&core, value),
+                Ok(_) => Err(unexpected("one value")),
+                Err(error) => Err(error),
+            };
+            core.complete(id, outcome);
+        });
+    }
+
+    async fn get_function(self: &Arc<Self>, id: u64, name: String) -> Result<(), RpcError> {
+        if let Some(function) = ClientFunction::from_name(&name) {
+            self.complete(id, self.keep(Received::Object(Held::Ours(function), ObjectKind::Function)));
+            return Ok(());
+        }
+        let name = checked_name(name, "the name of a function")?;
+        let found = name.clone();
+        let keep = move |core: &Self, value| match value {
+            WireValue::None | WireValue::Pointer(0) => {
+                Err(RpcError::not_found(format!("the server has no function '{}'", found.as_str())))
+            }
+            WireValue::Pointer(handle) => {
+                let held = Objects::function(handle, None, found.as_str());
+                core.keep(Received::Object(held, ObjectKind::Function))
+            }
+            _ => Err(unexpected("the handle of a function")),
+        };
+        self.send(id, &Request::GetFunction { name }, keep).await;
+        Ok(())
+    }
+
+    async fn call(self: &Arc<Self>, id: u64, function: Handle, args: Vec<Value>) -> Result<(), RpcError> {
+        let held = self.objects.lock().get(function)?.clone();
+        let handle = match held {
+            Held::Ours(function) => {
+                let outcome = function.call(self, args).await;
+                self.complete(id, outcome);
+                return Ok(());
+            }
+            Held::Function { handle, .. } => handle,
+            _ => return Err(other_kind(function, "function")),
+        };
+        let frame = self.call_frame(handle, args)?;
+        self.link.room(frame.len()).await;
+        let core = self.clone();
+        self.link.send(frame, move |reply| {
+            let outcome = reply.and_then(|reply| match reply {
+                ServerReply::Call(result) => core.keep(values::received(result)?),
+                _ => Err(unexpected("the result of a call")),
+            });
+            core.complete(id, outcome);
+        });
+        Ok(())
+    }
+
+    /// Returns the frame of a call, which is charged if it is large.
+    pub(super) fn call_frame(&self, function: u64, args: Vec<Value>) -> Result<Frame, RpcError> {
+        let size = args.iter().map(|arg| arg.size_hint() as u64).sum();
+        if size > self.max_message {
+            return Err(RpcError::limit("max_message", self.max_message, size));
+        }
+        let lease = if size > CHARGED { Some(self.memory.reserve(size)?) } else { None };
+        let args = self.objects.lock().arguments(args)?;
+        let call = Request::Call { function, args };
+        Ok(Frame { parts: vec![call.encode().into()], expected: Expected::Call, lease })
+    }
+
+    async fn alloc(
+        self: &Arc<Self>,
+        id: u64,
+        device: Device,
+        dtype: DataType,
+        shape: Vec<i64>,
+        scope: Option<String>,
+    ) -> Result<(), RpcError> {
+        let device = checked_device(device)?;
+        let tensor = TensorRef { storage: Handle::from_bits(0), byte_offset: 0, shape, strides: None, dtype, device };
+        let len = tensor.size_bytes()?;
+        if tensor.shape.len() > rpc_tvm::wire::MAX_DIMENSIONS {
+            return Err(RpcError::invalid_argument(format!("no tensor has {} dimensions", tensor.shape.len())));
+        }
+        let shape = tensor.shape.clone();
+        let header = TensorHeader { data: 0, device, dtype, shape, byte_offset: 0 };
+        let scope = scope.map(|scope| checked_name(scope, "a memory scope")).transpose()?;
+        let keep = move |core: &Self, value| match value {
+            WireValue::Pointer(data) => {
+                let memory = Memory { data, device, offset: 0, len, tensor: None };
+                core.keep(Received::Object(Held::Memory(memory), ObjectKind::Tensor(tensor)))
+            }
+            _ => Err(unexpected("memory")),
+        };
+        self.send(id, &Request::Alloc { header, scope }, keep).await;
+        Ok(())
+    }
+
+    async fn write(self: &Arc<Self>, id: u64, to: &TensorRef, offset: u64, data: Bytes) -> Result<(), RpcError> {
+        let header = values::header(&self.objects.lock(), to)?;
+        let len = data.len() as u64;
+        check_range(to, offset, len)?;
+        if len == 0 {
+            self.complete(id, Ok(Value::Null));
+            return Ok(());
+        }
+        let mut frames = Vec::new();
+        for (at, size) in self.pieces(len)? {
+            let part = data.slice(at as usize..(at + size) as usize);
+            let head = Request::encode_copy_to_header(&piece(&header, offset + at, size), size);
+            frames.push(Frame { parts: vec![head.into(), part], expected: Expected::Value, lease: None });
+        }
+        frames.extend(sync(self, header.device));
+        self.send_all(id, frames).await;
+        Ok(())
+    }
+
+    async fn read(self: &Arc<Self>, id: u64, from: &TensorRef, offset: u64, len: u64) -> Result<(), RpcError> {
+        let header = values::header(&self.objects.lock(), from)?;
+        check_range(from, offset, len)?;
+        if len > self.max_message {
+            return Err(RpcError::limit("max_message", self.max_message, len));
+        }
+        let ask = |at: u64, size: u64| {
+            let from = piece(&header, offset + at, size);
+            let mut frame = Frame::of(&Request::CopyFrom { from, len: size });
+            frame.expected = Expected::Data { len: size };
+            frame
+        };
+        let pieces = self.pieces(len)?;
+        if let [(0, size)] = pieces[..]
+            && header.device == Device::cpu()
+        {
+            let (core, frame) = (self.clone(), ask(0, size));
+            self.link.room(frame.len()).await;
+            self.link.send(frame, move |reply| {
+                let outcome = reply.and_then(|reply| match reply {
+                    ServerReply::Data(data) => Ok(Value::Bytes(data)),
+                    _ => Err(unexpected("the bytes of a tensor")),
+                });
+                core.complete(id, outcome);
+            });
+            return Ok(());
+        }
+        let mut data = BytesMut::with_capacity(len as usize);
+        for (at, size) in pieces {
+            match self.link.ask(ask(at, size)).await? {
+                ServerReply::Data(part) => data.extend_from_slice(&part),
+                _ => return Err(unexpected("the bytes of a tensor")),
+            }
+        }
+        if let Some(frame) = sync(self, header.device) {
+            self.link.ask(frame).await?;
+        }
+        self.complete(id, Ok(Value::Bytes(data.freeze())));
+        Ok(())
+    }
+
+    /// Returns the offsets and lengths of the pieces in which `len` bytes are copied.
+    fn pieces(&self, len: u64) -> Result<Vec<(u64, u64)>, RpcError> {
+        let largest = self.max_packet.saturating_sub(COPY_HEADER);
+        // A server with frames this small could not say so.
+        if largest < 16 {
+            return Err(RpcError::unsupported(format!("the server takes frames of {} bytes only", self.max_packet)));
+        }
+        // Pieces of whole elements, of whatever type.
+        let largest = largest - largest % 16;
+        let count = len.div_ceil(largest);
+        Ok((0..count).map(|at| (at * largest, largest.min(len - at * largest))).collect())
+    }
+
+    async fn copy(self: &Arc<Self>, id: u64, from: &TensorRef, to: &TensorRef) -> Result<(), RpcError> {
+        let (len, room) = (from.size_bytes()?, to.size_bytes()?);
+        if len != room || from.dtype != to.dtype {
+            let text = format!("cannot copy {len} bytes of {} to {room} bytes of {}", from.dtype, to.dtype);
+            return Err(RpcError::invalid_argument(text));
+        }
+        let frames = {
+            let objects = self.objects.lock();
+            let (from, to) = (values::header(&objects, from)?, values::header(&objects, to)?);
+            let end = |header: &TensorHeader| header.byte_offset + len;
+            if from.data == to.data && from.byte_offset < end(&to) && to.byte_offset < end(&from) {
+                return Err(RpcError::invalid_argument("the two tensors of the copy overlap"));
+            }
+            let device = if from.device == Device::cpu() { to.device } else { from.device };
+            let stream = objects.current_stream(device);
+            drop(objects);
+            let copy = Frame::of(&Request::CopyAmong { from, to, stream });
+            std::iter::once(copy).chain(sync(self, device)).collect()
+        };
+        self.send_all(id, frames).await;
+        Ok(())
+    }
+
+    /// Sends frames of one value each, and completes the request with the first error among the
+    /// replies.
+    async fn send_all(self: &Arc<Self>, id: u64, frames: Vec<Frame>) {
+        let last = frames.len() - 1;
+        let failed: Arc<Mutex<Option<RpcError>>> = Arc::default();
+        for (at, frame) in frames.into_iter().enumerate() {
+            self.link.room(frame.len()).await;
+            let (core, failed) = (self.clone(), failed.clone());
+            self.link.send(frame, move |reply| {
+                let mut failed = failed.lock();
+                if let Err(error) = reply {
+                    failed.get_or_insert(error);
+                }
+                if at == last {
+                    let outcome = failed.take().map_or(Ok(Value::Null), Err);
+                    drop(failed);
+                    core.complete(id, outcome);
+                }
+            });
+        }
+    }
+
+    async fn attribute(self: &Arc<Self>, id: u64, device: Device, attribute: DeviceAttribute) -> Result<(), RpcError> {
+        let (device, code) = (checked_device(device)?, attribute.code());
+        // Those from 1000 on are this project's own.
+        if code >= 1000 {
+            self.complete(id, Ok(Value::Null));
+            return Ok(());
+        }
+        let request = Request::Attribute { device, kind: code.into() };
+        self.send(id, &request, move |_, value| attribute_value(attribute, value)).await;
+        Ok(())
+    }
+
+    async fn load_module(self: &Arc<Self>, id: u64, path: String, loader: Option<String>) -> Result<(), RpcError> {
+        if let Some(loader) = loader {
+            let text = format!("a server of TVM chooses the loader by the name of the file, and none by '{loader}'");
+            return Err(RpcError::unsupported(text));
+        }
+        let path = files::module_path(self, path)?;
+        let load = functions::server_function(self, "tvm.rpc.server.load_module").await?;
+        let result = functions::call(self, load, vec![WireValue::Str(path)]).await?;
+        self.complete(id, self.keep(values::received(result)?));
+        Ok(())
+    }
+
+    async fn module_function(self: &Arc<Self>, id: u64, module: Handle, name: String) -> Result<(), RpcError> {
+        let number = self.objects.lock().module(module)?;
+        let name = checked_name(name, "the name of a function")?;
+        let find = functions::server_function(self, "tvm.rpc.server.ModuleGetFunction").await?;
+        let args = vec![WireValue::Module(number), WireValue::Str(name.clone()), WireValue::Bool(true)];
+        let outcome = match functions::call(self, find, args).await? {
+            CallResult::Plain(_) => Err(RpcError::not_found(format!("the module has no function '{}'", name.as_str()))),
+            CallResult::Object(_, handle) => {
+                let held = Objects::function(handle, Some(module), name.as_str());
+                self.keep(Received::Object(held, ObjectKind::Function))
+            }
+            _ => Err(unexpected("a function of the module")),
+        };
+        self.complete(id, outcome);
+        Ok(())
+    }
+}
+
+/// Returns the frame that waits for a copy. On `cpu` a copy is complete with its reply.
+fn sync(core: &ClientCore, device: Device) -> Option<Frame> {
+    let stream = core.objects.lock().current_stream(device);
+    (device != Device::cpu()).then(|| Frame::of(&Request::StreamSync { device, stream }))
+}
+
+/// Checks that bytes lie in a tensor.
+fn check_range(tensor: &TensorRef, offset: u64, len: u64) -> Result<(), RpcError> {
+    let size = tensor.size_bytes()?;
+    if offset.checked_add(len).is_some_and(|end| end <= size) {
+        return Ok(());
+    }
+    Err(RpcError::invalid_argument(format!("{len} bytes at offset {offset} are not in a tensor of {size} bytes")))
+}
+
+fn attribute_value(attribute: DeviceAttribute, value: WireValue) -> Outcome {
+    Ok(match (attribute, value) {
+        (DeviceAttribute::Exists, WireValue::Int(value)) => Value::Bool(value != 0),
+        (DeviceAttribute::Exists, WireValue::Bool(value)) => Value::Bool(value),
+        (DeviceAttribute::Exists, WireValue::None) => Value::Bool(false),
+        (DeviceAttribute::MaxThreadDimensions, WireValue::Str(text)) if text.len() <= MAX_DIMENSIONS_TEXT => {
+            serde_json::from_str(text.as_str()).map_or_else(|_| Value::Str(text.as_str().to_owned()), Value::Shape)
+        }
+        (_, WireValue::None) => Value::Null,
+        (_, WireValue::Int(value)) => Value::Int(value),
+        (_, WireValue::Bool(value)) => Value::Bool(value),
+        (_, WireValue::Float(value)) => Value::Float(value),
+        (_, WireValue::Str(text)) => Value::Str(text.as_str().to_owned()),
+        _ => return Err(unexpected("an attribute of a device")),
+    })
+}

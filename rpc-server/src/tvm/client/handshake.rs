@@ -1,0 +1,135 @@
+//! The beginning of a session: hello, first request, and the largest frame that the server takes.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use rpc_core::limits::MemoryQuota;
+use rpc_core::{ErrorKind, RpcError};
+use rpc_transports::{Channel, ChannelIo};
+use rpc_tvm::wire::{
+    CallResult, ClientEvent, ClientWire, Expected, Hello, PROTOCOL_VERSION, Request, ServerAnswer, ServerReply,
+    WireLimits, WireValue,
+};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+
+use super::link::lost;
+use super::objects::Objects;
+use super::session::{ClientCore, TvmClientSession};
+
+/// Function of a server that tells the largest frame that it takes. Servers for computers have none.
+const MAX_PACKET: &str = "tvm.rpc.server.GetCRTMaxPacketSize";
+
+/// Terms of a session.
+pub(super) struct Terms<'a> {
+    /// Key of the server; may be empty.
+    pub(super) key: &'a str,
+    /// Time for the whole session, of which the server is told.
+    pub(super) timeout: Option<f64>,
+    pub(super) max_message: u64,
+    pub(super) memory: Arc<MemoryQuota>,
+    /// Time limit for all steps here.
+    pub(super) limit: Duration,
+}
+
+/// Begins a session over a channel.
+pub(super) async fn begin(mut channel: Channel, terms: Terms<'_>) -> Result<TvmClientSession, RpcError> {
+    let limit = terms.limit;
+    let wire = ClientWire::new(WireLimits::new(terms.max_message));
+    let begun = tokio::time::timeout(limit, Handshake { io: channel.io_mut(), wire }.perform(&terms)).await;
+    let Ok(begun) = begun else {
+        let text = format!(
+            "the server has not answered within {limit:?}: a server of TVM serves one client, and lets the next one wait"
+        );
+        return Err(RpcError::new(ErrorKind::PeerSilent, text));
+    };
+    let (wire, key, max_packet) = begun?;
+    let (io, peer, guard) = channel.into_parts();
+    let core = ClientCore::new(peer, key, terms.max_message, max_packet, terms.memory, Objects::new()?);
+    Ok(TvmClientSession::spawn(core, io, wire, guard))
+}
+
+struct Handshake<'a> {
+    io: &'a mut dyn ChannelIo,
+    wire: ClientWire,
+}
+
+impl Handshake<'_> {
+    /// Returns the state of the connection, the key of the server, and its largest frame.
+    async fn perform(mut self, terms: &Terms<'_>) -> Result<(ClientWire, String, u64), RpcError> {
+        let mut key = format!("client:{}", terms.key);
+        if let Some(timeout) = terms.timeout {
+            key += &format!(" -timeout={timeout:?}");
+        }
+        self.write(&Hello { key }.encode()).await?;
+        let key = match self.event(None).await? {
+            ClientEvent::Answer(ServerAnswer::Accepted { key }) => key,
+            ClientEvent::Answer(ServerAnswer::Duplicate) => {
+                let text = format!("another client waits for a server with key '{}' at that proxy", terms.key);
+                return Err(RpcError::new(ErrorKind::Refused, text));
+            }
+            ClientEvent::Answer(_) => {
+                let text = format!("the server has not the key '{}', or none is there under it", terms.key);
+                return Err(RpcError::new(ErrorKind::Refused, text));
+            }
+            _ => return Err(RpcError::new(ErrorKind::Protocol, "the server has not answered the hello")),
+        };
+        let init = Request::Init { version: PROTOCOL_VERSION.into(), constructor: Vec::new() };
+        let find = Request::GetFunction { name: MAX_PACKET.into() };
+        // Both wait for no reply: the server answers one after the other.
+        self.write(&[init.encode(), find.encode()].concat()).await?;
+        match self.reply(Expected::Value).await? {
+            ServerReply::Value(WireValue::None) => {}
+            ServerReply::Exception(text) => return Err(RpcError::new(ErrorKind::VersionMismatch, text)),
+            _ => return Err(RpcError::new(ErrorKind::Protocol, "the server has not begun the session")),
+        }
+        let max_packet = match self.reply(Expected::Value).await? {
+            ServerReply::Value(WireValue::Pointer(function)) if function != 0 => self.max_packet(function).await?,
+            _ => u64::MAX,
+        };
+        Ok((self.wire, key, max_packet))
+    }
+
+    async fn max_packet(&mut self, function: u64) -> Result<u64, RpcError> {
+        self.write(&Request::Call { function, args: Vec::new() }.encode()).await?;
+        let size = match self.reply(Expected::Call).await? {
+            ServerReply::Call(CallResult::Plain(WireValue::Int(size))) => u64::try_from(size).ok(),
+            _ => None,
+        };
+        self.write(&Request::Free { handle: function }.encode()).await?;
+        self.reply(Expected::Value).await?;
+        size.ok_or_else(|| RpcError::new(ErrorKind::Protocol, format!("{MAX_PACKET} returned no size")))
+    }
+
+    async fn reply(&mut self, expected: Expected) -> Result<ServerReply, RpcError> {
+        loop {
+            match self.event(Some(expected)).await? {
+                ClientEvent::Reply(reply) => return Ok(reply),
+                // None of these replies is large.
+                ClientEvent::Announced { .. } => self.wire.refuse(),
+                ClientEvent::Shutdown => {
+                    return Err(RpcError::new(ErrorKind::PeerLost, "the server ended the session as it began"));
+                }
+                _ => return Err(RpcError::new(ErrorKind::Protocol, "the server answers what was not asked")),
+            }
+        }
+    }
+
+    async fn event(&mut self, expected: Option<Expected>) -> Result<ClientEvent, RpcError> {
+        loop {
+            let event = self.wire.poll_event(expected);
+            if let Some(event) = event.map_err(|error| RpcError::new(ErrorKind::Protocol, error.to_string()))? {
+                return Ok(event);
+            }
+            let read = self.io.read_buf(&mut self.wire.input()).await;
+            if read.map_err(|error| lost(&error))? == 0 {
+                let text = "the server closed the connection during the handshake";
+                return Err(RpcError::new(ErrorKind::PeerLost, text));
+            }
+        }
+    }
+
+    async fn write(&mut self, bytes: &[u8]) -> Result<(), RpcError> {
+        self.io.write_all(bytes).await.map_err(|error| lost(&error))?;
+        self.io.flush().await.map_err(|error| lost(&error))
+    }
+}

@@ -1,0 +1,137 @@
+//! The opener of `tvm://` addresses.
+
+use std::sync::Arc;
+
+use rpc_core::limits::MemoryQuota;
+use rpc_core::{RpcError, Session};
+use rpc_transports::{
+    Address, AddressError, BoxFuture, ConnectError, Connector, Dial, Properties, Reach, SessionOpener,
+};
+
+use super::handshake::{Terms, begin};
+
+const SCHEME: &str = "tvm";
+
+/// Parameter with the seconds after which the server ends the session.
+const TIMEOUT: &str = "timeout";
+
+/// Bytes that all sessions of a process with servers of TVM may hold for large frames, replies on
+/// their way, and files.
+const MAX_MEMORY: u64 = 512 << 20;
+
+/// Number of keep-alive intervals of silence after which a server is given up.
+const SILENT_INTERVALS: u32 = 3;
+
+/// Longest key, so that one with its options fits the limit of any peer.
+const MAX_KEY: usize = 1024;
+
+/// Opener of sessions with servers of TVM: `tvm://host:port/KEY?timeout=SECONDS`, of which key and
+/// time may be missing.
+///
+/// The protocol has neither identity nor encryption, and a server of TVM takes any client. The last
+/// hop of a chain opens the session, so that one beside the server can guard it.
+#[derive(Debug)]
+pub(crate) struct TvmOpener {
+    memory: Arc<MemoryQuota>,
+}
+
+impl TvmOpener {
+    pub(crate) fn new() -> Self {
+        Self { memory: MemoryQuota::new("memory of sessions with servers of TVM", MAX_MEMORY, None) }
+    }
+}
+
+impl SessionOpener for TvmOpener {
+    fn schemes(&self) -> &[&str] {
+        &[SCHEME]
+    }
+
+    fn check(&self, at: &Address) -> Result<Properties, AddressError> {
+        let problem = match () {
+            () if at.host().is_none() => "two slashes and a host are missing",
+            () if at.port().is_none() => "no port follows the host",
+            () if at.user().is_some() => "there are no users",
+            () if at.parameters().any(|name| name != TIMEOUT) => "timeout is the only parameter",
+            () if timeout(at).is_err() => "the timeout is no positive number of seconds",
+            () if at.key().is_some_and(|key| !is_key(key)) => "the key has spaces, or is too long",
+            () if at.has_loopback_host() => return Ok(Properties::plain(Reach::Machine)),
+            () => return Ok(Properties::plain(Reach::Network)),
+        };
+        Err(AddressError::invalid(at, format!("{problem}; write for example tvm://board.lan:9090/KEY?timeout=60")))
+    }
+
+    fn canonical(&self, at: &Address) -> Result<Address, AddressError> {
+        // An operator allows a server, whatever the time that its clients want.
+        let (host, port) = at.host_and_port().unwrap_or_default();
+        let bare = Address::at_host(SCHEME, host, port)?;
+        at.key().map_or(Ok(bare.clone()), |key| bare.with_key(key))
+    }
+
+    fn open<'a>(&'a self, to: &'a Address, connector: &'a Connector) -> BoxFuture<'a, Result<Session, ConnectError>> {
+        Box::pin(self.connect(to, connector))
+    }
+}
+
+impl TvmOpener {
+    async fn connect(&self, to: &Address, connector: &Connector) -> Result<Session, ConnectError> {
+        let key = connector.requested_key().unwrap_or_default();
+        if !is_key(key) {
+            let text = format!("the key {key:?} has spaces or is too long for a server of TVM");
+            return Err(RpcError::invalid_argument(text).into());
+        }
+        let (host, port) = to.host_and_port().unwrap_or_default();
+        let silence = connector.terms().keep_alive.saturating_mul(SILENT_INTERVALS);
+        let dial = Dial { socket_silence: Some(silence), ..connector.terms().clone() };
+        let channel = connector.clone().dial(dial).open_channel(&Address::tcp(host, port)?).await?;
+        let terms = Terms {
+            key,
+            timeout: timeout(to).ok().flatten(),
+            max_message: connector.wire_limits().max_message,
+            memory: self.memory.clone(),
+            limit: connector.handshake_limit(),
+        };
+        let session = begin(channel, terms).await.map_err(|error| error.with_peer(to.to_string()))?;
+        Ok(Session::new(session))
+    }
+}
+
+/// Returns the time-out that an address names.
+fn timeout(at: &Address) -> Result<Option<f64>, ()> {
+    let Some(text) = at.parameter(TIMEOUT) else { return Ok(None) };
+    // What is no number stops a server of TVM for good.
+    text.parse().ok().filter(|seconds: &f64| seconds.is_finite() && *seconds > 0.0).map(Some).ok_or(())
+}
+
+fn is_key(key: &str) -> bool {
+    key.len() <= MAX_KEY && !key.contains(char::is_whitespace) && !key.contains(char::is_control)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_have_a_host_a_port_a_key_and_a_time() {
+        let check = |text: &str| TvmOpener::new().check(&text.parse().unwrap());
+        assert_eq!(check("tvm://127.0.0.1:9090").unwrap(), Properties::plain(Reach::Machine));
+        assert_eq!(check("tvm://board:9090/rasp3b?timeout=0.5").unwrap(), Properties::plain(Reach::Network));
+        for wrong in [
+            "tvm://board",
+            "tvm:board",
+            "tvm://me@board:9090",
+            "tvm://board:9090?token=x",
+            "tvm://board:9090?timeout=abc",
+            "tvm://board:9090?timeout=0",
+            "tvm://board:9090?timeout=inf",
+        ] {
+            assert!(check(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn patterns_of_operators_do_not_see_the_time() {
+        let canonical = |text: &str| TvmOpener::new().canonical(&text.parse().unwrap()).unwrap().to_string();
+        assert_eq!(canonical("tvm://board:9090?timeout=5"), "tvm://board:9090");
+        assert_eq!(canonical("tvm://[::1]:9090/k?timeout=5"), "tvm://[::1]:9090/k");
+    }
+}
