@@ -9,8 +9,8 @@
 //!
 //! The protocol has one order for all requests of a connection, no cancellation and no keep-alive.
 //! So a session has one lane in effect: requests of other lanes wait for each other as well. A
-//! request that was sent runs to its end, also if its deadline has passed or its caller is gone, and
-//! later ones wait for it; to stop it the session has to end. The operating system watches the
+//! request that was sent runs to its end, even if its deadline has passed or its caller is gone,
+//! and later ones wait for it; to stop it the session has to end. The operating system watches the
 //! connection, since nothing in the protocol can.
 //!
 //! Handles are minted here, and those of the server never leave: a server of TVM takes any number

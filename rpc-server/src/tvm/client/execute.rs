@@ -18,6 +18,9 @@ use super::values::{self, ObjectKind, Received, checked_device, checked_name, pi
 /// Length from which a frame is charged: smaller ones are a part of what a session takes anyway.
 const CHARGED: u64 = 16 << 10;
 
+/// Room in bytes for a request that carries no data, with the longest of names.
+const SMALL: u64 = 5 << 10;
+
 /// Bytes in front of the data of a copy, with the header of a tensor of one dimension.
 const COPY_HEADER: u64 = 44 + 8;
 
@@ -97,9 +100,11 @@ impl ClientCore {
             Operation::Read { from, offset, len, into: _ } => self.read(id, &from, offset, len).await,
             Operation::Copy { from, to } => self.copy(id, &from, &to).await,
             Operation::Free { handle } => {
+                // From here on nothing waits, so that what is removed is freed.
+                self.room(id, SMALL).await?;
                 let held = self.objects.lock().remove(handle)?;
                 match held.freeing() {
-                    Some(request) => self.send(id, &request, |_, _| Ok(Value::Null)).await,
+                    Some(request) => self.send_at_once(id, &request, |_, _| Ok(Value::Null)),
                     None => self.complete(id, Ok(Value::Null)),
                 }
                 Ok(())
@@ -113,18 +118,18 @@ impl ClientCore {
                     }
                     _ => Err(unexpected("a stream")),
                 };
-                self.send(id, &Request::CreateStream { device }, keep).await;
-                Ok(())
+                self.send(id, &Request::CreateStream { device }, keep).await
             }
             Operation::SetStream { device, stream } => {
                 let device = checked_device(device)?;
+                self.room(id, SMALL).await?;
                 let request = {
                     let mut objects = self.objects.lock();
                     let stream = stream.map_or(Ok(0), |stream| objects.stream(device, stream))?;
                     objects.current_streams.insert(device, stream);
                     Request::SetStream { device, stream }
                 };
-                self.send(id, &request, |_, _| Ok(Value::Null)).await;
+                self.send_at_once(id, &request, |_, _| Ok(Value::Null));
                 Ok(())
             }
             Operation::StreamWait { device, stream } => {
@@ -133,8 +138,7 @@ impl ClientCore {
                     let objects = self.objects.lock();
                     stream.map_or(Ok(objects.current_stream(device)), |stream| objects.stream(device, stream))?
                 };
-                self.send(id, &Request::StreamSync { device, stream }, |_, _| Ok(Value::Null)).await;
-                Ok(())
+                self.send(id, &Request::StreamSync { device, stream }, |_, _| Ok(Value::Null)).await
             }
             Operation::LoadModule { path, loader } => self.load_module(id, path, loader).await,
             Operation::ModuleFunction { module, name } => self.module_function(id, module, name).await,
@@ -142,16 +146,27 @@ impl ClientCore {
         }
     }
 
-    /// Sends a request of one value. `finish` makes the outcome of that.
+    /// Sends a request of one value when there is room. `finish` makes the outcome of that.
     async fn send(
         self: &Arc<Self>,
         id: u64,
         request: &Request,
         finish: impl FnOnce(&Self, WireValue) -> Outcome + Send + 'static,
+    ) -> Result<(), RpcError> {
+        self.room(id, SMALL).await?;
+        self.send_at_once(id, request, finish);
+        Ok(())
+    }
+
+    /// Sends a request of one value, for which there is room.
+    fn send_at_once(
+        self: &Arc<Self>,
+        id: u64,
+        request: &Request,
+        finish: impl FnOnce(&Self, WireValue) -> Outcome + Send + 'static,
     ) {
-        let (core, frame) = (self.clone(), Frame::of(request));
-        self.link.room(frame.len()).await;
-        self.link.send(frame, move |reply| {
+        let core = self.clone();
+        self.link.send(Frame::of(request), move |reply| {
             let outcome = match reply {
                 Ok(ServerReply::Value(value)) => finish(&core, value),
                 Ok(_) => Err(unexpected("one value")),
@@ -178,8 +193,7 @@ impl ClientCore {
             }
             _ => Err(unexpected("the handle of a function")),
         };
-        self.send(id, &Request::GetFunction { name }, keep).await;
-        Ok(())
+        self.send(id, &Request::GetFunction { name }, keep).await
     }
 
     async fn call(self: &Arc<Self>, id: u64, function: Handle, args: Vec<Value>) -> Result<(), RpcError> {
@@ -194,7 +208,7 @@ impl ClientCore {
             _ => return Err(other_kind(function, "function")),
         };
         let frame = self.call_frame(handle, args)?;
-        self.link.room(frame.len()).await;
+        self.room(id, frame.len()).await?;
         let core = self.clone();
         self.link.send(frame, move |reply| {
             let outcome = reply.and_then(|reply| match reply {
@@ -242,8 +256,7 @@ impl ClientCore {
             }
             _ => Err(unexpected("memory")),
         };
-        self.send(id, &Request::Alloc { header, scope }, keep).await;
-        Ok(())
+        self.send(id, &Request::Alloc { header, scope }, keep).await
     }
 
     async fn write(self: &Arc<Self>, id: u64, to: &TensorRef, offset: u64, data: Bytes) -> Result<(), RpcError> {
@@ -261,8 +274,7 @@ impl ClientCore {
             frames.push(Frame { parts: vec![head.into(), part], expected: Expected::Value, lease: None });
         }
         frames.extend(sync(self, header.device));
-        self.send_all(id, frames).await;
-        Ok(())
+        self.send_all(id, frames).await
     }
 
     async fn read(self: &Arc<Self>, id: u64, from: &TensorRef, offset: u64, len: u64) -> Result<(), RpcError> {
@@ -282,7 +294,7 @@ impl ClientCore {
             && header.device == Device::cpu()
         {
             let (core, frame) = (self.clone(), ask(0, size));
-            self.link.room(frame.len()).await;
+            self.room(id, frame.len()).await?;
             self.link.send(frame, move |reply| {
                 let outcome = reply.and_then(|reply| match reply {
                     ServerReply::Data(data) => Ok(Value::Bytes(data)),
@@ -338,17 +350,16 @@ impl ClientCore {
             let copy = Frame::of(&Request::CopyAmong { from, to, stream });
             std::iter::once(copy).chain(sync(self, device)).collect()
         };
-        self.send_all(id, frames).await;
-        Ok(())
+        self.send_all(id, frames).await
     }
 
     /// Sends frames of one value each, and completes the request with the first error among the
     /// replies.
-    async fn send_all(self: &Arc<Self>, id: u64, frames: Vec<Frame>) {
+    async fn send_all(self: &Arc<Self>, id: u64, frames: Vec<Frame>) -> Result<(), RpcError> {
         let last = frames.len() - 1;
         let failed: Arc<Mutex<Option<RpcError>>> = Arc::default();
         for (at, frame) in frames.into_iter().enumerate() {
-            self.link.room(frame.len()).await;
+            self.room(id, frame.len()).await?;
             let (core, failed) = (self.clone(), failed.clone());
             self.link.send(frame, move |reply| {
                 let mut failed = failed.lock();
@@ -362,6 +373,7 @@ impl ClientCore {
                 }
             });
         }
+        Ok(())
     }
 
     async fn attribute(self: &Arc<Self>, id: u64, device: Device, attribute: DeviceAttribute) -> Result<(), RpcError> {
@@ -372,8 +384,7 @@ impl ClientCore {
             return Ok(());
         }
         let request = Request::Attribute { device, kind: code.into() };
-        self.send(id, &request, move |_, value| attribute_value(attribute, value)).await;
-        Ok(())
+        self.send(id, &request, move |_, value| attribute_value(attribute, value)).await
     }
 
     async fn load_module(self: &Arc<Self>, id: u64, path: String, loader: Option<String>) -> Result<(), RpcError> {

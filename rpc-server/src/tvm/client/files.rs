@@ -17,8 +17,8 @@ use super::objects::{Held, other_kind};
 use super::session::ClientCore;
 use super::values::{ObjectKind, Received, checked_name};
 
-/// A file that is being sent: its pieces are kept until it is complete, because the protocol has one
-/// request for all of it.
+/// A file that is being sent: its pieces are kept until it is complete, because the protocol has
+/// one request for all of it.
 pub(super) struct Upload {
     target: Target,
     /// Announced length in bytes.

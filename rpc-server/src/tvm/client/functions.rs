@@ -1,5 +1,5 @@
-//! The functions that a session with a server of TVM has beside those of the server: what clients of
-//! this project call for files, modules, measurements and information, in terms of the functions
+//! The functions that a session with a server of TVM has beside those of the server: what clients
+//! of this project call for files, modules, measurements and information, in terms of the functions
 //! that TVM's own clients call.
 
 use std::sync::Arc;

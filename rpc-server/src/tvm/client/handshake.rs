@@ -16,11 +16,13 @@ use super::link::lost;
 use super::objects::Objects;
 use super::session::{ClientCore, TvmClientSession};
 
-/// Function of a server that tells the largest frame that it takes. Servers for computers have none.
+/// Function that tells the largest frame that a server takes. Servers for computers have none.
 const MAX_PACKET: &str = "tvm.rpc.server.GetCRTMaxPacketSize";
 
 /// Terms of a session.
 pub(super) struct Terms<'a> {
+    /// Address of the server, for errors.
+    pub(super) peer: String,
     /// Key of the server; may be empty.
     pub(super) key: &'a str,
     /// Time for the whole session, of which the server is told.
@@ -38,13 +40,13 @@ pub(super) async fn begin(mut channel: Channel, terms: Terms<'_>) -> Result<TvmC
     let begun = tokio::time::timeout(limit, Handshake { io: channel.io_mut(), wire }.perform(&terms)).await;
     let Ok(begun) = begun else {
         let text = format!(
-            "the server has not answered within {limit:?}: a server of TVM serves one client, and lets the next one wait"
+            "the server has not answered within {limit:?}: a server of TVM serves one client, and the next one waits"
         );
         return Err(RpcError::new(ErrorKind::PeerSilent, text));
     };
     let (wire, key, max_packet) = begun?;
-    let (io, peer, guard) = channel.into_parts();
-    let core = ClientCore::new(peer, key, terms.max_message, max_packet, terms.memory, Objects::new()?);
+    let (io, _, guard) = channel.into_parts();
+    let core = ClientCore::new(terms.peer, key, terms.max_message, max_packet, terms.memory, Objects::new()?);
     Ok(TvmClientSession::spawn(core, io, wire, guard))
 }
 

@@ -11,7 +11,7 @@ use super::execute::unexpected;
 use super::functions::{self, server_function};
 use super::link::Frame;
 use super::session::ClientCore;
-use crate::builtins::{DeviceInfo, ServerInfo};
+use crate::builtins::{DeviceInfo, ModulesInfo, ServerInfo};
 
 /// Kinds of devices that are looked for, of each the first device.
 const KINDS: [DeviceType; 7] = [
@@ -63,7 +63,7 @@ pub(super) async fn info(core: &Arc<ClientCore>) -> Outcome {
     }
     let unknown = || "unknown".to_owned();
     let info = ServerInfo {
-        version: format!("of TVM, protocol {PROTOCOL_VERSION}"),
+        version: format!("TVM RPC {PROTOCOL_VERSION}"),
         protocol_version: 0,
         uptime_seconds: 0.0,
         sessions: 1,
@@ -75,7 +75,7 @@ pub(super) async fn info(core: &Arc<ClientCore>) -> Outcome {
         host: core.peer.clone(),
         arch: unknown(),
         os: unknown(),
-        modules: None,
+        modules: Some(ModulesInfo { max_bytes: core.max_message, listed_only: false, unavailable: None }),
         leases: Vec::new(),
         identity: None,
         rules: None,

@@ -267,7 +267,7 @@ pub(super) async fn read(core: &ClientCore, io: &mut (impl AsyncRead + Unpin), m
 /// Returns the reply, or the error that it stands for.
 fn checked(reply: ServerReply, core: &ClientCore) -> Result<ServerReply, RpcError> {
     match reply {
-        ServerReply::Exception(text) => Err(exception(text)),
+        ServerReply::Exception(text) => Err(exception(text).with_peer(&*core.peer).from_next_hop()),
         ServerReply::Unusable(text) => Err(RpcError::new(ErrorKind::Protocol, text).may_have_run(true)),
         ServerReply::TooLarge { len } => {
             let (limit, all) = (core.max_message, core.memory.limit());

@@ -83,14 +83,16 @@ impl TvmOpener {
         let silence = connector.terms().keep_alive.saturating_mul(SILENT_INTERVALS);
         let dial = Dial { socket_silence: Some(silence), ..connector.terms().clone() };
         let channel = connector.clone().dial(dial).open_channel(&Address::tcp(host, port)?).await?;
+        let peer = to.to_string();
         let terms = Terms {
+            peer: peer.clone(),
             key,
             timeout: timeout(to).ok().flatten(),
             max_message: connector.wire_limits().max_message,
             memory: self.memory.clone(),
             limit: connector.handshake_limit(),
         };
-        let session = begin(channel, terms).await.map_err(|error| error.with_peer(to.to_string()))?;
+        let session = begin(channel, terms).await.map_err(|error| error.with_peer(peer))?;
         Ok(Session::new(session))
     }
 }

@@ -43,7 +43,7 @@ pub(super) struct ClientCore {
     queued: Notify,
     /// Wakes the watch on deadlines.
     earlier: Notify,
-    /// Wakes the watch on callers, when one may be the last to have gone.
+    /// Wakes those who watch callers, when one has got its outcome or is gone.
     gone: Notify,
     next_id: AtomicU64,
 }
@@ -135,7 +135,7 @@ impl Drop for TvmClientSession {
     fn drop(&mut self) {
         self.0.queue.lock().is_dropped = true;
         self.0.queued.notify_one();
-        self.0.gone.notify_one();
+        self.0.gone.notify_waiters();
     }
 }
 
@@ -145,14 +145,14 @@ impl ReplyControl for ClientCore {
         let Some(at) = queue.waiting.iter().position(|(waiting, _)| *waiting == id) else {
             if let Some(live) = queue.live.get_mut(&id) {
                 live.is_cancelled = true;
-                self.gone.notify_one();
+                self.gone.notify_waiters();
             }
             return;
         };
         let operation = queue.waiting.remove(at);
         let live = queue.forget(id);
         drop(queue);
-        self.gone.notify_one();
+        self.gone.notify_waiters();
         drop(operation);
         if let Some(live) = live {
             live.responder.complete(Err(RpcError::new(ErrorKind::Cancelled, "the request was cancelled")));
@@ -244,10 +244,30 @@ impl ClientCore {
         true
     }
 
+    /// Waits until a frame of `len` bytes may be sent for a request.
+    ///
+    /// # Errors
+    ///
+    /// Nobody waits for the request any more.
+    pub(super) async fn room(&self, id: u64, len: u64) -> Result<(), RpcError> {
+        loop {
+            let gone = self.gone.notified();
+            let is_wanted = self.queue.lock().live.get(&id).is_some_and(|live| !live.is_cancelled);
+            if !is_wanted {
+                return Err(RpcError::new(ErrorKind::Cancelled, "the request was cancelled"));
+            }
+            tokio::select! {
+                biased;
+                () = self.link.room(len) => return Ok(()),
+                () = gone => {}
+            }
+        }
+    }
+
     /// Completes a request. Objects in an outcome that nobody takes are freed.
     pub(super) fn complete(&self, id: u64, outcome: Outcome) {
         let live = self.queue.lock().forget(id);
-        self.gone.notify_one();
+        self.gone.notify_waiters();
         match (live, outcome) {
             (Some(live), outcome) => {
                 let with_peer = |error: RpcError| error.with_peer(&*self.peer);
@@ -271,6 +291,7 @@ impl ClientCore {
             expired.extend(live);
         }
         drop(queue);
+        self.gone.notify_waiters();
         for live in expired {
             let error = RpcError::new(ErrorKind::DeadlineExceeded, "the deadline of the request has passed");
             live.responder.complete(Err(error.may_have_run(live.has_begun)));
@@ -292,8 +313,8 @@ impl ClientCore {
         }
     }
 
-    /// Waits until the session is dropped and no caller waits for a reply. Then ends the connection,
-    /// though the server may still run a function: nothing else stops that.
+    /// Waits until the session is dropped and no caller waits for a reply. Then ends the
+    /// connection, though the server may still run a function: nothing else stops that.
     async fn watch_callers(&self) -> RpcError {
         loop {
             let gone = self.gone.notified();
