@@ -479,3 +479,33 @@ fn the_log_names_clients_that_are_refused() {
     assert_eq!(forwarded.status.code(), Some(77), "{}", said(&forwarded));
     hop.await_log("refused a client");
 }
+
+/// The gateway speaks TLS and tokens to the world, and TVM's protocol, which has neither, to the
+/// server.
+#[cfg(feature = "tvm")]
+#[test]
+fn a_gateway_guards_a_server_of_tvm() {
+    let files = TrustFiles::with_certificates();
+    files.token("tokens", &[]);
+    let board = files.serve(&["tcp://127.0.0.1:0"], &["--tvm", "--tvm-self-test", "--key", "board"]);
+    let target = board.addresses[0].replace("tcp://", "tvm://") + "/board";
+    let (cert, key, ca, token) =
+        (files.pki("server.pem"), files.pki("server.key"), files.pki("ca.pem"), files.path("tokens"));
+    let bare = target.replace("/board", "");
+    let gateway = files.serve(
+        &["tls://127.0.0.1:0"],
+        &["--cert", &cert, "--cert-key", &key, "--token-file", &token, "--allow-forward", &bare],
+    );
+    let call = |target: &str, function: &str, trust: &[&str]| {
+        cli(&[&["call", "-J", &gateway.addresses[0], target, function, "41"], trust].concat())
+    };
+    let trust = ["--ca", &ca, "--token-file", &token];
+    assert_eq!(ok(call(&target, "rpc.test.addone", &trust)).trim(), "42");
+    assert_eq!(ok(call(&format!("{target}?timeout=60"), "rpc.test.addone", &trust)).trim(), "42");
+    let failed = call(&target, "rpc.test.strcat", &trust);
+    assert!(!failed.status.success() && said(&failed).contains("strcat"), "{}", said(&failed));
+    let stranger = call(&target, "rpc.test.addone", &["--ca", &ca]);
+    assert!(!stranger.status.success(), "{}", said(&stranger));
+    let elsewhere = call("tvm://127.0.0.1:1/board", "rpc.test.addone", &trust);
+    assert!(said(&elsewhere).contains("may not be used to reach"), "{}", said(&elsewhere));
+}

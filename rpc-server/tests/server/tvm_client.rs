@@ -1,17 +1,28 @@
-//! Our clients at servers of TVM (`tvm://`): at a server of this project that speaks TVM's protocol.
+//! Our clients at servers of TVM (`tvm://`): at a server of this project that speaks TVM's protocol,
+//! at one of the package `apache-tvm`, and at small servers that tell what they were asked.
 
-use std::net::TcpListener;
+use std::io::{BufRead as _, BufReader, Read as _, Write as _};
+use std::net::{Shutdown, TcpListener, TcpStream};
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use bytes::Bytes;
+use bytes::{BufMut as _, Bytes};
+use rpc_core::client::{Files, Modules};
 use rpc_core::{
     DataType, Device, DeviceAttribute, DeviceType, ErrorKind, Handle, Operation, Reference, Registry, RemoteFunction,
     RemoteTensor, Request, Result, RpcSession as _, Session, Tensor, TensorRef, Value,
 };
+use rpc_server::builtins::{TimeOptions, time_function};
 use rpc_server::config::ServeConfig;
 use rpc_server::{RpcServer, Running};
 use rpc_transports::Connector;
+use rpc_tvm::wire::{self, HelloAnswer, ServerEvent, ServerWire, WireLimits, WireValue};
 use tokio::runtime::Runtime;
+
+use super::cli::{cli, failing_cli};
+use crate::native_modules::tvm_ffi;
 
 /// Time limit of events that are expected.
 const LIMIT: Duration = Duration::from_secs(30);
@@ -267,4 +278,407 @@ fn a_server_is_refused_for_its_key_and_what_is_no_server_for_its_answer() {
     assert!(error.message().contains("serves one client"), "{error}");
     drop(listener);
     assert_eq!(kind_of(connect(&address)), ErrorKind::PeerLost);
+}
+
+/// A server of TVM that the test itself is.
+struct Board {
+    stream: TcpStream,
+    wire: ServerWire,
+}
+
+impl Board {
+    /// Starts a server for one client. Returns its address.
+    fn start<T: Send + 'static>(serve: impl FnOnce(Self) -> T + Send + 'static) -> (String, JoinHandle<T>) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = format!("tvm://{}", listener.local_addr().unwrap());
+        let served = thread::spawn(move || {
+            let (stream, _) = listener.accept().unwrap();
+            stream.set_read_timeout(Some(LIMIT)).unwrap();
+            let mut board = Self { stream, wire: ServerWire::new(WireLimits::default()) };
+            assert!(matches!(board.next(), Some(ServerEvent::Hello(_))));
+            serve(board)
+        });
+        (address, served)
+    }
+
+    /// As [`start`](Self::start), for a server that has begun the session. `max_packet` is the
+    /// largest frame that it says to take.
+    fn begun<T: Send + 'static>(
+        max_packet: Option<i64>,
+        serve: impl FnOnce(Self) -> T + Send + 'static,
+    ) -> (String, JoinHandle<T>) {
+        Self::start(move |mut board| {
+            board.send(&HelloAnswer::Accepted("server:").encode());
+            assert!(matches!(board.request(), Some(wire::Request::Init { .. })));
+            board.wire.begin();
+            board.value(WireValue::None);
+            assert!(matches!(board.request(), Some(wire::Request::GetFunction { .. })));
+            board.value(WireValue::Pointer(if max_packet.is_some() { 9 } else { 0 }));
+            if let Some(size) = max_packet {
+                assert!(matches!(board.request(), Some(wire::Request::Call { function: 9, .. })));
+                board.result(WireValue::Int(size));
+                assert_eq!(board.request(), Some(wire::Request::Free { handle: 9 }));
+                board.value(WireValue::None);
+            }
+            serve(board)
+        })
+    }
+
+    /// Returns the next event, or `None` once the client has left.
+    fn next(&mut self) -> Option<ServerEvent> {
+        loop {
+            if let Some(event) = self.wire.poll_event().unwrap() {
+                return Some(event);
+            }
+            let mut buffer = [0; 4096];
+            let room = self.wire.input().remaining_mut().min(buffer.len());
+            match self.stream.read(&mut buffer[..room]) {
+                Ok(0) | Err(_) => return None,
+                Ok(count) => self.wire.input().put_slice(&buffer[..count]),
+            }
+        }
+    }
+
+    /// Returns the next request; `None` for a copy to the server, and once the client has left.
+    fn request(&mut self) -> Option<wire::Request> {
+        match self.next() {
+            Some(ServerEvent::Request(request)) => Some(request),
+            _ => None,
+        }
+    }
+
+    /// Takes the data of a copy.
+    fn payload(&mut self) -> Vec<u8> {
+        let mut data = Vec::new();
+        while self.wire.payload_left() > 0 {
+            data.extend_from_slice(self.wire.payload());
+            self.wire.advance_payload(self.wire.payload().len());
+            if self.wire.payload_left() > 0 {
+                assert!(self.wire.poll_event().unwrap().is_none());
+                let mut byte = [0; 4096];
+                let room = self.wire.input().remaining_mut().min(byte.len());
+                let count = self.stream.read(&mut byte[..room]).unwrap();
+                self.wire.input().put_slice(&byte[..count]);
+            }
+        }
+        data
+    }
+
+    fn send(&mut self, bytes: &[u8]) {
+        self.stream.write_all(bytes).unwrap();
+    }
+
+    /// Ends the connection. What the client still sends is read, so that it gets all of the answer.
+    fn leave(mut self) {
+        self.stream.shutdown(Shutdown::Write).unwrap();
+        let _ = std::io::copy(&mut self.stream, &mut std::io::sink());
+    }
+
+    fn value(&mut self, value: WireValue) {
+        self.send(&wire::returned(&[value]));
+    }
+
+    fn result(&mut self, value: WireValue) {
+        self.send(&wire::returned_call(wire::CallResult::Plain(value)));
+    }
+}
+
+/// Looks a function up, and fails if there is no answer in time.
+fn find(session: &Session, name: &str) -> Result<RemoteFunction> {
+    session.get_function(name).deadline(Instant::now() + LIMIT).wait()
+}
+
+#[test]
+fn requests_are_on_the_wire_before_earlier_ones_are_answered() {
+    let (address, board) = Board::begun(None, |mut board| {
+        let asked: Vec<_> = (0..3).map(|_| board.request().unwrap()).collect();
+        for handle in 1..=3 {
+            board.value(WireValue::Pointer(handle));
+        }
+        let mut freed = Vec::new();
+        while let Some(request) = board.request().filter(|request| *request != wire::Request::Shutdown) {
+            let wire::Request::Free { handle } = request else { panic!("{request:?}") };
+            freed.push(handle);
+            board.value(WireValue::None);
+        }
+        (asked.len(), freed)
+    });
+    let session = connect(&address).unwrap();
+    let found: Vec<_> =
+        ["a", "b", "c"].map(|name| session.get_function(name).deadline(Instant::now() + LIMIT).start()).into();
+    let found: Vec<RemoteFunction> = found.into_iter().map(|found| found.wait().unwrap()).collect();
+    // Each is freed once: by the drop, before the session ends.
+    drop(found);
+    session.shutdown().wait().unwrap();
+    drop(session);
+    assert_eq!(board.join().unwrap(), (3, vec![1, 2, 3]));
+}
+
+#[test]
+fn data_wait_for_a_call_and_are_not_sent_if_their_caller_is_gone() {
+    let (address, board) = Board::begun(None, |mut board| {
+        assert!(matches!(board.request(), Some(wire::Request::Alloc { .. })));
+        board.value(WireValue::Pointer(64));
+        assert!(matches!(board.request(), Some(wire::Request::GetFunction { .. })));
+        board.value(WireValue::Pointer(8));
+        assert!(matches!(board.request(), Some(wire::Request::Call { function: 8, .. })));
+        // A small request is sent behind the call; the copy would have come before it.
+        assert!(matches!(board.request(), Some(wire::Request::GetFunction { .. })));
+        board.result(WireValue::Int(5));
+        board.value(WireValue::Pointer(0));
+    });
+    let session = connect(&address).unwrap();
+    let tensor = session.alloc(Device::cpu(), DataType::U8, &[1 << 20]).wait().unwrap();
+    let call = find(&session, "slow").unwrap().call::<i64>(()).start();
+    let write = Operation::Write { to: reference(&tensor), offset: 0, data: vec![1; 1 << 20].into() };
+    let expired = Request { deadline: Some(Instant::now()), ..Request::new(write) };
+    let error = session.shared().submit(expired).reply().wait().unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::DeadlineExceeded);
+    assert_eq!(kind_of(find(&session, "missing")), ErrorKind::NotFound);
+    assert_eq!(call.wait().unwrap(), 5);
+    drop((tensor, session));
+    board.join().unwrap();
+}
+
+#[test]
+fn copies_go_in_pieces_of_what_the_server_takes() {
+    let (address, board) = Board::begun(Some(120), |mut board| {
+        let (mut memory, mut sizes) = (vec![0; 200], Vec::new());
+        while let Some(event) = board.next() {
+            match event {
+                ServerEvent::Request(wire::Request::Alloc { .. }) => board.value(WireValue::Pointer(64)),
+                ServerEvent::CopyTo { to, len } => {
+                    assert_eq!((to.data, to.size_bytes()), (64, Some(len)));
+                    let at = to.byte_offset as usize;
+                    let data = board.payload();
+                    memory[at..at + data.len()].copy_from_slice(&data);
+                    sizes.push(len);
+                    board.value(WireValue::None);
+                }
+                ServerEvent::Request(wire::Request::CopyFrom { from, len }) => {
+                    let at = from.byte_offset as usize;
+                    sizes.push(len);
+                    board.send(&wire::copy_ack_header(len));
+                    let data = memory[at..at + len as usize].to_vec();
+                    board.send(&data);
+                }
+                ServerEvent::Request(wire::Request::Shutdown) => break,
+                _ => board.value(WireValue::None),
+            }
+        }
+        sizes
+    });
+    let session = connect(&address).unwrap();
+    let tensor = session.alloc(Device::cpu(), DataType::F32, &[50]).wait().unwrap();
+    let data: Vec<u8> = (0..200).collect();
+    session.copy_to_remote(&tensor, data.clone()).wait().unwrap();
+    assert_eq!(session.copy_from_remote(&tensor).wait().unwrap(), data);
+    session.shutdown().wait().unwrap();
+    assert_eq!(board.join().unwrap(), [64, 64, 64, 8].repeat(2));
+}
+
+#[test]
+fn a_server_that_breaks_the_protocol_ends_its_session_alone() {
+    let huge = [&(u64::MAX / 2).to_le_bytes()[..], &4_i32.to_le_bytes(), &[0; 100]].concat();
+    let unasked = [wire::returned(&[WireValue::Pointer(0)]), wire::returned(&[WireValue::None])].concat();
+    let is_timed_out = wire::exception("RPCSessionTimeoutError: over");
+    for (answer, expected) in [
+        (wire::returned(&[WireValue::Bool(true)]), ErrorKind::Protocol),
+        (wire::returned(&[]), ErrorKind::Protocol),
+        (wire::Request::Call { function: 1, args: Vec::new() }.encode(), ErrorKind::Protocol),
+        (wire::copy_ack_header(4).to_vec(), ErrorKind::Protocol),
+        (vec![1, 0, 0, 0, 0, 0, 0, 0, 4, 0, 0, 0], ErrorKind::Protocol),
+        (huge, ErrorKind::PeerLost),
+        (unasked, ErrorKind::NotFound),
+        (wire::shutdown(), ErrorKind::PeerLost),
+        (is_timed_out, ErrorKind::SessionTimeout),
+        (wire::exception("no"), ErrorKind::Application),
+        (vec![0; 8 * 1000], ErrorKind::PeerLost),
+        (Vec::new(), ErrorKind::PeerLost),
+    ] {
+        let sent = answer.clone();
+        let (address, board) = Board::begun(None, move |mut board| {
+            board.request().unwrap();
+            board.send(&sent);
+            board.leave();
+        });
+        let session = connect(&address).unwrap();
+        assert_eq!(kind_of(find(&session, "x")), expected, "{answer:x?}");
+        board.join().unwrap();
+        let ended = current_thread().block_on(session.ended());
+        assert!(ended.ends_session(), "{ended}");
+    }
+    // Before there is a session.
+    for (answer, expected) in [
+        (b"HTTP/1.1 400 Bad Request".to_vec(), ErrorKind::Protocol),
+        (HelloAnswer::Mismatch.encode(), ErrorKind::Refused),
+        (HelloAnswer::Duplicate.encode(), ErrorKind::Refused),
+        (Vec::new(), ErrorKind::PeerLost),
+        (
+            [HelloAnswer::Accepted("server:").encode(), wire::exception("other version")].concat(),
+            ErrorKind::VersionMismatch,
+        ),
+        ([HelloAnswer::Accepted("server:").encode(), wire::shutdown()].concat(), ErrorKind::PeerLost),
+    ] {
+        let (address, board) = Board::start(move |mut board| {
+            board.send(&answer);
+            board.leave();
+        });
+        let error = connector().handshake_timeout(LIMIT).connect_blocking(&address).unwrap_err().into_rpc_error();
+        assert_eq!(error.kind(), expected, "{error}");
+        board.join().unwrap();
+    }
+}
+
+#[test]
+fn the_command_line_works_at_a_server_of_tvm() {
+    let fixture = Fixture::new();
+    let address = &fixture.address();
+    let run = cli(&["call", address, "rpc.test.addone", "41"]);
+    assert_eq!((run.code, run.stdout.trim()), (0, "42"), "{}", run.stderr);
+    let run = cli(&["time", address, "rpc.test.addone", "1", "--repeat", "3"]);
+    assert!(run.code == 0 && run.stdout.contains("(3 samples)"), "{}{}", run.stdout, run.stderr);
+    let run = cli(&["info", address]);
+    assert!(run.code == 0 && run.stdout.contains("TVM RPC 0.8.0") && run.stdout.contains("cpu:0"), "{}", run.stdout);
+    let run = cli(&["doctor", address]);
+    assert!(run.code == 0 && run.stdout.contains("works"), "{}{}", run.stdout, run.stderr);
+    let run = failing_cli(&["functions", address]);
+    assert!(run.code != 0 && run.stderr.contains("the server cannot list its functions"), "{}", run.stderr);
+    let run = failing_cli(&["call", address, "rpc.test.except", "no such luck"]);
+    assert!(run.code != 0 && run.stderr.contains("no such luck"), "{}", run.stderr);
+}
+
+#[test]
+fn files_are_sent_fetched_and_removed() {
+    let fixture = Fixture::new();
+    let session = fixture.connect();
+    let files = Files::new(&session);
+    // Several pieces, which the protocol sends as one.
+    let data: Vec<u8> = (0..2_500_000_u32).map(|at| (at % 249) as u8).collect();
+    files.put_bytes("models/a.bin", data.clone()).wait().unwrap();
+    files.put("empty", &[][..]).wait().unwrap();
+    let mut copy = Vec::new();
+    assert_eq!(files.get("models/a.bin", &mut copy).wait().unwrap(), data.len() as u64);
+    assert!(copy == data);
+    let mut names: Vec<_> = files.ls("").wait().unwrap().into_iter().map(|file| file.name).collect();
+    names.sort_unstable();
+    assert_eq!(names, ["empty", "models"]);
+    assert_eq!(files.ls("models").wait().unwrap()[0].name, "models/a.bin");
+    files.rm("models/a.bin").wait().unwrap();
+    assert!(files.get("models/a.bin", &mut copy).wait().is_err());
+    for outside in ["../x", "/etc/passwd"] {
+        assert_eq!(kind_of(files.put_bytes(outside, "x").wait()), ErrorKind::InvalidArgument);
+        assert_eq!(kind_of(files.get(outside, &mut copy).wait()), ErrorKind::InvalidArgument);
+        assert_eq!(kind_of(files.rm(outside).wait()), ErrorKind::InvalidArgument);
+    }
+    // One message holds a file: more is refused before anything is kept.
+    let error = files.put_sized("large", 65 << 20, std::io::repeat(0)).wait().unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::LimitExceeded, "{error}");
+    assert!(error.message().contains("max_message"), "{error}");
+}
+
+/// A server of the package `apache-tvm`, whose process ends with this.
+struct StockServer(Child);
+
+impl StockServer {
+    /// Starts the server. Returns it, and its address.
+    fn start(packages: &Path) -> (Self, String) {
+        let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/python/tvm_server.py");
+        let mut command = Command::new("python3");
+        command.arg(script).env("PYTHONPATH", packages).stdin(Stdio::null()).stdout(Stdio::piped());
+        let mut server = Self(command.spawn().unwrap());
+        let mut port = String::new();
+        BufReader::new(server.0.stdout.take().unwrap()).read_line(&mut port).unwrap();
+        (server, format!("tvm://127.0.0.1:{}/board", port.trim()))
+    }
+}
+
+impl Drop for StockServer {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+#[test]
+fn the_server_of_tvm_itself_is_used() {
+    let Some(environment) = tvm_ffi::environment() else { return };
+    if environment.tvm_runtime().is_none() {
+        assert!(std::env::var_os("RPC_TESTS_REQUIRE_TVM").is_none(), "there is no TVM");
+        eprintln!("SKIPPED: there is no TVM beside TVM-FFI: tests/modules/prepare.sh brings it");
+        return;
+    }
+    let packages = environment.library().ancestors().nth(3).unwrap().to_owned();
+    let (_server, address) = StockServer::start(&packages);
+    let session = connector().handshake_timeout(LIMIT).connect_blocking(&address).unwrap();
+    // The server is used and left in good order below, and serves one session after the other.
+    assert_eq!(function(&session, "test.add").call::<i64>((40_i64, 2_i64)).wait().unwrap(), 42);
+    let echo = function(&session, "test.echo");
+    for value in [
+        Value::Null,
+        Value::Bool(true),
+        Value::Float(0.5),
+        Value::Str("short".to_owned()),
+        Value::Device(Device::cpu()),
+    ] {
+        assert_eq!(echo.call::<Value>((value.clone(),)).wait().unwrap(), value);
+    }
+    for text in ["a text of more than seven bytes", ""] {
+        assert_eq!(echo.call::<String>((text,)).wait().unwrap(), text);
+    }
+    for bytes in [&b"short"[..], b"more than seven bytes \0\xff"] {
+        assert_eq!(echo.call::<Bytes>((Bytes::from_static(bytes),)).wait().unwrap(), bytes);
+    }
+    let error = function(&session, "test.raise").call::<()>(("too bad",)).wait().unwrap_err();
+    assert_eq!((error.kind(), error.message()), (ErrorKind::Application, "too bad"));
+    let adder: RemoteFunction = function(&session, "test.adder").call((40_i64,)).wait().unwrap();
+    assert_eq!(adder.call::<i64>((2_i64,)).wait().unwrap(), 42);
+    // Tensors: of this side with their copies, of the server, and as arguments.
+    let count = 600_000;
+    let tensor = session.alloc(Device::cpu(), DataType::F32, &[count]).wait().unwrap();
+    let data = rpc_core::dlpack::to_bytes(&vec![0.5_f32; count as usize]);
+    session.copy_to_remote(&tensor, data.clone()).wait().unwrap();
+    assert!(session.copy_from_remote(&tensor).wait().unwrap() == data);
+    let sum: f64 = function(&session, "test.sum").call((&tensor,)).wait().unwrap();
+    assert!((sum - count as f64 / 2.0).abs() < 1.0, "{sum}");
+    let ones: RemoteTensor = function(&session, "test.ones").call((3_i64,)).wait().unwrap();
+    session.copy_among_remote(&ones, &tensor.view(8, DataType::F32, &[3], None)).wait().unwrap();
+    let start = session.copy_range_from_remote(&tensor, 4..12).wait().unwrap();
+    assert_eq!(start, rpc_core::dlpack::to_bytes(&[0.5_f32, 1.0]));
+    assert_eq!(session.attribute(Device::cpu(), DeviceAttribute::Exists).wait().unwrap(), Value::Bool(true));
+    // A function that returns its argument: servers of TVM cannot send that.
+    assert_eq!(kind_of(echo.call::<Value>((&ones,)).wait()), ErrorKind::Protocol);
+    assert_eq!(echo.call::<i64>((1_i64,)).wait().unwrap(), 1);
+    // Files, modules by their path and by their digest, and measurements.
+    let files = Files::new(&session);
+    let code = std::fs::read(environment.compile("kernels.c")).unwrap();
+    files.put_bytes("kernels.so", code.clone()).wait().unwrap();
+    let mut copy = Vec::new();
+    files.get("kernels.so", &mut copy).wait().unwrap();
+    assert!(copy == code);
+    assert_eq!(kind_of(files.ls("").wait()), ErrorKind::Unsupported);
+    let digest = rpc_server::modules::hash(std::fs::File::open(environment.compile("kernels.c")).unwrap()).unwrap().0;
+    let modules = Modules::new(&session);
+    assert!(modules.upload_bytes(digest, code.clone()).wait().unwrap());
+    assert!(!modules.upload_bytes(digest, code).wait().unwrap());
+    for module in [session.load_module("kernels.so"), modules.load(digest)] {
+        let module = module.wait().unwrap();
+        let scale = module.function("scale").wait().unwrap();
+        scale.call::<()>((&ones, &ones, 2.0)).wait().unwrap();
+        let options = TimeOptions { number: 2, repeat: 3, ..TimeOptions::default() };
+        let samples =
+            current_thread().block_on(time_function(&session, &scale, &options, (&ones, &ones, 1.0))).unwrap();
+        assert!(samples.len() == 3 && samples.iter().all(|sample| *sample > 0.0), "{samples:?}");
+        assert_eq!(kind_of(module.function("missing").wait()), ErrorKind::NotFound);
+    }
+    assert_eq!(session.copy_from_remote(&ones).wait().unwrap(), rpc_core::dlpack::to_bytes(&[4.0_f32; 3]));
+    session.shutdown().wait().unwrap();
+    drop(session);
+    // The next session, by the command line; the server lists its functions.
+    let run = cli(&["functions", &address, "test."]);
+    assert!(run.code == 0 && run.stdout.contains("test.adder"), "{}{}", run.stdout, run.stderr);
+}
+
+fn current_thread() -> Runtime {
+    tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap()
 }

@@ -1,0 +1,60 @@
+"""A server of TVM on a free port of this machine, which it prints: the loop of `tvm.exec.rpc_server`,
+whose own choice of a port begins at a fixed one.
+
+    python tvm_server.py
+"""
+
+import socket
+import time
+
+import tvm  # noqa: F401 - registers the functions of the runtime
+import tvm_ffi
+from tvm.rpc import server
+
+
+@tvm_ffi.register_global_func("test.add")
+def add(left, right):
+    return left + right
+
+
+@tvm_ffi.register_global_func("test.raise")
+def fail(text):
+    raise ValueError(text)
+
+
+@tvm_ffi.register_global_func("test.echo")
+def echo(value):
+    return value
+
+
+@tvm_ffi.register_global_func("test.adder")
+def adder(left):
+    return lambda right: left + right
+
+
+@tvm_ffi.register_global_func("test.ones")
+def ones(count):
+    return tvm.runtime.tensor(__import__("numpy").ones(count, "float32"))
+
+
+@tvm_ffi.register_global_func("test.sum")
+def total(tensor):
+    return float(tensor.numpy().sum())
+
+
+@tvm_ffi.register_global_func("test.sleep")
+def sleep(seconds):
+    time.sleep(seconds)
+
+
+def main():
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.bind(("127.0.0.1", 0))
+    listener.listen(1)
+    port = listener.getsockname()[1]
+    print(port, flush=True)
+    server._listen_loop(listener, port, "board", None, None, None)
+
+
+if __name__ == "__main__":
+    main()
