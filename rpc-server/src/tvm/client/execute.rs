@@ -304,6 +304,7 @@ impl ClientCore {
             });
             return Ok(());
         }
+        let _lease = self.memory.reserve(len)?;
         let mut data = BytesMut::with_capacity(len as usize);
         for (at, size) in pieces {
             match self.link.ask(ask(at, size)).await? {

@@ -46,7 +46,8 @@ pub(super) async fn begin(mut channel: Channel, terms: Terms<'_>) -> Result<TvmC
     };
     let (wire, key, max_packet) = begun?;
     let (io, _, guard) = channel.into_parts();
-    let core = ClientCore::new(terms.peer, key, terms.max_message, max_packet, terms.memory, Objects::new()?);
+    let objects = Objects::new(terms.memory.clone())?;
+    let core = ClientCore::new(terms.peer, key, terms.max_message, max_packet, terms.memory, objects);
     Ok(TvmClientSession::spawn(core, io, wire, guard))
 }
 

@@ -247,7 +247,13 @@ pub(super) async fn read(core: &ClientCore, io: &mut (impl AsyncRead + Unpin), m
                 }
                 drop(charged.take());
             }
-            Some(ClientEvent::Unasked(text)) => return exception(text),
+            Some(ClientEvent::Unasked(text)) => {
+                let error = exception(text);
+                // The server closes the connection after it, whatever it says.
+                let is_timeout = error.kind() == ErrorKind::SessionTimeout;
+                let said = error.message().to_owned();
+                return if is_timeout { error } else { RpcError::new(ErrorKind::PeerLost, said) };
+            }
             Some(ClientEvent::Shutdown) => {
                 return RpcError::new(ErrorKind::PeerLost, "the server has ended the session: it died, or was stopped");
             }

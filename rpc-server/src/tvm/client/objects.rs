@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use bytes::Bytes;
 use parking_lot::Mutex;
-use rpc_core::limits::MemoryLease;
+use rpc_core::limits::{MemoryLease, MemoryQuota};
 use rpc_core::{Device, ErrorKind, Handle, HandleTable, RpcError};
 use rpc_tvm::wire::Request;
 
@@ -15,6 +15,9 @@ use super::functions::ClientFunction;
 
 /// Maximum number of objects of a session.
 const MAX_OBJECTS: usize = 1 << 16;
+
+/// Bytes that an object is charged with: its place in the table, and a name.
+const OBJECT: u64 = 512;
 
 /// Maximum number of modules that a session uploads by their digests.
 const MAX_MODULES: usize = 1024;
@@ -91,6 +94,8 @@ impl Held {
 
 struct Entry {
     held: Held,
+    #[allow(dead_code, reason = "held for its drop")]
+    lease: MemoryLease,
     /// True once the object is queued to be freed.
     is_released: AtomicBool,
 }
@@ -98,6 +103,7 @@ struct Entry {
 /// The objects of a session.
 pub(super) struct Objects {
     table: HandleTable<Entry>,
+    memory: Arc<MemoryQuota>,
     /// Streams that are the current ones of their devices. Other devices have their default stream.
     pub(super) current_streams: HashMap<Device, u64>,
     /// Paths of modules that were uploaded, by their digests.
@@ -107,20 +113,22 @@ pub(super) struct Objects {
 }
 
 impl Objects {
-    pub(super) fn new() -> Result<Self, RpcError> {
+    pub(super) fn new(memory: Arc<MemoryQuota>) -> Result<Self, RpcError> {
         let mut seed = [0; 8];
         getrandom::fill(&mut seed).map_err(|error| RpcError::internal(format!("no random numbers: {error}")))?;
         let table = HandleTable::new(u64::from_le_bytes(seed), MAX_OBJECTS);
-        Ok(Self { table, current_streams: HashMap::new(), modules: HashMap::new(), functions: HashMap::new() })
+        Ok(Self { table, memory, current_streams: HashMap::new(), modules: HashMap::new(), functions: HashMap::new() })
     }
 
     /// Stores an object.
     ///
     /// # Errors
     ///
-    /// The session has too many; the object then is to be freed at the server.
+    /// The session has too many, or all sessions have. The object then is to be freed at the
+    /// server.
     pub(super) fn insert(&mut self, held: Held) -> Result<Handle, RpcError> {
-        self.table.insert(Entry { held, is_released: AtomicBool::new(false) })
+        let lease = self.memory.reserve(OBJECT)?;
+        self.table.insert(Entry { held, lease, is_released: AtomicBool::new(false) })
     }
 
     pub(super) fn get(&self, handle: Handle) -> Result<&Held, RpcError> {
