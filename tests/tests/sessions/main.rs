@@ -9,4 +9,5 @@ mod placement;
 mod python_client;
 mod ssh;
 mod staging;
+mod tvm_client;
 mod tvm_ffi;
