@@ -72,6 +72,7 @@ clauses! { contract = Tvm::new(), in rpc_conformance::clauses;
         handles_of_another_session_are_refused
     }
     tensors {
+        tensors_are_copied_among_each_other
         vectors_go_up_and_come_down
     }
     order {
