@@ -28,6 +28,9 @@
 //! [`ClientWire`] is the client's half, in the same manner: it is told which reply comes next, and
 //! announces those that are large.
 //!
+//! [`TrackerWire`] is the tracker's half of a connection to TVM's tracker, another protocol with a
+//! magic number of its own.
+//!
 //! # Limits
 //!
 //! A peer's numbers are checked before memory is reserved for them: the length of a key
@@ -47,6 +50,11 @@ mod server;
 mod tensor_header;
 #[cfg(test)]
 mod tests;
+mod tracker;
+mod tracker_message;
+mod tracker_reply;
+#[cfg(test)]
+mod tracker_tests;
 mod value;
 
 pub use client::{ClientEvent, ClientWire, Expected, ServerReply};
@@ -60,4 +68,7 @@ pub use reply::{
 pub use request::{PROTOCOL_VERSION, Request};
 pub use server::{ServerEvent, ServerWire, WireLimits};
 pub use tensor_header::{MAX_DIMENSIONS, TensorHeader};
+pub use tracker::{MAX_TRACKER_MESSAGE, TrackerEvent, TrackerWire};
+pub use tracker_message::{InfoPort, PeerInfo, TrackerMessage};
+pub use tracker_reply::{TrackerReply, TrackerSummary};
 pub use value::{MAX_VALUES, Text, WireValue, encode_values};

@@ -1,0 +1,139 @@
+//! Replies of TVM's tracker, in the spelling of the tracker of TVM itself: its servers in C++ read
+//! some of them as text.
+
+use bytes::BufMut;
+
+use super::tracker::MAX_TRACKER_MESSAGE;
+use super::tracker_message::InfoPort;
+
+/// Reply of a tracker.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
+pub enum TrackerReply<'a> {
+    /// The message was obeyed.
+    Success,
+    /// The message was refused.
+    Failure,
+    /// A request was refused, for this reason.
+    RequestFailed(&'a str),
+    /// The server for a request.
+    Granted {
+        /// Host of the server.
+        host: &'a str,
+        /// Port of the server.
+        port: u16,
+        /// Key that the client has to name there.
+        match_key: &'a str,
+    },
+    /// Match keys that no client has been given.
+    MatchKeys(&'a [&'a str]),
+}
+
+impl TrackerReply<'_> {
+    /// Returns the reply on the wire.
+    #[must_use]
+    pub fn encode(self) -> Vec<u8> {
+        let mut text = String::new();
+        match self {
+            Self::Success => text += "0",
+            Self::Failure => text += "-1",
+            Self::RequestFailed(reason) => {
+                text += "[-1, ";
+                push_string(&mut text, reason);
+                text += "]";
+            }
+            Self::Granted { host, port, match_key } => {
+                text += "[0, [";
+                push_string(&mut text, host);
+                text += &format!(", {port}, ");
+                push_string(&mut text, match_key);
+                text += "]]";
+            }
+            Self::MatchKeys(keys) => {
+                text += "[";
+                for (at, key) in keys.iter().enumerate() {
+                    text += if at == 0 { "" } else { ", " };
+                    push_string(&mut text, key);
+                }
+                text += "]";
+            }
+        }
+        framed(&text)
+    }
+}
+
+/// Writer of the reply to a [`Summary`](super::TrackerMessage::Summary). Leaves out what would make
+/// the message longer than [`MAX_TRACKER_MESSAGE`], so that its client can read it.
+#[derive(Clone, Debug, Default)]
+pub struct TrackerSummary {
+    queues: String,
+    servers: String,
+}
+
+/// Bytes of a summary around its two lists.
+const AROUND: usize = 64;
+
+impl TrackerSummary {
+    /// Creates the summary of a tracker without keys and without servers.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Adds the queue of a key: its free servers, and the requests that wait.
+    pub fn add_queue(&mut self, key: &str, free: u64, pending: u64) {
+        let mut entry = String::new();
+        push_string(&mut entry, key);
+        entry += &format!(": {{\"free\": {free}, \"pending\": {pending}}}");
+        if self.has_room_for(&entry) {
+            push_entry(&mut self.queues, &entry);
+        }
+    }
+
+    /// Adds a server: its name, such as `server:board`, and its address.
+    pub fn add_server(&mut self, name: &str, host: &str, port: &InfoPort) {
+        let mut entry = "{\"key\": ".to_owned();
+        push_string(&mut entry, name);
+        entry += ", \"addr\": [";
+        push_string(&mut entry, host);
+        entry += ", ";
+        match port {
+            InfoPort::Number(port) => entry += &port.to_string(),
+            InfoPort::Text(port) => push_string(&mut entry, port),
+        }
+        entry += "]}";
+        if self.has_room_for(&entry) {
+            push_entry(&mut self.servers, &entry);
+        }
+    }
+
+    /// Returns the reply on the wire.
+    #[must_use]
+    pub fn encode(&self) -> Vec<u8> {
+        let Self { queues, servers } = self;
+        framed(&format!("[0, {{\"queue_info\": {{{queues}}}, \"server_info\": [{servers}]}}]"))
+    }
+
+    fn has_room_for(&self, entry: &str) -> bool {
+        self.queues.len() + self.servers.len() + entry.len() + AROUND <= MAX_TRACKER_MESSAGE
+    }
+}
+
+fn push_entry(list: &mut String, entry: &str) {
+    if !list.is_empty() {
+        *list += ", ";
+    }
+    *list += entry;
+}
+
+/// Appends a string of JSON.
+fn push_string(text: &mut String, string: &str) {
+    *text += &serde_json::Value::from(string).to_string();
+}
+
+fn framed(text: &str) -> Vec<u8> {
+    let mut message = Vec::with_capacity(4 + text.len());
+    message.put_i32_le(i32::try_from(text.len()).unwrap_or(i32::MAX));
+    message.put_slice(text.as_bytes());
+    message
+}
