@@ -11,8 +11,9 @@ use tokio::sync::watch;
 
 use super::activity::{DialectActivity, Progress};
 use super::stream::WatchedStream;
-use crate::channel::{Channel, ChannelIo};
+use crate::channel::{Channel, ChannelIo, Machine};
 use crate::handshake::handshake_slots::HandshakePermit;
+use crate::handshake::peer_identity::PeerIdentity;
 use crate::runtime::free;
 use crate::serve::mailbox::Command;
 use crate::serve::stall_timeouts::StallTimeouts;
@@ -36,6 +37,12 @@ pub struct DialectConnection {
 pub(super) trait SessionSource: Send + Sync {
     /// Opens the session of the connection.
     async fn open(&self, request: &DialectRequest) -> Result<(OpenedSession, StallTimeouts), RpcError>;
+
+    /// Returns the machine of the client.
+    fn machine(&self) -> Machine;
+
+    /// Returns the identity of the client with the kind of its proof.
+    fn peer_identity(&self) -> &PeerIdentity;
 
     /// Returns the limits on messages.
     fn limits(&self) -> &WireLimits;
@@ -141,6 +148,19 @@ impl DialectConnection {
     #[must_use]
     pub fn identity(&self) -> &str {
         &self.identity
+    }
+
+    /// Returns the same identity with the kind of its proof.
+    #[must_use]
+    pub fn peer_identity(&self) -> &PeerIdentity {
+        self.sessions.peer_identity()
+    }
+
+    /// Returns the machine that the client is on, as the transport knows it: that of the last hop,
+    /// if the client has come through one.
+    #[must_use]
+    pub fn machine(&self) -> Machine {
+        self.sessions.machine()
     }
 
     /// Returns the server's limits on messages, which a dialect keeps by itself.

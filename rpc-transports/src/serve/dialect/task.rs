@@ -12,11 +12,12 @@ use tokio::sync::{Notify, watch};
 
 use super::Dialect;
 use super::connection::{DialectConnection, DialectRequest, Notice, OpenedSession, SessionSource};
-use crate::channel::Channel;
+use crate::channel::{Channel, Machine};
 use crate::channel_io::Alarm;
 use crate::clock;
 use crate::handshake::handshake_slots::HandshakePermit;
 use crate::handshake::identity_proofs::Security;
+use crate::handshake::peer_identity::PeerIdentity;
 use crate::serve::access_record::{AccessRecord, log_fault};
 use crate::serve::authorization::AuthorizedClient;
 use crate::serve::connection::{Connection, LINGER, SessionRequest, drain_and_close, log_eviction, log_refusal};
@@ -86,6 +87,14 @@ impl SessionSource for DialectClient {
         let end = Arc::new(EndOfSession(self.connection.mailbox.clone()));
         let end_watch = session.ended().reply().deliver_to(end, 0);
         Ok((OpenedSession { session, end_watch, share: Box::new((unproven, slot, entry)) }, timeouts))
+    }
+
+    fn machine(&self) -> Machine {
+        self.connection.machine
+    }
+
+    fn peer_identity(&self) -> &PeerIdentity {
+        &self.served.identity
     }
 
     fn limits(&self) -> &WireLimits {
