@@ -30,6 +30,10 @@ use std::time::Duration;
 
 pub(crate) use self::scheduler::Offer;
 pub use self::serve::RunningTracker;
+#[cfg(feature = "tvm")]
+pub(crate) use self::service::ServerObject;
+#[cfg(feature = "tvm")]
+pub(crate) use self::service::tvm::{TvmClaim, TvmGrant, TvmListing, TvmPlace};
 pub use self::service::{Tracker, TrackerOptions};
 
 /// Returns a time in milliseconds, saturated.

@@ -24,6 +24,7 @@ mod session;
 mod time_evaluator;
 
 pub(crate) mod self_test;
+pub(crate) mod tracker;
 
 use rpc_core::RpcError;
 use rpc_transports::{BoxFuture, Dialect, DialectConnection, Recognition};
@@ -36,13 +37,19 @@ use crate::config::ServeConfig;
 pub(crate) struct TvmDialect {
     /// Key that clients have to name; may be empty.
     key: String,
+    /// True if a tracker gives the server out, so that clients come with tickets.
+    takes_tickets: bool,
     /// Maximum number of handles that a client may hold.
     max_handles: usize,
 }
 
 impl TvmDialect {
     pub(crate) fn new(config: &ServeConfig) -> Self {
-        Self { key: config.key.clone().unwrap_or_default(), max_handles: config.max_handles }
+        Self {
+            key: config.key.clone().unwrap_or_default(),
+            takes_tickets: !config.tracker.is_empty(),
+            max_handles: config.max_handles,
+        }
     }
 }
 
@@ -52,21 +59,26 @@ impl Dialect for TvmDialect {
     }
 
     fn recognize(&self, first: &[u8]) -> Recognition {
-        let magic = WIRE_MAGIC.to_le_bytes();
-        if first.starts_with(&magic) {
-            Recognition::Accept
-        } else if magic.starts_with(first) {
-            Recognition::NeedMore
-        } else {
-            Recognition::Decline
-        }
+        recognize(first, WIRE_MAGIC)
     }
 
     fn serve<'a>(&'a self, connection: &'a mut DialectConnection) -> BoxFuture<'a, Result<(), RpcError>> {
-        Box::pin(connection::serve(&self.key, self.max_handles, connection))
+        Box::pin(connection::serve(&self.key, self.takes_tickets, self.max_handles, connection))
     }
 
     fn refusal(&self, _: &RpcError) -> Vec<u8> {
         HelloAnswer::Mismatch.encode()
+    }
+}
+
+/// Recognises a protocol of TVM by its magic number.
+fn recognize(first: &[u8], magic: i32) -> Recognition {
+    let magic = magic.to_le_bytes();
+    if first.starts_with(&magic) {
+        Recognition::Accept
+    } else if magic.starts_with(first) {
+        Recognition::NeedMore
+    } else {
+        Recognition::Decline
     }
 }

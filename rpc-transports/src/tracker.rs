@@ -50,3 +50,7 @@ pub const PROOF_SERIAL: u64 = 0;
 /// [Application kind](rpc_core::RpcError::application_kind) of a server's answer to the
 /// [probe](PROBE_TICKET) of a tracker, which is no refusal of a client.
 pub const PROBE_ANSWERED: &str = "probe";
+
+/// Name of the label of servers that speak another protocol beside the native one, or instead of
+/// it, such as `dialect=tvm`. A tracker gives its clients of that protocol these servers alone.
+pub const DIALECT_LABEL: &str = "dialect";

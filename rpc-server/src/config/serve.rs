@@ -534,7 +534,7 @@ impl ServeConfig {
     }
 
     /// Checks that clients of TVM, who can prove nothing, are served only where nobody has to.
-    fn check_tvm(&self, transports: &Transports) -> Result<(), ConfigError> {
+    pub(super) fn check_tvm(&self, transports: &Transports) -> Result<(), ConfigError> {
         if (self.tvm || self.tvm_self_test) && !cfg!(feature = "tvm") {
             return Err(ConfigError::NoTvm);
         }

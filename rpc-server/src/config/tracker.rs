@@ -40,6 +40,11 @@ listener_settings! {
         /// Let clients end the sessions of others (rpc-cli kick) and drain servers (rpc-cli drain)
         #[arg(value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
         allow_kick: bool = false, "RPC_TRACKER_ALLOW_KICK";
+        /// Take servers and clients of TVM, too (tvm.exec.rpc_server --tracker,
+        /// tvm.rpc.connect_tracker), at the same addresses. Their protocol knows neither identity
+        /// nor encryption: other machines may reach the addresses only with --insecure
+        #[arg(value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+        tvm: bool = false, "RPC_TRACKER_TVM";
         /// Maximum number of servers; more are refused
         max_servers: usize = 8192, "RPC_TRACKER_MAX_SERVERS";
         /// Maximum number of servers of one peer, known by its proven identity or else by the
@@ -109,6 +114,9 @@ impl TrackerConfig {
             return Err(ConfigError::InsecurePage { address });
         }
         check_metrics(self.metrics, self.insecure)?;
+        if self.tvm {
+            ServeConfig { tvm: true, ..self.serve_config() }.check_tvm(transports)?;
+        }
         for pattern in &self.allow_advertise {
             match transports.check_pattern(pattern) {
                 // Servers may have transports that the tracker does not have.

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use rpc_core::Devices;
 use rpc_transports::Address;
-use rpc_transports::tracker::DeviceOffer;
+use rpc_transports::tracker::{DIALECT_LABEL, DeviceOffer};
 
 use crate::config::{ListenAddress, ServeConfig};
 
@@ -37,10 +37,16 @@ impl Advertisement {
         if let ([], Some(relay)) = (&address[..], relays.first()) {
             address.push(relay.to_string());
         }
+        let mut labels: BTreeMap<_, _> =
+            config.label.iter().map(|label| (label.name.clone(), label.value.clone())).collect();
+        if config.tvm {
+            // The tracker looks whether clients of TVM reach the address.
+            labels.entry(DIALECT_LABEL.to_owned()).or_insert_with(|| "tvm".to_owned());
+        }
         Self {
             name: rustix::system::uname().nodename().to_string_lossy().into_owned(),
             key: config.pool_key().unwrap_or_default().to_owned(),
-            labels: config.label.iter().map(|label| (label.name.clone(), label.value.clone())).collect(),
+            labels,
             devices,
             capacity: config.capacity,
             address,

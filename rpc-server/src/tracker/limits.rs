@@ -139,6 +139,23 @@ fn check_key(key: &str) -> Result<()> {
     address.with_key(key).map(drop).map_err(|error| RpcError::invalid_argument(error.to_string()))
 }
 
+/// Maximum bytes of a key or match key of TVM. Its proxies make long ones that no client asks for.
+#[cfg(feature = "tvm")]
+const MAX_TVM_KEY: usize = 1024;
+
+/// Checks a key or match key of TVM, which may have any characters.
+///
+/// # Errors
+///
+/// The key is empty or too long.
+#[cfg(feature = "tvm")]
+pub(super) fn check_tvm_key(key: &str) -> Result<()> {
+    if key.is_empty() {
+        return Err(RpcError::invalid_argument("an empty key names no server"));
+    }
+    at_most("length of a key", MAX_TVM_KEY, key.len())
+}
+
 fn check_labels(labels: &BTreeMap<String, String>) -> Result<()> {
     at_most("labels", MAX_LABELS, labels.len())?;
     labels.iter().try_for_each(|(name, value)| {

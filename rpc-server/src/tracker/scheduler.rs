@@ -59,6 +59,8 @@ mod server;
 #[cfg(test)]
 mod tests;
 mod types;
+#[cfg(feature = "tvm")]
+mod unreported;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Timer {
@@ -175,7 +177,7 @@ impl Scheduler {
             uses: BTreeMap::new(),
             granted: BTreeMap::new(),
             reachable: true,
-            lease_end,
+            lease_end: Some(lease_end),
             registered: now,
             heard: now,
             clock_ms: status.now_ms,
@@ -210,10 +212,12 @@ impl Scheduler {
     fn take_report(&mut self, now: Instant, id: ServerId, status: &ServerStatus) -> bool {
         let lease = self.policy.lease;
         let Some(server) = self.servers.get_mut(&id) else { return false };
-        self.timers.remove(&(server.lease_end, Timer::Lease(id)));
-        server.lease_end = now + lease;
         (server.heard, server.clock_ms) = (now, status.now_ms);
-        self.timers.insert((server.lease_end, Timer::Lease(id)));
+        if let Some(lease_end) = &mut server.lease_end {
+            self.timers.remove(&(*lease_end, Timer::Lease(id)));
+            *lease_end = now + lease;
+            self.timers.insert((*lease_end, Timer::Lease(id)));
+        }
         self.change(id, |server| {
             let mut before = std::mem::take(&mut server.uses);
             for used in &status.uses {
@@ -442,6 +446,12 @@ impl Scheduler {
         SlotTotals { waiting: self.waiting_by_key.get(key).map_or(0, |waiting| *waiting as u64), ..totals }
     }
 
+    /// Returns the keys that waiting requests name, each with the number of these.
+    #[cfg(feature = "tvm")]
+    pub(crate) fn waiting_by_key(&self) -> impl Iterator<Item = (&str, usize)> {
+        self.waiting_by_key.iter().map(|(key, waiting)| (key.as_str(), *waiting))
+    }
+
     pub(crate) fn server(&self, id: ServerId) -> Option<&Server> {
         self.servers.get(&id)
     }
@@ -466,7 +476,9 @@ impl Scheduler {
     /// Removes a server like [`unregister`](Self::unregister), without serving requests.
     fn forget(&mut self, now: Instant, id: ServerId) -> Option<Server> {
         let server = self.servers.remove(&id)?;
-        self.timers.remove(&(server.lease_end, Timer::Lease(id)));
+        if let Some(lease_end) = server.lease_end {
+            self.timers.remove(&(lease_end, Timer::Lease(id)));
+        }
         if !server.is_draining {
             self.remove_slots(now, id, &server);
         }

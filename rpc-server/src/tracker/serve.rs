@@ -4,6 +4,8 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 
 use rpc_core::Registry;
+#[cfg(feature = "tvm")]
+use rpc_transports::Dialects;
 use rpc_transports::Transports;
 
 use super::page;
@@ -13,6 +15,8 @@ use crate::config::{ConfigError, HttpAddress, ListenAddress, Origin, ServeError,
 use crate::http_listener::HttpServer;
 use crate::monitor::Gauges;
 use crate::server::{RpcServer, Running, StopReason};
+#[cfg(feature = "tvm")]
+use crate::tvm::tracker::TvmTrackerDialect;
 
 /// A running tracker. Dropping it stops it now.
 #[derive(Debug)]
@@ -102,6 +106,11 @@ fn build(config: &TrackerConfig, transports: Transports) -> Result<(Arc<Tracker>
     tracker.register(&registry);
     let reloaded = Arc::downgrade(&tracker);
     let server = RpcServer::new(registry).config(config.serve_config()).transports(transports);
+    #[cfg(feature = "tvm")]
+    let server = match config.tvm {
+        true => server.dialects(Dialects::default().with(TvmTrackerDialect(tracker.clone()))),
+        false => server,
+    };
     let server = server.gauges(tracker.clone()).on_reload(move |onward| {
         if let Some(tracker) = reloaded.upgrade() {
             tracker.set_onward(onward);

@@ -4,7 +4,7 @@
 //! Registrations and claims are objects of the sessions that made them. The end of the session of a
 //! server ends its registration, and the end of the session of a client cancels its claim.
 
-use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
@@ -17,13 +17,13 @@ use rpc_transports::tracker::{
     Drain, Kick, Loss, LossReason, MESSAGES, PoolEvent, PoolEventKind, Reach, Registered, Registration, Returned,
     ServerDetails, ServerRequest, ServerStatus, Ticket, TicketKey, functions,
 };
-use rpc_transports::{Connector, Dial, Machine, Transports};
+use rpc_transports::{Address, Connector, Dial, Machine, Transports};
 use tokio::runtime::Handle;
 use tokio::sync::{Notify, Semaphore, watch};
 use tokio::task::{JoinError, JoinHandle};
 
 use self::grants::grants;
-use self::objects::{ClaimObject, ServerObject};
+use self::objects::ClaimObject;
 use self::proof_queue::{ProofQueue, SessionId};
 use super::advertised_addresses::{self, Admitted};
 use super::history::{History, KeyHistories, LAST_HOUR};
@@ -34,10 +34,14 @@ use super::scheduler::{
 };
 use crate::server::server_state::Client;
 
+pub(crate) use self::objects::ServerObject;
+
 mod grants;
 mod objects;
 mod proof_queue;
 mod summary;
+#[cfg(feature = "tvm")]
+pub(crate) mod tvm;
 
 /// Maximum length of the answer to one request in bytes.
 const MAX_GRANTS: usize = 4 << 20;
@@ -128,13 +132,18 @@ struct TrackerState {
     key_histories: KeyHistories,
     /// Recent events, the latest first.
     events: VecDeque<(Instant, PoolEvent)>,
+    /// Servers of TVM that are connected, for clients of TVM.
+    #[cfg(feature = "tvm")]
+    listed: BTreeMap<u64, tvm::ListedServer>,
+    #[cfg(feature = "tvm")]
+    next_listing: u64,
 }
 
 /// Facts of a server that the scheduler does not need.
 #[derive(Debug)]
 struct ServerEntry {
     description: Arc<ServerDescription>,
-    ticket_key: TicketKey,
+    admission: Admission,
     reach: Reach,
     /// Sessions that the server is asked to end with its next report.
     to_end: BTreeSet<u64>,
@@ -143,6 +152,16 @@ struct ServerEntry {
     probed: Instant,
     /// Last facts that the server has reported for people.
     details: Option<ReportedDetails>,
+}
+
+/// Means by which a server knows the clients that the tracker sends.
+#[derive(Debug)]
+enum Admission {
+    /// Tickets that are made with this key.
+    Ticket(TicketKey),
+    /// A match key of TVM.
+    #[cfg(feature = "tvm")]
+    Tvm(Arc<tvm::TvmPlace>),
 }
 
 /// Facts that a server has reported, charged to its session.
@@ -187,7 +206,11 @@ type Answer = Option<Result<Arc<Vec<Granted>>>>;
 #[derive(Debug)]
 struct Granted {
     slot: GrantedSlot,
+    /// Ticket for the server; empty for one of TVM.
     ticket: String,
+    /// Place of a server of TVM.
+    #[cfg(feature = "tvm")]
+    tvm: Option<Arc<tvm::TvmPlace>>,
     description: Arc<ServerDescription>,
 }
 
@@ -212,6 +235,10 @@ impl Tracker {
             history: History::new(now, LAST_HOUR),
             key_histories: KeyHistories::new(),
             events: VecDeque::new(),
+            #[cfg(feature = "tvm")]
+            listed: BTreeMap::new(),
+            #[cfg(feature = "tvm")]
+            next_listing: 0,
         };
         let changed = Arc::new(Notify::new());
         let this = Arc::new(Self {
@@ -266,13 +293,22 @@ impl Tracker {
             this.add_request(&client_of(&context), request, session).map(|claim| Shared(Arc::new(claim)))
         });
         let good_for_ms = millis(self.options.ticket_lifetime);
+        #[cfg(feature = "tvm")]
+        let this = self.clone();
         registry.add_async(functions::WAIT, move |claim: Shared<ClaimObject>| {
             // The claim itself is not kept, because its end cancels the request.
             let mut answer = claim.0.answer.clone();
             drop(claim);
+            #[cfg(feature = "tvm")]
+            let this = this.clone();
             async move {
                 match answer.wait_for(Option::is_some).await.as_deref() {
-                    Ok(Some(Ok(slots))) => grants(slots, good_for_ms).map(Pack),
+                    Ok(Some(Ok(slots))) => {
+                        let grants = grants(slots, good_for_ms)?;
+                        #[cfg(feature = "tvm")]
+                        this.note_delivery(slots);
+                        Ok(Pack(grants))
+                    }
                     Ok(Some(Err(error))) => Err(error.clone()),
                     Ok(None) | Err(_) => Err(RpcError::new(ErrorKind::Cancelled, "the request was given up")),
                 }
@@ -318,12 +354,17 @@ impl Tracker {
             checked => checked,
         };
         let now = rpc_core::clock::now();
-        let Registration { name, key, labels, devices, capacity, address: told, status, .. } = registration;
+        let Registration { name, key, mut labels, devices, capacity, address: told, status, .. } = registration;
+        let is_at = |admitted: &Admitted| tvm_target(&admitted.addresses).is_some();
+        if serves_tvm(&labels) && !checked.as_ref().is_ok_and(is_at) {
+            // Clients of TVM can be sent to a host and a port alone.
+            labels.remove(DIALECT);
+        }
         let (name, shown_key) = (clip(&name), clip(&key));
         let mut status = clipped(status);
         // The server's clock has gone on while it proved where it is.
         status.now_ms = status.now_ms.saturating_add(millis(now.saturating_duration_since(asked)));
-        let offer = Arc::new(Offer { key, labels, devices, capacity });
+        let offer = Arc::new(Offer { key, labels, devices, capacity, by_key_only: false });
         let mut state = self.lock();
         let registered = checked.and_then(|admitted| {
             let id = state.scheduler.register(now, &limit_key(client), offer.clone(), &status)?;
@@ -354,22 +395,11 @@ impl Tracker {
                 return Err(error);
             }
         };
-        rpc_core::log_limited!(
-            INFO,
-            name,
-            key = shown_key,
-            address = address.join(","),
-            peer = client.peer,
-            "a server has registered"
-        );
-        state.forget_losses(&name, &shown_key);
-        state.key_histories.track(now, &offer.key);
-        state.add_event(now, PoolEventKind::Registered, &shown_key, &name, String::new());
         let description =
             ServerDescription { name, key: shown_key, address: address.clone(), peer: client.peer.clone(), offer };
         let entry = ServerEntry {
             description: Arc::new(description),
-            ticket_key,
+            admission: Admission::Ticket(ticket_key),
             reach: if is_proven { Reach::Reached } else { Reach::Untried },
             to_end: BTreeSet::new(),
             draining: None,
@@ -377,7 +407,7 @@ impl Tracker {
             // Come with the first renewal.
             details: None,
         };
-        state.servers.insert(id, entry);
+        state.add_server_entry(now, id, entry);
         self.apply_events(state, now);
         if !is_proven {
             self.spawn_probe(id, address.clone());
@@ -413,6 +443,9 @@ impl Tracker {
         let Some(entry) = state.servers.get_mut(&id).filter(|_| has_session) else {
             return Err(RpcError::not_found("the session has ended already"));
         };
+        if !matches!(entry.admission, Admission::Ticket(_)) {
+            return Err(RpcError::new(ErrorKind::Refused, "a server of TVM cannot be told to end a session"));
+        }
         entry.to_end.insert(kick.session);
         let (description, session) = (entry.description.clone(), kick.session);
         let ServerDescription { name, key, .. } = &*description;
@@ -559,11 +592,35 @@ impl Tracker {
 }
 
 impl TrackerState {
+    /// Adds a server that the scheduler knows.
+    fn add_server_entry(&mut self, now: Instant, id: ServerId, entry: ServerEntry) {
+        let ServerDescription { name, key, address, peer, offer } = &*entry.description;
+        rpc_core::log_limited!(INFO, name, key, address = address.join(","), peer, "a server has registered");
+        self.forget_losses(name, key);
+        self.key_histories.track(now, &offer.key);
+        self.add_event(now, PoolEventKind::Registered, key, name, String::new());
+        self.servers.insert(id, entry);
+    }
+
     /// Adds ticket and description to a granted slot.
     fn granted(&self, slot: GrantedSlot) -> Option<Granted> {
         let entry = self.servers.get(&slot.server)?;
         let ticket = Ticket { serial: slot.serial, expires_ms: slot.expires_ms };
-        Some(Granted { slot, ticket: entry.ticket_key.sign(ticket), description: entry.description.clone() })
+        let ticket = match &entry.admission {
+            Admission::Ticket(key) => key.sign(ticket),
+            #[cfg(feature = "tvm")]
+            Admission::Tvm(_) => String::new(),
+        };
+        Some(Granted {
+            slot,
+            ticket,
+            #[cfg(feature = "tvm")]
+            tvm: match &entry.admission {
+                Admission::Ticket(_) => None,
+                Admission::Tvm(place) => Some(place.clone()),
+            },
+            description: entry.description.clone(),
+        })
     }
 
     fn answer(&mut self, claim: ClaimId, answer: impl FnOnce(&str) -> Result<Arc<Vec<Granted>>>) {
@@ -613,6 +670,29 @@ impl<T> Drop for AbortOnDrop<T> {
     fn drop(&mut self) {
         self.0.abort();
     }
+}
+
+/// Name of the label that says which other protocol a server speaks, for its clients.
+const DIALECT: &str = rpc_transports::tracker::DIALECT_LABEL;
+
+/// Returns the label of servers that take clients of TVM.
+#[cfg(feature = "tvm")]
+fn tvm_label() -> (String, String) {
+    (DIALECT.to_owned(), "tvm".to_owned())
+}
+
+/// Returns true if a server with these labels takes clients of TVM.
+fn serves_tvm(labels: &BTreeMap<String, String>) -> bool {
+    labels.get(DIALECT).is_some_and(|dialect| dialect == "tvm")
+}
+
+/// Returns the host and port of a server, if its address is nothing else, as clients of TVM need
+/// it.
+fn tvm_target(addresses: &[String]) -> Option<(String, u16)> {
+    let [address] = addresses else { return None };
+    let address: Address = address.parse().ok()?;
+    (address.scheme() == "tcp").then_some(())?;
+    Some((address.host()?.to_owned(), address.port()?))
 }
 
 /// Number of waiting requests for the same, for slots at different servers, that reserve slots

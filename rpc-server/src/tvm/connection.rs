@@ -23,14 +23,17 @@ const SMALL_REPLY: u64 = 64 << 10;
 /// Serves a connection to its end.
 pub(super) async fn serve(
     server_key: &str,
+    takes_tickets: bool,
     max_handles: usize,
     connection: &mut DialectConnection,
 ) -> Result<(), RpcError> {
     let limits = WireLimits::new(connection.limits().max_message);
     let mut wire = ServerWire::new(limits);
     let key = read_hello(connection, &mut wire).await?;
-    let hello = match HelloKey::parse(&key) {
-        Ok(hello) if hello.key == server_key => hello,
+    let parsed = HelloKey::parse(&key);
+    let ticket = parsed.as_ref().ok().filter(|_| takes_tickets).and_then(|hello| ticket_of(hello.key));
+    let hello = match parsed {
+        Ok(hello) if hello.key == server_key || ticket.is_some() => hello,
         parsed => {
             let text = match parsed {
                 Ok(hello) => {
@@ -44,8 +47,19 @@ pub(super) async fn serve(
         }
     };
     let deadline = hello.timeout.and_then(|length| Some((Instant::now().checked_add(length)?, length)));
-    let request = DialectRequest { key: server_key.to_owned(), ..DialectRequest::default() };
+    let request = DialectRequest {
+        key: server_key.to_owned(),
+        ticket: ticket.unwrap_or_default().to_owned(),
+        ..DialectRequest::default()
+    };
     let opened = connection.open(request).await;
+    if let Err(error) = &opened
+        && ticket.is_some()
+    {
+        // The client asks the tracker again.
+        write(connection.io(), &HelloAnswer::Mismatch.encode()).await?;
+        return Err(error.clone());
+    }
     write(connection.io(), &HelloAnswer::Accepted(&format!("server:{server_key}")).encode()).await?;
     let (activity, notices, queued) = (connection.activity(), connection.notices(), connection.queued().clone());
     let going_away = notices.clone();
@@ -65,6 +79,12 @@ pub(super) async fn serve(
             Err(reason)
         }
     }
+}
+
+/// Returns the ticket in a match key of a tracker: what follows the last colon, in the form of a
+/// ticket. Its proof is as good as the server's own key.
+fn ticket_of(match_key: &str) -> Option<&str> {
+    match_key.rsplit_once(':').map(|(_, ticket)| ticket).filter(|ticket| ticket.starts_with("t1."))
 }
 
 /// Reads the hello, and returns the text of its key. The server limits the time.

@@ -44,4 +44,6 @@ mod trust;
 mod tvm;
 #[cfg(all(feature = "tvm", feature = "tvm-ffi"))]
 mod tvm_client;
+#[cfg(feature = "tvm")]
+mod tvm_tracker;
 mod up;

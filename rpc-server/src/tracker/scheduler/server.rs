@@ -18,7 +18,8 @@ pub(crate) struct Server {
     /// Granted slots by the serial numbers of their tickets.
     pub(super) granted: BTreeMap<u64, GrantedTicket>,
     pub(super) reachable: bool,
-    pub(super) lease_end: Instant,
+    /// End of the lease. `None` for a server that is kept without one.
+    pub(super) lease_end: Option<Instant>,
     pub(crate) registered: Instant,
     pub(crate) heard: Instant,
     /// Time of the server's clock in the last report.
@@ -79,8 +80,10 @@ impl Server {
 impl Offer {
     /// Returns the offer of a server as clients see it.
     pub(crate) fn of(server: &ServerSummary) -> Self {
-        let ServerSummary { key, labels, devices, capacity, .. } = server;
-        Self { key: key.clone(), labels: labels.clone(), devices: devices.clone(), capacity: *capacity }
+        let ServerSummary { key, labels, devices, capacity, address, .. } = server;
+        // Servers of TVM have an address with the scheme of their protocol.
+        let by_key_only = address.first().is_some_and(|address| address.starts_with("tvm:"));
+        Self { key: key.clone(), labels: labels.clone(), devices: devices.clone(), capacity: *capacity, by_key_only }
     }
 
     /// Returns true if the server has the properties that a request names.
@@ -89,7 +92,7 @@ impl Offer {
             let of_kind = self.devices.iter().filter(|device| device.kind == wanted.kind);
             of_kind.map(|device| u64::from(device.count)).sum::<u64>() >= u64::from(wanted.count)
         };
-        (request.key.is_empty() || request.key == self.key)
+        ((request.key.is_empty() && !self.by_key_only) || request.key == self.key)
             && request.labels.iter().all(|(name, value)| self.labels.get(name) == Some(value))
             && request.devices.iter().all(has_device)
             && request.virtual_devices.iter().all(|wanted| DeviceOffer::any_satisfies(&self.devices, wanted))

@@ -27,7 +27,7 @@ fn policy() -> Policy {
 }
 
 fn offer(key: &str, capacity: u32) -> Arc<Offer> {
-    Arc::new(Offer { key: key.to_owned(), labels: BTreeMap::new(), devices: Vec::new(), capacity })
+    Arc::new(Offer { key: key.to_owned(), labels: BTreeMap::new(), devices: Vec::new(), capacity, by_key_only: false })
 }
 
 /// Returns the report of a server without sessions.
@@ -79,14 +79,26 @@ fn a_virtual_device_is_satisfied_by_one_of_the_devices() {
         ("*:2147483647", false),
     ] {
         let (mut scheduler, now) = scheduler();
-        let offer = Offer { key: "k".to_owned(), labels: BTreeMap::new(), devices: devices.clone(), capacity: 1 };
+        let offer = Offer {
+            key: "k".to_owned(),
+            labels: BTreeMap::new(),
+            devices: devices.clone(),
+            capacity: 1,
+            by_key_only: false,
+        };
         scheduler.register(now, "p", Arc::new(offer), &no_uses()).unwrap();
         let wanted: rpc_core::VirtualDevice = wanted.parse().unwrap();
         scheduler.request(now, "c", ServerRequest::any().virtual_device(wanted.clone())).unwrap();
         assert_eq!(granted(&mut scheduler).len(), usize::from(is_there), "{wanted}");
         // All of several constraints have to be satisfied.
         let (mut scheduler, now) = self::scheduler();
-        let offer = Offer { key: "k".to_owned(), labels: BTreeMap::new(), devices: devices.clone(), capacity: 1 };
+        let offer = Offer {
+            key: "k".to_owned(),
+            labels: BTreeMap::new(),
+            devices: devices.clone(),
+            capacity: 1,
+            by_key_only: false,
+        };
         scheduler.register(now, "p", Arc::new(offer), &no_uses()).unwrap();
         let both = ServerRequest::any().virtual_device(DeviceType::CPU).virtual_device(wanted.clone());
         scheduler.request(now, "c", both).unwrap();
@@ -525,4 +537,37 @@ fn requests_for_different_servers_that_wait_look_at_few_servers() {
     scheduler.report(now, id, &no_uses());
     let served = granted(&mut scheduler);
     assert_eq!(served.iter().map(|(claim, _)| *claim).collect::<Vec<_>>(), [first]);
+}
+
+#[cfg(feature = "tvm")]
+#[test]
+fn a_server_that_does_not_report_is_taken_until_it_says_that_it_is_free() {
+    let (mut scheduler, now) = scheduler();
+    let by_key_only = Arc::new(Offer { by_key_only: true, ..(*offer("k", 1)).clone() });
+    let server = scheduler.register(now, "p", by_key_only, &no_uses()).unwrap();
+    scheduler.keep_without_lease(server);
+    let any = scheduler.request(now, "c", ServerRequest::any().timeout(Duration::ZERO)).unwrap();
+    assert!(matches!(scheduler.poll_event(), Some(Event::TimedOut { claim, .. }) if claim == any));
+    let first = scheduler.request(now, "c", ServerRequest::new("k")).unwrap();
+    let [(claim, slots)] = &granted(&mut scheduler)[..] else { panic!("one server") };
+    assert_eq!(*claim, first);
+    let serial = slots[0].serial;
+    scheduler.use_granted(now, server, serial);
+    // Neither tickets nor leases end, and no client gives back what it may be using.
+    let later = now + 1000 * LEASE;
+    scheduler.handle_timeout(later);
+    scheduler.abandon(later, first, vec![(server, serial)]);
+    scheduler.handle_timeout(later + LEASE);
+    assert_eq!(scheduler.give_back(later, first, &[(server, serial)]), 0);
+    let taken = |scheduler: &Scheduler| scheduler.server(server).unwrap().holders().count();
+    assert_eq!((scheduler.poll_event(), taken(&scheduler)), (None, 1));
+    assert!(scheduler.set_free(later, server));
+    scheduler.handle_timeout(later + 1000 * LEASE);
+    assert_eq!((scheduler.poll_event(), taken(&scheduler)), (None, 0));
+    // Of the next grant no client has been told.
+    let _second = scheduler.request(later, "c", ServerRequest::new("k")).unwrap();
+    assert_eq!((granted(&mut scheduler).len(), taken(&scheduler)), (1, 1));
+    assert!(scheduler.set_free(later, server));
+    assert_eq!(taken(&scheduler), 0);
+    assert!(scheduler.unregister(later, server) && !scheduler.set_free(later, server));
 }

@@ -37,6 +37,9 @@ pub(crate) struct Offer {
     pub(crate) labels: BTreeMap<String, String>,
     pub(crate) devices: Vec<DeviceOffer>,
     pub(crate) capacity: u32,
+    /// True if only requests that name the key get the server: others come from clients that may
+    /// not know its protocol.
+    pub(crate) by_key_only: bool,
 }
 
 /// Consequence of an input.

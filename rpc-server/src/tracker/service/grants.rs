@@ -16,17 +16,31 @@ pub(super) fn grants(slots: &[Granted], good_for_ms: u64) -> Result<Vec<Grant>> 
     if size > MAX_GRANTS {
         return Err(RpcError::limit("bytes of one answer: ask for fewer servers", MAX_GRANTS as u64, size as u64));
     }
-    let grant = |Granted { slot, ticket, description }: &Granted| Grant {
-        serial: slot.serial,
-        ticket: ticket.clone(),
-        good_for_ms,
-        server: description.name.clone(),
-        key: description.offer.key.clone(),
-        labels: description.offer.labels.clone(),
-        devices: description.offer.devices.clone(),
-        address: description.address.clone(),
+    let grant = |granted: &Granted| {
+        let Granted { slot, ticket, description, .. } = granted;
+        Ok(Grant {
+            serial: slot.serial,
+            ticket: ticket.clone(),
+            good_for_ms,
+            server: description.name.clone(),
+            key: description.offer.key.clone(),
+            labels: description.offer.labels.clone(),
+            devices: description.offer.devices.clone(),
+            address: granted.address()?,
+        })
     };
-    Ok(slots.iter().map(grant).collect())
+    slots.iter().map(grant).collect()
+}
+
+impl Granted {
+    /// Returns the addresses for a native client.
+    fn address(&self) -> Result<Vec<String>> {
+        #[cfg(feature = "tvm")]
+        if let Some(place) = &self.tvm {
+            return Ok(vec![place.address()?.to_string()]);
+        }
+        Ok(self.description.address.clone())
+    }
 }
 
 impl ServerDescription {

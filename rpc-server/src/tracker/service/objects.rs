@@ -13,7 +13,7 @@ use super::super::scheduler::{ClaimId, ServerId};
 use super::{Answer, Granted, PROBE_INTERVAL, ReportedDetails, Tracker};
 
 /// A registration. It ends when the session that made it ends or frees it.
-pub(super) struct ServerObject {
+pub(crate) struct ServerObject {
     pub(super) tracker: Arc<Tracker>,
     pub(super) id: ServerId,
 }

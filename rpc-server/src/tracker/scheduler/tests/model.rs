@@ -198,6 +198,7 @@ impl Model {
                     labels: [("arch".to_owned(), format!("a{arch}"))].into(),
                     devices: vec![DeviceOffer::new("cuda", gpus)],
                     capacity,
+                    by_key_only: false,
                 });
                 let uses: Vec<_> = (0..direct).map(|_| self.new_use(None)).collect();
                 let status = ServerStatus { uses: uses.clone(), ..no_uses() };

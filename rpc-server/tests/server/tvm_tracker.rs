@@ -1,0 +1,519 @@
+//! Servers and clients of TVM at a tracker with `--tvm`: small ones that are written here from the
+//! description of the wire, and the real ones of the package `apache-tvm`.
+
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::time::{Duration, Instant};
+
+use rpc_core::{ErrorKind, Pack, Registry, RemoteObject, Session};
+use rpc_server::config::{ConfigError, ListenAddress, ServeConfig, Span, TrackerAddress, TrackerConfig};
+use rpc_server::tracker::{RunningTracker, Tracker};
+use rpc_server::{RpcServer, Running};
+use rpc_transports::tracker::{Grant, HolderState, Returned, ServerRequest, Summary, TrackerClient, functions};
+use rpc_transports::{Address, Connector};
+use tokio::runtime::Runtime;
+
+/// Time limit of events that are expected.
+const LIMIT: Duration = Duration::from_secs(30);
+
+/// A connection to a tracker in TVM's protocol.
+struct Peer(TcpStream);
+
+impl Peer {
+    fn connect(pool: &Pool) -> Self {
+        let mut peer = Self::dial(pool);
+        peer.send(&[0x71, 0xf2, 2, 0]);
+        assert_eq!(peer.read(4), [0x71, 0xf2, 2, 0]);
+        peer
+    }
+
+    fn dial(pool: &Pool) -> Self {
+        let stream = TcpStream::connect(pool.address().strip_prefix("tcp://").unwrap()).unwrap();
+        stream.set_read_timeout(Some(LIMIT)).unwrap();
+        stream.set_nodelay(true).unwrap();
+        Self(stream)
+    }
+
+    fn send(&mut self, bytes: &[u8]) {
+        self.0.write_all(bytes).unwrap();
+    }
+
+    fn read(&mut self, len: usize) -> Vec<u8> {
+        let mut bytes = vec![0; len];
+        self.0.read_exact(&mut bytes).unwrap();
+        bytes
+    }
+
+    fn say(&mut self, text: &str) {
+        self.send(&framed(text));
+    }
+
+    fn reply(&mut self) -> String {
+        let len = i32::from_le_bytes(self.read(4).try_into().unwrap());
+        String::from_utf8(self.read(usize::try_from(len).unwrap())).unwrap()
+    }
+
+    fn ask(&mut self, text: &str) -> String {
+        self.say(text);
+        self.reply()
+    }
+
+    fn put(&mut self, key: &str, port: u16, match_key: &str) {
+        assert_eq!(self.ask(&format!(r#"[3, "{key}", [{port}, "{match_key}"], null]"#)), "0");
+    }
+
+    /// Asks for a server. The answer may come later.
+    fn request(&mut self, key: &str, priority: i32) {
+        self.say(&format!(r#"[4, "{key}", "", {priority}]"#));
+    }
+
+    fn is_at_end(&mut self) -> bool {
+        match self.0.read(&mut [0]) {
+            Ok(count) => count == 0,
+            // Bytes that the tracker has not read are in its socket as it closes that.
+            Err(error) => error.kind() == std::io::ErrorKind::ConnectionReset,
+        }
+    }
+}
+
+fn framed(text: &str) -> Vec<u8> {
+    [&(text.len() as i32).to_le_bytes()[..], text.as_bytes()].concat()
+}
+
+fn granted(port: u16, match_key: &str) -> String {
+    format!(r#"[0, ["127.0.0.1", {port}, "{match_key}"]]"#)
+}
+
+/// A tracker in this process.
+struct Pool {
+    tracker: RunningTracker,
+    runtime: Runtime,
+    folder: tempfile::TempDir,
+}
+
+impl Pool {
+    fn new() -> Self {
+        Self::with(|_| {})
+    }
+
+    fn with(change: impl FnOnce(&mut TrackerConfig)) -> Self {
+        let mut config = TrackerConfig { listen: vec![any_port()], tvm: true, ..TrackerConfig::default() };
+        change(&mut config);
+        let runtime = Runtime::new().unwrap();
+        let tracker = runtime.block_on(Tracker::start(&config)).unwrap();
+        Self { tracker, runtime, folder: tempfile::tempdir().unwrap() }
+    }
+
+    fn address(&self) -> String {
+        self.tracker.server.addresses()[0].to_string()
+    }
+
+    /// Starts a server of this project, and waits until it has registered.
+    fn server(&self, key: &str, change: impl FnOnce(&mut ServeConfig)) -> Running {
+        let registry = Registry::new();
+        registry.add("addone", |number: i64| number + 1);
+        let tracker: Address = self.address().parse().unwrap();
+        let mut config = ServeConfig {
+            listen: vec![any_port()],
+            workdir: self.folder.path().join("work"),
+            tracker: vec![TrackerAddress(tracker)],
+            tracker_key: Some(key.to_owned()),
+            tvm: true,
+            ..ServeConfig::default()
+        };
+        change(&mut config);
+        let server = self.runtime.block_on(RpcServer::new(registry).config(config).start()).unwrap();
+        self.until(|summary| summary.servers.iter().any(|server| server.key == key));
+        server
+    }
+
+    fn client(&self) -> TrackerClient {
+        self.runtime.block_on(TrackerClient::connect(&self.address())).unwrap()
+    }
+
+    /// Puts a native request into the queue.
+    fn native_request(&self, request: ServerRequest) -> NativeRequest {
+        self.runtime.block_on(async {
+            let session = Connector::new().connect(&self.address()).await.unwrap();
+            let ask = session.get_function(functions::REQUEST).await.unwrap();
+            let entry = ask.call((Pack(request),)).await.unwrap();
+            NativeRequest { session, entry }
+        })
+    }
+
+    /// Waits until the summary satisfies the predicate.
+    fn until(&self, is_so: impl Fn(&Summary) -> bool) -> Summary {
+        let deadline = Instant::now() + LIMIT;
+        loop {
+            let summary = self.tracker.tracker.summary();
+            if is_so(&summary) {
+                return summary;
+            }
+            assert!(Instant::now() < deadline, "it does not come to that: {summary:#?}");
+            std::thread::sleep(Duration::from_millis(2));
+        }
+    }
+
+    fn until_waiting(&self, count: usize) {
+        self.until(|summary| summary.queue.len() == count);
+    }
+
+    fn until_free(&self, places: u32) {
+        self.until(|summary| summary.servers.iter().map(|server| server.free).sum::<u32>() == places);
+    }
+}
+
+/// A request of a native client.
+struct NativeRequest {
+    session: Session,
+    entry: RemoteObject,
+}
+
+impl NativeRequest {
+    fn grant(&self, pool: &Pool) -> Grant {
+        pool.runtime.block_on(async {
+            let wait = self.session.get_function(functions::WAIT).await.unwrap();
+            let Pack(mut grants): Pack<Vec<Grant>> = wait.call((&self.entry,)).await.unwrap();
+            assert_eq!(grants.len(), 1);
+            grants.remove(0)
+        })
+    }
+
+    fn give_back(&self, pool: &Pool, serial: u64) {
+        pool.runtime.block_on(async {
+            let give_back = self.session.get_function(functions::GIVE_BACK).await.unwrap();
+            let returned = vec![Returned { serial, why: "no way".to_owned() }];
+            let () = give_back.call((&self.entry, Pack(returned))).await.unwrap();
+        });
+    }
+}
+
+fn any_port() -> ListenAddress {
+    "tcp://127.0.0.1:0".parse().unwrap()
+}
+
+#[test]
+fn a_server_of_tvm_is_given_to_its_clients_one_after_the_other() {
+    let pool = Pool::new();
+    let mut server = Peer::connect(&pool);
+    assert_eq!(server.ask("[1]"), "0");
+    assert_eq!(server.ask(r#"[5, {"key": "server:rasp", "addr": [null, 9090]}]"#), "0");
+    assert_eq!(server.ask("[7]"), "[]");
+    server.put("rasp", 9090, "rasp:0.1");
+    assert_eq!(server.ask("[7]"), r#"["rasp:0.1"]"#);
+
+    let (mut first, mut second) = (Peer::connect(&pool), Peer::connect(&pool));
+    first.request("rasp", 1);
+    assert_eq!(first.reply(), granted(9090, "rasp:0.1"));
+    assert_eq!(server.ask("[7]"), "[]", "it was handed out");
+    second.request("rasp", 1);
+    pool.until_waiting(1);
+    // The session is over.
+    server.put("rasp", 9090, "rasp:0.2");
+    assert_eq!(second.reply(), granted(9090, "rasp:0.2"));
+    let summary = pool.until(|summary| summary.servers.len() == 1 && summary.queue.is_empty());
+    assert_eq!((summary.servers[0].free, summary.servers[0].capacity), (0, 1), "one place, as before");
+}
+
+#[test]
+fn a_higher_priority_comes_first_among_clients_of_both_protocols() {
+    let pool = Pool::new();
+    let (mut low, mut high) = (Peer::connect(&pool), Peer::connect(&pool));
+    low.request("rasp", 1);
+    pool.until_waiting(1);
+    let native = pool.native_request(ServerRequest::new("rasp").priority(5));
+    pool.until_waiting(2);
+    high.request("rasp", 9);
+    pool.until_waiting(3);
+    let mut server = Peer::connect(&pool);
+    server.put("rasp", 9090, "rasp:0.1");
+    assert_eq!(high.reply(), granted(9090, "rasp:0.1"));
+    server.put("rasp", 9090, "rasp:0.2");
+    let grant = native.grant(&pool);
+    assert_eq!(grant.address, ["tvm://127.0.0.1:9090/rasp:0.2"]);
+    assert_eq!((grant.ticket.as_str(), grant.server.as_str()), ("", "127.0.0.1:9090"));
+    assert_eq!(grant.labels, [("dialect".to_owned(), "tvm".to_owned())].into());
+    let summary = pool.tracker.tracker.summary();
+    assert_eq!(summary.servers[0].address, ["tvm://127.0.0.1:9090"], "match keys are for the clients that got them");
+    assert_eq!(summary.servers[0].holders[0].state, HolderState::InUse);
+    server.put("rasp", 9090, "rasp:0.3");
+    assert_eq!(low.reply(), granted(9090, "rasp:0.3"));
+}
+
+#[test]
+fn a_server_that_a_native_client_was_given_comes_back_when_the_server_says_so() {
+    let pool = Pool::new();
+    let mut server = Peer::connect(&pool);
+    server.put("rasp", 9090, "rasp:0.1");
+    let native = pool.native_request(ServerRequest::new("rasp"));
+    let serial = native.grant(&pool).serial;
+    native.give_back(&pool, serial);
+    // Whatever the client says, or does not say, its session with the server may go on.
+    drop(native);
+    assert_eq!(pool.tracker.tracker.summary().servers[0].free, 0);
+    server.put("rasp", 9090, "rasp:0.2");
+    pool.until_free(1);
+    // Clients that name no key may not know TVM's protocol.
+    let any = pool.client();
+    let nobody = pool.runtime.block_on(any.request(&ServerRequest::any().timeout(Duration::ZERO)));
+    assert_eq!(nobody.unwrap_err().kind(), ErrorKind::DeadlineExceeded);
+}
+
+#[test]
+fn a_client_of_tvm_gets_a_server_of_this_project_that_serves_it() {
+    let pool = Pool::new();
+    // Servers that such a client could not use.
+    let socket = pool.folder.path().join("socket");
+    let _native = pool.server("board", |config| config.tvm = false);
+    let at_socket = ListenAddress(format!("unix:{}", socket.display()).parse().unwrap());
+    let _local = pool.server("local", |config| config.listen = vec![at_socket]);
+    let mut client = Peer::connect(&pool);
+    client.request("board", 1);
+    client.request("local", 1);
+    pool.until_waiting(2);
+
+    let server = pool.server("board", |config| {
+        config.key = Some("secret".to_owned());
+        config.capacity = 2;
+    });
+    let port = server.addresses()[0].port().unwrap();
+    let reply: serde_json::Value = serde_json::from_str(&client.reply()).unwrap();
+    assert_eq!((&reply[0], &reply[1][0], &reply[1][1]), (&0.into(), &"127.0.0.1".into(), &port.into()));
+    let match_key = reply[1][2].as_str().unwrap().to_owned();
+    assert!(match_key.starts_with("board:t1."), "{match_key}");
+    let session = hello(port, &format!("client:{match_key} -timeout=60"));
+    assert_eq!(session.1, 0xff271);
+    pool.until(|summary| summary.servers.iter().any(|server| server.free == 1 && server.capacity == 2));
+    let used = hello(port, &format!("client:{match_key}")).1;
+    let wrong = hello(port, "client:board:t1.7.123456.aae3cfd88aab2f67").1;
+    assert_eq!((used, wrong), (0xff273, 0xff273), "a match key is good for one session, and none can be made up");
+    // Each of its places is listed, as at a tracker of TVM.
+    let text = client.ask("[6]");
+    let summary: serde_json::Value = serde_json::from_str(&text).unwrap();
+    assert_eq!(summary[1]["queue_info"]["board"], serde_json::json!({"free": 1, "pending": 0}));
+    assert_eq!(summary[1]["queue_info"]["local"], serde_json::json!({"free": 0, "pending": 1}));
+    let listed = serde_json::json!({"key": "server:board", "addr": ["127.0.0.1", port]});
+    assert_eq!(summary[1]["server_info"], serde_json::json!([listed, listed]));
+    drop(session);
+    pool.until(|summary| summary.servers.iter().any(|server| server.free == 2));
+}
+
+/// Says hello to a server in TVM's protocol. Returns the connection, and the code of the answer.
+fn hello(port: u16, key: &str) -> (TcpStream, i32) {
+    let mut stream = TcpStream::connect(("127.0.0.1", port)).unwrap();
+    stream.set_read_timeout(Some(LIMIT)).unwrap();
+    stream
+        .write_all(&[&0xff271_i32.to_le_bytes()[..], &(key.len() as i32).to_le_bytes(), key.as_bytes()].concat())
+        .unwrap();
+    let mut code = [0; 4];
+    stream.read_exact(&mut code).unwrap();
+    (stream, i32::from_le_bytes(code))
+}
+
+#[test]
+fn servers_and_clients_that_are_gone_leave_nothing_behind() {
+    let pool = Pool::new();
+    let (mut gone, mut waits) = (Peer::connect(&pool), Peer::connect(&pool));
+    gone.request("rasp", 9);
+    pool.until_waiting(1);
+    waits.request("rasp", 1);
+    pool.until_waiting(2);
+    drop(gone);
+    pool.until_waiting(1);
+    let mut server = Peer::connect(&pool);
+    server.put("rasp", 9090, "rasp:0.1");
+    assert_eq!(waits.reply(), granted(9090, "rasp:0.1"));
+    // Without a description of itself, as with one.
+    server.put("rasp", 9091, "rasp:0.2");
+    server.put("nano", 9091, "anything");
+    pool.until(|summary| summary.servers.len() == 3);
+    drop(server);
+    pool.until(|summary| summary.servers.is_empty());
+    let mut described = Peer::connect(&pool);
+    assert_eq!(described.ask(r#"[5, {"key": "server:rasp", "addr": ["pc", "9090"]}]"#), "0");
+    let listed = r#"[0, {"queue_info": {}, "server_info": [{"key": "server:rasp", "addr": ["pc", "9090"]}]}]"#;
+    assert_eq!(described.ask("[6]"), listed);
+    assert_eq!(described.ask(r#"[5, {"key": "client:rasp"}]"#), "0");
+    assert_eq!(described.ask("[6]"), r#"[0, {"queue_info": {}, "server_info": []}]"#);
+    assert_eq!(described.ask(r#"[5, {"key": "server:rasp"}]"#), "0");
+    drop(described);
+    let deadline = Instant::now() + LIMIT;
+    while waits.ask("[6]") != r#"[0, {"queue_info": {}, "server_info": []}]"# {
+        assert!(Instant::now() < deadline, "the server is still listed");
+    }
+}
+
+#[test]
+fn a_server_is_registered_as_long_as_it_is_connected() {
+    let pool = Pool::with(|config| config.lease = Span(Duration::from_millis(150)));
+    let mut server = Peer::connect(&pool);
+    server.put("rasp", 9090, "rasp:0.1");
+    let mut client = Peer::connect(&pool);
+    client.request("rasp", 1);
+    assert_eq!(client.reply(), granted(9090, "rasp:0.1"));
+    pool.until(|summary| summary.servers[0].heard_ago_ms > 600);
+    assert_eq!(pool.tracker.tracker.summary().servers[0].free, 0, "no ticket expires");
+}
+
+#[test]
+fn hosts_that_servers_name_are_checked() {
+    let pool = Pool::with(|config| config.allow_advertise = vec!["tcp://pc.lan:*".to_owned()]);
+    let mut server = Peer::connect(&pool);
+    let mut put = |host: &str| server.ask(&format!(r#"[3, "rasp", [9090, "rasp:0.1"], {host}]"#));
+    for refused in [r#""10.0.0.7""#, r#""other.lan""#, r#""a b""#, r#""""#, r#""tcp://pc.lan:1/x""#] {
+        assert_eq!(put(refused), "-1", "{refused}");
+    }
+    assert_eq!(put(r#""pc.lan""#), "0");
+    let mut client = Peer::connect(&pool);
+    client.request("rasp", 1);
+    assert_eq!(client.reply(), r#"[0, ["pc.lan", 9090, "rasp:0.1"]]"#);
+    assert_eq!(pool.tracker.tracker.summary().servers.len(), 1);
+}
+
+#[test]
+fn keys_that_only_proxies_make_are_borne() {
+    let pool = Pool::new();
+    let mut proxy = Peer::connect(&pool);
+    let info = r#"[5, {"key": "server:proxy[K1,K2]", "addr": [null, 9090]}]"#;
+    assert_eq!(proxy.ask(info), "0");
+    proxy.put("K{'K:0.1', 'K", 9090, "K{'K:0.1', 'K:0.3'}0.2");
+    proxy.put("K", 9090, "K:0.4");
+    assert_eq!(proxy.ask("[7]"), r#"["K{'K:0.1', 'K:0.3'}0.2", "K:0.4"]"#);
+    let mut client = Peer::connect(&pool);
+    client.request("K{'K:0.1', 'K", 1);
+    assert_eq!(client.reply(), granted(9090, "K{'K:0.1', 'K:0.3'}0.2"));
+    // A native client could ask for this one.
+    assert_eq!(proxy.ask(r#"[3, "K", [9090, "K {"], null]"#), "-1");
+    for key in ["", &"k".repeat(2000)] {
+        assert_eq!(proxy.ask(&format!(r#"[3, "{key}", [9090, "K:0.5"], null]"#)), "-1");
+        assert!(client.ask(&format!(r#"[4, "{key}", "", 1]"#)).starts_with("[-1, \""));
+    }
+    assert_eq!(proxy.ask(r#"[3, "K", [9090, ""], null]"#), "-1");
+}
+
+#[test]
+fn a_connection_may_have_several_places_and_several_requests() {
+    let pool = Pool::new();
+    let (mut server, mut client) = (Peer::connect(&pool), Peer::connect(&pool));
+    server.put("rasp", 9090, "rasp:0.1");
+    server.put("rasp", 9090, "rasp:0.2");
+    for request in 0..3 {
+        client.request("rasp", 1);
+        if request < 2 {
+            let reply = client.reply();
+            assert!(reply == granted(9090, "rasp:0.1") || reply == granted(9090, "rasp:0.2"), "{reply}");
+        }
+    }
+    // While the last request waits, other messages have their replies.
+    assert_eq!(client.ask("[1]"), "0");
+    assert_eq!(server.ask("[7]"), "[]");
+    server.put("rasp", 9090, "rasp:0.3");
+    assert_eq!(client.reply(), granted(9090, "rasp:0.3"));
+    assert_eq!(pool.tracker.tracker.summary().servers.len(), 2, "as many as there have been at one time");
+}
+
+#[test]
+fn limits_hold_as_for_native_peers() {
+    let pool = Pool::with(|config| {
+        config.max_servers_per_peer = 2;
+        config.max_waiting_per_client = 2;
+    });
+    let (mut server, mut other) = (Peer::connect(&pool), Peer::connect(&pool));
+    server.put("rasp", 9090, "rasp:0.1");
+    other.put("rasp", 9091, "rasp:0.2");
+    assert_eq!(server.ask(r#"[3, "rasp", [9092, "rasp:0.3"], null]"#), "-1");
+    server.request("nano", 1);
+    other.request("nano", 1);
+    pool.until_waiting(2);
+    let refused = server.ask(r#"[4, "nano", "", 1]"#);
+    assert!(refused.starts_with("[-1, \"") && refused.contains("max_waiting_per_client"), "{refused}");
+    drop((server, other));
+    pool.until(|summary| summary.servers.is_empty() && summary.queue.is_empty());
+}
+
+#[test]
+fn no_bytes_harm_the_tracker() {
+    let pool = Pool::new();
+    let mut witness = Peer::connect(&pool);
+    let lengths = [0, -1, i32::MIN, (1 << 20) + 1, i32::MAX];
+    let mut bad: Vec<Vec<u8>> = lengths.iter().map(|len| len.to_le_bytes().to_vec()).collect();
+    bad.extend(["x", "{}", "[]", "[8]", "[-1]", "[1, 2]", r#"[3, "k", [-1, "m"], null]"#, r#"[4, "k"]"#].map(framed));
+    bad.push(framed(&format!(r#"[5, {{"x": {}"#, "[".repeat(100_000))));
+    bad.push([&3_i32.to_le_bytes()[..], &[0xff; 3]].concat());
+    for bytes in bad {
+        let mut peer = Peer::connect(&pool);
+        assert_eq!(peer.ask("[1]"), "0");
+        peer.send(&bytes);
+        assert!(peer.is_at_end(), "{bytes:?}");
+    }
+    // A cut message, a magic number in pieces with messages behind it, and another magic number.
+    let mut cut = Peer::connect(&pool);
+    cut.send(&framed("[6]")[..5]);
+    drop(cut);
+    let mut pieces = Peer::dial(&pool);
+    for byte in [0x71, 0xf2, 2, 0] {
+        pieces.send(&[byte]);
+    }
+    pieces.say("[1]");
+    pieces.say("[7]");
+    assert_eq!((pieces.read(4), pieces.reply(), pieces.reply()), (vec![0x71, 0xf2, 2, 0], "0".into(), "[]".into()));
+    let mut wrong = Peer::dial(&pool);
+    wrong.send(&[0x71, 0xf2, 0x0f, 0, 4, 0, 0, 0, b'a', b'b', b'c', b'd']);
+    let mut answer = Vec::new();
+    _ = wrong.0.read_to_end(&mut answer);
+    // Nobody stops a tracker from outside.
+    assert_eq!(witness.ask(r#"[2, "0.1"]"#), "-1");
+    assert_eq!(witness.ask("[1]"), "0");
+    // A message of the largest length.
+    let long = format!(r#"[2, "{}"]"#, "x".repeat((1 << 20) - 7));
+    assert_eq!((long.len(), witness.ask(&long)), (1 << 20, "-1".to_owned()));
+}
+
+#[test]
+fn peers_of_tvm_are_served_only_where_the_operator_says_so() {
+    let pool = Pool::with(|config| config.tvm = false);
+    let mut peer = Peer::dial(&pool);
+    peer.send(&[0x71, 0xf2, 2, 0]);
+    peer.send(&framed("[1]"));
+    let mut answer = Vec::new();
+    _ = peer.0.read_to_end(&mut answer);
+    assert!(!answer.starts_with(&[0x71, 0xf2, 2, 0]), "{answer:?}");
+
+    let config =
+        |listen: &str| TrackerConfig { listen: vec![listen.parse().unwrap()], tvm: true, ..TrackerConfig::default() };
+    assert!(matches!(config("unix:/run/pool.sock").check(), Ok(())));
+    let open = TrackerConfig { insecure: true, ..config("tcp://0.0.0.0:0") };
+    assert!(matches!(open.check(), Ok(())));
+    let token_file = Some("tokens".into());
+    let proven = TrackerConfig { token_file, ..config("tls://127.0.0.1:0") };
+    assert!(matches!(proven.check(), Err(ConfigError::TvmWithIdentity)));
+    let proven = TrackerConfig { insecure: false, ..config("tcp://0.0.0.0:0") };
+    assert!(proven.check().is_err());
+}
+
+/// The scenarios of `tvm_tracker.py`, by the servers, clients and tools of the package.
+#[cfg(feature = "tvm-ffi")]
+#[test]
+fn servers_and_clients_of_tvm_itself_are_served() {
+    let Some(environment) = crate::native_modules::tvm_ffi::environment() else { return };
+    if environment.tvm_runtime().is_none() {
+        assert!(std::env::var_os("RPC_TESTS_REQUIRE_TVM").is_none(), "there is no TVM");
+        eprintln!("SKIPPED: there is no TVM beside TVM-FFI: tests/modules/prepare.sh brings it");
+        return;
+    }
+    let pool = Pool::new();
+    let _ours = pool.server("ours", |config| config.tvm_self_test = true);
+    let script = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/python/tvm_tracker.py");
+    let packages = environment.library().ancestors().nth(3).unwrap().to_owned();
+    let mut client = std::process::Command::new("python3");
+    client.arg(script).arg(pool.address().strip_prefix("tcp://").unwrap()).env("PYTHONPATH", packages);
+    let output = client.output().unwrap();
+    assert!(
+        output.status.success(),
+        "{}{}",
+        String::from_utf8_lossy(&output.stdout),
+        String::from_utf8_lossy(&output.stderr)
+    );
+    // The server was killed.
+    pool.until(|summary| summary.servers.iter().all(|server| server.key == "ours"));
+}

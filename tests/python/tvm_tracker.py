@@ -1,0 +1,90 @@
+"""Scenarios of TVM's own servers, clients and tools at a tracker with --tvm.
+
+Run by rpc-server/tests/server/tvm_tracker.rs, with the tracker's HOST:PORT as argument. The tracker has
+a server of this project under the key "ours".
+"""
+
+import faulthandler
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+from tvm import rpc
+
+HOST, PORT = sys.argv[1].rsplit(":", 1)
+LIMIT = 60
+
+
+def until(condition):
+    deadline = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < deadline, "it does not come to that"
+        time.sleep(0.01)
+
+
+def free(tracker, key):
+    return tracker.summary()["queue_info"].get(key, {}).get("free", 0)
+
+
+def start_server(key):
+    # It takes the first port that is free.
+    port = random.randrange(20000, 31000)
+    command = [sys.executable, "-m", "tvm.exec.rpc_server", "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--port-end", "32000", "--tracker", f"{HOST}:{PORT}", "--key", key]
+    log = subprocess.DEVNULL
+    # Its processes end together.
+    return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+
+
+def add_one(session):
+    add = session.get_function("rpc.test.addone")
+    return add(41)
+
+
+def main():
+    # Clients of TVM wait without limit.
+    faulthandler.dump_traceback_later(2 * LIMIT, exit=True)
+    tracker = rpc.connect_tracker(HOST, int(PORT))
+    server = start_server("rasp")
+    try:
+        ours = tracker.request("ours", session_timeout=LIMIT)
+        assert add_one(ours) == 42
+        until(lambda: free(tracker, "ours") == 0)
+        del ours
+        until(lambda: free(tracker, "ours") == 1)
+
+        until(lambda: free(tracker, "rasp") == 1)
+        session = tracker.request("rasp", session_timeout=LIMIT)
+        assert session.get_function("testing.echo")(7) == 7
+        assert free(tracker, "rasp") == 0
+        # A second client gets the server as soon as the first one's session is over.
+        results = []
+
+        def second():
+            other = rpc.connect_tracker(HOST, int(PORT)).request("rasp", priority=2, session_timeout=LIMIT)
+            results.append(other.get_function("testing.echo")("second"))
+
+        waiting = threading.Thread(target=second, daemon=True)
+        waiting.start()
+        until(lambda: tracker.summary()["queue_info"]["rasp"]["pending"] == 1)
+        del session
+        waiting.join(LIMIT)
+        assert results == ["second"], results
+        until(lambda: free(tracker, "rasp") == 1)
+
+        query = [sys.executable, "-m", "tvm.exec.query_rpc_tracker", "--host", HOST, "--port", PORT]
+        printed = subprocess.run(query, check=True, capture_output=True, text=True, timeout=LIMIT).stdout
+        lines = [" ".join(line.split()) for line in printed.splitlines()]
+        assert "ours 1 1 0" in lines and "rasp 1 1 0" in lines, printed
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait(LIMIT)
+    until(lambda: free(tracker, "rasp") == 0)
+
+
+if __name__ == "__main__":
+    main()
