@@ -26,10 +26,13 @@ mod time_evaluator;
 pub(crate) mod self_test;
 pub(crate) mod tracker;
 
+use std::sync::Arc;
+
 use rpc_core::RpcError;
 use rpc_transports::{BoxFuture, Dialect, DialectConnection, Recognition};
 use rpc_tvm::wire::{HelloAnswer, WIRE_MAGIC};
 
+use self::tracker::MatchKeys;
 use crate::config::ServeConfig;
 
 /// The dialect of TVM's clients.
@@ -39,15 +42,21 @@ pub(crate) struct TvmDialect {
     key: String,
     /// True if a tracker gives the server out, so that clients come with tickets.
     takes_tickets: bool,
+    /// Match keys, if the server registers at a tracker of TVM.
+    match_keys: Option<Arc<MatchKeys>>,
+    /// True if clients are served who name the key alone.
+    allow_direct: bool,
     /// Maximum number of handles that a client may hold.
     max_handles: usize,
 }
 
 impl TvmDialect {
-    pub(crate) fn new(config: &ServeConfig) -> Self {
+    pub(crate) fn new(config: &ServeConfig, match_keys: Option<Arc<MatchKeys>>) -> Self {
         Self {
             key: config.key.clone().unwrap_or_default(),
             takes_tickets: !config.tracker.is_empty(),
+            allow_direct: match_keys.is_none() || config.allow_direct,
+            match_keys,
             max_handles: config.max_handles,
         }
     }
@@ -63,7 +72,7 @@ impl Dialect for TvmDialect {
     }
 
     fn serve<'a>(&'a self, connection: &'a mut DialectConnection) -> BoxFuture<'a, Result<(), RpcError>> {
-        Box::pin(connection::serve(&self.key, self.takes_tickets, self.max_handles, connection))
+        Box::pin(connection::serve(self, connection))
     }
 
     fn refusal(&self, _: &RpcError) -> Vec<u8> {

@@ -1,7 +1,7 @@
 """Scenarios of TVM's own servers, clients and tools at a tracker with --tvm.
 
-Run by rpc-server/tests/server/tvm_tracker.rs, with the tracker's HOST:PORT as argument. The tracker has
-a server of this project under the key "ours".
+Run by rpc-server/tests/server/tvm_tracker.rs, with the tracker's HOST:PORT and the program rpc-server as
+arguments. The tracker has a server of this project under the key "ours".
 """
 
 import faulthandler
@@ -10,6 +10,7 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 
@@ -86,5 +87,38 @@ def main():
     until(lambda: free(tracker, "rasp") == 0)
 
 
+def registering(host, port):
+    """A server of this project registers in TVM's protocol."""
+    command = [sys.argv[2], "serve", "--listen", "tcp://127.0.0.1:0", "--tvm", "--tvm-self-test", "--exit-with-stdin"]
+    command += ["--log-level", "off", "--tvm-tracker", f"{host}:{port}", "--key", "board"]
+    with tempfile.TemporaryDirectory() as folder:
+        command += ["--workdir", folder]
+        server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+        tracker = rpc.connect_tracker(host, port)
+        for _ in range(2):
+            until(lambda: free(tracker, "board") == 1)
+            session = tracker.request("board", session_timeout=LIMIT)
+            assert add_one(session) == 42 and free(tracker, "board") == 0
+            del session
+        until(lambda: free(tracker, "board") == 1)
+        assert "server:board" in [info["key"] for info in tracker.summary()["server_info"]]
+        server.stdin.close()
+        server.wait(LIMIT)
+        until(lambda: free(tracker, "board") == 0)
+
+
+def at_a_tracker_of_tvm():
+    try:
+        from tvm.rpc.tracker import Tracker
+    except ImportError:
+        print("SKIPPED: TVM's tracker needs the package tornado")
+        return
+    there = Tracker("127.0.0.1", random.randrange(20000, 31000), 32000, silent=True)
+    registering("127.0.0.1", there.port)
+    there.terminate()
+
+
 if __name__ == "__main__":
     main()
+    registering(HOST, int(PORT))
+    at_a_tracker_of_tvm()

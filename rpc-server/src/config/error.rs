@@ -96,6 +96,12 @@ pub enum ConfigError {
          the other, or run two servers, of which that with --tvm listens on tcp://127.0.0.1:PORT or unix:PATH"
     )]
     TvmWithIdentity,
+    /// A tracker of TVM could not give the server out.
+    #[error("--tvm-tracker: {problem}")]
+    TvmTracker {
+        /// Reason.
+        problem: &'static str,
+    },
     /// TVM's protocol is not in this build.
     #[error("--tvm and --tvm-self-test need a build with the feature tvm: cargo build -p rpc-server --features tvm")]
     NoTvm,

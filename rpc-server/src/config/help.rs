@@ -71,6 +71,7 @@ const GROUPS: [(&str, &[&str]); 7] = [
         &[
             "tracker",
             "tracker-key",
+            "tvm-tracker",
             "relay",
             "label",
             "advertise",

@@ -13,7 +13,8 @@ use serde::{Deserialize, Serialize};
 use super::listen_address::{RELAY_PORT, SERVER_PORT, check_addresses, check_metrics, fill_ports, loopback};
 use super::units::seconds;
 use super::{
-    ByteSize, ConfigError, Label, ListenAddress, OtlpEndpoint, PortRange, Span, TrackerAddress, machine_memory,
+    ByteSize, ConfigError, Label, ListenAddress, OtlpEndpoint, PortRange, Span, TrackerAddress, TvmTrackerAddress,
+    machine_memory,
 };
 use crate::file_limit;
 use crate::isolate::FILES_OF_SESSION;
@@ -273,8 +274,12 @@ listener_settings! {
         /// choice of the controller, which may relay the tensors
         #[arg(value_name = "IP")]
         data_address: IpAddr, "RPC_SERVER_DATA_ADDRESS";
-        /// With --tracker: key that clients ask the tracker for. Default: --key
+        /// With --tracker or --tvm-tracker: key that clients ask the tracker for. Default: --key
         tracker_key: String, "RPC_SERVER_TRACKER_KEY";
+        /// Tracker of TVM to register with, such as pool.lan:9190, beside --tvm. Clients of TVM then
+        /// need a match key from it, unless --allow-direct is given
+        #[arg(value_name = "ADDRESS")]
+        tvm_tracker: TvmTrackerAddress, "RPC_SERVER_TVM_TRACKER";
         /// With --allow-modules: file with the SHA-256 digests of the only modules that are
         /// accepted, one a line, as sha256sum prints them. It is read at the start, and again by
         /// Disco workers with processes of their own
@@ -438,7 +443,7 @@ impl ServeConfig {
                 return Err(ConfigError::NothingToAdvertise);
             }
         }
-        if self.tracker.is_empty() {
+        if self.tracker.is_empty() && self.tvm_tracker.is_none() {
             let of_trackers = [
                 ("--label", !self.label.is_empty()),
                 ("--advertise", !self.advertise.is_empty()),
@@ -539,11 +544,13 @@ impl ServeConfig {
             return Err(ConfigError::NoTvm);
         }
         if !self.tvm {
-            return Ok(());
+            let problem = "it needs --tvm";
+            return if self.tvm_tracker.is_some() { Err(ConfigError::TvmTracker { problem }) } else { Ok(()) };
         }
         if self.trust().demands() {
             return Err(ConfigError::TvmWithIdentity);
         }
+        self.check_tvm_tracker()?;
         for ListenAddress(address) in &self.listen {
             let properties = transports.check(address).map_err(|source| ConfigError::Address { source })?;
             if !properties.is_local() && !self.insecure {
@@ -551,6 +558,24 @@ impl ServeConfig {
             }
         }
         Ok(())
+    }
+
+    /// Checks that a tracker of TVM can give the server out.
+    fn check_tvm_tracker(&self) -> Result<(), ConfigError> {
+        if self.tvm_tracker.is_none() {
+            return Ok(());
+        }
+        let first = self.advertise.first().or(self.listen.first());
+        let problem = if !self.tracker.is_empty() {
+            "it is instead of --tracker: places that one tracker gives out, the other cannot take back"
+        } else if self.pool_key().is_none_or(str::is_empty) {
+            "it needs a key that clients ask for: give --tracker-key, or --key"
+        } else if first.is_none_or(|ListenAddress(address)| address.scheme() != "tcp") {
+            "clients of TVM need an address: give tcp://HOST:PORT as the first --listen, or as --advertise"
+        } else {
+            return Ok(());
+        };
+        Err(ConfigError::TvmTracker { problem })
     }
 
     /// Checks that programs are run only for known clients, and outside of the server's process.

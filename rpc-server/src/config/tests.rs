@@ -173,6 +173,7 @@ fn every_setting_is_a_flag_a_variable_and_a_key_of_the_same_name() {
         module_digests: Some("digests".into()),
         module_store: Some("modules".into()),
         tvm_ffi: Some("libtvm_ffi.so".into()),
+        tvm_tracker: Some("pool.lan:9190".parse().unwrap()),
         policy: Some("policy.toml".into()),
         ..ServeConfig::default()
     };

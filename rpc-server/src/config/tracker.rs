@@ -232,6 +232,44 @@ impl fmt::Display for TrackerAddress {
     }
 }
 
+/// Address of a tracker of TVM in the settings of a server: `host:port`, or `tcp://host:port` for
+/// the same.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct TvmTrackerAddress(pub Address);
+
+impl FromStr for TvmTrackerAddress {
+    type Err = AddressError;
+
+    fn from_str(text: &str) -> Result<Self, AddressError> {
+        let address: Address = if text.contains("://") { text.parse()? } else { format!("tcp://{text}").parse()? };
+        if address.scheme() != "tcp" || address.key().is_some() {
+            return Err(AddressError::invalid(&address, "a tracker of TVM is written as host:port"));
+        }
+        Ok(Self(with_default_port(address, TRACKER_PORT)))
+    }
+}
+
+impl TryFrom<String> for TvmTrackerAddress {
+    type Error = AddressError;
+
+    fn try_from(text: String) -> Result<Self, AddressError> {
+        text.parse()
+    }
+}
+
+impl From<TvmTrackerAddress> for String {
+    fn from(address: TvmTrackerAddress) -> Self {
+        address.to_string()
+    }
+}
+
+impl fmt::Display for TvmTrackerAddress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
 /// A label that clients can ask a tracker for, written as `arch=arm64`.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]

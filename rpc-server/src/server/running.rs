@@ -19,6 +19,8 @@ use crate::monitor::{Monitoring, Phase};
 use crate::otel::Spans;
 use crate::pki::trust::{ClientTrust, ServerTrust};
 use crate::policy::PolicySource;
+#[cfg(feature = "tvm")]
+use crate::tvm::tracker::TvmRegistrar;
 
 /// Longest time for sending clients the reason why their sessions end.
 const NOTIFY_TIMEOUT: Duration = Duration::from_secs(2);
@@ -82,6 +84,9 @@ pub struct Running {
     pub(super) monitoring: Option<Monitoring>,
     pub(super) spans: Option<Spans>,
     pub(super) registrar: Option<Registrar>,
+    /// Registration at a tracker of TVM.
+    #[cfg(feature = "tvm")]
+    pub(super) tvm_registrar: Option<TvmRegistrar>,
     pub(super) on_reload: Option<OnReload>,
 }
 
@@ -236,6 +241,10 @@ impl Running {
 
     pub(super) fn enter(&self, phase: Phase) {
         if let (Phase::Draining, Some(registrar)) = (phase, &self.registrar) {
+            registrar.leave();
+        }
+        #[cfg(feature = "tvm")]
+        if let (Phase::Draining, Some(registrar)) = (phase, &self.tvm_registrar) {
             registrar.leave();
         }
         if let Some(monitoring) = &self.monitoring {

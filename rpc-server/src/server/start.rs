@@ -25,6 +25,8 @@ use super::running::{OnReload, ReadOrigins, Running};
 use super::server_state::ServerState;
 use super::session_workspace::Cleaner;
 use super::ticket_gate::TicketGate;
+#[cfg(feature = "tvm")]
+use crate::config::TvmTrackerAddress;
 use crate::config::{ConfigError, Isolate, ListenAddress, ServeConfig, ServeError, TrackerAddress};
 use crate::file_cache::FileCache;
 use crate::isolate::Isolation;
@@ -34,6 +36,8 @@ use crate::monitor::{DeviceGauges, Gauges, LeaseGauges, Monitoring, Phase};
 use crate::otel::Spans;
 use crate::pki::trust::ServerCredentials;
 use crate::policy::{Ceiling, PolicySource};
+#[cfg(feature = "tvm")]
+use crate::tvm::tracker::{MatchKeys, TvmAdvertisement, TvmRegistrar};
 use crate::workspace::{WorkspaceLimits, WorkspaceRoot};
 use crate::{builtins, file_limit, isolate, modules};
 
@@ -180,7 +184,16 @@ impl Checked {
         };
         let observer = RefusalRecorder { errors, inner: monitoring.as_ref().map(Monitoring::observer) };
         let observer = Some(Arc::new(observer) as Arc<dyn ServeObserver>);
-        let dialects = with_tvm(dialects, &config);
+        #[cfg(feature = "tvm")]
+        let match_keys = config.tvm_tracker.as_ref().zip(config.pool_key());
+        #[cfg(feature = "tvm")]
+        let match_keys = match_keys.map(|(_, key)| MatchKeys::new(key, config.capacity));
+        let dialects = with_tvm(
+            dialects,
+            &config,
+            #[cfg(feature = "tvm")]
+            match_keys.clone(),
+        );
         let authorizer = policy.clone().map(|policy| policy as Arc<dyn Authorizer>);
         let options =
             serve_options(&config, credentials.access, dial.clone(), transports.clone(), dialects, is_relay, observer);
@@ -204,13 +217,23 @@ impl Checked {
             monitoring,
             spans,
             registrar: None,
+            #[cfg(feature = "tvm")]
+            tvm_registrar: None,
             on_reload,
         };
         let registration = gate.map(|gate| {
             let connector = Connector::new().transports(transports.clone()).dial(dial).keep_alive(config.keep_alive.0);
             Registration { gate, offered, devices: shown_devices, connector }
         });
-        Ok(Prepared { config, transports, stdio, running, registration })
+        Ok(Prepared {
+            config,
+            transports,
+            stdio,
+            running,
+            registration,
+            #[cfg(feature = "tvm")]
+            match_keys,
+        })
     }
 }
 
@@ -229,12 +252,17 @@ struct Prepared {
     stdio: Option<Channel>,
     running: Running,
     registration: Option<Registration>,
+    /// Match keys for a tracker of TVM.
+    #[cfg(feature = "tvm")]
+    match_keys: Option<Arc<MatchKeys>>,
 }
 
 impl Prepared {
     /// Listens, then waits at the relays and registers with the trackers.
     async fn serve(self) -> Result<Running, ServeError> {
-        let Self { config, transports, stdio, mut running, registration } = self;
+        let Self { config, transports, stdio, mut running, registration, .. } = self;
+        #[cfg(feature = "tvm")]
+        let match_keys = self.match_keys;
         let port_range = config.port_range.as_ref().map(|range| range.0.clone());
         let options =
             Bind { port_range, tls: running.tls.clone(), origins: running.origins.clone(), ..Bind::default() };
@@ -269,16 +297,28 @@ impl Prepared {
             let details = DetailsCollector::start(running.state.clone(), devices);
             running.registrar = Some(Registrar::start(&trackers, &connector, &gate, &advertisement, details));
         }
+        #[cfg(feature = "tvm")]
+        if let (Some(keys), Some(TvmTrackerAddress(tracker))) = (match_keys, &config.tvm_tracker) {
+            let advertised = config.advertise.iter().map(|ListenAddress(address)| address).chain(&running.addresses);
+            let advertised = advertised.take(1.max(config.advertise.len())).find_map(TvmAdvertisement::of);
+            if let Some(advertised) = advertised {
+                running.tvm_registrar = Some(TvmRegistrar::start(tracker, keys, advertised));
+            }
+        }
         running.enter(Phase::Ready);
         Ok(running)
     }
 }
 
 /// Adds the dialect of TVM's clients, if the operator has asked for it.
-fn with_tvm(dialects: Dialects, config: &ServeConfig) -> Dialects {
+fn with_tvm(
+    dialects: Dialects,
+    config: &ServeConfig,
+    #[cfg(feature = "tvm")] match_keys: Option<Arc<MatchKeys>>,
+) -> Dialects {
     #[cfg(feature = "tvm")]
     if config.tvm {
-        return dialects.with(crate::tvm::TvmDialect::new(config));
+        return dialects.with(crate::tvm::TvmDialect::new(config, match_keys));
     }
     // A build without the protocol refuses the setting.
     #[cfg(not(feature = "tvm"))]

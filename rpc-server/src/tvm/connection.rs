@@ -11,6 +11,7 @@ use rpc_tvm::wire::{
 };
 use tokio::io::AsyncReadExt as _;
 
+use super::TvmDialect;
 use super::error_text::error_text;
 use super::link::{End, Link, Reply, lost, write};
 use super::session::TvmSession;
@@ -21,21 +22,23 @@ use super::{copies, requests};
 const SMALL_REPLY: u64 = 64 << 10;
 
 /// Serves a connection to its end.
-pub(super) async fn serve(
-    server_key: &str,
-    takes_tickets: bool,
-    max_handles: usize,
-    connection: &mut DialectConnection,
-) -> Result<(), RpcError> {
+pub(super) async fn serve(dialect: &TvmDialect, connection: &mut DialectConnection) -> Result<(), RpcError> {
+    let TvmDialect { key: server_key, takes_tickets, match_keys, allow_direct, max_handles } = dialect;
     let limits = WireLimits::new(connection.limits().max_message);
     let mut wire = ServerWire::new(limits);
     let key = read_hello(connection, &mut wire).await?;
     let parsed = HelloKey::parse(&key);
-    let ticket = parsed.as_ref().ok().filter(|_| takes_tickets).and_then(|hello| ticket_of(hello.key));
+    let ticket = parsed.as_ref().ok().filter(|_| *takes_tickets).and_then(|hello| ticket_of(hello.key));
+    // Offered again to the tracker when the session is over.
+    let place = parsed.as_ref().ok().and_then(|hello| match_keys.as_ref()?.take(hello.key));
     let hello = match parsed {
-        Ok(hello) if hello.key == server_key || ticket.is_some() => hello,
+        Ok(hello) if place.is_some() || ticket.is_some() || *allow_direct && hello.key == server_key => hello,
         parsed => {
             let text = match parsed {
+                Ok(hello) if match_keys.is_some() => {
+                    let key = printable_line(hello.key);
+                    format!("the client has the match key '{key}', which is not in the tracker: it has to ask there")
+                }
                 Ok(hello) => {
                     let key = printable_line(hello.key);
                     format!("the client asks for key '{key}', and the server has '{server_key}'")
@@ -60,13 +63,14 @@ pub(super) async fn serve(
         write(connection.io(), &HelloAnswer::Mismatch.encode()).await?;
         return Err(error.clone());
     }
-    write(connection.io(), &HelloAnswer::Accepted(&format!("server:{server_key}")).encode()).await?;
+    let shown = match_keys.as_ref().map_or(server_key.as_str(), |keys| keys.key());
+    write(connection.io(), &HelloAnswer::Accepted(&format!("server:{shown}")).encode()).await?;
     let (activity, notices, queued) = (connection.activity(), connection.notices(), connection.queued().clone());
     let going_away = notices.clone();
     let mut link = Link { io: connection.io(), wire, activity, notices, going_away, deadline, receiving: None };
     let ended = match opened {
         Ok(session) => {
-            let session = TvmSession::new(session, queued, max_handles)?;
+            let session = TvmSession::new(session, queued, *max_handles)?;
             link.serve_session(session).await
         }
         Err(reason) => link.refuse_session(reason).await,

@@ -5,9 +5,14 @@
 //! bytes ──► rpc_tvm::wire::TrackerWire ──► connection ──► peer ──► Tracker
 //!           what the peer says             when           what     one queue for all
 //! ```
+//!
+//! And the other direction: `registration` registers a server at a tracker of TVM
+//! (`serve --tvm-tracker`), whose clients come with `match_keys`.
 
 mod connection;
+mod match_keys;
 mod peer;
+mod registration;
 
 use std::sync::Arc;
 
@@ -15,6 +20,8 @@ use rpc_core::RpcError;
 use rpc_transports::{BoxFuture, Dialect, DialectConnection, Recognition};
 use rpc_tvm::wire::TRACKER_MAGIC;
 
+pub(crate) use self::match_keys::MatchKeys;
+pub(crate) use self::registration::{TvmAdvertisement, TvmRegistrar};
 use super::recognize;
 use crate::tracker::Tracker;
 

@@ -2,11 +2,13 @@
 //! description of the wire, and the real ones of the package `apache-tvm`.
 
 use std::io::{Read, Write};
-use std::net::TcpStream;
+use std::net::{TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
 use rpc_core::{ErrorKind, Pack, Registry, RemoteObject, Session};
-use rpc_server::config::{ConfigError, ListenAddress, ServeConfig, Span, TrackerAddress, TrackerConfig};
+use rpc_server::config::{
+    ConfigError, ListenAddress, ServeConfig, Span, TrackerAddress, TrackerConfig, TvmTrackerAddress,
+};
 use rpc_server::tracker::{RunningTracker, Tracker};
 use rpc_server::{RpcServer, Running};
 use rpc_transports::tracker::{Grant, HolderState, Returned, ServerRequest, Summary, TrackerClient, functions};
@@ -491,6 +493,149 @@ fn peers_of_tvm_are_served_only_where_the_operator_says_so() {
     assert!(proven.check().is_err());
 }
 
+/// A tracker of TVM, at which a server registers.
+struct FakeTracker(TcpListener);
+
+impl FakeTracker {
+    fn new() -> Self {
+        Self(TcpListener::bind("127.0.0.1:0").unwrap())
+    }
+
+    /// Accepts a server that is reached at this port.
+    fn accept(&self, port: u16) -> Peer {
+        let stream = self.0.accept().unwrap().0;
+        stream.set_read_timeout(Some(LIMIT)).unwrap();
+        let mut server = Peer(stream);
+        assert_eq!(server.read(4), [0x71, 0xf2, 2, 0]);
+        server.send(&[0x71, 0xf2, 2, 0]);
+        let info: serde_json::Value = serde_json::from_str(&server.reply()).unwrap();
+        assert_eq!(info, serde_json::json!([5, {"key": "server:rasp", "addr": ["127.0.0.1", port]}]));
+        server.say("0");
+        server
+    }
+}
+
+impl Peer {
+    /// Returns the match key of a place that the server offers in its next message.
+    fn next_put(&mut self, port: u16) -> String {
+        let message = self.reply();
+        let message: serde_json::Value = serde_json::from_str(&message).unwrap();
+        let match_key = message[2][1].as_str().unwrap_or_default().to_owned();
+        assert_eq!(message, serde_json::json!([3, "rasp", [port, match_key], "127.0.0.1"]));
+        match_key
+    }
+}
+
+#[test]
+fn a_server_registers_at_a_tracker_of_tvm() {
+    let tracker = FakeTracker::new();
+    let (runtime, folder) = (Runtime::new().unwrap(), tempfile::tempdir().unwrap());
+    let config = ServeConfig {
+        listen: vec![any_port()],
+        workdir: folder.path().to_owned(),
+        tvm: true,
+        key: Some("rasp".to_owned()),
+        tvm_tracker: Some(tracker.0.local_addr().unwrap().to_string().parse().unwrap()),
+        ..ServeConfig::default()
+    };
+    let server = runtime.block_on(RpcServer::new(Registry::new()).config(config).start()).unwrap();
+    let port = server.addresses()[0].port().unwrap();
+    let mut peer = tracker.accept(port);
+    let first = peer.next_put(port);
+    assert!(first.starts_with("rasp:0."), "{first}");
+    peer.say("0");
+    for none in ["client:rasp", "client:rasp:0.1", "client:", "server:rasp"] {
+        assert_eq!(hello(port, none).1, 0xff273, "{none}");
+    }
+    // The server looks at the match keys that were given out.
+    assert_eq!(peer.reply(), "[7]");
+    let (session, code) = hello(port, &format!("client:{first} -timeout=60"));
+    assert_eq!(code, 0xff271);
+    peer.say("[]");
+    assert_eq!(hello(port, &format!("client:{first}")).1, 0xff273, "it is good for one session");
+    drop(session);
+    let second = peer.next_put(port);
+    assert_ne!(second, first);
+    peer.say("0");
+
+    // The tracker is gone, and another one does not want the server at first.
+    drop(peer);
+    let mut refuses = tracker.accept(port);
+    refuses.next_put(port);
+    refuses.say("-1");
+    let mut peer = tracker.accept(port);
+    let third = peer.next_put(port);
+    peer.say("0");
+    let (lost, held) = (hello(port, &format!("client:{second}")), hello(port, &format!("client:{third}")));
+    assert_eq!((lost.1, held.1), (0xff273, 0xff271));
+    runtime.block_on(server.drain());
+    // It may have looked at its match keys before it left.
+    let end = peer.0.read_to_end(&mut Vec::new()).map_err(|error| error.kind());
+    assert!(end.is_ok() || end == Err(std::io::ErrorKind::ConnectionReset), "the server leaves: {end:?}");
+}
+
+#[test]
+fn a_server_with_several_places_registers_each_at_another_tracker() {
+    let pool = Pool::new();
+    let config = ServeConfig {
+        listen: vec![any_port()],
+        workdir: pool.folder.path().join("work"),
+        tvm: true,
+        tracker_key: Some("rasp".to_owned()),
+        capacity: 2,
+        allow_direct: true,
+        tvm_tracker: Some(pool.address().parse().unwrap()),
+        ..ServeConfig::default()
+    };
+    let server = pool.runtime.block_on(RpcServer::new(Registry::new()).config(config).start()).unwrap();
+    let port = server.addresses()[0].port().unwrap();
+    pool.until_free(2);
+    assert_eq!(hello(port, "client:").1, 0xff271, "the operator lets clients come directly");
+    let mut client = Peer::connect(&pool);
+    let mut sessions = Vec::new();
+    for _ in 0..2 {
+        client.request("rasp", 1);
+        let reply: serde_json::Value = serde_json::from_str(&client.reply()).unwrap();
+        assert_eq!((&reply[1][0], &reply[1][1]), (&"127.0.0.1".into(), &port.into()));
+        let session = hello(port, &format!("client:{}", reply[1][2].as_str().unwrap()));
+        assert_eq!(session.1, 0xff271);
+        sessions.push(session);
+    }
+    pool.until_free(0);
+    drop(sessions.pop());
+    pool.until_free(1);
+    drop(sessions);
+    pool.until_free(2);
+    drop(server);
+    pool.until(|summary| summary.servers.is_empty());
+}
+
+#[test]
+fn a_server_that_a_tracker_of_tvm_could_not_give_out_does_not_start() {
+    let good = || ServeConfig {
+        listen: vec!["tcp://127.0.0.1:0".parse().unwrap()],
+        tvm: true,
+        key: Some("rasp".to_owned()),
+        tvm_tracker: Some("pool.lan".parse().unwrap()),
+        ..ServeConfig::default()
+    };
+    assert!(good().check().is_ok());
+    assert_eq!(good().tvm_tracker.unwrap().to_string(), "tcp://pool.lan:9190");
+    let tracker = vec!["tcp://127.0.0.1:1".parse().unwrap()];
+    for (config, text) in [
+        (ServeConfig { tvm: false, ..good() }, "--tvm"),
+        (ServeConfig { key: None, ..good() }, "--tracker-key"),
+        (ServeConfig { tracker, ..good() }, "instead of --tracker"),
+        (ServeConfig { listen: vec!["unix:/run/s.sock".parse().unwrap()], ..good() }, "--advertise"),
+    ] {
+        let error = config.check().unwrap_err();
+        assert!(matches!(error, ConfigError::TvmTracker { .. }) && error.to_string().contains(text), "{error}");
+    }
+    for malformed in ["tls://pool.lan:1", "tcp://pool.lan:1/key", "a b", ""] {
+        assert!(malformed.parse::<TvmTrackerAddress>().is_err(), "{malformed}");
+    }
+}
+
 /// The scenarios of `tvm_tracker.py`, by the servers, clients and tools of the package.
 #[cfg(feature = "tvm-ffi")]
 #[test]
@@ -507,6 +652,7 @@ fn servers_and_clients_of_tvm_itself_are_served() {
     let packages = environment.library().ancestors().nth(3).unwrap().to_owned();
     let mut client = std::process::Command::new("python3");
     client.arg(script).arg(pool.address().strip_prefix("tcp://").unwrap()).env("PYTHONPATH", packages);
+    client.arg(env!("CARGO_BIN_EXE_rpc-server"));
     let output = client.output().unwrap();
     assert!(
         output.status.success(),

@@ -70,5 +70,5 @@ pub use server::{ServerEvent, ServerWire, WireLimits};
 pub use tensor_header::{MAX_DIMENSIONS, TensorHeader};
 pub use tracker::{MAX_TRACKER_MESSAGE, TrackerEvent, TrackerWire};
 pub use tracker_message::{InfoPort, PeerInfo, TrackerMessage};
-pub use tracker_reply::{TrackerReply, TrackerSummary};
+pub use tracker_reply::{TrackerAnswer, TrackerReply, TrackerSummary};
 pub use value::{MAX_VALUES, Text, WireValue, encode_values};

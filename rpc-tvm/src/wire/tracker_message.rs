@@ -4,8 +4,10 @@ use std::fmt;
 
 use serde::de::{Deserializer, Error, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde::{Deserialize, Serialize};
+use serde_json::json;
 
 use super::reader::WireError;
+use super::tracker_reply::framed;
 
 /// Code of a [`TrackerMessage::Ping`].
 const PING: i64 = 1;
@@ -83,6 +85,26 @@ impl PeerInfo {
 }
 
 impl TrackerMessage {
+    /// Returns the message on the wire.
+    #[must_use]
+    pub fn encode(&self) -> Vec<u8> {
+        let text = match self {
+            Self::Ping => json!([PING]),
+            Self::Stop { stop_key } => json!([STOP, stop_key]),
+            Self::Put { key, port, match_key, host } => json!([PUT, key, [port, match_key], host]),
+            Self::Request { key, user, priority } => json!([REQUEST, key, user, priority]),
+            Self::UpdateInfo(PeerInfo { key, address }) => {
+                let mut fields = serde_json::Map::new();
+                fields.extend(key.as_ref().map(|key| ("key".to_owned(), json!(key))));
+                fields.extend(address.as_ref().map(|address| ("addr".to_owned(), json!(address))));
+                json!([UPDATE_INFO, fields])
+            }
+            Self::Summary => json!([SUMMARY]),
+            Self::PendingMatchKeys => json!([PENDING_MATCH_KEYS]),
+        };
+        framed(&text.to_string())
+    }
+
     /// Decodes the text of a message.
     pub(super) fn decode(text: &[u8]) -> Result<Self, WireError> {
         serde_json::from_slice(text).map_err(|error| WireError::new(format!("a malformed message: {error}")))

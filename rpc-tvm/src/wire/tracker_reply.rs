@@ -2,7 +2,9 @@
 //! some of them as text.
 
 use bytes::BufMut;
+use serde::Deserialize;
 
+use super::reader::WireError;
 use super::tracker::MAX_TRACKER_MESSAGE;
 use super::tracker_message::InfoPort;
 
@@ -59,6 +61,28 @@ impl TrackerReply<'_> {
             }
         }
         framed(&text)
+    }
+}
+
+/// Reply of a tracker to a server.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(untagged)]
+#[non_exhaustive]
+pub enum TrackerAnswer {
+    /// Outcome of a message: 0, or the code of an error.
+    Code(i64),
+    /// Match keys that no client has been given.
+    MatchKeys(Vec<String>),
+}
+
+impl TrackerAnswer {
+    /// Decodes the text of a reply.
+    ///
+    /// # Errors
+    ///
+    /// The text is no reply to a message of a server.
+    pub fn decode(text: &[u8]) -> Result<Self, WireError> {
+        serde_json::from_slice(text).map_err(|error| WireError::new(format!("a malformed reply: {error}")))
     }
 }
 
@@ -131,7 +155,8 @@ fn push_string(text: &mut String, string: &str) {
     *text += &serde_json::Value::from(string).to_string();
 }
 
-fn framed(text: &str) -> Vec<u8> {
+/// Returns a message on the wire.
+pub(super) fn framed(text: &str) -> Vec<u8> {
     let mut message = Vec::with_capacity(4 + text.len());
     message.put_i32_le(i32::try_from(text.len()).unwrap_or(i32::MAX));
     message.put_slice(text.as_bytes());

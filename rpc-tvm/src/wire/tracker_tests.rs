@@ -66,6 +66,8 @@ fn captured_messages_are_decoded_however_they_are_cut() {
         for (text, expected) in &cases {
             let events = feed(&mut wire, &framed(text), step).unwrap();
             assert_eq!(events, [TrackerEvent::Message(expected.clone())], "{text}");
+            let encoded = feed(&mut wire, &expected.encode(), step).unwrap();
+            assert_eq!(encoded, events, "{text}");
             assert!(!wire.is_inside_message());
         }
     }
@@ -97,6 +99,18 @@ fn replies_are_spelled_as_captured() {
         r#"[{"key": "server:dev", "addr": ["test_addr", 23001]}, {"key": "server:dev", "addr": ["pc", "23002"]}]}]"#
     );
     assert_eq!(summary.encode(), framed(text));
+}
+
+#[test]
+fn replies_to_servers_are_decoded() {
+    assert_eq!(TrackerAnswer::decode(b"0"), Ok(TrackerAnswer::Code(0)));
+    assert_eq!(TrackerAnswer::decode(b"-1"), Ok(TrackerAnswer::Code(-1)));
+    assert_eq!(TrackerAnswer::decode(b"[]"), Ok(TrackerAnswer::MatchKeys(Vec::new())));
+    let keys = vec!["a:0.1".to_owned(), "b:0.2".to_owned()];
+    assert_eq!(TrackerAnswer::decode(br#"["a:0.1", "b:0.2"]"#), Ok(TrackerAnswer::MatchKeys(keys)));
+    for text in ["", "x", "{}", "null", "[1]", "\"a\"", "0 0"] {
+        assert!(TrackerAnswer::decode(text.as_bytes()).is_err(), "{text}");
+    }
 }
 
 #[test]

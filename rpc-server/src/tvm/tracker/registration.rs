@@ -1,0 +1,193 @@
+//! Registration of a server at a tracker of TVM (`serve --tvm-tracker`).
+//!
+//! The server offers a match key for each place that is free, looks now and then at those that were
+//! given out, and offers a place again after its session. A tracker that is gone is tried again,
+//! with growing pauses. Sessions are not affected.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use rpc_core::{ErrorKind, Result, RpcError};
+use rpc_transports::{Address, Backoff};
+use rpc_tvm::wire::{InfoPort, MAX_TRACKER_MESSAGE, PeerInfo, TRACKER_MAGIC, TrackerAnswer, TrackerMessage};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpStream;
+use tokio::task::JoinHandle;
+
+use super::super::link::lost;
+use super::match_keys::MatchKeys;
+
+/// First and longest pause before the next attempt to reach the tracker.
+const PAUSES: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(10));
+
+/// Time between two looks at the match keys that were given out, as of a server of TVM.
+const LOOK_INTERVAL: Duration = Duration::from_secs(2);
+
+/// Time limit of a connect and of a reply.
+const REPLY_LIMIT: Duration = Duration::from_secs(10);
+
+/// Task that keeps a server registered, until dropped. The tracker forgets the server then.
+#[derive(Debug)]
+pub(crate) struct TvmRegistrar(JoinHandle<()>);
+
+/// Address of a server as a tracker of TVM gets it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct TvmAdvertisement {
+    /// Host; `None` for the one that the server comes from.
+    pub(crate) host: Option<String>,
+    pub(crate) port: u16,
+}
+
+impl TvmAdvertisement {
+    /// Returns the address of a server that clients of TVM can dial, if it is one.
+    pub(crate) fn of(address: &Address) -> Option<Self> {
+        (address.scheme() == "tcp").then_some(())?;
+        let (host, port) = (address.host()?, address.port()?);
+        let is_unspecified = host.parse().is_ok_and(|ip: std::net::IpAddr| ip.is_unspecified());
+        Some(Self { host: (!is_unspecified).then(|| host.to_owned()), port })
+    }
+}
+
+impl TvmRegistrar {
+    /// Starts to register. Needs a tokio runtime.
+    pub(crate) fn start(tracker: &Address, keys: Arc<MatchKeys>, advertised: TvmAdvertisement) -> Self {
+        let tracker = tracker.clone();
+        Self(tokio::spawn(async move { run(&tracker, &keys, &advertised).await }))
+    }
+
+    /// Leaves the tracker.
+    pub(crate) fn leave(&self) {
+        self.0.abort();
+    }
+}
+
+impl Drop for TvmRegistrar {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}
+
+/// Keeps the server registered.
+async fn run(tracker: &Address, keys: &Arc<MatchKeys>, advertised: &TvmAdvertisement) {
+    let mut backoff = Backoff::new(PAUSES.0, PAUSES.1);
+    let mut last = String::new();
+    loop {
+        let mut is_registered = false;
+        let Err(error) = register(tracker, keys, advertised, &mut is_registered).await else { return };
+        keys.revoke_all();
+        if is_registered {
+            backoff.reset();
+            last.clear();
+        }
+        // The same error is logged once, and not at each attempt.
+        let text = error.to_string();
+        if text != last {
+            rpc_core::log_limited!(WARN, %tracker, %error, "not registered with the tracker of TVM; trying again");
+            last = text;
+        }
+        tokio::time::sleep(backoff.pause()).await;
+    }
+}
+
+/// Registers, and offers places until an error.
+async fn register(
+    tracker: &Address,
+    keys: &Arc<MatchKeys>,
+    advertised: &TvmAdvertisement,
+    is_registered: &mut bool,
+) -> Result<()> {
+    let TvmAdvertisement { host, port } = advertised.clone();
+    let mut link = TrackerLink::connect(tracker).await?;
+    let key = Some(format!("server:{}", keys.key()));
+    let info = PeerInfo { key, address: Some((host.clone(), InfoPort::Number(port))) };
+    link.obey(&TrackerMessage::UpdateInfo(info)).await?;
+    loop {
+        while let Some(match_key) = keys.issue()? {
+            let (key, host) = (keys.key().to_owned(), host.clone());
+            link.obey(&TrackerMessage::Put { key, port, match_key, host }).await?;
+            if !*is_registered {
+                rpc_core::log_limited!(INFO, %tracker, key = keys.key(), "registered with the tracker of TVM");
+                *is_registered = true;
+            }
+        }
+        let is_idle = tokio::select! {
+            () = keys.freed() => false,
+            () = tokio::time::sleep(LOOK_INTERVAL), if keys.has_offered() => true,
+            end = link.end() => return Err(end),
+        };
+        if is_idle {
+            let TrackerAnswer::MatchKeys(pending) = link.ask(&TrackerMessage::PendingMatchKeys).await? else {
+                return Err(malformed("its reply has no match keys"));
+            };
+            if keys.look(&pending) {
+                tracing::debug!(%tracker, "a client was given this server, and does not come: offering it again");
+            }
+        }
+    }
+}
+
+/// Connection to a tracker of TVM.
+struct TrackerLink(TcpStream);
+
+impl TrackerLink {
+    async fn connect(tracker: &Address) -> Result<Self> {
+        let (Some(host), Some(port)) = (tracker.host(), tracker.port()) else {
+            return Err(RpcError::invalid_argument(format!("{tracker} is no address of a tracker of TVM")));
+        };
+        let connected = within("the connect", TcpStream::connect((host, port))).await?;
+        let mut stream =
+            connected.map_err(|error| RpcError::new(ErrorKind::PeerLost, format!("cannot connect: {error}")))?;
+        // Messages are small, and each waits for its reply. Without this they are only slower.
+        _ = stream.set_nodelay(true);
+        let magic = TRACKER_MAGIC.to_le_bytes();
+        stream.write_all(&magic).await.map_err(|error| lost(&error))?;
+        let mut answer = [0; 4];
+        let read = within("the answer", stream.read_exact(&mut answer)).await?;
+        read.map_err(|error| lost(&error))?;
+        if answer != magic {
+            return Err(malformed("it does not answer as a tracker of TVM"));
+        }
+        Ok(Self(stream))
+    }
+
+    /// Sends a message that the tracker has to obey.
+    async fn obey(&mut self, message: &TrackerMessage) -> Result<()> {
+        match self.ask(message).await? {
+            TrackerAnswer::Code(0) => Ok(()),
+            _ => Err(RpcError::new(ErrorKind::Refused, "the tracker of TVM has refused this server")),
+        }
+    }
+
+    async fn ask(&mut self, message: &TrackerMessage) -> Result<TrackerAnswer> {
+        within("the reply", self.exchange(message)).await?
+    }
+
+    async fn exchange(&mut self, message: &TrackerMessage) -> Result<TrackerAnswer> {
+        self.0.write_all(&message.encode()).await.map_err(|error| lost(&error))?;
+        let mut len = [0; 4];
+        self.0.read_exact(&mut len).await.map_err(|error| lost(&error))?;
+        let len = usize::try_from(i32::from_le_bytes(len)).ok();
+        let len = len.filter(|len| (1..=MAX_TRACKER_MESSAGE).contains(len));
+        let mut reply = vec![0; len.ok_or_else(|| malformed("its reply has no possible length"))?];
+        self.0.read_exact(&mut reply).await.map_err(|error| lost(&error))?;
+        TrackerAnswer::decode(&reply).map_err(|error| malformed(&error.to_string()))
+    }
+
+    /// Resolves when the connection ends, or the tracker says what nobody has asked for.
+    async fn end(&mut self) -> RpcError {
+        match self.0.read(&mut [0]).await {
+            Ok(0) => RpcError::new(ErrorKind::PeerLost, "the tracker has closed the connection"),
+            Ok(_) => malformed("it says what nobody has asked for"),
+            Err(error) => lost(&error),
+        }
+    }
+}
+
+async fn within<T>(what: &str, work: impl Future<Output = T>) -> Result<T> {
+    let late = |_| RpcError::new(ErrorKind::DeadlineExceeded, format!("{what} takes longer than {REPLY_LIMIT:?}"));
+    tokio::time::timeout(REPLY_LIMIT, work).await.map_err(late)
+}
+
+fn malformed(what: &str) -> RpcError {
+    RpcError::new(ErrorKind::Protocol, format!("the tracker of TVM breaks its protocol: {what}"))
+}
