@@ -276,7 +276,7 @@ listener_settings! {
         data_address: IpAddr, "RPC_SERVER_DATA_ADDRESS";
         /// With --tracker or --tvm-tracker: key that clients ask the tracker for. Default: --key
         tracker_key: String, "RPC_SERVER_TRACKER_KEY";
-        /// Tracker of TVM to register with, such as pool.lan:9190, beside --tvm. Clients of TVM then
+        /// With --tvm: tracker of TVM to register with, such as pool.lan:9190. Clients of TVM then
         /// need a match key from it, unless --allow-direct is given
         #[arg(value_name = "ADDRESS")]
         tvm_tracker: TvmTrackerAddress, "RPC_SERVER_TVM_TRACKER";

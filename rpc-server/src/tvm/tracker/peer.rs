@@ -127,8 +127,10 @@ impl TvmPeer {
         let at = at.await;
         match self.requests.remove(at).claim.deliver() {
             Ok((TvmPlace { host, port, match_key }, grant)) => {
-                if self.grants.len() >= MAX_GRANTS {
-                    self.grants.pop_front().map(TvmGrant::keep);
+                if self.grants.len() >= MAX_GRANTS
+                    && let Some(oldest) = self.grants.pop_front()
+                {
+                    oldest.keep();
                 }
                 self.grants.push_back(grant);
                 TrackerReply::Granted { host: &host, port, match_key: &match_key }.encode()
