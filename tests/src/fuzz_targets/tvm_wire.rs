@@ -1,7 +1,9 @@
-//! Bytes of a client of TVM, behind its hello.
+//! Bytes of a client of TVM, behind its hello, and of a peer of TVM at a tracker.
 
 use bytes::BufMut;
-use rpc_tvm::wire::{Hello, Request, ServerEvent, ServerWire, WireLimits};
+use rpc_tvm::wire::{
+    Hello, Request, ServerEvent, ServerWire, TRACKER_MAGIC, TrackerEvent, TrackerMessage, TrackerWire, WireLimits,
+};
 
 /// Largest body of a frame.
 const MAX_BODY: u64 = 1 << 16;
@@ -14,6 +16,36 @@ pub fn tvm_wire(input: &[u8]) {
     let encoded: Vec<u8> = whole.concat();
     let again = events(&encoded, usize::MAX);
     assert_eq!(again, whole, "a request is another one once it was encoded");
+    tracker(input);
+}
+
+/// The bytes of a server or client of TVM at a tracker, behind the magic number, as above.
+fn tracker(input: &[u8]) {
+    let whole = messages(input, usize::MAX);
+    assert_eq!(messages(input, 7), whole, "messages depend on how the bytes were cut");
+    let encoded: Vec<u8> = whole.iter().flat_map(TrackerMessage::encode).collect();
+    assert_eq!(messages(&encoded, usize::MAX), whole, "a message is another one once it was encoded");
+}
+
+/// Returns the messages to a tracker, up to the first bytes that are none.
+fn messages(mut input: &[u8], step: usize) -> Vec<TrackerMessage> {
+    let mut wire = TrackerWire::new();
+    wire.input().put_slice(&TRACKER_MAGIC.to_le_bytes());
+    let mut messages = Vec::new();
+    loop {
+        match wire.poll_event() {
+            Err(_) => return messages,
+            Ok(Some(TrackerEvent::Message(message))) => messages.push(message),
+            Ok(Some(_)) => {}
+            Ok(None) if input.is_empty() => return messages,
+            Ok(None) => {
+                let mut room = wire.input();
+                let count = input.len().min(step).min(room.remaining_mut());
+                room.put_slice(&input[..count]);
+                input = &input[count..];
+            }
+        }
+    }
 }
 
 /// Returns the requests, encoded, up to the first bytes that are none.

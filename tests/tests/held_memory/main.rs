@@ -12,7 +12,7 @@
 //! everything that was taken has been worked on.
 //!
 //! Clients of TVM have floods of their own: each request of their protocol, and each function that
-//! the server has for them.
+//! the server has for them. So have servers and clients of TVM at a tracker.
 //!
 //! The commands of Disco, and the functions that only its workers can call, have floods of their
 //! own in `disco/src/node/flood_tests.rs`.
@@ -31,7 +31,8 @@ use std::time::{Duration, Instant};
 
 use rpc_conformance::threads::wait_for_rest;
 use rpc_core::{Devices, Registry};
-use rpc_server::config::{ByteSize, Isolate, ServeConfig};
+use rpc_server::config::{ByteSize, Isolate, ServeConfig, TrackerConfig};
+use rpc_server::tracker::{RunningTracker, Tracker};
 use rpc_server::{RpcServer, builtins};
 use rpc_tests::accelerator::Accelerator;
 
@@ -85,6 +86,8 @@ struct Fixture {
     folder: tempfile::TempDir,
     /// Bytes that the process holds without sessions.
     idle: usize,
+    /// Most bytes that one session may hold by the limits.
+    quota: u64,
     findings: Vec<String>,
 }
 
@@ -114,7 +117,18 @@ impl Fixture {
         let devices = Devices::new().with(std::sync::Arc::new(Accelerator::default()));
         let server = RpcServer::new(registry.clone()).devices(devices).config(config);
         let running = server.start().await.unwrap();
-        (Self { folder, idle: 0, findings: Vec::new() }, running, registry)
+        (Self { folder, idle: 0, quota: QUOTA, findings: Vec::new() }, running, registry)
+    }
+
+    /// Starts a tracker that takes servers and clients of TVM.
+    async fn start_tracker() -> (Self, RunningTracker) {
+        let folder = tempfile::tempdir().unwrap();
+        let listen = vec![format!("unix:{}", folder.path().join("socket").display()).parse().unwrap()];
+        let config = TrackerConfig { listen, tvm: true, ..TrackerConfig::default() };
+        let running = Tracker::start(&config).await.unwrap();
+        // What a session of a tracker may have queued.
+        let quota = config.serve_config().max_queued.0;
+        (Self { folder, idle: 0, quota, findings: Vec::new() }, running)
     }
 
     fn socket(&self) -> std::path::PathBuf {
@@ -158,20 +172,24 @@ impl Fixture {
     fn record(&mut self, name: &str, before: usize, what: &str) {
         let held = peak_bytes().saturating_sub(before) as u64;
         println!("{name}: {:.1} MiB held, {what}", held as f64 / MIB as f64);
-        if held > QUOTA + CONSTANT {
+        if held > self.quota + CONSTANT {
             self.findings.push(format!("{name}: {held} bytes were held"));
         }
     }
 
     /// Floods the server as a client of TVM. Records what it held.
     fn flood_by_tvm(&mut self, name: &str, make: impl FnOnce(&mut Peer) -> Frames) {
-        let mut peer = Peer::connect_by_tvm(&self.socket());
+        self.flood_as(name, Peer::connect_by_tvm(&self.socket()), make);
+    }
+
+    /// Floods the server as this peer. Records what it held.
+    fn flood_as(&mut self, name: &str, mut peer: Peer, make: impl FnOnce(&mut Peer) -> Frames) {
         let mut frames = make(&mut peer);
         peer.begin_flood();
         wait_for_rest();
         let before = reset_peak();
         let (mut number, mut sent, mut written) = (0, 0, Written::All);
-        while written == Written::All && sent < FLOOD && number < FRAMES {
+        while written == Written::All && sent < 4 * self.quota && number < FRAMES {
             let mut batch = Vec::new();
             while batch.len() < 64 << 10 {
                 number += 1;
@@ -305,4 +323,21 @@ fn a_client_that_reads_nothing_makes_its_server_hold_no_more_than_the_limits_say
     fixture.flood_by_tvm("an endless frame of TVM", tvm_floods::of_an_endless_frame);
     assert!(fixture.findings.is_empty(), "the limits admit {}:\n{}", QUOTA + CONSTANT, fixture.findings.join("\n"));
     running.stop();
+    drop((running, fixture));
+
+    let (mut fixture, running) = runtime.block_on(Fixture::start_tracker());
+    let flood_tracker = |fixture: &mut Fixture, name: &str| {
+        let peer = Peer::connect_by_tvm_tracker(&fixture.socket());
+        fixture.flood_as(&format!("TVM's {name}"), peer, |peer| tvm_floods::at_a_tracker(name, peer));
+    };
+    // The first registrations begin histories, which stay.
+    fixture.idle = held_bytes() + 16 * MIB as usize;
+    flood_tracker(&mut fixture, "PUT of new places");
+    wait_for_rest();
+    fixture.idle = held_bytes();
+    for name in tvm_floods::AT_A_TRACKER {
+        flood_tracker(&mut fixture, name);
+    }
+    assert!(fixture.findings.is_empty(), "the limits admit {}:\n{}", fixture.quota, fixture.findings.join("\n"));
+    running.server.stop();
 }

@@ -92,6 +92,30 @@ impl Peer {
         peer
     }
 
+    /// Connects as a server or client of TVM to a tracker.
+    pub(crate) fn connect_by_tvm_tracker(path: &Path) -> Self {
+        let stream = UnixStream::connect(path).unwrap();
+        stream.set_read_timeout(Some(LIMIT)).unwrap();
+        stream.set_write_timeout(Some(LIMIT)).unwrap();
+        let mut peer = Self { stream, next: 1, window: 0, unread: Vec::new(), parsed: 0, has_ended: false };
+        let magic = wire::TRACKER_MAGIC.to_le_bytes();
+        peer.send(&magic);
+        let mut answer = [0; 4];
+        peer.stream.read_exact(&mut answer).unwrap();
+        assert_eq!(answer, magic);
+        peer
+    }
+
+    /// Sends a message to a tracker of TVM. Returns the text of its reply.
+    pub(crate) fn tvm_tell(&mut self, message: &wire::TrackerMessage) -> String {
+        self.send(&message.encode());
+        let mut len = [0; 4];
+        self.stream.read_exact(&mut len).unwrap();
+        let mut reply = vec![0; i32::from_le_bytes(len) as usize];
+        self.stream.read_exact(&mut reply).unwrap();
+        String::from_utf8(reply).unwrap()
+    }
+
     /// Makes a request of TVM's protocol. Returns the body of its result.
     pub(crate) fn tvm_ask(&mut self, request: &wire::Request) -> Vec<u8> {
         self.send(&request.encode());

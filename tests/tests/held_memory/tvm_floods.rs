@@ -1,10 +1,13 @@
 //! Floods of a client of TVM, for each request of its protocol, and for each function that the
-//! server adds for such clients.
+//! server adds for such clients; and floods of servers and clients of TVM at a tracker.
 
 use std::sync::Arc;
 
 use rpc_core::{DataType, Device};
-use rpc_tvm::wire::{FrameCode, PROTOCOL_VERSION, Request, TensorHeader, WireValue};
+use rpc_tvm::wire::{
+    FrameCode, InfoPort, MAX_TRACKER_MESSAGE, PROTOCOL_VERSION, PeerInfo, Request, TensorHeader, TrackerMessage,
+    WireValue,
+};
 
 use super::peer::Peer;
 use super::recipes::LARGE;
@@ -136,6 +139,70 @@ pub(crate) fn of_an_endless_frame(_: &mut Peer) -> Frames {
         1 => [&u64::MAX.to_le_bytes()[..], &3_i32.to_le_bytes()].concat(),
         _ => vec![0; LARGE],
     })
+}
+
+/// Kinds of floods of a server or client of TVM at a tracker.
+pub(crate) const AT_A_TRACKER: [&str; 9] = [
+    "PING",
+    "STOP",
+    "PUT of new places",
+    "PUT of one place",
+    "REQUEST",
+    "UPDATE_INFO",
+    "SUMMARY",
+    "GET_PENDING_MATCHKEYS",
+    "a message without an end",
+];
+
+/// Returns the flood of messages of one kind, whose first one the tracker accepts.
+pub(crate) fn at_a_tracker(name: &str, peer: &mut Peer) -> Frames {
+    const KEY: usize = 1000;
+    let text = |number: u64, len| format!("{number:x}{}", "k".repeat(len));
+    let put = move |key: String, number: u64| {
+        let match_key = format!("{number:x}:{}", "m".repeat(KEY));
+        TrackerMessage::Put { key, port: 9090, match_key, host: None }.encode()
+    };
+    let info = move |number: u64| {
+        let address = Some((Some("h".repeat(KEY)), InfoPort::Text("p".repeat(KEY))));
+        TrackerMessage::UpdateInfo(PeerInfo { key: Some(format!("server{}", text(number, KEY))), address })
+    };
+    let request =
+        move |number: u64, len| TrackerMessage::Request { key: text(number, len), user: text(0, len), priority: 1 };
+    let accepted = |peer: &mut Peer, message| assert_eq!(peer.tvm_tell(&message), "0");
+    match name {
+        "PING" => Box::new(|_| TrackerMessage::Ping.encode()),
+        "STOP" => {
+            let message = TrackerMessage::Stop { stop_key: "s".repeat(MAX_TRACKER_MESSAGE - 8) }.encode();
+            Box::new(move |_| message.clone())
+        }
+        "PUT of new places" => Box::new(move |number| put(text(number, KEY), number)),
+        "PUT of one place" => {
+            let request = request(1, KEY).encode();
+            // Each is given to a request at once, and offered again.
+            Box::new(move |number| [request.clone(), put(text(1, KEY), number)].concat())
+        }
+        "REQUEST" => Box::new(move |number| request(number, KEY).encode()),
+        "UPDATE_INFO" => {
+            accepted(peer, info(0));
+            Box::new(move |number| info(number).encode())
+        }
+        "SUMMARY" => {
+            accepted(peer, info(0));
+            Box::new(|_| TrackerMessage::Summary.encode())
+        }
+        "GET_PENDING_MATCHKEYS" => {
+            for number in 0..64 {
+                let (key, match_key) = (text(number, 8), text(number, KEY));
+                accepted(peer, TrackerMessage::Put { key, port: 9090, match_key, host: None });
+            }
+            Box::new(|_| TrackerMessage::PendingMatchKeys.encode())
+        }
+        "a message without an end" => Box::new(|number| match number {
+            1 => (MAX_TRACKER_MESSAGE as i32).to_le_bytes().to_vec(),
+            _ => b"[5, {\"x\": [[[[[[[[".repeat(1000),
+        }),
+        other => panic!("{other} has no flood here: add one"),
+    }
 }
 
 /// Text that errors would repeat several times as long.
