@@ -99,7 +99,7 @@ pub(super) fn header(objects: &Objects, tensor: &TensorRef) -> Result<TensorHead
 pub(super) fn piece(tensor: &TensorHeader, offset: u64, len: u64) -> TensorHeader {
     let bits = u64::from(tensor.dtype.bits) * u64::from(tensor.dtype.lanes);
     let item = if bits > 0 && bits % 8 == 0 { bits / 8 } else { 1 };
-    let is_whole = offset % item == 0 && len % item == 0;
+    let is_whole = offset.is_multiple_of(item) && len.is_multiple_of(item);
     let (dtype, count) = if is_whole && bits % 8 == 0 { (tensor.dtype, len / item) } else { (DataType::U8, len) };
     TensorHeader { dtype, shape: vec![count.cast_signed()], byte_offset: tensor.byte_offset + offset, ..tensor.clone() }
 }
