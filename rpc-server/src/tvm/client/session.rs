@@ -169,7 +169,6 @@ impl ReplyControl for ClientCore {
 }
 
 impl ClientCore {
-    #[allow(clippy::too_many_arguments, reason = "each is a fact of its own, and there is one caller")]
     pub(super) fn new(
         peer: String,
         key: String,
