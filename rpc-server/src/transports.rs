@@ -4,8 +4,8 @@ use rpc_transports::Transports;
 
 /// Returns the transports that `rpc-server` and `rpc-cli` have: those that `rpc-transports` was
 /// compiled with, and by features that are on by default: `ws://` and `wss://` (`websocket`), and
-/// `tvm://` for servers of TVM (`tvm`). A program of one's own adds to them and calls [`daemon::main_with`](crate::daemon::main_with) or
-/// [`cli::main_with`](crate::cli::main_with).
+/// `tvm://` for servers of TVM (`tvm`). A program of one's own adds to them and calls
+/// [`daemon::main_with`](crate::daemon::main_with) or [`cli::main_with`](crate::cli::main_with).
 #[must_use]
 pub fn transports() -> Transports {
     let transports = Transports::default();
