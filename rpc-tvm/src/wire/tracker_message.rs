@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use serde::de::{Deserializer, Error, IgnoredAny, MapAccess, SeqAccess, Visitor};
+use serde::de::{Deserializer, Error, IgnoredAny, MapAccess, SeqAccess, Unexpected, Visitor};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
@@ -67,7 +67,7 @@ pub struct PeerInfo {
 }
 
 /// Port in a [`PeerInfo`], in the form in which the peer has sent it.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(untagged)]
 pub enum InfoPort {
     /// A number, from servers in Python.
@@ -158,6 +158,32 @@ impl<'de> Visitor<'de> for MessageVisitor {
 /// Reads a field that has to be there.
 fn next<'de, T: Deserialize<'de>, A: SeqAccess<'de>>(seq: &mut A, name: &str) -> Result<T, A::Error> {
     seq.next_element()?.ok_or_else(|| A::Error::custom(format_args!("no {name}")))
+}
+
+// Not derived: serde would collect any value before it looks at its type.
+impl<'de> Deserialize<'de> for InfoPort {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_any(PortVisitor)
+    }
+}
+
+/// Reader of a port.
+struct PortVisitor;
+
+impl Visitor<'_> for PortVisitor {
+    type Value = InfoPort;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a port")
+    }
+
+    fn visit_u64<E: Error>(self, port: u64) -> Result<InfoPort, E> {
+        u16::try_from(port).map(InfoPort::Number).map_err(|_| E::invalid_value(Unexpected::Unsigned(port), &self))
+    }
+
+    fn visit_str<E: Error>(self, port: &str) -> Result<InfoPort, E> {
+        Ok(InfoPort::Text(port.to_owned()))
+    }
 }
 
 impl<'de> Deserialize<'de> for PeerInfo {

@@ -1,8 +1,11 @@
 //! Replies of TVM's tracker, in the spelling of the tracker of TVM itself: its servers in C++ read
 //! some of them as text.
 
+use std::fmt;
+
 use bytes::BufMut;
 use serde::Deserialize;
+use serde::de::{Deserializer, Error, SeqAccess, Unexpected, Visitor};
 
 use super::reader::WireError;
 use super::tracker::MAX_TRACKER_MESSAGE;
@@ -65,8 +68,7 @@ impl TrackerReply<'_> {
 }
 
 /// Reply of a tracker to a server.
-#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
-#[serde(untagged)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum TrackerAnswer {
     /// Outcome of a message: 0, or the code of an error.
@@ -83,6 +85,40 @@ impl TrackerAnswer {
     /// The text is no reply to a message of a server.
     pub fn decode(text: &[u8]) -> Result<Self, WireError> {
         serde_json::from_slice(text).map_err(|error| WireError::new(format!("a malformed reply: {error}")))
+    }
+}
+
+// Not derived: serde would collect any value before it looks at its type.
+impl<'de> Deserialize<'de> for TrackerAnswer {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_any(AnswerVisitor)
+    }
+}
+
+/// Reader of a reply.
+struct AnswerVisitor;
+
+impl<'de> Visitor<'de> for AnswerVisitor {
+    type Value = TrackerAnswer;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a code or a list of match keys")
+    }
+
+    fn visit_i64<E>(self, code: i64) -> Result<TrackerAnswer, E> {
+        Ok(TrackerAnswer::Code(code))
+    }
+
+    fn visit_u64<E: Error>(self, code: u64) -> Result<TrackerAnswer, E> {
+        i64::try_from(code).map(TrackerAnswer::Code).map_err(|_| E::invalid_value(Unexpected::Unsigned(code), &self))
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<TrackerAnswer, A::Error> {
+        let mut keys = Vec::new();
+        while let Some(key) = seq.next_element()? {
+            keys.push(key);
+        }
+        Ok(TrackerAnswer::MatchKeys(keys))
     }
 }
 

@@ -24,6 +24,9 @@ const SMALL: u64 = 5 << 10;
 /// Bytes in front of the data of a copy, with the header of a tensor of one dimension.
 const COPY_HEADER: u64 = 44 + 8;
 
+/// Smallest piece of a copy in bytes. The smallest buffers of servers have some hundred bytes.
+const MIN_PIECE: u64 = 64;
+
 /// Largest attribute of a device that is parsed, in bytes.
 const MAX_DIMENSIONS_TEXT: usize = 256;
 
@@ -39,7 +42,8 @@ pub(super) async fn execute(core: &Arc<ClientCore>) -> RpcError {
                     core.link.room(0).await;
                     // It may have been freed by a request meanwhile.
                     let removed = core.objects.lock().remove(handle);
-                    if let Ok(held) = removed {
+                    if let Ok((held, was_current)) = removed {
+                        core.leave_stream(was_current);
                         core.free(&held);
                     }
                 }
@@ -69,6 +73,14 @@ pub(super) fn unexpected(expected: &str) -> RpcError {
 }
 
 impl ClientCore {
+    /// Makes the default stream the current one of a device whose current stream is about to be
+    /// freed. The server would go on with that one.
+    fn leave_stream(&self, device: Option<Device>) {
+        if let Some(device) = device {
+            self.link.send(Frame::of(&Request::SetStream { device, stream: 0 }), |_| {});
+        }
+    }
+
     /// Frees an object of the server. Its answer means nothing.
     pub(super) fn free(&self, held: &Held) {
         if let Some(request) = held.freeing() {
@@ -102,7 +114,8 @@ impl ClientCore {
             Operation::Free { handle } => {
                 // From here on nothing waits, so that what is removed is freed.
                 self.room(id, SMALL).await?;
-                let held = self.objects.lock().remove(handle)?;
+                let (held, was_current) = self.objects.lock().remove(handle)?;
+                self.leave_stream(was_current);
                 match held.freeing() {
                     Some(request) => self.send_at_once(id, &request, |_, _| Ok(Value::Null)),
                     None => self.complete(id, Ok(Value::Null)),
@@ -126,7 +139,7 @@ impl ClientCore {
                 let request = {
                     let mut objects = self.objects.lock();
                     let stream = stream.map_or(Ok(0), |stream| objects.stream(device, stream))?;
-                    objects.current_streams.insert(device, stream);
+                    objects.set_current_stream(device, stream);
                     Request::SetStream { device, stream }
                 };
                 self.send_at_once(id, &request, |_, _| Ok(Value::Null));
@@ -200,7 +213,7 @@ impl ClientCore {
         let held = self.objects.lock().get(function)?.clone();
         let handle = match held {
             Held::Ours(function) => {
-                let outcome = function.call(self, args).await;
+                let outcome = function.call(self, id, args).await;
                 self.complete(id, outcome);
                 return Ok(());
             }
@@ -229,7 +242,7 @@ impl ClientCore {
         let lease = if size > CHARGED { Some(self.memory.reserve(size)?) } else { None };
         let args = self.objects.lock().arguments(args)?;
         let call = Request::Call { function, args };
-        Ok(Frame { parts: vec![call.encode().into()], expected: Expected::Call, lease })
+        Ok(Frame { parts: vec![call.encode().into()], expected: Expected::Call, waits_for_device: false, lease })
     }
 
     async fn alloc(
@@ -267,14 +280,14 @@ impl ClientCore {
             self.complete(id, Ok(Value::Null));
             return Ok(());
         }
-        let mut frames = Vec::new();
-        for (at, size) in self.pieces(len)? {
+        let waits_for_device = header.device != Device::cpu();
+        // One at a time, as there is room: a small server takes small frames, and many of them.
+        let frames = self.pieces(len)?.map(|(at, size)| {
             let part = data.slice(at as usize..(at + size) as usize);
             let head = Request::encode_copy_to_header(&piece(&header, offset + at, size), size);
-            frames.push(Frame { parts: vec![head.into(), part], expected: Expected::Value, lease: None });
-        }
-        frames.extend(sync(self, header.device));
-        self.send_all(id, frames).await
+            Frame { parts: vec![head.into(), part], expected: Expected::Value, waits_for_device, lease: None }
+        });
+        self.send_all(id, frames.chain(sync(self, header.device))).await
     }
 
     async fn read(self: &Arc<Self>, id: u64, from: &TensorRef, offset: u64, len: u64) -> Result<(), RpcError> {
@@ -290,10 +303,8 @@ impl ClientCore {
             frame
         };
         let pieces = self.pieces(len)?;
-        if let [(0, size)] = pieces[..]
-            && header.device == Device::cpu()
-        {
-            let (core, frame) = (self.clone(), ask(0, size));
+        if pieces.len() == 1 && header.device == Device::cpu() {
+            let (core, frame) = (self.clone(), ask(0, len));
             self.room(id, frame.len()).await?;
             self.link.send(frame, move |reply| {
                 let outcome = reply.and_then(|reply| match reply {
@@ -320,16 +331,15 @@ impl ClientCore {
     }
 
     /// Returns the offsets and lengths of the pieces in which `len` bytes are copied.
-    fn pieces(&self, len: u64) -> Result<Vec<(u64, u64)>, RpcError> {
+    fn pieces(&self, len: u64) -> Result<impl ExactSizeIterator<Item = (u64, u64)> + use<>, RpcError> {
         let largest = self.max_packet.saturating_sub(COPY_HEADER);
-        // A server with frames this small could not say so.
-        if largest < 16 {
+        if largest < MIN_PIECE {
             return Err(RpcError::unsupported(format!("the server takes frames of {} bytes only", self.max_packet)));
         }
         // Pieces of whole elements, of whatever type.
         let largest = largest - largest % 16;
-        let count = len.div_ceil(largest);
-        Ok((0..count).map(|at| (at * largest, largest.min(len - at * largest))).collect())
+        let count = usize::try_from(len.div_ceil(largest)).map_err(|_| RpcError::internal("a copy beyond memory"))?;
+        Ok((0..count).map(move |at| (at as u64 * largest, largest.min(len - at as u64 * largest))))
     }
 
     async fn copy(self: &Arc<Self>, id: u64, from: &TensorRef, to: &TensorRef) -> Result<(), RpcError> {
@@ -354,17 +364,18 @@ impl ClientCore {
             let stream = objects.current_stream(device);
             drop(objects);
             let copy = Frame::of(&Request::CopyAmong { from, to, stream });
-            std::iter::once(copy).chain(sync(self, device)).collect()
+            std::iter::once(copy).chain(sync(self, device))
         };
         self.send_all(id, frames).await
     }
 
     /// Sends frames of one value each, and completes the request with the first error among the
     /// replies.
-    async fn send_all(self: &Arc<Self>, id: u64, frames: Vec<Frame>) -> Result<(), RpcError> {
-        let last = frames.len() - 1;
+    async fn send_all(self: &Arc<Self>, id: u64, frames: impl Iterator<Item = Frame> + Send) -> Result<(), RpcError> {
         let failed: Arc<Mutex<Option<RpcError>>> = Arc::default();
-        for (at, frame) in frames.into_iter().enumerate() {
+        let mut frames = frames.peekable();
+        while let Some(frame) = frames.next() {
+            let is_last = frames.peek().is_none();
             self.room(id, frame.len()).await?;
             let (core, failed) = (self.clone(), failed.clone());
             self.link.send(frame, move |reply| {
@@ -372,7 +383,7 @@ impl ClientCore {
                 if let Err(error) = reply {
                     failed.get_or_insert(error);
                 }
-                if at == last {
+                if is_last {
                     let outcome = failed.take().map_or(Ok(Value::Null), Err);
                     drop(failed);
                     core.complete(id, outcome);

@@ -96,7 +96,7 @@ pub(super) async fn commit(core: &ClientCore, args: &mut Args) -> Outcome {
     let head = Request::encode_call_of_bytes(function, vec![WireValue::Str(path.clone())], len);
     let parts = std::iter::once(head.into()).chain(pieces).collect();
     // The pieces are charged as long as the upload is held here.
-    match core.link.ask(Frame { parts, expected: Expected::Call, lease: None }).await? {
+    match core.link.ask(Frame { parts, expected: Expected::Call, waits_for_device: false, lease: None }).await? {
         ServerReply::Call(_) => {}
         _ => return Err(unexpected("the result of an upload")),
     }

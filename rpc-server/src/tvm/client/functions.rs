@@ -64,8 +64,8 @@ impl ClientFunction {
         FUNCTIONS.iter().find(|(function, _)| *function == self).map_or("", |(_, name)| *name)
     }
 
-    /// Calls the function.
-    pub(super) async fn call(self, core: &Arc<ClientCore>, args: Vec<Value>) -> Outcome {
+    /// Calls the function for the request `id`.
+    pub(super) async fn call(self, core: &Arc<ClientCore>, id: u64, args: Vec<Value>) -> Outcome {
         let args = &mut Args { function: self, at: 0, args };
         match self {
             Self::Echo => {
@@ -79,7 +79,7 @@ impl ClientFunction {
             }
             Self::Info => info::info(core).await,
             Self::Functions => info::functions(core).await,
-            Self::TimeFunction => measure::time_function(core, args).await,
+            Self::TimeFunction => measure::time_function(core, id, args).await,
             Self::BeginWrite => files::begin_write(core, args),
             Self::WriteFile | Self::WriteModule => files::write(core, args),
             Self::CommitFile | Self::CommitModule => files::commit(core, args).await,

@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use bytes::{Bytes, BytesMut};
 use parking_lot::Mutex;
 use rpc_core::limits::MemoryLease;
-use rpc_core::{ErrorKind, RpcError};
+use rpc_core::{Device, ErrorKind, RpcError};
 use rpc_tvm::wire::{ClientEvent, ClientWire, Expected, Request, ServerReply};
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
 use tokio::sync::{Notify, oneshot};
@@ -15,10 +15,10 @@ use super::session::ClientCore;
 /// Bytes of requests that may be unanswered. One that is larger is sent alone.
 const WINDOW: u64 = 4 << 20;
 
-/// Bytes of requests that may be unanswered while a call is. A server that runs a function reads
-/// nothing, and a connection whose bytes nobody takes would be given up as if its peer were gone:
-/// these fit the buffers of any kernel.
-const WINDOW_BEHIND_CALL: u64 = 32 << 10;
+/// Bytes of requests that may be unanswered while one is that may take long. A server that runs a
+/// function or waits for a device reads nothing, and a connection whose bytes nobody takes would be
+/// given up as if its peer were gone: these fit the buffers of any kernel.
+const WINDOW_BEHIND_LONG: u64 = 32 << 10;
 
 /// Number of requests that may be unanswered.
 const MAX_UNANSWERED: usize = 1024;
@@ -36,6 +36,8 @@ pub(super) type Then = Box<dyn FnOnce(Result<ServerReply, RpcError>) + Send>;
 pub(super) struct Frame {
     pub(super) parts: Vec<Bytes>,
     pub(super) expected: Expected,
+    /// True if the server may wait for a device before it answers. A call may always take long.
+    pub(super) waits_for_device: bool,
     /// Charge for what the frame takes beside the request that it was made of.
     pub(super) lease: Option<MemoryLease>,
 }
@@ -43,7 +45,15 @@ pub(super) struct Frame {
 impl Frame {
     /// Returns the frame of a request that has one value as its reply.
     pub(super) fn of(request: &Request) -> Self {
-        Self { parts: vec![request.encode().into()], expected: Expected::Value, lease: None }
+        let device = match request {
+            Request::StreamSync { device, .. } | Request::FreeData { device, .. } => Some(*device),
+            Request::CopyFrom { from, .. } => Some(from.device),
+            Request::CopyAmong { from, to, .. } if from.device == Device::cpu() => Some(to.device),
+            Request::CopyAmong { from, .. } => Some(from.device),
+            _ => None,
+        };
+        let waits_for_device = device.is_some_and(|device| device != Device::cpu());
+        Self { parts: vec![request.encode().into()], expected: Expected::Value, waits_for_device, lease: None }
     }
 
     pub(super) fn len(&self) -> u64 {
@@ -64,12 +74,15 @@ pub(super) struct Link {
 #[derive(Default)]
 struct LinkState {
     output: VecDeque<Bytes>,
-    is_writing: bool,
+    /// Length of what is being written.
+    writing: u64,
+    /// Bytes that are not written yet. A server can answer a request that it has not read.
+    unwritten: u64,
     unanswered: VecDeque<Unanswered>,
     /// Bytes of the unanswered requests.
     bytes: u64,
-    /// Number of calls among them.
-    calls: usize,
+    /// Number of those among them that may take long.
+    long: usize,
     error: Option<RpcError>,
 }
 
@@ -77,6 +90,7 @@ struct LinkState {
 struct Unanswered {
     expected: Expected,
     len: u64,
+    is_long: bool,
     then: Then,
     _lease: Option<MemoryLease>,
 }
@@ -114,10 +128,12 @@ impl Link {
             return then(Err(error));
         }
         state.output.extend(frame.parts);
+        state.unwritten += len;
         state.bytes += len;
-        state.calls += usize::from(frame.expected == Expected::Call);
+        let is_long = frame.expected == Expected::Call || frame.waits_for_device;
+        state.long += usize::from(is_long);
         let (expected, then) = (frame.expected, Box::new(then));
-        state.unanswered.push_back(Unanswered { expected, len, then, _lease: frame.lease });
+        state.unanswered.push_back(Unanswered { expected, len, is_long, then, _lease: frame.lease });
         drop(state);
         self.output.notify_one();
     }
@@ -132,15 +148,16 @@ impl Link {
 
     /// Sends the last frame, which has no reply, and waits until it is written.
     pub(super) async fn finish(&self, frame: Vec<u8>) {
-        self.state.lock().output.push_back(frame.into());
+        {
+            let mut state = self.state.lock();
+            state.unwritten += frame.len() as u64;
+            state.output.push_back(frame.into());
+        }
         self.output.notify_one();
         loop {
             let progress = self.progress.notified();
-            {
-                let state = self.state.lock();
-                if state.output.is_empty() && !state.is_writing {
-                    return;
-                }
+            if self.state.lock().unwritten == 0 {
+                return;
             }
             progress.await;
         }
@@ -156,7 +173,7 @@ impl Link {
         let mut state = self.state.lock();
         let Some(request) = state.unanswered.pop_front() else { return };
         state.bytes -= request.len;
-        state.calls -= usize::from(request.expected == Expected::Call);
+        state.long -= usize::from(request.is_long);
         drop(state);
         self.progress.notify_waiters();
         (request.then)(reply);
@@ -167,17 +184,20 @@ impl Link {
         let mut state = self.state.lock();
         state.error = Some(error.clone());
         state.output.clear();
+        state.unwritten = state.writing;
         let unanswered = std::mem::take(&mut state.unanswered);
-        (state.bytes, state.calls) = (0, 0);
+        (state.bytes, state.long) = (0, 0);
         drop(state);
         for request in unanswered {
             (request.then)(Err(error.clone().may_have_run(true)));
         }
     }
 
-    /// Takes what is to be written next: a large part alone, or small ones together.
+    /// Takes what is to be written next, as what was taken before is written: a large part alone,
+    /// or small ones together.
     fn take_output(&self) -> Option<Bytes> {
         let mut state = self.state.lock();
+        state.unwritten -= std::mem::take(&mut state.writing);
         let first = state.output.pop_front();
         let next = first.map(|first| {
             let fits = |len: usize, part: Option<&Bytes>| part.is_some_and(|part| len + part.len() <= GATHERED);
@@ -192,20 +212,18 @@ impl Link {
             }
             gathered.freeze()
         });
-        state.is_writing = next.is_some();
+        state.writing = next.as_ref().map_or(0, |next| next.len() as u64);
         drop(state);
-        if next.is_none() {
-            self.progress.notify_waiters();
-        }
+        self.progress.notify_waiters();
         next
     }
 }
 
 impl LinkState {
     fn has_room(&self, len: u64) -> bool {
-        let window = if self.calls > 0 { WINDOW_BEHIND_CALL } else { WINDOW };
-        let fits = self.bytes + len <= window && self.unanswered.len() < MAX_UNANSWERED;
-        fits || self.unanswered.is_empty() || self.error.is_some()
+        let window = if self.long > 0 { WINDOW_BEHIND_LONG } else { WINDOW };
+        let fits = self.bytes.max(self.unwritten) + len <= window && self.unanswered.len() < MAX_UNANSWERED;
+        fits || (self.unanswered.is_empty() && self.unwritten == 0) || self.error.is_some()
     }
 }
 

@@ -21,7 +21,7 @@ const ZERO_TIME_ITERATIONS: i64 = 100;
 
 /// Measures a function: `rpc.time_function(function, number, repeat, min_repeat_ms, warmup,
 /// cache_flush_bytes, arguments…)`. The evaluator makes one call before the first sample.
-pub(super) async fn time_function(core: &Arc<ClientCore>, args: &mut Args) -> Outcome {
+pub(super) async fn time_function(core: &Arc<ClientCore>, id: u64, args: &mut Args) -> Outcome {
     let (function, number, repeat) = (args.object()?, args.number()?, args.number()?);
     let (min_repeat_ms, warmup, cache_flush) = (args.float()?, args.number()?, args.number()?);
     let rest = args.rest();
@@ -53,7 +53,11 @@ pub(super) async fn time_function(core: &Arc<ClientCore>, args: &mut Args) -> Ou
     let device = checked_device(device.unwrap_or(Device::cpu()))?;
     for _ in 1..warmup.min(MAX_REPEAT) {
         let frame = core.call_frame(handle, rest.clone())?;
-        if let ServerReply::Call(CallResult::Object(_, handle)) = core.link.ask(frame).await? {
+        // No more of them once nobody waits for the measurement.
+        core.room(id, frame.len()).await?;
+        if let ServerReply::Call(CallResult::Object(_, handle) | CallResult::Tensor(_, handle)) =
+            core.link.ask(frame).await?
+        {
             core.free(&Held::Object(handle));
         }
     }

@@ -105,7 +105,7 @@ pub(super) struct Objects {
     table: HandleTable<Entry>,
     memory: Arc<MemoryQuota>,
     /// Streams that are the current ones of their devices. Other devices have their default stream.
-    pub(super) current_streams: HashMap<Device, u64>,
+    current_streams: HashMap<Device, u64>,
     /// Paths of modules that were uploaded, by their digests.
     pub(super) modules: HashMap<String, String>,
     /// Handles of the server's own functions, by their names.
@@ -135,15 +135,25 @@ impl Objects {
         self.table.get(handle).map(|entry| &entry.held)
     }
 
-    /// Removes an object. A stream is the current one no more.
-    pub(super) fn remove(&mut self, handle: Handle) -> Result<Held, RpcError> {
+    /// Removes an object. Returns it, and the device of which it was the current stream, if it was.
+    pub(super) fn remove(&mut self, handle: Handle) -> Result<(Held, Option<Device>), RpcError> {
         let held = self.table.remove(handle)?.held;
         if let Held::Stream { device, stream } = held
-            && self.current_stream(device) == stream
+            && self.current_streams.get(&device) == Some(&stream)
         {
             self.current_streams.remove(&device);
+            return Ok((held, Some(device)));
         }
-        Ok(held)
+        Ok((held, None))
+    }
+
+    /// Makes a stream the current one of its device; 0 is the default stream.
+    pub(super) fn set_current_stream(&mut self, device: Device, stream: u64) {
+        // There are no more entries than streams, which are counted.
+        match stream {
+            0 => drop(self.current_streams.remove(&device)),
+            _ => drop(self.current_streams.insert(device, stream)),
+        }
     }
 
     /// Returns those of the handles that name objects and are not queued to be freed yet.

@@ -19,6 +19,10 @@ const TIMEOUT: &str = "timeout";
 /// their way, and files.
 const MAX_MEMORY: u64 = 512 << 20;
 
+/// Longest time-out in seconds. A server of TVM counts it in milliseconds of 32 bits: a longer one
+/// stops it for good.
+const MAX_TIMEOUT: f64 = 1e6;
+
 /// Number of keep-alive intervals of silence after which a server is given up.
 const SILENT_INTERVALS: u32 = 3;
 
@@ -52,7 +56,7 @@ impl SessionOpener for TvmOpener {
             () if at.port().is_none() => "no port follows the host",
             () if at.user().is_some() => "there are no users",
             () if at.parameters().any(|name| name != TIMEOUT) => "timeout is the only parameter",
-            () if timeout(at).is_err() => "the timeout is no positive number of seconds",
+            () if timeout(at).is_err() => "the timeout is no number of seconds above 0, of 1000000 at most",
             () if at.key().is_some_and(|key| !is_key(key)) => "the key has spaces, or is too long",
             () if at.has_loopback_host() => return Ok(Properties::plain(Reach::Machine)),
             () => return Ok(Properties::plain(Reach::Network)),
@@ -101,7 +105,7 @@ impl TvmOpener {
 fn timeout(at: &Address) -> Result<Option<f64>, ()> {
     let Some(text) = at.parameter(TIMEOUT) else { return Ok(None) };
     // What is no number stops a server of TVM for good.
-    text.parse().ok().filter(|seconds: &f64| seconds.is_finite() && *seconds > 0.0).map(Some).ok_or(())
+    text.parse().ok().filter(|seconds: &f64| *seconds > 0.0 && *seconds <= MAX_TIMEOUT).map(Some).ok_or(())
 }
 
 fn is_key(key: &str) -> bool {
@@ -125,6 +129,8 @@ mod tests {
             "tvm://board:9090?timeout=abc",
             "tvm://board:9090?timeout=0",
             "tvm://board:9090?timeout=inf",
+            "tvm://board:9090?timeout=nan",
+            "tvm://board:9090?timeout=1000001",
         ] {
             assert!(check(wrong).is_err(), "{wrong}");
         }

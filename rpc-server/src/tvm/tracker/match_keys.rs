@@ -1,5 +1,6 @@
 //! Match keys of a server that registers at a tracker of TVM: one for each place that is free.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
@@ -82,9 +83,10 @@ impl MatchKeys {
     /// Compares the match keys with those that the tracker has not given out. Revokes those whose
     /// clients do not come, and returns true if there are any.
     pub(super) fn look(&self, pending: &[String]) -> bool {
+        let pending: HashSet<&str> = pending.iter().map(String::as_str).collect();
         let mut state = self.state.lock();
         for offered in &mut state.offered {
-            let is_given_out = !pending.contains(&offered.match_key);
+            let is_given_out = !pending.contains(offered.match_key.as_str());
             offered.given_out = if is_given_out { offered.given_out + 1 } else { 0 };
         }
         let before = state.offered.len();
