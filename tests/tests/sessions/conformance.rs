@@ -89,8 +89,9 @@ every_async_clause! {
     #[cfg(feature = "long")]
     exec_through_a_hop = Remote::through(1, program());
 
-    // Two hops. With the chain of four, each transport stands behind each other one, and behind
-    // itself.
+    // Two hops. With the chain of four, each transport stands behind each other one, and where many
+    // chains are wanted, behind itself.
+    #[cfg(feature = "long")]
     tcp_tcp_tls = Remote::along([Link::tcp(), Link::tcp(), Link::tls()]);
     tls_tcp_quic = Remote::along([Link::tls(), Link::tcp(), Link::quic()]);
     quic_tcp_unix = Remote::along([Link::quic(), Link::tcp(), Link::unix()]);
@@ -99,7 +100,9 @@ every_async_clause! {
     tls_quic_tls = Remote::along([Link::tls(), Link::quic(), Link::tls()]);
     #[cfg(feature = "long")]
     tls_unix_quic = Remote::along([Link::tls(), Link::unix(), Link::quic()]);
+    #[cfg(feature = "long")]
     quic_quic_unix = Remote::along([Link::quic(), Link::quic(), Link::unix()]);
+    #[cfg(feature = "long")]
     unix_unix_tcp = Remote::along([Link::unix(), Link::unix(), Link::tcp()]);
 
     // Four hops. Each chain has other neighbours; the four together take a minute and a half.
