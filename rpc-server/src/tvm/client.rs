@@ -18,6 +18,7 @@
 //! else would crash such a server is refused before anything is sent.
 
 mod execute;
+mod farewell;
 mod files;
 mod functions;
 mod handshake;

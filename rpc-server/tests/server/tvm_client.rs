@@ -383,6 +383,14 @@ impl Board {
         self.stream.write_all(bytes).unwrap();
     }
 
+    /// Answers a client that sends nothing more. Fails if the client does not take the answers.
+    fn answer_after_the_end(&mut self) {
+        std::io::copy(&mut self.stream, &mut std::io::sink()).unwrap();
+        for _ in 0..200 {
+            self.send(&[0; 64 << 10]);
+        }
+    }
+
     /// Ends the connection. What the client still sends is read, so that it gets all of the answer.
     fn leave(mut self) {
         self.stream.shutdown(Shutdown::Write).unwrap();
@@ -452,6 +460,46 @@ fn data_wait_for_a_call_and_are_not_sent_if_their_caller_is_gone() {
     assert_eq!(kind_of(find(&session, "missing")), ErrorKind::NotFound);
     assert_eq!(call.wait().unwrap(), 5);
     drop((tensor, session));
+    board.join().unwrap();
+}
+
+/// A server of TVM whose answers nobody takes stops for good.
+#[test]
+fn what_is_unanswered_at_the_end_is_taken() {
+    let (begun, has_begun) = tokio::sync::oneshot::channel();
+    let (address, board) = Board::begun(None, move |mut board| {
+        assert!(matches!(board.request(), Some(wire::Request::GetFunction { .. })));
+        board.value(WireValue::Pointer(8));
+        for _ in 0..2 {
+            assert!(matches!(board.request(), Some(wire::Request::Call { function: 8, .. })));
+        }
+        begun.send(()).unwrap();
+        board.answer_after_the_end();
+    });
+    let session = connect(&address).unwrap();
+    let slow = find(&session, "slow").unwrap();
+    let calls = [slow.call::<()>(()).start(), slow.call::<()>(()).start()];
+    has_begun.blocking_recv().unwrap();
+    drop((calls, slow, session));
+    board.join().unwrap();
+    // The same before there is a session.
+    let (begun, has_begun) = tokio::sync::oneshot::channel();
+    let (address, board) = Board::start(move |mut board| {
+        board.send(&HelloAnswer::Accepted("server:").encode());
+        assert!(matches!(board.request(), Some(wire::Request::Init { .. })));
+        board.wire.begin();
+        assert!(matches!(board.request(), Some(wire::Request::GetFunction { .. })));
+        begun.send(()).unwrap();
+        board.answer_after_the_end();
+    });
+    let runtime = Runtime::new().unwrap();
+    runtime.block_on(async {
+        let connector = connector().handshake_timeout(LIMIT);
+        tokio::select! {
+            session = connector.connect(&address) => panic!("{session:?}"),
+            begun = has_begun => begun.unwrap(),
+        }
+    });
     board.join().unwrap();
 }
 
@@ -692,6 +740,20 @@ fn the_server_of_tvm_itself_is_used() {
     // The next session, by the command line; the server lists its functions.
     let run = cli(&["functions", &address, "test."]);
     assert!(run.code == 0 && run.stdout.contains("test.adder"), "{}{}", run.stdout, run.stderr);
+    // Sessions that end with requests unanswered: the frees of many handles, and two calls.
+    let connect = || connector().handshake_timeout(LIMIT).connect_blocking(&address).unwrap();
+    let session = connect();
+    let found: Vec<_> = (0..20).map(|_| function(&session, "test.add")).collect();
+    drop((found, session));
+    let session = connect();
+    let sleep = function(&session, "test.sleep");
+    let calls = [sleep.call::<()>((0.2,)).start(), sleep.call::<()>((0.2,)).start()];
+    // Time in which both are sent.
+    let _ = session.get_function("test.add").deadline(Instant::now() + Duration::from_millis(50)).wait();
+    drop((calls, sleep, session));
+    let session = connect();
+    assert_eq!(function(&session, "test.add").call::<i64>((1_i64, 2_i64)).wait().unwrap(), 3);
+    session.shutdown().wait().unwrap();
 }
 
 fn current_thread() -> Runtime {

@@ -5,13 +5,15 @@ use std::time::Duration;
 
 use rpc_core::limits::MemoryQuota;
 use rpc_core::{ErrorKind, RpcError};
-use rpc_transports::{Channel, ChannelIo};
+use rpc_transports::{Channel, ChannelGuard, ChannelIo};
 use rpc_tvm::wire::{
     CallResult, ClientEvent, ClientWire, Expected, Hello, PROTOCOL_VERSION, Request, ServerAnswer, ServerReply,
     WireLimits, WireValue,
 };
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::runtime;
 
+use super::farewell::leave;
 use super::link::lost;
 use super::objects::Objects;
 use super::session::{ClientCore, TvmClientSession};
@@ -34,10 +36,12 @@ pub(super) struct Terms<'a> {
 }
 
 /// Begins a session over a channel.
-pub(super) async fn begin(mut channel: Channel, terms: Terms<'_>) -> Result<TvmClientSession, RpcError> {
+pub(super) async fn begin(channel: Channel, terms: Terms<'_>) -> Result<TvmClientSession, RpcError> {
     let limit = terms.limit;
+    let (io, _, guard) = channel.into_parts();
+    let mut connection = Connection { io, guard, runtime: Some(runtime::Handle::current()) };
     let wire = ClientWire::new(WireLimits::new(terms.max_message));
-    let begun = tokio::time::timeout(limit, Handshake { io: channel.io_mut(), wire }.perform(&terms)).await;
+    let begun = tokio::time::timeout(limit, Handshake { io: &mut *connection.io, wire }.perform(&terms)).await;
     let Ok(begun) = begun else {
         let text = format!(
             "the server has not answered within {limit:?}: a server of TVM serves one client, and the next one waits"
@@ -45,10 +49,40 @@ pub(super) async fn begin(mut channel: Channel, terms: Terms<'_>) -> Result<TvmC
         return Err(RpcError::new(ErrorKind::PeerSilent, text));
     };
     let (wire, key, max_packet) = begun?;
-    let (io, _, guard) = channel.into_parts();
     let objects = Objects::new(terms.memory.clone())?;
     let core = ClientCore::new(terms.peer, key, terms.max_message, max_packet, terms.memory, objects);
+    let (io, guard) = connection.into_parts();
     Ok(TvmClientSession::spawn(core, io, wire, guard))
+}
+
+/// A connection that has no session yet. If it gets none, because the handshake fails, lasts too
+/// long or is given up, a task reads what the server still answers.
+struct Connection {
+    io: Box<dyn ChannelIo>,
+    guard: Option<ChannelGuard>,
+    /// Runtime of that task, since the drop may come from outside of it. None once a session has
+    /// the connection.
+    runtime: Option<runtime::Handle>,
+}
+
+impl Connection {
+    fn into_parts(mut self) -> (Box<dyn ChannelIo>, Option<ChannelGuard>) {
+        self.runtime = None;
+        self.take()
+    }
+
+    fn take(&mut self) -> (Box<dyn ChannelIo>, Option<ChannelGuard>) {
+        (std::mem::replace(&mut self.io, Box::new(tokio::io::empty())), self.guard.take())
+    }
+}
+
+impl Drop for Connection {
+    fn drop(&mut self) {
+        if let Some(runtime) = self.runtime.take() {
+            let (io, guard) = self.take();
+            runtime.spawn(leave(io, guard));
+        }
+    }
 }
 
 struct Handshake<'a> {

@@ -1,6 +1,7 @@
 //! The session as its callers see it: the queue of requests, deadlines, cancellation, and the end.
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -13,12 +14,14 @@ use rpc_transports::ChannelIo;
 use rpc_tvm::wire::{ClientWire, shutdown};
 use tokio::io::AsyncWriteExt as _;
 use tokio::sync::Notify;
+use tokio::time::timeout_at;
 
 use super::execute::execute;
+use super::farewell::{LINGER, discard};
 use super::link::{self, Link};
 use super::objects::Objects;
 
-/// Longest time for which the end of a session waits to be written.
+/// Longest time for which the end of a session waits until the objects of its callers are freed.
 const FAREWELL: Duration = Duration::from_secs(1);
 
 /// A session with a server of TVM. Dropping it ends the session.
@@ -312,24 +315,28 @@ impl ClientCore {
         }
     }
 
-    /// Waits until the session is dropped and no caller waits for a reply. Then ends the
-    /// connection, though the server may still run a function: nothing else stops that.
-    async fn watch_callers(&self) -> RpcError {
+    /// Waits until the session is dropped and no caller waits for a reply. The connection then is
+    /// to end, though the server may still run a function: nothing else stops that.
+    async fn abandoned(&self) {
         loop {
             let gone = self.gone.notified();
-            if self.queue.lock().is_abandoned() {
-                // What is not written by then has no reader.
-                let _ = tokio::time::timeout(FAREWELL, self.link.finish(shutdown())).await;
-                return closed();
+            let (is_abandoned, is_idle) = {
+                let queue = self.queue.lock();
+                (queue.is_abandoned(), queue.live.is_empty())
+            };
+            if is_abandoned {
+                // The executor ends the session by itself once all objects are freed.
+                if is_idle {
+                    tokio::time::sleep(FAREWELL).await;
+                }
+                return;
             }
             gone.await;
         }
     }
 
-    /// Ends the session: all requests fail with `error`.
-    fn end(&self, error: RpcError) {
-        let error = error.with_peer(&*self.peer);
-        self.link.fail(&error);
+    /// Tells all callers that the session has ended with `error`.
+    fn tell(&self, error: &RpcError) {
         let mut queue = self.queue.lock();
         queue.ended = Some(error.clone());
         let waiting = std::mem::take(&mut queue.waiting);
@@ -368,19 +375,42 @@ pub(super) fn closed() -> RpcError {
     RpcError::new(ErrorKind::Closed, "the session was shut down")
 }
 
-/// Serves a session to its end. `guard` holds what the connection needs.
+/// Serves a session to its end, of which callers are told at once, and ends the connection.
+/// `guard` holds what the connection needs.
 async fn serve(core: Arc<ClientCore>, io: Box<dyn ChannelIo>, wire: ClientWire, guard: impl Send) {
     let (mut reader, mut writer) = tokio::io::split(io);
-    let error = tokio::select! {
-        biased;
-        error = link::read(&core, &mut reader, wire) => error,
-        error = link::write(&core.link, &mut writer) => error,
-        error = execute(&core) => error,
-        error = core.watch_deadlines() => error,
-        error = core.watch_callers() => error,
+    let limit = {
+        let mut output = pin!(link::write(&core.link, &mut writer));
+        let (error, last) = tokio::select! {
+            biased;
+            error = link::read(&core, &mut reader, wire) => (error, None),
+            error = &mut output => (error, None),
+            error = execute(&core) => (error, None),
+            error = core.watch_deadlines() => (error, None),
+            () = core.abandoned() => (closed(), Some(shutdown())),
+        };
+        let error = error.with_peer(&*core.peer);
+        tracing::debug!(%error, "a session with a server of TVM has ended");
+        core.tell(&error);
+        let limit = tokio::time::Instant::now() + LINGER;
+        if let Some(last) = last {
+            // A request of which the server gets a part only would end the server.
+            let written = async {
+                tokio::select! {
+                    _ = &mut output => {}
+                    () = core.link.finish(last) => {}
+                    () = discard(&mut reader) => {}
+                }
+            };
+            let _ = timeout_at(limit, written).await;
+        }
+        core.link.fail(&error);
+        limit
     };
-    tracing::debug!(peer = core.peer, %error, "a session with a server of TVM has ended");
-    core.end(error);
-    let _ = writer.shutdown().await;
+    let left = async {
+        let _ = writer.shutdown().await;
+        discard(&mut reader).await;
+    };
+    let _ = timeout_at(limit, left).await;
     drop(guard);
 }
