@@ -504,6 +504,40 @@ fn what_is_unanswered_at_the_end_is_taken() {
 }
 
 #[test]
+fn files_are_sent_once_and_lists_are_charged() {
+    let (address, board) = Board::begun(None, |mut board| {
+        let names = wire::CallResult::Str(",".repeat(1 << 20).into());
+        for answer in [wire::exception("no room"), wire::returned_call(names)] {
+            assert!(matches!(board.request(), Some(wire::Request::GetFunction { .. })));
+            board.value(WireValue::Pointer(8));
+            assert!(matches!(board.request(), Some(wire::Request::Call { function: 8, .. })));
+            board.send(&answer);
+        }
+        assert!(matches!(board.request(), Some(wire::Request::GetFunction { .. })));
+        board.value(WireValue::Pointer(0));
+    });
+    let session = connect(&address).unwrap();
+    let call = |name: &str, args: Vec<Value>| {
+        let function = function(&session, name);
+        submit(&session, Operation::Call { function: function.handle(), args })
+    };
+    let file = call("rpc.file.begin_write", vec!["x".into(), Value::Null]).unwrap();
+    let write = |at: i64| call("rpc.file.write", vec![file.clone(), at.into(), Bytes::from_static(b"data").into()]);
+    write(0).unwrap();
+    write(4).unwrap();
+    // A second attempt has no data to send.
+    assert_eq!(kind_of(call("rpc.file.commit", vec![file.clone()])), ErrorKind::Application);
+    assert_eq!(kind_of(call("rpc.file.commit", vec![file.clone()])), ErrorKind::InvalidArgument);
+    assert_eq!(kind_of(write(8)), ErrorKind::InvalidArgument);
+    // Each name would be a path of its own.
+    let error = Files::new(&session).ls(&"d/".repeat(500)).wait().unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::LimitExceeded, "{error}");
+    assert_eq!(kind_of(find(&session, "missing")), ErrorKind::NotFound);
+    drop(session);
+    board.join().unwrap();
+}
+
+#[test]
 fn copies_go_in_pieces_of_what_the_server_takes() {
     let (address, board) = Board::begun(Some(120), |mut board| {
         let (mut memory, mut sizes) = (vec![0; 200], Vec::new());
@@ -633,6 +667,7 @@ fn files_are_sent_fetched_and_removed() {
         assert_eq!(kind_of(files.put_bytes(outside, "x").wait()), ErrorKind::InvalidArgument);
         assert_eq!(kind_of(files.get(outside, &mut copy).wait()), ErrorKind::InvalidArgument);
         assert_eq!(kind_of(files.rm(outside).wait()), ErrorKind::InvalidArgument);
+        assert_eq!(kind_of(session.load_module(outside).wait()), ErrorKind::InvalidArgument);
     }
     // One message holds a file: more is refused before anything is kept.
     let error = files.put_sized("large", 65 << 20, std::io::repeat(0)).wait().unwrap_err();

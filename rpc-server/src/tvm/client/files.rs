@@ -17,6 +17,10 @@ use super::objects::{Held, other_kind};
 use super::session::ClientCore;
 use super::values::{ObjectKind, Received, checked_name};
 
+/// Bytes that a piece of a file is charged with beside its data: its allocation, and its places in
+/// lists.
+const PIECE: u64 = 256;
+
 /// A file that is being sent: its pieces are kept until it is complete, because the protocol has
 /// one request for all of it.
 pub(super) struct Upload {
@@ -26,6 +30,8 @@ pub(super) struct Upload {
     pieces: Vec<Bytes>,
     lease: MemoryLease,
     received: u64,
+    /// True once the pieces have been given away, whatever came of that.
+    is_committed: bool,
 }
 
 enum Target {
@@ -51,7 +57,7 @@ fn begin(core: &ClientCore, target: Target, len: Option<u64>) -> Outcome {
         check_len(core, len)?;
     }
     let lease = core.memory.reserve(0)?;
-    let upload = Upload { target, len, pieces: Vec::new(), lease, received: 0 };
+    let upload = Upload { target, len, pieces: Vec::new(), lease, received: 0, is_committed: false };
     core.keep(Received::Object(Held::Upload(Arc::new(Mutex::new(upload))), ObjectKind::Object))
 }
 
@@ -60,49 +66,68 @@ pub(super) fn write(core: &ClientCore, args: &mut Args) -> Outcome {
     let (handle, offset, data) = (args.object()?, args.number()?, args.bytes()?);
     let upload = upload(core, handle)?;
     let mut upload = upload.lock();
+    upload.check_open()?;
     if offset != upload.received {
         let (expected, text) = (upload.received, "a file for a server of TVM is written from its beginning to its end");
         return Err(RpcError::invalid_argument(format!("{text}: offset {offset} follows {expected} bytes")));
     }
-    let received = upload.received + data.len() as u64;
-    check_len(core, received)?;
-    upload.lease.resize(received)?;
-    upload.received = received;
-    // It may be a part of a larger message, which would stay with it.
-    upload.pieces.push(if data.is_empty() { data } else { Bytes::copy_from_slice(&data) });
+    check_len(core, upload.received + data.len() as u64)?;
+    upload.add(&data)?;
     Ok(Value::Null)
+}
+
+impl Upload {
+    fn check_open(&self) -> Result<(), RpcError> {
+        if self.is_committed { Err(RpcError::invalid_argument("the file has been committed")) } else { Ok(()) }
+    }
+
+    /// Charges and keeps a piece.
+    fn add(&mut self, data: &[u8]) -> Result<(), RpcError> {
+        if data.is_empty() {
+            return Ok(());
+        }
+        let received = self.received + data.len() as u64;
+        self.lease.resize(received + (self.pieces.len() as u64 + 1) * PIECE)?;
+        self.received = received;
+        // A copy: the piece may be a part of a larger message, which would stay with it.
+        self.pieces.push(Bytes::copy_from_slice(data));
+        Ok(())
+    }
 }
 
 /// `rpc.file.commit(file)`, and the same for modules.
 pub(super) async fn commit(core: &ClientCore, args: &mut Args) -> Outcome {
     let upload = upload(core, args.object()?)?;
-    let (path, digest, pieces, len) = {
+    let function = server_function(core, "tvm.rpc.server.upload").await?;
+    let (path, digest, pieces, lease) = {
         let mut upload = upload.lock();
+        upload.check_open()?;
         let len = upload.received;
         if let Some(announced) = upload.len.filter(|announced| *announced != len) {
             let text = format!("{announced} bytes were announced, and {len} were sent");
             return Err(RpcError::invalid_argument(text));
         }
+        let lease = std::mem::replace(&mut upload.lease, core.memory.reserve(0)?);
         let pieces = std::mem::take(&mut upload.pieces);
+        // A second attempt would have no pieces to send.
+        upload.is_committed = true;
         match &upload.target {
-            Target::File(path) => (path.clone(), None, pieces, len),
+            Target::File(path) => (path.clone(), None, pieces, lease),
             Target::Module(digest) => {
                 let path = format!("{digest}{}", suffix(pieces.first().map_or(&[][..], |piece| piece)));
-                (Text::from(path), Some(digest.clone()), pieces, len)
+                (Text::from(path), Some(digest.clone()), pieces, lease)
             }
         }
     };
-    let function = server_function(core, "tvm.rpc.server.upload").await?;
+    // As the pieces say: a header that announces more or less would break the connection.
+    let len = pieces.iter().map(|piece| piece.len() as u64).sum();
     let head = Request::encode_call_of_bytes(function, vec![WireValue::Str(path.clone())], len);
     let parts = std::iter::once(head.into()).chain(pieces).collect();
-    // The pieces are charged as long as the upload is held here.
-    match core.link.ask(Frame { parts, expected: Expected::Call, waits_for_device: false, lease: None }).await? {
+    let frame = Frame { parts, expected: Expected::Call, waits_for_device: false, lease: Some(lease) };
+    match core.link.ask(frame).await? {
         ServerReply::Call(_) => {}
         _ => return Err(unexpected("the result of an upload")),
     }
-    let mut upload = upload.lock();
-    upload.received = 0;
-    upload.lease.resize(0)?;
     if let Some(digest) = digest {
         core.objects.lock().add_module(digest, path.as_str().to_owned())?;
     }
@@ -145,7 +170,7 @@ pub(super) async fn list(core: &ClientCore, args: &mut Args) -> Outcome {
     let CallResult::Str(names) = functions::call(core, function, vec![WireValue::Str(folder.clone())]).await? else {
         return Err(unexpected("the names of files"));
     };
-    let _lease = core.memory.reserve(names.len() as u64 * 64)?;
+    let _lease = core.memory.reserve(charge_of_list(&folder, &names))?;
     let inside = Some(folder.as_str()).filter(|folder| *folder != ".");
     let entries = names.as_str().split(',').filter_map(|name| {
         // Some servers tell whole paths.
@@ -154,6 +179,13 @@ pub(super) async fn list(core: &ClientCore, args: &mut Args) -> Outcome {
         Some(FileEntry { name, size: 0, modified: std::time::SystemTime::UNIX_EPOCH, executable: false })
     });
     Packed::encode(&entries.collect::<Vec<_>>()).map(Value::Packed)
+}
+
+/// Returns the bytes that a list of the names in a folder takes: each entry is a path, and is there
+/// twice while the list is encoded.
+fn charge_of_list(folder: &Text, names: &Text) -> u64 {
+    let count = names.as_str().split(',').count() as u64;
+    2 * (count * (folder.len() + size_of::<FileEntry>()) as u64 + names.len() as u64)
 }
 
 /// `rpc.file.rm(path)`.
@@ -171,7 +203,7 @@ pub(super) fn find_module(core: &ClientCore, args: &mut Args) -> Outcome {
 
 /// Returns the path of a module at the server.
 pub(super) fn module_path(core: &ClientCore, path: String) -> Result<Text, RpcError> {
-    let Some(digest) = Digest::from_module_path(&path) else { return checked_name(path, "a path") };
+    let Some(digest) = Digest::from_module_path(&path) else { return checked_path(path) };
     let digest = digest.map_err(|error| RpcError::invalid_argument(error.to_string()))?.to_string();
     let found = core.objects.lock().modules.get(&digest).map(|path| path.as_str().into());
     found.ok_or_else(|| RpcError::not_found(format!("this session has uploaded no module {digest}")))
@@ -219,6 +251,8 @@ fn suffix(content: &[u8]) -> &'static str {
 
 #[cfg(test)]
 mod tests {
+    use rpc_core::limits::MemoryQuota;
+
     use super::*;
 
     #[test]
@@ -229,6 +263,25 @@ mod tests {
         for path in ["", "/etc/x", "..", "../x", "a/../b", "a/..", "x\0y"] {
             assert!(checked_path(path.to_owned()).is_err(), "{path}");
         }
+    }
+
+    #[test]
+    fn small_pieces_are_charged_with_their_places() {
+        let quota = MemoryQuota::new("files", 2 * PIECE + 20, None);
+        let (target, lease) = (Target::File("x".into()), quota.reserve(0).unwrap());
+        let mut upload = Upload { target, len: None, pieces: Vec::new(), lease, received: 0, is_committed: false };
+        for piece in [&b"0"[..], b"", b"0123456789", b""] {
+            upload.add(piece).unwrap();
+        }
+        assert_eq!((upload.pieces.len(), upload.received, quota.used()), (2, 11, 2 * PIECE + 11));
+        assert!(upload.add(b"0").is_err());
+        assert_eq!((upload.pieces.len(), upload.received, quota.used()), (2, 11, 2 * PIECE + 11));
+    }
+
+    #[test]
+    fn lists_are_charged_with_a_path_for_each_name() {
+        let (folder, names) = ("d/".repeat(500).into(), ",".repeat(1000).into());
+        assert!(charge_of_list(&folder, &names) > 2 * 1000 * 1000);
     }
 
     #[test]
