@@ -37,7 +37,7 @@ fn main() {
         print("call", began);
     }
     let bytes = Bytes::from(vec![7_u8; mib << 20]);
-    let tensor = session.alloc(Device::CPU, DataType::U8, &[bytes.len() as i64]).wait().unwrap();
+    let tensor = session.alloc(Device::cpu(), DataType::U8, &[bytes.len() as i64]).wait().unwrap();
     for _ in 0..copies {
         let began = Instant::now();
         session.copy_to_remote(&tensor, bytes.clone()).wait().unwrap();

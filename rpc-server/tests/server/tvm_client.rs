@@ -60,10 +60,10 @@ impl Fixture {
         self.running.addresses()[0].to_string().replace("tcp://", "tvm://") + "/board"
     }
 
-    /// Waits until the server has no sessions.
-    fn has_no_sessions(&self) {
+    /// Waits until the server has no more sessions than `count`.
+    fn is_left_with(&self, count: usize) {
         let start = Instant::now();
-        while self.running.sessions() != 0 {
+        while self.running.sessions() != count {
             assert!(start.elapsed() < LIMIT, "{} sessions are left", self.running.sessions());
             std::thread::yield_now();
         }
@@ -245,11 +245,21 @@ fn deadlines_pass_at_once_and_the_end_of_the_session_stops_what_runs() {
     assert!(error.request_may_have_run());
     let behind = echo.call::<i64>((1_i64,)).deadline(Instant::now() + limit).start();
     assert_eq!(kind_of(behind.wait()), ErrorKind::DeadlineExceeded);
+    // A shutdown does not wait for what nobody waits for.
+    let other = fixture.connect();
+    let waiting = function(&other, "never");
+    let mut limit = Duration::from_millis(50);
+    while !waiting.call::<()>(()).deadline(Instant::now() + limit).wait().unwrap_err().request_may_have_run() {
+        limit *= 2;
+    }
+    other.shutdown().wait().unwrap();
+    drop((waiting, other));
+    fixture.is_left_with(1);
     // Callers that are gone do not keep the session.
     drop(never.call::<()>(()).start());
     assert_eq!(fixture.running.sessions(), 1);
     drop((never, echo, session));
-    fixture.has_no_sessions();
+    fixture.is_left_with(0);
 }
 
 #[test]

@@ -49,7 +49,7 @@ pub(super) async fn execute(core: &Arc<ClientCore>) -> RpcError {
                 }
             }
             Operation::Shutdown if core.begin(id) => {
-                core.link.answered().await;
+                core.settled(id).await;
                 core.link.finish(shutdown()).await;
                 core.complete(id, Ok(Value::Null));
                 return closed();

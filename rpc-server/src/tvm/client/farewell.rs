@@ -1,5 +1,5 @@
 //! The end of a connection. A server of TVM stops for good if nobody takes its answers: the process
-//! of the session fails at the second one, and the server with it. So what it still answers is read.
+//! of the session fails at the second one, and the server with it. So its last answers are read.
 
 use std::time::Duration;
 

@@ -335,6 +335,22 @@ impl ClientCore {
         }
     }
 
+    /// Waits until all requests before the shutdown `id` are answered; of those that nobody waits
+    /// for, as a call whose deadline has passed, for a moment only.
+    pub(super) async fn settled(&self, id: u64) {
+        loop {
+            let gone = self.gone.notified();
+            if self.queue.lock().live.keys().all(|live| *live == id) {
+                let _ = tokio::time::timeout(FAREWELL, self.link.answered()).await;
+                return;
+            }
+            tokio::select! {
+                () = self.link.answered() => return,
+                () = gone => {}
+            }
+        }
+    }
+
     /// Tells all callers that the session has ended with `error`.
     fn tell(&self, error: &RpcError) {
         let mut queue = self.queue.lock();
