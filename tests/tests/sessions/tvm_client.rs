@@ -1,6 +1,6 @@
 //! Clauses of the conformance suite over TVM's protocol: those that need nothing that the protocol
-//! lacks. That is lanes, callbacks, kinds of errors, and values such as lists, in which the suite's
-//! functions tell what they have counted.
+//! lacks. That is lanes and so calls beside each other, callbacks, kinds of errors, and values such
+//! as lists, in which the suite's functions tell what they have counted.
 
 use rpc_conformance::clauses;
 use rpc_conformance::fixture::{BoxFuture, Fixture};
@@ -80,7 +80,6 @@ clauses! { contract = Tvm::new(), in rpc_conformance::clauses;
         lanes_share_the_objects
     }
     pipelining {
-        every_request_gets_exactly_one_reply
         copies_pass_a_small_queue
     }
     deadlines {
