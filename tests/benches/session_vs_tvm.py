@@ -41,7 +41,7 @@ def ours():
 
 
 def rows(command):
-    """What a client prints: what it measured, and microseconds."""
+    """Runs a client, which prints what it has measured and the time in microseconds."""
     done = subprocess.run([str(part) for part in command], stdout=subprocess.PIPE, text=True, timeout=600)
     if done.returncode != 0:
         fail(f"{' '.join(map(str, command))} failed")

@@ -4,11 +4,12 @@
 use bytes::buf::Limit;
 use bytes::{Buf, BufMut, Bytes, BytesMut};
 
+use super::frame::{FRAME_HEADER, READ_AHEAD, peek_header, take_body};
 use super::frame_code::FrameCode;
 use super::hello::ServerAnswer;
 use super::reader::{Reader, WireError};
 use super::reply::CallResult;
-use super::server::{FRAME_HEADER, READ_AHEAD, WireLimits, take_body};
+use super::server::WireLimits;
 use super::value::{WireValue, decode_exception, decode_values};
 
 /// Largest body of a reply of one value, and of an error, in bytes.
@@ -174,22 +175,9 @@ impl ClientWire {
     }
 
     fn read_header(&mut self, expected: Option<Expected>) -> Result<Step, WireError> {
-        let Some(len) = self.input.first_chunk().map(|len| u64::from_le_bytes(*len)) else {
-            return Ok(Step::NeedMore);
-        };
-        if len == 0 {
-            self.input.advance(8);
-            return Ok(Step::Continue);
-        }
-        if len < 4 {
-            return Err(WireError::new(format!("a frame of {len} bytes has no room for its code")));
-        }
-        let Some(number) = self.input[8..].first_chunk().map(|code| i32::from_le_bytes(*code)) else {
-            return Ok(Step::NeedMore);
-        };
+        let Some((number, len)) = peek_header(&mut self.input)? else { return Ok(Step::NeedMore) };
         let code = FrameCode::from_number(number).filter(|code| !code.is_request() || *code == FrameCode::Shutdown);
         let code = code.ok_or_else(|| WireError::new(format!("a server does not send frames of code {number}")))?;
-        let len = len - 4;
         let limit = match (code, expected) {
             (FrameCode::Shutdown, _) => 0,
             (FrameCode::Exception, _) => self.limits.max_body.max(MAX_SMALL_BODY),

@@ -1,9 +1,9 @@
 //! Replies that were captured from servers of TVM 0.27, and bytes that no server should send.
 
-use bytes::{BufMut, Bytes};
+use bytes::Bytes;
 use rpc_core::{DataType, Device};
 
-use super::tests::hex;
+use super::tests::{hex, put};
 use super::*;
 
 /// Largest body of a reply in these tests.
@@ -29,11 +29,7 @@ fn feed(
         if bytes.is_empty() {
             return Ok(events);
         }
-        let mut input = wire.input();
-        let count = bytes.len().min(step).min(input.remaining_mut());
-        assert!(count > 0, "the buffer has room");
-        input.put_slice(&bytes[..count]);
-        bytes = &bytes[count..];
+        put(wire.input(), &mut bytes, step);
     }
 }
 

@@ -41,6 +41,7 @@
 mod client;
 #[cfg(test)]
 mod client_tests;
+mod frame;
 mod frame_code;
 mod hello;
 mod reader;
@@ -68,7 +69,7 @@ pub use reply::{
 pub use request::{PROTOCOL_VERSION, Request};
 pub use server::{ServerEvent, ServerWire, WireLimits};
 pub use tensor_header::{MAX_DIMENSIONS, TensorHeader};
-pub use tracker::{MAX_TRACKER_MESSAGE, TrackerEvent, TrackerWire};
-pub use tracker_message::{InfoPort, PeerInfo, TrackerMessage};
+pub use tracker::{TrackerEvent, TrackerWire};
+pub use tracker_message::{InfoPort, MAX_TRACKER_MESSAGE, PeerInfo, TrackerMessage};
 pub use tracker_reply::{TrackerAnswer, TrackerReply, TrackerSummary};
 pub use value::{MAX_VALUES, Text, WireValue, encode_values};

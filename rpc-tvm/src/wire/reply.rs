@@ -4,9 +4,9 @@ use std::time::Duration;
 
 use bytes::{BufMut, Bytes};
 
+use super::frame::{followed_by, frame};
 use super::frame_code::FrameCode;
 use super::reader::WireError;
-use super::request::followed_by;
 use super::tensor_header::TensorHeader;
 use super::value::{Text, WireValue, encode_boxed_text, encode_bytes, encode_values, index};
 
@@ -201,14 +201,4 @@ pub fn timeout_text(limit: Duration) -> String {
         "RPCSessionTimeoutError: Your {:?}s session has expired, try to increase the \"session_timeout\" value.",
         limit.as_secs_f64()
     )
-}
-
-/// Returns a frame with the body that `write` writes.
-pub(super) fn frame(code: FrameCode, write: impl FnOnce(&mut Vec<u8>)) -> Vec<u8> {
-    let mut frame = vec![0; 12];
-    frame[8..].copy_from_slice(&code.number().to_le_bytes());
-    write(&mut frame);
-    let len = frame.len() as u64 - 8;
-    frame[..8].copy_from_slice(&len.to_le_bytes());
-    frame
 }

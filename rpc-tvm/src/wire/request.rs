@@ -3,9 +3,9 @@
 use bytes::{BufMut, Bytes};
 use rpc_core::{DataType, Device};
 
+use super::frame::{followed_by, frame};
 use super::frame_code::FrameCode;
 use super::reader::{Reader, WireError};
-use super::reply::frame;
 use super::tensor_header::TensorHeader;
 use super::value::{Text, WireValue, decode_values, encode_bytes, encode_values, index};
 
@@ -275,15 +275,6 @@ impl Request {
             encode_bytes(data, body);
         })
     }
-}
-
-/// Makes a frame that ends with the length of no bytes the header of `len` bytes.
-pub(super) fn followed_by(mut frame: Vec<u8>, len: u64) -> Vec<u8> {
-    let without_data = frame.len() as u64 - 8;
-    frame[..8].copy_from_slice(&without_data.saturating_add(len).to_le_bytes());
-    let at = frame.len() - 8;
-    frame[at..].copy_from_slice(&len.to_le_bytes());
-    frame
 }
 
 /// Returns true if the body of a `GetGlobalFunc` is one of TVM 0.20 or earlier, which writes the

@@ -3,18 +3,13 @@
 use bytes::buf::Limit;
 use bytes::{Buf, BufMut, Bytes, BytesMut};
 
+use super::frame::{FRAME_HEADER, READ_AHEAD, peek_header, take_body};
 use super::frame_code::FrameCode;
 use super::hello::Hello;
 use super::reader::{Reader, WireError};
 use super::reply::{exception, exception_for_old_client};
 use super::request::{Request, RequestError, is_of_old_client};
 use super::tensor_header::{TensorHeader, check_dimensions};
-
-/// Room for bytes that are read ahead. Frames up to this length are not announced.
-pub(super) const READ_AHEAD: usize = 16 << 10;
-
-/// Bytes in front of the body of a frame: its length, and its code.
-pub(super) const FRAME_HEADER: usize = 12;
 
 /// Bytes behind the header of a tensor in a copy to the server: the number of bytes that follow.
 const COPY_LEN: u64 = 8;
@@ -235,22 +230,9 @@ impl ServerWire {
     }
 
     fn read_header(&mut self) -> Result<Step, WireError> {
-        let Some(len) = self.input.first_chunk().map(|len| u64::from_le_bytes(*len)) else {
-            return Ok(Step::NeedMore);
-        };
-        if len == 0 {
-            self.input.advance(8);
-            return Ok(Step::Continue);
-        }
-        if len < 4 {
-            return Err(WireError::new(format!("a frame of {len} bytes has no room for its code")));
-        }
-        let Some(number) = self.input[8..].first_chunk().map(|code| i32::from_le_bytes(*code)) else {
-            return Ok(Step::NeedMore);
-        };
+        let Some((number, len)) = peek_header(&mut self.input)? else { return Ok(Step::NeedMore) };
         let code = FrameCode::from_number(number).filter(|code| code.is_request());
         let code = code.ok_or_else(|| WireError::new(format!("a client does not send frames of code {number}")))?;
-        let len = len - 4;
         self.input.advance(FRAME_HEADER);
         if code == FrameCode::CopyToRemote {
             self.stage = Stage::CopyHeader { len };
@@ -318,20 +300,6 @@ impl ServerWire {
             _ => Some(exception("Need to call InitRemoteSession first before any further actions")),
         }
     }
-}
-
-/// Takes a body that has arrived as a whole.
-pub(super) fn take_body(input: &mut BytesMut, len: usize) -> Bytes {
-    if len <= READ_AHEAD {
-        // The buffer stays one piece, and is used again.
-        let body = Bytes::copy_from_slice(&input[..len]);
-        input.advance(len);
-        return body;
-    }
-    let body = input.split_to(len).freeze();
-    // The rest must not keep the memory of the body.
-    *input = BytesMut::from(&input[..]);
-    body
 }
 
 /// Outcome of reading the header of a frame.

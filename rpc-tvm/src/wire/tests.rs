@@ -1,9 +1,10 @@
 //! Bytes that were captured between peers of TVM 0.27, round trips, and bytes that no peer sends.
 
-use bytes::{BufMut, Bytes};
+use bytes::buf::Limit;
+use bytes::{BufMut, Bytes, BytesMut};
 use rpc_core::{DataType, DataTypeCode, Device};
 
-use super::server::READ_AHEAD;
+use super::frame::READ_AHEAD;
 use super::*;
 
 /// Converts a dump of bytes to bytes. What follows `|` in a line is a comment.
@@ -12,6 +13,16 @@ pub(super) fn hex(dump: &str) -> Vec<u8> {
     let digits: Vec<u8> = digits.bytes().filter(|byte| !byte.is_ascii_whitespace()).collect();
     let text = |pair: &[u8]| u8::from_str_radix(std::str::from_utf8(pair).unwrap(), 16).unwrap();
     digits.chunks(2).map(text).collect()
+}
+
+/// Moves the first bytes into the input of a state machine: at most `step`, and what it has room
+/// for.
+pub(super) fn put(mut input: Limit<&mut BytesMut>, bytes: &mut &[u8], step: usize) {
+    let count = bytes.len().min(step).min(input.remaining_mut());
+    assert!(count > 0, "the buffer has room");
+    let (first, rest) = bytes.split_at(count);
+    input.put_slice(first);
+    *bytes = rest;
 }
 
 /// Gives bytes to the state machine, at most `step` at a time, and returns its events. Takes the
@@ -35,11 +46,7 @@ fn feed(wire: &mut ServerWire, mut bytes: &[u8], step: usize) -> Result<Vec<Serv
         if bytes.is_empty() {
             return Ok(events);
         }
-        let mut input = wire.input();
-        let count = bytes.len().min(step).min(input.remaining_mut());
-        assert!(count > 0, "the buffer has room");
-        input.put_slice(&bytes[..count]);
-        bytes = &bytes[count..];
+        put(wire.input(), &mut bytes, step);
     }
 }
 

@@ -21,10 +21,7 @@ use bytes::{Buf, BufMut, BytesMut};
 
 use super::hello::TRACKER_MAGIC;
 use super::reader::WireError;
-use super::tracker_message::TrackerMessage;
-
-/// Largest length of a message in bytes.
-pub const MAX_TRACKER_MESSAGE: usize = 1 << 20;
+use super::tracker_message::{MAX_TRACKER_MESSAGE, TrackerMessage};
 
 /// Length in bytes up to which messages are not announced, and room for bytes that are read ahead.
 const READ_AHEAD: usize = 4 << 10;

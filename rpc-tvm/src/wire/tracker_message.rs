@@ -2,12 +2,15 @@
 
 use std::fmt;
 
+use bytes::BufMut;
 use serde::de::{Deserializer, Error, IgnoredAny, MapAccess, SeqAccess, Unexpected, Visitor};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
 use super::reader::WireError;
-use super::tracker_reply::framed;
+
+/// Largest length of a message in bytes.
+pub const MAX_TRACKER_MESSAGE: usize = 1 << 20;
 
 /// Code of a [`TrackerMessage::Ping`].
 const PING: i64 = 1;
@@ -213,4 +216,12 @@ impl<'de> Visitor<'de> for InfoVisitor {
         }
         Ok(info)
     }
+}
+
+/// Returns a message or a reply on the wire: its length, and its text.
+pub(super) fn framed(text: &str) -> Vec<u8> {
+    let mut message = Vec::with_capacity(4 + text.len());
+    message.put_i32_le(i32::try_from(text.len()).unwrap_or(i32::MAX));
+    message.put_slice(text.as_bytes());
+    message
 }

@@ -3,13 +3,11 @@
 
 use std::fmt;
 
-use bytes::BufMut;
 use serde::Deserialize;
 use serde::de::{Deserializer, Error, SeqAccess, Unexpected, Visitor};
 
 use super::reader::WireError;
-use super::tracker::MAX_TRACKER_MESSAGE;
-use super::tracker_message::InfoPort;
+use super::tracker_message::{InfoPort, MAX_TRACKER_MESSAGE, framed};
 
 /// Reply of a tracker.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -189,12 +187,4 @@ fn push_entry(list: &mut String, entry: &str) {
 /// Appends a string of JSON.
 fn push_string(text: &mut String, string: &str) {
     *text += &serde_json::Value::from(string).to_string();
-}
-
-/// Returns a message on the wire.
-pub(super) fn framed(text: &str) -> Vec<u8> {
-    let mut message = Vec::with_capacity(4 + text.len());
-    message.put_i32_le(i32::try_from(text.len()).unwrap_or(i32::MAX));
-    message.put_slice(text.as_bytes());
-    message
 }

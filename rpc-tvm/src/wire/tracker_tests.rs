@@ -1,7 +1,6 @@
 //! Bytes that were captured between TVM 0.27's tracker and its peers, and bytes that no peer sends.
 
-use bytes::BufMut;
-
+use super::tests::put;
 use super::*;
 
 /// Gives bytes to the state machine, at most `step` at a time, and returns its events.
@@ -14,11 +13,7 @@ fn feed(wire: &mut TrackerWire, mut bytes: &[u8], step: usize) -> Result<Vec<Tra
         if bytes.is_empty() {
             return Ok(events);
         }
-        let mut input = wire.input();
-        let count = bytes.len().min(step).min(input.remaining_mut());
-        assert!(count > 0, "the buffer has room");
-        input.put_slice(&bytes[..count]);
-        bytes = &bytes[count..];
+        put(wire.input(), &mut bytes, step);
     }
 }
 
