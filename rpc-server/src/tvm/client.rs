@@ -3,8 +3,9 @@
 //!
 //! ```text
 //! Request ──► session ──► execute ──────────────────► link ──► rpc_tvm::wire ──► server
-//!             queue,      handles checked, operations  order,   bytes
-//!             deadlines   as requests of the wire      window
+//!             state:      handles checked, operations  order,   bytes
+//!             queue,      as requests of the wire      window
+//!             deadlines   ◄────────────── replies ◄──────────
 //! ```
 //!
 //! The protocol has one order for all requests of a connection, no cancellation and no keep-alive.
@@ -17,6 +18,8 @@
 //! for an address in its memory. A stale handle, a tensor with gaps or beyond its memory, and what
 //! else would crash such a server is refused before anything is sent.
 
+mod arguments;
+mod client_function;
 mod execute;
 mod farewell;
 mod files;
@@ -27,7 +30,11 @@ mod link;
 mod measure;
 mod objects;
 mod opener;
+mod replies;
+mod server_calls;
 mod session;
+mod state;
+mod upload;
 mod values;
 
 pub(crate) use opener::TvmOpener;

@@ -5,18 +5,16 @@ use std::sync::Arc;
 use bytes::{Bytes, BytesMut};
 use parking_lot::Mutex;
 use rpc_core::reply::Outcome;
-use rpc_core::{DataType, Device, DeviceAttribute, ErrorKind, Handle, Operation, RpcError, TensorRef, Value};
+use rpc_core::{DataType, Device, DeviceAttribute, Handle, Operation, RpcError, TensorRef, Value};
 use rpc_tvm::wire::{CallResult, Expected, Request, ServerReply, TensorHeader, WireValue, shutdown};
 
-use super::files;
-use super::functions::{self, ClientFunction};
+use super::client_function::ClientFunction;
 use super::link::Frame;
 use super::objects::{Held, Memory, Objects, other_kind};
-use super::session::{ClientCore, closed};
+use super::server_calls::{call, server_function, unexpected};
+use super::state::{ClientCore, closed};
 use super::values::{self, ObjectKind, Received, checked_device, checked_name, piece};
-
-/// Length from which a frame is charged: smaller ones are a part of what a session takes anyway.
-const CHARGED: u64 = 16 << 10;
+use super::{files, functions};
 
 /// Room in bytes for a request that carries no data, with the longest of names.
 const SMALL: u64 = 5 << 10;
@@ -67,41 +65,7 @@ pub(super) async fn execute(core: &Arc<ClientCore>) -> RpcError {
     closed()
 }
 
-/// Error for a reply of the server that is none to the request.
-pub(super) fn unexpected(expected: &str) -> RpcError {
-    RpcError::new(ErrorKind::Protocol, format!("the server did not return {expected}")).may_have_run(true)
-}
-
 impl ClientCore {
-    /// Makes the default stream the current one of a device whose current stream is about to be
-    /// freed. The server would go on with that one.
-    fn leave_stream(&self, device: Option<Device>) {
-        if let Some(device) = device {
-            self.link.send(Frame::of(&Request::SetStream { device, stream: 0 }), |_| {});
-        }
-    }
-
-    /// Frees an object of the server. Its answer means nothing.
-    pub(super) fn free(&self, held: &Held) {
-        if let Some(request) = held.freeing() {
-            self.link.send(Frame::of(&request), |_| {});
-        }
-    }
-
-    /// Stores an object that was received, and returns the value for the caller.
-    pub(super) fn keep(&self, received: Received) -> Outcome {
-        match received {
-            Received::Value(value) => Ok(value),
-            Received::Object(held, kind) => {
-                let kept = self.objects.lock().keep(held, kind);
-                kept.map_err(|(error, held)| {
-                    self.free(&held);
-                    error.may_have_run(true)
-                })
-            }
-        }
-    }
-
     /// Performs a request. It is complete later, unless there is an error.
     async fn perform(self: &Arc<Self>, id: u64, operation: Operation) -> Result<(), RpcError> {
         match operation {
@@ -213,7 +177,7 @@ impl ClientCore {
         let held = self.objects.lock().get(function)?.clone();
         let handle = match held {
             Held::Ours(function) => {
-                let outcome = function.call(self, id, args).await;
+                let outcome = functions::call(function, self, id, args).await;
                 self.complete(id, outcome);
                 return Ok(());
             }
@@ -231,18 +195,6 @@ impl ClientCore {
             core.complete(id, outcome);
         });
         Ok(())
-    }
-
-    /// Returns the frame of a call, which is charged if it is large.
-    pub(super) fn call_frame(&self, function: u64, args: Vec<Value>) -> Result<Frame, RpcError> {
-        let size = args.iter().map(|arg| arg.size_hint() as u64).sum();
-        if size > self.max_message {
-            return Err(RpcError::limit("max_message", self.max_message, size));
-        }
-        let lease = if size > CHARGED { Some(self.memory.reserve(size)?) } else { None };
-        let args = self.objects.lock().arguments(args)?;
-        let call = Request::Call { function, args };
-        Ok(Frame { parts: vec![call.encode().into()], expected: Expected::Call, waits_for_device: false, lease })
     }
 
     async fn alloc(
@@ -410,8 +362,8 @@ impl ClientCore {
             return Err(RpcError::unsupported(text));
         }
         let path = files::module_path(self, path)?;
-        let load = functions::server_function(self, "tvm.rpc.server.load_module").await?;
-        let result = functions::call(self, load, vec![WireValue::Str(path)]).await?;
+        let load = server_function(self, "tvm.rpc.server.load_module").await?;
+        let result = call(self, load, vec![WireValue::Str(path)]).await?;
         self.complete(id, self.keep(values::received(result)?));
         Ok(())
     }
@@ -419,9 +371,9 @@ impl ClientCore {
     async fn module_function(self: &Arc<Self>, id: u64, module: Handle, name: String) -> Result<(), RpcError> {
         let number = self.objects.lock().module(module)?;
         let name = checked_name(name, "the name of a function")?;
-        let find = functions::server_function(self, "tvm.rpc.server.ModuleGetFunction").await?;
+        let find = server_function(self, "tvm.rpc.server.ModuleGetFunction").await?;
         let args = vec![WireValue::Module(number), WireValue::Str(name.clone()), WireValue::Bool(true)];
-        let outcome = match functions::call(self, find, args).await? {
+        let outcome = match call(self, find, args).await? {
             CallResult::Plain(_) => Err(RpcError::not_found(format!("the module has no function '{}'", name.as_str()))),
             CallResult::Object(_, handle) => {
                 let held = Objects::function(handle, Some(module), name.as_str());

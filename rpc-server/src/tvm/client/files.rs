@@ -5,40 +5,17 @@ use std::sync::Arc;
 use bytes::Bytes;
 use parking_lot::Mutex;
 use rpc_core::client::{Digest, FileEntry};
-use rpc_core::limits::MemoryLease;
 use rpc_core::reply::Outcome;
 use rpc_core::{Handle, Packed, RpcError, Value};
 use rpc_tvm::wire::{CallResult, Expected, Request, ServerReply, Text, WireValue};
 
-use super::execute::unexpected;
-use super::functions::{self, Args, server_function};
+use super::arguments::Args;
 use super::link::Frame;
 use super::objects::{Held, other_kind};
-use super::session::ClientCore;
+use super::server_calls::{call, server_function, unexpected};
+use super::state::ClientCore;
+use super::upload::{Target, Upload};
 use super::values::{ObjectKind, Received, checked_name};
-
-/// Bytes that a piece of a file is charged with beside its data: its allocation, and its places in
-/// lists.
-const PIECE: u64 = 256;
-
-/// A file that is being sent: its pieces are kept until it is complete, because the protocol has
-/// one request for all of it.
-pub(super) struct Upload {
-    target: Target,
-    /// Announced length in bytes.
-    len: Option<u64>,
-    pieces: Vec<Bytes>,
-    lease: MemoryLease,
-    received: u64,
-    /// True once the pieces have been given away, whatever came of that.
-    is_committed: bool,
-}
-
-enum Target {
-    File(Text),
-    /// A module, by its digest.
-    Module(String),
-}
 
 /// `rpc.file.begin_write(path, length or none)`.
 pub(super) fn begin_write(core: &ClientCore, args: &mut Args) -> Outcome {
@@ -74,25 +51,6 @@ pub(super) fn write(core: &ClientCore, args: &mut Args) -> Outcome {
     check_len(core, upload.received + data.len() as u64)?;
     upload.add(&data)?;
     Ok(Value::Null)
-}
-
-impl Upload {
-    fn check_open(&self) -> Result<(), RpcError> {
-        if self.is_committed { Err(RpcError::invalid_argument("the file has been committed")) } else { Ok(()) }
-    }
-
-    /// Charges and keeps a piece.
-    fn add(&mut self, data: &[u8]) -> Result<(), RpcError> {
-        if data.is_empty() {
-            return Ok(());
-        }
-        let received = self.received + data.len() as u64;
-        self.lease.resize(received + (self.pieces.len() as u64 + 1) * PIECE)?;
-        self.received = received;
-        // A copy: the piece may be a part of a larger message, which would stay with it.
-        self.pieces.push(Bytes::copy_from_slice(data));
-        Ok(())
-    }
 }
 
 /// `rpc.file.commit(file)`, and the same for modules.
@@ -138,7 +96,7 @@ pub(super) async fn commit(core: &ClientCore, args: &mut Args) -> Outcome {
 pub(super) async fn open(core: &ClientCore, args: &mut Args) -> Outcome {
     let path = checked_path(args.text()?)?;
     let function = server_function(core, "tvm.rpc.server.download").await?;
-    let CallResult::Bytes(data) = functions::call(core, function, vec![WireValue::Str(path)]).await? else {
+    let CallResult::Bytes(data) = call(core, function, vec![WireValue::Str(path)]).await? else {
         return Err(unexpected("the bytes of a file"));
     };
     let len = data.len() as u64;
@@ -167,7 +125,7 @@ pub(super) async fn list(core: &ClientCore, args: &mut Args) -> Outcome {
         folder => checked_path(folder)?,
     };
     let function = server_function(core, "tvm.rpc.server.listdir").await?;
-    let CallResult::Str(names) = functions::call(core, function, vec![WireValue::Str(folder.clone())]).await? else {
+    let CallResult::Str(names) = call(core, function, vec![WireValue::Str(folder.clone())]).await? else {
         return Err(unexpected("the names of files"));
     };
     let _lease = core.memory.reserve(charge_of_list(&folder, &names))?;
@@ -192,7 +150,7 @@ fn charge_of_list(folder: &Text, names: &Text) -> u64 {
 pub(super) async fn remove(core: &ClientCore, args: &mut Args) -> Outcome {
     let path = checked_path(args.text()?)?;
     let function = server_function(core, "tvm.rpc.server.remove").await?;
-    functions::call(core, function, vec![WireValue::Str(path)]).await.map(|_| Value::Null)
+    call(core, function, vec![WireValue::Str(path)]).await.map(|_| Value::Null)
 }
 
 /// `rpc.module.find(digest)`: true if this session has uploaded the module.
@@ -251,8 +209,6 @@ fn suffix(content: &[u8]) -> &'static str {
 
 #[cfg(test)]
 mod tests {
-    use rpc_core::limits::MemoryQuota;
-
     use super::*;
 
     #[test]
@@ -263,19 +219,6 @@ mod tests {
         for path in ["", "/etc/x", "..", "../x", "a/../b", "a/..", "x\0y"] {
             assert!(checked_path(path.to_owned()).is_err(), "{path}");
         }
-    }
-
-    #[test]
-    fn small_pieces_are_charged_with_their_places() {
-        let quota = MemoryQuota::new("files", 2 * PIECE + 20, None);
-        let (target, lease) = (Target::File("x".into()), quota.reserve(0).unwrap());
-        let mut upload = Upload { target, len: None, pieces: Vec::new(), lease, received: 0, is_committed: false };
-        for piece in [&b"0"[..], b"", b"0123456789", b""] {
-            upload.add(piece).unwrap();
-        }
-        assert_eq!((upload.pieces.len(), upload.received, quota.used()), (2, 11, 2 * PIECE + 11));
-        assert!(upload.add(b"0").is_err());
-        assert_eq!((upload.pieces.len(), upload.received, quota.used()), (2, 11, 2 * PIECE + 11));
     }
 
     #[test]

@@ -16,7 +16,8 @@ use tokio::runtime;
 use super::farewell::leave;
 use super::link::lost;
 use super::objects::Objects;
-use super::session::{ClientCore, TvmClientSession};
+use super::session::TvmClientSession;
+use super::state::ClientCore;
 
 /// Function that tells the largest frame that a server takes. Servers for computers have none.
 const MAX_PACKET: &str = "tvm.rpc.server.GetCRTMaxPacketSize";

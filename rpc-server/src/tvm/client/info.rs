@@ -7,10 +7,9 @@ use rpc_core::{Device, DeviceAttribute, DeviceType, ErrorKind, Packed, RpcError,
 use rpc_tvm::wire::{CallResult, Expected, PROTOCOL_VERSION, Request, ResultKind, ServerReply, WireValue};
 use tokio::sync::oneshot;
 
-use super::execute::unexpected;
-use super::functions::{self, server_function};
 use super::link::Frame;
-use super::session::ClientCore;
+use super::server_calls::{call, server_function, unexpected};
+use super::state::ClientCore;
 use crate::builtins::{DeviceInfo, ModulesInfo, ServerInfo};
 
 /// Kinds of devices that are looked for, of each the first device.
@@ -98,7 +97,7 @@ pub(super) async fn functions(core: &Arc<ClientCore>) -> Outcome {
         ErrorKind::Unsupported => error.context("the server cannot list its functions"),
         _ => error,
     })?;
-    let CallResult::Object(ResultKind::Function, names) = functions::call(core, lister, Vec::new()).await? else {
+    let CallResult::Object(ResultKind::Function, names) = call(core, lister, Vec::new()).await? else {
         return Err(unexpected("a function that tells names"));
     };
     let listed = all_names(core, names).await;
@@ -107,7 +106,7 @@ pub(super) async fn functions(core: &Arc<ClientCore>) -> Outcome {
 }
 
 async fn all_names(core: &Arc<ClientCore>, names: u64) -> Outcome {
-    let CallResult::Plain(WireValue::Int(count)) = functions::call(core, names, vec![WireValue::Int(-1)]).await? else {
+    let CallResult::Plain(WireValue::Int(count)) = call(core, names, vec![WireValue::Int(-1)]).await? else {
         return Err(unexpected("the number of its functions"));
     };
     if !(0..=MAX_FUNCTIONS).contains(&count) {

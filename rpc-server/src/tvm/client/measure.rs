@@ -6,11 +6,11 @@ use rpc_core::reply::Outcome;
 use rpc_core::{Device, Reference, RpcError, Value};
 use rpc_tvm::wire::{CallResult, Request, ResultKind, ServerReply, WireValue};
 
-use super::execute::unexpected;
-use super::functions::{self, Args, server_function};
+use super::arguments::Args;
 use super::link::Frame;
 use super::objects::{Held, other_kind};
-use super::session::ClientCore;
+use super::server_calls::{call, server_function, unexpected};
+use super::state::ClientCore;
 use super::values::checked_device;
 
 /// Maximum number of samples, which are a list of floats in one reply.
@@ -77,7 +77,7 @@ pub(super) async fn time_function(core: &Arc<ClientCore>, id: u64, args: &mut Ar
         int(cache_flush),
         "".into(),
     ];
-    let CallResult::Object(ResultKind::Function, timer) = functions::call(core, evaluator, terms).await? else {
+    let CallResult::Object(ResultKind::Function, timer) = call(core, evaluator, terms).await? else {
         return Err(unexpected("a function that measures"));
     };
     let measured = async {

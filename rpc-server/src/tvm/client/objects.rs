@@ -10,8 +10,8 @@ use rpc_core::limits::{MemoryLease, MemoryQuota};
 use rpc_core::{Device, ErrorKind, Handle, HandleTable, RpcError};
 use rpc_tvm::wire::Request;
 
-use super::files::Upload;
-use super::functions::ClientFunction;
+use super::client_function::ClientFunction;
+use super::upload::Upload;
 
 /// Maximum number of objects of a session.
 const MAX_OBJECTS: usize = 1 << 16;
