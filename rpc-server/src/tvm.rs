@@ -16,6 +16,7 @@ mod connection;
 mod copies;
 mod error_text;
 mod link;
+mod magic;
 mod measurements;
 mod requests;
 mod server_function;
@@ -32,33 +33,24 @@ use rpc_core::RpcError;
 use rpc_transports::{BoxFuture, Dialect, DialectConnection, Recognition};
 use rpc_tvm::wire::{HelloAnswer, WIRE_MAGIC};
 
+use self::connection::Terms;
+use self::magic::recognize;
 use self::tracker::MatchKeys;
 use crate::config::ServeConfig;
 
 /// The dialect of TVM's clients.
 #[derive(Clone, Debug)]
-pub(crate) struct TvmDialect {
-    /// Key that clients have to name; may be empty.
-    key: String,
-    /// True if a tracker gives the server out, so that clients come with tickets.
-    takes_tickets: bool,
-    /// Match keys, if the server registers at a tracker of TVM.
-    match_keys: Option<Arc<MatchKeys>>,
-    /// True if clients are served who name the key alone.
-    allow_direct: bool,
-    /// Maximum number of handles that a client may hold.
-    max_handles: usize,
-}
+pub(crate) struct TvmDialect(Terms);
 
 impl TvmDialect {
     pub(crate) fn new(config: &ServeConfig, match_keys: Option<Arc<MatchKeys>>) -> Self {
-        Self {
+        Self(Terms {
             key: config.key.clone().unwrap_or_default(),
             takes_tickets: !config.tracker.is_empty(),
             allow_direct: match_keys.is_none() || config.allow_direct,
             match_keys,
             max_handles: config.max_handles,
-        }
+        })
     }
 }
 
@@ -72,22 +64,10 @@ impl Dialect for TvmDialect {
     }
 
     fn serve<'a>(&'a self, connection: &'a mut DialectConnection) -> BoxFuture<'a, Result<(), RpcError>> {
-        Box::pin(connection::serve(self, connection))
+        Box::pin(connection::serve(&self.0, connection))
     }
 
     fn refusal(&self, _: &RpcError) -> Vec<u8> {
         HelloAnswer::Mismatch.encode()
-    }
-}
-
-/// Recognises a protocol of TVM by its magic number.
-fn recognize(first: &[u8], magic: i32) -> Recognition {
-    let magic = magic.to_le_bytes();
-    if first.starts_with(&magic) {
-        Recognition::Accept
-    } else if magic.starts_with(first) {
-        Recognition::NeedMore
-    } else {
-        Recognition::Decline
     }
 }

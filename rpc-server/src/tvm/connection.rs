@@ -1,5 +1,6 @@
 //! A connection of a client of TVM: the handshake, the requests in their order, and its ends.
 
+use std::sync::Arc;
 use std::time::Instant;
 
 use rpc_core::limits::MemoryLease;
@@ -11,19 +12,34 @@ use rpc_tvm::wire::{
 };
 use tokio::io::AsyncReadExt as _;
 
-use super::TvmDialect;
 use super::error_text::error_text;
 use super::link::{End, Link, Reply, lost, write};
 use super::session::TvmSession;
+use super::tracker::MatchKeys;
 use super::{copies, requests};
 
 /// Length in bytes up to which a reply is charged to nobody: all that have a handle, and errors. So
 /// an object is never made without its handle coming back, whatever other sessions hold.
 const SMALL_REPLY: u64 = 64 << 10;
 
+/// Terms on which clients are served.
+#[derive(Clone, Debug)]
+pub(super) struct Terms {
+    /// Key that clients have to name; may be empty.
+    pub(super) key: String,
+    /// True if a tracker gives the server out, so that clients come with tickets.
+    pub(super) takes_tickets: bool,
+    /// Match keys, if the server registers at a tracker of TVM.
+    pub(super) match_keys: Option<Arc<MatchKeys>>,
+    /// True if clients are served who name the key alone.
+    pub(super) allow_direct: bool,
+    /// Maximum number of handles that a client may hold.
+    pub(super) max_handles: usize,
+}
+
 /// Serves a connection to its end.
-pub(super) async fn serve(dialect: &TvmDialect, connection: &mut DialectConnection) -> Result<(), RpcError> {
-    let TvmDialect { key: server_key, takes_tickets, match_keys, allow_direct, max_handles } = dialect;
+pub(super) async fn serve(terms: &Terms, connection: &mut DialectConnection) -> Result<(), RpcError> {
+    let Terms { key: server_key, takes_tickets, match_keys, allow_direct, max_handles } = terms;
     let limits = WireLimits::new(connection.limits().max_message);
     let mut wire = ServerWire::new(limits);
     let key = read_hello(connection, &mut wire).await?;

@@ -22,7 +22,7 @@ use rpc_tvm::wire::TRACKER_MAGIC;
 
 pub(crate) use self::match_keys::MatchKeys;
 pub(crate) use self::registration::{TvmAdvertisement, TvmRegistrar};
-use super::recognize;
+use super::magic::recognize;
 use crate::tracker::Tracker;
 
 /// The dialect of TVM's servers and clients at a tracker.
