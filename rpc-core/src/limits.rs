@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-pub use crate::memory_quota::{MemoryLease, MemoryQuota, StagingLease};
+pub use crate::memory_quota::{GrantingQuota, MemoryLease, MemoryQuota, StagingLease};
 pub use crate::open_file_quota::{OpenFileLease, OpenFileQuota};
 
 /// Limits on the objects, requests, bytes and threads of a session. The defaults suit one of

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use parking_lot::{FairMutex, FairMutexGuard};
+use parking_lot::{FairMutex, FairMutexGuard, Mutex};
 
 use crate::error::{Result, RpcError};
 
@@ -18,13 +18,70 @@ pub struct MemoryQuota {
     /// Turn of the stagings for which this quota has no room left. One at a time goes beyond the
     /// limit, and the lock hands itself to the oldest waiter.
     turn: FairMutex<()>,
+    /// Bytes that another process has granted, for a quota that is part of one there.
+    granted: Option<Granted>,
+}
+
+/// Another process's quota, which a quota of this process is a part of.
+pub trait GrantingQuota: Send + Sync + std::fmt::Debug {
+    /// Replaces the bytes that this process has been granted by `bytes`. More are requested from
+    /// the other process, and waited for; fewer are given back. With `lasting`, they are needed
+    /// for as long as a session, and the other process keeps half of its quota free of such bytes.
+    ///
+    /// # Errors
+    ///
+    /// The other quota has no room for more; the grant stays as it was. Giving back does not fail.
+    fn resize(&self, bytes: u64, lasting: bool) -> Result<()>;
+}
+
+#[derive(Debug)]
+struct Granted {
+    by: Box<dyn GrantingQuota>,
+    bytes: Mutex<u64>,
+}
+
+/// Unit of grants in bytes: each change of a grant is a message to the other process.
+const GRANT_STEP: u64 = 4 << 20;
+
+impl Granted {
+    fn count(&self, used: &AtomicU64, bytes: u64, lasting: bool) -> Result<()> {
+        let mut granted = self.bytes.lock();
+        let all = used.load(Ordering::Relaxed).saturating_add(bytes);
+        if all > *granted {
+            let wanted = all.checked_next_multiple_of(GRANT_STEP).unwrap_or(all);
+            self.by.resize(wanted, lasting)?;
+            *granted = wanted;
+        }
+        used.store(all, Ordering::Relaxed);
+        Ok(())
+    }
+
+    fn give_back(&self, used: &AtomicU64, bytes: u64) {
+        let mut granted = self.bytes.lock();
+        let all = used.load(Ordering::Relaxed).saturating_sub(bytes);
+        used.store(all, Ordering::Relaxed);
+        let needed = all.checked_next_multiple_of(GRANT_STEP).unwrap_or(all);
+        // Not at each step, so that memory which is needed now and then stays granted.
+        if needed.saturating_add(GRANT_STEP) < *granted || all == 0 && *granted > 0 {
+            *granted = needed;
+            let _ = self.by.resize(needed, false);
+        }
+    }
 }
 
 impl MemoryQuota {
     /// Creates a quota of `limit` bytes. Errors call it `name`. With `within`, every byte counts
     /// against that outer quota, too.
     pub fn new(name: &'static str, limit: u64, within: Option<Arc<Self>>) -> Arc<Self> {
-        Arc::new(Self { name, limit, used: AtomicU64::new(0), within, turn: FairMutex::new(()) })
+        Arc::new(Self { name, limit, used: AtomicU64::new(0), within, turn: FairMutex::new(()), granted: None })
+    }
+
+    /// Creates a quota of bytes that another process grants, a few MiB at a time.
+    /// [`reserve`](Self::reserve) may wait for the other process then.
+    pub fn granted_by(name: &'static str, other: impl GrantingQuota + 'static) -> Arc<Self> {
+        let granted = Some(Granted { by: Box::new(other), bytes: Mutex::new(0) });
+        let (used, turn) = (AtomicU64::new(0), FairMutex::new(()));
+        Arc::new(Self { name, limit: u64::MAX, used, within: None, turn, granted })
     }
 
     /// Reserves `bytes`.
@@ -37,6 +94,34 @@ impl MemoryQuota {
         let outer = self.within.as_ref().map(|outer| outer.reserve(bytes)).transpose()?;
         self.count(bytes)?;
         Ok(MemoryLease { quota: self.clone(), bytes, outer: outer.map(Box::new) })
+    }
+
+    /// Reserves `bytes` for as long as a session. They find room only while half of the quota is
+    /// free afterwards: what comes and goes needs the rest.
+    ///
+    /// # Errors
+    ///
+    /// As [`reserve`](Self::reserve).
+    pub fn reserve_lasting(self: &Arc<Self>, bytes: u64) -> Result<MemoryLease> {
+        if let Some(granted) = &self.granted {
+            granted.count(&self.used, bytes, true)?;
+            return Ok(MemoryLease { quota: self.clone(), bytes, outer: None });
+        }
+        self.check_half(self.used().saturating_add(bytes))?;
+        self.reserve(bytes)
+    }
+
+    /// Checks that `all` bytes leave half of the quota free.
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::LimitExceeded`](crate::ErrorKind::LimitExceeded).
+    pub fn check_half(&self, all: u64) -> Result<()> {
+        if all > self.limit / 2 {
+            let error = RpcError::limit(self.name, self.limit / 2, all);
+            return Err(error.context("what lasts as long as a session has half of the limit"));
+        }
+        Ok(())
     }
 
     /// Reserves `bytes` that are needed for a moment only, such as for data on their way to a
@@ -63,10 +148,21 @@ impl MemoryQuota {
 
     /// Counts `bytes` of this quota alone.
     fn count(&self, bytes: u64) -> Result<()> {
+        if let Some(granted) = &self.granted {
+            return granted.count(&self.used, bytes, false);
+        }
         let reserve = |used: u64| used.checked_add(bytes).filter(|used| *used <= self.limit);
         match self.used.fetch_update(Ordering::Relaxed, Ordering::Relaxed, reserve) {
             Ok(_) => Ok(()),
             Err(used) => Err(RpcError::limit(self.name, self.limit, used.saturating_add(bytes))),
+        }
+    }
+
+    /// Returns counted bytes of this quota alone.
+    fn give_back(&self, bytes: u64) {
+        match &self.granted {
+            Some(granted) => granted.give_back(&self.used, bytes),
+            None => _ = self.used.fetch_sub(bytes, Ordering::Relaxed),
         }
     }
 
@@ -90,6 +186,12 @@ pub struct MemoryLease {
 }
 
 impl MemoryLease {
+    /// Returns the number of bytes.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
     /// Resizes the lease to `bytes`.
     ///
     /// # Errors
@@ -111,7 +213,7 @@ impl MemoryLease {
     }
 
     fn shrink(&mut self, bytes: u64) {
-        self.quota.used.fetch_sub(self.bytes - bytes, Ordering::Relaxed);
+        self.quota.give_back(self.bytes - bytes);
         self.bytes = bytes;
         if let Some(outer) = &mut self.outer {
             outer.shrink(bytes);
@@ -121,7 +223,7 @@ impl MemoryLease {
 
 impl Drop for MemoryLease {
     fn drop(&mut self) {
-        self.quota.used.fetch_sub(self.bytes, Ordering::Relaxed);
+        self.quota.give_back(self.bytes);
     }
 }
 
@@ -167,7 +269,7 @@ impl StagedShare<'_> {
 impl Drop for StagedShare<'_> {
     fn drop(&mut self) {
         if let Self::Within(quota, bytes) = self {
-            quota.used.fetch_sub(*bytes, Ordering::Relaxed);
+            quota.give_back(*bytes);
         }
     }
 }
@@ -248,6 +350,53 @@ mod tests {
         assert_eq!((quota.used(), total.used()), (5, 5));
         drop(lease);
         assert_eq!((quota.used(), total.used()), (0, 0));
+    }
+
+    /// Quota of another process, which stands in this one, and the changes of the grant.
+    #[derive(Debug, Default)]
+    struct Other {
+        changes: Mutex<Vec<(u64, bool)>>,
+        refusal: Mutex<Option<RpcError>>,
+    }
+
+    impl GrantingQuota for Arc<Other> {
+        fn resize(&self, bytes: u64, lasting: bool) -> Result<()> {
+            self.refusal.lock().clone().map_or(Ok(()), Err)?;
+            self.changes.lock().push((bytes, lasting));
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn a_granted_quota_asks_for_more_in_steps_and_gives_back() {
+        let other = Arc::<Other>::default();
+        let changes = || std::mem::take(&mut *other.changes.lock());
+        let quota = MemoryQuota::granted_by("max_total_queued", other.clone());
+        let mut lease = quota.reserve(10).unwrap();
+        lease.resize(GRANT_STEP).unwrap();
+        assert_eq!(changes(), [(GRANT_STEP, false)], "one message for all of a step");
+        let window = quota.reserve_lasting(5).unwrap();
+        assert_eq!(changes(), [(2 * GRANT_STEP, true)]);
+        *other.refusal.lock() = Some(RpcError::limit("max_total_queued", 7, 8));
+        assert!(lease.resize(3 * GRANT_STEP).is_err());
+        assert_eq!(quota.used(), GRANT_STEP + 5, "what was not granted is not counted");
+        *other.refusal.lock() = None;
+        lease.resize(3 * GRANT_STEP).unwrap();
+        lease.resize(2 * GRANT_STEP).unwrap();
+        assert_eq!(changes(), [(4 * GRANT_STEP, false)], "a step less is kept for the next time");
+        drop(lease);
+        drop(window);
+        assert_eq!(changes(), [(GRANT_STEP, false), (0, false)]);
+        assert_eq!(quota.used(), 0);
+    }
+
+    #[test]
+    fn lasting_bytes_leave_half_of_a_quota_free() {
+        let quota = MemoryQuota::new("max_total_queued", 100, None);
+        let _window = quota.reserve_lasting(50).unwrap();
+        let error = quota.reserve_lasting(1).unwrap_err();
+        assert!(error.to_string().contains("half of the limit"), "{error}");
+        quota.reserve(50).unwrap();
     }
 
     #[test]

@@ -220,7 +220,7 @@ impl Hello {
 }
 
 /// Result of a handshake.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Negotiated {
     /// Protocol version of the session.
     pub version: u16,

@@ -468,7 +468,8 @@ impl ServerEndpoint {
     /// Opens the window that the client offers, or refuses it: the client goes on without it then.
     fn open_window(&mut self, offer: &[u8]) {
         let Some(WindowOpener { window_bytes, open }) = self.window_opener.take() else { return };
-        let lease = self.queued.quota.as_ref().map(|quota| reserve_window(quota, window_bytes)).transpose();
+        // A window stays for as long as its session.
+        let lease = self.queued.quota.as_ref().map(|quota| quota.reserve_lasting(window_bytes)).transpose();
         match lease.and_then(|lease| Ok((lease, open(offer)?))) {
             Ok((lease, (window, proof))) => {
                 self.window_lease = lease;
@@ -628,16 +629,6 @@ impl QueuedMemory {
             _ => self.lease = None,
         }
     }
-}
-
-/// Reserves memory for a window. Windows stay for as long as their sessions, so that they find room
-/// only while half of the quota is free: requests of all sessions need the rest.
-fn reserve_window(quota: &Arc<MemoryQuota>, bytes: u64) -> Result<MemoryLease> {
-    let all = quota.used().saturating_add(bytes);
-    if all > quota.limit() / 2 {
-        return Err(RpcError::limit("half of max_total_queued", quota.limit() / 2, all));
-    }
-    quota.reserve(bytes)
 }
 
 /// Returns the memory in bytes that a release of this many handles takes while it waits: a growing
