@@ -6,7 +6,7 @@ use std::fmt;
 use std::future::Future;
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::net::{IpAddr, Ipv6Addr, Shutdown, TcpStream};
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -169,6 +169,8 @@ pub(crate) trait PlainSocket: ChannelIo + AsFd {
     fn poll_write_ready(&self, cx: &mut Context<'_>) -> Poll<io::Result<()>>;
     fn try_read_io(&self, io: &mut dyn FnMut() -> io::Result<usize>) -> io::Result<usize>;
     fn try_write_io(&self, io: &mut dyn FnMut() -> io::Result<usize>) -> io::Result<usize>;
+    /// Takes the socket out of the runtime.
+    fn into_descriptor(self: Box<Self>) -> io::Result<OwnedFd>;
 }
 
 macro_rules! plain_sockets {
@@ -189,6 +191,10 @@ macro_rules! plain_sockets {
 
             fn try_write_io(&self, io: &mut dyn FnMut() -> io::Result<usize>) -> io::Result<usize> {
                 self.try_io(tokio::io::Interest::WRITABLE, io)
+            }
+
+            fn into_descriptor(self: Box<Self>) -> io::Result<OwnedFd> {
+                Ok(self.into_std()?.into())
             }
         }
     )*
@@ -358,6 +364,54 @@ impl Channel {
             Io::Plain(io) => Some(&**io),
             Io::Other(_) => None,
         }
+    }
+
+    /// Takes the socket of a bare channel out of the runtime. The channel has none then.
+    ///
+    /// # Errors
+    ///
+    /// The channel is no bare socket, and stays as it is; or any error that the system reports.
+    pub(crate) fn take_socket(&mut self) -> io::Result<OwnedFd> {
+        if let Io::Other(_) = self.io {
+            return Err(io::ErrorKind::Unsupported.into());
+        }
+        match std::mem::replace(&mut self.io, Io::Other(Box::new(tokio::io::empty()))) {
+            Io::Plain(socket) => socket.into_descriptor(),
+            Io::Other(_) => Err(io::ErrorKind::Unsupported.into()),
+        }
+    }
+
+    /// Gives the channel a socket, in the current runtime.
+    ///
+    /// # Errors
+    ///
+    /// The socket is of a kind that this build has no transport for, or any error that the system
+    /// reports.
+    pub(crate) fn put_socket(&mut self, socket: OwnedFd) -> io::Result<()> {
+        let domain = rustix::net::sockopt::socket_domain(&socket)?;
+        #[cfg(feature = "unix")]
+        if domain == rustix::net::AddressFamily::UNIX {
+            self.io = Io::Plain(Box::new(tokio::net::UnixStream::from_std(socket.into())?));
+            return Ok(());
+        }
+        #[cfg(feature = "tcp")]
+        if [rustix::net::AddressFamily::INET, rustix::net::AddressFamily::INET6].contains(&domain) {
+            self.io = Io::Plain(Box::new(tokio::net::TcpStream::from_std(socket.into())?));
+            return Ok(());
+        }
+        let text = format!("this build has no transport for sockets of the domain {}", domain.as_raw());
+        Err(io::Error::new(io::ErrorKind::Unsupported, text))
+    }
+
+    /// Creates a channel over a socket that another process has passed, in the current runtime.
+    ///
+    /// # Errors
+    ///
+    /// As [`put_socket`](Self::put_socket).
+    pub(crate) fn of_socket(socket: OwnedFd, peer: Peer) -> io::Result<Self> {
+        let mut channel = Self::new(tokio::io::empty(), peer);
+        channel.put_socket(socket)?;
+        Ok(channel)
     }
 
     /// Returns the name of the far side, for error messages.

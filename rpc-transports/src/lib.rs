@@ -40,6 +40,9 @@ mod shared_memory;
 mod shared_window;
 mod spin;
 mod splice;
+// Unsafe code asks the kernel about a socket.
+#[allow(unsafe_code)]
+mod tcp_silence;
 pub mod tracker;
 mod transport;
 pub mod transports;
@@ -66,6 +69,8 @@ pub use message_family::MessageFamily;
 // For transports of other crates, which log what peers do.
 pub use rpc_core::log_limited;
 pub use serve::filter::{FilteredSession, FunctionPatterns, RequestPolicy};
+pub use serve::handoff::{ConnectionState, EndReport, HandoffOffer, PassedConnection, SessionProcess};
+pub use serve::received::ReceivedSession;
 pub use serve::{
     Authorization, Authorizer, ClientConnection, Onward, OpenRequest, ParkOptions, ServeObserver, ServeOptions, Server,
     SessionFactory, SessionNote, TokioSpawner,

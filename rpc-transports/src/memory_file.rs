@@ -4,6 +4,7 @@ use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
+use std::sync::atomic::AtomicU8;
 
 use rustix::fs::{
     FileType, MemfdFlags, Mode, OFlags, SealFlags, Stat, fcntl_add_seals, fcntl_get_seals, fstat, ftruncate,
@@ -41,6 +42,28 @@ impl MemoryFile {
         ftruncate(&file, len as u64)?;
         fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
         Ok((Self::map(file.as_fd(), len)?, file))
+    }
+
+    /// Maps a memory file of `len` bytes that the process which has made it has passed on. The
+    /// descriptor may be closed afterwards.
+    ///
+    /// # Errors
+    ///
+    /// It has another length, or can shrink; any error that the system reports.
+    pub fn received(file: BorrowedFd<'_>, len: usize) -> io::Result<Self> {
+        if u64::try_from(fstat(file)?.st_size) != Ok(len as u64) || !fcntl_get_seals(file)?.contains(SealFlags::SHRINK)
+        {
+            return Err(io::Error::other("the passed descriptor is no memory file of the expected length"));
+        }
+        Self::map(file, len)
+    }
+
+    /// Returns the first byte, as one that several processes read and write.
+    #[must_use]
+    pub fn first_byte(&self) -> &AtomicU8 {
+        // SAFETY: the mapping has at least one byte and lives as long as the reference. What other
+        // processes do with the byte is no worse than what other threads do with an atomic one.
+        unsafe { AtomicU8::from_ptr(self.start.as_ptr()) }
     }
 
     /// Maps the memory file that the process `process` has open as `descriptor`.

@@ -22,9 +22,10 @@ static RECORDS: LogLimit = LogLimit::with_max_lines(2000);
 pub struct SessionNote(Arc<OnceLock<Arc<dyn fmt::Display + Send + Sync>>>);
 
 impl SessionNote {
-    /// Sets the note. It is formatted once, at the end of the session. Later calls have no effect.
-    pub fn set(&self, note: Arc<dyn fmt::Display + Send + Sync>) {
-        let _ = self.0.set(note);
+    /// Sets the note. It is formatted once, at the end of the session. Later calls have no effect
+    /// and return false.
+    pub fn set(&self, note: Arc<dyn fmt::Display + Send + Sync>) -> bool {
+        self.0.set(note).is_ok()
     }
 }
 
@@ -62,6 +63,12 @@ impl AccessRecord {
 
     pub(super) fn peer(&self) -> Arc<str> {
         self.peer.clone()
+    }
+
+    /// Logs the end of a session in this protocol, and that its client has broken rules if it has.
+    pub(super) fn log_end_of_session(&self, reason: &RpcError, traffic: Option<&Traffic>) {
+        log_fault(&self.peer, reason);
+        self.log_end(&reason.message(), traffic);
     }
 
     /// Logs the end of the session.

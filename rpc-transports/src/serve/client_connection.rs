@@ -7,7 +7,6 @@ use std::time::Duration;
 use rpc_core::RpcError;
 
 use super::mailbox::Mailbox;
-use crate::clock;
 
 /// Connection of a client, for code that watches over the client's session. Does not keep it open.
 #[derive(Clone)]
@@ -23,8 +22,7 @@ impl ClientConnection {
     /// than [`ServeOptions::keep_alive`](crate::ServeOptions::keep_alive) and a round trip.
     #[must_use]
     pub fn silent_for(&self) -> Duration {
-        let heard = self.0.upgrade().and_then(|mailbox| mailbox.last_heard());
-        heard.map_or(Duration::ZERO, |heard| clock::now().saturating_duration_since(heard))
+        self.0.upgrade().map_or(Duration::ZERO, |mailbox| mailbox.silent_for())
     }
 
     /// Ends the session, and tells the client the reason.

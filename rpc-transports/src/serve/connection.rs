@@ -14,6 +14,7 @@ use super::access_record::SessionNote;
 use super::authorization::AuthorizedClient;
 use super::client_connection::ClientConnection;
 use super::further_servers::Onward;
+use super::handoff::HandoffOffer;
 use super::mailbox::Mailbox;
 use super::options::OpenRequest;
 use super::relay::ParkLimit;
@@ -39,6 +40,8 @@ pub(super) struct Connection {
     pub(super) park: Option<ParkLimit>,
     /// Note on what the client uses.
     pub(super) note: SessionNote,
+    /// Offer of the factory to have the session served by another process.
+    pub(super) handoff: HandoffOffer,
 }
 
 /// Request for a session of the server's factory. Empty texts stand for none.
@@ -119,6 +122,7 @@ impl Connection {
             onward: Onward::new(self.server.this.clone(), request.path, client.clone(), self.open_files.clone()),
             note: self.note.clone(),
             connection: ClientConnection::new(&self.mailbox),
+            handoff: self.handoff.clone(),
         };
         self.server.factory.open(&request).await
     }

@@ -3,12 +3,14 @@
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::task::{Poll, Waker};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use rpc_core::proto::ServerEndpoint;
 use rpc_core::reply::{Outcome, ReplySink};
 use rpc_core::{Handle, RpcError, Value};
+
+use crate::clock;
 
 /// Command of the server to a connection's task. The order is that of strength.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -30,10 +32,15 @@ pub(super) struct Mailbox {
     ended: Mutex<Option<RpcError>>,
     /// Time when something was last received from the client of the session.
     heard: Mutex<Option<Instant>>,
+    /// Source of the time since anything was received, where another process receives it.
+    silence: OnceLock<SilenceSource>,
     /// The strongest [`Command`] so far, as a number; 0 for none.
     command: AtomicU8,
     task: Mutex<Option<Waker>>,
 }
+
+/// Function that returns the time for which a client has been silent; `None` if that is not known.
+type SilenceSource = Box<dyn Fn() -> Option<Duration> + Send + Sync>;
 
 /// Replies that the task has not taken yet.
 #[derive(Default)]
@@ -108,8 +115,18 @@ impl Mailbox {
         *self.heard.lock() = Some(now);
     }
 
-    pub(super) fn last_heard(&self) -> Option<Instant> {
-        *self.heard.lock()
+    /// Asks `silence` from now on for the time since anything was received.
+    pub(super) fn hear_by(&self, silence: SilenceSource) {
+        let _ = self.silence.set(silence);
+    }
+
+    /// Returns the time since anything was received from the client. Zero if that is not known.
+    pub(super) fn silent_for(&self) -> Duration {
+        let silence = match self.silence.get() {
+            Some(silence) => silence(),
+            None => self.heard.lock().map(|heard| clock::now().saturating_duration_since(heard)),
+        };
+        silence.unwrap_or_default()
     }
 
     /// Returns the reason why the session has ended, if it has since the last call.

@@ -13,6 +13,7 @@ use super::authorization::Authorizer;
 use super::client_connection::ClientConnection;
 use super::dialect::Dialects;
 use super::further_servers::Onward;
+use super::handoff::HandoffOffer;
 use super::stall_timeouts::StallLimits;
 use crate::address::Address;
 use crate::channel::Machine;
@@ -54,6 +55,8 @@ pub struct OpenRequest {
     pub note: SessionNote,
     /// Connection of the client.
     pub connection: ClientConnection,
+    /// Offer of another process that can serve the session over the client's socket.
+    pub handoff: HandoffOffer,
 }
 
 /// Factory of clients' sessions. Implemented by closures that need not wait, and by a

@@ -13,6 +13,7 @@ use tokio::task::JoinHandle;
 
 use super::access_record::SessionNote;
 use super::connection::{Connection, LINGER};
+use super::handoff::HandoffOffer;
 use super::mailbox::{Command, Mailbox};
 use super::options::{OpenRequest, ServeOptions, SessionFactory};
 use super::relay::ParkLimit;
@@ -169,6 +170,7 @@ impl Server {
                 entry: entry.clone(),
                 park,
                 note: SessionNote::default(),
+                handoff: HandoffOffer::default(),
             };
             Accepted { connection, channel, is_dialled, must_be_encrypted, permit }.run().await;
             entry.served.load(Ordering::Relaxed)

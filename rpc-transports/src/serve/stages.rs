@@ -15,12 +15,13 @@ use rpc_core::proto::{Handshake, HandshakeConfig, Hello, Negotiated, Role};
 use rpc_core::{ErrorKind, MemoryQuota, RpcError, SharedSession, printable_line};
 use tokio::io::AsyncWriteExt;
 
-use super::access_record::{AccessRecord, log_fault};
+use super::access_record::AccessRecord;
 use super::admission::SessionSlot;
 use super::authorization::AuthorizedClient;
 use super::connection::{Connection, SessionRequest, drain_and_close, log_eviction, log_refusal};
 use super::dialect::RegisteredDialect;
 use super::dialect::task::{DialectClient, DialectTask};
+use super::handoff::HandedOff;
 use super::mailbox::Command;
 use super::relay::ParkLimit;
 use super::relay::pool::{Handover, ParkedServer};
@@ -87,8 +88,15 @@ enum Entered {
 /// Connection with a session.
 struct Serving {
     record: AccessRecord,
-    task: SessionTask,
+    task: Served,
     _slot: SessionSlot,
+}
+
+/// The task of a session, or what watches over it while another process serves.
+#[expect(clippy::large_enum_variant, reason = "most sessions are served here")]
+enum Served {
+    Here(SessionTask),
+    Elsewhere(Box<HandedOff>),
 }
 
 /// Result of a client's request for a connection.
@@ -376,6 +384,7 @@ impl Admitted {
     /// Gives the client its grant. Returns `None` after the end of a grant that is not a session.
     async fn serve(self) -> Option<Serving> {
         let Self { connection, mut channel, negotiated, input, grant, slot } = self;
+        let handoff = connection.handoff.clone();
         let Connection { server, peer, mailbox, entry, note, .. } = connection;
         let record = AccessRecord::new(&peer, &negotiated.identity, note);
         let session = match grant {
@@ -403,19 +412,33 @@ impl Admitted {
         };
         entry.served.store(true, Ordering::Relaxed);
         let parts = SessionParts { session, mailbox, queued: server.queued.clone(), entry, peer: record.peer() };
+        let (channel, parts) = if let Some(process) = handoff.get() {
+            match HandedOff::begin(process, channel, &negotiated, &input, parts, &server.options).await {
+                Ok(handed_off) => {
+                    return Some(Serving { record, task: Served::Elsewhere(Box::new(handed_off)), _slot: slot });
+                }
+                Err(kept) => kept,
+            }
+        } else {
+            (channel, parts)
+        };
         let task = SessionTask::new(channel, &negotiated, input, parts, &server.options);
-        Some(Serving { record, task, _slot: slot })
+        Some(Serving { record, task: Served::Here(task), _slot: slot })
     }
 }
 
 impl Serving {
     /// Serves the session to its end.
     async fn run(&mut self) {
-        let reason = (&mut self.task).await;
-        log_fault(&self.record.peer(), &reason);
-        self.record.log_end(&reason.message(), Some(&self.task.traffic()));
-        if self.task.last_message_sent {
-            drain_and_close(&mut self.task.io).await;
+        match &mut self.task {
+            Served::Here(task) => {
+                let reason = (&mut *task).await;
+                self.record.log_end_of_session(&reason, Some(&task.traffic()));
+                if task.last_message_sent {
+                    drain_and_close(&mut task.io).await;
+                }
+            }
+            Served::Elsewhere(handed_off) => handed_off.run(&self.record).await,
         }
     }
 }

@@ -167,16 +167,22 @@ impl StallTimeouts {
     /// Returns an error if the session has lasted or idled for too long. The client can still be
     /// sent the reason.
     pub(super) fn check_session(&self, now: Instant) -> Option<RpcError> {
-        let timeout = |text: String| Some(RpcError::new(ErrorKind::SessionTimeout, text).may_have_run(true));
         if self.expires.is_some_and(|expires| now >= expires) {
-            return timeout("session_duration is over: the server lets no session last longer".to_owned());
+            return Some(lasted_too_long());
         }
         let limit = self.idle_timeout?;
         if self.idle_since.is_some_and(|since| now.saturating_duration_since(since) >= limit) {
-            return timeout(format!("idle_timeout is {limit:?}, and there was no request for as long"));
+            let text = format!("idle_timeout is {limit:?}, and there was no request for as long");
+            return Some(RpcError::new(ErrorKind::SessionTimeout, text).may_have_run(true));
         }
         None
     }
+}
+
+/// Returns the error for a session that has lasted for as long as any may.
+pub(super) fn lasted_too_long() -> RpcError {
+    let text = "session_duration is over: the server lets no session last longer";
+    RpcError::new(ErrorKind::SessionTimeout, text).may_have_run(true)
 }
 
 impl Throughput {

@@ -17,6 +17,7 @@ use tokio::runtime::Handle;
 use super::access_record::{Traffic, log_refused_request};
 use super::mailbox::{Command, EndOfSession, Mailbox};
 use super::options::ServeOptions;
+use super::output_mark::OutputMark;
 use super::stall_timeouts::StallTimeouts;
 use super::state::ConnectionEntry;
 use crate::channel::{Channel, ChannelGuard};
@@ -61,6 +62,8 @@ pub(super) struct SessionTask {
     entry: Option<Arc<ConnectionEntry>>,
     /// True if the runtime has one thread, on which this task runs, too.
     has_one_thread: bool,
+    /// Mark at which the output stands, for a process that has passed the socket.
+    mark: Option<OutputMark>,
     /// Guard of the channel's resources, such as a child process.
     _guard: Option<ChannelGuard>,
 }
@@ -115,8 +118,14 @@ impl SessionTask {
             peer,
             entry: Some(entry),
             has_one_thread: Handle::current().metrics().num_workers() == 1,
+            mark: None,
             _guard: guard,
         }
+    }
+
+    /// Notes in `mark` where the output stands, whenever it changes.
+    pub(super) fn mark_output_in(&mut self, mark: OutputMark) {
+        self.mark = Some(mark);
     }
 
     /// Returns what has passed between the session and its client.
@@ -171,7 +180,7 @@ impl SessionTask {
         }
         match self.mailbox.commanded() {
             Some(Command::Stop) => {
-                self.close(RpcError::new(ErrorKind::Closed, "the server was stopped").may_have_run(true))
+                self.close(stopped());
             }
             Some(Command::GoAway) if !self.is_going_away => {
                 self.is_going_away = true;
@@ -230,6 +239,10 @@ impl SessionTask {
             self.endpoint.stage();
             let mut slices = [IoSlice::new(&[]); SLICES];
             let count = self.endpoint.slices(&mut slices);
+            let staged: usize = slices[..count].iter().map(|slice| slice.len()).sum();
+            if let Some(mark) = &mut self.mark {
+                mark.before_write(staged);
+            }
             if count == 0 {
                 self.flush.poll(&mut self.io, cx)?;
                 // A client that frees no slot of the shared memory takes nothing, either.
@@ -242,6 +255,9 @@ impl SessionTask {
                     return Ok(());
                 }
                 Poll::Ready(Ok(written)) => {
+                    if let Some(mark) = &mut self.mark {
+                        mark.after_write(written, staged);
+                    }
                     let (_, shared) = self.endpoint.shared_bytes();
                     let taken = shared - std::mem::replace(&mut self.shared_sent, shared);
                     self.timeouts.wrote(written + taken as usize);
@@ -462,6 +478,11 @@ impl Future for SessionTask {
             }
         }
     }
+}
+
+/// Returns the error for a session that ends because its server was stopped.
+pub(super) fn stopped() -> RpcError {
+    RpcError::new(ErrorKind::Closed, "the server was stopped").may_have_run(true)
 }
 
 impl Drop for SessionTask {

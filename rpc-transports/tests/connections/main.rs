@@ -8,6 +8,8 @@ mod custom_opener;
 mod custom_transport;
 #[cfg(feature = "quic")]
 mod dialect;
+#[cfg(all(target_os = "linux", feature = "tcp"))]
+mod handoff;
 mod limits;
 #[cfg(feature = "quic")]
 mod relay;

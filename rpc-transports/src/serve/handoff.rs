@@ -1,0 +1,363 @@
+//! Handing the socket of a client to another process, which then serves the session by itself.
+//!
+//! A session in a process of its own would cost a hop if this process passed its bytes on. Where
+//! the client is connected by a bare socket (TCP, Unix), the socket goes to that process as a
+//! descriptor once the handshake is over, with the input that was read beyond it. This process
+//! keeps a duplicate, which it neither reads nor writes while the other one serves:
+//!
+//! - The end of the session by the server (its stop, its drain, the longest duration, a reason of
+//!   its own) is an order to the process, which is killed if it does not follow.
+//! - If the process ends without having ended the session, this one tells the client the reason,
+//!   provided that the output stopped at the end of a frame: see [`OutputMark`].
+//! - Over TCP the kernel tells how long the client has been silent. So a client whose machine is
+//!   gone is noticed even if the process does not send its pings, or ignores that there is no
+//!   answer.
+//!
+//! The process itself checks the idle time and the pace of the client. Code of the client may run
+//! there and forge that, which gains no more than requests or bytes at the right pace would.
+
+use std::future::poll_fn;
+use std::io::{self, IoSlice};
+use std::os::fd::OwnedFd;
+use std::sync::{Arc, OnceLock};
+use std::task::Poll;
+use std::time::{Duration, Instant};
+
+use async_trait::async_trait;
+use bytes::BytesMut;
+use rpc_core::proto::{EndpointConfig, Negotiated, ServerEndpoint};
+use rpc_core::{ErrorKind, MemoryQuota, RpcError, RpcSession as _, SharedSession, Submission};
+use rustix::net::{Shutdown, shutdown};
+use serde::{Deserialize, Serialize};
+use tokio::io::AsyncWriteExt as _;
+
+use super::access_record::{AccessRecord, Traffic};
+use super::connection::{LINGER, drain_and_close};
+use super::mailbox::{Command, Mailbox};
+use super::options::ServeOptions;
+use super::output_mark::OutputMark;
+use super::stall_timeouts::lasted_too_long;
+use super::state::ConnectionEntry;
+use super::task::{SessionParts, stopped};
+use crate::channel::Channel;
+use crate::{clock, tcp_silence};
+
+/// Another process that can serve a session over its client's socket. The factory of the session
+/// offers it by [`HandoffOffer::set`].
+#[async_trait]
+pub trait SessionProcess: Send + Sync + 'static {
+    /// Passes the connection to the process. From here on the process alone reads and writes. What
+    /// it has queued counts against `queued`, for all sessions of the server.
+    ///
+    /// # Errors
+    ///
+    /// The connection cannot be passed. It stays usable, and this process serves the session.
+    async fn take(&self, connection: PassedConnection, queued: Arc<MemoryQuota>) -> io::Result<()>;
+
+    /// Tells the process to take no new requests, and to end the session when all are answered.
+    fn go_away(&self);
+
+    /// Tells the process to end the session, and the client the reason.
+    fn close(&self, reason: &RpcError);
+
+    /// Gives the process its last time: it is killed if it has not ended by then.
+    fn end_soon(&self);
+
+    /// Does what [`end_soon`](Self::end_soon) does, and resolves when the process has ended. It
+    /// writes nothing more to the socket then.
+    async fn exited(&self);
+
+    /// Resolves to the process's report on the end of the session. Never resolves if the process
+    /// ends without one: then the session that the factory has opened ends.
+    async fn ended(&self) -> EndReport;
+}
+
+/// Connection on its way to another process.
+#[derive(Debug)]
+pub struct PassedConnection {
+    /// Socket of the client.
+    pub socket: OwnedFd,
+    /// File of the mark at which the output stands.
+    pub mark: OwnedFd,
+    /// State of the connection.
+    pub state: ConnectionState,
+}
+
+/// State of a connection after its handshake, for the process that serves the session.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct ConnectionState {
+    /// Settings that both sides have agreed on.
+    pub negotiated: Negotiated,
+    /// Input that was read beyond the handshake.
+    pub input: Vec<u8>,
+    /// Address of the client, for the log.
+    pub peer: String,
+    /// Process that the client is, if sessions may share memory with it.
+    pub process: Option<u32>,
+}
+
+/// Report of a process on the end of the session that it has served.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct EndReport {
+    /// Reason of the end.
+    pub reason: RpcError,
+    /// Number of requests of the client.
+    pub requests: u64,
+    /// Bytes from the client.
+    pub received: u64,
+    /// Bytes to the client.
+    pub sent: u64,
+    /// True if the client was sent a last message, which it may not have received yet.
+    pub last_message_sent: bool,
+}
+
+/// Offer of a session's factory to have the session served by another process. Cheap to clone;
+/// clones are the same offer.
+#[derive(Clone, Default)]
+pub struct HandoffOffer(Arc<OnceLock<Arc<dyn SessionProcess>>>);
+
+impl HandoffOffer {
+    /// Offers a process, which gets the socket of the client if it is a bare one. Then the session
+    /// that the factory returns sees no request; it is kept as long as the client has its session,
+    /// and its end ends that. Later calls have no effect.
+    pub fn set(&self, process: Arc<dyn SessionProcess>) {
+        let _ = self.0.set(process);
+    }
+
+    pub(super) fn get(&self) -> Option<&Arc<dyn SessionProcess>> {
+        self.0.get()
+    }
+}
+
+impl std::fmt::Debug for HandoffOffer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_tuple("HandoffOffer").field(&self.0.get().is_some()).finish()
+    }
+}
+
+/// A session that another process serves, over the socket of the client.
+pub(super) struct HandedOff {
+    process: Arc<dyn SessionProcess>,
+    /// Session of the factory, whose end is that of the process, and the entry of the connection.
+    owned: Option<(SharedSession, Arc<ConnectionEntry>)>,
+    negotiated: Negotiated,
+    /// Channel of the client, without its socket.
+    channel: Channel,
+    mark: OutputMark,
+    watch: Watch,
+}
+
+/// What this process watches while another one serves a session.
+struct Watch {
+    mailbox: Arc<Mailbox>,
+    socket: Arc<OwnedFd>,
+    /// End of the longest duration of the session.
+    expires: Option<Instant>,
+    keep_alive: Duration,
+    is_going_away: bool,
+    /// Reason for which the process was told to end the session.
+    closing: Option<RpcError>,
+}
+
+/// Occasions on which this process acts.
+enum Event {
+    Reported(EndReport),
+    /// The process has ended without a report.
+    Lost(RpcError),
+    /// The server ends the session.
+    Close(RpcError),
+    GoAway,
+}
+
+impl HandedOff {
+    /// Passes the socket of a bare channel to `process`. Returns the channel and the parts of the
+    /// session if it cannot be passed: the session is served here then.
+    pub(super) async fn begin(
+        process: &Arc<dyn SessionProcess>,
+        mut channel: Channel,
+        negotiated: &Negotiated,
+        input: &BytesMut,
+        parts: SessionParts,
+        options: &ServeOptions,
+    ) -> Result<Self, (Channel, SessionParts)> {
+        // Out of the runtime, which is not to be woken for the input of the other process.
+        let Ok(socket) = channel.take_socket() else { return Err((channel, parts)) };
+        let state = ConnectionState {
+            negotiated: negotiated.clone(),
+            input: input.to_vec(),
+            peer: channel.peer().to_owned(),
+            process: channel.process(),
+        };
+        let pass = async {
+            let (mark, file) = OutputMark::create()?;
+            let socket = socket.try_clone()?;
+            let connection = PassedConnection { socket, mark: file, state };
+            process.take(connection, parts.queued.clone()).await.map(|()| mark)
+        };
+        let mark = match pass.await {
+            Ok(mark) => mark,
+            Err(error) => {
+                tracing::debug!(peer = channel.peer(), %error, "the process of a session cannot have its socket");
+                if let Err(error) = channel.put_socket(socket) {
+                    tracing::debug!(peer = channel.peer(), %error, "the socket of a session is lost");
+                }
+                return Err((channel, parts));
+            }
+        };
+        let socket = Arc::new(socket);
+        let heard = socket.clone();
+        let SessionParts { session, mailbox, entry, .. } = parts;
+        mailbox.hear_by(Box::new(move || tcp_silence::of(&heard)));
+        Ok(Self {
+            process: process.clone(),
+            owned: Some((session, entry)),
+            negotiated: negotiated.clone(),
+            channel,
+            mark,
+            watch: Watch {
+                mailbox,
+                socket,
+                expires: options.session_duration.and_then(|duration| clock::now().checked_add(duration)),
+                keep_alive: options.keep_alive,
+                is_going_away: false,
+                closing: None,
+            },
+        })
+    }
+
+    /// Watches over the session to its end, and records that.
+    pub(super) async fn run(&mut self, record: &AccessRecord) {
+        let (reason, report) = self.wait_for_end().await;
+        // The server has ended once the session is freed, and its connection closed.
+        let owned = self.owned.take();
+        let was_told = match &report {
+            Some(report) if report.last_message_sent => true,
+            _ => self.tell(&reason).await,
+        };
+        let traffic = report.map(|EndReport { requests, received, sent, .. }| Traffic { requests, received, sent });
+        record.log_end_of_session(&reason, traffic.as_ref());
+        crate::runtime::free(owned);
+        if was_told && self.reopen().is_ok() {
+            drain_and_close(self.channel.io_mut()).await;
+        }
+        // Also for a process that goes on, or has passed the socket on.
+        let _ = shutdown(&self.watch.socket, Shutdown::Both);
+    }
+
+    /// Resolves to the reason of the end, and to the report of the process if there is one.
+    async fn wait_for_end(&mut self) -> (RpcError, Option<EndReport>) {
+        let process = self.process.clone();
+        let mut reported = process.ended();
+        let session_ended = self.owned.as_ref().map_or_else(Submission::never, |(session, _)| session.ended());
+        let mut session_ended = session_ended.reply();
+        loop {
+            let event = tokio::select! {
+                biased;
+                report = &mut reported => Event::Reported(report),
+                outcome = &mut session_ended => Event::Lost(outcome.err().unwrap_or_else(no_reason)),
+                event = self.watch.notice() => event,
+                reason = self.watch.time_out() => Event::Close(reason),
+            };
+            match event {
+                Event::Reported(report) => {
+                    let reason = report.reason.clone();
+                    if !report.last_message_sent {
+                        process.exited().await;
+                    }
+                    return (reason, Some(report));
+                }
+                Event::Lost(error) => {
+                    process.exited().await;
+                    return (self.watch.closing.take().unwrap_or(error), None);
+                }
+                Event::GoAway => {
+                    self.watch.is_going_away = true;
+                    process.go_away();
+                }
+                Event::Close(reason) => {
+                    process.close(&reason);
+                    process.end_soon();
+                    self.watch.closing = Some(reason);
+                }
+            }
+        }
+    }
+
+    /// Reads and writes from here on, after the process has ended.
+    fn reopen(&mut self) -> io::Result<()> {
+        match self.channel.plain_socket() {
+            Some(_) => Ok(()),
+            None => self.channel.put_socket(self.watch.socket.try_clone()?),
+        }
+    }
+
+    /// Tells the client the reason why its session has ended, instead of the process, which is
+    /// gone. Returns false if the output stopped in the middle of a frame, or the client takes no
+    /// more.
+    async fn tell(&mut self, reason: &RpcError) -> bool {
+        if !self.mark.is_at_frame_end() {
+            return false;
+        }
+        let config = EndpointConfig { keep_alive: self.watch.keep_alive };
+        let mut endpoint = ServerEndpoint::new(&self.negotiated, config, clock::now());
+        endpoint.close(Some(reason));
+        endpoint.stage();
+        let mut slices = [IoSlice::new(&[]); 4];
+        let count = endpoint.slices(&mut slices);
+        let message: Vec<u8> = slices[..count].iter().flat_map(|slice| slice.iter().copied()).collect();
+        if self.reopen().is_err() {
+            return false;
+        }
+        let write = self.channel.io_mut().write_all(&message);
+        matches!(tokio::time::timeout(LINGER, write).await, Ok(Ok(())))
+    }
+}
+
+impl Watch {
+    /// Resolves to what the server tells this session, until it is to end.
+    async fn notice(&self) -> Event {
+        poll_fn(|cx| {
+            self.mailbox.register(cx.waker());
+            if self.closing.is_some() {
+                return Poll::Pending;
+            }
+            match (self.mailbox.take_end(), self.mailbox.commanded()) {
+                (Some(reason), _) => Poll::Ready(Event::Close(reason)),
+                (None, Some(Command::Stop)) => Poll::Ready(Event::Close(stopped())),
+                (None, Some(Command::GoAway)) if !self.is_going_away => Poll::Ready(Event::GoAway),
+                _ => Poll::Pending,
+            }
+        })
+        .await
+    }
+
+    /// Resolves when the session has lasted too long, or its client has been silent for too long.
+    async fn time_out(&self) -> RpcError {
+        // The process gives the client up after three intervals. One that does not send its pings
+        // may be blocked, which is noticed by its own silence after as long.
+        let limit = self.keep_alive.saturating_mul(6).saturating_add(LINGER);
+        let mut silence = tcp_silence::of(&self.socket);
+        loop {
+            if self.closing.is_some() {
+                return std::future::pending().await;
+            }
+            if self.expires.is_some_and(|expires| clock::now() >= expires) {
+                return lasted_too_long();
+            }
+            if let Some(silence) = silence.filter(|silence| *silence >= limit) {
+                let text = format!("nothing was received for {silence:?}, and the process of the session went on");
+                return RpcError::new(ErrorKind::PeerSilent, text);
+            }
+            let next = silence.and_then(|silence| clock::now().checked_add(limit - silence));
+            match [self.expires, next].into_iter().flatten().min() {
+                Some(next) => tokio::time::sleep_until(next.into()).await,
+                None => return std::future::pending().await,
+            }
+            silence = tcp_silence::of(&self.socket);
+        }
+    }
+}
+
+fn no_reason() -> RpcError {
+    RpcError::new(ErrorKind::PeerLost, "the process of the session has ended")
+}
