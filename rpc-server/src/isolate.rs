@@ -5,8 +5,14 @@
 //! of the end, and the server goes on.
 //!
 //! ```text
-//! client ──── server: ClientSession ──── socket pair ──── process of the session: LocalSession
+//! client ──── process of the session: LocalSession                                  (TCP, Unix)
+//! client ──── server: ClientSession ──── socket pair ──── process of the session    (TLS, QUIC)
 //! ```
+//!
+//! Over TCP and Unix sockets the server passes the client's socket to the process after the
+//! handshake, and watches over it from there. It passes on the bytes itself over TLS and QUIC, with
+//! [`metrics`](ServeConfig::metrics), and with [`otlp_endpoint`](ServeConfig::otlp_endpoint): then
+//! a call takes about twice as long.
 //!
 //! The process is this program, executed again ([`program`]). A program that embeds a server must
 //! therefore begin with [`run_if_isolated`], with all functions that clients use registered:
@@ -33,8 +39,8 @@
 //!    advance, and serves no second session.
 //! 2. **The end of the process ends the session.** Calls in progress fail with
 //!    [`PeerLost`](rpc_core::ErrorKind::PeerLost), may have run, and name the signal or the exit
-//!    code. A process that closes its connection, or is silent for three times the keep-alive, is
-//!    killed.
+//!    code, unless a process that serves the client's socket ends in the middle of a message. A
+//!    process that closes its connection, or is silent for three times the keep-alive, is killed.
 //! 3. **The end of the session ends the process.** After the client has left, died or been cut off,
 //!    the process has [`GRACE`] to end in good order. It cannot while a function still runs, and is
 //!    killed then. All processes that it has started are killed at once when it ends, unless they
@@ -52,9 +58,9 @@
 //!
 //! # What differs for clients
 //!
-//! Errors come from one hop further away. `rpc.info` returns the id of the session process, and
-//! totals of all sessions that may be [a moment](REPORT_INTERVAL) old. Functions share no memory
-//! with other sessions.
+//! Where the server passes on the bytes, errors come from one hop further away. `rpc.info` returns
+//! the id of the session process, and totals of all sessions that may be [a
+//! moment](REPORT_INTERVAL) old. Functions share no memory with other sessions.
 //!
 //! A signal to the server's process group or service reaches the session processes, too. They
 //! ignore SIGTERM and SIGINT: the server drains them with the other sessions.
@@ -62,6 +68,7 @@
 mod control_link;
 mod exit_cause;
 pub mod gpu;
+mod handoff;
 mod isolated_session;
 mod messages;
 mod process_io;

@@ -53,7 +53,7 @@ pub mod child_server;
 mod details;
 pub mod disco_node;
 pub mod exit_code;
-mod functions_used;
+pub(crate) mod functions_used;
 mod local_sessions;
 mod options;
 mod ready_file;

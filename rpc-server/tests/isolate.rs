@@ -61,6 +61,11 @@ fn main() -> ExitCode {
         a_stopped_spare_process_is_replaced
         sessions_over_unix_sockets_and_standard_input_are_isolated_too
         signals_to_the_process_group_end_no_session_process
+        the_process_serves_the_socket_of_its_client
+        times_hold_also_against_a_process_that_does_nothing
+        a_client_that_goes_takes_a_stopped_process_with_it
+        a_process_that_is_killed_in_the_middle_of_a_copy_ends_one_session
+        what_sessions_have_queued_counts_for_all_of_them
         isolated_sessions_need_tickets_and_a_crash_frees_the_slot
     ])
 }
@@ -81,6 +86,8 @@ fn registry() -> Registry {
         .add("crash.abort", || -> () { process::abort() })
         .add("crash.exit", |code: i64| -> () { process::exit(code.try_into().unwrap()) })
         .add("crash.spin", spin)
+        .add("crash.spin_with", |_text: String| spin())
+        .add("len", |text: String| text.len() as u64)
         .add_inline("crash.spin_inline", spin)
         .add_async("crash.spin_async", || async { spin() })
         .add("crash.eat_memory", eat_memory)
@@ -664,6 +671,124 @@ fn signals_to_the_process_group_end_no_session_process() {
         let error = session.shared().ended().reply().await.unwrap_err();
         assert!(error.message().contains("SIGKILL"), "{error}");
     });
+}
+
+/// Calls and copies go on while the server stands still.
+fn the_process_serves_the_socket_of_its_client() {
+    run(async {
+        let folder = tempfile::tempdir().unwrap();
+        let unix = format!("unix:{}", folder.path().join("socket").display());
+        let fixture = Fixture::start(&["--listen", &unix]);
+        for address in [fixture.server.address(), &unix] {
+            let session = Connector::new().connect(address).await.unwrap();
+            let add = session.function::<(i64, i64), i64>("add").await.unwrap();
+            let tensor = session.alloc(Device::cpu(), DataType::U8, &[3 << 20]).await.unwrap();
+            kill_process(fixture.pid(), Signal::STOP).unwrap();
+            let served = async {
+                let data = vec![5; 3 << 20];
+                session.copy_to_remote(&tensor, data.clone()).await?;
+                assert_eq!(session.copy_from_remote(&tensor).await?, data);
+                add.call((1, 2)).await
+            };
+            let served = tokio::time::timeout(TIME_LIMIT, served).await;
+            kill_process(fixture.pid(), Signal::CONT).unwrap();
+            assert_eq!(served.expect("the server is on the way").unwrap(), 3, "{address}");
+            session.shutdown().await.unwrap();
+        }
+        until("both sessions are over", || fixture.private_workspaces().is_empty());
+    });
+}
+
+fn times_hold_also_against_a_process_that_does_nothing() {
+    run(async {
+        let fixture = Fixture::start(&["--session-duration", "300ms"]);
+        for spins in [false, true] {
+            let session = fixture.connect().await;
+            let process = process_of(&session).await;
+            let call = if spins { Some(begin(&session, "crash.spin_inline").await) } else { None };
+            let error = session.shared().ended().reply().await.unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::SessionTimeout, "{error}");
+            assert!(error.message().contains("session_duration is over"), "{error}");
+            drop(call);
+            reaped(process);
+        }
+        let fixture = Fixture::start(&["--idle-timeout", "100ms"]);
+        let session = fixture.connect().await;
+        let error = session.shared().ended().reply().await.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::SessionTimeout, "{error}");
+    });
+}
+
+fn a_client_that_goes_takes_a_stopped_process_with_it() {
+    run(async {
+        let fixture = Fixture::start(&[]);
+        let (client, session) = fixture.connect_from_elsewhere().await;
+        let process = process_of(&session).await;
+        kill_process(process, Signal::STOP).unwrap();
+        drop(client);
+        assert!(reaped(process) < SOON);
+        until("the workspace is removed", || fixture.private_workspaces().is_empty());
+    });
+}
+
+fn a_process_that_is_killed_in_the_middle_of_a_copy_ends_one_session() {
+    run(async {
+        let fixture = Fixture::start(&[]);
+        let other = fixture.connect().await;
+        for round in 0..8 {
+            let session = fixture.connect().await;
+            let process = process_of(&session).await;
+            let tensor = session.alloc(Device::cpu(), DataType::U8, &[8 << 20]).await.unwrap();
+            let copying = tokio::spawn({
+                let session = session.clone();
+                async move { loop_of_copies(&session, &tensor).await }
+            });
+            thread::sleep(Duration::from_millis(round));
+            kill_process(process, Signal::KILL).unwrap();
+            let error = copying.await.unwrap();
+            assert_eq!(error.kind(), ErrorKind::PeerLost, "{error}");
+            let add = other.function::<(i64, i64), i64>("add").await.unwrap();
+            assert_eq!(add.call((1, 2)).await.unwrap(), 3);
+        }
+    });
+}
+
+/// Requests that wait behind one that never ends take the room of another session's.
+fn what_sessions_have_queued_counts_for_all_of_them() {
+    run(async {
+        const PIECE: usize = 6 << 20;
+        let fixture = Fixture::start(&["--max-total-queued", "24MiB"]);
+        let session = fixture.connect().await;
+        let spins = session.get_function("crash.spin_with").await.unwrap();
+        // The first one runs without end, and the others wait behind it. Eight frames of 1 MiB are
+        // free for each session, which leaves room for five of them.
+        let mut waiting: Vec<_> = (0..6).map(|_| spins.call::<()>(("x".repeat(PIECE),)).start()).collect();
+        let error = waiting.pop().unwrap().await.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::LimitExceeded, "{error}");
+        assert!(error.message().contains("max_total_queued is 25165824"), "{error}");
+
+        let other = fixture.connect().await;
+        let count = other.function::<(String,), u64>("len").await.unwrap();
+        assert_eq!(count.call(("small".to_owned(),)).await.unwrap(), 5);
+        let large = || count.call(("y".repeat(12 << 20),));
+        let error = large().await.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::LimitExceeded, "{error}");
+        drop((waiting, session));
+        let started = Instant::now();
+        while let Err(error) = large().await {
+            assert_eq!(error.kind(), ErrorKind::LimitExceeded, "{error}");
+            assert!(started.elapsed() < TIME_LIMIT, "the room is not given back");
+        }
+    });
+}
+
+/// Copies from the tensor until that fails.
+async fn loop_of_copies(session: &Session, tensor: &rpc_core::RemoteTensor) -> RpcError {
+    loop {
+        if let Err(error) = session.copy_from_remote(tensor).await {
+            return error;
+        }
+    }
 }
 
 /// The ticket is for the server, which has the session in another process.

@@ -3,8 +3,12 @@
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
-use std::io;
+use std::fmt;
+use std::io::{self, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::OwnedFd;
 use std::os::unix::net;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{self, SyncSender};
 use std::sync::{Arc, Weak};
 use std::task::{Poll, Waker};
@@ -12,7 +16,12 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use parking_lot::Mutex;
+use rpc_core::limits::GrantingQuota;
 use rpc_core::{Device, DeviceUse, ErrorKind, Result, RpcError, Usage, clock};
+use rpc_transports::EndReport;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 use tokio::io::Interest;
 use tokio::net::UnixDatagram;
 use tokio::runtime::Handle;
@@ -20,7 +29,10 @@ use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot, watch};
 use tokio::time::Instant;
 
-use super::messages::{ControlAnswer, ControlMessage, LeaseAnswer, LeaseCommand, LogAnswer, LogCommand, Report};
+use super::messages::{
+    ControlAnswer, ControlMessage, LeaseAnswer, LeaseCommand, LogAnswer, LogCommand, Report, SessionNotice,
+    SessionOrder,
+};
 use super::process_logs::{MAX_READ_WAIT, MAX_READS};
 use crate::leases::{LeaseGrant, LeaseRequest, LeaseService, LeasedDevice, QueuedRequest};
 use crate::recent_logs::{LogPage, LogService, MAX_WAIT};
@@ -47,10 +59,67 @@ pub(super) struct ControlLink {
     device_uses: Mutex<DeviceUses>,
     /// Socket to the server, with a buffer for what it receives. Locked while an answer is acted
     /// on, so that answers are taken in their order by whichever thread reads them.
-    socket: Mutex<(net::UnixDatagram, Vec<u8>)>,
+    socket: Mutex<Socket>,
     /// Runtime of the task that resumes requests.
     runtime: Handle,
+    /// Orders about the session that this process serves over the socket of its client.
+    orders: UnboundedSender<PassedOrder>,
 }
+
+/// Waits until a socket is ready, on the calling thread.
+fn wait(socket: &net::UnixDatagram, events: PollFlags, deadline: Instant) -> io::Result<()> {
+    let left = deadline.saturating_duration_since(Instant::now());
+    let left = Timespec::try_from(left).map_err(io::Error::other)?;
+    match poll(&mut [PollFd::new(socket, events)], Some(&left)) {
+        Ok(0) => Err(io::ErrorKind::TimedOut.into()),
+        Ok(_) | Err(Errno::INTR) => Ok(()),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// The server's quota of queued bytes, for the session of this process.
+#[derive(Debug)]
+pub(super) struct QueueOfServer {
+    pub(super) link: Arc<ControlLink>,
+    granted: AtomicU64,
+}
+
+impl QueueOfServer {
+    pub(super) fn new(link: Arc<ControlLink>) -> Self {
+        Self { link, granted: AtomicU64::new(0) }
+    }
+}
+
+impl GrantingQuota for QueueOfServer {
+    fn resize(&self, bytes: u64, lasting: bool) -> Result<()> {
+        // The quota that this is part of makes one call at a time.
+        if bytes > self.granted.load(Ordering::Relaxed) {
+            self.link.request_queue(bytes, lasting)?;
+        } else {
+            self.link.give_back_queue(bytes);
+        }
+        self.granted.store(bytes, Ordering::Relaxed);
+        Ok(())
+    }
+}
+
+impl fmt::Debug for ControlLink {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("ControlLink")
+    }
+}
+
+/// Order about the session, with the descriptors that came with it.
+pub(super) type PassedOrder = (SessionOrder, Vec<OwnedFd>);
+
+/// Queues of a link: that of the messages for [`ControlLink::run`], and that of the orders.
+pub(super) struct LinkQueues {
+    pub(super) messages: UnboundedReceiver<ControlMessage>,
+    pub(super) orders: UnboundedReceiver<PassedOrder>,
+}
+
+/// Socket to the server, and a buffer for what it receives.
+type Socket = (net::UnixDatagram, Vec<u8>);
 
 /// Devices that are reserved for other sessions, and the uses of this one.
 #[derive(Default)]
@@ -73,6 +142,8 @@ struct Awaited {
     grants: HashMap<u64, watch::Sender<Option<LeaseGrant>>>,
     questions: HashMap<u64, oneshot::Sender<LeaseAnswer>>,
     log_reads: HashMap<u64, LogRead>,
+    /// Last answer about queued bytes, with the number of its request.
+    queued: Option<(u64, Result<()>)>,
 }
 
 /// Read of log lines that the server has not answered. One that was cancelled keeps its place until
@@ -99,14 +170,15 @@ impl Awaited {
 }
 
 impl ControlLink {
-    /// Returns a link, and its queue for [`run`](Self::run). Needs a tokio runtime.
+    /// Returns a link and its queues. Needs a tokio runtime.
     ///
     /// # Errors
     ///
     /// The system refuses.
-    pub(super) fn new(socket: net::UnixDatagram) -> io::Result<(Arc<Self>, UnboundedReceiver<ControlMessage>)> {
+    pub(super) fn new(socket: net::UnixDatagram) -> io::Result<(Arc<Self>, LinkQueues)> {
         socket.set_nonblocking(true)?;
-        let (outgoing, queue) = unbounded_channel();
+        let (outgoing, messages) = unbounded_channel();
+        let (orders, ordered) = unbounded_channel();
         let link = Arc::new_cyclic(|this| Self {
             this: this.clone(),
             outgoing,
@@ -117,8 +189,9 @@ impl ControlLink {
             device_uses: Mutex::default(),
             socket: Mutex::new((socket, vec![0; ControlAnswer::MAX_LEN])),
             runtime: Handle::current(),
+            orders,
         });
-        Ok((link, queue))
+        Ok((link, LinkQueues { messages, orders: ordered }))
     }
 
     /// Sends what is queued, and receives answers, for as long as the process lives.
@@ -145,17 +218,95 @@ impl ControlLink {
         }
     }
 
+    /// Sends a message at once, in front of those in the queue.
+    fn send_now((socket, _): &Socket, message: &ControlMessage, deadline: Instant) -> io::Result<()> {
+        let bytes = message.to_bytes();
+        loop {
+            match socket.send(&bytes) {
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => wait(socket, PollFlags::OUT, deadline)?,
+                sent => return sent.map(drop),
+            }
+        }
+    }
+
+    /// Tells the server how many bytes are queued, which are fewer than before.
+    fn give_back_queue(&self, bytes: u64) {
+        let notice = SessionNotice::Queue { bytes, lasting: false, number: None };
+        let deadline = Instant::now() + ANSWER_TIMEOUT;
+        // A server that is gone needs nothing back.
+        let _ = Self::send_now(&self.socket.lock(), &ControlMessage::Session(notice), deadline);
+    }
+
+    /// Requests memory of the server's quota for queued bytes, and waits for the answer.
+    fn request_queue(&self, bytes: u64, lasting: bool) -> Result<()> {
+        let failed = |error: io::Error| RpcError::new(ErrorKind::Io, error.to_string()).context("no memory is granted");
+        // Locked all the time, so that no other thread takes the answer out of the socket while
+        // this one waits for it there.
+        let mut socket = self.socket.lock();
+        let number = {
+            let mut awaited = self.awaited.lock();
+            awaited.last_number += 1;
+            awaited.last_number
+        };
+        let deadline = Instant::now() + ANSWER_TIMEOUT;
+        let notice = SessionNotice::Queue { bytes, lasting, number: Some(number) };
+        Self::send_now(&socket, &ControlMessage::Session(notice), deadline).map_err(failed)?;
+        loop {
+            match self.take_answers_of(&mut socket) {
+                Err(error) if error.kind() != io::ErrorKind::WouldBlock => return Err(failed(error)),
+                _ => {}
+            }
+            let answer = self.awaited.lock().queued.take();
+            if let Some((_, outcome)) = answer.filter(|(answered, _)| *answered == number) {
+                return outcome;
+            }
+            wait(&socket.0, PollFlags::IN, deadline).map_err(failed)?;
+        }
+    }
+
+    /// Tells the server that the session ends, before anything that is sent as its objects are
+    /// freed.
+    pub(super) fn session_ends(&self) {
+        self.send(ControlMessage::Session(SessionNotice::Ending));
+    }
+
+    /// Sends the report on the end of the session. The process may end afterwards.
+    pub(super) async fn report_end(&self, report: EndReport, functions: Vec<String>) -> io::Result<()> {
+        let socket = UnixDatagram::from_std(self.socket.lock().0.try_clone()?)?;
+        socket.send(&ControlMessage::ended(report, functions).to_bytes()).await.map(drop)
+    }
+
     /// Acts on the answers that have arrived. Ends with an error, `WouldBlock` when there is none
     /// any more.
     fn take_answers(&self) -> io::Result<()> {
-        let mut socket = self.socket.lock();
-        let (socket, buffer) = &mut *socket;
+        self.take_answers_of(&mut self.socket.lock())
+    }
+
+    fn take_answers_of(&self, (socket, buffer): &mut Socket) -> io::Result<()> {
         loop {
-            match socket.recv(buffer)? {
-                0 => return Err(io::ErrorKind::UnexpectedEof.into()),
-                len => {
-                    ControlAnswer::from_bytes(&buffer[..len]).into_iter().for_each(|answer| self.take_answer(answer))
+            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(SessionOrder::DESCRIPTORS))];
+            let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+            let len = {
+                let buffer = &mut [IoSliceMut::new(buffer)];
+                recvmsg(&*socket, buffer, &mut ancillary, RecvFlags::CMSG_CLOEXEC)?.bytes
+            };
+            if len == 0 {
+                return Err(io::ErrorKind::UnexpectedEof.into());
+            }
+            match ControlAnswer::from_bytes(&buffer[..len]) {
+                Some(ControlAnswer::Order(SessionOrder::Queued { number, outcome })) => {
+                    self.awaited.lock().queued = Some((number, outcome));
                 }
+                Some(ControlAnswer::Order(order)) => {
+                    let passed = ancillary.drain().filter_map(|message| match message {
+                        RecvAncillaryMessage::ScmRights(descriptors) => Some(descriptors),
+                        _ => None,
+                    });
+                    // Without a receiver the process is about to end.
+                    let _ = self.orders.send((order, passed.flatten().collect()));
+                }
+                Some(answer) => self.take_answer(answer),
+                None => {}
             }
         }
     }
@@ -183,6 +334,8 @@ impl ControlLink {
                     let _ = read.asker.send(outcome);
                 }
             }
+            // Handled where its descriptors are.
+            ControlAnswer::Order(_) => {}
             ControlAnswer::Lease(answer) => {
                 if let Some(asker) = answer.number().and_then(|number| awaited.questions.remove(&number)) {
                     let _ = asker.send(answer);
@@ -358,7 +511,7 @@ mod tests {
         let (server, process) = net::UnixDatagram::pair().unwrap();
         server.set_nonblocking(true).unwrap();
         let server = UnixDatagram::from_std(server).unwrap();
-        let (link, queue) = ControlLink::new(process).unwrap();
+        let (link, LinkQueues { messages: queue, .. }) = ControlLink::new(process).unwrap();
         let running = tokio::spawn({
             let link = link.clone();
             async move { link.run(queue).await }

@@ -27,6 +27,7 @@ use crate::leases::LeaseRequest;
 use crate::modules::DigestList;
 use crate::policy::{rights_of, session_limits_within};
 use crate::recent_logs::{self, LogRing};
+use crate::server::functions_used::NotingSession;
 use crate::server::server_state::{ServerState, SessionCount, UsageSource};
 use crate::server::session_workspace::Cleaner;
 use crate::server::{spin_time, wire_limits};
@@ -41,6 +42,9 @@ pub(crate) struct Isolation {
     logs: Option<Arc<LogRing>>,
     /// Bytes that each session reserves of the total memory.
     share: Option<u64>,
+    /// True if processes may serve the sockets of clients. False where the requests are counted or
+    /// traced, which is done here.
+    may_pass_sockets: bool,
     connector: Connector,
     /// Program that processes run.
     program: Arc<Program>,
@@ -86,6 +90,7 @@ impl Isolation {
             limits: ProcessLimits::of(config),
             logs,
             share: total_is_limited.then_some(config.max_memory.0),
+            may_pass_sockets: config.metrics.is_none() && config.otlp_endpoint.is_none(),
             connector,
             program: Arc::new(program),
             workspaces,
@@ -223,7 +228,14 @@ impl SessionFactory for Isolation {
         let session = self.connector.connect_channel(Channel::new(io, peer)).await;
         let session = session.map_err(|error| error.into_rpc_error().context(CANNOT_START))?;
         let next = session.shared().clone();
-        Ok(self.state.count(|counted| IsolatedSession { next, process_guard, _counted: counted }))
+        let process = process_guard.process().clone();
+        let used = process.functions_used().clone();
+        request.note.set(used.clone());
+        if self.may_pass_sockets {
+            request.handoff.set(process);
+        }
+        let session = self.state.count(|counted| IsolatedSession { next, process_guard, _counted: counted });
+        Ok(NotingSession::wrap(session, used))
     }
 }
 

@@ -12,7 +12,7 @@ use std::io::{self, Read};
 use std::time::Duration;
 
 use rpc_core::{Device, RpcError, Usage};
-use rpc_transports::MessageFamily;
+use rpc_transports::{ConnectionState, EndReport, MessageFamily};
 use serde::{Deserialize, Serialize};
 
 use crate::leases::{LeaseRequest, LeasedDevice};
@@ -24,7 +24,7 @@ use crate::versioned_json;
 use crate::workspace::WorkspaceLoan;
 
 /// Messages between a server and its session processes.
-pub(super) const MESSAGES: MessageFamily = MessageFamily::new("the messages of session processes", 6);
+pub(super) const MESSAGES: MessageFamily = MessageFamily::new("the messages of session processes", 7);
 
 /// Settings of a session process.
 #[derive(Debug, Serialize, Deserialize)]
@@ -113,6 +113,8 @@ pub(super) enum ControlMessage {
     Lease(LeaseCommand),
     /// Kind 2; as JSON.
     Logs(LogCommand),
+    /// Kind 3; as JSON.
+    Session(SessionNotice),
 }
 
 /// Datagram to a session process: a byte for its kind, and its content.
@@ -124,6 +126,8 @@ pub(super) enum ControlAnswer {
     Lease(LeaseAnswer),
     /// Kind 2; as JSON.
     Logs(LogAnswer),
+    /// Kind 3; as JSON.
+    Order(SessionOrder),
 }
 
 /// Command about a lease. The process numbers its requests and its questions in one sequence.
@@ -219,19 +223,70 @@ pub(super) struct LogAnswer {
     pub(super) outcome: Result<LogPage, RpcError>,
 }
 
+/// Order about the session that the process serves over the socket of the client.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(super) enum SessionOrder {
+    /// Serve the session over the socket that comes with this message. The first descriptor is the
+    /// socket, the second one the file of the mark at which the output stands. Sent once at most.
+    Take(Box<ConnectionState>),
+    /// Take no new requests, and end the session when all are answered.
+    GoAway,
+    /// End the session, and tell the client the reason.
+    Close(RpcError),
+    /// Answer to [`SessionNotice::Queue`] with this number.
+    Queued { number: u64, outcome: Result<(), RpcError> },
+}
+
+impl SessionOrder {
+    /// Number of descriptors that come with [`Take`](Self::Take).
+    pub(super) const DESCRIPTORS: usize = 2;
+}
+
+/// Notice about the session that the process serves over the socket of the client.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(super) enum SessionNotice {
+    /// The session has `bytes` queued from now on. With a `number`, these are more than before, and
+    /// need an answer. With `lasting` they are needed for as long as the session.
+    Queue { bytes: u64, lasting: bool, number: Option<u64> },
+    /// The session ends, and its objects are about to be freed.
+    Ending,
+    /// The session has ended.
+    Ended {
+        report: EndReport,
+        /// Names of functions that the client has fetched.
+        functions: Vec<String>,
+    },
+}
+
 const FIXED_LAYOUT: u8 = 0;
 const LEASES: u8 = 1;
 const LOGS: u8 = 2;
+const SESSION: u8 = 3;
 
 impl ControlMessage {
-    /// Maximum length in bytes.
-    pub(super) const MAX_LEN: usize = 1024;
+    /// Maximum length in bytes: that of the report on the end of a session with all names.
+    pub(super) const MAX_LEN: usize = 16 << 10;
+
+    /// Maximum length in bytes of the reason in the report on the end of a session.
+    const MAX_REASON: usize = 2048;
+
+    /// Creates the report on the end of a session. A long reason is cut, so that the report fits.
+    pub(super) fn ended(mut report: EndReport, functions: Vec<String>) -> Self {
+        if report.reason.to_string().len() > Self::MAX_REASON {
+            let text: String = report.reason.message().chars().take(Self::MAX_REASON / 8).collect();
+            report.reason = RpcError::new(report.reason.kind(), format!("{text}…"));
+        }
+        Self::Session(SessionNotice::Ended { report, functions })
+    }
 
     pub(super) fn to_bytes(&self) -> Vec<u8> {
         match self {
             Self::Report(report) => [&[FIXED_LAYOUT][..], &report.to_bytes()].concat(),
             Self::Lease(command) => json(LEASES, command),
             Self::Logs(command) => json(LOGS, command),
+            Self::Session(notice) => json(SESSION, notice),
         }
     }
 
@@ -242,6 +297,7 @@ impl ControlMessage {
             (&FIXED_LAYOUT, content) => Report::from_bytes(content).map(Self::Report),
             (&LEASES, content) => serde_json::from_slice(content).ok().map(Self::Lease),
             (&LOGS, content) => serde_json::from_slice(content).ok().map(Self::Logs),
+            (&SESSION, content) => serde_json::from_slice(content).ok().map(Self::Session),
             _ => None,
         }
     }
@@ -256,6 +312,7 @@ impl ControlAnswer {
             Self::Totals(totals) => [&[FIXED_LAYOUT][..], &totals.to_bytes()].concat(),
             Self::Lease(answer) => json(LEASES, answer),
             Self::Logs(answer) => json(LOGS, answer),
+            Self::Order(order) => json(SESSION, order),
         }
     }
 
@@ -264,6 +321,7 @@ impl ControlAnswer {
             (&FIXED_LAYOUT, content) => ServerTotals::from_bytes(content).map(Self::Totals),
             (&LEASES, content) => serde_json::from_slice(content).ok().map(Self::Lease),
             (&LOGS, content) => serde_json::from_slice(content).ok().map(Self::Logs),
+            (&SESSION, content) => serde_json::from_slice(content).ok().map(Self::Order),
             _ => None,
         }
     }
@@ -305,12 +363,18 @@ fn number(bytes: &[u8]) -> Option<u64> {
 
 #[cfg(test)]
 mod tests {
-    use rpc_core::DeviceType;
+    use rpc_core::proto::{Hello, Negotiated, Role};
+    use rpc_core::{DeviceType, ErrorKind};
 
     use super::*;
     use crate::leases::{LeaseClient, MAX_LISTED, MAX_NEXT, WaitingLease};
 
-    fn messages() -> [(&'static str, ControlMessage); 7] {
+    fn end_report(reason: &str) -> EndReport {
+        let reason = RpcError::new(ErrorKind::Closed, reason.to_owned());
+        EndReport { reason, requests: 3, received: 4, sent: 5, last_message_sent: true }
+    }
+
+    fn messages() -> [(&'static str, ControlMessage); 10] {
         let max_duration = Some(Duration::from_millis(1500));
         let request = LeaseRequest { device: Device::cuda(1), priority: -2, max_duration };
         let usage = Usage { handles: 7, memory_bytes: 1 << 40 };
@@ -321,11 +385,14 @@ mod tests {
             ("ask ahead", ControlMessage::Lease(LeaseCommand::Ahead { question: 4, number: 3 })),
             ("ask devices", ControlMessage::Lease(LeaseCommand::LeasedDevices { question: 5 })),
             ("read logs", ControlMessage::Logs(LogCommand { question: 6, from: Some(9), wait_ms: 20 })),
+            ("queue", ControlMessage::Session(SessionNotice::Queue { bytes: 1 << 20, lasting: true, number: Some(7) })),
+            ("session ends", ControlMessage::Session(SessionNotice::Ending)),
+            ("session ended", ControlMessage::ended(end_report("it is over"), vec!["add".to_owned()])),
             ("unused", ControlMessage::Lease(LeaseCommand::Unused { list: 6, devices: vec![Device::cuda(1)] })),
         ]
     }
 
-    fn answers() -> [(&'static str, ControlAnswer); 9] {
+    fn answers() -> [(&'static str, ControlAnswer); 13] {
         let (waited, duration) = (Duration::from_micros(7), Duration::from_secs(9));
         let error = RpcError::limit("max_lease_requests", 1, 2);
         let page: LogPage = serde_json::from_str(r#"{"lines":["a"],"next":10,"lost":2}"#).unwrap();
@@ -338,6 +405,18 @@ mod tests {
             holder: Some(LeaseClient::new("token:alice", 3)),
             next: vec![WaitingLease { client: LeaseClient::new("anonymous", 4), priority: -1, waited_seconds: 1.5 }],
         };
+        let state = ConnectionState {
+            negotiated: Negotiated {
+                version: 1,
+                role: Role::Server,
+                ours: Hello { agent: "rpc/test".to_owned(), ..Hello::new(Role::Server) },
+                theirs: Hello { agent: "rpc/test".to_owned(), ..Hello::new(Role::Client) },
+                identity: "token:alice".to_owned(),
+            },
+            input: vec![1, 255],
+            peer: "10.0.0.2:1234".to_owned(),
+            process: Some(7),
+        };
         let reserved = LeaseAnswer::ReservedForOthers { number: 6, devices: vec![Device::cuda(1)] };
         [
             ("totals", ControlAnswer::Totals(ServerTotals { sessions: 3, handles: 5, memory_bytes: 258 })),
@@ -349,6 +428,10 @@ mod tests {
             ("log page", ControlAnswer::Logs(LogAnswer { question: 6, outcome: Ok(page) })),
             ("log refusal", ControlAnswer::Logs(LogAnswer { question: 6, outcome: Err(error.clone()) })),
             ("reserved for others", ControlAnswer::Lease(reserved)),
+            ("take", ControlAnswer::Order(SessionOrder::Take(Box::new(state)))),
+            ("go away", ControlAnswer::Order(SessionOrder::GoAway)),
+            ("queue granted", ControlAnswer::Order(SessionOrder::Queued { number: 7, outcome: Ok(()) })),
+            ("close", ControlAnswer::Order(SessionOrder::Close(error))),
         ]
     }
 
@@ -366,6 +449,10 @@ mod tests {
         let devices = vec![Device::new(DeviceType(i32::MIN), i32::MIN); LeaseCommand::UNUSED_AT_ONCE];
         let longest = ControlMessage::Lease(LeaseCommand::Unused { list: u64::MAX, devices });
         assert!(longest.to_bytes().len() <= ControlMessage::MAX_LEN, "{}", longest.to_bytes().len());
+        // The report with the longest names, and a reason that has to be cut.
+        let names = (0..17).map(|_| "\u{10ffff}\"".repeat(32)).collect();
+        let longest = ControlMessage::ended(end_report(&"\u{1}".repeat(100_000)), names);
+        assert!(longest.to_bytes().len() <= ControlMessage::MAX_LEN, "{}", longest.to_bytes().len());
         // A list of as many devices as there may be, with names of the greatest length.
         let client = || LeaseClient::new(&"\"".repeat(1000), u64::MAX);
         let (priority, waited_seconds) = (i32::MIN, -1.234_567_890_123_456_7e-300);
@@ -381,7 +468,7 @@ mod tests {
         let devices = (0..MAX_LISTED).map(|_| leased()).collect();
         let longest = ControlAnswer::Lease(LeaseAnswer::LeasedDevices { question: u64::MAX, devices });
         assert!(longest.to_bytes().len() <= ControlAnswer::MAX_LEN, "{}", longest.to_bytes().len());
-        for other in [&b""[..], &[0], &[1], &[2, 0], &[3, 0], &[0; 19]] {
+        for other in [&b""[..], &[0], &[1], &[2, 0], &[3, 0], &[4, 0], &[0; 19]] {
             assert_eq!((ControlMessage::from_bytes(other), ControlAnswer::from_bytes(other)), (None, None));
         }
     }
@@ -400,12 +487,12 @@ mod tests {
 
     #[test]
     fn messages_keep_their_bytes() {
-        assert_eq!(MESSAGES.version(), 6);
+        assert_eq!(MESSAGES.version(), 7);
         for name in ["setup", "setup with digests and rights"] {
             let bytes = framed(golden(name));
             let setup = SessionSetup::read(&mut &bytes[..]).unwrap().unwrap();
             assert_eq!(setup.to_bytes().unwrap(), bytes, "{name}");
-            assert_eq!((setup.version, setup.config.as_str()), (6, "max-handles = 7\n"));
+            assert_eq!((setup.version, setup.config.as_str()), (7, "max-handles = 7\n"));
             assert_eq!(setup.uptime, Duration::new(3, 5));
             assert_eq!((setup.module_digests.is_some(), setup.rights.is_some()), (name != "setup", name != "setup"));
         }
@@ -423,7 +510,7 @@ mod tests {
         for (text, expected) in [
             (r#"{"workspace":1}"#, "speaks version 1 of the messages of session processes"),
             (r#"{"workspace":1}"#, "update the server, and start the server again"),
-            (r#"{"version":7,"others":[]}"#, "update this session process, and start the server again"),
+            (r#"{"version":8,"others":[]}"#, "update this session process, and start the server again"),
         ] {
             let error = SessionSetup::read(&mut &framed(text)[..]).unwrap_err();
             assert!(error.to_string().contains(expected), "{error}");

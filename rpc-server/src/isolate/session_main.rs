@@ -1,5 +1,6 @@
 //! The main function of a session process: it serves one session and exits.
 
+use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixDatagram, UnixStream};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
@@ -10,19 +11,20 @@ use parking_lot::Mutex;
 use rpc_core::session::InPlaceWrite;
 use rpc_core::value::TensorRef;
 use rpc_core::{
-    Devices, ErrorKind, Lane, LocalSession, OpenFileQuota, Registry, Request, RpcError, RpcSession, SharedSession,
-    Submission, Usage,
+    Devices, ErrorKind, Lane, LocalSession, MemoryQuota, OpenFileQuota, Registry, Request, RpcError, RpcSession,
+    SharedSession, Submission, Usage,
 };
 use rpc_transports::exec::{StdioEnds, take_stdio};
-use rpc_transports::{Channel, OpenRequest, ServeOptions, Server, TokioSpawner};
+use rpc_transports::{Channel, OpenRequest, PassedConnection, ReceivedSession, ServeOptions, Server, TokioSpawner};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use rustix::process::{Signal, getpgrp, getpid, kill_current_process_group};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::Notify;
+use tokio::sync::mpsc::UnboundedReceiver;
 
-use super::control_link::ControlLink;
-use super::messages::SessionSetup;
+use super::control_link::{ControlLink, LinkQueues, PassedOrder, QueueOfServer};
+use super::messages::{SessionOrder, SessionSetup};
 use super::{GRACE, REPORT_INTERVAL, RUN_GRACE, process_limits};
 use crate::builtins::ListenQuota;
 use crate::config::{ServeConfig, ServeSettings};
@@ -33,6 +35,7 @@ use crate::policy::{Ceiling, ClientIdentity, session_limits_within};
 use crate::recent_logs::Logs;
 use crate::run::{self, RunPolicy};
 use crate::server::exit_code;
+use crate::server::functions_used::{FunctionsUsed, NotingSession};
 use crate::server::server_state::{ServerState, SessionCount, UsageSource};
 use crate::server::session_workspace::{Cleaner, FILES_OF_WORKSPACE, SessionWorkspace, WorkspaceSource};
 use crate::server::{session_limits, spin_time, wire_limits};
@@ -80,17 +83,21 @@ fn serve(
     native.offer_libraries(registry)?;
     let service = ModuleService::open(&config, module_digests, &native)?;
 
-    let runtime = tokio::runtime::Builder::new_multi_thread()
-        // Two threads: while an asynchronous function blocks one, the other serves the connection.
+    let functions = tokio::runtime::Builder::new_multi_thread()
+        // Two threads: while an asynchronous function blocks one, the other serves the rest.
         .worker_threads(2)
         .enable_all()
         .thread_name("rpc-session")
         .build()?;
-    runtime.block_on(async {
-        let (link, queue) = ControlLink::new(control)?;
+    // Both connections, that of the client and that of the server, are served on this thread, so
+    // that no asynchronous function keeps it from them. An inline function does, and then the
+    // server gets no answer to its pings, and ends this process.
+    let connections = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let (session, link, orders) = functions.block_on(async {
+        let (link, LinkQueues { messages, orders }) = ControlLink::new(control)?;
         let running = link.clone();
         drop(tokio::spawn(async move {
-            if let Err(error) = running.run(queue).await {
+            if let Err(error) = running.run(messages).await {
                 tracing::debug!(%error, "the link to the server is broken, which ends this process");
                 kill_group();
             }
@@ -148,16 +155,25 @@ fn serve(
             inner: state.count(|counted| CountedSession { session, _counted: counted }),
             changes: changes.clone(),
         };
-        let reports = report(Arc::downgrade(&session.inner), link, changes);
+        let reports = report(Arc::downgrade(&session.inner), link.clone(), changes);
         drop(tokio::spawn(reports));
-        serve_session(connection, Arc::new(session), &config).await
+        io::Result::Ok((session, link, orders))
     })?;
+    connections.block_on(serve_session(connection, Arc::new(session), &config, link, orders))?;
     // Other threads drop the objects of the session.
-    runtime.shutdown_timeout(GRACE);
+    functions.shutdown_timeout(GRACE);
     Ok(())
 }
 
-async fn serve_session(connection: UnixStream, session: SharedSession, config: &ServeConfig) -> io::Result<()> {
+/// Serves the session for the server, and over the socket of the client once it has come. Returns
+/// when the session has ended.
+async fn serve_session(
+    connection: UnixStream,
+    session: SharedSession,
+    config: &ServeConfig,
+    link: Arc<ControlLink>,
+    mut orders: UnboundedReceiver<PassedOrder>,
+) -> io::Result<()> {
     // A signal to a group of processes is not meant for this one: the server ends it in time.
     let _terminate = signal(SignalKind::terminate())?;
     let _interrupt = signal(SignalKind::interrupt())?;
@@ -165,27 +181,127 @@ async fn serve_session(connection: UnixStream, session: SharedSession, config: &
 
     connection.set_nonblocking(true)?;
     let channel = Channel::new(tokio::net::UnixStream::from_std(connection)?, "the server");
-    let options = ServeOptions {
+    let own = ServeOptions {
         keep_alive: config.keep_alive.0,
         spin: spin_time(config),
         handshake_timeout: config.handshake_timeout.0,
         limits: wire_limits(config),
-        // The server checks the pace of its client for both processes.
-        write_timeout: Duration::MAX,
-        min_rate: 0,
         max_total_queued: u64::MAX,
         ..ServeOptions::default()
     };
-    let session = Mutex::new(Some(session));
-    let factory = move |_: &OpenRequest| {
-        let session = session.lock().take();
-        session.ok_or_else(|| RpcError::new(ErrorKind::Refused, "this process serves one session"))
+    // Here the server checks the pace of its client for both processes.
+    let options = ServeOptions { write_timeout: Duration::MAX, min_rate: 0, ..own.clone() };
+    let lent = Arc::new(LentSession(Mutex::new(Some(session))));
+    let served = Mutex::new(Some(lent.clone()));
+    let factory = move |_: &OpenRequest| match served.lock().take() {
+        Some(session) => Ok(session as SharedSession),
+        None => Err(RpcError::new(ErrorKind::Refused, "this process serves one session")),
     };
     let server = Server::new(Arc::new(factory), options);
     server.serve_channel(channel);
-    tokio::select! {
-        () = server.idle() => Ok(()),
-        _ = server_died.recv() => kill_group(),
+    // Over the socket of the client, this process checks its pace. The server sees to the longest
+    // duration of the session.
+    let refuse = |_: &OpenRequest| Err(RpcError::new(ErrorKind::Refused, "this process serves one session"));
+    let options = ServeOptions {
+        write_timeout: config.write_timeout.0,
+        min_rate: config.min_rate.0,
+        idle_timeout: config.idle_timeout.map(|limit| limit.0),
+        ..own
+    };
+    let of_client = Server::new(Arc::new(refuse), options);
+    let queued = MemoryQuota::granted_by("max_total_queued", QueueOfServer::new(link.clone()));
+    let used = Arc::<FunctionsUsed>::default();
+    let mut received: Option<ReceivedSession> = None;
+    loop {
+        tokio::select! {
+            () = server.idle() => break,
+            _ = server_died.recv() => kill_group(),
+            Some((order, descriptors)) = orders.recv() => match order {
+                SessionOrder::Take(state) => {
+                    let (Ok([socket, mark]), Some(session)) = (<[OwnedFd; 2]>::try_from(descriptors), lent.take())
+                    else {
+                        return Err(io::Error::other("the server has passed a connection without its descriptors"));
+                    };
+                    let session = NotingSession::wrap(session, used.clone());
+                    let session = Arc::new(ClientsSession { session, link: link.clone() });
+                    let connection = PassedConnection { socket, mark, state: *state };
+                    received = Some(of_client.serve_passed(connection, session, queued.clone())?);
+                }
+                // Taken where it is waited for.
+                SessionOrder::Queued { .. } => {}
+                SessionOrder::GoAway => received.iter().for_each(ReceivedSession::go_away),
+                SessionOrder::Close(reason) => {
+                    if let Some(session) = &received {
+                        session.close(reason);
+                    }
+                }
+            },
+            report = ReceivedSession::end_of(&mut received) => {
+                link.report_end(report, used.names()).await?;
+                // Its objects are freed, and with them the session that the server has here.
+                tokio::join!(of_client.idle(), server.idle());
+                break;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The session as this process serves it to the client.
+struct ClientsSession {
+    session: SharedSession,
+    link: Arc<ControlLink>,
+}
+
+impl Drop for ClientsSession {
+    fn drop(&mut self) {
+        // Before the leases of the session are released: the server keeps the devices until this
+        // process has ended, since functions may go on.
+        self.link.session_ends();
+    }
+}
+
+impl RpcSession for ClientsSession {
+    fn submit(&self, request: Request) -> Submission {
+        self.session.submit(request)
+    }
+
+    fn inner(&self) -> Option<&dyn RpcSession> {
+        Some(&self.session)
+    }
+
+    fn write_in_place(&self, lane: Lane, to: &TensorRef, offset: u64, len: u64) -> Option<InPlaceWrite> {
+        self.session.write_in_place(lane, to, offset, len)
+    }
+}
+
+/// The session as it is lent to the server, until this process serves the client by itself.
+struct LentSession(Mutex<Option<SharedSession>>);
+
+impl LentSession {
+    fn take(&self) -> Option<SharedSession> {
+        self.0.lock().take()
+    }
+
+    fn get(&self) -> Option<SharedSession> {
+        self.0.lock().clone()
+    }
+}
+
+impl RpcSession for LentSession {
+    fn submit(&self, request: Request) -> Submission {
+        match self.get() {
+            Some(session) => session.submit(request),
+            None => Submission::ready(Err(RpcError::internal("the client has this session"))),
+        }
+    }
+
+    fn ended(&self) -> Submission {
+        self.get().map_or_else(Submission::never, |session| session.ended())
+    }
+
+    fn write_in_place(&self, lane: Lane, to: &TensorRef, offset: u64, len: u64) -> Option<InPlaceWrite> {
+        self.get()?.write_in_place(lane, to, offset, len)
     }
 }
 

@@ -5,8 +5,9 @@
 //! while it works, and never waits for one process.
 
 use std::collections::VecDeque;
-use std::io::{self, Read, Write};
-use std::os::fd::OwnedFd;
+use std::io::{self, IoSlice, Read, Write};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd as _, OwnedFd};
 use std::os::unix::net::{UnixDatagram, UnixStream};
 use std::os::unix::process::CommandExt as _;
 use std::process::Child;
@@ -18,21 +19,24 @@ use std::time::{Duration, Instant};
 use std::{process, thread};
 
 use parking_lot::{Mutex, MutexGuard};
-use rpc_core::Usage;
+use rpc_core::{MemoryQuota, RpcError, Usage};
 use rpc_transports::program::Program;
-use rpc_transports::self_start;
+use rpc_transports::{EndReport, PassedConnection, self_start};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, waitid};
-use tokio::sync::{OwnedSemaphorePermit, oneshot};
+use tokio::sync::{OwnedSemaphorePermit, oneshot, watch};
 
 use super::exit_cause::ExitCause;
-use super::messages::{ControlAnswer, ControlMessage, LeaseAnswer};
+use super::handoff::{PassJob, PassedClient};
+use super::messages::{ControlAnswer, ControlMessage, LeaseAnswer, SessionNotice, SessionOrder};
 use super::process_leases::{LeaseCheck, ProcessLeases};
 use super::process_logs::{self, ProcessLogs};
 use super::{CHILD_ARGUMENT, GRACE};
 use crate::leases::SessionLeases;
 use crate::recent_logs::LogRing;
 use crate::run::kill_orphans_of;
+use crate::server::functions_used::FunctionsUsed;
 use crate::server::server_state::ServerState;
 
 /// A session process, as the server sees it.
@@ -51,6 +55,10 @@ pub(super) struct Process {
     logs: Mutex<Option<ProcessLogs>>,
     /// True while the process has to be told which devices are reserved for other sessions.
     reservations_changed: AtomicBool,
+    /// Report of the process on the end of the session, if it has served the client's socket.
+    end_report: watch::Sender<Option<EndReport>>,
+    /// Functions that the client has fetched, for the record of the session in the log.
+    functions_used: Arc<FunctionsUsed>,
     end: Mutex<EndState>,
 }
 
@@ -61,6 +69,18 @@ struct EndState {
 }
 
 impl Process {
+    pub(super) fn id(&self) -> u64 {
+        self.id
+    }
+
+    pub(super) fn end_report(&self) -> &watch::Sender<Option<EndReport>> {
+        &self.end_report
+    }
+
+    pub(super) fn functions_used(&self) -> &Arc<FunctionsUsed> {
+        &self.functions_used
+    }
+
     pub(super) fn pid(&self) -> Pid {
         self.pid
     }
@@ -220,7 +240,7 @@ pub(super) fn kill_all(state: &Arc<ServerState>) {
 /// Job for the supervisor. The queue is not bounded: each entry stands for a session that begins or
 /// ends, and those are limited, or for an answer to a process. Between two looks at the queue the
 /// supervisor takes a [few](MESSAGES_AT_ONCE) messages of each process.
-enum Job {
+pub(super) enum Job {
     Start {
         program: Arc<Program>,
         state: Arc<ServerState>,
@@ -248,6 +268,7 @@ enum Job {
     ReservationsChanged {
         id: u64,
     },
+    Pass(PassJob),
 }
 
 /// Handle of the supervisor.
@@ -259,7 +280,7 @@ struct SupervisorHandle {
 
 /// Sends a job to the supervisor, which starts at the first job. If it cannot start, the job is
 /// dropped, and no process can be started.
-fn submit(job: Job) {
+pub(super) fn submit(job: Job) {
     static HANDLE: Mutex<Option<SupervisorHandle>> = Mutex::new(None);
     let mut handle = HANDLE.lock();
     if handle.is_none() {
@@ -303,6 +324,8 @@ struct ChildEntry {
     ended: Option<OwnedFd>,
     /// Socket on which messages arrive.
     control: UnixDatagram,
+    /// Client, once the process serves its socket.
+    client: Option<PassedClient>,
     unsent: UnsentAnswers,
     state: Arc<ServerState>,
     /// True if the process may have ended.
@@ -312,6 +335,23 @@ struct ChildEntry {
     killed: bool,
     on_exit: Option<OnExit>,
 }
+
+/// What the supervisor is woken for.
+#[derive(Clone, Copy)]
+enum Occurrence {
+    /// Messages of the process have arrived, or there is room for answers.
+    Messages,
+    /// The process has ended.
+    Ended,
+    /// The client of a process that serves its socket has closed the connection.
+    ClientGone,
+}
+
+/// Event of a socket whose peer sends no more. Input alone is no event, and wakes nobody.
+#[cfg(target_os = "linux")]
+const HANGUP: PollFlags = PollFlags::RDHUP;
+#[cfg(not(target_os = "linux"))]
+const HANGUP: PollFlags = PollFlags::empty();
 
 /// Interval at which processes without a pidfd are polled.
 const LOOK_INTERVAL: Duration = Duration::from_millis(20);
@@ -360,27 +400,35 @@ impl UnsentAnswers {
 impl Supervisor {
     fn run(&mut self) {
         loop {
-            let (messages, ended) = self.wait();
+            let occurrences = self.wait();
             let mut scrap = [0; 64];
             while matches!((&self.wake_receiver).read(&mut scrap), Ok(1..)) {}
             while let Ok(job) = self.queue.try_recv() {
                 self.act(job);
             }
             // Jobs only append children, so the indices are still valid.
-            for index in messages {
-                self.children[index].take_messages();
-            }
-            for index in ended {
-                self.children[index].look = true;
-            }
             let now = Instant::now();
+            for (index, occurrence) in occurrences {
+                let child = &mut self.children[index];
+                match occurrence {
+                    Occurrence::Messages => child.take_messages(),
+                    Occurrence::Ended => child.look = true,
+                    Occurrence::ClientGone => {
+                        // The process may not notice, or not want to.
+                        if let Some(client) = &mut child.client {
+                            client.socket = None;
+                        }
+                        child.process.session_ends();
+                        child.deadline.get_or_insert(now + child.process.grace);
+                    }
+                }
+            }
             self.children.retain_mut(|child| !child.is_over(now));
         }
     }
 
-    /// Waits for work. Returns the indices of the processes with messages or room for answers, and
-    /// of those that have ended.
-    fn wait(&self) -> (Vec<usize>, Vec<usize>) {
+    /// Waits for work. Returns what has happened, with the indices of the processes.
+    fn wait(&self) -> Vec<(usize, Occurrence)> {
         let now = Instant::now();
         let waits = self.children.iter().filter_map(|child| child.wait(now));
         let timeout = waits.min().and_then(|wait| Timespec::try_from(wait).ok());
@@ -390,10 +438,14 @@ impl Supervisor {
             let has_unsent = !child.unsent.is_empty();
             let events = if has_unsent { PollFlags::IN | PollFlags::OUT } else { PollFlags::IN };
             fds.push(PollFd::new(&child.control, events));
-            meanings.push((index, false));
+            meanings.push((index, Occurrence::Messages));
             if let Some(ended) = &child.ended {
                 fds.push(PollFd::new(ended, PollFlags::IN));
-                meanings.push((index, true));
+                meanings.push((index, Occurrence::Ended));
+            }
+            if let Some(client) = child.client.as_ref().and_then(|client| client.socket.as_ref()) {
+                fds.push(PollFd::new(client, HANGUP));
+                meanings.push((index, Occurrence::ClientGone));
             }
         }
         if let Err(error) = poll(&mut fds, timeout.as_ref()) {
@@ -403,11 +455,11 @@ impl Supervisor {
             }
             return Default::default();
         }
-        let there =
-            fds[1..].iter().zip(meanings).filter(|(fd, _)| fd.revents().intersects(PollFlags::IN | PollFlags::OUT));
-        let (ended, messages): (Vec<_>, Vec<_>) = there.map(|(_, meaning)| meaning).partition(|(_, ended)| *ended);
-        let index = |(index, _)| index;
-        (messages.into_iter().map(index).collect(), ended.into_iter().map(index).collect())
+        let happened = |(fd, (_, meaning)): &(&PollFd<'_>, (usize, Occurrence))| match meaning {
+            Occurrence::Messages | Occurrence::Ended => fd.revents().intersects(PollFlags::IN | PollFlags::OUT),
+            Occurrence::ClientGone => !fd.revents().is_empty(),
+        };
+        fds[1..].iter().zip(meanings).filter(happened).map(|(_, occurrence)| occurrence).collect()
     }
 
     fn act(&mut self, job: Job) {
@@ -441,6 +493,13 @@ impl Supervisor {
                 if let Some(child) = self.child(id) {
                     child.send_unsent();
                 }
+            }
+            Job::Pass(PassJob { id, connection, queued, reply }) => {
+                let passed = match self.child(id) {
+                    Some(child) => child.pass(*connection, queued),
+                    None => Err(io::Error::other("the process of the session has ended")),
+                };
+                let _ = reply.send(passed);
             }
             Job::KillAll { state } => {
                 let now = Instant::now();
@@ -478,6 +537,8 @@ impl Supervisor {
             leases: Mutex::default(),
             logs: Mutex::default(),
             reservations_changed: AtomicBool::new(false),
+            end_report: watch::Sender::default(),
+            functions_used: Arc::default(),
             end: Mutex::default(),
         });
         self.children.push(ChildEntry {
@@ -485,6 +546,7 @@ impl Supervisor {
             child,
             ended: end_of(pid),
             control,
+            client: None,
             unsent: UnsentAnswers::default(),
             state,
             look: false,
@@ -533,12 +595,42 @@ impl ChildEntry {
                     Some(logs) => refused = logs.act(command).err(),
                     None => refused = Some(process_logs::not_allowed(command.question)),
                 },
+                Some(ControlMessage::Session(SessionNotice::Queue { bytes, lasting, number })) => {
+                    let outcome = match &mut self.client {
+                        Some(client) => client.queue(bytes, lasting),
+                        None => Err(RpcError::internal("the process serves no client")),
+                    };
+                    if let Some(number) = number {
+                        self.answer(&ControlAnswer::Order(SessionOrder::Queued { number, outcome }), None);
+                    }
+                }
+                Some(ControlMessage::Session(SessionNotice::Ending)) => self.process.session_ends(),
+                Some(ControlMessage::Session(SessionNotice::Ended { report, functions })) => {
+                    functions.iter().for_each(|name| self.process.functions_used.add(name));
+                    self.process.end_report.send_replace(Some(report));
+                }
                 None => {}
             }
             if let Some(refused) = refused {
                 self.answer(&ControlAnswer::Logs(refused), None);
             }
         }
+    }
+
+    /// Passes the socket of the client, and watches it from then on.
+    fn pass(&mut self, connection: PassedConnection, queued: Arc<MemoryQuota>) -> io::Result<()> {
+        let PassedConnection { socket, mark, state } = connection;
+        let order = ControlAnswer::Order(SessionOrder::Take(Box::new(state))).to_bytes();
+        if order.len() > ControlAnswer::MAX_LEN || !self.unsent.is_empty() || self.process.has_ended() {
+            return Err(io::Error::other("there is too much input to be passed on, or the process does not read"));
+        }
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(SessionOrder::DESCRIPTORS))];
+        let mut ancillary = SendAncillaryBuffer::new(&mut space);
+        let descriptors = [socket.as_fd(), mark.as_fd()];
+        ancillary.push(SendAncillaryMessage::ScmRights(&descriptors));
+        sendmsg(&self.control, &[IoSlice::new(&order)], &mut ancillary, SendFlags::NOSIGNAL)?;
+        self.client = Some(PassedClient::new(socket, queued));
+        Ok(())
     }
 
     /// Sends an answer as soon as the socket has room, in order.

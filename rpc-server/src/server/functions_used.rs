@@ -30,14 +30,15 @@ pub(super) struct NotingFactory {
 impl SessionFactory for NotingFactory {
     async fn open(&self, request: &OpenRequest) -> Result<SharedSession, RpcError> {
         let (inner, used) = (self.inner.open(request).await?, Arc::new(FunctionsUsed::default()));
+        // The factory of sessions in processes of their own has set a note already, which stays.
         request.note.set(used.clone());
-        Ok(Arc::new(NotingSession { inner, used, ended: self.ended.clone() }))
+        Ok(Arc::new(NotingSession { inner, used, _counted: Some(CountedAtEnd(self.ended.clone())) }))
     }
 }
 
 /// Functions that a client has fetched.
 #[derive(Debug, Default)]
-struct FunctionsUsed(Mutex<Names>);
+pub(crate) struct FunctionsUsed(Mutex<Names>);
 
 #[derive(Debug, Default)]
 struct Names {
@@ -47,7 +48,13 @@ struct Names {
 }
 
 impl FunctionsUsed {
-    fn add(&self, name: &str) {
+    /// Returns the names that are kept, and one more that stands for the others if there are any.
+    pub(crate) fn names(&self) -> Vec<String> {
+        let names = self.0.lock();
+        names.kept.iter().cloned().chain(names.has_others.then(|| "others".to_owned())).collect()
+    }
+
+    pub(crate) fn add(&self, name: &str) {
         let mut names = self.0.lock();
         if names.kept.contains(name) || names.has_others {
             return;
@@ -75,15 +82,16 @@ impl fmt::Display for FunctionsUsed {
 }
 
 /// Session that notes the functions that are fetched.
-struct NotingSession {
+pub(crate) struct NotingSession {
     inner: SharedSession,
     used: Arc<FunctionsUsed>,
-    ended: Arc<AtomicU64>,
+    _counted: Option<CountedAtEnd>,
 }
 
-impl Drop for NotingSession {
-    fn drop(&mut self) {
-        self.ended.fetch_add(1, Ordering::Relaxed);
+impl NotingSession {
+    /// Wraps `inner` in a session that notes in `used`.
+    pub(crate) fn wrap(inner: SharedSession, used: Arc<FunctionsUsed>) -> SharedSession {
+        Arc::new(Self { inner, used, _counted: None })
     }
 }
 
@@ -101,6 +109,15 @@ impl RpcSession for NotingSession {
 
     fn write_in_place(&self, lane: Lane, to: &TensorRef, offset: u64, len: u64) -> Option<InPlaceWrite> {
         self.inner.write_in_place(lane, to, offset, len)
+    }
+}
+
+/// Entry in the number of sessions that have ended, made when it is dropped.
+struct CountedAtEnd(Arc<AtomicU64>);
+
+impl Drop for CountedAtEnd {
+    fn drop(&mut self) {
+        self.0.fetch_add(1, Ordering::Relaxed);
     }
 }
 
