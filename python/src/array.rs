@@ -10,7 +10,7 @@ use bytes::{Bytes, BytesMut};
 use pyo3::exceptions::{PyBufferError, PyMemoryError, PyTypeError, PyValueError};
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyCapsule, PyDict, PyTuple};
+use pyo3::types::{PyBytes, PyCapsule, PyDict, PyMemoryView, PyTuple};
 use pyo3::{IntoPyObjectExt as _, ffi};
 use rpc_core::dlpack::{dense_size, dense_strides};
 use rpc_core::{DataTypeCode, Device, DeviceType, TensorView};
@@ -98,12 +98,16 @@ impl Exported {
         Ok(Self { tensor, _capsule: capsule.unbind() })
     }
 
-    /// Takes a capsule of either form, if its memory may be written to.
-    fn of_writable_capsule(capsule: Bound<'_, PyAny>) -> PyResult<Self> {
+    /// Takes a capsule of either form by `exporter`, if its memory may be written to.
+    fn of_writable_capsule(exporter: &Bound<'_, PyAny>, capsule: Bound<'_, PyAny>) -> PyResult<Self> {
         let is_versioned =
             capsule.cast::<PyCapsule>().is_ok_and(|capsule| capsule.is_valid_checked(Some(VERSIONED_CAPSULE)));
         if !is_versioned {
-            return Self::of_capsule(capsule);
+            return if is_immutable(exporter) {
+                Err(cannot_be_written("it is immutable"))
+            } else {
+                Self::of_capsule(capsule)
+            };
         }
         let capsule = capsule.cast_into::<PyCapsule>()?;
         let managed = capsule.pointer_checked(Some(VERSIONED_CAPSULE))?.cast::<DlManagedTensorVersioned>().as_ptr();
@@ -180,7 +184,7 @@ impl WritableArray {
             true => cannot_be_written(error.value(py)),
             false => error,
         })?;
-        let exported = Exported::of_writable_capsule(capsule)?;
+        let exported = Exported::of_writable_capsule(object, capsule)?;
         let Layout { shape, dtype, len, strides } = exported.layout()?;
         match strides {
             None => Ok(Self { dtype, shape, exported, len }),
@@ -222,6 +226,17 @@ fn check_on_host(kind: i32, index: i32) -> PyResult<()> {
     }
     let device = Device::new(DeviceType(kind), index);
     Err(PyValueError::new_err(format!("the array lies on {device}: move it to the host first (.cpu())")))
+}
+
+/// Returns true for an array that nobody may write to, although its capsule, which is of the first
+/// version, cannot say so: a read-only buffer, and any array of jax, which exports no other form.
+fn is_immutable(object: &Bound<'_, PyAny>) -> bool {
+    let module = object.get_type().module().map(|name| name.to_string()).unwrap_or_default();
+    if matches!(module.split('.').next(), Some("jax" | "jaxlib")) {
+        return true;
+    }
+    let view = PyMemoryView::from(object);
+    view.and_then(|view| view.getattr(intern!(object.py(), "readonly"))?.extract()).unwrap_or(false)
 }
 
 fn cannot_be_written(reason: impl std::fmt::Display) -> PyErr {
@@ -493,10 +508,12 @@ impl DenseArray {
             DataTypeCode::UINT => "u",
             DataTypeCode::FLOAT => "f",
             DataTypeCode::BOOL => "b",
+            DataTypeCode::COMPLEX => "c",
             _ => "",
         };
         let bytes = self.dtype.bits / 8;
-        let is_known = !kind.is_empty() && self.dtype.lanes == 1 && bytes.is_power_of_two() && bytes <= 8;
+        let known = if kind == "c" { 8..=16 } else { 1..=8 };
+        let is_known = !kind.is_empty() && self.dtype.lanes == 1 && bytes.is_power_of_two() && known.contains(&bytes);
         if !is_known || self.device != Device::cpu() {
             return Err(pyo3::exceptions::PyAttributeError::new_err(format!(
                 "numpy knows no {} on {}",

@@ -30,7 +30,7 @@ def to_numpy(array: DenseArray) -> Any:
     except ImportError:
         raise ImportError("numpy() needs numpy, which is not installed; tolist() does not") from None
     dtype = str(array.dtype)
-    if dtype in _FORMATS:
+    if dtype in _FORMATS or dtype in ("complex64", "complex128"):
         # By the interface of arrays and not by DLPack, through which numpy would not write.
         return numpy.asarray(array)
     try:

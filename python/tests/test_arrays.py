@@ -326,6 +326,57 @@ def test_arrays_are_filled_by_each_version_of_dlpack(anywhere: Form) -> None:
     anywhere.run(body)
 
 
+class Immutable(Old):
+    """An array that exports the first version of DLPack, and is immutable by what it is."""
+
+
+Immutable.__module__ = "jaxlib.stand_in"
+
+
+def test_immutable_arrays_are_not_written(anywhere: Form) -> None:
+    def body(session: Any) -> Steps:
+        tensor = yield session.tensor(numpy.arange(3))
+        out = numpy.zeros(3, "int64")
+        with pytest.raises(ValueError, match="cannot be written: it is immutable"):
+            yield tensor.copy_to(Immutable(out))
+        assert not out.any()
+
+    anywhere.run(body)
+
+
+def test_arrays_of_jax_come_back_and_are_not_written(anywhere: Form) -> None:
+    jnp = pytest.importorskip("jax.numpy", reason="jax is not installed")
+
+    def body(session: Any) -> Steps:
+        for dtype in ("float32", "int32", "bfloat16", "float16", "uint8", "bool", "complex64"):
+            made = jnp.arange(6).reshape(2, 3).astype(dtype)
+            tensor = yield session.tensor(made)
+            assert str(tensor.dtype) == dtype
+            back = yield tensor.numpy()
+            assert (numpy.asarray(made) == back).all()
+        zeros = jnp.zeros((2, 3), "complex64")
+        with pytest.raises(ValueError, match="cannot be written"):
+            yield tensor.copy_to(zeros)
+        assert not zeros.any()
+
+    anywhere.run(body)
+
+
+def test_complex_numbers_are_elements(anywhere: Form) -> None:
+    def body(session: Any) -> Steps:
+        for dtype in ("complex64", "complex128"):
+            made = numpy.array([[1 + 2j, -3j], [0, 4]], dtype)
+            tensor = yield session.tensor(made)
+            assert str(tensor.dtype) == dtype
+            back = yield tensor.numpy()
+            assert back.dtype == made.dtype and (back == made).all()
+            out = numpy.zeros_like(made)
+            yield tensor.copy_to(out)
+            assert (out == made).all()
+
+    anywhere.run(body)
+
+
 def test_a_version_of_dlpack_that_is_too_new_is_refused(anywhere: Form) -> None:
     pytest.importorskip("numpy", minversion="2.1")
 
