@@ -5,9 +5,9 @@
     tests/benches/collectives.py [--rounds N] [--ranks N...] [--json]
 
 Each round runs all once, so that all see the same weather; a figure is the median of its rounds. `threads` and `processes` share memory, as the ranks
-of Open MPI do; `tcp` are processes with connections over the loopback interface, as those of gloo; `mpi` are ours over Open MPI's messages, where there is an
-`mpicc` to build that with. The last two columns are how many times as long
-the better of Open MPI and gloo takes as `processes`, and gloo as `tcp`. Who is not installed is left out.
+of Open MPI do; `tcp` are processes with connections over the loopback interface, as those of gloo and of Open MPI made to use TCP (`mpi tcp`); `mpi` are
+ours over Open MPI's messages, where there is an `mpicc` to build that with. The last two columns are how many times as long the better of Open MPI and gloo
+takes as `processes`, and the better of gloo and Open MPI over TCP as `tcp`. Who is not installed is left out, and --columns leaves out more.
 """
 
 import argparse
@@ -33,7 +33,7 @@ CASES = [
     ("reduce_scatter", 64 << 20, 1, 11),
 ]
 ORDER = {(name, size): place for place, (name, size, _, _) in enumerate(CASES)}
-COLUMNS = ["threads", "processes", "tcp", "mpi", "open mpi", "gloo"]
+COLUMNS = ["threads", "processes", "tcp", "mpi", "open mpi", "mpi tcp", "gloo"]
 
 
 def measure(ranks, rank, barrier, calls_for, at_most=1000):
@@ -124,10 +124,18 @@ def run_gloo(ranks):
         return figures(outputs[0])
 
 
+def open_mpi(ranks, transports):
+    """The command that runs the ranks of Open MPI over these transports of its own."""
+    command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", str(ranks)]
+    command += ["--mca", "mpi_yield_when_idle", "1", "--mca", "btl", transports]
+    return [*command, sys.executable, os.path.abspath(__file__), "--rank"]
+
+
 def main():
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--rounds", type=int, default=5)
     arguments.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    arguments.add_argument("--columns", nargs="+", default=COLUMNS, choices=COLUMNS, help="only these")
     arguments.add_argument("--program", help="the bench `ccl` of disco, if it is built already")
     arguments.add_argument("--json", action="store_true")
     arguments = arguments.parse_args()
@@ -146,14 +154,13 @@ def main():
     for _ in range(arguments.rounds):
         for ranks in arguments.ranks:
             ours = lambda over: lambda: run(bench + ["--json", "--over", over, "--ranks", str(ranks)])
-            mpi = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", str(ranks)]
-            mpi += ["--mca", "mpi_yield_when_idle", "1", "--mca", "btl", "self,vader"]
-            mpi += [sys.executable, os.path.abspath(__file__), "--rank"]
             columns = {column: ours(column) for column in COLUMNS[: 4 if has_mpi else 3]}
             if shutil.which("mpirun") and found("mpi4py") and found("numpy"):
-                columns["open mpi"] = lambda: run(mpi)
+                columns["open mpi"] = lambda: run(open_mpi(ranks, "self,vader"))
+                columns["mpi tcp"] = lambda: run(open_mpi(ranks, "self,tcp"))
             if found("torch"):
                 columns["gloo"] = lambda: run_gloo(ranks)
+            columns = {column: columns[column] for column in arguments.columns if column in columns}
             for column, measured in columns.items():
                 for key, micros in measured().items():
                     rows.setdefault(key, {}).setdefault(column, []).append(micros)
@@ -163,7 +170,7 @@ def main():
 def show(rows, as_json):
     if not as_json:
         heads = " ".join(f"{column:>12}" for column in COLUMNS)
-        print(f"{'ranks':>5} {'operation':<15} {'bytes':>9} {heads} {'others':>7} {'gloo':>6}")
+        print(f"{'ranks':>5} {'operation':<15} {'bytes':>9} {heads} {'others':>7} {'on TCP':>6}")
     for (ranks, name, size), columns in sorted(rows.items(), key=lambda row: (row[0][0], ORDER[row[0][1:]])):
         median = {column: statistics.median(values) for column, values in columns.items()}
         if as_json:
@@ -171,8 +178,9 @@ def show(rows, as_json):
             continue
         cell = lambda column: f"{median[column]:>9.1f} µs" if column in median else f"{'–':>12}"
         others = [median[column] for column in ("open mpi", "gloo") if column in median]
-        ratio = f"{min(others) / median['processes']:.2f}" if others else "–"
-        over_tcp = f"{median['gloo'] / median['tcp']:.2f}" if "gloo" in median and "tcp" in median else "–"
+        ratio = f"{min(others) / median['processes']:.2f}" if others and "processes" in median else "–"
+        others = [median[column] for column in ("mpi tcp", "gloo") if column in median]
+        over_tcp = f"{min(others) / median['tcp']:.2f}" if others and "tcp" in median else "–"
         cells = " ".join(cell(column) for column in COLUMNS)
         print(f"{ranks:>5} {name:<15} {size:>9} {cells} {ratio:>7} {over_tcp:>6}")
 
