@@ -11,6 +11,7 @@
 //! a client is noticed while a function runs.
 
 mod args;
+mod chain;
 pub(crate) mod client;
 mod connection;
 mod copies;

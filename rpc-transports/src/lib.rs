@@ -76,8 +76,8 @@ pub use serve::{
     SessionFactory, SessionNote, TokioSpawner,
 };
 pub use serve::{
-    Dialect, DialectActivity, DialectConnection, DialectRequest, Dialects, MAX_FIRST_BYTES, Receiving, Recognition,
-    ServerNotices, Working,
+    Dialect, DialectActivity, DialectConnection, DialectRequest, Dialects, FurtherServers, MAX_FIRST_BYTES, Receiving,
+    Recognition, ServerNotices, Working,
 };
 pub use spin::SPIN;
 pub use splice::TUNNEL_LINGER;

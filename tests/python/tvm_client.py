@@ -106,15 +106,26 @@ def sessions(session):
     assert "cannot find server that matches key" in error_of(connect, "other")
     second = connect(session_constructor_args=["rpc.LocalSession"])
     assert second.get_function("rpc.test.addone")(1) == session.get_function("rpc.test.addone")(1) == 2
-    assert "rpc.Connect" in error_of(connect, session_constructor_args=["rpc.Connect", HOST, int(PORT), "board", False])
+    nowhere = ["rpc.Connect", HOST, 1, "board", False]
+    assert "session constructor rpc.Connect" in error_of(connect, session_constructor_args=nowhere)
+    assert "by rpc.PopenSession" in error_of(connect, session_constructor_args=["rpc.PopenSession", b"x"])
     # On a slow machine the time is over before the call.
     error = error_of(lambda: connect(session_timeout=1.5).get_function("rpc.sleep")(600.0))
     assert error.startswith("RPCSessionTimeoutError") and "1.5s session has expired" in error, error
 
 
+def chains(session):
+    """The same through the server to itself, and through it twice."""
+    hop = ["rpc.Connect", HOST, int(PORT), "board", False]
+    chained = connect(session_constructor_args=hop)
+    for scenario in [values, tensors, files, modules]:
+        scenario(chained)
+    values(connect(session_constructor_args=[*hop, *hop]))
+
+
 def main():
     session = connect()
-    for scenario in [values, tensors, files, modules, sessions]:
+    for scenario in [values, tensors, files, modules, sessions, chains]:
         scenario(session)
         print(scenario.__name__, "passed")
 

@@ -12,6 +12,7 @@ use rpc_tvm::wire::{
 };
 use tokio::io::AsyncReadExt as _;
 
+use super::chain::{CONNECT, Chain};
 use super::error_text::error_text;
 use super::link::{End, Link, Reply, lost, write};
 use super::session::TvmSession;
@@ -83,7 +84,7 @@ pub(super) async fn serve(terms: &Terms, connection: &mut DialectConnection) -> 
     write(connection.io(), &HelloAnswer::Accepted(&format!("server:{shown}")).encode()).await?;
     let (activity, notices, queued) = (connection.activity(), connection.notices(), connection.queued().clone());
     let going_away = notices.clone();
-    let mut link = Link { io: connection.io(), wire, activity, notices, going_away, deadline, receiving: None };
+    let mut link = Link { connection, wire, activity, notices, going_away, deadline, receiving: None };
     let ended = match opened {
         Ok(session) => {
             let session = TvmSession::new(session, queued, *max_handles)?;
@@ -95,7 +96,7 @@ pub(super) async fn serve(terms: &Terms, connection: &mut DialectConnection) -> 
         End::Closed => Ok(()),
         End::Lost(reason) => Err(reason),
         End::Told(text, reason) => {
-            write(link.io, &exception(&text)).await?;
+            write(link.connection.io(), &exception(&text)).await?;
             Err(reason)
         }
     }
@@ -166,7 +167,7 @@ impl Link<'_> {
                 return copies::copy_from(self, session, &from, len).await;
             }
             ServerEvent::Request(Request::Init { version, constructor }) => {
-                Reply::Frame(match check_init(&version, &constructor) {
+                Reply::Frame(match self.begin(session, &version, &constructor).await? {
                     Ok(()) => {
                         self.wire.begin();
                         returned(&[WireValue::None])
@@ -201,6 +202,31 @@ impl Link<'_> {
         self.reply(reply).await
     }
 
+    /// Begins a session with its first request: here, or at a further server. The inner error is
+    /// for the client.
+    async fn begin(
+        &mut self,
+        session: &mut TvmSession,
+        version: &Text,
+        constructor: &[WireValue],
+    ) -> Result<Result<(), String>, End> {
+        let chain = match constructed(version, constructor) {
+            Ok(None) => return Ok(Ok(())),
+            Ok(Some(chain)) => chain,
+            Err(text) => return Ok(Err(text)),
+        };
+        let _working = self.activity.working();
+        let servers = self.connection.further_servers();
+        let next = self.until(servers.connect(&chain.address, &chain.key)).await?;
+        Ok(match next.and_then(|next| self.connection.forward_to(&next).map(|()| next)) {
+            Ok(next) => {
+                session.forward_to(next);
+                Ok(())
+            }
+            Err(error) => Err(constructor_text(&error)),
+        })
+    }
+
     /// Answers the first request with the reason why there is no session.
     async fn refuse_session(&mut self, reason: RpcError) -> End {
         loop {
@@ -213,18 +239,22 @@ impl Link<'_> {
     }
 }
 
-/// Checks the first request of a session.
-fn check_init(version: &Text, constructor: &[WireValue]) -> Result<(), String> {
+/// Checks the first request of a session. Returns the chain of further servers that is to serve it,
+/// if there is one.
+fn constructed(version: &Text, constructor: &[WireValue]) -> Result<Option<Chain>, String> {
     if version.as_str() != PROTOCOL_VERSION {
         let found: String = version.as_str().chars().take(64).collect();
         return Err(format!("Client protocol version mismatch with the server: {found:?} vs. {PROTOCOL_VERSION:?}"));
     }
-    let Some(name) = constructor.first() else { return Ok(()) };
+    let Some(name) = constructor.first() else { return Ok(None) };
     match name {
-        WireValue::Str(name) if name.as_str() == "rpc.LocalSession" => Ok(()),
-        WireValue::Str(name) if matches!(name.as_str(), "rpc.Connect" | "rpc.PopenSession" | "rpc.WasmSession") => {
+        WireValue::Str(name) if name.as_str() == "rpc.LocalSession" => Ok(None),
+        WireValue::Str(name) if name.as_str() == CONNECT => {
+            Chain::of_constructor(constructor).map(Some).map_err(|error| constructor_text(&error))
+        }
+        WireValue::Str(name) if matches!(name.as_str(), "rpc.PopenSession" | "rpc.WasmSession") => {
             let name = name.as_str();
-            Err(format!("Cannot construct a session by {name}: this server serves its own sessions to TVM's clients"))
+            Err(format!("Cannot construct a session by {name}: this server runs no program that a client of TVM sends"))
         }
         WireValue::Str(name) => {
             let name: String = name.as_str().chars().take(256).collect();
@@ -232,4 +262,9 @@ fn check_init(version: &Text, constructor: &[WireValue]) -> Result<(), String> {
         }
         other => Err(format!("Cannot find session constructor: its name is of type {}", other.type_name())),
     }
+}
+
+/// Returns the text of an error for which a session with a further server did not begin.
+fn constructor_text(error: &RpcError) -> String {
+    format!("Error caught from session constructor {CONNECT}:\n{}", error_text(error))
 }

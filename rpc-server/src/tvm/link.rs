@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use rpc_core::{ErrorKind, RpcError};
-use rpc_transports::{ChannelIo, DialectActivity, Receiving, ServerNotices};
+use rpc_transports::{ChannelIo, DialectActivity, DialectConnection, Receiving, ServerNotices};
 use rpc_tvm::wire::{ServerEvent, ServerWire, WireError, timeout_text};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
@@ -47,7 +47,7 @@ impl Reply {
 
 /// Connection of a client, with all that may end it.
 pub(super) struct Link<'a> {
-    pub(super) io: &'a mut dyn ChannelIo,
+    pub(super) connection: &'a mut DialectConnection,
     pub(super) wire: ServerWire,
     pub(super) activity: DialectActivity,
     pub(super) notices: ServerNotices,
@@ -76,7 +76,7 @@ impl Link<'_> {
                 biased;
                 end = ended(&mut self.notices, self.deadline) => return Err(end),
                 reason = self.going_away.going_away(), if is_idle => return Err(End::Told(error_text(&reason), reason)),
-                read = self.io.read_buf(&mut input) => read,
+                read = self.connection.io().read_buf(&mut input) => read,
             };
             if read.map_err(|error| End::Lost(lost(&error)))? == 0 {
                 return Err(if is_idle { End::Closed } else { End::Lost(cut()) });
@@ -95,7 +95,7 @@ impl Link<'_> {
                 biased;
                 done = &mut work => return Ok(done),
                 end = ended(&mut self.notices, self.deadline) => return Err(end),
-                read = self.io.read_buf(&mut input), if can_read => read,
+                read = self.connection.io().read_buf(&mut input), if can_read => read,
             };
             match read {
                 // Nobody waits for the reply.
@@ -121,7 +121,7 @@ impl Link<'_> {
         let count = tokio::select! {
             biased;
             end = ended(&mut self.notices, self.deadline) => return Err(end),
-            read = self.io.read(room) => read.map_err(|error| End::Lost(lost(&error)))?,
+            read = self.connection.io().read(room) => read.map_err(|error| End::Lost(lost(&error)))?,
         };
         if count == 0 {
             return Err(End::Lost(cut()));
@@ -147,11 +147,11 @@ impl Link<'_> {
     }
 
     pub(super) async fn write(&mut self, bytes: &[u8]) -> Result<(), End> {
-        self.io.write_all(bytes).await.map_err(|error| End::Lost(lost(&error)))
+        self.connection.io().write_all(bytes).await.map_err(|error| End::Lost(lost(&error)))
     }
 
     pub(super) async fn flush(&mut self) -> Result<(), End> {
-        self.io.flush().await.map_err(|error| End::Lost(lost(&error)))
+        self.connection.io().flush().await.map_err(|error| End::Lost(lost(&error)))
     }
 }
 

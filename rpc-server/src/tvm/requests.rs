@@ -8,7 +8,6 @@ use rpc_tvm::wire::{
 use super::args::checked_name;
 use super::link::Reply;
 use super::measurements;
-use super::server_function::ServerFunction;
 use super::server_function_calls;
 use super::session::{Held, TvmSession, unknown};
 
@@ -91,7 +90,7 @@ pub(super) async fn serve(session: &mut TvmSession, request: Request) -> Result<
 
 /// Calls a function, or one that this server adds for clients of TVM.
 async fn call(session: &mut TvmSession, function: u64, args: Vec<WireValue>) -> Result<Reply, RpcError> {
-    if let Some(function) = ServerFunction::from_handle(function) {
+    if let Some(function) = session.server_function(function) {
         let result = server_function_calls::call(function, session, args).await?;
         return Ok(call_reply(result));
     }
@@ -115,7 +114,7 @@ async fn call(session: &mut TvmSession, function: u64, args: Vec<WireValue>) -> 
 
 /// Returns a handle of a function, 0 if there is none of that name.
 pub(super) async fn get_function(session: &mut TvmSession, name: &str) -> Result<u64, RpcError> {
-    if let Some(function) = ServerFunction::from_name(name) {
+    if let Some(function) = session.server_function_named(name) {
         return Ok(function.handle());
     }
     match session.find_function(name).await {

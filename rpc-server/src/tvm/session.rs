@@ -29,6 +29,9 @@ pub(super) struct TvmSession {
     queued: Arc<MemoryQuota>,
     /// Streams that the client has made the current ones. Other devices have their default stream.
     current_streams: HashMap<Device, u64>,
+    /// True if the session is one with a further server of TVM, whose own functions serve the
+    /// client.
+    is_forwarded: bool,
 }
 
 /// Object that a client holds.
@@ -62,7 +65,29 @@ impl TvmSession {
         // Tag 0 is that of handles that no table has.
         let seed = u16::from_le_bytes(seed).max(1);
         let handles = HandleTable::new(seed.into(), max_handles);
-        Ok(Self { session, handles, queued, current_streams: HashMap::new() })
+        Ok(Self { session, handles, queued, current_streams: HashMap::new(), is_forwarded: false })
+    }
+
+    /// Puts a session with a further server in the place of this server's, of which nothing was
+    /// asked yet.
+    pub(super) fn forward_to(&mut self, next: Session) {
+        (self.session, self.is_forwarded) = (next, true);
+    }
+
+    /// Returns the function of this server with a name, if this server is to serve it.
+    pub(super) fn server_function_named(&self, name: &str) -> Option<ServerFunction> {
+        ServerFunction::from_name(name).filter(|function| self.serves(*function))
+    }
+
+    /// Returns the function of this server behind a handle, if there is one.
+    pub(super) fn server_function(&self, handle: u64) -> Option<ServerFunction> {
+        ServerFunction::from_handle(handle).filter(|function| self.serves(*function))
+    }
+
+    /// Returns true if this server is to serve the function. A further server of TVM has functions
+    /// of its own for files, modules and measurements; copies to it are made by this one.
+    fn serves(&self, function: ServerFunction) -> bool {
+        !self.is_forwarded || function == ServerFunction::MaxPacketSize
     }
 
     pub(super) fn session(&self) -> &Session {
@@ -158,7 +183,7 @@ impl TvmSession {
 
     /// Frees an object. The number 0 and the functions of this server need not be freed.
     pub(super) async fn free(&mut self, handle: u64) -> Result<(), RpcError> {
-        if handle == 0 || handle == SYSTEM_LIBRARY || ServerFunction::from_handle(handle).is_some() {
+        if handle == 0 || handle == SYSTEM_LIBRARY || self.server_function(handle).is_some() {
             return Ok(());
         }
         // A stream that is freed is the current one no more.
@@ -260,7 +285,7 @@ impl TvmSession {
             }
             WireValue::Function(handle) => match held(handle) {
                 Ok(Held::Function(function)) => Reference::Function(*function).into(),
-                _ if ServerFunction::from_handle(handle).is_some() => {
+                _ if self.server_function(handle).is_some() => {
                     return Err(RpcError::unsupported("a function of the server itself cannot be an argument"));
                 }
                 _ => return Err(unknown(handle, "function")),

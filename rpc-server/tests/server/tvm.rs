@@ -396,7 +396,10 @@ fn a_session_begins_with_its_first_request_and_only_once() {
     assert!(early.contains("Need to call InitRemoteSession first"), "{early}");
     for (constructor, expected) in [
         (vec![text("rpc.Nothing")], "Cannot find session constructor rpc.Nothing"),
-        (vec![boxed(65, 65, b"rpc.Connect"), text("h"), int(1), text("k")], "rpc.Connect"),
+        (vec![boxed(65, 65, b"rpc.Connect"), text("h"), int(1), text("k")], "rpc.Connect:\nrefused: "),
+        (vec![text("rpc.Connect"), text("h"), int(1)], "a host, a port and a key"),
+        (vec![text("rpc.PopenSession"), bytes(b"x")], "by rpc.PopenSession"),
+        (vec![text("rpc.WasmSession"), bytes(b"x")], "by rpc.WasmSession"),
         (vec![int(1)], "Cannot find session constructor"),
     ] {
         let error = client.ask(&init_frame(&constructor)).unwrap_err();
@@ -690,6 +693,175 @@ fn devices_have_attributes_and_streams() {
     assert_eq!(client.request(STREAM_SYNC, &[cpu(), pointer(0)]), Ok(NONE));
 }
 
+/// Values of a session's constructor that name a server behind another one.
+fn stop(address: &str, key: &str) -> Vec<Val> {
+    let (host, port) = address.strip_prefix("tcp://").unwrap().split_once(':').unwrap();
+    let host = boxed(65, 65, host.as_bytes());
+    vec![boxed(65, 65, b"rpc.Connect"), host, int(port.parse().unwrap()), boxed(11, 65, key.as_bytes()), boolean(false)]
+}
+
+fn boolean(value: bool) -> Val {
+    Val(2, i64::from(value).to_le_bytes().to_vec())
+}
+
+/// Returns a client whose session is at the end of a chain.
+fn through(first: &str, stops: &[Val]) -> Client {
+    let (mut client, code, _) = Client::hello(first, "client:");
+    assert_eq!(code, 0xff271);
+    assert_eq!(client.ask(&init_frame(stops)), Ok(vec![NONE]));
+    client
+}
+
+/// Uses what a client of TVM uses at a server.
+fn is_served(client: &mut Client) {
+    assert_eq!(client.call_by_name("rpc.test.addone", &[int(41)]), Ok((1, int(42))));
+    assert_eq!(client.function("no.such.function"), 0);
+    assert_eq!(client.call_by_name("rpc.test.except", &[text("abc")]), Err("abc".to_owned()));
+    let (68, adder) = client.call_by_name("rpc.test.add_to_lhs", &[int(40)]).unwrap() else { panic!() };
+    assert_eq!(client.call(number(&adder.1), &[int(2)]), Ok((1, int(42))));
+    let echo = client.function("testing.echo");
+    for (sent, received) in
+        [(bytes(b"more than seven"), (66, Val(9, sized(b"more than seven")))), (text("a"), (65, text("a")))]
+    {
+        assert_eq!(client.call(echo, &[sent]), Ok(received));
+    }
+    let list = client.call_by_name("list", &[]).unwrap();
+    assert!(list.0 >= 64 && list.1.0 == 4, "{list:?}");
+    assert_eq!(client.request(FREE, std::slice::from_ref(&list.1)), Ok(NONE));
+    assert!(client.request(FREE, &[list.1]).unwrap_err().contains("names no object"));
+    // Copies in several pieces, into a tensor, out of it, and among two.
+    let len = (2 << 20) + 5;
+    let content: Vec<u8> = (0..len).map(|at| (at % 239) as u8).collect();
+    let (first, second) = (client.alloc(U8, &[len]), client.alloc(U8, &[len]));
+    client.copy_to(&header(first, U8, &[len], 0), &content).unwrap();
+    let among = [tensor(first, U8, &[len], 0), tensor(second, U8, &[len], 0), pointer(0)];
+    assert_eq!(client.request(COPY_AMONG, &among), Ok(NONE));
+    assert_eq!(client.request(STREAM_SYNC, &[cpu(), pointer(0)]), Ok(NONE));
+    assert_eq!(client.copy_from(&header(second, U8, &[len], 0), len as u64).unwrap(), content);
+    assert!(client.copy_from(&header(second, U8, &[len], 1), len as u64).is_err());
+    assert_eq!(client.request(FREE_DATA, &[cpu(), pointer(first)]), Ok(NONE));
+    let result = client.ask(&call_frame(echo, &[tensor(second, F32, &[2], 4)])).unwrap();
+    assert_eq!((result.len(), result[0].clone()), (3, int(70)));
+    // Files, modules and measurements are those of the server that serves.
+    client.call_by_name("tvm.rpc.server.upload", &[text("f"), bytes(b"content")]).unwrap();
+    assert_eq!(client.call_by_name("tvm.rpc.server.listdir", &[text(".")]), Ok((65, text("f"))));
+    let file = client.call_by_name("tvm.rpc.server.download", &[text("f")]);
+    assert_eq!(file, Ok((66, Val(9, sized(b"content")))));
+    assert_eq!(client.call_by_name("tvm.rpc.server.remove", &[text("f")]), Ok((0, NONE)));
+    assert!(client.call_by_name("tvm.rpc.server.load_module", &[text("f.so")]).is_err());
+    let (73, library) = client.call_by_name("ffi.SystemLib", &[]).unwrap() else { panic!() };
+    let find = [module(number(&library.1)), text("f"), boolean(true)];
+    assert_eq!(client.call_by_name("tvm.rpc.server.ModuleGetFunction", &find), Ok((0, NONE)));
+    let numbers = [1, 0, 2, 3, 0, 100, 0, 1, 0];
+    let options = [vec![NONE, text("rpc.test.addone")], numbers.map(int).to_vec(), vec![text("")]].concat();
+    let (68, measure) = client.call_by_name("runtime.RPCTimeEvaluator", &options).unwrap() else { panic!() };
+    let (66, samples) = client.call(number(&measure.1), &[int(1)]).unwrap() else { panic!() };
+    assert_eq!(number(&samples.1), 3 * 8);
+    assert_eq!(client.call_by_name("tvm.rpc.server.GetCRTMaxPacketSize", &[]), Ok((1, int(i64::MAX))));
+    assert!(client.ask(&init_frame(&[])).unwrap_err().contains("already been initialized"));
+}
+
+#[test]
+fn a_chain_of_servers_serves_as_one_does() {
+    let far = Fixture::new(|config| config.key = Some("far".to_owned()));
+    let allow = |stops: &[&str]| {
+        let stops: Vec<_> = stops.iter().map(|&stop| stop.to_owned()).collect();
+        Fixture::new(|config| config.allow_forward = stops)
+    };
+    let (middle, first) = (allow(&["tvm://127.0.0.1:*"]), allow(&["tvm://127.0.0.1:*", "tvm://127.0.0.1:*?then=*"]));
+    let to_far = stop(&far.address(), "far");
+    for stops in
+        [to_far.clone(), [stop(&middle.address(), ""), to_far.clone(), vec![text("rpc.LocalSession")]].concat()]
+    {
+        let mut client = through(&first.address(), &stops);
+        assert_eq!((first.running.sessions(), far.running.sessions()), (1, 1));
+        is_served(&mut client);
+        drop(client);
+        for fixture in [&first, &middle, &far] {
+            fixture.has_sessions(0);
+        }
+    }
+    // Each refusal is an error of the first request, after which another one may be made.
+    let (mut client, ..) = Client::hello(&first.address(), "client:");
+    let nobody = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let closed = format!("tcp://{}", nobody.local_addr().unwrap());
+    drop(nobody);
+    for (stops, expected) in [
+        (stop(&far.address(), "other"), "has not the key 'other'"),
+        (stop(&closed, ""), "onnection refused"),
+        (stop("tcp://127.0.0.2:1", ""), "may not be used to reach 'tvm://127.0.0.2:1'"),
+        (vec![stop(&far.address(), "far"); 17].concat(), "servers of a chain"),
+        ([to_far.clone(), vec![text("rpc.PopenSession"), bytes(b"x")]].concat(), "rpc.PopenSession cannot follow"),
+        // The one in the middle may not lead on to itself by a chain.
+        (
+            [stop(&middle.address(), ""), stop(&middle.address(), ""), to_far.clone()].concat(),
+            "may not be used to reach",
+        ),
+    ] {
+        let error = client.ask(&init_frame(&stops)).unwrap_err();
+        assert!(error.contains("session constructor rpc.Connect:\n") && error.contains(expected), "{error}");
+    }
+    assert_eq!(client.ask(&init_frame(&to_far)), Ok(vec![NONE]));
+    is_served(&mut client);
+    // Without a word of the operator nothing is reached; a word for one server is none for a chain.
+    for (fixture, stops) in [(&far, to_far.clone()), (&middle, [stop(&middle.address(), ""), to_far.clone()].concat())]
+    {
+        let key = if std::ptr::eq(fixture, &far) { "client:far" } else { "client:" };
+        let (mut client, ..) = Client::hello(&fixture.address(), key);
+        let error = client.ask(&init_frame(&stops)).unwrap_err();
+        assert!(error.contains("may not be used to reach"), "{error}");
+    }
+}
+
+#[test]
+fn the_ends_of_a_chain_are_told_to_its_client() {
+    let first = Fixture::new(|config| config.allow_forward = vec!["tvm://127.0.0.1:*".to_owned()]);
+    // The server at the end goes away during a call.
+    let far = Fixture::new(|_| {});
+    let mut client = through(&first.address(), &stop(&far.address(), ""));
+    let never = client.function("never");
+    client.send(&call_frame(never, &[]));
+    far.running.stop();
+    let error = client.reply().unwrap_err();
+    assert!(error.contains("tvm://127.0.0.1") || error.contains("server was stopped"), "{error}");
+    // A second error may follow, that of the session; then the connection ends.
+    first.has_sessions(0);
+    // The time of the client's session at the end of the chain is over.
+    let far = Fixture::new(|_| {});
+    let (mut client, ..) = Client::hello(&first.address(), "client:");
+    let error = client
+        .ask(&init_frame(&stop(&far.address(), " -timeout=1.5")))
+        .and_then(|_| client.request(GET_FUNCTION, &[text("never")]))
+        .and_then(|Val(_, never)| client.ask(&call_frame(number(&never), &[])))
+        .unwrap_err();
+    assert!(error.starts_with("RPCSessionTimeoutError: Your 1.5s session has expired"), "{error}");
+    first.has_sessions(0);
+    far.has_sessions(0);
+    // The client leaves during a call.
+    let mut client = through(&first.address(), &stop(&far.address(), ""));
+    let never = client.function("never");
+    client.send(&call_frame(never, &[]));
+    far.has_sessions(1);
+    drop(client);
+    far.has_sessions(0);
+    first.has_sessions(0);
+}
+
+#[test]
+fn functions_of_a_chain_are_those_that_the_operator_lets_through() {
+    let far = Fixture::new(|_| {});
+    let first = Fixture::new(|config| {
+        config.allow_forward = vec!["tvm://127.0.0.1:*".to_owned()];
+        config.forward_functions = vec!["rpc.test.*".to_owned()];
+    });
+    let mut client = through(&first.address(), &stop(&far.address(), ""));
+    assert_eq!(client.call_by_name("rpc.test.addone", &[int(1)]), Ok((1, int(2))));
+    for refused in ["testing.echo", "tvm.rpc.server.upload"] {
+        let error = client.request(GET_FUNCTION, &[text(refused)]).unwrap_err();
+        assert!(error.contains("may not be used through this server"), "{error}");
+    }
+}
+
 #[test]
 fn files_stay_within_the_workspace_of_the_session() {
     let fixture = Fixture::new(|_| {});
@@ -884,8 +1056,13 @@ fn sessions_with_processes_of_their_own_are_as_others() {
     let mut command = Command::new(env!("CARGO_BIN_EXE_rpc-server"));
     command.args(["serve", "--listen", "tcp://127.0.0.1:0", "--exit-with-stdin", "--log-level", "error", "--workdir"]);
     command.arg(folder.path()).args(["--tvm", "--tvm-self-test", "--isolate", "process", "--max-memory", "64MiB"]);
+    command.args(["--allow-forward", "tvm://127.0.0.1:*"]);
     let server = ServerProcess::spawn(command).unwrap();
     let mut client = Client::connect(server.address(), "");
+    // A chain, whose both ends have such sessions.
+    let mut chained = through(server.address(), &stop(server.address(), ""));
+    assert_eq!(chained.call_by_name("rpc.test.addone", &[int(1)]), Ok((1, int(2))));
+    drop(chained);
     assert_eq!(client.call_by_name("rpc.test.addone", &[int(1)]), Ok((1, int(2))));
     let len = (3 << 20) + 1;
     let content: Vec<u8> = (0..len).map(|at| (at % 241) as u8).collect();
@@ -948,7 +1125,8 @@ fn the_client_of_tvm_itself_is_served() {
     command.args(["serve", "--listen", "tcp://127.0.0.1:0", "--exit-with-stdin", "--log-level", "error", "--workdir"]);
     command.arg(folder.path()).args(["--tvm", "--tvm-self-test", "--key", "board", "--allow-modules", "--tvm-ffi"]);
     command.arg(environment.library()).arg("--runtime-library").arg(runtime).env_remove("TVM_FFI_LIBRARY");
-    command.args(["--max-memory", "256MiB"]);
+    command.args(["--max-memory", "256MiB", "--allow-forward", "tvm://127.0.0.1:*"]);
+    command.args(["--allow-forward", "tvm://127.0.0.1:*?then=*"]);
     let server = ServerProcess::spawn(command).unwrap();
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/python/tvm_client.py");
     let packages = environment.library().ancestors().nth(3).unwrap().to_owned();

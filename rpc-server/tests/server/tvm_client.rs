@@ -49,6 +49,7 @@ impl Fixture {
             key: Some("board".to_owned()),
             tvm: true,
             tvm_self_test: true,
+            allow_forward: vec!["tvm://127.0.0.1:*".to_owned()],
             ..ServeConfig::default()
         };
         let runtime = Runtime::new().unwrap();
@@ -497,8 +498,6 @@ fn what_is_unanswered_at_the_end_is_taken() {
     let (address, board) = Board::start(move |mut board| {
         board.send(&HelloAnswer::Accepted("server:").encode());
         assert!(matches!(board.request(), Some(wire::Request::Init { .. })));
-        board.wire.begin();
-        assert!(matches!(board.request(), Some(wire::Request::GetFunction { .. })));
         begun.send(()).unwrap();
         board.answer_after_the_end();
     });
@@ -799,6 +798,23 @@ fn the_server_of_tvm_itself_is_used() {
     let session = connect();
     assert_eq!(function(&session, "test.add").call::<i64>((1_i64, 2_i64)).wait().unwrap(), 3);
     session.shutdown().wait().unwrap();
+    // Chains of servers: of ours and TVM's, in either order.
+    let ours = Fixture::new();
+    let behind = |first: &str, second: &str| format!("{first}?then={}", second.strip_prefix("tvm://").unwrap());
+    for (chain, name) in
+        [(behind(&ours.address(), &address), "test.echo"), (behind(&address, &ours.address()), "testing.echo")]
+    {
+        let session = connector().handshake_timeout(LIMIT).connect_blocking(&chain).unwrap();
+        assert_eq!(function(&session, name).call::<String>(("through",)).wait().unwrap(), "through");
+        let tensor = session.alloc(Device::cpu(), DataType::U8, &[5]).wait().unwrap();
+        session.copy_to_remote(&tensor, &b"abcde"[..]).wait().unwrap();
+        assert_eq!(session.copy_from_remote(&tensor).wait().unwrap(), b"abcde"[..]);
+        Files::new(&session).put_bytes("x", "y").wait().unwrap();
+        session.shutdown().wait().unwrap();
+    }
+    let nowhere = connector().handshake_timeout(LIMIT).connect_blocking(&behind(&address, "tvm://127.0.0.1:1"));
+    let error = nowhere.unwrap_err().into_rpc_error();
+    assert!(error.kind() == ErrorKind::Refused && error.message().contains("the one behind it"), "{error}");
 }
 
 fn current_thread() -> Runtime {

@@ -231,13 +231,13 @@ impl OnwardServer for ServerState {
         &self,
         path: &[String],
         client: &AuthorizedClient,
-        target: &str,
+        (target, key): (&str, &str),
         keep_alive: Duration,
         open_files: &OpenFileQuota,
     ) -> Result<Session, RpcError> {
         let (target, _) = self.next_hop(path, &[target.to_owned()], client)?;
-        let connector =
-            self.connector(path, client.identity.name()).keep_alive(keep_alive.min(self.options.keep_alive));
+        let connector = self.connector(path, client.identity.name()).key(key);
+        let connector = connector.keep_alive(keep_alive.min(self.options.keep_alive));
         let open = open_files.reserve(self.files_of_connection(&target.address))?;
         let next = connector.forward(&target, &[]).await.map_err(|error| error.into_rpc_error())?;
         Ok(Session::from(self.onward_session(next, open)))

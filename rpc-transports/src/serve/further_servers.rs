@@ -14,13 +14,13 @@ use super::authorization::AuthorizedClient;
 /// Trait of a server that opens sessions with further servers.
 #[async_trait]
 pub(super) trait OnwardServer: Send + Sync {
-    /// Opens a session with the server at `target`, for a client that has come by `path`. The
-    /// connection counts against `open_files`.
+    /// Opens a session with the server at `target`, an address and a key, for a client that has
+    /// come by `path`. The connection counts against `open_files`.
     async fn connect_onward(
         &self,
         path: &[String],
         client: &AuthorizedClient,
-        target: &str,
+        target: (&str, &str),
         keep_alive: Duration,
         open_files: &OpenFileQuota,
     ) -> Result<Session, RpcError>;
@@ -76,8 +76,9 @@ impl Onward {
         let (this, target) = (self.clone(), target.to_owned());
         // If this future is dropped, the set aborts the task.
         let mut opening = JoinSet::new();
-        let connect =
-            async move { server.connect_onward(&this.path, &this.client, &target, keep_alive, &this.open_files).await };
+        let connect = async move {
+            server.connect_onward(&this.path, &this.client, (&target, ""), keep_alive, &this.open_files).await
+        };
         opening.spawn_on(connect, &self.runtime);
         match opening.join_next().await {
             Some(Ok(opened)) => opened,

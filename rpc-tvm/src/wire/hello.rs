@@ -70,11 +70,22 @@ impl<'a> HelloKey<'a> {
     ///
     /// The text is no client's, or its time-out is no number of seconds that a clock can count.
     pub fn parse(text: &'a str) -> Result<Self, WireError> {
-        let mut words = text.split_ascii_whitespace();
-        let first = words.next().unwrap_or_default();
-        let key = first.strip_prefix("client:").ok_or_else(|| {
+        let rest = text.trim_ascii_start().strip_prefix("client:").ok_or_else(|| {
+            let first = text.split_ascii_whitespace().next().unwrap_or_default();
             WireError::new(format!("the key {first:?} does not begin with 'client:', as that of a client does"))
         })?;
+        Self::of_server(rest)
+    }
+
+    /// Parses the key of a server, as a chain names it, with the options behind it: the text of a
+    /// client's key without its role.
+    ///
+    /// # Errors
+    ///
+    /// The time-out is no number of seconds that a clock can count.
+    pub fn of_server(text: &'a str) -> Result<Self, WireError> {
+        let (key, options) = text.split_once(|c: char| c.is_ascii_whitespace()).unwrap_or((text, ""));
+        let words = options.split_ascii_whitespace();
         let mut timeout = None;
         for option in words {
             let Some(seconds) = option.strip_prefix("-timeout=") else { continue };

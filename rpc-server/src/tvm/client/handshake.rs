@@ -30,6 +30,8 @@ pub(super) struct Terms<'a> {
     pub(super) key: &'a str,
     /// Time for the whole session, of which the server is told.
     pub(super) timeout: Option<f64>,
+    /// Constructor of the session at the server: the servers behind it. Empty for a session there.
+    pub(super) constructor: Vec<WireValue>,
     pub(super) max_message: u64,
     pub(super) memory: Arc<MemoryQuota>,
     /// Time limit for all steps here.
@@ -111,15 +113,21 @@ impl Handshake<'_> {
             }
             _ => return Err(RpcError::new(ErrorKind::Protocol, "the server has not answered the hello")),
         };
-        let init = Request::Init { version: PROTOCOL_VERSION.into(), constructor: Vec::new() };
-        let find = Request::GetFunction { name: MAX_PACKET.into() };
-        // Both wait for no reply: the server answers one after the other.
-        self.write(&[init.encode(), find.encode()].concat()).await?;
+        let init = Request::Init { version: PROTOCOL_VERSION.into(), constructor: terms.constructor.clone() };
+        self.write(&init.encode()).await?;
         match self.reply(Expected::Value).await? {
             ServerReply::Value(WireValue::None) => {}
-            ServerReply::Exception(text) => return Err(RpcError::new(ErrorKind::VersionMismatch, text)),
+            ServerReply::Exception(text) if terms.constructor.is_empty() => {
+                return Err(RpcError::new(ErrorKind::VersionMismatch, text));
+            }
+            ServerReply::Exception(text) => {
+                let text = format!("the server has not opened the session with the one behind it: {}", text.trim_end());
+                return Err(RpcError::new(ErrorKind::Refused, text));
+            }
             _ => return Err(RpcError::new(ErrorKind::Protocol, "the server has not begun the session")),
         }
+        // Not before the answer: a server of TVM stops for good if two of its answers find nobody.
+        self.write(&Request::GetFunction { name: MAX_PACKET.into() }.encode()).await?;
         let max_packet = match self.reply(Expected::Value).await? {
             ServerReply::Value(WireValue::Pointer(function)) if function != 0 => self.max_packet(function).await?,
             _ => u64::MAX,

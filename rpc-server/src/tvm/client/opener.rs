@@ -8,12 +8,8 @@ use rpc_transports::{
     Address, AddressError, BoxFuture, ConnectError, Connector, Dial, Properties, Reach, SessionOpener,
 };
 
+use super::super::chain::{SCHEME, Stops, THEN, TIMEOUT};
 use super::handshake::{Terms, begin};
-
-const SCHEME: &str = "tvm";
-
-/// Parameter with the seconds after which the server ends the session.
-const TIMEOUT: &str = "timeout";
 
 /// Bytes that all sessions of a process with servers of TVM may hold for large frames, replies on
 /// their way, and files.
@@ -29,8 +25,8 @@ const SILENT_INTERVALS: u32 = 3;
 /// Longest key, so that one with its options fits the limit of any peer.
 const MAX_KEY: usize = 1024;
 
-/// Opener of sessions with servers of TVM: `tvm://host:port/KEY?timeout=SECONDS`, of which key and
-/// time may be missing.
+/// Opener of sessions with servers of TVM: `tvm://host:port/KEY?timeout=SECONDS&then=STOPS`, of
+/// which all but host and port may be missing. Each stop is a server that the one before dials.
 ///
 /// The protocol has neither identity nor encryption, and a server of TVM takes any client. The last
 /// hop of a chain opens the session, so that one beside the server can guard it.
@@ -55,20 +51,25 @@ impl SessionOpener for TvmOpener {
             () if at.host().is_none() => "two slashes and a host are missing",
             () if at.port().is_none() => "no port follows the host",
             () if at.user().is_some() => "there are no users",
-            () if at.parameters().any(|name| name != TIMEOUT) => "timeout is the only parameter",
+            () if at.parameters().any(|name| !matches!(name, TIMEOUT | THEN)) => "timeout and then are its parameters",
             () if timeout(at).is_err() => "the timeout is no number of seconds above 0, of 1000000 at most",
             () if at.key().is_some_and(|key| !is_key(key)) => "the key has spaces, or is too long",
-            () if at.has_loopback_host() => return Ok(Properties::plain(Reach::Machine)),
+            () if Stops::of_address(at).is_err() => "'then' is no list of servers such as a:9090/KEY,b:9090",
+            () if at.has_loopback_host() && at.parameter(THEN).is_none() => {
+                return Ok(Properties::plain(Reach::Machine));
+            }
             () => return Ok(Properties::plain(Reach::Network)),
         };
         Err(AddressError::invalid(at, format!("{problem}; write for example tvm://board.lan:9090/KEY?timeout=60")))
     }
 
     fn canonical(&self, at: &Address) -> Result<Address, AddressError> {
-        // An operator allows a server, whatever the time that its clients want.
+        // An operator allows a server, whatever the time that its clients want; and each chain by
+        // itself, since the servers behind the first one are dialled by that one, which asks nobody.
         let (host, port) = at.host_and_port().unwrap_or_default();
         let bare = Address::at_host(SCHEME, host, port)?;
-        at.key().map_or(Ok(bare.clone()), |key| bare.with_key(key))
+        let bare = at.key().map_or(Ok(bare.clone()), |key| bare.with_key(key))?;
+        Stops::of_address(at).map_err(|problem| AddressError::invalid(at, problem))?.behind(&bare)
     }
 
     fn open<'a>(&'a self, to: &'a Address, connector: &'a Connector) -> BoxFuture<'a, Result<Session, ConnectError>> {
@@ -88,10 +89,12 @@ impl TvmOpener {
         let dial = Dial { socket_silence: Some(silence), ..connector.terms().clone() };
         let channel = connector.clone().dial(dial).open_channel(&Address::tcp(host, port)?).await?;
         let peer = to.to_string();
+        let stops = Stops::of_address(to).map_err(|problem| AddressError::invalid(to, problem))?;
         let terms = Terms {
             peer: peer.clone(),
             key,
             timeout: timeout(to).ok().flatten(),
+            constructor: stops.constructor(),
             max_message: connector.wire_limits().max_message,
             memory: self.memory.clone(),
             limit: connector.handshake_limit(),
@@ -121,6 +124,8 @@ mod tests {
         let check = |text: &str| TvmOpener::new().check(&text.parse().unwrap());
         assert_eq!(check("tvm://127.0.0.1:9090").unwrap(), Properties::plain(Reach::Machine));
         assert_eq!(check("tvm://board:9090/rasp3b?timeout=0.5").unwrap(), Properties::plain(Reach::Network));
+        let chain = check("tvm://127.0.0.1:9090/k?then=board:9090/rasp3b,inner:1").unwrap();
+        assert_eq!(chain, Properties::plain(Reach::Network));
         for wrong in [
             "tvm://board",
             "tvm:board",
@@ -131,6 +136,8 @@ mod tests {
             "tvm://board:9090?timeout=inf",
             "tvm://board:9090?timeout=nan",
             "tvm://board:9090?timeout=1000001",
+            "tvm://board:9090?then=inner",
+            "tvm://board:9090?then=",
         ] {
             assert!(check(wrong).is_err(), "{wrong}");
         }
@@ -141,5 +148,6 @@ mod tests {
         let canonical = |text: &str| TvmOpener::new().canonical(&text.parse().unwrap()).unwrap().to_string();
         assert_eq!(canonical("tvm://board:9090?timeout=5"), "tvm://board:9090");
         assert_eq!(canonical("tvm://[::1]:9090/k?timeout=5"), "tvm://[::1]:9090/k");
+        assert_eq!(canonical("tvm://a:1?then=B:01/k&timeout=5"), "tvm://a:1?then=b:1/k");
     }
 }

@@ -38,6 +38,12 @@ pub(super) trait SessionSource: Send + Sync {
     /// Opens the session of the connection.
     async fn open(&self, request: &DialectRequest) -> Result<(OpenedSession, StallTimeouts), RpcError>;
 
+    /// Opens a session with a further server, on behalf of the client.
+    async fn connect_onward(&self, target: &str, key: &str) -> Result<Session, RpcError>;
+
+    /// Subscribes the connection's task to the end of a session.
+    fn watch_end(&self, session: &SharedSession) -> Canceller;
+
     /// Returns the machine of the client.
     fn machine(&self) -> Machine;
 
@@ -59,6 +65,10 @@ pub(super) struct OpenedSession {
     /// Share of the session in the server, which ends after the session.
     pub(super) share: Box<dyn Send + Sync>,
 }
+
+/// Access of a connection in a dialect to further servers, on behalf of its client.
+#[derive(Clone)]
+pub struct FurtherServers(Arc<dyn SessionSource>);
 
 /// A dialect's request for a session. The default asks for nothing. Empty texts stand for none.
 #[derive(Clone, Debug, Default)]
@@ -136,6 +146,32 @@ impl DialectConnection {
         Ok(session.into())
     }
 
+    /// Returns the access to further servers. It does not keep the connection.
+    #[must_use]
+    pub fn further_servers(&self) -> FurtherServers {
+        FurtherServers(self.sessions.clone())
+    }
+
+    /// Puts a session with a further server in the place of the connection's own, which is freed.
+    /// From then on the connection is stopped by the end of the new one.
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::ApiMisuse`] if no session has been opened.
+    pub fn forward_to(&mut self, session: &Session) -> Result<(), RpcError> {
+        let Some(opened) = &mut self.session else {
+            return Err(RpcError::new(
+                ErrorKind::ApiMisuse,
+                "a connection in a dialect is forwarded after it is opened",
+            ));
+        };
+        let next = session.shared().clone();
+        let end_watch = std::mem::replace(&mut opened.end_watch, self.sessions.watch_end(&next));
+        end_watch.abandon();
+        free(std::mem::replace(&mut opened.session, next));
+        Ok(())
+    }
+
     /// Returns the address that the client comes from.
     #[must_use]
     pub fn peer(&self) -> &str {
@@ -192,6 +228,29 @@ impl DialectConnection {
     #[must_use]
     pub fn notices(&self) -> ServerNotices {
         ServerNotices(self.notices.clone())
+    }
+}
+
+impl FurtherServers {
+    /// Opens a session with the server at `target` that has this key; empty for none. The
+    /// connection counts among the open files of the client. Cancel-safe.
+    ///
+    /// # Errors
+    ///
+    /// * [`ErrorKind::Refused`]: the operator does not allow it
+    ///   ([`ServeOptions::allow_forward`](crate::ServeOptions::allow_forward)), or the client has
+    ///   no right to it.
+    /// * [`ErrorKind::LimitExceeded`]: the client has no more open files, or the server.
+    /// * [`ErrorKind::Draining`].
+    /// * Those of [`Connector::connect`](crate::Connector::connect).
+    pub async fn connect(&self, target: &str, key: &str) -> Result<Session, RpcError> {
+        self.0.connect_onward(target, key).await
+    }
+}
+
+impl fmt::Debug for FurtherServers {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("FurtherServers").finish_non_exhaustive()
     }
 }
 

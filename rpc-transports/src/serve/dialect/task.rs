@@ -7,7 +7,8 @@ use std::task::Poll;
 use std::time::Instant;
 
 use async_trait::async_trait;
-use rpc_core::{ErrorKind, MemoryQuota, RpcError};
+use rpc_core::reply::Canceller;
+use rpc_core::{ErrorKind, MemoryQuota, RpcError, Session, SharedSession};
 use tokio::sync::{Notify, watch};
 
 use super::Dialect;
@@ -21,6 +22,7 @@ use crate::handshake::peer_identity::PeerIdentity;
 use crate::serve::access_record::{AccessRecord, log_fault};
 use crate::serve::authorization::AuthorizedClient;
 use crate::serve::connection::{Connection, LINGER, SessionRequest, drain_and_close, log_eviction, log_refusal};
+use crate::serve::further_servers::OnwardServer as _;
 use crate::serve::mailbox::{Command, EndOfSession};
 use crate::serve::stall_timeouts::StallTimeouts;
 use crate::wire_limits::WireLimits;
@@ -84,9 +86,24 @@ impl SessionSource for DialectClient {
         let entry = self.connection.entry.clone();
         entry.served.store(true, Ordering::Relaxed);
         let timeouts = StallTimeouts::new(&server.options.stall_limits(), clock::now());
-        let end = Arc::new(EndOfSession(self.connection.mailbox.clone()));
-        let end_watch = session.ended().reply().deliver_to(end, 0);
+        let end_watch = self.watch_end(&session);
         Ok((OpenedSession { session, end_watch, share: Box::new((unproven, slot, entry)) }, timeouts))
+    }
+
+    async fn connect_onward(&self, target: &str, key: &str) -> Result<Session, RpcError> {
+        let Connection { server, open_files, .. } = &self.connection;
+        self.connection.check_descriptors()?;
+        self.connection.takes_sessions()?;
+        self.security.may_use(self.served.identity.name(), key)?;
+        let session = server.connect_onward(&[], &self.served, (target, key), server.options.keep_alive, open_files);
+        let session = session.await?;
+        tracing::debug!(peer = self.connection.peer, target, "forwarded");
+        Ok(session)
+    }
+
+    fn watch_end(&self, session: &SharedSession) -> Canceller {
+        let end = Arc::new(EndOfSession(self.connection.mailbox.clone()));
+        session.ended().reply().deliver_to(end, 0)
     }
 
     fn machine(&self) -> Machine {
