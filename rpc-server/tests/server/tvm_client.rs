@@ -167,9 +167,10 @@ fn tensors_are_allocated_copied_and_passed() {
     write(0, &[0; 8]).unwrap();
     write(6, &[0xf0, 0x3f]).unwrap();
     write(8, &[]).unwrap();
-    let echo = function(&session, "testing.echo");
-    let same: RemoteTensor = echo.call((&scalar,)).wait().unwrap();
-    assert_eq!(session.copy_from_remote(&same).wait().unwrap(), 1_f64.to_le_bytes()[..]);
+    for echo in ["testing.echo", "rpc.echo"] {
+        let same: RemoteTensor = function(&session, echo).call((&scalar,)).wait().unwrap();
+        assert_eq!(session.copy_from_remote(&same).wait().unwrap(), 1_f64.to_le_bytes()[..]);
+    }
     // A view that a function returns begins where it should, and ends there.
     let tail: RemoteTensor = function(&session, "tail").call(()).wait().unwrap();
     assert_eq!(session.copy_from_remote(&tail).wait().unwrap(), [3.0_f32, 4.0].map(f32::to_le_bytes).concat());
@@ -670,7 +671,9 @@ fn files_are_sent_fetched_and_removed() {
     names.sort_unstable();
     assert_eq!(names, ["empty", "models"]);
     assert_eq!(files.ls("models").wait().unwrap()[0].name, "models/a.bin");
+    assert_eq!(files.folders().wait().unwrap(), ["models"]);
     files.rm("models/a.bin").wait().unwrap();
+    assert_eq!(kind_of(files.rm("models/a.bin").wait()), ErrorKind::NotFound);
     assert!(files.get("models/a.bin", &mut copy).wait().is_err());
     for outside in ["../x", "/etc/passwd"] {
         assert_eq!(kind_of(files.put_bytes(outside, "x").wait()), ErrorKind::InvalidArgument);
@@ -764,6 +767,9 @@ fn the_server_of_tvm_itself_is_used() {
     files.get("kernels.so", &mut copy).wait().unwrap();
     assert!(copy == code);
     assert_eq!(kind_of(files.ls("").wait()), ErrorKind::Unsupported);
+    assert_eq!(kind_of(files.folders().wait()), ErrorKind::Unsupported);
+    files.rm("never-there").wait().unwrap();
+    assert_eq!(kind_of(function(&session, "rpc.echo").call::<Value>((&ones,)).wait()), ErrorKind::Unsupported);
     let digest = rpc_server::modules::hash(std::fs::File::open(environment.compile("kernels.c")).unwrap()).unwrap().0;
     let modules = Modules::new(&session);
     assert!(modules.upload_bytes(digest, code.clone()).wait().unwrap());

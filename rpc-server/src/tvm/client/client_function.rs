@@ -14,6 +14,7 @@ pub(super) enum ClientFunction {
     OpenFile,
     ReadFile,
     ListFiles,
+    ListFolders,
     RemoveFile,
     SetExecutable,
     FindModule,
@@ -22,7 +23,7 @@ pub(super) enum ClientFunction {
     CommitModule,
 }
 
-const FUNCTIONS: [(ClientFunction, &str); 16] = [
+const FUNCTIONS: [(ClientFunction, &str); 17] = [
     (ClientFunction::Echo, "rpc.echo"),
     (ClientFunction::Info, "rpc.info"),
     (ClientFunction::Functions, "rpc.functions"),
@@ -33,6 +34,7 @@ const FUNCTIONS: [(ClientFunction, &str); 16] = [
     (ClientFunction::OpenFile, "rpc.file.open"),
     (ClientFunction::ReadFile, "rpc.file.read"),
     (ClientFunction::ListFiles, "rpc.file.ls"),
+    (ClientFunction::ListFolders, "rpc.file.folders"),
     (ClientFunction::RemoveFile, "rpc.file.rm"),
     (ClientFunction::SetExecutable, "rpc.file.set_executable"),
     (ClientFunction::FindModule, "rpc.module.find"),

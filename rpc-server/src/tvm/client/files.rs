@@ -12,7 +12,7 @@ use rpc_tvm::wire::{CallResult, Expected, Request, ServerReply, Text, WireValue}
 use super::arguments::Args;
 use super::link::Frame;
 use super::objects::{Held, other_kind};
-use super::server_calls::{call, server_function, unexpected};
+use super::server_calls::{call, optional_function, server_function, unexpected, with_kind};
 use super::state::ClientCore;
 use super::upload::{Target, Upload};
 use super::values::{ObjectKind, Received, checked_name};
@@ -146,9 +146,25 @@ fn charge_of_list(folder: &Text, names: &Text) -> u64 {
     2 * (count * (folder.len() + size_of::<FileEntry>()) as u64 + names.len() as u64)
 }
 
-/// `rpc.file.rm(path)`.
+/// `rpc.file.folders()`, of servers of this project. TVM's protocol has no form for structures,
+/// which arrive as bytes.
+pub(super) async fn list_folders(core: &ClientCore) -> Outcome {
+    let Some(function) = optional_function(core, "rpc.file.folders").await? else {
+        return Err(RpcError::unsupported("a server of TVM does not list folders"));
+    };
+    match call(core, function, Vec::new()).await.map_err(with_kind)? {
+        CallResult::Bytes(folders) => Ok(Value::Packed(Packed::from_bytes(folders))),
+        _ => Err(unexpected("a list of folders")),
+    }
+}
+
+/// `rpc.file.rm(path)`. A server of TVM says nothing of a file that is not there; one of this
+/// project has a function that does.
 pub(super) async fn remove(core: &ClientCore, args: &mut Args) -> Outcome {
     let path = checked_path(args.text()?)?;
+    if let Some(function) = optional_function(core, "rpc.file.rm").await? {
+        return call(core, function, vec![WireValue::Str(path)]).await.map(|_| Value::Null).map_err(with_kind);
+    }
     let function = server_function(core, "tvm.rpc.server.remove").await?;
     call(core, function, vec![WireValue::Str(path)]).await.map(|_| Value::Null)
 }

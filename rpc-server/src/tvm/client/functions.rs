@@ -6,13 +6,14 @@ use std::sync::Arc;
 
 use rpc_core::reply::Outcome;
 use rpc_core::{Device, RpcError, Value};
-use rpc_tvm::wire::Request;
+use rpc_tvm::wire::{Request, ServerReply};
 
 use super::arguments::Args;
 use super::client_function::ClientFunction;
 use super::link::Frame;
+use super::server_calls::{optional_function, unexpected};
 use super::state::ClientCore;
-use super::{files, info, measure};
+use super::{files, info, measure, values};
 
 /// Calls the function for the request `id`.
 pub(super) async fn call(function: ClientFunction, core: &Arc<ClientCore>, id: u64, args: Vec<Value>) -> Outcome {
@@ -21,7 +22,7 @@ pub(super) async fn call(function: ClientFunction, core: &Arc<ClientCore>, id: u
         ClientFunction::Echo => {
             let value = args.optional().unwrap_or_default();
             if value.may_hold_objects() {
-                return Err(RpcError::unsupported("rpc.echo returns no objects at a server of TVM"));
+                return echo_objects(core, value).await;
             }
             // One trip to the server and back.
             let asked = Request::Attribute { device: Device::cpu(), kind: 0 };
@@ -36,10 +37,25 @@ pub(super) async fn call(function: ClientFunction, core: &Arc<ClientCore>, id: u
         ClientFunction::OpenFile => files::open(core, args).await,
         ClientFunction::ReadFile => files::read(core, args),
         ClientFunction::ListFiles => files::list(core, args).await,
+        ClientFunction::ListFolders => files::list_folders(core).await,
         ClientFunction::RemoveFile => files::remove(core, args).await,
         // The protocol has no permissions, and servers of TVM load libraries without.
         ClientFunction::SetExecutable => Ok(Value::Null),
         ClientFunction::FindModule => files::find_module(core, args),
         ClientFunction::BeginUpload => files::begin_module(core, args),
+    }
+}
+
+/// Returns a value with objects by the server's own `rpc.echo`, which gives them new handles.
+/// Servers of this project have it.
+async fn echo_objects(core: &Arc<ClientCore>, value: Value) -> Outcome {
+    let Some(echo) = optional_function(core, "rpc.echo").await? else {
+        let text = "rpc.echo returns no objects at a server of TVM, which cannot send arguments back";
+        return Err(RpcError::unsupported(text));
+    };
+    let frame = core.call_frame(echo, vec![value])?;
+    match core.link.ask(frame).await? {
+        ServerReply::Call(result) => core.keep(values::received(result)?),
+        _ => Err(unexpected("the result of a call")),
     }
 }

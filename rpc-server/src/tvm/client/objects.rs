@@ -108,8 +108,8 @@ pub(super) struct Objects {
     current_streams: HashMap<Device, u64>,
     /// Paths of modules that were uploaded, by their digests.
     pub(super) modules: HashMap<String, String>,
-    /// Handles of the server's own functions, by their names.
-    pub(super) functions: HashMap<&'static str, u64>,
+    /// Handles of the server's own functions, by their names; none of those that it lacks.
+    pub(super) functions: HashMap<&'static str, Option<u64>>,
 }
 
 impl Objects {

@@ -67,19 +67,39 @@ impl ClientCore {
 ///
 /// [`ErrorKind::Unsupported`] if the server does not have it.
 pub(super) async fn server_function(core: &ClientCore, name: &'static str) -> Result<u64, RpcError> {
-    if let Some(handle) = core.objects.lock().functions.get(name) {
-        return Ok(*handle);
+    let found = optional_function(core, name).await?;
+    found.ok_or_else(|| RpcError::new(ErrorKind::Unsupported, format!("the server has no function '{name}'")))
+}
+
+/// Returns the handle of one of the server's own functions, which is kept for the session; `None`
+/// if the server does not have it.
+pub(super) async fn optional_function(core: &ClientCore, name: &'static str) -> Result<Option<u64>, RpcError> {
+    let known = core.objects.lock().functions.get(name).copied();
+    if let Some(found) = known {
+        return Ok(found);
     }
-    match core.link.ask(Frame::of(&Request::GetFunction { name: name.into() })).await? {
-        ServerReply::Value(WireValue::Pointer(handle)) if handle != 0 => {
-            core.objects.lock().functions.insert(name, handle);
-            Ok(handle)
-        }
-        ServerReply::Value(WireValue::Pointer(_) | WireValue::None) => {
-            Err(RpcError::new(ErrorKind::Unsupported, format!("the server has no function '{name}'")))
-        }
-        _ => Err(unexpected("the handle of a function")),
+    let found = match core.link.ask(Frame::of(&Request::GetFunction { name: name.into() })).await? {
+        ServerReply::Value(WireValue::Pointer(handle)) => Some(handle).filter(|handle| *handle != 0),
+        ServerReply::Value(WireValue::None) => None,
+        _ => return Err(unexpected("the handle of a function")),
+    };
+    core.objects.lock().functions.insert(name, found);
+    Ok(found)
+}
+
+/// Returns the error of a function that servers of this project alone have, with the kind by which
+/// their texts begin.
+pub(super) fn with_kind(error: RpcError) -> RpcError {
+    const KINDS: [ErrorKind; 4] =
+        [ErrorKind::NotFound, ErrorKind::InvalidArgument, ErrorKind::Refused, ErrorKind::LimitExceeded];
+    if error.kind() != ErrorKind::Application {
+        return error;
     }
+    let said = KINDS.into_iter().find_map(|kind| {
+        let text = error.message().strip_prefix(&format!("{kind}: "))?;
+        Some(RpcError::new(kind, text.to_owned()).may_have_run(error.request_may_have_run()))
+    });
+    said.unwrap_or(error)
 }
 
 /// Calls a function of the server by its handle.
