@@ -4,8 +4,10 @@ whose own choice of a port begins at a fixed one.
     python tvm_server.py
 """
 
+import os
 import socket
 import time
+from pathlib import Path
 
 import numpy as np
 import tvm
@@ -46,6 +48,14 @@ def total(tensor):
 @tvm_ffi.register_global_func("test.sleep")
 def sleep(seconds):
     time.sleep(seconds)
+
+
+@tvm_ffi.register_global_func("test.wait")
+def wait(path):
+    """Say that the call has begun by a file, and wait until that is removed."""
+    Path(path).touch()
+    while os.path.exists(path):
+        time.sleep(0.01)
 
 
 def main():

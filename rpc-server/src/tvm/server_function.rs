@@ -1,6 +1,11 @@
 //! The functions that clients of TVM expect at a server beside the registered ones: their names and
 //! handles.
 
+/// Size of packets that this server tells. Servers of TVM tell none, or that of a small buffer. So
+/// it also says to clients of this project that requests may be on the wire before earlier ones are
+/// answered: the server survives a client that vanishes meanwhile.
+pub(super) const UNLIMITED_PACKET: i64 = i64::MAX;
+
 /// A function that this server adds for clients of TVM. Its handle is a small number, which needs
 /// no memory and is never freed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

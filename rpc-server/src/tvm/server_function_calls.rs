@@ -8,7 +8,7 @@ use rpc_tvm::wire::{CallResult, ResultKind, WireValue};
 
 use super::args::Args;
 use super::measurements;
-use super::server_function::ServerFunction;
+use super::server_function::{ServerFunction, UNLIMITED_PACKET};
 use super::session::{Held, TvmSession};
 
 /// Calls a function of the server.
@@ -71,7 +71,7 @@ pub(super) async fn call(
         ServerFunction::MaxPacketSize => {
             args.finish()?;
             // Copies are received in pieces whatever the size of their frames.
-            Ok(CallResult::Plain(WireValue::Int(i64::MAX)))
+            Ok(CallResult::Plain(WireValue::Int(UNLIMITED_PACKET)))
         }
         ServerFunction::TimeEvaluator => {
             let evaluator = measurements::time_evaluator(session, &mut args).await?;

@@ -423,9 +423,12 @@ fn find(session: &Session, name: &str) -> Result<RemoteFunction> {
     session.get_function(name).deadline(Instant::now() + LIMIT).wait()
 }
 
+/// Size of packets that servers of this project tell, which survive clients that vanish.
+const UNLIMITED: Option<i64> = Some(i64::MAX);
+
 #[test]
 fn requests_are_on_the_wire_before_earlier_ones_are_answered() {
-    let (address, board) = Board::begun(None, |mut board| {
+    let (address, board) = Board::begun(UNLIMITED, |mut board| {
         let asked: Vec<_> = (0..3).map(|_| board.request().unwrap()).collect();
         for handle in 1..=3 {
             board.value(WireValue::Pointer(handle));
@@ -451,7 +454,7 @@ fn requests_are_on_the_wire_before_earlier_ones_are_answered() {
 
 #[test]
 fn data_wait_for_a_call_and_are_not_sent_if_their_caller_is_gone() {
-    let (address, board) = Board::begun(None, |mut board| {
+    let (address, board) = Board::begun(UNLIMITED, |mut board| {
         assert!(matches!(board.request(), Some(wire::Request::Alloc { .. })));
         board.value(WireValue::Pointer(64));
         assert!(matches!(board.request(), Some(wire::Request::GetFunction { .. })));
@@ -475,11 +478,54 @@ fn data_wait_for_a_call_and_are_not_sent_if_their_caller_is_gone() {
     board.join().unwrap();
 }
 
+/// A server of TVM fails for good at the second answer that nobody takes, and so if the program of
+/// its client ends while two requests are unanswered.
+#[test]
+fn a_server_of_tvm_has_one_request_at_a_time() {
+    let (begun, has_begun) = tokio::sync::oneshot::channel();
+    let (go_on, goes_on) = std::sync::mpsc::channel();
+    let mut begun = Some(begun);
+    let (address, board) = Board::begun(None, move |mut board| {
+        let mut named = |name: &str, handle| {
+            let Some(wire::Request::GetFunction { name: asked }) = board.request() else { panic!("a look-up") };
+            assert_eq!(asked.as_str(), name);
+            if let Some(begun) = begun.take() {
+                begun.send(()).unwrap();
+                goes_on.recv().unwrap();
+            }
+            board.value(WireValue::Pointer(handle));
+        };
+        named("first", 8);
+        named("third", 16);
+        let Some(wire::Request::Call { function: 8, .. }) = board.request() else { panic!("a call") };
+        // Neither the end of an object nor that of the session waits for the call.
+        assert_eq!(board.request(), Some(wire::Request::Shutdown));
+    });
+    let session = connect(&address).unwrap();
+    let first = session.get_function("first").deadline(Instant::now() + LIMIT).start();
+    has_begun.blocking_recv().unwrap();
+    // Time in which it would have been sent.
+    let second = session.get_function("second").deadline(Instant::now() + Duration::from_millis(50)).wait();
+    let error = second.unwrap_err();
+    assert!(error.kind() == ErrorKind::DeadlineExceeded && !error.request_may_have_run(), "{error}");
+    let third = session.get_function("third").deadline(Instant::now() + LIMIT).start();
+    go_on.send(()).unwrap();
+    let (first, third) = (first.wait().unwrap(), third.wait().unwrap());
+    // On a busy machine the time may be over before it is sent.
+    let mut limit = Duration::from_millis(50);
+    while !first.call::<()>(()).deadline(Instant::now() + limit).wait().unwrap_err().request_may_have_run() {
+        limit *= 2;
+    }
+    drop((first, third));
+    session.shutdown().deadline(Instant::now() + LIMIT).wait().unwrap();
+    board.join().unwrap();
+}
+
 /// A server of TVM whose answers nobody takes stops for good.
 #[test]
 fn what_is_unanswered_at_the_end_is_taken() {
     let (begun, has_begun) = tokio::sync::oneshot::channel();
-    let (address, board) = Board::begun(None, move |mut board| {
+    let (address, board) = Board::begun(UNLIMITED, move |mut board| {
         assert!(matches!(board.request(), Some(wire::Request::GetFunction { .. })));
         board.value(WireValue::Pointer(8));
         for _ in 0..2 {
@@ -720,6 +766,7 @@ fn the_server_of_tvm_itself_is_used() {
     }
     let packages = environment.library().ancestors().nth(3).unwrap().to_owned();
     let (_server, address) = StockServer::start(&packages);
+    let folder = tempfile::tempdir().unwrap();
     let session = connector().handshake_timeout(LIMIT).connect_blocking(&address).unwrap();
     // The server is used and left in good order below, and serves one session after the other.
     assert_eq!(function(&session, "test.add").call::<i64>((40_i64, 2_i64)).wait().unwrap(), 42);
@@ -804,6 +851,24 @@ fn the_server_of_tvm_itself_is_used() {
     let session = connect();
     assert_eq!(function(&session, "test.add").call::<i64>((1_i64, 2_i64)).wait().unwrap(), 3);
     session.shutdown().wait().unwrap();
+    // A program is killed that has asked for more than the call that runs.
+    let begun = folder.path().join("begun");
+    let mut program = Command::new(std::env::current_exe().unwrap());
+    program.args(["--exact", "tvm_client::a_program_that_is_killed"]);
+    let mut program = program.env(AT, &address).env(BEGUN, &begun).stdout(Stdio::null()).spawn().unwrap();
+    let start = Instant::now();
+    while !begun.exists() {
+        assert!(start.elapsed() < LIMIT && program.try_wait().unwrap().is_none(), "the program has not called");
+        thread::sleep(Duration::from_millis(1));
+    }
+    // Time in which what follows the call is sent.
+    thread::sleep(Duration::from_millis(50));
+    program.kill().unwrap();
+    program.wait().unwrap();
+    std::fs::remove_file(&begun).unwrap();
+    let session = connect();
+    assert_eq!(function(&session, "test.add").call::<i64>((3_i64, 2_i64)).wait().unwrap(), 5);
+    session.shutdown().wait().unwrap();
     // Chains of servers: of ours and TVM's, in either order.
     let ours = Fixture::new();
     let behind = |first: &str, second: &str| format!("{first}?then={}", second.strip_prefix("tvm://").unwrap());
@@ -821,6 +886,22 @@ fn the_server_of_tvm_itself_is_used() {
     let nowhere = connector().handshake_timeout(LIMIT).connect_blocking(&behind(&address, "tvm://127.0.0.1:1"));
     let error = nowhere.unwrap_err().into_rpc_error();
     assert!(error.kind() == ErrorKind::Refused && error.message().contains("the one behind it"), "{error}");
+}
+
+/// Environment variables of a program that is killed: the server's address, and the file by which
+/// the server says that the call has begun.
+const AT: &str = "RPC_TESTS_KILLED_AT";
+const BEGUN: &str = "RPC_TESTS_KILLED_BEGUN";
+
+/// The program that `the_server_of_tvm_itself_is_used` kills. Does nothing as a test.
+#[test]
+fn a_program_that_is_killed() {
+    let (Ok(address), Ok(begun)) = (std::env::var(AT), std::env::var(BEGUN)) else { return };
+    let session = connector().handshake_timeout(LIMIT).connect_blocking(&address).unwrap();
+    let (wait, add) = (function(&session, "test.wait"), function(&session, "test.add"));
+    let _call = wait.call::<()>((begun,)).start();
+    let _further: Vec<_> = (0..10).map(|_| add.call::<i64>((1_i64, 1_i64)).start()).collect();
+    thread::sleep(LIMIT);
 }
 
 fn current_thread() -> Runtime {

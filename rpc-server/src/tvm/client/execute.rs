@@ -41,7 +41,7 @@ pub(super) async fn execute(core: &Arc<ClientCore>) -> RpcError {
                     // It may have been freed by a request meanwhile.
                     let removed = core.objects.lock().remove(handle);
                     if let Ok((held, was_current)) = removed {
-                        core.leave_stream(was_current);
+                        core.leave_stream(was_current).await;
                         core.free(&held);
                     }
                 }
@@ -76,10 +76,10 @@ impl ClientCore {
             Operation::Read { from, offset, len, into: _ } => self.read(id, &from, offset, len).await,
             Operation::Copy { from, to } => self.copy(id, &from, &to).await,
             Operation::Free { handle } => {
-                // From here on nothing waits, so that what is removed is freed.
+                // From here on nobody's end stops the request, so that what is removed is freed.
                 self.room(id, SMALL).await?;
                 let (held, was_current) = self.objects.lock().remove(handle)?;
-                self.leave_stream(was_current);
+                self.leave_stream(was_current).await;
                 match held.freeing() {
                     Some(request) => self.send_at_once(id, &request, |_, _| Ok(Value::Null)),
                     None => self.complete(id, Ok(Value::Null)),

@@ -13,8 +13,9 @@ use rpc_tvm::wire::{
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::runtime;
 
+use super::super::server_function::UNLIMITED_PACKET;
 use super::farewell::leave;
-use super::link::lost;
+use super::link::{Link, lost};
 use super::objects::Objects;
 use super::session::TvmClientSession;
 use super::state::ClientCore;
@@ -53,7 +54,10 @@ pub(super) async fn begin(channel: Channel, terms: Terms<'_>) -> Result<TvmClien
     };
     let (wire, key, max_packet) = begun?;
     let objects = Objects::new(terms.memory.clone())?;
-    let core = ClientCore::new(terms.peer, key, terms.max_message, max_packet, terms.memory, objects);
+    // The one behind the first server of a chain says nothing of that.
+    let survives_clients = terms.constructor.is_empty() && max_packet == UNLIMITED_PACKET.unsigned_abs();
+    let link = Link::new(terms.memory.clone(), survives_clients)?;
+    let core = ClientCore::new(terms.peer, key, terms.max_message, max_packet, terms.memory, link, objects);
     let (io, guard) = connection.into_parts();
     Ok(TvmClientSession::spawn(core, io, wire, guard))
 }

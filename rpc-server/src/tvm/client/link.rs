@@ -1,10 +1,11 @@
 //! The connection to a server: frames in their order, the replies to them, and the bytes of both.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 
 use bytes::{Bytes, BytesMut};
 use parking_lot::Mutex;
-use rpc_core::limits::MemoryLease;
+use rpc_core::limits::{MemoryLease, MemoryQuota};
 use rpc_core::{Device, ErrorKind, RpcError};
 use rpc_tvm::wire::{Expected, Request, ServerReply};
 use tokio::io::{AsyncWrite, AsyncWriteExt as _};
@@ -18,8 +19,14 @@ const WINDOW: u64 = 4 << 20;
 /// given up as if its peer were gone: these fit the buffers of any kernel.
 const WINDOW_BEHIND_LONG: u64 = 32 << 10;
 
-/// Number of requests that may be unanswered.
+/// Number of requests that may be unanswered at a server that survives the end of its client.
 const MAX_UNANSWERED: usize = 1024;
+
+/// Length in bytes up to which frames are charged as a whole, when the session begins.
+const SMALL: u64 = 512;
+
+/// Bytes that a small frame is charged with: the frame, and its place in lists.
+const CHARGE_OF_SMALL: u64 = 2 * SMALL;
 
 /// Length up to which parts of frames are gathered into one write.
 const GATHERED: usize = 16 << 10;
@@ -57,9 +64,13 @@ impl Frame {
 }
 
 /// Requests and replies of a connection. The server answers in the order of the requests.
-#[derive(Default)]
 pub(super) struct Link {
     state: Mutex<LinkState>,
+    memory: Arc<MemoryQuota>,
+    /// Number of requests that may be unanswered.
+    max_unanswered: usize,
+    #[allow(dead_code, reason = "held for its drop")]
+    small_frames: MemoryLease,
     /// Wakes the writer.
     output: Notify,
     /// Wakes the one that waits for room, or for the end of all requests.
@@ -91,11 +102,26 @@ struct Unanswered {
 }
 
 impl Link {
+    /// Creates the link of a connection after its handshake. A server of TVM whose client has
+    /// vanished fails for good as it sends a second answer. So one request at a time is unanswered
+    /// there, and many are at a server that `survives_clients`.
+    ///
+    /// # Errors
+    ///
+    /// There is no memory left for the frames.
+    pub(super) fn new(memory: Arc<MemoryQuota>, survives_clients: bool) -> Result<Self, RpcError> {
+        let max_unanswered = if survives_clients { MAX_UNANSWERED } else { 1 };
+        // Some frames do not wait for room: those that free what no caller has got.
+        let small_frames = memory.reserve((max_unanswered as u64 + 1) * CHARGE_OF_SMALL)?;
+        let (state, output, progress) = (Mutex::default(), Notify::new(), Notify::new());
+        Ok(Self { state, memory, max_unanswered, small_frames, output, progress })
+    }
+
     /// Waits until a frame of `len` bytes may be sent.
     pub(super) async fn room(&self, len: u64) {
         loop {
             let progress = self.progress.notified();
-            if self.state.lock().has_room(len) {
+            if self.state.lock().has_room(len, self.max_unanswered) {
                 return;
             }
             progress.await;
@@ -113,9 +139,18 @@ impl Link {
         }
     }
 
-    /// Sends a frame. `then` takes the reply.
-    pub(super) fn send(&self, frame: Frame, then: impl FnOnce(Result<ServerReply, RpcError>) + Send + 'static) {
+    /// Sends a frame. `then` takes the reply, or the error that there is no memory for the frame.
+    /// Those of a fixed length are always sent.
+    pub(super) fn send(&self, mut frame: Frame, then: impl FnOnce(Result<ServerReply, RpcError>) + Send + 'static) {
         let len = frame.len();
+        // The data of a copy are those of the caller.
+        let own = frame.parts.first().map_or(0, |part| part.len() as u64);
+        if frame.lease.is_none() && own > SMALL {
+            match self.memory.reserve(own) {
+                Ok(lease) => frame.lease = Some(lease),
+                Err(error) => return then(Err(error)),
+            }
+        }
         let mut state = self.state.lock();
         if let Some(error) = &state.error {
             let error = error.clone();
@@ -215,9 +250,9 @@ impl Link {
 }
 
 impl LinkState {
-    fn has_room(&self, len: u64) -> bool {
+    fn has_room(&self, len: u64, max_unanswered: usize) -> bool {
         let window = if self.long > 0 { WINDOW_BEHIND_LONG } else { WINDOW };
-        let fits = self.bytes.max(self.unwritten) + len <= window && self.unanswered.len() < MAX_UNANSWERED;
+        let fits = self.bytes.max(self.unwritten) + len <= window && self.unanswered.len() < max_unanswered;
         fits || (self.unanswered.is_empty() && self.unwritten == 0) || self.error.is_some()
     }
 }

@@ -64,8 +64,8 @@ impl SessionOpener for TvmOpener {
     }
 
     fn canonical(&self, at: &Address) -> Result<Address, AddressError> {
-        // An operator allows a server, whatever the time that its clients want; and each chain by
-        // itself, since the servers behind the first one are dialled by that one, which asks nobody.
+        // An operator allows a server, whatever the time that its clients want. Each chain needs a
+        // word of its own, since a server of TVM dials the one behind it without asking anybody.
         let (host, port) = at.host_and_port().unwrap_or_default();
         let bare = Address::at_host(SCHEME, host, port)?;
         let bare = at.key().map_or(Ok(bare.clone()), |key| bare.with_key(key))?;

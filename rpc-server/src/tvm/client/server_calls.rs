@@ -20,10 +20,11 @@ pub(super) fn unexpected(expected: &str) -> RpcError {
 
 impl ClientCore {
     /// Makes the default stream the current one of a device whose current stream is about to be
-    /// freed. The server would go on with that one.
-    pub(super) fn leave_stream(&self, device: Option<Device>) {
+    /// freed. The server would go on with that one. There is room for another frame behind it.
+    pub(super) async fn leave_stream(&self, device: Option<Device>) {
         if let Some(device) = device {
             self.link.send(Frame::of(&Request::SetStream { device, stream: 0 }), |_| {});
+            self.link.room(0).await;
         }
     }
 
@@ -97,7 +98,7 @@ pub(super) fn with_kind(error: RpcError) -> RpcError {
     }
     let said = KINDS.into_iter().find_map(|kind| {
         let text = error.message().strip_prefix(&format!("{kind}: "))?;
-        Some(RpcError::new(kind, text.to_owned()).may_have_run(error.request_may_have_run()))
+        Some(RpcError::new(kind, text.to_owned()).may_have_run(error.request_may_have_run()).from_next_hop())
     });
     said.unwrap_or(error)
 }

@@ -97,6 +97,7 @@ impl ClientCore {
         max_message: u64,
         max_packet: u64,
         memory: Arc<MemoryQuota>,
+        link: Link,
         objects: Objects,
     ) -> Self {
         Self {
@@ -105,7 +106,7 @@ impl ClientCore {
             max_message,
             max_packet,
             memory,
-            link: Link::default(),
+            link,
             objects: Mutex::new(objects),
             queue: Mutex::default(),
             queued: Notify::new(),
@@ -188,22 +189,41 @@ impl ClientCore {
     /// before that have been taken.
     pub(super) async fn next(&self) -> Option<(u64, Operation)> {
         loop {
-            let queued = self.queued.notified();
-            let is_empty = {
-                let queue = self.queue.lock();
+            let (queued, gone) = (self.queued.notified(), self.gone.notified());
+            let (is_empty, shutdown) = {
+                let mut queue = self.queue.lock();
                 if queue.waiting.is_empty() && queue.is_dropped {
                     return None;
                 }
-                queue.waiting.is_empty()
+                let shutdown = queue.awaited_shutdown();
+                if shutdown == Some(0) {
+                    // It knows how long to wait for what is unanswered.
+                    return queue.waiting.pop_front();
+                }
+                (queue.waiting.is_empty(), shutdown)
             };
             if is_empty {
                 queued.await;
                 continue;
             }
+            let limit = if shutdown.is_some() { FAREWELL } else { Duration::MAX };
             // A request that waits for room can be cancelled.
-            self.link.room(0).await;
-            if let Some(next) = self.queue.lock().waiting.pop_front() {
-                return Some(next);
+            tokio::select! {
+                biased;
+                () = self.link.room(0) => {
+                    let next = self.queue.lock().waiting.pop_front();
+                    if next.is_some() {
+                        return next;
+                    }
+                }
+                () = gone => {}
+                () = tokio::time::sleep(limit) => {
+                    // Objects that are not freed end with the session.
+                    let mut queue = self.queue.lock();
+                    if let Some(at) = queue.awaited_shutdown() {
+                        return queue.waiting.remove(at);
+                    }
+                }
             }
         }
     }
@@ -345,6 +365,16 @@ impl ClientCore {
 }
 
 impl Queue {
+    /// Returns the place of a shutdown among the requests that wait, if objects alone are to be
+    /// freed before it, and nobody waits for anything else.
+    fn awaited_shutdown(&self) -> Option<usize> {
+        let is_release = |operation: &Operation| matches!(operation, Operation::Release { .. });
+        let at = self.waiting.iter().position(|(_, operation)| !is_release(operation))?;
+        let (id, operation) = &self.waiting[at];
+        let is_awaited = matches!(operation, Operation::Shutdown) && self.live.keys().all(|live| live == id);
+        is_awaited.then_some(at)
+    }
+
     fn is_abandoned(&self) -> bool {
         self.is_dropped && self.live.values().all(|live| live.is_cancelled)
     }
