@@ -12,7 +12,8 @@
 //! everything that was taken has been worked on.
 //!
 //! Clients of TVM have floods of their own: each request of their protocol, and each function that
-//! the server has for them. So have servers and clients of TVM at a tracker.
+//! the server has for them. So have servers and clients of TVM at a tracker, and clients of a hop
+//! behind which a server of TVM lies.
 //!
 //! The commands of Disco, and the functions that only its workers can call, have floods of their
 //! own in `disco/src/node/flood_tests.rs`.
@@ -25,6 +26,7 @@ mod disco_recipes;
 mod peer;
 mod recipes;
 mod tvm_floods;
+mod tvm_liars;
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -40,7 +42,9 @@ use allocator::{held_bytes, peak_bytes, reset_peak};
 use peer::{Peer, Written, header_of};
 use recipes::{Answer, Flood, Recipe};
 use rpc_tvm::wire::FrameCode;
+use rpc_tvm::wire::WireValue;
 use tvm_floods::Frames;
+use tvm_liars::Lie;
 
 const MIB: u64 = 1 << 20;
 
@@ -109,6 +113,7 @@ impl Fixture {
             allow_modules: true,
             allow_disco: Some(true),
             allow_listen: vec!["tcp://127.0.0.1:*".into()],
+            allow_forward: vec!["tvm://127.0.0.1:*".into()],
             tvm: true,
             ..ServeConfig::default()
         };
@@ -142,7 +147,12 @@ impl Fixture {
     /// The first request of the flood is not answered as the recipe says, or the server ends the
     /// connection although the recipe keeps to the protocol and the client to its credit.
     fn flood(&mut self, name: &str, make: impl FnOnce(&mut Peer) -> Recipe) {
-        let mut peer = Peer::connect(&self.socket());
+        self.flood_from(name, Peer::connect(&self.socket()), make);
+        self.settle(name);
+    }
+
+    /// Floods the server as this peer, as [`flood`](Self::flood) does.
+    fn flood_from(&mut self, name: &str, mut peer: Peer, make: impl FnOnce(&mut Peer) -> Recipe) {
         let Recipe { mut frames, answer } = make(&mut peer);
         if !matches!(answer, Answer::EndsConnection | Answer::NoRequest) {
             let frame = frames(&mut peer, 1);
@@ -164,8 +174,6 @@ impl Fixture {
         let FloodProgress { number, sent, written, .. } = flood;
         let what = format!("{sent} bytes sent in {number} frames, {within_credit} within the credit: {written:?}");
         self.record(name, before, &what);
-        drop((peer, frames));
-        self.settle(name);
     }
 
     /// Records what the server has held at most since it held `before` bytes.
@@ -179,7 +187,25 @@ impl Fixture {
 
     /// Floods the server as a client of TVM. Records what it held.
     fn flood_by_tvm(&mut self, name: &str, make: impl FnOnce(&mut Peer) -> Frames) {
-        self.flood_as(name, Peer::connect_by_tvm(&self.socket()), make);
+        self.flood_as(name, Peer::connect_by_tvm(&self.socket(), Vec::new()), make);
+        self.settle(name);
+    }
+
+    /// Floods a server of TVM that lies, by a native client behind the hop that the server here is,
+    /// and by a client of TVM. Records what the hop held.
+    fn flood_liar(&mut self, lie: Lie) {
+        let (name, liar) = (format!("{lie:?} of TVM's server behind a hop"), lie.start());
+        let peer = Peer::connect_through(&self.socket(), vec![format!("tvm://{}", liar.at)]);
+        self.flood_from(&name, peer, |peer| lie.flood(peer));
+        liar.stop();
+        self.settle(&name);
+        let (name, liar) = (format!("{lie:?} of TVM's server in a chain"), lie.start());
+        let (host, port) = (liar.at.ip().to_string(), WireValue::Int(liar.at.port().into()));
+        let stop = vec!["rpc.Connect".into(), host.as_str().into(), port, "".into(), WireValue::Bool(false)];
+        let peer = Peer::connect_by_tvm(&self.socket(), stop);
+        self.flood_as(&name, peer, |peer| lie.flood_by_tvm(peer));
+        liar.stop();
+        self.settle(&name);
     }
 
     /// Floods the server as this peer. Records what it held.
@@ -200,8 +226,6 @@ impl Fixture {
         }
         wait_for_rest();
         self.record(name, before, &format!("{sent} bytes sent in {number} frames: {written:?}"));
-        drop((peer, frames));
-        self.settle(name);
     }
 
     /// Waits until the memory of the last session is free again.
@@ -321,6 +345,9 @@ fn a_client_that_reads_nothing_makes_its_server_hold_no_more_than_the_limits_say
     fixture.flood_by_tvm("lists that TVM's client names", tvm_floods::of_named_lists);
     fixture.flood_by_tvm("TVM's empty frames", tvm_floods::of_empty_frames);
     fixture.flood_by_tvm("an endless frame of TVM", tvm_floods::of_an_endless_frame);
+    for lie in Lie::ALL {
+        fixture.flood_liar(lie);
+    }
     assert!(fixture.findings.is_empty(), "the limits admit {}:\n{}", QUOTA + CONSTANT, fixture.findings.join("\n"));
     running.stop();
     drop((running, fixture));
@@ -329,6 +356,7 @@ fn a_client_that_reads_nothing_makes_its_server_hold_no_more_than_the_limits_say
     let flood_tracker = |fixture: &mut Fixture, name: &str| {
         let peer = Peer::connect_by_tvm_tracker(&fixture.socket());
         fixture.flood_as(&format!("TVM's {name}"), peer, |peer| tvm_floods::at_a_tracker(name, peer));
+        fixture.settle(name);
     };
     // The first registrations begin histories, which stay.
     fixture.idle = held_bytes() + 16 * MIB as usize;

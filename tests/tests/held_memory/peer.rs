@@ -56,12 +56,18 @@ pub(crate) enum Written {
 impl Peer {
     /// Connects, and opens a session. The peer promises to take replies of any size.
     pub(crate) fn connect(path: &Path) -> Self {
+        Self::connect_through(path, Vec::new())
+    }
+
+    /// Connects, and opens a session with the last of the servers behind the first one.
+    pub(crate) fn connect_through(path: &Path, forward: Vec<String>) -> Self {
         let stream = UnixStream::connect(path).unwrap();
         stream.set_read_timeout(Some(LIMIT)).unwrap();
         stream.set_write_timeout(Some(LIMIT)).unwrap();
         let mut peer = Self { stream, next: 1, window: 0, unread: vec![0; MAX_UNREAD], parsed: 0, has_ended: false };
         let mut hello = Hello::new(Role::Client);
         hello.identities = vec!["none".into()];
+        hello.forward = forward;
         hello.features = vec![SHARED_MEMORY.into()];
         (hello.window, hello.max_message, hello.chunk) = (1 << 40, 1 << 40, 1 << 20);
         let body = Packed::encode(&hello).unwrap();
@@ -78,7 +84,7 @@ impl Peer {
     }
 
     /// Connects as a client of TVM, and begins its session.
-    pub(crate) fn connect_by_tvm(path: &Path) -> Self {
+    pub(crate) fn connect_by_tvm(path: &Path, constructor: Vec<wire::WireValue>) -> Self {
         let stream = UnixStream::connect(path).unwrap();
         stream.set_read_timeout(Some(LIMIT)).unwrap();
         stream.set_write_timeout(Some(LIMIT)).unwrap();
@@ -88,7 +94,7 @@ impl Peer {
         let mut answer = vec![0; accepted.len()];
         peer.stream.read_exact(&mut answer).unwrap();
         assert_eq!(answer, accepted);
-        peer.tvm_ask(&wire::Request::Init { version: wire::PROTOCOL_VERSION.into(), constructor: Vec::new() });
+        peer.tvm_ask(&wire::Request::Init { version: wire::PROTOCOL_VERSION.into(), constructor });
         peer
     }
 

@@ -214,7 +214,7 @@ fn large() -> WireValue {
     WireValue::Bytes(vec![1; LARGE].into())
 }
 
-fn repeat(request: Request) -> Frames {
+pub(crate) fn repeat(request: Request) -> Frames {
     let frame: Arc<[u8]> = request.encode().into();
     Box::new(move |_| frame.to_vec())
 }
