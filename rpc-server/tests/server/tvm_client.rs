@@ -125,6 +125,8 @@ fn functions_are_called_with_values_of_every_kind() {
     ] {
         assert_eq!(echo.call::<Value>((value.clone(),)).wait().unwrap(), value);
     }
+    let typed = session.function::<(i64,), i64>("rpc.test.addone").wait().unwrap();
+    assert_eq!(typed.call((41,)).wait().unwrap(), 42);
     // Functions are results and arguments, and a list stays at the server.
     let adder: RemoteFunction = function(&session, "rpc.test.add_to_lhs").call((40_i64,)).wait().unwrap();
     assert_eq!(adder.call::<i64>((2_i64,)).wait().unwrap(), 42);

@@ -13,6 +13,8 @@ use std::thread;
 use std::time::Duration;
 
 use rpc_core::{DataType, Device, ErrorKind, Lane, RemoteTensor, Session};
+use rpc_server::RpcServer;
+use rpc_server::config::{Isolate, ServeConfig};
 use rpc_tests::forwarder::{ByteForwarder, Pipe, Random, UdpForwarder, Weather};
 use rpc_tests::functions;
 use rpc_tests::harness::{Form, on_thread};
@@ -440,6 +442,11 @@ impl Wire {
         ip(&format!("-n {} link set wire down", self.names.0[0])).unwrap();
     }
 
+    /// Takes the server off the wire: what the client sends vanishes.
+    fn pull_server(&self) {
+        ip(&format!("-n {} link set wire down", self.names.0[1])).unwrap();
+    }
+
     fn plug_in(&self) {
         ip(&format!("-n {} link set wire up", self.names.0[0])).unwrap();
     }
@@ -531,6 +538,49 @@ async fn a_long_outage_ends_the_session_on_both_sides(transport: Transport, _: F
     let again = wire.connect(&site).await;
     calls_are_right(&again, Form::Async, 3).await;
     assert_eq!(site.server.sessions(), 1);
+}
+
+/// TVM's protocol has no pings, and a server that runs a function reads nothing: the kernel looks
+/// after a server whose packets vanish, at an idle session and behind a call.
+#[test]
+fn a_server_of_tvm_whose_packets_vanish_is_noticed() {
+    peers::run(|| async {
+        let Some(wire) = Wire::new() else { return };
+        let serve = async {
+            let registry = rpc_core::Registry::new();
+            registry.add_async("never", std::future::pending::<()>);
+            let folder = tempfile::tempdir().unwrap();
+            let config = ServeConfig {
+                listen: vec![format!("tcp://{SERVER_IP}:0").parse().unwrap()],
+                workdir: folder.path().to_owned(),
+                isolate: Isolate::None,
+                tvm: true,
+                insecure: true,
+                ..ServeConfig::default()
+            };
+            (RpcServer::new(registry).config(config).start().await.unwrap(), folder)
+        };
+        let (server, _folder) = wire.server.run(serve).await;
+        let address = server.addresses()[0].to_string().replace("tcp://", "tvm://");
+        let connect = || {
+            // Given up after three times as long.
+            let connector =
+                peers::connector().transports(rpc_server::transports()).keep_alive(Duration::from_millis(500));
+            let address = address.clone();
+            wire.client.run(async move { soon("connect", connector.connect(&address)).await.unwrap() })
+        };
+        let (idle, busy) = (connect().await, connect().await);
+        let never = soon("get", busy.function::<(), ()>("never")).await.unwrap();
+        let call = never.call(()).start();
+        within(TIME_LIMIT, "the call runs", async || server.sessions() == 2).await;
+        wire.pull_server();
+        let call = async { soon("the call ends", call).await.unwrap_err() };
+        let (call, idle) = tokio::join!(call, async { soon("the silence is noticed", idle.ended()).await });
+        for ended in [call, idle] {
+            assert!(ended.ends_session(), "{ended}");
+            assert!(matches!(ended.kind(), ErrorKind::PeerSilent | ErrorKind::PeerLost), "{ended}");
+        }
+    });
 }
 
 /// The client's machine gets another address in the middle of a copy.
