@@ -7,10 +7,11 @@ use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use rpc_core::{DataType, Registry, Result, Tensor};
+use rpc_core::{DataType, ErrorKind, Registry, Result, Tensor};
 use rpc_server::config::{ConfigError, ServeConfig, ServeError, Span};
 use rpc_server::{RpcServer, Running, ServerProcess};
 use rpc_transports::Connector;
+use rustix::process::{Pid, Signal, kill_process};
 use tokio::runtime::Runtime;
 
 use crate::native_modules::tvm_ffi;
@@ -970,6 +971,125 @@ fn a_client_that_leaves_during_a_call_leaves_nothing_behind() {
     drop(client);
     fixture.has_sessions(0);
     fixture.runtime.block_on(fixture.running.idle());
+}
+
+/// Point at which a client is killed: its name, and what the client has done by then with a
+/// function that never returns, and with memory of [`KILLED_LEN`] bytes.
+type KillPoint = (&'static str, fn(&mut Client, u64, u64));
+
+const KILLED_LEN: i64 = 32 << 20;
+
+const KILL_POINTS: [KillPoint; 7] = [
+    ("in a request", |client, never, _| client.send(&call_frame(never, &[])[..15])),
+    ("in a call", |client, never, _| client.send(&call_frame(never, &[]))),
+    ("in a call, with more behind it", |client, never, data| {
+        client.send(&call_frame(never, &[]).repeat(3));
+        client.send(&copy_to_frame(&header(data, U8, &[KILLED_LEN], 0), &[1; 5000]));
+    }),
+    ("in a copy's header", |client, _, data| {
+        client.send(&copy_to_frame(&header(data, U8, &[KILLED_LEN], 0), &[1; 100])[..30]);
+    }),
+    ("in a copy's data", |client, _, data| {
+        let copy = copy_to_frame(&header(data, U8, &[KILLED_LEN], 0), &vec![1; KILLED_LEN as usize]);
+        client.send(&copy[..3 << 20]);
+    }),
+    ("in a copy from the server", |client, _, data| {
+        let header = header(data, U8, &[KILLED_LEN], 0);
+        client.send(&frame(COPY_FROM, &[&header[..], &KILLED_LEN.to_le_bytes()].concat()));
+        client.read(1 << 20);
+    }),
+    ("with answers that it has not read", |client, _, _| {
+        client.send(&frame(GET_FUNCTION, &sequence(&[text("testing.echo")])).repeat(100));
+    }),
+];
+
+#[test]
+fn a_client_that_is_killed_at_any_point_leaves_nothing_behind() {
+    let far = Fixture::new(|_| {});
+    let first = Fixture::new(|config| config.allow_forward = vec!["tvm://127.0.0.1:*".to_owned()]);
+    for (name, point) in KILL_POINTS {
+        for stops in [Vec::new(), stop(&far.address(), "")] {
+            let mut client = through(&first.address(), &stops);
+            let (never, data) = (client.function("never"), client.alloc(U8, &[KILLED_LEN]));
+            point(&mut client, never, data);
+            // The system closes the connections of a process that is killed.
+            drop(client);
+            first.has_sessions(0);
+            far.has_sessions(0);
+            let mut next = through(&first.address(), &stops);
+            assert_eq!(next.call_by_name("rpc.test.addone", &[int(1)]), Ok((1, int(2))), "{name}");
+        }
+    }
+    // Before there is a session.
+    let hello = [&0xff271_i32.to_le_bytes()[..], &7_i32.to_le_bytes(), b"client:", &init_frame(&[])].concat();
+    for len in [1, 4, 10, 15, 20, hello.len() - 1] {
+        let mut stream = TcpStream::connect(first.address().strip_prefix("tcp://").unwrap()).unwrap();
+        stream.write_all(&hello[..len]).unwrap();
+    }
+    first.has_sessions(0);
+    first.runtime.block_on(async {
+        first.running.idle().await;
+        far.running.idle().await;
+    });
+}
+
+/// Kills the processes that a server has started for its sessions.
+fn kill_sessions(server: u32) {
+    for process in std::fs::read_dir("/proc").unwrap().flatten() {
+        let Ok(stat) = std::fs::read_to_string(process.path().join("stat")) else { continue };
+        // The fields behind the name, which may have spaces: state, parent.
+        let parent = stat.rsplit_once(')').and_then(|(_, fields)| fields.split_whitespace().nth(1)?.parse().ok());
+        if parent == Some(server) {
+            let pid = Pid::from_raw(process.file_name().to_str().unwrap().parse().unwrap()).unwrap();
+            kill_process(pid, Signal::KILL).unwrap();
+        }
+    }
+}
+
+/// A server of its own process, which speaks TVM's protocol.
+fn server_process(folder: &Path, isolate: &str) -> ServerProcess {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_rpc-server"));
+    command.args(["serve", "--listen", "tcp://127.0.0.1:0", "--exit-with-stdin", "--log-level", "error", "--workdir"]);
+    command.arg(folder).args(["--tvm", "--tvm-self-test", "--isolate", isolate]);
+    ServerProcess::spawn(command).unwrap()
+}
+
+/// Each is killed while its clients wait: one of TVM, one of TVM in a chain, and one of this
+/// project.
+#[test]
+fn a_server_or_the_process_of_a_session_that_is_killed_is_an_error_to_its_clients() {
+    let folder = tempfile::tempdir().unwrap();
+    let first = Fixture::new(|config| config.allow_forward = vec!["tvm://127.0.0.1:*".to_owned()]);
+    let connector = Connector::new().transports(rpc_server::transports());
+    for kills_session in [false, true] {
+        let mut far = server_process(&folder.path().join(kills_session.to_string()), "process");
+        let mut direct = Client::connect(far.address(), "");
+        let mut chained = through(&first.address(), &stop(far.address(), ""));
+        let native = connector.connect_blocking(&far.address().replace("tcp://", "tvm://")).unwrap();
+        for client in [&mut direct, &mut chained] {
+            let sleep = client.function("rpc.sleep");
+            client.send(&call_frame(sleep, &[float(600.0)]));
+        }
+        let call = native.get_function("rpc.sleep").wait().unwrap().call::<()>((600.0,)).start();
+        if kills_session {
+            kill_sessions(far.id());
+            // A server that is left says why.
+            for client in [&mut direct, &mut chained] {
+                let error = client.reply().unwrap_err();
+                assert!(error.contains("killed by signal 9"), "{error}");
+            }
+            assert!(call.wait().unwrap_err().message().contains("killed by signal 9"));
+            let mut next = Client::connect(far.address(), "");
+            assert_eq!(next.call_by_name("rpc.test.addone", &[int(1)]), Ok((1, int(2))));
+        } else {
+            far.kill().unwrap();
+            assert!(direct.is_at_end());
+            let error = chained.reply().unwrap_err();
+            assert!(error.starts_with("peer lost: ") && error.contains("(at tvm://127.0.0.1:"), "{error}");
+            assert_eq!(call.wait().unwrap_err().kind(), ErrorKind::PeerLost);
+        }
+        first.has_sessions(0);
+    }
 }
 
 #[test]

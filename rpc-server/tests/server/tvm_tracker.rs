@@ -3,6 +3,7 @@
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use rpc_core::{ErrorKind, Pack, Registry, RemoteObject, Session};
@@ -13,6 +14,7 @@ use rpc_server::tracker::{RunningTracker, Tracker};
 use rpc_server::{RpcServer, Running};
 use rpc_transports::tracker::{Grant, HolderState, Returned, ServerRequest, Summary, TrackerClient, functions};
 use rpc_transports::{Address, Connector};
+use rpc_tvm::wire;
 use tokio::runtime::Runtime;
 
 /// Time limit of events that are expected.
@@ -526,19 +528,47 @@ impl Peer {
     }
 }
 
-#[test]
-fn a_server_registers_at_a_tracker_of_tvm() {
-    let tracker = FakeTracker::new();
-    let (runtime, folder) = (Runtime::new().unwrap(), tempfile::tempdir().unwrap());
+/// Starts a server that registers at a tracker of TVM.
+fn registering_server(tracker: &FakeTracker, runtime: &Runtime, folder: &Path) -> Running {
     let config = ServeConfig {
         listen: vec![any_port()],
-        workdir: folder.path().to_owned(),
+        workdir: folder.to_owned(),
         tvm: true,
         key: Some("rasp".to_owned()),
         tvm_tracker: Some(tracker.0.local_addr().unwrap().to_string().parse().unwrap()),
         ..ServeConfig::default()
     };
-    let server = runtime.block_on(RpcServer::new(Registry::new()).config(config).start()).unwrap();
+    runtime.block_on(RpcServer::new(Registry::new()).config(config).start()).unwrap()
+}
+
+#[test]
+fn a_tracker_that_dies_leaves_the_sessions_alone() {
+    let tracker = FakeTracker::new();
+    let (runtime, folder) = (Runtime::new().unwrap(), tempfile::tempdir().unwrap());
+    let server = registering_server(&tracker, &runtime, folder.path());
+    let port = server.addresses()[0].port().unwrap();
+    let mut peer = tracker.accept(port);
+    let match_key = peer.next_put(port);
+    peer.say("0");
+    let (mut session, code) = hello(port, &format!("client:{match_key}"));
+    assert_eq!(code, 0xff271);
+    // The system closes the sockets of a process that is killed.
+    drop((peer, tracker));
+    session.write_all(&wire::Request::Init { version: "0.8.0".into(), constructor: Vec::new() }.encode()).unwrap();
+    let begun = wire::returned(&[wire::WireValue::None]);
+    let expected = [&11_i32.to_le_bytes()[..], b"server:rasp", &begun].concat();
+    let mut answer = vec![0; expected.len()];
+    session.read_exact(&mut answer).unwrap();
+    assert_eq!(answer, expected);
+    drop(session);
+    runtime.block_on(server.idle());
+}
+
+#[test]
+fn a_server_registers_at_a_tracker_of_tvm() {
+    let tracker = FakeTracker::new();
+    let (runtime, folder) = (Runtime::new().unwrap(), tempfile::tempdir().unwrap());
+    let server = registering_server(&tracker, &runtime, folder.path());
     let port = server.addresses()[0].port().unwrap();
     let mut peer = tracker.accept(port);
     let first = peer.next_put(port);
