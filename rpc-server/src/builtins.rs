@@ -22,6 +22,7 @@
 //! | `rpc.file.set_executable` | path, bool | null |
 //! | `rpc.file.folders` | | a list of paths, packed |
 //! | `rpc.file.create_folder` | path | null |
+//! | `rpc.file.path` | path, empty for the folder | its absolute path, for code in the session |
 //! | `rpc.file.digest` | path | SHA-256, in hexadecimal digits |
 //! | `rpc.file.prefix_digest` | reader, length | SHA-256 of the beginning |
 //! | `rpc.file.cache_limit` | | bytes that the cache of files may hold, 0 if there is none |
@@ -44,6 +45,7 @@
 //! | `rpc.module.write` | upload, offset, bytes, in order | null |
 //! | `rpc.module.commit` | upload | null |
 //! | `rpc.module.import` | path in the workspace, or absolute at the server | the digest |
+//! | `rpc.module.link` | path of object files, path of the library that they become | null |
 //! | `rpc.module.import_tensor` | digest, a tensor whose bytes are the module | null |
 //! | `rpc.module.functions` | module, of any kind | a list of pairs: name, signature |
 //! | `rpc.run.start` | [`RunRequest`](rpc_core::client::RunRequest), packed | a running program |

@@ -109,6 +109,16 @@ impl Workspace {
         &self.0.path
     }
 
+    /// Returns the absolute path at which a file of the workspace is or would be, for code that
+    /// runs in it; that of the folder for an empty path.
+    ///
+    /// # Errors
+    ///
+    /// The path is malformed or leads outside.
+    pub fn absolute(&self, path: &str) -> Result<PathBuf, WorkspaceError> {
+        Ok(if path.is_empty() { self.0.path.clone() } else { self.0.path.join(normalize(path)?) })
+    }
+
     /// Returns the real path, without links, of a regular file in the workspace, for loaders that
     /// take a path.
     ///

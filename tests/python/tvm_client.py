@@ -89,6 +89,8 @@ def modules(session):
             session.upload(os.path.join(folder, name))
     cpu = session.cpu()
     add_one(session.load_module("add.tar"), cpu, n)
+    assert session.download_linked_module("add.tar").startswith(b"\x7fELF")
+    add_one(session.load_module("add.tar.so"), cpu, n)
     module = session.load_module("add.so")
     x, y = add_one(module, cpu, n)
     times = module.time_evaluator("add_one", cpu, number=5, repeat=3)(x, y)

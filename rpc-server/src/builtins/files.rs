@@ -79,6 +79,10 @@ pub(super) fn register(registry: &Registry) {
         .add("rpc.file.create_folder", |context: Context, path: String| -> Result<()> {
             Ok(workspace(&context)?.create_folder(&path)?)
         })
+        .add("rpc.file.path", |context: Context, path: String| -> Result<String> {
+            let path = workspace(&context)?.absolute(&path)?;
+            path.into_os_string().into_string().map_err(|_| RpcError::unsupported("the path is not UTF-8"))
+        })
         .add("rpc.file.digest", |context: Context, path: String| -> Result<String> {
             let _open = context.reserve_open_files(1)?;
             let file = workspace(&context)?.open_read(&path)?;

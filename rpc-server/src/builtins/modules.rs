@@ -44,6 +44,10 @@ pub(super) fn register(registry: &Registry) {
         .add("rpc.module.import", |context: Context, path: String| -> Result<String> {
             Ok(ModuleService::of(&context)?.import(&context, &path)?.to_string())
         })
+        .add("rpc.module.link", |context: Context, path: String, library: String| -> Result<()> {
+            let _open = context.reserve_open_files(2)?;
+            ModuleService::of(&context)?.link(&context, &path, &library)
+        })
         .add("rpc.module.import_tensor", |context: Context, digest: String, tensor: TensorView| -> Result<()> {
             let service = ModuleService::of(&context)?;
             import_tensor(&context, &service, parse(&digest)?, &tensor)

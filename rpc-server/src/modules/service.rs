@@ -3,7 +3,7 @@
 
 use std::collections::HashMap;
 use std::fs::File;
-use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
+use std::os::unix::fs::{FileExt as _, MetadataExt as _, OpenOptionsExt as _};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
@@ -14,7 +14,7 @@ use rpc_core::{Context, Module, Result, RpcError};
 use rustix::fs::OFlags;
 
 use super::link::{has_to_be_linked, link};
-use super::store::{ModuleStore, StoreLimits};
+use super::store::{ModuleStore, PIECE, StoreLimits};
 use super::tvm_ffi::{Native, NativeLoader};
 use super::{DigestList, ModuleError, worker_modules};
 use crate::builtins::workspace;
@@ -177,6 +177,35 @@ impl ModuleService {
             }
             error => error,
         })?)
+    }
+
+    /// Links object files of the session's workspace to a shared library there, which is not
+    /// loaded. Blocks.
+    pub(crate) fn link(&self, context: &Context, path: &str, library: &str) -> Result<()> {
+        let workspace = workspace(context)?;
+        let file = workspace.open_read(path)?;
+        if !has_to_be_linked(path) {
+            let text = format!("{path:?} is no object file (.o), and no archive of such files (.tar)");
+            return Err(RpcError::invalid_argument(text));
+        }
+        if self.store.is_limited_to_list() {
+            return Err(ModuleError::LinkWithList { path: path.to_owned() }.into());
+        }
+        let limit = self.store.limits().max_module_bytes;
+        let linked = link(context, &workspace, path, file.as_file(), limit)?;
+        let len = linked.file.metadata().map_err(RpcError::from)?.len();
+        let mut written = workspace.begin_write(library, Some(len))?;
+        let _staged = context.stage(PIECE as u64)?;
+        let (mut piece, mut offset) = (vec![0; PIECE], 0);
+        while offset < len {
+            let count = linked.file.read_at(&mut piece, offset).map_err(RpcError::from)?;
+            if count == 0 {
+                break;
+            }
+            written.write_at(offset, &piece[..count])?;
+            offset += count as u64;
+        }
+        Ok(written.commit()?)
     }
 
     fn import_file(&self, path: &str, file: &File) -> Result<Digest, ModuleError> {

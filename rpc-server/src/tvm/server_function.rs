@@ -14,6 +14,7 @@ pub(super) enum ServerFunction {
     Download,
     Remove,
     ListDir,
+    WorkPath,
     LoadModule,
     DownloadLinkedModule,
     ModuleGetFunction,
@@ -23,11 +24,12 @@ pub(super) enum ServerFunction {
     SystemLibrary,
 }
 
-const FUNCTIONS: [(ServerFunction, &str); 11] = [
+const FUNCTIONS: [(ServerFunction, &str); 12] = [
     (ServerFunction::Upload, "tvm.rpc.server.upload"),
     (ServerFunction::Download, "tvm.rpc.server.download"),
     (ServerFunction::Remove, "tvm.rpc.server.remove"),
     (ServerFunction::ListDir, "tvm.rpc.server.listdir"),
+    (ServerFunction::WorkPath, "tvm.rpc.server.workpath"),
     (ServerFunction::LoadModule, "tvm.rpc.server.load_module"),
     (ServerFunction::DownloadLinkedModule, "tvm.rpc.server.download_linked_module"),
     (ServerFunction::ModuleGetFunction, "tvm.rpc.server.ModuleGetFunction"),

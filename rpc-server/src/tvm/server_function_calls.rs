@@ -42,6 +42,11 @@ pub(super) async fn call(
             args.finish()?;
             list(session, &path).await.map(|names| CallResult::Str(names.into()))
         }
+        ServerFunction::WorkPath => {
+            let path = args.text()?;
+            args.finish()?;
+            session.result(session.call("rpc.file.path", vec![path.into()]).await?)
+        }
         ServerFunction::LoadModule => {
             let path = args.text()?;
             args.finish()?;
@@ -51,8 +56,13 @@ pub(super) async fn call(
         ServerFunction::DownloadLinkedModule => {
             let path = args.text()?;
             args.finish()?;
-            check_is_library(&path)?;
-            download(session, &path).await.map(CallResult::Bytes)
+            if path.ends_with(".so") {
+                return download(session, &path).await.map(CallResult::Bytes);
+            }
+            // Under the name that it has at a server of TVM.
+            let library = format!("{path}.so");
+            session.call("rpc.module.link", vec![path.into(), library.as_str().into()]).await?;
+            download(session, &library).await.map(CallResult::Bytes)
         }
         ServerFunction::ModuleGetFunction => {
             let (module, name) = (args.module()?, args.text()?);
@@ -84,15 +94,6 @@ pub(super) async fn call(
             Ok(TvmSession::system_library())
         }
     }
-}
-
-/// Checks that a file is a library that can be sent as it is.
-fn check_is_library(path: &str) -> Result<(), RpcError> {
-    if path.ends_with(".so") {
-        return Ok(());
-    }
-    let text = format!("{path:?} is no shared library (.so), and this server sends back none that it links");
-    Err(RpcError::unsupported(text))
 }
 
 async fn download(session: &TvmSession, path: &str) -> Result<Bytes, RpcError> {

@@ -112,6 +112,14 @@ impl TvmSession {
         function_handle(self.submit(Operation::GetFunction { name: name.to_owned() }).await?)
     }
 
+    /// Calls a function of the session by its name.
+    pub(super) async fn call(&self, name: &str, args: Vec<Value>) -> Result<Value, RpcError> {
+        let function = self.find_function(name).await?;
+        let called = self.submit(Operation::Call { function, args }).await;
+        self.session.release(&Reference::Function(function).into());
+        called
+    }
+
     /// Returns a function of a module that the client holds.
     pub(super) async fn find_in_module(&self, module: u64, name: &str) -> Result<Handle, RpcError> {
         if module == SYSTEM_LIBRARY {

@@ -146,6 +146,17 @@ fn object_files_are_linked_before_they_are_loaded() {
     for name in ["one.o", "both.tar", "packed.tar"] {
         call(&session.load_module(name).wait().unwrap(), "one").unwrap();
     }
+    // Linked alone, to a file.
+    let link = session.get_function("rpc.module.link").wait().unwrap();
+    link.call::<()>(("both.tar", "both.so")).wait().unwrap();
+    let mut library = Vec::new();
+    files.get("both.so", &mut library).wait().unwrap();
+    assert!(library.starts_with(b"\x7fELF"));
+    call(&session.load_module("both.so").wait().unwrap(), "one").unwrap();
+    for (path, library) in [("both.so", "x.so"), ("bad.o", "x.so"), ("one.o", "../x.so")] {
+        let error = link.call::<()>((path, library)).wait().unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
+    }
     let error = session.load_module("bad.o").wait().unwrap_err();
     assert!(error.kind() == ErrorKind::InvalidArgument && error.message().contains("cannot link"), "{error}");
     let error = session.load_module("missing.tar").wait().unwrap_err();
@@ -157,6 +168,8 @@ fn object_files_are_linked_before_they_are_loaded() {
     let session = listed.connect();
     let files = rpc_core::client::Files::new(&session);
     files.put_bytes("one.o", fs::read(folder.path().join("one.o")).unwrap()).wait().unwrap();
+    let link = session.get_function("rpc.module.link").wait().unwrap();
+    assert_eq!(link.call::<()>(("one.o", "one.so")).wait().unwrap_err().kind(), ErrorKind::Refused);
     let error = session.load_module("one.o").wait().unwrap_err();
     assert!(error.kind() == ErrorKind::Refused && error.message().contains("--module-digests"), "{error}");
 }

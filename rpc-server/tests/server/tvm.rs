@@ -514,7 +514,11 @@ fn errors_are_texts_and_the_session_goes_on() {
     }
     assert!(client.call_by_name("tvm.rpc.server.load_module", &[text("m.txt")]).is_err());
     let error = client.call_by_name("tvm.rpc.server.download_linked_module", &[text("m.tar")]).unwrap_err();
-    assert!(error.contains("is no shared library"), "{error}");
+    assert!(error.contains("--allow-modules"), "{error}");
+    let error = client.call_by_name("tvm.rpc.server.download_linked_module", &[text("m.so")]).unwrap_err();
+    assert!(error.contains("not found"), "{error}");
+    let error = client.call_by_name("tvm.rpc.server.ImportModule", &[module(library), module(library)]).unwrap_err();
+    assert!(error.contains("imports no modules"), "{error}");
     assert_eq!(client.call_by_name("rpc.test.addone", &[float(0.5)]), Ok((3, float(1.5))));
 }
 
@@ -876,7 +880,11 @@ fn files_stay_within_the_workspace_of_the_session() {
     client.call_by_name(upload, &[file("deep/er"), bytes(b"")]).unwrap();
     let listed = client.call_by_name("tvm.rpc.server.listdir", &[file(".")]);
     assert_eq!(listed, Ok((65, text("deep,model.bin"))));
+    let place = client.call_by_name("tvm.rpc.server.workpath", &[file("model.bin")]).unwrap().1;
+    let place = String::from_utf8(place.1[8..].to_vec()).unwrap();
+    assert_eq!(std::fs::read(place).unwrap(), content);
     for outside in ["../model.bin", "/etc/passwd", "a/../../b"] {
+        assert!(client.call_by_name("tvm.rpc.server.workpath", &[file(outside)]).is_err(), "{outside}");
         assert!(client.call_by_name(upload, &[file(outside), bytes(b"x")]).is_err(), "{outside}");
         assert!(client.call_by_name("tvm.rpc.server.download", &[file(outside)]).is_err(), "{outside}");
         assert!(client.call_by_name("tvm.rpc.server.remove", &[file(outside)]).is_err(), "{outside}");

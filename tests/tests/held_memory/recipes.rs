@@ -414,6 +414,16 @@ fn calls(name: &str, peer: &mut Peer) -> Calls {
             peer.call("rpc.module.commit", vec![upload]);
             Calls::new(|_| vec![text(&digest_of(&MODULE))])
         }
+        "rpc.file.path" => {
+            Calls::new(|_| vec![text(&"x".repeat(LONG))]).answered(Answer::Error(ErrorKind::InvalidArgument))
+        }
+        // Linking holds what copying a file does; what is no object file is refused before.
+        "rpc.module.link" => {
+            file(peer, 1);
+            let (path, library) = (text("file"), text(&"x".repeat(LONG)));
+            let answer = Answer::Error(ErrorKind::InvalidArgument);
+            Calls::new(move |_| vec![path.clone(), library.clone()]).answered(answer)
+        }
         "rpc.module.import" => {
             file(peer, 1);
             Calls::new(|_| vec![text("file")])

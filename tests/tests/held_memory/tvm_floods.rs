@@ -16,11 +16,12 @@ use super::recipes::LARGE;
 pub(crate) type Frames = Box<dyn FnMut(u64) -> Vec<u8>>;
 
 /// Functions that a server has for clients of TVM beside the registered ones.
-pub(crate) const FUNCTIONS: [&str; 11] = [
+pub(crate) const FUNCTIONS: [&str; 12] = [
     "tvm.rpc.server.upload",
     "tvm.rpc.server.download",
     "tvm.rpc.server.remove",
     "tvm.rpc.server.listdir",
+    "tvm.rpc.server.workpath",
     "tvm.rpc.server.load_module",
     "tvm.rpc.server.download_linked_module",
     "tvm.rpc.server.ModuleGetFunction",
@@ -101,7 +102,7 @@ pub(crate) fn of_function(name: &str, peer: &mut Peer) -> Frames {
             vec![text("file.so")]
         }
         "tvm.rpc.server.remove" => vec![text("")],
-        "tvm.rpc.server.listdir" => vec![text(&long_text())],
+        "tvm.rpc.server.listdir" | "tvm.rpc.server.workpath" => vec![text(&long_text())],
         "tvm.rpc.server.ModuleGetFunction" => vec![WireValue::Module(0xffff), text(&"x".repeat(LARGE / 4))],
         "tvm.rpc.server.ImportModule" => vec![WireValue::Module(0xffff), WireValue::Module(0xffff)],
         "tvm.rpc.server.GetCRTMaxPacketSize" | "ffi.SystemLib" => Vec::new(),
