@@ -50,6 +50,18 @@ def sleep(seconds):
     time.sleep(seconds)
 
 
+@tvm_ffi.register_global_func("test.show")
+def show(value):
+    """Show a list, a map or a shape, and what is in it."""
+    if isinstance(value, (tvm_ffi.Map, tvm_ffi.Dict)):
+        return "{" + ", ".join(f"{show(key)}: {show(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, (tvm_ffi.Shape, tuple)):
+        return f"({', '.join(str(size) for size in value)})"
+    if isinstance(value, (tvm_ffi.Array, tvm_ffi.List)):
+        return f"[{', '.join(show(item) for item in value)}]"
+    return str(value)
+
+
 @tvm_ffi.register_global_func("test.wait")
 def wait(path):
     """Say that the call has begun by a file, and wait until that is removed."""

@@ -20,6 +20,7 @@
 
 mod arguments;
 mod client_function;
+mod containers;
 mod execute;
 mod farewell;
 mod files;

@@ -140,9 +140,13 @@ fn functions_are_called_with_values_of_every_kind() {
     assert!(error.peer().is_some() && error.request_may_have_run());
     assert_eq!(kind_of(session.get_function("missing").wait()), ErrorKind::NotFound);
     // What the protocol has no form for is refused here.
-    for unsendable in [Value::Shape(vec![1]), Value::List(vec![]), Value::Map(vec![])] {
+    let packed = Value::Packed(rpc_core::Packed::encode(&1).unwrap());
+    for unsendable in [packed, Value::List(vec![]), Value::Map(vec![])] {
         assert_eq!(kind_of(echo.call::<Value>((unsendable,)).wait()), ErrorKind::Unsupported);
     }
+    // A shape is built there by a function that the server has.
+    let element = function(&session, "rpc.testing.GetShapeElem");
+    assert_eq!(element.call::<i64>((Value::Shape(vec![4, 5, 6]), 2_i64)).wait().unwrap(), 6);
     assert_eq!(function(&session, "rpc.echo").call::<i64>((7_i64,)).wait().unwrap(), 7);
     session.shutdown().wait().unwrap();
     assert_eq!(kind_of(session.get_function("rpc.test.addone").wait()), ErrorKind::Closed);
@@ -788,6 +792,17 @@ fn the_server_of_tvm_itself_is_used() {
     for bytes in [&b"short"[..], b"more than seven bytes \0\xff"] {
         assert_eq!(echo.call::<Bytes>((Bytes::from_static(bytes),)).wait().unwrap(), bytes);
     }
+    // Containers are built there.
+    let show = function(&session, "test.show");
+    let list = Value::List(vec![1_i64.into(), "two".into(), Value::List(vec![0.5.into()])]);
+    let map = Value::Map(vec![("a".into(), Value::Shape(vec![2, 3])), ("b".into(), Value::List(vec![]))]);
+    for (value, shown) in
+        [(list, "[1, two, [0.5]]"), (map, "{a: (2, 3), b: []}"), (Value::Shape(vec![]), "()"), (Value::Int(7), "7")]
+    {
+        assert_eq!(show.call::<String>((value,)).wait().unwrap(), shown);
+    }
+    let many = Value::List(vec![Value::List(vec![]); 300]);
+    assert_eq!(kind_of(show.call::<String>((many,)).wait()), ErrorKind::LimitExceeded);
     let error = function(&session, "test.raise").call::<()>(("too bad",)).wait().unwrap_err();
     assert_eq!((error.kind(), error.message()), (ErrorKind::Application, "too bad"));
     let adder: RemoteFunction = function(&session, "test.adder").call((40_i64,)).wait().unwrap();

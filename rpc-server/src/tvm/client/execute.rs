@@ -9,12 +9,13 @@ use rpc_core::{DataType, Device, DeviceAttribute, Handle, Operation, RpcError, T
 use rpc_tvm::wire::{CallResult, Expected, Request, ServerReply, TensorHeader, WireValue, shutdown};
 
 use super::client_function::ClientFunction;
+use super::containers::Arguments;
 use super::link::Frame;
 use super::objects::{Held, Memory, Objects, other_kind};
 use super::server_calls::{call, server_function, unexpected};
 use super::state::{ClientCore, closed};
 use super::values::{self, ObjectKind, Received, checked_device, checked_name, piece};
-use super::{files, functions};
+use super::{containers, files, functions};
 
 /// Room in bytes for a request that carries no data, with the longest of names.
 const SMALL: u64 = 5 << 10;
@@ -190,10 +191,16 @@ impl ClientCore {
             Held::Function { handle, .. } => handle,
             _ => return Err(other_kind(function, "function")),
         };
-        let frame = self.call_frame(handle, args)?;
-        self.room(id, frame.len()).await?;
+        let Arguments { values, built } = containers::build(self, id, args).await?;
+        let frame = self.call_frame(handle, values);
+        let sendable = match frame {
+            Ok(frame) => self.room(id, frame.len()).await.map(|()| frame),
+            Err(error) => Err(error),
+        };
+        let frame = sendable.inspect_err(|_| self.release(built.clone()))?;
         let core = self.clone();
         self.link.send(frame, move |reply| {
+            core.release(built);
             let outcome = reply.and_then(|reply| match reply {
                 ServerReply::Call(result) => core.keep(values::received(result)?),
                 _ => Err(unexpected("the result of a call")),
