@@ -18,9 +18,9 @@ use crate::limits::in_time;
 /// Time limit of events that are expected.
 const LIMIT: Duration = Duration::from_secs(20);
 
-/// A protocol of lines: `LINES`, the key, and then calls such as `add 1 2`, or one of the commands
-/// `deaf`, `message`, `background`, `flood` and `hold BYTES`. A call of `never` is said to have
-/// begun.
+/// A protocol of lines: `LINES`, the key, perhaps with ` onward to ` a further server or ` busy`,
+/// and then calls such as `add 1 2`, or one of the commands `deaf`, `message`, `background`,
+/// `flood` and `hold BYTES`. A call of `never` is said to have begun.
 #[derive(Debug)]
 struct Lines;
 
@@ -51,10 +51,7 @@ impl Dialect for Lines {
 async fn serve(connection: &mut DialectConnection) -> Result<(), RpcError> {
     assert_eq!(read_line(connection.io()).await?, "LINES", "the stream begins with the first byte");
     let first = read_line(connection.io()).await?;
-    let (key, is_busy) = match first.strip_suffix(" busy") {
-        Some(key) => (key.to_owned(), true),
-        None => (first, false),
-    };
+    let (key, is_busy) = (first.split(' ').next().unwrap_or_default().to_owned(), first.ends_with(" busy"));
     let activity = connection.activity();
     // A request that begins before the session, and ends by `background` alone.
     let mut busy = is_busy.then(|| activity.working());
@@ -64,6 +61,19 @@ async fn serve(connection: &mut DialectConnection) -> Result<(), RpcError> {
             say(connection.io(), format!("! {}", error.kind())).await?;
             return Err(error);
         }
+    };
+    let session = match first.split_once(" onward to ") {
+        None => session,
+        Some((_, target)) => match connection.further_servers().connect(target, "board").await {
+            Ok(next) => {
+                connection.forward_to(&next)?;
+                next
+            }
+            Err(error) => {
+                say(connection.io(), format!("! {}", error.kind())).await?;
+                return Err(error);
+            }
+        },
     };
     let identity = connection.identity().to_owned();
     let (mut notices, queued) = (connection.notices(), connection.queued().clone());
@@ -442,6 +452,30 @@ async fn the_end_of_the_session_is_the_end_of_the_connection() {
     assert_eq!((client.line().await, client.line().await), (Some(format!("bye {}", reason.kind())), None));
     assert_eq!(deaf.line().await, None);
     idle(&server).await;
+}
+
+#[tokio::test]
+async fn a_dialect_leads_its_clients_on_to_further_servers() {
+    let far = server(|_| {});
+    let far_address = listen(&far, "memory:dialect-led-to").await;
+    let hop = server(|options| options.allow_forward = vec!["memory:dialect-led-to*".to_owned()]);
+    let address = listen(&hop, "memory:dialect-leads-on").await;
+    let onward = async |target: &str| {
+        let channel = Transports::default().dial(&address, &Dial::default()).await.unwrap();
+        Client::begin(channel, &format!("LINES\nboard onward to {target}\n")).await
+    };
+    for (target, refusal) in [("memory:elsewhere", "! refused"), ("memory:dialect-led-to-away", "! peer lost")] {
+        assert_eq!(onward(target).await.1, refusal);
+    }
+    let (mut client, ready) = onward(&far_address.to_string()).await;
+    assert_eq!((ready.as_str(), client.ask("add 1 2").await.as_str()), ("ready anonymous", "= 3"));
+    assert_eq!((hop.sessions(), far.sessions()), (1, 1));
+    // The end of the further session is the end of the connection.
+    far.stop();
+    assert!(client.line().await.is_some_and(|line| line.starts_with("bye ")));
+    assert_eq!(client.line().await, None);
+    idle(&hop).await;
+    idle(&far).await;
 }
 
 #[tokio::test]

@@ -24,8 +24,8 @@ pub(super) struct Arguments {
 ///
 /// # Errors
 ///
-/// [`ErrorKind::Unsupported`] if the server has no function for a container. Objects that were built
-/// are released.
+/// [`ErrorKind::Unsupported`] if the server has no function for a container. Objects that were
+/// built are released.
 pub(super) async fn build(core: &ClientCore, id: u64, args: Vec<Value>) -> Result<Arguments, RpcError> {
     if !args.iter().any(|arg| matches!(arg, Value::Shape(_) | Value::List(_) | Value::Map(_))) {
         return Ok(Arguments { values: args, built: Vec::new() });
