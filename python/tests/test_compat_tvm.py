@@ -26,7 +26,10 @@ HOST = "127.0.0.1"
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Address of a server that speaks both protocols."""
-    program = Program(tmp_path_factory.mktemp("tvm"), tvm=True, tvm_self_test=True, isolate="none")
+    chains = [f"tvm://{HOST}:*", f"tvm://{HOST}:*?then=*"]
+    program = Program(
+        tmp_path_factory.mktemp("tvm"), tvm=True, tvm_self_test=True, isolate="none", allow_forward=chains
+    )
     yield program.address
     program.kill()
 
@@ -222,6 +225,20 @@ def test_the_block_of_the_guide_runs(address: str) -> None:
     found = [body for _, body in blocks("docs/tvm.md") if "tensor_rpc.compat" in body]
     assert len(found) == 1 and found[0].count("9090") == 1
     exec(found[0].replace("9090", str(port_of(address))), {})
+
+
+def test_servers_may_stand_behind_the_first_one(address: str) -> None:
+    stop = ["rpc.Connect", HOST, port_of(address), "", False]
+    for constructor in (stop, [*stop, *stop], [*stop, "rpc.LocalSession"], ["rpc.LocalSession"]):
+        with over_tvm(address, session_constructor_args=constructor, session_timeout=60) as session:
+            assert session.get_function("rpc.test.addone")(41) == 42
+            assert rpc.tensor(np.ones(3), session.cpu()).numpy().tolist() == [1.0] * 3
+    with pytest.raises(rpc.RPCError, match="has not the key 'other'"):
+        over_tvm(address, session_constructor_args=[*stop[:3], "other", False])
+    with pytest.raises(ValueError, match="is no port"):
+        over_tvm(address, session_constructor_args=["rpc.Connect", HOST, 0, "", False])
+    with pytest.raises(tensor_rpc.UnsupportedError, match="session_constructor_args"):
+        rpc.connect(address, session_constructor_args=stop)
 
 
 def test_what_is_not_supported_is_an_error(address: str) -> None:

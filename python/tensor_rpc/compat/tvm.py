@@ -738,14 +738,15 @@ class TrackerSession:
         max_retry : int
             Number of attempts.
         session_constructor_args
-            Not supported; see `connect`.
+            Servers behind that one; see `connect`.
 
         Raises
         ------
         RPCError
             All attempts have failed; ``__cause__`` is the last failure.
         """
-        _check_options(session_timeout, session_constructor_args)
+        _check_timeout(session_timeout)
+        _stops(session_constructor_args or ())
         last: Exception | None = None
         for _ in range(max_retry):
             try:
@@ -755,7 +756,7 @@ class TrackerSession:
                     at = _at(str(host), int(port))
                 except (TypeError, ValueError):
                     raise RPCError(f"the tracker has sent no server: {granted!r}") from None
-                return connect(at.host, at.port, str(match_key), session_timeout)
+                return connect(at.host, at.port, str(match_key), session_timeout, session_constructor_args)
             except (OSError, RPCError) as error:
                 last = error
         raise RPCError(f"no server of key {key!r} after {max_retry} attempts: {last}") from last
@@ -985,7 +986,10 @@ def connect(
         Key that the server must have, or a match key of a tracker.
     session_timeout : float
         Seconds after which the server ends the session; 0 is no limit. By TVM's protocol alone.
-    session_constructor_args, enable_logging
+    session_constructor_args
+        Servers behind the first one, each of which is dialled by the one before: ``"rpc.Connect"``, host, port, key
+        and a truth value that means nothing, again and again. By TVM's protocol alone.
+    enable_logging
         Not supported: anything but the default is an error.
 
     Raises
@@ -997,7 +1001,8 @@ def connect(
     tensor_rpc.UnsupportedError
         An option is not supported.
     """
-    _check_options(session_timeout, session_constructor_args)
+    _check_timeout(session_timeout)
+    stops = _stops(session_constructor_args or ())
     _refuse("enable_logging", enable_logging, "the server has a log of its own")
     if _SCHEME.match(url):
         if port is not None:
@@ -1009,13 +1014,21 @@ def connect(
             )
         if session_timeout and "?" in url:
             raise ValueError(f"the address {url!r} has parameters: write the time there, as ?timeout=60")
+        if stops:
+            raise _rpc.UnsupportedError(
+                "session_constructor_args are of a host and a port: use tensor_rpc.connect(…, via=[…]), "
+                "or an address such as tvm://host:9090?then=next:9090"
+            )
     elif port is None:
         raise ValueError(f"the host {url!r} needs a port, or an address a scheme, as in tcp://{url}")
     else:
         at = _at(url, port)
         address = f"tvm://{at.name}:{at.port}"
-    if session_timeout:
-        address += f"?timeout={float(session_timeout)!r}"
+    parameters = [f"timeout={float(session_timeout)!r}"] if session_timeout else []
+    if stops:
+        parameters.append(f"then={','.join(stops)}")
+    if parameters:
+        address += "?" + "&".join(parameters)
     with _errors():
         return RPCSession(_rpc.connect(address, key=key or None))
 
@@ -1124,11 +1137,25 @@ def _place(device: Device | None) -> tuple[RPCSession, _rpc.Device]:
     return device._rpc_sess, device._device
 
 
-def _check_options(session_timeout: float, session_constructor_args: Sequence[Any] | None) -> None:
-    if session_constructor_args:
-        raise _rpc.UnsupportedError("session_constructor_args is not supported: use tensor_rpc.connect(…, via=[…])")
+def _check_timeout(session_timeout: float) -> None:
     if not (math.isfinite(session_timeout) and session_timeout >= 0):
         raise ValueError(f"{session_timeout} is no number of seconds")
+
+
+def _stops(constructor: Sequence[Any]) -> list[str]:
+    """Return the servers that a constructor of TVM names, as addresses do behind ``then=``."""
+    stops: list[str] = []
+    rest = list(constructor)
+    while rest and rest != ["rpc.LocalSession"]:
+        if len(rest) < 4 or rest[0] != "rpc.Connect":
+            raise _rpc.UnsupportedError(
+                "session_constructor_args are supported as servers: ['rpc.Connect', host, port, key, False, …]"
+            )
+        _, host, port, key = rest[:4]
+        at = _at(str(host), int(port))
+        stops.append(f"{at.name}:{at.port}" + (f"/{key}" if key else ""))
+        rest = rest[5:]
+    return stops
 
 
 def _refuse(name: str, is_given: bool, instead: str) -> None:
