@@ -7,6 +7,7 @@ pub(super) enum ClientFunction {
     Echo,
     Info,
     Functions,
+    Signature,
     TimeFunction,
     BeginWrite,
     WriteFile,
@@ -23,10 +24,11 @@ pub(super) enum ClientFunction {
     CommitModule,
 }
 
-const FUNCTIONS: [(ClientFunction, &str); 17] = [
+const FUNCTIONS: [(ClientFunction, &str); 18] = [
     (ClientFunction::Echo, "rpc.echo"),
     (ClientFunction::Info, "rpc.info"),
     (ClientFunction::Functions, "rpc.functions"),
+    (ClientFunction::Signature, "rpc.signature"),
     (ClientFunction::TimeFunction, "rpc.time_function"),
     (ClientFunction::BeginWrite, "rpc.file.begin_write"),
     (ClientFunction::WriteFile, "rpc.file.write"),

@@ -26,9 +26,6 @@ const COPY_HEADER: u64 = 44 + 8;
 /// Smallest piece of a copy in bytes. The smallest buffers of servers have some hundred bytes.
 const MIN_PIECE: u64 = 64;
 
-/// Function by which servers of this project tell signatures, as lists, which would stay there.
-const SIGNATURE: &str = "rpc.signature";
-
 /// Largest attribute of a device that is parsed, in bytes.
 const MAX_DIMENSIONS_TEXT: usize = 256;
 
@@ -161,9 +158,6 @@ impl ClientCore {
         if let Some(function) = ClientFunction::from_name(&name) {
             self.complete(id, self.keep(Received::Object(Held::Ours(function), ObjectKind::Function)));
             return Ok(());
-        }
-        if name == SIGNATURE {
-            return Err(RpcError::not_found("TVM's protocol tells no signatures of functions"));
         }
         let name = checked_name(name, "the name of a function")?;
         let found = name.clone();

@@ -30,6 +30,8 @@ pub(super) async fn call(function: ClientFunction, core: &Arc<ClientCore>, id: u
         }
         ClientFunction::Info => info::info(core).await,
         ClientFunction::Functions => info::functions(core).await,
+        // A server of this project would tell it as a list, which stays there.
+        ClientFunction::Signature => Ok(Value::Null),
         ClientFunction::TimeFunction => measure::time_function(core, id, args).await,
         ClientFunction::BeginWrite => files::begin_write(core, args),
         ClientFunction::WriteFile | ClientFunction::WriteModule => files::write(core, args),
