@@ -229,7 +229,7 @@ def test_the_block_of_the_guide_runs(address: str) -> None:
 
 def test_servers_may_stand_behind_the_first_one(address: str) -> None:
     stop = ["rpc.Connect", HOST, port_of(address), "", False]
-    for constructor in (stop, [*stop, *stop], [*stop, "rpc.LocalSession"], ["rpc.LocalSession"]):
+    for constructor in (stop, [*stop, *stop, *stop], [*stop, "rpc.LocalSession"], ["rpc.LocalSession"]):
         with over_tvm(address, session_constructor_args=constructor, session_timeout=60) as session:
             assert session.get_function("rpc.test.addone")(41) == 42
             assert rpc.tensor(np.ones(3), session.cpu()).numpy().tolist() == [1.0] * 3

@@ -1026,7 +1026,7 @@ def connect(
         address = f"tvm://{at.name}:{at.port}"
     parameters = [f"timeout={float(session_timeout)!r}"] if session_timeout else []
     if stops:
-        parameters.append(f"then={','.join(stops)}")
+        parameters.append(f"then={';'.join(stops)}")
     if parameters:
         address += "?" + "&".join(parameters)
     with _errors():

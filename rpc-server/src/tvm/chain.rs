@@ -3,7 +3,7 @@
 //!
 //! ```text
 //! on the wire  "rpc.Connect", host, port, key, logging, then the same for the server behind it, …
-//! in a text    tvm://first:9090/KEY?then=second:9090/KEY,third:9090
+//! in a text    tvm://first:9090/KEY?then=second:9090/KEY;third:9090
 //! ```
 
 use rpc_core::RpcError;
@@ -20,6 +20,9 @@ pub(super) const THEN: &str = "then";
 
 /// Parameter of an address with the seconds after which the server ends the session.
 pub(super) const TIMEOUT: &str = "timeout";
+
+/// Text between the servers of an address. Lists of addresses have commas.
+const SEPARATOR: &str = ";";
 
 /// Maximum number of servers in a chain, as of hops in the native protocol.
 const MAX_STOPS: usize = 16;
@@ -51,7 +54,7 @@ impl Stops {
     /// The problem with them.
     pub(super) fn of_address(at: &Address) -> Result<Self, &'static str> {
         let Some(text) = at.parameter(THEN) else { return Ok(Self::default()) };
-        let stops = text.split(',').map(|stop| {
+        let stops = text.split(SEPARATOR).map(|stop| {
             let stop: Address = format!("{SCHEME}://{stop}").parse().ok()?;
             let (host, port) = stop.host_and_port()?;
             let is_bare = stop.user().is_none() && stop.parameters().next().is_none();
@@ -60,7 +63,7 @@ impl Stops {
         match stops.collect::<Option<Vec<_>>>() {
             Some(stops) if stops.len() < MAX_STOPS => Ok(Self(stops)),
             Some(_) => Err("it has too many servers"),
-            None => Err("what follows 'then=' is no list such as board:9090/KEY,inner:9090"),
+            None => Err("what follows 'then=' is no list such as board:9090/KEY;inner:9090"),
         }
     }
 
@@ -75,7 +78,7 @@ impl Stops {
         }
         let stops: Vec<_> = self.0.iter().map(Stop::text).collect();
         let separator = if first.parameters().next().is_some() { '&' } else { '?' };
-        format!("{first}{separator}{THEN}={}", stops.join(",")).parse()
+        format!("{first}{separator}{THEN}={}", stops.join(SEPARATOR)).parse()
     }
 
     /// Returns the constructor that asks for them on the wire.
@@ -191,7 +194,7 @@ mod tests {
     fn a_constructor_and_an_address_name_the_same_servers() {
         let constructor = [stop("A.lan", 9090, "k:0.1 -timeout=2"), stop("::1", 1, ""), stop("c", 2, "k")].concat();
         let chain = Chain::of_constructor(&constructor).unwrap();
-        assert_eq!(chain.address, "tvm://a.lan:9090?timeout=2.0&then=[::1]:1,c:2/k");
+        assert_eq!(chain.address, "tvm://a.lan:9090?timeout=2.0&then=[::1]:1;c:2/k");
         assert_eq!(chain.key, "k:0.1");
         let stops = Stops::of_address(&chain.address.parse().unwrap()).unwrap();
         let passed_on = [stop("::1", 1, ""), stop("c", 2, "k")].concat();
@@ -215,9 +218,9 @@ mod tests {
             stop("h/x", 1, ""),
             stop("h", 1, "k -timeout=abc"),
             stop(&"h".repeat(5000), 1, ""),
-            [stop("h", 1, ""), stop("h", 1, "a,b")].concat(),
+            [stop("h", 1, ""), stop("h", 1, "a;b")].concat(),
             [stop("h", 1, ""), stop("h", 1, "k&x=1")].concat(),
-            [stop("h", 1, ""), stop("h:1,x", 1, "")].concat(),
+            [stop("h", 1, ""), stop("h:1;x", 1, "")].concat(),
             [stop("h", 1, ""), stop("h", 1, "k -timeout=1")].concat(),
             [stop("h", 1, ""), vec!["rpc.PopenSession".into(), "x".into()]].concat(),
             [stop("h", 1, ""), vec![WireValue::None]].concat(),
@@ -226,7 +229,7 @@ mod tests {
             assert!(Chain::of_constructor(&wrong).is_err(), "{wrong:?}");
         }
         assert!(Chain::of_constructor(&vec![stop("h", 1, ""); MAX_STOPS].concat()).is_ok());
-        for wrong in ["", "h", "h:1,", "h:1?x=1", "me@h:1", "h:1/a b", "h:x"] {
+        for wrong in ["", "h", "h:1;", "h:1,h:1", "h:1?x=1", "me@h:1", "h:1/a b", "h:x"] {
             let address = format!("tvm://h:1?then={}", wrong.replace('?', "%3f").replace(' ', "%20"));
             assert!(Stops::of_address(&address.parse().unwrap()).is_err(), "{address}");
         }

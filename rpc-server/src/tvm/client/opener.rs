@@ -54,7 +54,7 @@ impl SessionOpener for TvmOpener {
             () if at.parameters().any(|name| !matches!(name, TIMEOUT | THEN)) => "timeout and then are its parameters",
             () if timeout(at).is_err() => "the timeout is no number of seconds above 0, of 1000000 at most",
             () if at.key().is_some_and(|key| !is_key(key)) => "the key has spaces, or is too long",
-            () if Stops::of_address(at).is_err() => "'then' is no list of servers such as a:9090/KEY,b:9090",
+            () if Stops::of_address(at).is_err() => "'then' is no list of servers such as a:9090/KEY;b:9090",
             () if at.has_loopback_host() && at.parameter(THEN).is_none() => {
                 return Ok(Properties::plain(Reach::Machine));
             }
@@ -124,7 +124,7 @@ mod tests {
         let check = |text: &str| TvmOpener::new().check(&text.parse().unwrap());
         assert_eq!(check("tvm://127.0.0.1:9090").unwrap(), Properties::plain(Reach::Machine));
         assert_eq!(check("tvm://board:9090/rasp3b?timeout=0.5").unwrap(), Properties::plain(Reach::Network));
-        let chain = check("tvm://127.0.0.1:9090/k?then=board:9090/rasp3b,inner:1").unwrap();
+        let chain = check("tvm://127.0.0.1:9090/k?then=board:9090/rasp3b;inner:1").unwrap();
         assert_eq!(chain, Properties::plain(Reach::Network));
         for wrong in [
             "tvm://board",
