@@ -523,6 +523,9 @@ fn a_server_of_tvm_has_one_request_at_a_time() {
         limit *= 2;
     }
     drop((first, third));
+    // Time in which they would be freed.
+    let behind = session.get_function("fourth").deadline(Instant::now() + Duration::from_millis(50)).wait();
+    assert_eq!(kind_of(behind), ErrorKind::DeadlineExceeded);
     session.shutdown().deadline(Instant::now() + LIMIT).wait().unwrap();
     board.join().unwrap();
 }

@@ -217,6 +217,8 @@ impl ClientCore {
                     }
                 }
                 () = gone => {}
+                // It may be the shutdown.
+                () = queued => {}
                 () = tokio::time::sleep(limit) => {
                     // Objects that are not freed end with the session.
                     let mut queue = self.queue.lock();
