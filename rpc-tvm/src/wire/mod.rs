@@ -31,6 +31,9 @@
 //! [`TrackerWire`] is the tracker's half of a connection to TVM's tracker, another protocol with a
 //! magic number of its own.
 //!
+//! [`ProxyWire`] is the proxy's half of a connection to TVM's proxy up to the answer: from then on
+//! the proxy passes bytes. [`ProxyPool`] pairs servers and clients.
+//!
 //! # Limits
 //!
 //! A peer's numbers are checked before memory is reserved for them: the length of a key
@@ -44,6 +47,10 @@ mod client_tests;
 mod frame;
 mod frame_code;
 mod hello;
+mod proxy;
+mod proxy_pool;
+#[cfg(test)]
+mod proxy_tests;
 mod reader;
 mod reply;
 mod request;
@@ -61,6 +68,8 @@ mod value;
 pub use client::{ClientEvent, ClientWire, Expected, ServerReply};
 pub use frame_code::FrameCode;
 pub use hello::{Hello, HelloAnswer, HelloKey, MAX_KEY, ServerAnswer, TRACKER_MAGIC, WIRE_MAGIC};
+pub use proxy::{ProxyHello, ProxyRole, ProxyWire};
+pub use proxy_pool::{ProxyArrival, ProxyPool, WaitId};
 pub use reader::WireError;
 pub use reply::{
     CallResult, ResultKind, copy_ack_header, exception, returned, returned_bytes_header, returned_call, returned_text,

@@ -1,8 +1,9 @@
-//! Bytes of a client of TVM, behind its hello, and of a peer of TVM at a tracker.
+//! Bytes of a client of TVM, behind its hello, and of a peer of TVM at a tracker and at a proxy.
 
 use bytes::BufMut;
 use rpc_tvm::wire::{
-    Hello, Request, ServerEvent, ServerWire, TRACKER_MAGIC, TrackerEvent, TrackerMessage, TrackerWire, WireLimits,
+    Hello, MAX_KEY, ProxyHello, ProxyWire, Request, ServerEvent, ServerWire, TRACKER_MAGIC, TrackerEvent,
+    TrackerMessage, TrackerWire, WIRE_MAGIC, WireLimits,
 };
 
 /// Largest body of a frame.
@@ -17,6 +18,41 @@ pub fn tvm_wire(input: &[u8]) {
     let again = events(&encoded, usize::MAX);
     assert_eq!(again, whole, "a request is another one once it was encoded");
     tracker(input);
+    proxy(input);
+}
+
+/// The bytes of a server or client of TVM at a proxy, behind the magic number. However they are
+/// cut, they are the same hello or none, and little of them is held.
+fn proxy(input: &[u8]) {
+    let whole = hello(input, usize::MAX);
+    assert_eq!(hello(input, 7), whole, "a hello depends on how the bytes were cut");
+    if let Some(hello) = whole
+        && let Ok(parsed) = ProxyHello::parse(&hello.key)
+    {
+        assert!(parsed.text == hello.key && hello.key["server:".len()..].starts_with(parsed.match_key()));
+        assert!(!parsed.match_key().contains(' '));
+    }
+}
+
+/// Returns the hello to a proxy, if the bytes are one and nothing else.
+fn hello(mut input: &[u8], step: usize) -> Option<Hello> {
+    let mut wire = ProxyWire::new();
+    let mut held = 4;
+    wire.input().put_slice(&WIRE_MAGIC.to_le_bytes());
+    loop {
+        match wire.poll_hello() {
+            Err(_) => return None,
+            Ok(hello) if input.is_empty() => return hello,
+            Ok(_) => {
+                let mut room = wire.input();
+                let count = input.len().min(step).min(room.remaining_mut());
+                room.put_slice(&input[..count]);
+                input = &input[count..];
+                held += count;
+                assert!(held <= MAX_KEY + 9, "{held} bytes are held");
+            }
+        }
+    }
 }
 
 /// The bytes of a server or client of TVM at a tracker, behind the magic number, as above.
