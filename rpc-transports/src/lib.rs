@@ -77,7 +77,7 @@ pub use serve::{
 };
 pub use serve::{
     Dialect, DialectActivity, DialectConnection, DialectRequest, Dialects, FurtherServers, MAX_FIRST_BYTES, Receiving,
-    Recognition, ServerNotices, Working,
+    Recognition, RelayedConnection, ServerNotices, Working,
 };
 pub use spin::SPIN;
 pub use splice::TUNNEL_LINGER;

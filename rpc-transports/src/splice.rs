@@ -22,9 +22,19 @@ use crate::channel_io::{READ_MAX, ReadAhead};
 /// Time for which the second direction of a tunnel may be silent after the end of the first.
 pub const TUNNEL_LINGER: Duration = Duration::from_secs(5);
 
+/// Limit on the time in which no byte moves through a tunnel.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum SilenceLimit {
+    /// The tunnel ends after this time: its ends send something now and then.
+    Always(Duration),
+    /// The tunnel ends if bytes wait for so long for an end that takes none. Otherwise its ends may
+    /// be silent for as long as they like.
+    WhileBytesWait(Duration),
+}
+
 /// Copies bytes both ways until both directions have ended, one has broken, or no byte has moved
-/// for `silence`, or for [`TUNNEL_LINGER`] after the end of one direction. The bytes `from_a` go
-/// before those that are read from `a`.
+/// for the time of `silence`, or for [`TUNNEL_LINGER`] after the end of one direction. The bytes
+/// `from_a` go before those that are read from `a`; what was read from `b` already goes first, too.
 ///
 /// Pipes count against `open_files`; where it has no room, bytes are copied.
 ///
@@ -38,10 +48,14 @@ pub(crate) async fn splice(
     a: &mut Channel,
     b: &mut Channel,
     from_a: BytesMut,
-    silence: Duration,
+    silence: SilenceLimit,
     open_files: &OpenFileQuota,
 ) -> io::Result<()> {
-    let (mut there, mut back) = (OneWay::new(from_a, open_files), OneWay::new(BytesMut::new(), open_files));
+    let (silence, may_rest) = match silence {
+        SilenceLimit::Always(limit) => (limit, false),
+        SilenceLimit::WhileBytesWait(limit) => (limit, true),
+    };
+    let (mut there, mut back) = (OneWay::new(from_a, open_files), OneWay::new(b.take_unread(), open_files));
     let mut timer = std::pin::pin!(tokio::time::sleep(silence));
     let mut moved = 0;
     let mut lingers = false;
@@ -62,7 +76,13 @@ pub(crate) async fn splice(
             let limit = if lingers { TUNNEL_LINGER.min(silence) } else { silence };
             timer.as_mut().reset(tokio::time::Instant::now() + limit);
         }
-        timer.as_mut().poll(cx).map(|()| Err(io::ErrorKind::TimedOut.into()))
+        while timer.as_mut().poll(cx).is_ready() {
+            if lingers || !may_rest || there.holds_bytes() || back.holds_bytes() {
+                return Poll::Ready(Err(io::ErrorKind::TimedOut.into()));
+            }
+            timer.as_mut().reset(tokio::time::Instant::now() + silence);
+        }
+        Poll::Pending
     })
     .await
 }
@@ -96,6 +116,11 @@ impl<'a> OneWay<'a> {
         // first.
         read.buffer = buffer;
         Self { open_files, read, pipe: None, is_bulk: false, moved: 0, needs_flush: false, state: Direction::Open }
+    }
+
+    /// Returns true if bytes wait here for the receiver.
+    fn holds_bytes(&self) -> bool {
+        !self.read.buffer.is_empty() || self.needs_flush || self.pipe.as_ref().is_some_and(Pipe::holds_bytes)
     }
 
     fn poll(&mut self, from: &mut Channel, to: &mut Channel, cx: &mut Context<'_>) -> io::Result<Poll<()>> {
@@ -166,11 +191,12 @@ mod tests {
     #[tokio::test]
     async fn all_bytes_arrive_in_their_order_and_so_does_the_end() {
         const MUCH: usize = (8 << 20) + 4321;
+        const LIMIT: SilenceLimit = SilenceLimit::Always(Duration::from_secs(60));
         let ((near, a), (b, far)) = (UnixStream::pair().unwrap(), UnixStream::pair().unwrap());
         let (mut a, mut b) = (Channel::new(a, "a"), Channel::new(b, "b"));
         assert!(a.plain_socket().is_some());
         let open_files = OpenFileQuota::new("max_total_open_files", u64::MAX, None);
-        let tunnel = splice(&mut a, &mut b, BytesMut::from(&b"before"[..]), Duration::from_secs(60), &open_files);
+        let tunnel = splice(&mut a, &mut b, BytesMut::from(&b"before"[..]), LIMIT, &open_files);
         let bytes = |seed: usize| (0..MUCH).map(move |at| (at * 31 + at / 997 + seed) as u8).collect::<Vec<_>>();
         let talk = async |socket: UnixStream, seed: usize, expected: Vec<u8>| {
             let (mut read, mut write) = socket.into_split();
@@ -194,5 +220,22 @@ mod tests {
         ended.unwrap();
         // The pipes are gone.
         assert_eq!(open_files.used(), 0);
+    }
+
+    /// The clock is paused.
+    #[tokio::test(start_paused = true)]
+    async fn a_tunnel_whose_ends_may_rest_ends_when_one_takes_no_bytes() {
+        const LIMIT: Duration = Duration::from_secs(60);
+        let ((mut near, a), (b, far)) = (tokio::io::duplex(16), tokio::io::duplex(16));
+        let (mut a, mut b) = (Channel::new(a, "a"), Channel::new(b, "b"));
+        let open_files = OpenFileQuota::new("max_total_open_files", u64::MAX, None);
+        let tunnel = splice(&mut a, &mut b, BytesMut::new(), SilenceLimit::WhileBytesWait(LIMIT), &open_files);
+        let mut tunnel = std::pin::pin!(tunnel);
+        assert!(tokio::time::timeout(10 * LIMIT, &mut tunnel).await.is_err(), "nothing waits");
+        near.write_all(&[0; 17]).await.unwrap();
+        let began = tokio::time::Instant::now();
+        let error = tunnel.await.unwrap_err();
+        assert_eq!((error.kind(), began.elapsed()), (io::ErrorKind::TimedOut, LIMIT));
+        drop(far);
     }
 }

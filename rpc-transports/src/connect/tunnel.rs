@@ -7,7 +7,7 @@ use bytes::BytesMut;
 use rpc_core::OpenFileQuota;
 
 use crate::channel::Channel;
-use crate::splice::splice;
+use crate::splice::{SilenceLimit, splice};
 
 /// Silence after which this side closes a tunnel. The servers on the way close it sooner.
 const MAX_SILENCE: Duration = Duration::from_secs(365 * 24 * 3600);
@@ -33,6 +33,6 @@ impl Tunnel {
     pub async fn join(self, mut local: Channel) -> io::Result<()> {
         let Self { mut channel, input } = self;
         let open_files = OpenFileQuota::new("open files", u64::MAX, None);
-        splice(&mut channel, &mut local, input, MAX_SILENCE, &open_files).await
+        splice(&mut channel, &mut local, input, SilenceLimit::Always(MAX_SILENCE), &open_files).await
     }
 }

@@ -2,6 +2,7 @@
 
 pub(super) mod activity;
 pub(super) mod connection;
+pub(super) mod relayed;
 mod stream;
 pub(super) mod task;
 
@@ -24,7 +25,13 @@ use crate::transport::BoxFuture;
 /// The client has to send first. Its first bytes decide: those of the native protocol are the
 /// server's own, and others are shown to the dialects. A connection that no dialect accepts is
 /// treated as a native one, whose handshake refuses it. They are not asked on connections that this
-/// server has dialled, such as those to a relay, and not by a relay, which opens no sessions.
+/// server has dialled, such as those to a relay, except for one that
+/// [`Server::serve_dialect`](crate::Server::serve_dialect) names.
+///
+/// A [relay](crate::ServeOptions::relay) has dialects, too, which connect the peers of their
+/// protocol with each other. It opens no sessions: its dialects [admit](DialectConnection::admit)
+/// peers, [detach](DialectConnection::detach) the connection of one, and
+/// [splice](DialectConnection::splice) it with that of another.
 ///
 /// Dialects work on every transport, behind TLS and at the end of tunnels. Over `tls://` and
 /// `quic://` the client has to name the native protocol in its TLS handshake (ALPN `rpc/1`), as the

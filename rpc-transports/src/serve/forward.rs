@@ -22,7 +22,7 @@ use crate::channel::Channel;
 use crate::connect::{ConnectError, Connector, Hop};
 use crate::handshake::peer_identity::PeerIdentity;
 use crate::serve::filter::FilteredSession;
-use crate::splice::splice;
+use crate::splice::{SilenceLimit, splice};
 
 /// Largest number of hops in a chain.
 const MAX_HOPS: usize = 16;
@@ -130,16 +130,21 @@ impl ServerState {
         input: BytesMut,
         mailbox: &Mailbox,
     ) -> String {
-        let silence = self.options.keep_alive.saturating_mul(SILENT_TUNNEL_INTERVALS);
+        let silence = SilenceLimit::Always(self.tunnel_silence());
         let limit = self.options.session_duration.unwrap_or(UNLIMITED).min(UNLIMITED);
         tokio::select! {
-            ended = splice(client, &mut to, input, silence.min(UNLIMITED), &self.open_files) => match ended {
+            ended = splice(client, &mut to, input, silence, &self.open_files) => match ended {
                 Ok(()) => "the tunnel was closed".to_owned(),
                 Err(error) => format!("the tunnel broke: {error}"),
             },
             () = mailbox.wait_for(Command::Stop) => "the server was stopped".to_owned(),
             () = tokio::time::sleep(limit) => "session_duration is over".to_owned(),
         }
+    }
+
+    /// Returns the time without progress after which a tunnel is closed.
+    pub(super) fn tunnel_silence(&self) -> Duration {
+        self.options.keep_alive.saturating_mul(SILENT_TUNNEL_INTERVALS).min(UNLIMITED)
     }
 
     /// Returns the next hop and the addresses behind it, if the client may be forwarded there.

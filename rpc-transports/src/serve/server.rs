@@ -8,11 +8,13 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use async_trait::async_trait;
+use bytes::BytesMut;
 use rpc_core::{ErrorKind, LocalSession, OpenFileQuota, Registry, RpcError, Session, SharedSession, Spawner};
 use tokio::task::JoinHandle;
 
 use super::access_record::SessionNote;
 use super::connection::{Connection, LINGER};
+use super::dialect::{Dialect, RegisteredDialect};
 use super::handoff::HandoffOffer;
 use super::mailbox::{Command, Mailbox};
 use super::options::{OpenRequest, ServeOptions, SessionFactory};
@@ -38,6 +40,8 @@ struct ChannelTerms {
     has_last_descriptor: bool,
     /// Limit on the clients that come through a relay.
     park: Option<ParkLimit>,
+    /// Dialect of the client at the far end of a channel that this server has dialled.
+    dialect: Option<RegisteredDialect>,
 }
 
 /// A server of sessions on any number of addresses. Cheap to clone; clones are the same server.
@@ -132,6 +136,18 @@ impl Server {
         drop(self.start(channel, None));
     }
 
+    /// Serves the client at the far end of a channel that this server has dialled, such as a
+    /// connection to a proxy of another protocol. The client speaks `dialect`, whatever its first
+    /// bytes are: those in `unread`, which were read from the channel already, and those that
+    /// follow. For limits on peers, the client counts as the machine that was dialled. The task
+    /// ends with the connection, and returns true if there was a session.
+    pub fn serve_dialect(&self, channel: Channel, unread: &[u8], dialect: Arc<dyn Dialect>) -> JoinHandle<bool> {
+        let peer = channel.peer().to_owned();
+        let channel = channel.with_further_peer(peer).after_reading(BytesMut::from(unread));
+        let dialect = Some(RegisteredDialect { dialect, unproven: false });
+        self.start_on(channel, ChannelTerms { dialect, ..ChannelTerms::default() })
+    }
+
     /// As [`serve_channel`](Self::serve_channel), or under another key for the client behind a
     /// relay that this server has dialled. The task ends
     /// with the session, and returns true if there was one.
@@ -146,7 +162,7 @@ impl Server {
 
     /// As [`start`](Self::start), on these terms.
     fn start_on(&self, channel: Channel, terms: ChannelTerms) -> JoinHandle<bool> {
-        let ChannelTerms { key, must_be_encrypted, has_last_descriptor, park } = terms;
+        let ChannelTerms { key, must_be_encrypted, has_last_descriptor, park, dialect } = terms;
         let permit = self.0.handshakes.begin(channel.machine().limit_key(), channel.parent_connection());
         let id = self.0.next_connection.fetch_add(1, Ordering::Relaxed);
         let mailbox = Arc::new(Mailbox::default());
@@ -154,7 +170,7 @@ impl Server {
         let server = self.0.clone();
         tokio::spawn(async move {
             let entry = Arc::new(ConnectionEntry::new(server.clone(), id));
-            let is_dialled = key.is_some();
+            let is_dialled = key.is_some() || dialect.is_some();
             let key = key.unwrap_or_else(|| server.options.key.clone());
             let (peer, machine) = (channel.peer().to_owned(), channel.machine());
             let limit = server.options.max_open_files;
@@ -172,7 +188,7 @@ impl Server {
                 note: SessionNote::default(),
                 handoff: HandoffOffer::default(),
             };
-            Accepted { connection, channel, is_dialled, must_be_encrypted, permit }.run().await;
+            Accepted { connection, channel, is_dialled, dialect, must_be_encrypted, permit }.run().await;
             entry.served.load(Ordering::Relaxed)
         })
     }

@@ -44,8 +44,10 @@ const LAST_DESCRIPTOR_TIMEOUT: Duration = Duration::from_secs(2);
 pub(super) struct Accepted {
     pub(super) connection: Connection,
     pub(super) channel: Channel,
-    /// True if this server has dialled, and the peer speaks the native protocol.
+    /// True if this server has dialled.
     pub(super) is_dialled: bool,
+    /// Dialect that the peer speaks, if this server has dialled it for that.
+    pub(super) dialect: Option<RegisteredDialect>,
     /// True if the transport declares that the address is encrypted.
     pub(super) must_be_encrypted: bool,
     /// Permit among the handshakes in progress.
@@ -57,6 +59,7 @@ struct Secured {
     connection: Connection,
     channel: Channel,
     is_dialled: bool,
+    dialect: Option<RegisteredDialect>,
     permit: HandshakePermit,
     /// End of the time for the handshake.
     deadline: Instant,
@@ -171,7 +174,7 @@ impl Accepted {
 
     /// Secures the channel, if its transport does that, as TLS does.
     async fn secure(self) -> Result<Secured, Refusal> {
-        let Self { connection, mut channel, is_dialled, must_be_encrypted, permit } = self;
+        let Self { connection, mut channel, is_dialled, dialect, must_be_encrypted, permit } = self;
         let most = if connection.has_last_descriptor { LAST_DESCRIPTOR_TIMEOUT } else { UNLIMITED };
         let deadline = clock::now() + connection.server.options.handshake_timeout.min(most);
         let peer = &connection.peer;
@@ -185,7 +188,7 @@ impl Accepted {
                 );
                 ErrorKind::Unauthenticated
             }
-            Ok(Ok(())) => return Ok(Secured { connection, channel, is_dialled, permit, deadline }),
+            Ok(Ok(())) => return Ok(Secured { connection, channel, is_dialled, dialect, permit, deadline }),
             Ok(Err(error)) => {
                 if error.kind() == io::ErrorKind::InvalidData {
                     rpc_core::log_limited!(WARN, peer, %error, "refused a client: no secure channel");
@@ -212,9 +215,11 @@ impl Accepted {
 impl Secured {
     /// Determines the protocol by the first bytes, if the server speaks dialects.
     async fn recognize(mut self) -> Result<Recognized, Refusal> {
-        let server = &self.connection.server;
-        let dialects = &server.options.dialects;
-        if self.is_dialled || server.options.relay || dialects.is_empty() {
+        if let Some(dialect) = self.dialect.take() {
+            return self.enter_dialect(dialect).await;
+        }
+        let dialects = &self.connection.server.options.dialects;
+        if self.is_dialled || dialects.is_empty() {
             return Ok(Recognized::Native(Box::new(self)));
         }
         let recognized = dialects.recognize(&mut self.channel);

@@ -75,6 +75,11 @@ mod linux {
             Poll::Ready(Ok(passed))
         }
 
+        /// Returns true if bytes are in the pipe.
+        pub(in super::super) fn holds_bytes(&self) -> bool {
+            self.held > 0
+        }
+
         /// Returns true if the pipe is empty, and the last fill was too small to be worth a pipe.
         pub(in super::super) fn is_little(&self) -> bool {
             self.held == 0 && self.last < LITTLE
@@ -126,6 +131,10 @@ mod other {
             _: &Channel,
             _: &mut Context<'_>,
         ) -> Poll<io::Result<usize>> {
+            match *self {}
+        }
+
+        pub(in super::super) fn holds_bytes(&self) -> bool {
             match *self {}
         }
 

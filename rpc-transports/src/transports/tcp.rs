@@ -278,6 +278,15 @@ fn tuned(stream: &impl AsFd) -> io::Result<()> {
 /// Number of unanswered probes after which a silent connection is given up.
 const PROBES: u32 = 3;
 
+/// Makes the kernel test the peer's machine at this interval of silence, and give up the connection
+/// when it has not answered a few times. A peer that is there may take as long as it likes.
+pub(crate) fn probe_silence(stream: &impl AsFd, interval: Duration) -> io::Result<()> {
+    // The kernel counts in seconds, and refuses zero.
+    let interval = interval.max(Duration::from_secs(1));
+    let keep_alive = TcpKeepalive::new().with_time(interval).with_interval(interval).with_retries(PROBES);
+    SockRef::from(stream).set_tcp_keepalive(&keep_alive)
+}
+
 /// Makes the kernel give up the connection once the peer's machine has been silent for so long,
 /// whether bytes of this side wait for its acknowledgement or none are on the way.
 fn limit_silence(stream: &impl AsFd, silence: Duration) -> io::Result<()> {

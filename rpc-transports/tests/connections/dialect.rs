@@ -8,9 +8,11 @@ use rpc_core::proto::{Anonymous, Handshake, HandshakeConfig, Hello, Role};
 use rpc_core::{ErrorKind, Registry, RpcError, Session, SharedSession};
 use rpc_transports::{
     Access, Address, Bind, BoxFuture, Channel, ClientTls, ConnectError, Connector, Dial, Dialect, DialectConnection,
-    DialectRequest, Dialects, OpenRequest, Recognition, ServeObserver, ServeOptions, Server, Tokens, Transports,
+    DialectRequest, Dialects, OpenRequest, Recognition, RelayedConnection, ServeObserver, ServeOptions, Server, Tokens,
+    Transports,
 };
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
+use tokio::sync::oneshot;
 
 use crate::chains::certificate;
 use crate::limits::in_time;
@@ -660,4 +662,87 @@ async fn a_dialect_works_at_the_end_of_a_tunnel() {
     channel.io_mut().write_all(&handshake.take_output()).await.unwrap();
     let (mut client, answer) = Client::over(channel).await;
     assert_eq!((answer.as_str(), client.ask("add 1 2").await.as_str()), ("ready anonymous", "= 3"));
+}
+
+/// A protocol of a relay: `MEET`, and then the bytes of the next peer that says so.
+#[derive(Debug, Default)]
+struct Meet(Mutex<Option<oneshot::Sender<oneshot::Sender<RelayedConnection>>>>);
+
+impl Dialect for Meet {
+    fn name(&self) -> &str {
+        "meet"
+    }
+
+    fn recognize(&self, first: &[u8]) -> Recognition {
+        if first.starts_with(b"MEET\n") { Recognition::Accept } else { Recognition::NeedMore }
+    }
+
+    fn serve<'a>(&'a self, connection: &'a mut DialectConnection) -> BoxFuture<'a, Result<(), RpcError>> {
+        Box::pin(async move {
+            connection.probe_silence();
+            assert!(connection.detach().is_none(), "it has no place yet");
+            // A channel over the bytes of the first one, from the first byte on.
+            connection.upgrade(async |channel| Ok(channel.map_io(|io| io))).await.unwrap();
+            assert_eq!(read_line(connection.io()).await?, "MEET");
+            if let Err(error) = connection.admit() {
+                say(connection.io(), format!("! {}", error.kind())).await?;
+                return Err(error);
+            }
+            let error = connection.open(DialectRequest::default()).await.unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::ApiMisuse, "{error}");
+            let (claim, claimed) = oneshot::channel();
+            let first = {
+                let mut waiting = self.0.lock().unwrap();
+                let first = waiting.take();
+                if first.is_none() {
+                    *waiting = Some(claim);
+                }
+                first
+            };
+            let Some(first) = first else {
+                say(connection.io(), "wait".to_owned()).await?;
+                let handover = claimed.await.unwrap();
+                handover.send(connection.detach().unwrap()).unwrap();
+                return Ok(());
+            };
+            let (handover, handed) = oneshot::channel();
+            first.send(handover).unwrap();
+            let mut first = handed.await.unwrap();
+            say(first.io(), "met".to_owned()).await?;
+            say(connection.io(), "met".to_owned()).await?;
+            connection.splice(&mut first).await.unwrap();
+            Ok(())
+        })
+    }
+}
+
+#[tokio::test]
+async fn a_relay_connects_the_peers_of_its_dialect_with_each_other() {
+    let options = ServeOptions {
+        dialects: Dialects::default().with(Meet::default()),
+        relay: true,
+        max_sessions: 2,
+        ..ServeOptions::default()
+    };
+    let relay = Server::new(Arc::new(Registry::new()), options);
+    let address = listen(&relay, "tcp://127.0.0.1:0").await;
+    let dial = async || Transports::default().dial(&address, &Dial::default()).await.unwrap();
+    let (mut first, answer) = Client::begin(dial().await, "MEET\n").await;
+    assert_eq!((answer.as_str(), relay.sessions()), ("wait", 1));
+    // What comes behind the greeting goes to the other one.
+    let (mut second, answer) = Client::begin(dial().await, "MEET\nhello\n").await;
+    assert_eq!((answer.as_str(), first.line().await.as_deref()), ("met", Some("met")));
+    assert_eq!(first.line().await.as_deref(), Some("hello"));
+    first.send("and back\n").await;
+    assert_eq!(second.line().await.as_deref(), Some("and back"));
+    assert_eq!(relay.sessions(), 2, "the one that waited keeps its place");
+    let (mut third, answer) = Client::begin(dial().await, "MEET\n").await;
+    assert_eq!(answer, format!("! {}", ErrorKind::LimitExceeded));
+    assert_eq!(third.line().await, None);
+    // Servers that park natively are taken at the same address, and clients have no session there.
+    assert!(Connector::new().connect(&address).await.is_err());
+    drop(first);
+    assert_eq!(second.line().await, None);
+    drop(second);
+    idle(&relay).await;
 }

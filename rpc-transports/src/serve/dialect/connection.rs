@@ -1,6 +1,7 @@
 //! A connection in a dialect: its stream, its session, and its limits and notices.
 
 use std::fmt;
+use std::io;
 use std::sync::Arc;
 
 use async_trait::async_trait;
@@ -10,13 +11,16 @@ use rpc_core::{ErrorKind, MemoryQuota, RpcError, Session, SharedSession};
 use tokio::sync::watch;
 
 use super::activity::{DialectActivity, Progress};
-use super::stream::WatchedStream;
+use super::relayed::RelayedConnection;
+use super::stream::{UnreadStream, WatchedStream};
 use crate::channel::{Channel, ChannelIo, Machine};
 use crate::handshake::handshake_slots::HandshakePermit;
 use crate::handshake::peer_identity::PeerIdentity;
 use crate::runtime::free;
+use crate::serve::access_record::SessionNote;
 use crate::serve::mailbox::Command;
 use crate::serve::stall_timeouts::StallTimeouts;
+use crate::serve::state::ServerState;
 use crate::wire_limits::WireLimits;
 
 /// A client's connection in a [`Dialect`](crate::Dialect), and what the server gives it.
@@ -30,6 +34,8 @@ pub struct DialectConnection {
     pub(super) progress: Arc<Mutex<Progress>>,
     notices: watch::Receiver<Option<Notice>>,
     pub(super) session: Option<OpenedSession>,
+    /// Share in the server of a peer that a relay has admitted.
+    pub(super) admission: Option<Admission>,
 }
 
 /// Server behind a connection in a dialect.
@@ -43,6 +49,15 @@ pub(super) trait SessionSource: Send + Sync {
 
     /// Subscribes the connection's task to the end of a session.
     fn watch_end(&self, session: &SharedSession) -> Canceller;
+
+    /// Gives the peer of a relay its share in the server.
+    fn admit(&self) -> Result<(Admission, StallTimeouts), RpcError>;
+
+    /// Has the system test by this channel's socket that the machine of the client is there.
+    fn probe_silence(&self, channel: &Channel);
+
+    /// Returns the note for the record of the connection in the log.
+    fn note(&self) -> &SessionNote;
 
     /// Returns the machine of the client.
     fn machine(&self) -> Machine;
@@ -69,6 +84,13 @@ pub(super) struct OpenedSession {
 /// Access of a connection in a dialect to further servers, on behalf of its client.
 #[derive(Clone)]
 pub struct FurtherServers(Arc<dyn SessionSource>);
+
+/// Share in the server of a peer that a relay has admitted, until it is dropped.
+pub(super) struct Admission {
+    pub(super) server: Arc<ServerState>,
+    /// The peer's place among the sessions.
+    pub(super) share: Box<dyn Send + Sync>,
+}
 
 /// A dialect's request for a session. The default asks for nothing. Empty texts stand for none.
 #[derive(Clone, Debug, Default)]
@@ -112,8 +134,82 @@ impl DialectConnection {
             progress,
             notices,
             session: None,
+            admission: None,
         };
         (this, sender)
+    }
+
+    /// Replaces the channel by the one that `upgrade` makes of it, such as a WebSocket over its
+    /// bytes. Part of the handshake. A connection whose upgrade fails is at its end.
+    ///
+    /// # Errors
+    ///
+    /// Those of `upgrade`.
+    pub async fn upgrade<F>(&mut self, upgrade: impl FnOnce(Channel) -> F) -> io::Result<()>
+    where
+        F: Future<Output = io::Result<Channel>>,
+    {
+        let mut channel = self.stream.take_channel();
+        let unread = channel.take_unread();
+        let channel = upgrade(channel.map_io(|io| UnreadStream::new(unread, io))).await?;
+        self.stream = WatchedStream::new(channel, self.progress.clone());
+        Ok(())
+    }
+
+    /// Has the operating system test that the peer's machine is there, at the server's
+    /// [`keep_alive`](crate::ServeOptions::keep_alive): a connection whose peer does not answer for
+    /// some intervals breaks. A peer that is there may be silent for as long as it likes. Does
+    /// nothing if the channel is no bare socket.
+    pub fn probe_silence(&self) {
+        self.sessions.probe_silence(self.stream.channel());
+    }
+
+    /// Gives the peer of a [relay](crate::ServeOptions::relay), which opens no sessions, a place
+    /// among the relay's sessions, until the connection ends. The handshake is over then.
+    ///
+    /// # Errors
+    ///
+    /// The reason why this peer gets no place, which the dialect tells it:
+    /// [`ErrorKind::LimitExceeded`], [`ErrorKind::Draining`]. [`ErrorKind::ApiMisuse`] for a second
+    /// place.
+    pub fn admit(&mut self) -> Result<(), RpcError> {
+        if self.session.is_some() || self.admission.is_some() {
+            return Err(RpcError::new(ErrorKind::ApiMisuse, "a connection in a dialect is admitted once"));
+        }
+        let (admission, timeouts) = self.sessions.admit()?;
+        self.permit = None;
+        self.admission = Some(admission);
+        self.progress.lock().start(timeouts);
+        Ok(())
+    }
+
+    /// Takes the channel out of an [admitted](Self::admit) connection, with its place. The dialect
+    /// returns then. `None` if the connection was not admitted.
+    pub fn detach(&mut self) -> Option<RelayedConnection> {
+        let admission = self.admission.take()?;
+        Some(RelayedConnection { channel: self.stream.take_channel(), _share: admission.share })
+    }
+
+    /// Copies bytes between the peer and that of another connection of this relay, both ways, until
+    /// both directions have ended or one has broken. A peer that takes no bytes for 120 intervals
+    /// of [`keep_alive`](crate::ServeOptions::keep_alive) while some wait for it breaks the
+    /// connection; otherwise both may be silent. The server's limits on time do not count
+    /// meanwhile, if the dialect has [said](Self::activity) that it works. Not cancel-safe.
+    ///
+    /// # Errors
+    ///
+    /// The error of the connection that broke. [`NotConnected`](io::ErrorKind::NotConnected) if
+    /// this one was not [admitted](Self::admit).
+    pub async fn splice(&mut self, other: &mut RelayedConnection) -> io::Result<()> {
+        let Some(Admission { server, .. }) = &self.admission else {
+            return Err(io::ErrorKind::NotConnected.into());
+        };
+        other.splice(self.stream.channel_mut(), server).await
+    }
+
+    /// Sets the note on what the connection is for, for its record in the log.
+    pub fn set_note(&self, note: Arc<dyn fmt::Display + Send + Sync>) {
+        self.sessions.note().set(note);
     }
 
     /// Returns the stream of bytes, from the first one on. A client that takes no output is cut off
@@ -287,6 +383,10 @@ impl Drop for DialectConnection {
         if let Some(OpenedSession { session, end_watch, share }) = self.session.take() {
             end_watch.abandon();
             free((session, share));
+        }
+        // Before the share, for the peer sees the end of the connection then.
+        if self.admission.is_some() {
+            drop(self.stream.take_channel());
         }
     }
 }

@@ -1,6 +1,6 @@
 //! The stream of a connection in a dialect, which keeps the timeouts of the session.
 
-use std::io;
+use std::io::{self, IoSlice};
 use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::task::{Context, Poll, Wake, Waker, ready};
@@ -10,7 +10,7 @@ use parking_lot::Mutex;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
 use super::activity::{OutputState, Progress};
-use crate::channel::Channel;
+use crate::channel::{Channel, ChannelIo};
 use crate::clock;
 use crate::serve::stall_timeouts::StallTimeouts;
 
@@ -31,11 +31,45 @@ struct OutputWaker {
     task: Waker,
 }
 
+/// Stream that begins with bytes that were read already.
+pub(super) struct UnreadStream {
+    unread: BytesMut,
+    inner: Box<dyn ChannelIo>,
+}
+
+impl UnreadStream {
+    pub(super) fn new(unread: BytesMut, inner: Box<dyn ChannelIo>) -> Self {
+        Self { unread, inner }
+    }
+}
+
 impl WatchedStream {
     /// Creates the stream, whose first bytes are those that the channel has read already.
     pub(super) fn new(mut channel: Channel, progress: Arc<Mutex<Progress>>) -> Self {
         let unread = channel.take_unread();
         Self { unread, channel, progress, output_waker: None }
+    }
+
+    /// Returns the channel, with the bytes that were read already. The timeouts do not see what
+    /// passes through it.
+    pub(super) fn channel_mut(&mut self) -> &mut Channel {
+        if !self.unread.is_empty() {
+            self.channel.put_back(std::mem::take(&mut self.unread));
+        }
+        &mut self.channel
+    }
+
+    /// Returns the channel.
+    pub(super) fn channel(&self) -> &Channel {
+        &self.channel
+    }
+
+    /// Takes the channel out, with the bytes that were read already. The stream is at its end then.
+    pub(super) fn take_channel(&mut self) -> Channel {
+        let empty = Channel::new(tokio::io::empty(), self.channel.peer());
+        let mut channel = std::mem::replace(&mut self.channel, empty);
+        channel.put_back(std::mem::take(&mut self.unread));
+        channel
     }
 
     /// Returns the waker for the outgoing direction of the channel, on behalf of `task`.
@@ -120,6 +154,43 @@ impl Wake for OutputWaker {
             timeouts.pause_output(clock::now());
         }
         self.task.wake_by_ref();
+    }
+}
+
+impl AsyncRead for UnreadStream {
+    fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        if self.unread.is_empty() {
+            return pin!(&mut self.inner).poll_read(cx, buffer);
+        }
+        let count = self.unread.len().min(buffer.remaining());
+        buffer.put_slice(&self.unread.split_to(count));
+        Poll::Ready(Ok(()))
+    }
+}
+
+impl AsyncWrite for UnreadStream {
+    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        pin!(&mut self.inner).poll_write(cx, bytes)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        slices: &[IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        pin!(&mut self.inner).poll_write_vectored(cx, slices)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.inner.is_write_vectored()
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        pin!(&mut self.inner).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        pin!(&mut self.inner).poll_shutdown(cx)
     }
 }
 

@@ -12,14 +12,14 @@ use rpc_core::{ErrorKind, MemoryQuota, RpcError, Session, SharedSession};
 use tokio::sync::{Notify, watch};
 
 use super::Dialect;
-use super::connection::{DialectConnection, DialectRequest, Notice, OpenedSession, SessionSource};
+use super::connection::{Admission, DialectConnection, DialectRequest, Notice, OpenedSession, SessionSource};
 use crate::channel::{Channel, Machine};
 use crate::channel_io::Alarm;
 use crate::clock;
 use crate::handshake::handshake_slots::HandshakePermit;
 use crate::handshake::identity_proofs::Security;
 use crate::handshake::peer_identity::PeerIdentity;
-use crate::serve::access_record::{AccessRecord, log_fault};
+use crate::serve::access_record::{AccessRecord, SessionNote, log_fault};
 use crate::serve::authorization::AuthorizedClient;
 use crate::serve::connection::{Connection, LINGER, SessionRequest, drain_and_close, log_eviction, log_refusal};
 use crate::serve::further_servers::OnwardServer as _;
@@ -64,6 +64,9 @@ enum DialectEnd {
 impl SessionSource for DialectClient {
     async fn open(&self, request: &DialectRequest) -> Result<(OpenedSession, StallTimeouts), RpcError> {
         let (server, own_key) = (&self.connection.server, &self.connection.key);
+        if server.options.relay {
+            return Err(RpcError::new(ErrorKind::ApiMisuse, "a relay opens no sessions"));
+        }
         if !request.key.is_empty() && request.key != *own_key {
             let text = format!("the client asks for key '{}', and the server has '{own_key}'", request.key);
             return Err(RpcError::new(ErrorKind::Refused, text));
@@ -73,18 +76,8 @@ impl SessionSource for DialectClient {
         let DialectRequest { key, workspace, ticket } = request;
         let request = SessionRequest { key, workspace, ticket, path: &[] };
         let session = self.connection.open_session(request, &self.served).await?;
-        let unproven = match (&self.security.connection, self.rules) {
-            (Some(parent), Some(rules)) => {
-                parent.prove(rules, self.served.identity.clone());
-                None
-            }
-            // The client is served, and so is no longer in its handshake, although it has proven
-            // nothing that native clients could inherit.
-            (Some(parent), None) => Some(parent.serve_unproven()),
-            (None, _) => None,
-        };
+        let unproven = self.end_handshake();
         let entry = self.connection.entry.clone();
-        entry.served.store(true, Ordering::Relaxed);
         let timeouts = StallTimeouts::new(&server.options.stall_limits(), clock::now());
         let end_watch = self.watch_end(&session);
         Ok((OpenedSession { session, end_watch, share: Box::new((unproven, slot, entry)) }, timeouts))
@@ -106,6 +99,31 @@ impl SessionSource for DialectClient {
         session.ended().reply().deliver_to(end, 0)
     }
 
+    fn admit(&self) -> Result<(Admission, StallTimeouts), RpcError> {
+        let server = &self.connection.server;
+        self.connection.check_descriptors()?;
+        self.connection.takes_sessions()?;
+        let slot = server.slots.take(self.connection.machine, &self.served)?;
+        let unproven = self.end_handshake();
+        let share = Box::new((unproven, slot, self.connection.entry.clone()));
+        let timeouts = StallTimeouts::new(&server.options.stall_limits(), clock::now());
+        Ok((Admission { server: server.clone(), share }, timeouts))
+    }
+
+    fn probe_silence(&self, channel: &Channel) {
+        #[cfg(feature = "tcp")]
+        if let Some(socket) = channel.plain_socket() {
+            // Sockets of other kinds refuse it, and tell of a peer's end by themselves.
+            let _ = crate::transports::tcp::probe_silence(&socket, self.connection.server.options.keep_alive);
+        }
+        #[cfg(not(feature = "tcp"))]
+        let _ = channel;
+    }
+
+    fn note(&self) -> &SessionNote {
+        &self.connection.note
+    }
+
     fn machine(&self) -> Machine {
         self.connection.machine
     }
@@ -120,6 +138,23 @@ impl SessionSource for DialectClient {
 
     fn queued(&self) -> &Arc<MemoryQuota> {
         &self.queued
+    }
+}
+
+impl DialectClient {
+    /// Records that the client is served. The result is part of its share in the server.
+    fn end_handshake(&self) -> Option<Box<dyn Send + Sync>> {
+        self.connection.entry.served.store(true, Ordering::Relaxed);
+        let parent = self.security.connection.as_ref()?;
+        match self.rules {
+            Some(rules) => {
+                parent.prove(rules, self.served.identity.clone());
+                None
+            }
+            // The client is served, and so is no longer in its handshake, although it has proven
+            // nothing that native clients could inherit.
+            None => Some(Box::new(parent.serve_unproven())),
+        }
     }
 }
 
@@ -154,7 +189,7 @@ impl DialectTask {
                 return Err(ErrorKind::LimitExceeded);
             }
         };
-        let had_session = self.connection.session.is_some();
+        let had_session = self.connection.session.is_some() || self.connection.admission.is_some();
         match outcome {
             Ok(()) if had_session => record.log_end(&format_args!("the dialect {dialect} has ended"), None),
             Ok(()) => tracing::debug!(peer, dialect, "connection ended"),
