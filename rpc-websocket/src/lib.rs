@@ -56,6 +56,7 @@ use rpc_transports::{
     TransportError,
 };
 
+pub use self::listen::accept_upgrade;
 pub use self::proxy::Proxies;
 
 /// The protocol that TLS is asked for (ALPN): WebSockets begin as a request of HTTP/1.1.

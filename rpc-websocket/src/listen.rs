@@ -7,7 +7,7 @@ use std::task::{Context, Poll, ready};
 
 use rpc_transports::transports::tcp::Tcp;
 use rpc_transports::{
-    Accept, Address, AllowedOrigins, Bind, Channel, Listener, Peer, Security, ServerTls, Transport, TransportError,
+    Accept, Address, AllowedOrigins, Bind, Channel, Listener, Peer, ServerTls, Transport, TransportError,
 };
 use tokio_tungstenite::accept_hdr_async_with_config;
 use tokio_tungstenite::tungstenite::Error;
@@ -70,19 +70,37 @@ impl Accept for Upgrades {
     }
 }
 
+/// Answers the upgrade request of an accepted connection, of which nothing has been read, and
+/// returns the channel in its binary messages. For protocols beside the native one that WebSockets
+/// carry, too, at addresses of other transports.
+///
+/// Requests of web pages are refused unless `origins` lists their origin: see the
+/// [security](crate#security) of this crate. The path may be any. The caller limits the time.
+///
+/// # Errors
+///
+/// [`PermissionDenied`](io::ErrorKind::PermissionDenied) for a web page that is refused,
+/// [`InvalidInput`](io::ErrorKind::InvalidInput) for a request that is none for a WebSocket, and
+/// errors of the connection.
+pub async fn accept_upgrade(channel: Channel, origins: AllowedOrigins) -> io::Result<Channel> {
+    let peer = Peer::new(channel.peer()).on(channel.machine());
+    upgrade(channel, peer, [origins, AllowedOrigins::default()], None).await
+}
+
 /// Performs the handshakes of an accepted connection: TLS, if there is a certificate, and HTTP.
 async fn upgrade(
-    over: Channel,
+    mut over: Channel,
     peer: Peer,
     origins: [AllowedOrigins; 2],
     tls: Option<ServerTls>,
 ) -> io::Result<Channel> {
+    let below = over.take_security();
     let (io, name, guard) = over.into_parts();
-    let encrypted = tls.is_some();
     let (io, security) = match tls {
         Some(tls) => tls.accept(ALPN, io).await?,
-        None => (io, Security::default()),
+        None => (io, below),
     };
+    let encrypted = security.is_encrypted();
     #[allow(clippy::result_large_err, reason = "the library's type")]
     let answer = |request: &Request, mut response: Response| {
         if let Err(origin) = check_origin(request, &origins) {
@@ -135,6 +153,10 @@ fn forbidden() -> ErrorResponse {
 
 #[cfg(test)]
 mod tests {
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    use tokio_tungstenite::client_async_with_config;
+    use tokio_tungstenite::tungstenite::client::IntoClientRequest;
+
     use super::*;
 
     #[test]
@@ -155,5 +177,37 @@ mod tests {
             assert!(of(&[refused]).is_err(), "{refused}");
             assert!(of(&["https://console.example", refused]).is_err(), "one of two, {refused}");
         }
+    }
+
+    #[tokio::test]
+    async fn a_connection_of_another_listener_is_upgraded_but_not_for_a_foreign_page() {
+        let origins = AllowedOrigins::new(["https://console.example"]);
+        for (origin, passes) in
+            [(None, true), (Some("https://console.example"), true), (Some("https://evil.example"), false)]
+        {
+            let (near, far) = tokio::io::duplex(4096);
+            let accepting = accept_upgrade(Channel::new(far, "a test"), origins.clone());
+            let mut request = "ws://127.0.0.1/ws".into_client_request().unwrap();
+            if let Some(origin) = origin {
+                request.headers_mut().insert(ORIGIN, HeaderValue::from_static(origin));
+            }
+            let (accepted, dialled) = tokio::join!(accepting, client_async_with_config(request, near, Some(limits())));
+            assert_eq!((accepted.is_ok(), dialled.is_ok()), (passes, passes), "{origin:?}");
+            let (Ok(mut accepted), Ok((dialled, _))) = (accepted, dialled) else { continue };
+            let mut dialled = MessageStream::new(dialled);
+            dialled.write_all(b"bytes").await.unwrap();
+            dialled.flush().await.unwrap();
+            let mut bytes = [0; 5];
+            accepted.io_mut().read_exact(&mut bytes).await.unwrap();
+            assert_eq!(&bytes, b"bytes");
+        }
+    }
+
+    #[tokio::test]
+    async fn a_request_for_a_page_is_no_upgrade() {
+        let (mut near, far) = tokio::io::duplex(4096);
+        near.write_all(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n").await.unwrap();
+        let error = accept_upgrade(Channel::new(far, "a test"), AllowedOrigins::default()).await.unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::InvalidInput, "{error}");
     }
 }
