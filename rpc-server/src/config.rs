@@ -30,7 +30,9 @@ pub(crate) use listen_address::{SERVER_PORT, TRACKER_PORT, with_default_port};
 pub use relay::{RelayConfig, RelaySettings};
 pub(crate) use serve::is_ambiguous_program;
 pub use serve::{Isolate, ServeConfig, ServeSettings};
-pub use tracker::{Label, LabelError, TrackerAddress, TrackerConfig, TrackerSettings, TvmTrackerAddress};
+pub use tracker::{
+    Label, LabelError, TrackerAddress, TrackerConfig, TrackerSettings, TvmProxyAddress, TvmTrackerAddress,
+};
 pub use units::{ByteSize, HttpAddress, Origin, OtlpEndpoint, PortRange, Span, UnitError};
 
 #[cfg(test)]

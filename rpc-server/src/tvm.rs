@@ -25,6 +25,7 @@ mod server_function_calls;
 mod session;
 mod time_evaluator;
 
+pub(crate) mod proxy;
 pub(crate) mod self_test;
 pub(crate) mod tracker;
 
@@ -50,8 +51,15 @@ impl TvmDialect {
             takes_tickets: !config.tracker.is_empty(),
             allow_direct: match_keys.is_none() || config.allow_direct,
             match_keys,
+            through_proxy: false,
             max_handles: config.max_handles,
         })
+    }
+
+    /// Creates the dialect of clients that come through a proxy at which the server waits.
+    pub(crate) fn through_proxy(config: &ServeConfig) -> Self {
+        let Self(terms) = Self::new(config, None);
+        Self(Terms { takes_tickets: false, through_proxy: true, ..terms })
     }
 }
 

@@ -14,6 +14,7 @@ use tokio_tungstenite::tungstenite::Error;
 use tokio_tungstenite::tungstenite::handshake::server::{ErrorResponse, Request, Response};
 use tokio_tungstenite::tungstenite::http::header::ORIGIN;
 use tokio_tungstenite::tungstenite::http::{HeaderValue, StatusCode};
+use tokio_tungstenite::tungstenite::protocol::WebSocketConfig;
 
 use crate::dial::{CHANNEL_HEADER, ENCRYPTED, PLAIN};
 use crate::stream::{MessageStream, limits};
@@ -65,7 +66,7 @@ impl Accept for Upgrades {
         // The listener below has passed over what concerns one connection alone.
         let channel = accepted.map_err(io::Error::other)?;
         let peer = Peer::new(channel.peer()).on(channel.machine());
-        let upgrade = upgrade(channel, peer.clone(), self.origins.clone(), self.tls.clone());
+        let upgrade = upgrade(channel, peer.clone(), self.origins.clone(), self.tls.clone(), limits());
         Poll::Ready(Ok(Channel::upgrading(upgrade, peer)))
     }
 }
@@ -77,14 +78,18 @@ impl Accept for Upgrades {
 /// Requests of web pages are refused unless `origins` lists their origin: see the
 /// [security](crate#security) of this crate. The path may be any. The caller limits the time.
 ///
+/// A message may have `max_message` bytes. The peer can have twice as many held here from then on,
+/// which the caller accounts for.
+///
 /// # Errors
 ///
 /// [`PermissionDenied`](io::ErrorKind::PermissionDenied) for a web page that is refused,
 /// [`InvalidInput`](io::ErrorKind::InvalidInput) for a request that is none for a WebSocket, and
 /// errors of the connection.
-pub async fn accept_upgrade(channel: Channel, origins: AllowedOrigins) -> io::Result<Channel> {
+pub async fn accept_upgrade(channel: Channel, origins: AllowedOrigins, max_message: usize) -> io::Result<Channel> {
     let peer = Peer::new(channel.peer()).on(channel.machine());
-    upgrade(channel, peer, [origins, AllowedOrigins::default()], None).await
+    let limits = limits().max_message_size(Some(max_message)).max_frame_size(Some(max_message));
+    upgrade(channel, peer, [origins, AllowedOrigins::default()], None, limits).await
 }
 
 /// Performs the handshakes of an accepted connection: TLS, if there is a certificate, and HTTP.
@@ -93,6 +98,7 @@ async fn upgrade(
     peer: Peer,
     origins: [AllowedOrigins; 2],
     tls: Option<ServerTls>,
+    limits: WebSocketConfig,
 ) -> io::Result<Channel> {
     let below = over.take_security();
     let (io, name, guard) = over.into_parts();
@@ -116,7 +122,7 @@ async fn upgrade(
         response.headers_mut().insert(CHANNEL_HEADER, HeaderValue::from_static(arrives));
         Ok(response)
     };
-    let socket = accept_hdr_async_with_config(io, answer, Some(limits())).await.map_err(no_upgrade)?;
+    let socket = accept_hdr_async_with_config(io, answer, Some(limits)).await.map_err(no_upgrade)?;
     let channel = Channel::new(MessageStream::new(socket), peer).with_security(security);
     Ok(match guard {
         Some(guard) => channel.with_guard(guard),
@@ -186,7 +192,7 @@ mod tests {
             [(None, true), (Some("https://console.example"), true), (Some("https://evil.example"), false)]
         {
             let (near, far) = tokio::io::duplex(4096);
-            let accepting = accept_upgrade(Channel::new(far, "a test"), origins.clone());
+            let accepting = accept_upgrade(Channel::new(far, "a test"), origins.clone(), 8);
             let mut request = "ws://127.0.0.1/ws".into_client_request().unwrap();
             if let Some(origin) = origin {
                 request.headers_mut().insert(ORIGIN, HeaderValue::from_static(origin));
@@ -200,6 +206,10 @@ mod tests {
             let mut bytes = [0; 5];
             accepted.io_mut().read_exact(&mut bytes).await.unwrap();
             assert_eq!(&bytes, b"bytes");
+            dialled.write_all(b"too long!").await.unwrap();
+            dialled.flush().await.unwrap();
+            let error = accepted.io_mut().read(&mut bytes).await.unwrap_err();
+            assert_eq!(error.kind(), io::ErrorKind::InvalidData, "a message above the limit");
         }
     }
 
@@ -207,7 +217,7 @@ mod tests {
     async fn a_request_for_a_page_is_no_upgrade() {
         let (mut near, far) = tokio::io::duplex(4096);
         near.write_all(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n").await.unwrap();
-        let error = accept_upgrade(Channel::new(far, "a test"), AllowedOrigins::default()).await.unwrap_err();
+        let error = accept_upgrade(Channel::new(far, "a test"), AllowedOrigins::default(), 8).await.unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::InvalidInput, "{error}");
     }
 }

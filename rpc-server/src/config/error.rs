@@ -102,6 +102,21 @@ pub enum ConfigError {
         /// Reason.
         problem: &'static str,
     },
+    /// A server cannot wait at a proxy of TVM.
+    #[error("--tvm-proxy: {problem}")]
+    TvmProxy {
+        /// Reason.
+        problem: &'static str,
+    },
+    /// Clients of TVM that reach a proxy on another machine could connect.
+    #[error(
+        "clients of the proxy {address} could reach this server by TVM's protocol, which has neither identity nor \
+         encryption: wait at a proxy on 127.0.0.1, or give --insecure on a trusted network"
+    )]
+    InsecureTvmProxy {
+        /// The address of the proxy.
+        address: Address,
+    },
     /// TVM's protocol is not in this build.
     #[error("--tvm and --tvm-self-test need a build with the feature tvm: cargo build -p rpc-server --features tvm")]
     NoTvm,

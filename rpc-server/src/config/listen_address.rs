@@ -103,6 +103,9 @@ pub(crate) const TRACKER_PORT: u16 = 9190;
 /// Default port of a relay.
 pub(super) const RELAY_PORT: u16 = 9290;
 
+/// Port of a proxy of TVM, unless it is given.
+pub(super) const TVM_PROXY_PORT: u16 = 9090;
+
 /// Schemes whose addresses name a host and a port, for which there is no default but ours. The
 /// ports of `ws` and `wss` are those of HTTP.
 const SCHEMES_WITH_PORT: [&str; 3] = ["tcp", "tls", "quic"];

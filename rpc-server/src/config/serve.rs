@@ -13,8 +13,8 @@ use serde::{Deserialize, Serialize};
 use super::listen_address::{RELAY_PORT, SERVER_PORT, check_addresses, check_metrics, fill_ports, loopback};
 use super::units::seconds;
 use super::{
-    ByteSize, ConfigError, Label, ListenAddress, OtlpEndpoint, PortRange, Span, TrackerAddress, TvmTrackerAddress,
-    machine_memory,
+    ByteSize, ConfigError, Label, ListenAddress, OtlpEndpoint, PortRange, Span, TrackerAddress, TvmProxyAddress,
+    TvmTrackerAddress, machine_memory,
 };
 use crate::file_limit;
 use crate::isolate::FILES_OF_SESSION;
@@ -27,7 +27,7 @@ listener_settings! {
     settings {
         /// Address to listen on, such as tcp://127.0.0.1:9090, quic://board.lan:9090,
         /// tls://0.0.0.0:0 or unix:/run/rpc.sock; may be repeated, or given as a list with commas.
-        /// Default: tcp://127.0.0.1:9090, or none with --stdio or --relay
+        /// Default: tcp://127.0.0.1:9090, or none with --stdio, --relay or --tvm-proxy
         #[arg(value_name = "ADDRESS", value_delimiter = ',')]
         listen: Vec<ListenAddress> = Vec::new(), "RPC_SERVER_LISTEN";
         /// Folder for the files of sessions, also of named workspaces
@@ -240,8 +240,8 @@ listener_settings! {
         /// relay
         #[arg(value_name = "ADDRESS", value_delimiter = ',')]
         advertise: Vec<ListenAddress> = Vec::new(), "RPC_SERVER_ADVERTISE";
-        /// With --tracker or --relay: maximum number of clients that the server is given to at a
-        /// time
+        /// With --tracker, --relay or --tvm-proxy: maximum number of clients that the server is
+        /// given to at a time
         #[arg(value_name = "NUMBER")]
         capacity: u32 = 1, "RPC_SERVER_CAPACITY";
         /// With --tracker: serve clients without a ticket, too. They occupy slots that the tracker
@@ -280,6 +280,11 @@ listener_settings! {
         /// need a match key from it, unless --allow-direct is given
         #[arg(value_name = "ADDRESS")]
         tvm_tracker: TvmTrackerAddress, "RPC_SERVER_TVM_TRACKER";
+        /// With --tvm: proxy of TVM to wait at for clients, such as gateway.lan:9090, for a server
+        /// that clients cannot dial: a relay with --tvm, or tvm.exec.rpc_proxy. Clients connect to
+        /// it with the key of this server (--key)
+        #[arg(value_name = "ADDRESS")]
+        tvm_proxy: TvmProxyAddress, "RPC_SERVER_TVM_PROXY";
         /// With --allow-modules: file with the SHA-256 digests of the only modules that are
         /// accepted, one a line, as sha256sum prints them. It is read at the start, and again by
         /// Disco workers with processes of their own
@@ -331,7 +336,7 @@ listener_settings! {
 
 impl ServeConfig {
     fn listen_by_default(&mut self) {
-        if self.listen.is_empty() && !self.stdio && self.relay.is_empty() {
+        if self.listen.is_empty() && !self.stdio && self.relay.is_empty() && self.tvm_proxy.is_none() {
             self.listen.push(loopback(SERVER_PORT));
         }
         fill_ports(&mut self.listen, SERVER_PORT);
@@ -383,8 +388,8 @@ impl ServeConfig {
         let is_local = |address: &ListenAddress| transports.check(&address.0).is_ok_and(|found| found.is_local());
         let knows_direct = self.trust().demands() || self.listen.iter().all(is_local);
         // Clients of a relay can be anywhere, even if the relay is here, and only a token proves
-        // anything from end to end.
-        knows_direct && (self.relay.is_empty() || self.token_file.is_some())
+        // anything from end to end. Those of a proxy of TVM prove nothing.
+        knows_direct && (self.relay.is_empty() || self.token_file.is_some()) && self.tvm_proxy.is_none()
     }
 
     /// Returns true if native code is loaded that is not part of this program.
@@ -545,12 +550,17 @@ impl ServeConfig {
         }
         if !self.tvm {
             let problem = "it needs --tvm";
-            return if self.tvm_tracker.is_some() { Err(ConfigError::TvmTracker { problem }) } else { Ok(()) };
+            return match () {
+                () if self.tvm_tracker.is_some() => Err(ConfigError::TvmTracker { problem }),
+                () if self.tvm_proxy.is_some() => Err(ConfigError::TvmProxy { problem }),
+                () => Ok(()),
+            };
         }
         if self.trust().demands() {
             return Err(ConfigError::TvmWithIdentity);
         }
         self.check_tvm_tracker()?;
+        self.check_tvm_proxy(transports)?;
         for ListenAddress(address) in &self.listen {
             let properties = transports.check(address).map_err(|source| ConfigError::Address { source })?;
             if !properties.is_local() && !self.insecure {
@@ -576,6 +586,21 @@ impl ServeConfig {
             return Ok(());
         };
         Err(ConfigError::TvmTracker { problem })
+    }
+
+    /// Checks that a proxy of TVM can bring clients, and may.
+    fn check_tvm_proxy(&self, transports: &Transports) -> Result<(), ConfigError> {
+        let Some(TvmProxyAddress(address)) = &self.tvm_proxy else { return Ok(()) };
+        if !self.tracker.is_empty() || self.tvm_tracker.is_some() {
+            let problem =
+                "it is instead of --tracker and --tvm-tracker: the proxy registers the servers that wait there";
+            return Err(ConfigError::TvmProxy { problem });
+        }
+        let properties = transports.check(address).map_err(|source| ConfigError::Address { source })?;
+        if !properties.is_local() && !self.insecure {
+            return Err(ConfigError::InsecureTvmProxy { address: address.clone() });
+        }
+        Ok(())
     }
 
     /// Checks that programs are run only for known clients, and outside of the server's process.

@@ -52,6 +52,7 @@ fn disco_is_served_to_known_and_to_local_clients() {
         (&["--relay", "tcp://10.0.0.1:9290/name", "--insecure"], false),
         (&["--listen", "unix:/a", "--relay", "tcp://127.0.0.1:9290/name"], false),
         (&["--listen", "unix:/a", "--relay", "tcp://127.0.0.1:9290/name", "--token-file", "/token"], true),
+        (&["--listen", "unix:/a", "--tvm", "--tvm-proxy", "127.0.0.1:9090"], false),
         (&[&open[..], &["--token-file", "/token"]].concat(), true),
         (&[&open[..], &["--client-ca", "/ca"]].concat(), true),
     ] {
@@ -174,6 +175,7 @@ fn every_setting_is_a_flag_a_variable_and_a_key_of_the_same_name() {
         module_store: Some("modules".into()),
         tvm_ffi: Some("libtvm_ffi.so".into()),
         tvm_tracker: Some("pool.lan:9190".parse().unwrap()),
+        tvm_proxy: Some("gateway.lan:9090".parse().unwrap()),
         policy: Some("policy.toml".into()),
         ..ServeConfig::default()
     };
@@ -212,6 +214,36 @@ fn every_setting_of_a_tracker_is_a_flag_a_variable_and_a_key_of_the_same_name() 
     keys.insert("config".to_owned());
     assert_eq!(keys, flags);
     assert_eq!(TrackerSettings::from_toml(&text, Path::new("test.toml")).unwrap().resolve().unwrap(), config);
+}
+
+#[test]
+fn every_setting_of_a_relay_is_a_flag_a_variable_and_a_key_of_the_same_name() {
+    let command = RelaySettings::augment_args(clap::Command::new("test"));
+    let mut flags = BTreeSet::new();
+    for arg in command.get_arguments() {
+        let long = arg.get_long().unwrap();
+        let variable = format!("RPC_RELAY_{}", long.replace('-', "_").to_uppercase());
+        assert_eq!(arg.get_env().unwrap(), variable.as_str());
+        assert!(arg.get_help().is_some(), "{long}");
+        flags.insert(long.to_owned());
+    }
+    let config = RelayConfig {
+        cert: Some("server.pem".into()),
+        cert_key: Some("server.key".into()),
+        client_ca: Some("ca.pem".into()),
+        token_file: Some("tokens".into()),
+        ready_file: Some("ready".into()),
+        metrics: Some("127.0.0.1:9292".parse().unwrap()),
+        tvm_tracker: Some("pool.lan:9190".parse().unwrap()),
+        ..RelayConfig::default()
+    };
+    let keys: toml::Table = config.to_toml().unwrap().parse().unwrap();
+    let mut keys: BTreeSet<_> = keys.keys().cloned().collect();
+    keys.insert("config".to_owned());
+    assert_eq!(keys, flags);
+    let config = RelayConfig { tvm: true, tvm_tracker: config.tvm_tracker, ..RelayConfig::default() };
+    let text = config.to_toml().unwrap();
+    assert_eq!(RelaySettings::from_toml(&text, Path::new("test.toml")).unwrap().resolve().unwrap(), config);
 }
 
 #[test]

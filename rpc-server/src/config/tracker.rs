@@ -11,7 +11,9 @@ use rpc_core::proto::KEEP_ALIVE;
 use rpc_transports::{Address, AddressError, Transports};
 use serde::{Deserialize, Serialize};
 
-use super::listen_address::{TRACKER_PORT, check_addresses, check_metrics, fill_ports, loopback, with_default_port};
+use super::listen_address::{
+    TRACKER_PORT, TVM_PROXY_PORT, check_addresses, check_metrics, fill_ports, loopback, with_default_port,
+};
 use super::units::seconds;
 use super::{ByteSize, ConfigError, HttpAddress, ListenAddress, ServeConfig, Span};
 use crate::file_limit;
@@ -232,42 +234,60 @@ impl fmt::Display for TrackerAddress {
     }
 }
 
-/// Address of a tracker of TVM in the settings of a server: `host:port`, or `tcp://host:port` for
-/// the same.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(try_from = "String", into = "String")]
-pub struct TvmTrackerAddress(pub Address);
+/// Declares the type of the address of a peer of TVM in the settings of a server: `host:port`, or
+/// `tcp://host:port` for the same.
+macro_rules! tvm_address {
+    ($(#[doc = $doc:literal])+ $name:ident, $port:expr, $problem:literal;) => {
+        $(#[doc = $doc])+
+        #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+        #[serde(try_from = "String", into = "String")]
+        pub struct $name(pub Address);
 
-impl FromStr for TvmTrackerAddress {
-    type Err = AddressError;
+        impl FromStr for $name {
+            type Err = AddressError;
 
-    fn from_str(text: &str) -> Result<Self, AddressError> {
-        let address: Address = if text.contains("://") { text.parse()? } else { format!("tcp://{text}").parse()? };
-        if address.scheme() != "tcp" || address.key().is_some() {
-            return Err(AddressError::invalid(&address, "a tracker of TVM is written as host:port"));
+            fn from_str(text: &str) -> Result<Self, AddressError> {
+                let is_complete = text.contains("://");
+                let address: Address = if is_complete { text.parse()? } else { format!("tcp://{text}").parse()? };
+                if address.scheme() != "tcp" || address.key().is_some() {
+                    return Err(AddressError::invalid(&address, $problem));
+                }
+                Ok(Self(with_default_port(address, $port)))
+            }
         }
-        Ok(Self(with_default_port(address, TRACKER_PORT)))
-    }
+
+        impl TryFrom<String> for $name {
+            type Error = AddressError;
+
+            fn try_from(text: String) -> Result<Self, AddressError> {
+                text.parse()
+            }
+        }
+
+        impl From<$name> for String {
+            fn from(address: $name) -> Self {
+                address.to_string()
+            }
+        }
+
+        impl fmt::Display for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                self.0.fmt(f)
+            }
+        }
+    };
 }
 
-impl TryFrom<String> for TvmTrackerAddress {
-    type Error = AddressError;
-
-    fn try_from(text: String) -> Result<Self, AddressError> {
-        text.parse()
-    }
+tvm_address! {
+    /// Address of a tracker of TVM in the settings of a server: `host:port`, or `tcp://host:port`
+    /// for the same.
+    TvmTrackerAddress, TRACKER_PORT, "a tracker of TVM is written as host:port";
 }
 
-impl From<TvmTrackerAddress> for String {
-    fn from(address: TvmTrackerAddress) -> Self {
-        address.to_string()
-    }
-}
-
-impl fmt::Display for TvmTrackerAddress {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.fmt(f)
-    }
+tvm_address! {
+    /// Address of a proxy of TVM in the settings of a server: `host:port`, or `tcp://host:port` for
+    /// the same.
+    TvmProxyAddress, TVM_PROXY_PORT, "a proxy of TVM is written as host:port";
 }
 
 /// A label that clients can ask a tracker for, written as `arch=arm64`.

@@ -28,7 +28,10 @@ impl Relay {
     /// As [`new`](Self::new).
     pub fn with_transports(config: &RelayConfig, transports: Transports) -> Result<Self, ServeError> {
         config.check_with(&transports)?;
-        Ok(Self { server: RpcServer::default().config(config.serve_config()).transports(transports).relay() })
+        let server = RpcServer::default().config(config.serve_config()).transports(transports).relay();
+        #[cfg(feature = "tvm")]
+        let server = server.tvm_proxy(config.tvm_proxy());
+        Ok(Self { server })
     }
 
     /// Sets the reader of the origins that the configuration allows, for each reload.

@@ -13,6 +13,8 @@ use super::standard_streams;
 use super::start::{ServerParts, start};
 use crate::config::{ConfigError, ListenAddress, Origin, ServeConfig, ServeError};
 use crate::monitor::Gauges;
+#[cfg(feature = "tvm")]
+use crate::tvm::proxy::TvmProxyTerms;
 
 /// A server that has not been started.
 pub struct RpcServer {
@@ -36,6 +38,8 @@ impl RpcServer {
             transports: crate::transports(),
             dialects: Dialects::default(),
             is_relay: false,
+            #[cfg(feature = "tvm")]
+            tvm_proxy: None,
             on_reload: None,
             read_origins: None,
             gauges: None,
@@ -97,6 +101,14 @@ impl RpcServer {
     #[must_use]
     pub(crate) fn relay(mut self) -> Self {
         self.parts.is_relay = true;
+        self
+    }
+
+    /// Makes the relay a proxy for peers of TVM, too.
+    #[cfg(feature = "tvm")]
+    #[must_use]
+    pub(crate) fn tvm_proxy(mut self, terms: Option<TvmProxyTerms>) -> Self {
+        self.parts.tvm_proxy = terms;
         self
     }
 

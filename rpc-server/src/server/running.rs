@@ -20,6 +20,8 @@ use crate::otel::Spans;
 use crate::pki::trust::{ClientTrust, ServerTrust};
 use crate::policy::PolicySource;
 #[cfg(feature = "tvm")]
+use crate::tvm::proxy::parking::TvmParking;
+#[cfg(feature = "tvm")]
 use crate::tvm::tracker::TvmRegistrar;
 
 /// Longest time for sending clients the reason why their sessions end.
@@ -87,6 +89,9 @@ pub struct Running {
     /// Registration at a tracker of TVM.
     #[cfg(feature = "tvm")]
     pub(super) tvm_registrar: Option<TvmRegistrar>,
+    /// Wait at a proxy of TVM.
+    #[cfg(feature = "tvm")]
+    pub(super) tvm_parking: Option<TvmParking>,
     pub(super) on_reload: Option<OnReload>,
 }
 
@@ -246,6 +251,10 @@ impl Running {
         #[cfg(feature = "tvm")]
         if let (Phase::Draining, Some(registrar)) = (phase, &self.tvm_registrar) {
             registrar.leave();
+        }
+        #[cfg(feature = "tvm")]
+        if let (Phase::Draining, Some(parking)) = (phase, &self.tvm_parking) {
+            parking.leave();
         }
         if let Some(monitoring) = &self.monitoring {
             monitoring.enter(phase);

@@ -25,9 +25,9 @@ use super::running::{OnReload, ReadOrigins, Running};
 use super::server_state::ServerState;
 use super::session_workspace::Cleaner;
 use super::ticket_gate::TicketGate;
-#[cfg(feature = "tvm")]
-use crate::config::TvmTrackerAddress;
 use crate::config::{ConfigError, Isolate, ListenAddress, ServeConfig, ServeError, TrackerAddress};
+#[cfg(feature = "tvm")]
+use crate::config::{TvmProxyAddress, TvmTrackerAddress};
 use crate::file_cache::FileCache;
 use crate::isolate::Isolation;
 use crate::leases::{LeaseLimits, LeasePolicy, LeaseTable, MAX_REQUESTS, MAX_REQUESTS_PER_SESSION};
@@ -36,6 +36,10 @@ use crate::monitor::{DeviceGauges, Gauges, LeaseGauges, Monitoring, Phase};
 use crate::otel::Spans;
 use crate::pki::trust::ServerCredentials;
 use crate::policy::{Ceiling, PolicySource};
+#[cfg(feature = "tvm")]
+use crate::tvm::proxy::parking::{TvmParking, TvmParkingTerms};
+#[cfg(feature = "tvm")]
+use crate::tvm::proxy::{TvmProxy, TvmProxyTerms};
 #[cfg(feature = "tvm")]
 use crate::tvm::tracker::{MatchKeys, TvmAdvertisement, TvmRegistrar};
 use crate::workspace::{WorkspaceLimits, WorkspaceRoot};
@@ -58,6 +62,9 @@ pub(super) struct ServerParts {
     pub(super) transports: Transports,
     pub(super) dialects: Dialects,
     pub(super) is_relay: bool,
+    /// Proxy for peers of TVM, with which a relay serves them.
+    #[cfg(feature = "tvm")]
+    pub(super) tvm_proxy: Option<TvmProxyTerms>,
     pub(super) on_reload: Option<OnReload>,
     pub(super) read_origins: Option<ReadOrigins>,
     pub(super) gauges: Option<Arc<dyn Gauges>>,
@@ -118,6 +125,8 @@ impl Checked {
             transports,
             dialects,
             is_relay,
+            #[cfg(feature = "tvm")]
+            tvm_proxy,
             on_reload,
             read_origins,
             gauges,
@@ -194,6 +203,11 @@ impl Checked {
             #[cfg(feature = "tvm")]
             match_keys.clone(),
         );
+        let origins = AllowedOrigins::new(config.allow_origin.iter().map(ToString::to_string));
+        #[cfg(feature = "tvm")]
+        let tvm_proxy = tvm_proxy.map(|terms| TvmProxy::new(terms, origins.clone()));
+        #[cfg(feature = "tvm")]
+        let dialects = tvm_proxy.iter().fold(dialects, |dialects, proxy| proxy.add_to(dialects));
         let authorizer = policy.clone().map(|policy| policy as Arc<dyn Authorizer>);
         let options =
             serve_options(&config, credentials.access, dial.clone(), transports.clone(), dialects, is_relay, observer);
@@ -204,7 +218,7 @@ impl Checked {
             policy,
             onward: config.onward(),
             tls: credentials.tls,
-            origins: AllowedOrigins::new(config.allow_origin.iter().map(ToString::to_string)),
+            origins,
             read_origins,
             isolation,
             cleaner,
@@ -219,8 +233,12 @@ impl Checked {
             registrar: None,
             #[cfg(feature = "tvm")]
             tvm_registrar: None,
+            #[cfg(feature = "tvm")]
+            tvm_parking: None,
             on_reload,
         };
+        #[cfg(feature = "tvm")]
+        let onward = dial.clone();
         let registration = gate.map(|gate| {
             let connector = Connector::new().transports(transports.clone()).dial(dial).keep_alive(config.keep_alive.0);
             Registration { gate, offered, devices: shown_devices, connector }
@@ -233,6 +251,10 @@ impl Checked {
             registration,
             #[cfg(feature = "tvm")]
             match_keys,
+            #[cfg(feature = "tvm")]
+            tvm_proxy,
+            #[cfg(feature = "tvm")]
+            onward,
         })
     }
 }
@@ -255,6 +277,12 @@ struct Prepared {
     /// Match keys for a tracker of TVM.
     #[cfg(feature = "tvm")]
     match_keys: Option<Arc<MatchKeys>>,
+    /// Proxy for peers of TVM.
+    #[cfg(feature = "tvm")]
+    tvm_proxy: Option<TvmProxy>,
+    /// Settings by which a proxy of TVM is dialled.
+    #[cfg(feature = "tvm")]
+    onward: Dial,
 }
 
 impl Prepared {
@@ -262,7 +290,7 @@ impl Prepared {
     async fn serve(self) -> Result<Running, ServeError> {
         let Self { config, transports, stdio, mut running, registration, .. } = self;
         #[cfg(feature = "tvm")]
-        let match_keys = self.match_keys;
+        let (match_keys, tvm_proxy, onward) = (self.match_keys, self.tvm_proxy, self.onward);
         let port_range = config.port_range.as_ref().map(|range| range.0.clone());
         let options =
             Bind { port_range, tls: running.tls.clone(), origins: running.origins.clone(), ..Bind::default() };
@@ -305,9 +333,34 @@ impl Prepared {
                 running.tvm_registrar = Some(TvmRegistrar::start(tracker, keys, advertised));
             }
         }
+        #[cfg(feature = "tvm")]
+        if let (Some(proxy), Some(advertised)) = (tvm_proxy, running.addresses.iter().find_map(TvmAdvertisement::of)) {
+            proxy.advertise(advertised);
+        }
+        #[cfg(feature = "tvm")]
+        if let Some(TvmProxyAddress(proxy)) = &config.tvm_proxy {
+            tracing::info!(%proxy, "waiting at the proxy of TVM for clients");
+            let terms = TvmParkingTerms {
+                proxy: proxy.clone(),
+                key: config.pool_key().unwrap_or_default().to_owned(),
+                capacity: config.capacity,
+                transports,
+                dial: onward_to_proxy(onward, &config),
+            };
+            let dialect = Arc::new(crate::tvm::TvmDialect::through_proxy(&config));
+            running.tvm_parking = Some(TvmParking::start(&running.server, dialect, terms));
+        }
         running.enter(Phase::Ready);
         Ok(running)
     }
+}
+
+/// Returns the settings by which a proxy of TVM is dialled. The operating system gives up one that
+/// is gone, though not one whose client reads slowly.
+#[cfg(feature = "tvm")]
+fn onward_to_proxy(dial: Dial, config: &ServeConfig) -> Dial {
+    let silence = config.keep_alive.0.saturating_mul(3).max(config.write_timeout.0);
+    Dial { socket_silence: Some(silence), may_prompt: false, ..dial }
 }
 
 /// Adds the dialect of TVM's clients, if the operator has asked for it.

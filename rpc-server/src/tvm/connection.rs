@@ -34,13 +34,15 @@ pub(super) struct Terms {
     pub(super) match_keys: Option<Arc<MatchKeys>>,
     /// True if clients are served who name the key alone.
     pub(super) allow_direct: bool,
+    /// True if clients come through a proxy at which the server waits, which has accepted them.
+    pub(super) through_proxy: bool,
     /// Maximum number of handles that a client may hold.
     pub(super) max_handles: usize,
 }
 
 /// Serves a connection to its end.
 pub(super) async fn serve(terms: &Terms, connection: &mut DialectConnection) -> Result<(), RpcError> {
-    let Terms { key: server_key, takes_tickets, match_keys, allow_direct, max_handles } = terms;
+    let Terms { key: server_key, takes_tickets, match_keys, allow_direct, through_proxy, max_handles } = terms;
     let limits = WireLimits::new(connection.limits().max_message);
     let mut wire = ServerWire::new(limits);
     let key = read_hello(connection, &mut wire).await?;
@@ -49,7 +51,9 @@ pub(super) async fn serve(terms: &Terms, connection: &mut DialectConnection) -> 
     // Offered again to the tracker when the session is over.
     let place = parsed.as_ref().ok().and_then(|hello| match_keys.as_ref()?.take(hello.key));
     let hello = match parsed {
+        Ok(hello) if *through_proxy => hello,
         Ok(hello) if place.is_some() || ticket.is_some() || *allow_direct && hello.key == server_key => hello,
+        Err(error) if *through_proxy => return Err(RpcError::new(ErrorKind::Refused, error.to_string())),
         parsed => {
             let text = match parsed {
                 Ok(hello) if match_keys.is_some() => {
@@ -81,7 +85,9 @@ pub(super) async fn serve(terms: &Terms, connection: &mut DialectConnection) -> 
         return Err(error.clone());
     }
     let shown = match_keys.as_ref().map_or(server_key.as_str(), |keys| keys.key());
-    write(connection.io(), &HelloAnswer::Accepted(&format!("server:{shown}")).encode()).await?;
+    if !through_proxy {
+        write(connection.io(), &HelloAnswer::Accepted(&format!("server:{shown}")).encode()).await?;
+    }
     let (activity, notices, queued) = (connection.activity(), connection.notices(), connection.queued().clone());
     let going_away = notices.clone();
     let mut link = Link { connection, wire, activity, notices, going_away, deadline, receiving: None };

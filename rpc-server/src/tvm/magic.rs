@@ -1,13 +1,17 @@
-//! The magic numbers by which the protocols of TVM are known.
+//! The first bytes by which the protocols of TVM are known.
 
 use rpc_transports::Recognition;
 
 /// Recognises a protocol of TVM by its magic number.
 pub(super) fn recognize(first: &[u8], magic: i32) -> Recognition {
-    let magic = magic.to_le_bytes();
-    if first.starts_with(&magic) {
+    recognize_bytes(first, &magic.to_le_bytes())
+}
+
+/// Recognises a protocol by the bytes that it begins with.
+pub(super) fn recognize_bytes(first: &[u8], expected: &[u8]) -> Recognition {
+    if first.starts_with(expected) {
         Recognition::Accept
-    } else if magic.starts_with(first) {
+    } else if expected.starts_with(first) {
         Recognition::NeedMore
     } else {
         Recognition::Decline

@@ -20,7 +20,7 @@ use rpc_core::RpcError;
 use rpc_transports::{BoxFuture, Dialect, DialectConnection, Recognition};
 use rpc_tvm::wire::TRACKER_MAGIC;
 
-pub(crate) use self::match_keys::MatchKeys;
+pub(crate) use self::match_keys::{MatchKeys, UsedPlace};
 pub(crate) use self::registration::{TvmAdvertisement, TvmRegistrar};
 use super::magic::recognize;
 use crate::tracker::Tracker;

@@ -45,5 +45,7 @@ mod tvm;
 #[cfg(all(feature = "tvm", feature = "tvm-ffi"))]
 mod tvm_client;
 #[cfg(feature = "tvm")]
+mod tvm_proxy;
+#[cfg(feature = "tvm")]
 mod tvm_tracker;
 mod up;

@@ -21,7 +21,7 @@ use tokio::runtime::Runtime;
 const LIMIT: Duration = Duration::from_secs(30);
 
 /// A connection to a tracker in TVM's protocol.
-struct Peer(TcpStream);
+pub(crate) struct Peer(pub(crate) TcpStream);
 
 impl Peer {
     fn connect(pool: &Pool) -> Self {
@@ -38,26 +38,26 @@ impl Peer {
         Self(stream)
     }
 
-    fn send(&mut self, bytes: &[u8]) {
+    pub(crate) fn send(&mut self, bytes: &[u8]) {
         self.0.write_all(bytes).unwrap();
     }
 
-    fn read(&mut self, len: usize) -> Vec<u8> {
+    pub(crate) fn read(&mut self, len: usize) -> Vec<u8> {
         let mut bytes = vec![0; len];
         self.0.read_exact(&mut bytes).unwrap();
         bytes
     }
 
-    fn say(&mut self, text: &str) {
+    pub(crate) fn say(&mut self, text: &str) {
         self.send(&framed(text));
     }
 
-    fn reply(&mut self) -> String {
+    pub(crate) fn reply(&mut self) -> String {
         let len = i32::from_le_bytes(self.read(4).try_into().unwrap());
         String::from_utf8(self.read(usize::try_from(len).unwrap())).unwrap()
     }
 
-    fn ask(&mut self, text: &str) -> String {
+    pub(crate) fn ask(&mut self, text: &str) -> String {
         self.say(text);
         self.reply()
     }
@@ -496,22 +496,27 @@ fn peers_of_tvm_are_served_only_where_the_operator_says_so() {
 }
 
 /// A tracker of TVM, at which a server registers.
-struct FakeTracker(TcpListener);
+pub(crate) struct FakeTracker(pub(crate) TcpListener);
 
 impl FakeTracker {
-    fn new() -> Self {
+    pub(crate) fn new() -> Self {
         Self(TcpListener::bind("127.0.0.1:0").unwrap())
     }
 
     /// Accepts a server that is reached at this port.
     fn accept(&self, port: u16) -> Peer {
+        self.accept_as("server:rasp", port)
+    }
+
+    /// Accepts a server with this name that is reached at this port.
+    pub(crate) fn accept_as(&self, name: &str, port: u16) -> Peer {
         let stream = self.0.accept().unwrap().0;
         stream.set_read_timeout(Some(LIMIT)).unwrap();
         let mut server = Peer(stream);
         assert_eq!(server.read(4), [0x71, 0xf2, 2, 0]);
         server.send(&[0x71, 0xf2, 2, 0]);
         let info: serde_json::Value = serde_json::from_str(&server.reply()).unwrap();
-        assert_eq!(info, serde_json::json!([5, {"key": "server:rasp", "addr": ["127.0.0.1", port]}]));
+        assert_eq!(info, serde_json::json!([5, {"key": name, "addr": ["127.0.0.1", port]}]));
         server.say("0");
         server
     }
@@ -519,7 +524,7 @@ impl FakeTracker {
 
 impl Peer {
     /// Returns the match key of a place that the server offers in its next message.
-    fn next_put(&mut self, port: u16) -> String {
+    pub(crate) fn next_put(&mut self, port: u16) -> String {
         let message = self.reply();
         let message: serde_json::Value = serde_json::from_str(&message).unwrap();
         let match_key = message[2][1].as_str().unwrap_or_default().to_owned();

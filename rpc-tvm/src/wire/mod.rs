@@ -68,7 +68,7 @@ mod value;
 pub use client::{ClientEvent, ClientWire, Expected, ServerReply};
 pub use frame_code::FrameCode;
 pub use hello::{Hello, HelloAnswer, HelloKey, MAX_KEY, ServerAnswer, TRACKER_MAGIC, WIRE_MAGIC};
-pub use proxy::{ProxyHello, ProxyRole, ProxyWire};
+pub use proxy::{ParkedServerWire, ProxyHello, ProxyRole, ProxyWire};
 pub use proxy_pool::{ProxyArrival, ProxyPool, WaitId};
 pub use reader::WireError;
 pub use reply::{

@@ -15,9 +15,9 @@
 //! [`ProxyPool`](super::ProxyPool) has those who wait.
 
 use bytes::buf::Limit;
-use bytes::{BufMut, BytesMut};
+use bytes::{Buf, BufMut, BytesMut};
 
-use super::hello::{Hello, HelloKey, MAX_KEY};
+use super::hello::{Hello, HelloKey, MAX_KEY, ServerAnswer};
 use super::reader::WireError;
 
 /// Side of a session that a peer of a proxy is.
@@ -103,5 +103,42 @@ impl ProxyWire {
             }
             Some((hello, _)) => Ok(Some(hello)),
         }
+    }
+}
+
+/// State machine of a server's half of a connection to a proxy, up to the answer to its hello.
+///
+/// Loop: poll the answer until there is one, then read into [`input`](Self::input).
+#[derive(Debug, Default)]
+pub struct ParkedServerWire(BytesMut);
+
+impl ParkedServerWire {
+    /// Creates the state of a connection of which nothing has been read.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Returns the buffer to read into: it has room for at least one byte.
+    pub fn input(&mut self) -> Limit<&mut BytesMut> {
+        let room = (2 * size_of::<i32>() + MAX_KEY).saturating_sub(self.0.len()).max(1);
+        (&mut self.0).limit(room)
+    }
+
+    /// Returns the answer, with the whole key of the client, or `None` if more bytes are needed.
+    ///
+    /// # Errors
+    ///
+    /// The peer is no proxy of TVM.
+    pub fn poll_answer(&mut self) -> Result<Option<ServerAnswer>, WireError> {
+        let Some((answer, len)) = ServerAnswer::decode(&self.0)? else { return Ok(None) };
+        self.0.advance(len);
+        Ok(Some(answer))
+    }
+
+    /// Returns what was read behind the answer: the client's first frames.
+    #[must_use]
+    pub fn rest(&self) -> &[u8] {
+        &self.0
     }
 }

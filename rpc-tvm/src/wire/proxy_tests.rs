@@ -1,5 +1,7 @@
 //! Bytes that were captured between TVM 0.27's proxy and its peers, and bytes that no peer sends.
 
+use bytes::BufMut;
+
 use super::tests::{hex, put};
 use super::*;
 
@@ -37,6 +39,30 @@ fn captured_hellos_are_those_of_a_server_and_a_client_with_one_match_key() {
     assert_eq!(HelloAnswer::Accepted("server:kk").encode(), server);
     assert_eq!(HelloAnswer::Duplicate.encode(), hex("72 f2 0f 00"));
     assert_eq!(HelloAnswer::Mismatch.encode(), hex("73 f2 0f 00"));
+}
+
+#[test]
+fn a_server_gets_the_key_of_its_client_and_what_follows_it() {
+    let answer = HelloAnswer::Accepted("client:kk -timeout=1").encode();
+    let mut wire = ParkedServerWire::new();
+    let (first, last) = answer.split_at(answer.len() - 1);
+    wire.input().put_slice(first);
+    assert_eq!(wire.poll_answer(), Ok(None));
+    wire.input().put_slice(&[last, b"frames"].concat());
+    let key = "client:kk -timeout=1".to_owned();
+    assert_eq!(wire.poll_answer(), Ok(Some(ServerAnswer::Accepted { key })));
+    assert_eq!(wire.rest(), b"frames");
+
+    for (answer, expected) in
+        [(HelloAnswer::Duplicate, ServerAnswer::Duplicate), (HelloAnswer::Mismatch, ServerAnswer::Mismatch)]
+    {
+        let mut wire = ParkedServerWire::new();
+        wire.input().put_slice(&answer.encode());
+        assert_eq!(wire.poll_answer(), Ok(Some(expected)));
+    }
+    let mut wire = ParkedServerWire::new();
+    wire.input().put_slice(b"HTTP/1.1");
+    assert!(wire.poll_answer().is_err());
 }
 
 #[test]

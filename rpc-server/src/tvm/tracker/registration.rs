@@ -12,6 +12,7 @@ use rpc_transports::{Address, Backoff};
 use rpc_tvm::wire::{InfoPort, MAX_TRACKER_MESSAGE, PeerInfo, TRACKER_MAGIC, TrackerAnswer, TrackerMessage};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
+use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
 use super::super::link::lost;
@@ -52,7 +53,23 @@ impl TvmRegistrar {
     /// Starts to register. Needs a tokio runtime.
     pub(crate) fn start(tracker: &Address, keys: Arc<MatchKeys>, advertised: TvmAdvertisement) -> Self {
         let tracker = tracker.clone();
-        Self(tokio::spawn(async move { run(&tracker, &keys, &advertised).await }))
+        Self(tokio::spawn(async move { run(&tracker, &keys, &advertised, keys.key()).await }))
+    }
+
+    /// Starts to register a server that waits at a proxy, once the address of that is known. Needs
+    /// a tokio runtime.
+    pub(crate) fn start_at_proxy(
+        tracker: &Address,
+        keys: Arc<MatchKeys>,
+        mut proxy: watch::Receiver<Option<TvmAdvertisement>>,
+    ) -> Self {
+        let tracker = tracker.clone();
+        Self(tokio::spawn(async move {
+            let advertised = proxy.wait_for(Option::is_some).await.map(|known| known.clone());
+            if let Ok(Some(advertised)) = advertised {
+                run(&tracker, &keys, &advertised, &format!("proxy[{}]", keys.key())).await;
+            }
+        }))
     }
 
     /// Leaves the tracker.
@@ -67,13 +84,13 @@ impl Drop for TvmRegistrar {
     }
 }
 
-/// Keeps the server registered.
-async fn run(tracker: &Address, keys: &Arc<MatchKeys>, advertised: &TvmAdvertisement) {
+/// Keeps the server registered. `name` is what the tracker shows of it.
+async fn run(tracker: &Address, keys: &Arc<MatchKeys>, advertised: &TvmAdvertisement, name: &str) {
     let mut backoff = Backoff::new(PAUSES.0, PAUSES.1);
     let mut last = String::new();
     loop {
         let mut is_registered = false;
-        let Err(error) = register(tracker, keys, advertised, &mut is_registered).await else { return };
+        let Err(error) = register(tracker, keys, advertised, name, &mut is_registered).await else { return };
         keys.revoke_all();
         if is_registered {
             backoff.reset();
@@ -94,11 +111,12 @@ async fn register(
     tracker: &Address,
     keys: &Arc<MatchKeys>,
     advertised: &TvmAdvertisement,
+    name: &str,
     is_registered: &mut bool,
 ) -> Result<()> {
     let TvmAdvertisement { host, port } = advertised.clone();
     let mut link = TrackerLink::connect(tracker).await?;
-    let key = Some(format!("server:{}", keys.key()));
+    let key = Some(format!("server:{name}"));
     let info = PeerInfo { key, address: Some((host.clone(), InfoPort::Number(port))) };
     link.obey(&TrackerMessage::UpdateInfo(info)).await?;
     loop {
