@@ -1,13 +1,13 @@
-//! TVM's proxy, as a dialect of a relay (`relay --tvm`): servers and clients of TVM dial it, and are
-//! paired by their keys.
+//! TVM's proxy, as a dialect of a relay (`relay --tvm`): servers and clients of TVM dial it, and
+//! are paired by their keys.
 //!
 //! ```text
 //! bytes ──► rpc_tvm::wire::ProxyWire ──► connection ──► pairing ──► splice
 //!           what the peer says           when           with whom   bytes pass unread
 //! ```
 //!
-//! The same addresses speak WebSocket, for servers in browsers and their like. With a tracker of TVM
-//! each server that waits is offered there by `registration`, with a match key of its own.
+//! The same addresses speak WebSocket, for servers in browsers and their like. With a tracker of
+//! TVM each server that waits is registered there, with a match key of its own.
 //!
 //! `parking` is the other side: a server of this project that waits at a proxy
 //! (`serve --tvm-proxy`).
