@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import socket
 import struct
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Program, environment
+from conftest import Program
 from test_documents import blocks
 
 import tensor_rpc
@@ -248,13 +246,26 @@ def test_what_is_not_supported_is_an_error(address: str) -> None:
             over_tvm(address, **option)
     with pytest.raises(tensor_rpc.UnsupportedError, match="session_timeout"):
         rpc.connect(address, session_timeout=1)
-    for name, command in ((rpc.Tracker, "rpc-server tracker"), (rpc.Proxy, "rpc-server"), (rpc.PopenSession, "exec:")):
-        with pytest.raises(tensor_rpc.UnsupportedError, match=command):
-            name()
-    refused: list[dict[str, Any]] = [{"is_proxy": True}, {"no_fork": True}, {"reuse_addr": False}, {"timeout": 1.0}]
+    with pytest.raises(tensor_rpc.UnsupportedError, match="exec:"):
+        rpc.PopenSession()
+    at_proxy: list[dict[str, Any]] = [
+        {"tracker_addr": (HOST, 1), "is_proxy": True},
+        {"custom_addr": HOST, "is_proxy": True},
+    ]
+    refused: list[dict[str, Any]] = [{"no_fork": True}, {"reuse_addr": False}, {"timeout": 1.0}, *at_proxy]
     for option in refused:
         with pytest.raises(tensor_rpc.UnsupportedError, match=next(iter(option))):
-            rpc.Server(port=0, **option)
+            rpc.Server(port=1 if "is_proxy" in option else 0, **option)
+    of_trackers: list[dict[str, Any]] = [{"reuse_addr": False}, {"timeout": 1.0}]
+    for option in of_trackers:
+        with pytest.raises(tensor_rpc.UnsupportedError, match=next(iter(option))):
+            rpc.Tracker(HOST, 0, **option)
+    of_proxies: list[dict[str, Any]] = [{"index_page": "index.html"}, {"resource_files": ["a.js"]}]
+    for option in of_proxies:
+        with pytest.raises(tensor_rpc.UnsupportedError, match=next(iter(option))):
+            rpc.Proxy(HOST, 0, **option)
+    with pytest.raises(ValueError, match="time"):
+        rpc.Proxy(HOST, 0, timeout_client=0)
 
 
 def test_wrong_addresses_are_errors(address: str) -> None:
@@ -303,13 +314,58 @@ def test_a_server_is_started_and_wants_its_key() -> None:
 @pytest.fixture
 def tracker() -> Iterator[int]:
     """Port of a tracker that speaks TVM's protocol."""
-    code = "from tensor_rpc._commands import rpc_server; rpc_server()"
-    command = [sys.executable, "-c", code, "tracker", "--listen", f"tcp://{HOST}:0", "--tvm"]
-    process = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    yield port_of(process.stdout.readline().split()[-1])
-    process.kill()
-    process.communicate()
+    tracker = rpc.Tracker(HOST, 0, silent=True)
+    yield tracker.port
+    tracker.terminate()
+
+
+def test_servers_wait_at_a_proxy(tracker: int) -> None:
+    def triple(number: int) -> int:
+        return number * 3
+
+    proxy = rpc.Proxy(HOST, 0, silent=True)
+    server = rpc.Server(HOST, proxy.port, is_proxy=True, key="board", silent=True, functions=[triple])
+    try:
+        assert (proxy.host, server.port) == (HOST, proxy.port)
+        for _ in range(2):
+            with rpc.connect(HOST, proxy.port, "board") as session:
+                assert session.get_function("triple")(4) == 12
+        # The first port that is free is taken.
+        further = rpc.Proxy(HOST, proxy.port, min(proxy.port + 100, 1 << 16), silent=True)
+        assert further.port > proxy.port
+        further.terminate()
+        with pytest.raises(RuntimeError, match="port"):
+            rpc.Proxy(HOST, proxy.port, proxy.port + 1, silent=True)
+    finally:
+        server.terminate()
+        proxy.terminate()
+    proxy.terminate()
+    with pytest.raises(RuntimeError):
+        rpc.connect(HOST, proxy.port, "board")
+
+
+def test_a_proxy_registers_its_servers_at_a_tracker(tracker: int) -> None:
+    proxy = rpc.Proxy(HOST, 0, tracker_addr=(HOST, tracker), silent=True)
+    server = rpc.Server(HOST, proxy.port, is_proxy=True, key="board", silent=True, tvm_self_test=True)
+    try:
+        session = rpc.connect_tracker(HOST, tracker)
+        with session.request("board", session_timeout=60) as remote:
+            assert remote.get_function("rpc.test.addone")(41) == 42
+        refused = rpc.Proxy(HOST, 0, timeout_client=0.1, silent=True)
+        with pytest.raises(RuntimeError, match="none is there"):
+            rpc.connect(HOST, refused.port, "board")
+        refused.terminate()
+    finally:
+        server.terminate()
+        proxy.terminate()
+
+
+def test_a_daemon_whose_settings_are_wrong_does_not_start(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RuntimeError, match="78"):
+        rpc.Proxy("0.0.0.0", 0, silent=True)
+    assert "--insecure" in capfd.readouterr().err
+    with pytest.raises(RuntimeError, match="code 2"):
+        rpc.Tracker(HOST, 0, no_such_setting=1)
 
 
 def test_a_tracker_gives_servers(tracker: int) -> None:

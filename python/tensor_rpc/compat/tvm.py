@@ -24,6 +24,8 @@ import posixpath
 import re
 import socket
 import struct
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import PurePath
@@ -873,7 +875,10 @@ class Server:
         Host that the tracker tells clients.
     silent : bool
         Do not write events to standard error.
-    is_proxy, no_fork, server_init_callback, reuse_addr, timeout
+    is_proxy : bool
+        `host` and `port` are those of a proxy at which the server waits, instead of its own: a `Proxy`, or
+        one of TVM. It serves one client at a time, or as many as the setting ``capacity`` says.
+    no_fork, server_init_callback, reuse_addr, timeout
         Not supported: anything but the default is an error.
     functions : sequence
         Functions of Python that are served; see `tensor_rpc.Server`.
@@ -901,7 +906,6 @@ class Server:
         **settings: Any,
     ) -> None:
         """Start the server."""
-        _refuse("is_proxy", is_proxy, "run rpc-server relay, or register at a tracker")
         _refuse("no_fork", no_fork, "the setting isolate says whether sessions have processes of their own")
         _refuse("server_init_callback", server_init_callback is not None, "call it before the server starts")
         _refuse("reuse_addr=False", not reuse_addr, "addresses are always used again")
@@ -910,12 +914,20 @@ class Server:
         if load_library:
             given["library"] = load_library.split(":") if isinstance(load_library, str) else list(load_library)
         if tracker_addr is not None:
+            _refuse("tracker_addr", is_proxy, "the proxy registers the servers that wait there")
             tracker = _at(*tracker_addr)
             given["tvm_tracker"] = f"{tracker.name}:{tracker.port}"
         if not silent:
             given["log_level"] = "info"
         given.update(settings)
         self.host = host
+        if is_proxy:
+            _refuse("custom_addr", custom_addr is not None, "clients reach the proxy")
+            proxy = _at(host, port)
+            self.port = proxy.port
+            given["tvm_proxy"] = f"{proxy.name}:{proxy.port}"
+            self._server = _rpc.Server(*functions, listen=(), **given).start()
+            return
         self._server = self._start(host, port, port_end, custom_addr, functions, given)
         self.port = int(self._server.address.rpartition(":")[2])
 
@@ -950,20 +962,137 @@ class Server:
         return repr(self._server)
 
 
-class Tracker:
-    """Not there: a tracker is a program of its own."""
+class _Daemon:
+    """A program of this package that runs as a process of its own, on the first free port of a range."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Raise an error that says what to run."""
-        raise _rpc.UnsupportedError("run a tracker: rpc-server tracker --listen tcp://127.0.0.1:9190 --tvm")
+    def __init__(
+        self, command: str, host: str, port: int, port_end: int, web_port: int, silent: bool, settings: dict[str, Any]
+    ) -> None:
+        for each in range(port, port_end) if port else (0,):
+            chosen = [each, web_port] if web_port else [each]
+            listen = [f"tcp://{_at(host, each, lowest=0).name}:{each}" for each in chosen]
+            if _are_free(host, each, web_port):
+                self._process, address = _start(command, {"listen": listen, **settings}, silent)
+                if address:
+                    break
+        else:
+            raise RPCError(f"no port of {host} from {port} to {port_end} can be listened on")
+        self.host = host
+        self.port = int(address.rpartition(":")[2])
+
+    def terminate(self) -> None:
+        """End the process."""
+        process = self.__dict__.pop("_process", None)
+        if process is not None:
+            _end(process)
+
+    def __del__(self) -> None:
+        """End the process."""
+        self.terminate()
 
 
-class Proxy:
-    """Not there: a proxy of TVM's protocol."""
+class Tracker(_Daemon):
+    """A tracker of this project with ``--tvm``, as a process, which ends with this program.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Raise an error that says what to run."""
-        raise _rpc.UnsupportedError("run a hop beside the servers: rpc-server serve --allow-forward tvm://board:9090")
+    Parameters
+    ----------
+    host : str
+        Address to listen on, by default that of this machine alone, and not all as TVM's. Others need
+        ``insecure=True``, because the protocol has no identity.
+    port, port_end : int
+        The first free port from `port` on is taken, below `port_end`; 0 is any.
+    silent : bool
+        Do not write events to standard error.
+    reuse_addr, timeout
+        Not supported: anything but the default is an error.
+    **settings
+        Further settings of ``rpc-server tracker``, with underscores.
+
+    Attributes
+    ----------
+    host : str
+        As given.
+    port : int
+        The port that was taken.
+    """
+
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        port: int = 9190,
+        port_end: int = 9199,
+        silent: bool = False,
+        reuse_addr: bool = True,
+        timeout: float | None = None,
+        **settings: Any,
+    ) -> None:
+        """Start the tracker, and wait until it listens."""
+        _refuse("reuse_addr=False", not reuse_addr, "addresses are always used again")
+        _refuse("timeout", timeout is not None, "requests at a tracker wait until there is a server")
+        super().__init__("tracker", host, port, port_end, 0, silent, {"tvm": True, **settings})
+
+
+class Proxy(_Daemon):
+    """A relay of this project with ``--tvm``, as a process, which ends with this program.
+
+    Servers wait there (``Server(…, is_proxy=True)``, or those of TVM), and clients reach them by their
+    keys. Its ports speak WebSocket, too.
+
+    Parameters
+    ----------
+    host : str
+        Address to listen on. Others than those of this machine need ``insecure=True``, because the
+        protocol has no identity.
+    port, port_end : int
+        The first free port from `port` on is taken, below `port_end`; 0 is any.
+    web_port : int
+        Further port, for servers that come by WebSocket; 0 for none.
+    timeout_client, timeout_server : float
+        Seconds that a client waits for a server, and a server for a client.
+    tracker_addr : (str, int), optional
+        Tracker of TVM's protocol at which waiting servers are registered. Clients get a match key there.
+    index_page, resource_files
+        Not supported: anything but the default is an error.
+    silent : bool
+        Do not write events to standard error.
+    **settings
+        Further settings of ``rpc-server relay``, with underscores.
+
+    Attributes
+    ----------
+    host : str
+        As given.
+    port : int
+        The port that was taken.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int = 9091,
+        port_end: int = 9199,
+        web_port: int = 0,
+        timeout_client: float = 600,
+        timeout_server: float = 600,
+        tracker_addr: tuple[str, int] | None = None,
+        index_page: str | None = None,
+        resource_files: Sequence[str] | None = None,
+        *,
+        silent: bool = False,
+        **settings: Any,
+    ) -> None:
+        """Start the relay, and wait until it listens."""
+        _refuse("index_page", index_page is not None, "it serves no pages")
+        _refuse("resource_files", resource_files is not None, "it serves no files")
+        given: dict[str, Any] = {"tvm": True}
+        for name, seconds in (("tvm_client_timeout", timeout_client), ("tvm_server_timeout", timeout_server)):
+            if not (math.isfinite(seconds) and seconds > 0):
+                raise ValueError(f"{seconds} is no time to wait")
+            given[name] = f"{math.ceil(seconds * 1000)}ms"
+        if tracker_addr is not None:
+            tracker = _at(*tracker_addr)
+            given["tvm_tracker"] = f"{tracker.name}:{tracker.port}"
+        super().__init__("relay", host, port, port_end, web_port, silent, {**given, **settings})
 
 
 def connect(
@@ -1131,6 +1260,51 @@ def _at(host: str, port: int, lowest: int = 1) -> _Location:
     return _Location(host, int(port))
 
 
+def _are_free(host: str, *ports: int) -> bool:
+    """Return whether ports can be listened on."""
+    with contextlib.ExitStack() as stack:
+        for port in filter(None, ports):
+            family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            sock = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                sock.bind(address)
+            except OSError:
+                return False
+    return True
+
+
+def _start(command: str, settings: dict[str, Any], silent: bool) -> tuple[subprocess.Popen[str], str]:
+    """Start a program of the package, and return it with its first address; without, if there is none."""
+    words = [sys.executable, "-c", _PROGRAM, "\x1f".join(sys.path), command, "--exit-with-stdin"]
+    words += ["--log-level", "off" if silent else "info"]
+    for name, value in settings.items():
+        text = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+        words.append(f"--{name.replace('_', '-')}={text.lower() if isinstance(value, bool) else text}")
+    process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    if line:
+        return process, line.split()[-1]
+    code = process.wait()
+    _end(process)
+    if code == _NOT_AVAILABLE:
+        return process, ""
+    raise RPCError(f"{command} does not start, and ends with code {code}; it has said why on standard error")
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """End a program that ends with its standard input."""
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.close()
+    process.stdout.close()
+    try:
+        process.wait(_END_TIMEOUT)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
 def _place(device: Device | None) -> tuple[RPCSession, _rpc.Device]:
     if not isinstance(device, Device):
         raise _rpc.UnsupportedError(f"tensors are on devices of sessions, such as session.cpu(), and not on {device!r}")
@@ -1277,6 +1451,16 @@ _DEVICE_TYPES = {
 
 _KINDS = 128
 """Bound of the numbers of types: TVM's clients have the session in the bits above."""
+
+_PROGRAM = (
+    "import sys; sys.path[:] = sys.argv.pop(1).split('\\x1f'); "
+    "from tensor_rpc._commands import rpc_server; rpc_server()"
+)
+"""Program of Python that is ``rpc-server``, with the path of modules as its first argument."""
+_NOT_AVAILABLE = 69
+"""Exit code of ``rpc-server`` if an address cannot be listened on."""
+_END_TIMEOUT = 5.0
+"""Seconds for a program to end."""
 
 _SCHEME = re.compile(r"(?:[A-Za-z][A-Za-z0-9+.-]*://|unix:|exec:|@)")
 _HOST = re.compile(r"[^\s/?#@\[\]]+\Z")
