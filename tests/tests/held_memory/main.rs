@@ -33,7 +33,8 @@ use std::time::{Duration, Instant};
 
 use rpc_conformance::threads::wait_for_rest;
 use rpc_core::{Devices, Registry};
-use rpc_server::config::{ByteSize, Isolate, ServeConfig, TrackerConfig};
+use rpc_server::config::{ByteSize, Isolate, RelayConfig, ServeConfig, TrackerConfig};
+use rpc_server::server::Relay;
 use rpc_server::tracker::{RunningTracker, Tracker};
 use rpc_server::{RpcServer, builtins};
 use rpc_tests::accelerator::Accelerator;
@@ -81,6 +82,9 @@ const FRAMES: u64 = 60_000;
 
 /// Length in bytes from which a request counts against the server's window.
 const COSTS_NOTHING: usize = 4096;
+
+/// Number of peers that a relay serves.
+const MAX_RELAYED: usize = 64;
 
 /// Time limit of events that are expected.
 const LIMIT: Duration = Duration::from_secs(60);
@@ -134,6 +138,35 @@ impl Fixture {
         // What a session of a tracker may have queued.
         let quota = config.serve_config().max_queued.0;
         (Self { folder, idle: 0, quota, findings: Vec::new() }, running)
+    }
+
+    /// Starts a relay that takes servers and clients of TVM.
+    async fn start_relay() -> (Self, rpc_server::Running) {
+        let folder = tempfile::tempdir().unwrap();
+        let listen = vec![format!("unix:{}", folder.path().join("socket").display()).parse().unwrap()];
+        let config = RelayConfig { listen, tvm: true, max_sessions: MAX_RELAYED, ..RelayConfig::default() };
+        let running = Relay::new(&config).unwrap().start().await.unwrap();
+        let idle = held_bytes() + MIB as usize;
+        (Self { folder, idle, quota: 0, findings: Vec::new() }, running)
+    }
+
+    /// Has more peers of TVM wait at a relay than may, each with the longest key. Records what it
+    /// held.
+    fn flood_of_waiting(&mut self) {
+        let before = reset_peak();
+        let peers: Vec<_> = (0..2 * MAX_RELAYED)
+            .map(|number| {
+                let mut peer = Peer::dial(&self.socket());
+                let role = ["server:", "client:"][number % 2];
+                peer.send(&tvm_floods::longest_hello(&format!("{role}{number}")));
+                peer
+            })
+            .collect();
+        wait_for_rest();
+        self.quota = MAX_RELAYED as u64 * (64 << 10);
+        self.record("peers of TVM that wait", before, &format!("{} of them", peers.len()));
+        drop(peers);
+        self.settle("peers of TVM that wait");
     }
 
     fn socket(&self) -> std::path::PathBuf {
@@ -368,4 +401,18 @@ fn a_client_that_reads_nothing_makes_its_server_hold_no_more_than_the_limits_say
     }
     assert!(fixture.findings.is_empty(), "the limits admit {}:\n{}", fixture.quota, fixture.findings.join("\n"));
     running.server.stop();
+    drop((running, fixture));
+
+    let (mut fixture, running) = runtime.block_on(Fixture::start_relay());
+    fixture.flood_of_waiting();
+    fixture.idle = held_bytes();
+    fixture.flood_of_waiting();
+    for name in tvm_floods::AT_A_PROXY {
+        // Twice the largest message, which is charged; others have the buffers of the connection.
+        fixture.quota = if name.contains("message") { 20 * MIB } else { 2 * MIB };
+        let (peer, mut other) = (Peer::dial(&fixture.socket()), Peer::dial(&fixture.socket()));
+        fixture.flood_as(name, peer, |peer| tvm_floods::at_a_proxy(name, peer, &mut other));
+    }
+    assert!(fixture.findings.is_empty(), "more is held than should be:\n{}", fixture.findings.join("\n"));
+    running.stop();
 }

@@ -85,10 +85,7 @@ impl Peer {
 
     /// Connects as a client of TVM, and begins its session.
     pub(crate) fn connect_by_tvm(path: &Path, constructor: Vec<wire::WireValue>) -> Self {
-        let stream = UnixStream::connect(path).unwrap();
-        stream.set_read_timeout(Some(LIMIT)).unwrap();
-        stream.set_write_timeout(Some(LIMIT)).unwrap();
-        let mut peer = Self { stream, next: 1, window: 0, unread: Vec::new(), parsed: 0, has_ended: false };
+        let mut peer = Self::dial(path);
         peer.send(&wire::Hello { key: "client:".to_owned() }.encode());
         let accepted = wire::HelloAnswer::Accepted("server:").encode();
         let mut answer = vec![0; accepted.len()];
@@ -98,12 +95,22 @@ impl Peer {
         peer
     }
 
-    /// Connects as a server or client of TVM to a tracker.
-    pub(crate) fn connect_by_tvm_tracker(path: &Path) -> Self {
+    /// Connects, and says nothing.
+    pub(crate) fn dial(path: &Path) -> Self {
         let stream = UnixStream::connect(path).unwrap();
         stream.set_read_timeout(Some(LIMIT)).unwrap();
         stream.set_write_timeout(Some(LIMIT)).unwrap();
-        let mut peer = Self { stream, next: 1, window: 0, unread: Vec::new(), parsed: 0, has_ended: false };
+        Self { stream, next: 1, window: 0, unread: Vec::new(), parsed: 0, has_ended: false }
+    }
+
+    /// Reads this number of bytes, and drops them.
+    pub(crate) fn read_exactly(&mut self, len: usize) {
+        self.stream.read_exact(&mut vec![0; len]).unwrap();
+    }
+
+    /// Connects as a server or client of TVM to a tracker.
+    pub(crate) fn connect_by_tvm_tracker(path: &Path) -> Self {
+        let mut peer = Self::dial(path);
         let magic = wire::TRACKER_MAGIC.to_le_bytes();
         peer.send(&magic);
         let mut answer = [0; 4];

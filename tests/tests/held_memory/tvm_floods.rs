@@ -1,12 +1,13 @@
 //! Floods of a client of TVM, for each request of its protocol, and for each function that the
-//! server adds for such clients; and floods of servers and clients of TVM at a tracker.
+//! server adds for such clients; and floods of servers and clients of TVM at a tracker and at a
+//! proxy.
 
 use std::sync::Arc;
 
 use rpc_core::{DataType, Device};
 use rpc_tvm::wire::{
-    FrameCode, InfoPort, MAX_TRACKER_MESSAGE, PROTOCOL_VERSION, PeerInfo, Request, TensorHeader, TrackerMessage,
-    WireValue,
+    FrameCode, Hello, InfoPort, MAX_KEY, MAX_TRACKER_MESSAGE, PROTOCOL_VERSION, PeerInfo, Request, TensorHeader,
+    TrackerMessage, WIRE_MAGIC, WireValue,
 };
 
 use super::peer::Peer;
@@ -204,6 +205,61 @@ pub(crate) fn at_a_tracker(name: &str, peer: &mut Peer) -> Frames {
         }),
         other => panic!("{other} has no flood here: add one"),
     }
+}
+
+/// Floods at a proxy.
+pub(crate) const AT_A_PROXY: [&str; 5] = [
+    "a hello without an end",
+    "requests before the answer",
+    "bytes for a peer that reads nothing",
+    "a WebSocket request without an end",
+    "a WebSocket message without an end",
+];
+
+/// Returns the flood of one kind at a proxy. `other` is a connection that reads nothing.
+pub(crate) fn at_a_proxy(name: &str, peer: &mut Peer, other: &mut Peer) -> Frames {
+    let bytes = |number: u64| vec![number as u8; LARGE];
+    match name {
+        "a hello without an end" => Box::new(move |number| match number {
+            1 => [WIRE_MAGIC.to_le_bytes(), i32::MAX.to_le_bytes()].concat(),
+            _ => bytes(number),
+        }),
+        "requests before the answer" => Box::new(move |number| match number {
+            1 => longest_hello("server:"),
+            _ => bytes(number),
+        }),
+        "bytes for a peer that reads nothing" => {
+            other.send(&longest_hello("server:"));
+            peer.send(&longest_hello("client:"));
+            peer.read_exactly(longest_hello("server:").len());
+            Box::new(bytes)
+        }
+        "a WebSocket request without an end" => Box::new(|number| match number {
+            1 => b"GET /ws HTTP/1.1\r\n".to_vec(),
+            _ => [b"a: ", &b"b".repeat(LARGE)[..], b"\r\n"].concat(),
+        }),
+        "a WebSocket message without an end" => {
+            let request = b"GET /ws HTTP/1.1\r\nHost: a\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\
+                Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n";
+            peer.send(request);
+            peer.read_exactly(b"HTTP/1.1 101".len());
+            // The frames of one message, each nearly as large as the message may be.
+            const PIECES: u64 = 159;
+            Box::new(|number| match (number - 1) % (PIECES + 1) {
+                0 => {
+                    let header = [if number == 1 { 0x02 } else { 0x00 }, 0x80 | 127];
+                    [&header[..], &(PIECES << 16).to_be_bytes(), &[0; 4]].concat()
+                }
+                _ => vec![0; 1 << 16],
+            })
+        }
+        other => panic!("{other} has no flood here: add one"),
+    }
+}
+
+/// Returns the hello with the longest key that begins with `role`.
+pub(crate) fn longest_hello(role: &str) -> Vec<u8> {
+    Hello { key: role.to_owned() + &"k".repeat(MAX_KEY - role.len()) }.encode()
 }
 
 /// Text that errors would repeat several times as long.
