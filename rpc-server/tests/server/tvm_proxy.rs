@@ -706,3 +706,26 @@ fn a_foreign_web_page_is_refused() {
     page.send(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n");
     assert!(page.is_at_end());
 }
+
+/// The scenarios of `tvm_proxy.py`, by the servers and clients of the package.
+#[cfg(feature = "tvm-ffi")]
+#[test]
+fn servers_and_clients_of_tvm_itself_meet() {
+    let Some(environment) = crate::native_modules::tvm_ffi::environment() else { return };
+    if environment.tvm_runtime().is_none() {
+        assert!(std::env::var_os("RPC_TESTS_REQUIRE_TVM").is_none(), "there is no TVM");
+        eprintln!("SKIPPED: there is no TVM beside TVM-FFI: tests/modules/prepare.sh brings it");
+        return;
+    }
+    let script = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/python/tvm_proxy.py");
+    let packages = environment.library().ancestors().nth(3).unwrap().to_owned();
+    let mut scenarios = std::process::Command::new("python3");
+    scenarios.arg(script).arg(env!("CARGO_BIN_EXE_rpc-server")).arg(env!("CARGO_BIN_EXE_rpc-cli"));
+    let output = scenarios.env("PYTHONPATH", packages).output().unwrap();
+    assert!(
+        output.status.success(),
+        "{}{}",
+        String::from_utf8_lossy(&output.stdout),
+        String::from_utf8_lossy(&output.stderr)
+    );
+}

@@ -1,0 +1,153 @@
+"""Scenarios of TVM's own servers and clients at a relay with --tvm, and of servers of this project at TVM's proxy.
+
+Run by rpc-server/tests/server/tvm_proxy.rs, with the programs rpc-server and rpc-cli as arguments.
+"""
+
+import contextlib
+import faulthandler
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+import numpy as np
+import tvm
+from tvm import rpc
+
+RPC_SERVER, RPC_CLI = sys.argv[1:]
+HOST = "127.0.0.1"
+LIMIT = 60
+
+SERVER = "import sys, tvm.rpc.testing; from tvm.rpc import server; server._connect_proxy_loop"
+SERVER += f"(('{HOST}', int(sys.argv[1])), sys.argv[2], None)"
+
+WEB_SERVER = "import sys, tvm.rpc.testing; from tvm.rpc import proxy; proxy.websocket_proxy_server"
+WEB_SERVER += f"('ws://{HOST}:' + sys.argv[1] + '/ws', sys.argv[2])"
+
+CLIENT = "import sys; from tvm import rpc; add = rpc.connect"
+CLIENT += f"('{HOST}', int(sys.argv[1]), sys.argv[2]).get_function('rpc.test.addone'); print('begun', flush=True)\n"
+CLIENT += "while True: add(1)"
+
+
+def until(condition):
+    deadline = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < deadline, "it does not come to that"
+        time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def ours(command, *flags):
+    """A program of this project. Yields the first port that it listens on."""
+    words = [RPC_SERVER, command, "--tvm", "--exit-with-stdin", "--log-level", "off", *flags]
+    listen = [] if "--tvm-proxy" in flags else ["--listen", f"tcp://{HOST}:0"]
+    with subprocess.Popen([*words, *listen], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        yield int(process.stdout.readline().rpartition(":")[2]) if listen else None
+        process.stdin.close()
+        process.wait(LIMIT)
+
+
+@contextlib.contextmanager
+def server_of_ours(port, key):
+    with tempfile.TemporaryDirectory() as folder:
+        flags = ["--tvm-self-test", "--tvm-proxy", f"{HOST}:{port}", "--key", key, "--workdir", folder]
+        with ours("serve", *flags):
+            yield
+
+
+@contextlib.contextmanager
+def of_tvm(program, port, key):
+    """A program of TVM with its processes, which end together."""
+    words = [sys.executable, "-c", program, str(port), key]
+    process = subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True
+    )
+    try:
+        yield process
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def use(session):
+    assert session.get_function("rpc.test.addone")(41) == 42
+    assert session.get_function("rpc.test.strcat")("abc", 11) == "abc:11"
+    elements = np.arange(100_000, dtype="float32")
+    there = tvm.runtime.tensor(elements, session.cpu(0))
+    assert (there.numpy() == elements).all()
+
+
+def ends_after(seconds, port, key):
+    try:
+        add = rpc.connect(HOST, port, key, session_timeout=seconds).get_function("rpc.test.addone")
+        time.sleep(seconds)
+        until(lambda: add(1) != 2)
+    except tvm.error.RPCSessionTimeoutError:
+        return True
+
+
+def at_our_relay():
+    with ours("relay") as port:
+        with of_tvm(SERVER, port, "rasp"):
+            for _ in range(2):
+                use(rpc.connect(HOST, port, "rasp", session_timeout=LIMIT))
+            # A client that is killed during its calls costs the server nothing.
+            with of_tvm(CLIENT, port, "rasp") as client:
+                assert client.stdout.readline() == "begun\n"
+            use(rpc.connect(HOST, port, "rasp"))
+            assert ends_after(0.2, port, "rasp"), "the time-out passes the proxy"
+            command = [RPC_CLI, "call", f"tvm://{HOST}:{port}/rasp", "rpc.test.addone", "41"]
+            printed = subprocess.run(command, check=True, capture_output=True, text=True, timeout=LIMIT).stdout
+            assert printed == "42\n", printed
+        with server_of_ours(port, "board"):
+            for _ in range(2):
+                use(rpc.connect(HOST, port, "board", session_timeout=LIMIT))
+        try:
+            import tornado  # noqa: F401
+        except ImportError:
+            print("SKIPPED: TVM's WebSocket server needs the package tornado")
+            return
+        with of_tvm(WEB_SERVER, port, "web"):
+            use(rpc.connect(HOST, port, "web"))
+
+
+def with_a_tracker():
+    with ours("tracker") as tracker_port, ours("relay", "--tvm-tracker", f"{HOST}:{tracker_port}") as port:
+        tracker = rpc.connect_tracker(HOST, tracker_port)
+
+        def free():
+            return tracker.summary()["queue_info"].get("rasp", {}).get("free", 0)
+
+        with of_tvm(SERVER, port, "rasp"), of_tvm(SERVER, port, "rasp"):
+            until(lambda: free() == 2)
+            session = tracker.request("rasp", session_timeout=LIMIT)
+            use(session)
+            assert free() == 1
+            del session
+            until(lambda: free() == 2)
+        until(lambda: free() == 0)
+
+
+def at_a_proxy_of_tvm():
+    try:
+        from tvm.rpc.proxy import Proxy
+
+        there = Proxy(HOST, random.randrange(20000, 31000), 32000)
+    except ImportError:
+        print("SKIPPED: TVM's proxy needs the packages tornado and cloudpickle")
+        return
+    with server_of_ours(there.port, "board"):
+        for _ in range(2):
+            use(rpc.connect(HOST, there.port, "board", session_timeout=LIMIT))
+    there.terminate()
+
+
+if __name__ == "__main__":
+    # Clients of TVM wait without limit.
+    faulthandler.dump_traceback_later(2 * LIMIT, exit=True)
+    at_our_relay()
+    with_a_tracker()
+    at_a_proxy_of_tvm()
