@@ -72,16 +72,17 @@ pub(super) async fn serve(
     // Peers that wait or are paired are idle for as long as they like.
     let _working = connection.activity().working();
     let mut notices = connection.notices();
-    match proxy.pairing.arrive(&hello).await {
+    match proxy.pairing.arrive(&hello, connection.open_files()).await {
         Arrival::Paired(mut peer, place) => {
             // Dropped in this order: the tracker forgets the server before it could be offered.
             let _place = place;
-            let _registrar = peer.registrar.take();
+            let _registration = peer.registration.take();
             connection.set_note(Arc::new(format!("{} '{key}' of TVM", other_side(hello.role))));
             tokio::select! {
                 biased;
                 reason = notices.stopped() => Err(reason),
-                ended = pass_bytes(connection, &hello, peer) => ended,
+                // On the heap, so that a peer that waits takes little memory.
+                ended = Box::pin(pass_bytes(connection, &hello, peer)) => ended,
             }
         }
         Arrival::Waits(waiting) => match wait(proxy, connection, &hello, waiting, memory).await {
@@ -103,6 +104,10 @@ pub(super) async fn serve(
         Arrival::Duplicate => {
             let text = format!("another peer waits under the key '{key}'");
             refuse(connection, HelloAnswer::Duplicate, text).await
+        }
+        Arrival::Refused(error) => {
+            write(connection.io(), &HelloAnswer::Mismatch.encode()).await?;
+            Err(error)
         }
         Arrival::Mismatch => {
             let text = format!("no server waits with the match key '{key}': the client has to ask the tracker");
@@ -154,8 +159,8 @@ async fn wait(
                 return WaitEnd::Gone(Ok(()));
             };
             // If the other side has gone meanwhile, the peer comes again, as after a session.
-            let registrar = waiting.take_registrar();
-            let _ = handover.send(PairedPeer { connection, text: hello.text.clone(), registrar, _memory: memory });
+            let registration = waiting.take_registration();
+            let _ = handover.send(PairedPeer { connection, text: hello.text.clone(), registration, _memory: memory });
             WaitEnd::Paired
         }
         () = &mut expired => WaitEnd::Expired(limit),

@@ -4,7 +4,8 @@
 use std::sync::Arc;
 
 use parking_lot::Mutex;
-use rpc_core::limits::MemoryLease;
+use rpc_core::limits::{MemoryLease, OpenFileLease};
+use rpc_core::{OpenFileQuota, RpcError};
 use rpc_transports::{Address, RelayedConnection};
 use rpc_tvm::wire::{ProxyArrival, ProxyHello, ProxyPool, ProxyRole, WaitId};
 use tokio::sync::{oneshot, watch};
@@ -18,7 +19,7 @@ pub(super) struct PairedPeer {
     /// Whole text of its key.
     pub(super) text: String,
     /// Registration of a server at the tracker, which shows it as long as this lives.
-    pub(super) registrar: Option<TvmRegistrar>,
+    pub(super) registration: Option<Registration>,
     /// Charge for what the peer can have held by its WebSocket.
     pub(super) _memory: Option<MemoryLease>,
 }
@@ -44,6 +45,14 @@ struct WaitingPeer {
     match_keys: Option<Arc<MatchKeys>>,
 }
 
+/// Registration of a server at the tracker, over a connection of its own.
+#[derive(Debug)]
+pub(super) struct Registration {
+    _registrar: TvmRegistrar,
+    /// Charge for the connection.
+    _open: OpenFileLease,
+}
+
 /// A peer's part in the pool while it waits. It leaves when this is dropped.
 pub(super) struct Waiting<'a> {
     pairing: &'a Pairing,
@@ -51,7 +60,7 @@ pub(super) struct Waiting<'a> {
     id: WaitId,
     claimed: oneshot::Receiver<Handover>,
     /// Registration of a server at the tracker, which forgets it when this is dropped.
-    registrar: Option<TvmRegistrar>,
+    registration: Option<Registration>,
 }
 
 /// Result of a peer's arrival.
@@ -64,6 +73,8 @@ pub(super) enum Arrival<'a> {
     Duplicate,
     /// No server has this match key.
     Mismatch,
+    /// There is no connection to the tracker left for the server.
+    Refused(RpcError),
 }
 
 impl Pairing {
@@ -78,33 +89,20 @@ impl Pairing {
         self.advertised.send_replace(Some(advertised));
     }
 
-    /// Pairs a peer with one that waits, or has it wait. Cancel-safe: a peer that would have been
-    /// paired finds another.
-    pub(super) async fn arrive(&self, hello: &ProxyHello) -> Arrival<'_> {
+    /// Pairs a peer with one that waits, or has it wait. What a server's registration opens is
+    /// charged to `open_files`. Cancel-safe: a peer that would have been paired finds another.
+    pub(super) async fn arrive(&self, hello: &ProxyHello, open_files: &OpenFileQuota) -> Arrival<'_> {
         loop {
-            let (waiting, place) = match &self.tracker {
-                Some(_) if hello.role == ProxyRole::Client => match self.take_granted(hello.match_key()) {
+            let (waiting, place) = match (&self.tracker, hello.role) {
+                (Some(_), ProxyRole::Client) => match self.take_granted(hello.match_key()) {
                     Some((server, place)) => (server, Some(place)),
                     None => return Arrival::Mismatch,
                 },
-                tracker => {
-                    let match_keys = tracker.as_ref().map(|_| MatchKeys::new(hello.match_key(), 1));
-                    let (claim, claimed) = oneshot::channel();
-                    let peer = WaitingPeer { claim, match_keys: match_keys.clone() };
-                    let arrival = self.pool.lock().arrive(hello.role, hello.match_key(), peer);
-                    match arrival {
-                        ProxyArrival::Paired(peer) => (peer, None),
-                        ProxyArrival::Duplicate => return Arrival::Duplicate,
-                        ProxyArrival::Waits(id) => {
-                            let key = hello.match_key().to_owned();
-                            let registrar = tracker.as_ref().zip(match_keys);
-                            let registrar = registrar.map(|(tracker, keys)| {
-                                TvmRegistrar::start_at_proxy(tracker, keys, self.advertised.subscribe())
-                            });
-                            return Arrival::Waits(Waiting { pairing: self, key, id, claimed, registrar });
-                        }
-                    }
-                }
+                (Some(tracker), ProxyRole::Server) => return self.offer(hello, tracker, open_files),
+                (None, _) => match self.wait(hello, None) {
+                    Ok(waiting) => return waiting.map_or(Arrival::Duplicate, Arrival::Waits),
+                    Err(other) => (other, None),
+                },
             };
             let (handover, handed) = oneshot::channel();
             // One that has just gone is skipped: another one may be waiting.
@@ -113,6 +111,31 @@ impl Pairing {
             {
                 return Arrival::Paired(peer, place);
             }
+        }
+    }
+
+    /// Has a server wait that the tracker gives out.
+    fn offer(&self, hello: &ProxyHello, tracker: &Address, open_files: &OpenFileQuota) -> Arrival<'_> {
+        let open = match open_files.reserve(1) {
+            Ok(open) => open,
+            Err(error) => return Arrival::Refused(error),
+        };
+        let match_keys = MatchKeys::new(hello.match_key(), 1);
+        let Ok(Some(mut waiting)) = self.wait(hello, Some(match_keys.clone())) else { return Arrival::Duplicate };
+        let registrar = TvmRegistrar::start_at_proxy(tracker, match_keys, self.advertised.subscribe());
+        waiting.registration = Some(Registration { _registrar: registrar, _open: open });
+        Arrival::Waits(waiting)
+    }
+
+    /// Has a peer wait; `None` if too many do. Fails with one of the other side that waited.
+    fn wait(&self, hello: &ProxyHello, match_keys: Option<Arc<MatchKeys>>) -> Result<Option<Waiting<'_>>, WaitingPeer> {
+        let (claim, claimed) = oneshot::channel();
+        let key = hello.match_key().to_owned();
+        let arrival = self.pool.lock().arrive(hello.role, &key, WaitingPeer { claim, match_keys });
+        match arrival {
+            ProxyArrival::Paired(other) => Err(other),
+            ProxyArrival::Duplicate => Ok(None),
+            ProxyArrival::Waits(id) => Ok(Some(Waiting { pairing: self, key, id, claimed, registration: None })),
         }
     }
 
@@ -131,8 +154,8 @@ impl Pairing {
 
 impl Waiting<'_> {
     /// Takes the registration, which a server keeps until its session is over.
-    pub(super) fn take_registrar(&mut self) -> Option<TvmRegistrar> {
-        self.registrar.take()
+    pub(super) fn take_registration(&mut self) -> Option<Registration> {
+        self.registration.take()
     }
 
     /// Waits for the other side. Resolves to `None` if it is gone again. Cancel-safe.

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use parking_lot::Mutex;
 use rpc_core::reply::Canceller;
-use rpc_core::{ErrorKind, MemoryQuota, RpcError, Session, SharedSession};
+use rpc_core::{ErrorKind, MemoryQuota, OpenFileQuota, RpcError, Session, SharedSession};
 use tokio::sync::watch;
 
 use super::activity::{DialectActivity, Progress};
@@ -58,6 +58,9 @@ pub(super) trait SessionSource: Send + Sync {
 
     /// Returns the note for the record of the connection in the log.
     fn note(&self) -> &SessionNote;
+
+    /// Returns the quota of the descriptors that the client can have opened.
+    fn open_files(&self) -> &OpenFileQuota;
 
     /// Returns the machine of the client.
     fn machine(&self) -> Machine;
@@ -312,6 +315,13 @@ impl DialectConnection {
     #[must_use]
     pub fn queued(&self) -> &Arc<MemoryQuota> {
         self.sessions.queued()
+    }
+
+    /// Returns the quota of the descriptors that may be open for this connection beside its own,
+    /// which a dialect [reserves](OpenFileQuota::reserve) before it opens them.
+    #[must_use]
+    pub fn open_files(&self) -> &OpenFileQuota {
+        self.sessions.open_files()
     }
 
     /// Returns the handle by which the dialect tells what the connection is doing.

@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use async_trait::async_trait;
 use rpc_core::reply::Canceller;
-use rpc_core::{ErrorKind, MemoryQuota, RpcError, Session, SharedSession};
+use rpc_core::{ErrorKind, MemoryQuota, OpenFileQuota, RpcError, Session, SharedSession};
 use tokio::sync::{Notify, watch};
 
 use super::Dialect;
@@ -122,6 +122,10 @@ impl SessionSource for DialectClient {
 
     fn note(&self) -> &SessionNote {
         &self.connection.note
+    }
+
+    fn open_files(&self) -> &OpenFileQuota {
+        &self.connection.open_files
     }
 
     fn machine(&self) -> Machine {
