@@ -290,6 +290,14 @@ fn a_peer_that_goes_while_it_waits_is_forgotten() {
     for (first, second) in [("server:a", "client:a"), ("client:a", "server:a")] {
         drop(proxy.waits(first, 0));
         proxy.until_sessions(0);
+        // The next one is no duplicate of the one that is gone, nor paired with it.
+        let mut waiting = proxy.waits(first, 0);
+        proxy.hello(second).expect_accepted(first);
+        waiting.expect_accepted(second);
+        drop(waiting);
+        proxy.until_sessions(0);
+        drop(proxy.waits(first, 0));
+        proxy.until_sessions(0);
         let mut waiting = proxy.waits(second, 0);
         proxy.hello(first).expect_accepted(second);
         waiting.expect_accepted(first);
@@ -301,16 +309,22 @@ fn a_peer_that_goes_while_it_waits_is_forgotten() {
 #[test]
 fn a_server_that_has_lost_its_client_may_finish_its_answer() {
     let proxy = Proxy::new();
-    let (mut server, client) = proxy.pair("a");
-    drop(client);
-    assert!(server.is_at_end(), "nothing more comes");
-    // A server of TVM to which nobody listens any more fails for good at its second answer.
-    for _ in 0..3 {
-        server.send(&[0; 64 << 10]);
-        std::thread::sleep(Duration::from_millis(10));
+    for [first, second] in [["server:a", "client:a"], ["client:a", "server:a"]] {
+        let (mut first_peer, mut second_peer) = (proxy.waits(first, 0), proxy.hello(second));
+        first_peer.expect_accepted(second);
+        second_peer.expect_accepted(first);
+        let is_server = first.starts_with("server");
+        let (mut server, client) = if is_server { (first_peer, second_peer) } else { (second_peer, first_peer) };
+        drop(client);
+        assert!(server.is_at_end(), "nothing more comes");
+        // A server of TVM to which nobody listens any more fails for good at its second answer.
+        // This is more than sockets hold.
+        for _ in 0..32 {
+            server.send(&[0; 1 << 20]);
+        }
+        drop(server);
+        proxy.until_sessions(0);
     }
-    drop(server);
-    proxy.until_sessions(0);
 }
 
 #[test]
