@@ -378,11 +378,19 @@ fn adopt_dead(private: &Dir, instance: &str, own: &Dir) -> io::Result<Vec<String
     let mut adopted = Vec::new();
     for (serial, folder) in folders.iter().filter(|name| !living.contains(name)).enumerate() {
         let target = format!("dead-{serial}");
-        move_entry(private, folder, own, &target)?;
-        adopted.push(target);
+        match move_entry(private, folder, own, &target) {
+            Ok(()) => adopted.push(target),
+            // A server that ends removes its own folder, then its lock, without the lock of the
+            // folder: it may have been alive when the folder was listed.
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            Err(error) => return Err(error),
+        }
     }
     for name in dead_locks {
-        private.remove_file(name)?;
+        match private.remove_file(name) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+            _ => {}
+        }
     }
     Ok(adopted)
 }
