@@ -82,7 +82,7 @@ pub(super) async fn serve(
                 biased;
                 reason = notices.stopped() => Err(reason),
                 // On the heap, so that a peer that waits takes little memory.
-                ended = Box::pin(pass_bytes(connection, &hello, peer)) => ended,
+                ended = Box::pin(pass_bytes(connection, &hello, *peer)) => ended,
             }
         }
         Arrival::Waits(waiting) => match wait(proxy, connection, &hello, waiting, memory).await {

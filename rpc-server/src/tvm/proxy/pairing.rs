@@ -67,7 +67,7 @@ pub(super) struct Waiting<'a> {
 pub(super) enum Arrival<'a> {
     /// The other side was there. A server that the tracker has given out is not offered again
     /// while its place is held.
-    Paired(PairedPeer, Option<UsedPlace>),
+    Paired(Box<PairedPeer>, Option<UsedPlace>),
     Waits(Waiting<'a>),
     /// As many peers as may wait under this key do.
     Duplicate,
@@ -109,7 +109,7 @@ impl Pairing {
             if waiting.claim.send(handover).is_ok()
                 && let Ok(peer) = handed.await
             {
-                return Arrival::Paired(peer, place);
+                return Arrival::Paired(Box::new(peer), place);
             }
         }
     }
