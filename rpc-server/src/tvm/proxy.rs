@@ -48,6 +48,7 @@ pub(crate) struct TvmProxy(Arc<ProxyState>);
 struct ProxyState {
     terms: TvmProxyTerms,
     /// Web pages that are served by WebSocket.
+    #[cfg_attr(not(feature = "websocket"), allow(dead_code, reason = "pages come by WebSocket alone"))]
     origins: AllowedOrigins,
     pairing: Pairing,
 }
