@@ -56,8 +56,9 @@ use crate::transport::BoxFuture;
 ///   cuts off a client that sends the rest more slowly than `min_rate`.
 /// - Sizes: [`DialectConnection::limits`], and [`DialectConnection::queued`] for bytes in memory.
 /// - Silent clients: the server's `keep_alive` sends pings in the native protocol alone. In a
-///   dialect, a client whose machine is gone is found by the keep-alive of TCP, which may take
-///   hours, by QUIC within six intervals of `keep_alive`, by `idle_timeout`, or by messages of the
+///   dialect, a client whose machine is gone is found by probes of the kernel over TCP, and by
+///   QUIC, within six intervals of `keep_alive`; over TLS by the kernel's own keep-alive, which may
+///   take hours; and in any case by `idle_timeout`, or by messages of the
 ///   dialect's own.
 pub trait Dialect: fmt::Debug + Send + Sync + 'static {
     /// Returns the name of the dialect, for the log.

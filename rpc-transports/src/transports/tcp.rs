@@ -6,7 +6,7 @@
 
 use std::io;
 use std::net::{IpAddr, SocketAddr, TcpStream as StdStream, ToSocketAddrs};
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::{Arc, mpsc};
 use std::task::{Context, Poll, ready};
 use std::thread;
@@ -298,6 +298,20 @@ fn limit_silence(stream: &impl AsFd, silence: Duration) -> io::Result<()> {
     #[cfg(target_os = "linux")]
     socket.set_tcp_user_timeout(Some(silence))?;
     Ok(())
+}
+
+/// Longest time between two probes of the kernel, which counts seconds in 15 bits.
+const MAX_PROBE_INTERVAL: Duration = Duration::from_secs(9 * 3600);
+
+/// Makes the kernel give up a connection once the peer's machine has been silent for six times the
+/// `keep_alive`: it probes after three times as long. For connections whose protocol has no pings.
+/// Other sockets than those of TCP stay as they are.
+pub(crate) fn probe(socket: BorrowedFd<'_>, keep_alive: Duration) {
+    let limited = |interval: Duration| interval.clamp(Duration::from_secs(1), MAX_PROBE_INTERVAL);
+    let (time, interval) = (limited(keep_alive.saturating_mul(PROBES)), limited(keep_alive));
+    let probes = TcpKeepalive::new().with_time(time).with_interval(interval).with_retries(PROBES);
+    // A socket that refuses its options is dying, or none of TCP.
+    let _ = SockRef::from(&socket).set_tcp_keepalive(&probes);
 }
 
 /// Returns the ports to try: the address's own port first, then the range. Port 0 is left out if

@@ -13,13 +13,17 @@ use std::thread;
 use std::time::Duration;
 
 use rpc_core::{DataType, Device, ErrorKind, Lane, RemoteTensor, Session};
-use rpc_server::RpcServer;
-use rpc_server::config::{Isolate, ServeConfig};
+use rpc_server::config::{Isolate, ServeConfig, Span};
+use rpc_server::{RpcServer, Running};
 use rpc_tests::forwarder::{ByteForwarder, Pipe, Random, UdpForwarder, Weather};
 use rpc_tests::functions;
 use rpc_tests::harness::{Form, on_thread};
 use rpc_transports::ServeOptions;
+use rpc_tvm::wire::Request::{Call, GetFunction, Init};
+use rpc_tvm::wire::{Hello, PROTOCOL_VERSION};
 use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpStream;
 use tokio::runtime::Handle;
 use tokio::sync::oneshot;
 
@@ -468,6 +472,26 @@ impl Wire {
         (site, session)
     }
 
+    /// Starts a server that speaks TVM's protocol.
+    async fn serve_tvm(&self) -> (Running, tempfile::TempDir) {
+        let serve = async {
+            let registry = rpc_core::Registry::new();
+            registry.add_async("never", std::future::pending::<()>);
+            let folder = tempfile::tempdir().unwrap();
+            let config = ServeConfig {
+                listen: vec![format!("tcp://{SERVER_IP}:0").parse().unwrap()],
+                workdir: folder.path().to_owned(),
+                isolate: Isolate::None,
+                tvm: true,
+                insecure: true,
+                keep_alive: Span(Duration::from_millis(500)),
+                ..ServeConfig::default()
+            };
+            (RpcServer::new(registry).config(config).start().await.unwrap(), folder)
+        };
+        self.server.run(serve).await
+    }
+
     async fn connect(&self, site: &Site) -> Session {
         let (connector, address) = (site.connector(), site.address.clone());
         self.client.run(async move { soon("connect", connector.connect(&address)).await.unwrap() }).await
@@ -546,21 +570,7 @@ async fn a_long_outage_ends_the_session_on_both_sides(transport: Transport, _: F
 fn a_server_of_tvm_whose_packets_vanish_is_noticed() {
     peers::run(|| async {
         let Some(wire) = Wire::new() else { return };
-        let serve = async {
-            let registry = rpc_core::Registry::new();
-            registry.add_async("never", std::future::pending::<()>);
-            let folder = tempfile::tempdir().unwrap();
-            let config = ServeConfig {
-                listen: vec![format!("tcp://{SERVER_IP}:0").parse().unwrap()],
-                workdir: folder.path().to_owned(),
-                isolate: Isolate::None,
-                tvm: true,
-                insecure: true,
-                ..ServeConfig::default()
-            };
-            (RpcServer::new(registry).config(config).start().await.unwrap(), folder)
-        };
-        let (server, _folder) = wire.server.run(serve).await;
+        let (server, _folder) = wire.serve_tvm().await;
         let address = server.addresses()[0].to_string().replace("tcp://", "tvm://");
         let connect = || {
             // Given up after three times as long.
@@ -580,6 +590,44 @@ fn a_server_of_tvm_whose_packets_vanish_is_noticed() {
             assert!(ended.ends_session(), "{ended}");
             assert!(matches!(ended.kind(), ErrorKind::PeerSilent | ErrorKind::PeerLost), "{ended}");
         }
+    });
+}
+
+/// The same of a client: the server frees what its session holds, while it is idle and in a call.
+#[test]
+fn a_client_of_tvm_whose_packets_vanish_is_noticed() {
+    peers::run(|| async {
+        let Some(wire) = Wire::new() else { return };
+        let (server, _folder) = wire.serve_tvm().await;
+        let at = server.addresses()[0].to_string().replace("tcp://", "");
+        let begin = move || {
+            let at = at.clone();
+            async move {
+                let mut client = TcpStream::connect(&at).await.unwrap();
+                let hello = Hello { key: "client:".to_owned() }.encode();
+                let init = Init { version: PROTOCOL_VERSION.into(), constructor: Vec::new() }.encode();
+                client.write_all(&[hello, init].concat()).await.unwrap();
+                // The answers to both.
+                client.read_exact(&mut [0; 15 + 20]).await.unwrap();
+                client
+            }
+        };
+        let idle = wire.client.run(begin()).await;
+        let busy = wire.client.run(async move {
+            let mut client = begin().await;
+            let find = GetFunction { name: "never".into() }.encode();
+            client.write_all(&find).await.unwrap();
+            let mut found = [0; 28];
+            client.read_exact(&mut found).await.unwrap();
+            let function = u64::from_le_bytes(*found.last_chunk().unwrap());
+            client.write_all(&Call { function, args: Vec::new() }.encode()).await.unwrap();
+            client
+        });
+        let clients = (idle, busy.await);
+        within(TIME_LIMIT, "both have sessions", async || server.sessions() == 2).await;
+        wire.pull();
+        within(TIME_LIMIT, "the server has noticed", async || server.sessions() == 0).await;
+        drop(clients);
     });
 }
 

@@ -25,6 +25,8 @@ use crate::serve::connection::{Connection, LINGER, SessionRequest, drain_and_clo
 use crate::serve::further_servers::OnwardServer as _;
 use crate::serve::mailbox::{Command, EndOfSession};
 use crate::serve::stall_timeouts::StallTimeouts;
+#[cfg(feature = "tcp")]
+use crate::transports::tcp::probe;
 use crate::wire_limits::WireLimits;
 
 /// Connection whose client speaks a dialect, and may be served.
@@ -170,6 +172,10 @@ impl DialectTask {
         permit: HandshakePermit,
         deadline: Instant,
     ) -> Self {
+        #[cfg(feature = "tcp")]
+        if let Some(socket) = channel.plain_socket() {
+            probe(socket.as_fd(), client.connection.server.options.keep_alive);
+        }
         let (client, eviction) = (Arc::new(client), permit.eviction());
         let identity = client.served.identity.name().to_owned();
         let (connection, notices) = DialectConnection::new(channel, identity, client.clone(), permit);
