@@ -89,6 +89,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(leases::request_lease_op, module)?)?;
     module.add_function(wrap_pyfunction!(listeners::listen_op, module)?)?;
     module.add_function(wrap_pyfunction!(operation::forked, module)?)?;
+    module.add_function(wrap_pyfunction!(operation::finish_requests, module)?)?;
     module.add_class::<disco::DiscoSession>()?;
     module.add_class::<disco_ref::DiscoRef>()?;
     module.add_class::<disco::DiscoListener>()?;

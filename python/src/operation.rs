@@ -34,6 +34,18 @@ pub(crate) fn forked() {
     FORKS.fetch_add(1, Ordering::Relaxed);
 }
 
+/// Time that requests to servers of TVM have at the end of the interpreter to be written.
+const LAST_REQUESTS: Duration = Duration::from_secs(5);
+
+/// Waits at the end of the interpreter until no request to a server of TVM is written in part.
+#[pyfunction]
+pub(crate) fn finish_requests(py: Python<'_>) {
+    // The threads that write were not copied by a fork.
+    if FORKS.load(Ordering::Relaxed) == 0 {
+        py.detach(|| rpc_server::finish_tvm_requests(LAST_REQUESTS));
+    }
+}
+
 /// The process that something was made in.
 #[derive(Clone, Copy)]
 pub(crate) struct Birth(u64);

@@ -8,6 +8,7 @@
 `tensor_rpc.aio` has the same operations for asyncio, and `tensor_rpc.disco` drives many workers.
 """
 
+import atexit as _atexit
 import os as _os
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
@@ -48,6 +49,7 @@ if _TYPE_CHECKING:
     from tensor_rpc import aio
 
 _os.register_at_fork(after_in_child=_native.forked)
+_atexit.register(_native.finish_requests)
 
 
 def __getattr__(name: str) -> _Any:

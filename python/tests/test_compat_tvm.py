@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import socket
 import struct
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Program
+from conftest import Program, environment
 from test_documents import blocks
 
 import tensor_rpc
@@ -237,6 +239,49 @@ def test_servers_may_stand_behind_the_first_one(address: str) -> None:
         over_tvm(address, session_constructor_args=["rpc.Connect", HOST, 0, "", False])
     with pytest.raises(tensor_rpc.UnsupportedError, match="session_constructor_args"):
         rpc.connect(address, session_constructor_args=stop)
+
+
+def test_a_program_that_ends_leaves_no_part_of_a_request() -> None:
+    """A server of TVM that gets a part of a request serves nobody any more."""
+    size = 48 << 20
+    code = f"""if True:
+        import sys, threading
+        from tensor_rpc.compat import tvm as rpc
+        session = rpc.connect("{HOST}", int(sys.argv[1]))
+        threading.Thread(target=session.upload, args=(bytes({size}), "x"), daemon=True).start()
+        sys.stdin.read()
+    """
+
+    def frame(peer: socket.socket) -> tuple[int, int]:
+        """Take the header of a frame: its code, and the length of the rest."""
+        length, number = struct.unpack("<qi", take(peer, 12))
+        return number, length - 4
+
+    def take(peer: socket.socket, count: int) -> bytes:
+        taken = peer.recv(count, socket.MSG_WAITALL)
+        assert len(taken) == count, "the program ended within a request"
+        return taken
+
+    with socket.create_server((HOST, 0)) as listener:
+        command = [sys.executable, "-c", code, str(listener.getsockname()[1])]
+        program = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment())
+        peer, _ = listener.accept()
+        with peer:
+            take(peer, 4 + 4 + len("client:"))
+            peer.sendall(struct.pack("<ii", 0xFF271, len("server:")) + b"server:")
+            none = struct.pack("<qiii", 12, 4, 1, 0)
+            # The session, the size of packets, of which there is none, and the function for files.
+            for answer in (none, struct.pack("<qiiiq", 20, 4, 1, 4, 0), struct.pack("<qiiiq", 20, 4, 1, 4, 16)):
+                take(peer, frame(peer)[1])
+                peer.sendall(answer)
+            number, length = frame(peer)
+            assert number == 3
+            assert length > size
+            assert program.stdin
+            program.stdin.close()
+            while length:
+                length -= len(take(peer, min(length, 1 << 20)))
+        assert program.wait(timeout=30) == 0
 
 
 def test_what_is_not_supported_is_an_error(address: str) -> None:

@@ -48,6 +48,8 @@ pub use file_limit::raise_file_limit;
 pub use server::child_server::{ServerProcess, run_as_child_if_asked};
 pub use server::{RpcServer, Running};
 pub use transports::transports;
+#[cfg(feature = "tvm")]
+pub use tvm::client::finish_requests as finish_tvm_requests;
 
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]

@@ -35,7 +35,9 @@ mod replies;
 mod server_calls;
 mod session;
 mod state;
+mod unwritten;
 mod upload;
 mod values;
 
 pub(crate) use opener::TvmOpener;
+pub use unwritten::finish_requests;

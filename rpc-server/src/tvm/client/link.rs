@@ -11,6 +11,8 @@ use rpc_tvm::wire::{Expected, Request, ServerReply};
 use tokio::io::{AsyncWrite, AsyncWriteExt as _};
 use tokio::sync::{Notify, oneshot};
 
+use super::unwritten::Unwritten;
+
 /// Bytes of requests that may be unanswered. One that is larger is sent alone.
 const WINDOW: u64 = 4 << 20;
 
@@ -83,7 +85,7 @@ struct LinkState {
     /// Length of what is being written.
     writing: u64,
     /// Bytes that are not written yet. A server can answer a request that it has not read.
-    unwritten: u64,
+    unwritten: Unwritten,
     unanswered: VecDeque<Unanswered>,
     /// Bytes of the unanswered requests.
     bytes: u64,
@@ -158,7 +160,7 @@ impl Link {
             return then(Err(error));
         }
         state.output.extend(frame.parts);
-        state.unwritten += len;
+        state.unwritten.add(len);
         state.bytes += len;
         let is_long = frame.expected == Expected::Call || frame.waits_for_device;
         state.long += usize::from(is_long);
@@ -180,13 +182,13 @@ impl Link {
     pub(super) async fn finish(&self, frame: Vec<u8>) {
         {
             let mut state = self.state.lock();
-            state.unwritten += frame.len() as u64;
+            state.unwritten.add(frame.len() as u64);
             state.output.push_back(frame.into());
         }
         self.output.notify_one();
         loop {
             let progress = self.progress.notified();
-            if self.state.lock().unwritten == 0 {
+            if self.state.lock().unwritten.len() == 0 {
                 return;
             }
             progress.await;
@@ -214,7 +216,8 @@ impl Link {
         let mut state = self.state.lock();
         state.error = Some(error.clone());
         state.output.clear();
-        state.unwritten = state.writing;
+        let writing = state.writing;
+        state.unwritten.shrink_to(writing);
         let unanswered = std::mem::take(&mut state.unanswered);
         (state.bytes, state.long) = (0, 0);
         drop(state);
@@ -227,7 +230,8 @@ impl Link {
     /// or small ones together.
     fn take_output(&self) -> Option<Bytes> {
         let mut state = self.state.lock();
-        state.unwritten -= std::mem::take(&mut state.writing);
+        let left = state.unwritten.len() - std::mem::take(&mut state.writing);
+        state.unwritten.shrink_to(left);
         let first = state.output.pop_front();
         let next = first.map(|first| {
             let fits = |len: usize, part: Option<&Bytes>| part.is_some_and(|part| len + part.len() <= GATHERED);
@@ -252,8 +256,8 @@ impl Link {
 impl LinkState {
     fn has_room(&self, len: u64, max_unanswered: usize) -> bool {
         let window = if self.long > 0 { WINDOW_BEHIND_LONG } else { WINDOW };
-        let fits = self.bytes.max(self.unwritten) + len <= window && self.unanswered.len() < max_unanswered;
-        fits || (self.unanswered.is_empty() && self.unwritten == 0) || self.error.is_some()
+        let fits = self.bytes.max(self.unwritten.len()) + len <= window && self.unanswered.len() < max_unanswered;
+        fits || (self.unanswered.is_empty() && self.unwritten.len() == 0) || self.error.is_some()
     }
 }
 
