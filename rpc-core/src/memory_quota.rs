@@ -48,9 +48,12 @@ impl Granted {
         let mut granted = self.bytes.lock();
         let all = used.load(Ordering::Relaxed).saturating_add(bytes);
         if all > *granted {
-            let wanted = all.checked_next_multiple_of(GRANT_STEP).unwrap_or(all);
-            self.by.resize(wanted, lasting)?;
-            *granted = wanted;
+            let whole = all.checked_next_multiple_of(GRANT_STEP).unwrap_or(all);
+            *granted = match self.by.resize(whole, lasting) {
+                Ok(()) => whole,
+                // There may be room for a part of a step.
+                Err(_) => self.by.resize(all, lasting).map(|()| all)?,
+            };
         }
         used.store(all, Ordering::Relaxed);
         Ok(())
@@ -107,16 +110,21 @@ impl MemoryQuota {
             granted.count(&self.used, bytes, true)?;
             return Ok(MemoryLease { quota: self.clone(), bytes, outer: None });
         }
-        self.check_half(self.used().saturating_add(bytes))?;
+        self.check_half(bytes)?;
         self.reserve(bytes)
     }
 
-    /// Checks that `all` bytes leave half of the quota free.
+    /// Checks that half of the quota is free with `more` bytes; that of the outer one, if there is
+    /// one.
     ///
     /// # Errors
     ///
     /// [`ErrorKind::LimitExceeded`](crate::ErrorKind::LimitExceeded).
-    pub fn check_half(&self, all: u64) -> Result<()> {
+    pub fn check_half(&self, more: u64) -> Result<()> {
+        if let Some(outer) = &self.within {
+            return outer.check_half(more);
+        }
+        let all = self.used().saturating_add(more);
         if all > self.limit / 2 {
             let error = RpcError::limit(self.name, self.limit / 2, all);
             return Err(error.context("what lasts as long as a session has half of the limit"));

@@ -62,7 +62,9 @@ fn main() -> ExitCode {
         sessions_over_unix_sockets_and_standard_input_are_isolated_too
         signals_to_the_process_group_end_no_session_process
         the_process_serves_the_socket_of_its_client
-        times_hold_also_against_a_process_that_does_nothing
+        the_longest_duration_and_the_idle_time_end_sessions
+        a_process_that_forges_its_end_loses_its_session
+        a_process_cannot_take_the_room_of_all_for_its_queue
         a_client_that_goes_takes_a_stopped_process_with_it
         a_process_that_is_killed_in_the_middle_of_a_copy_ends_one_session
         what_sessions_have_queued_counts_for_all_of_them
@@ -88,6 +90,7 @@ fn registry() -> Registry {
         .add("crash.spin", spin)
         .add("crash.spin_with", |_text: String| spin())
         .add("len", |text: String| text.len() as u64)
+        .add("forge", forge)
         .add_inline("crash.spin_inline", spin)
         .add_async("crash.spin_async", || async { spin() })
         .add("crash.eat_memory", eat_memory)
@@ -111,6 +114,23 @@ fn spin() {
     while std::hint::black_box(true) {
         std::hint::spin_loop();
     }
+}
+
+/// Sends a datagram by each socket of this process that takes one: its link to the server. Returns
+/// their number.
+fn forge(message: String) -> u64 {
+    let mut sent = 0;
+    for descriptor in fs::read_dir("/proc/self/fd").unwrap().flatten() {
+        let Ok(descriptor) = descriptor.file_name().to_str().unwrap().parse::<i32>() else { continue };
+        // SAFETY: at worst the descriptor is closed meanwhile, and another one has its number.
+        let socket = unsafe { std::os::fd::BorrowedFd::borrow_raw(descriptor) };
+        let is_link = rustix::net::sockopt::socket_type(socket) == Ok(rustix::net::SocketType::DGRAM);
+        if is_link && rustix::net::send(socket, message.as_bytes(), rustix::net::SendFlags::DONTWAIT).is_ok() {
+            sent += 1;
+            break;
+        }
+    }
+    sent
 }
 
 /// Allocates pieces of 1 MiB, and returns their number. A limit on memory ends the process before.
@@ -699,9 +719,10 @@ fn the_process_serves_the_socket_of_its_client() {
     });
 }
 
-fn times_hold_also_against_a_process_that_does_nothing() {
+/// The longest duration also holds while the process can do nothing.
+fn the_longest_duration_and_the_idle_time_end_sessions() {
     run(async {
-        let fixture = Fixture::start(&["--session-duration", "300ms"]);
+        let fixture = Fixture::start(&["--session-duration", "3s"]);
         for spins in [false, true] {
             let session = fixture.connect().await;
             let process = process_of(&session).await;
@@ -716,6 +737,36 @@ fn times_hold_also_against_a_process_that_does_nothing() {
         let session = fixture.connect().await;
         let error = session.shared().ended().reply().await.unwrap_err();
         assert_eq!(error.kind(), ErrorKind::SessionTimeout, "{error}");
+    });
+}
+
+/// As a process whose client's code finds the link to the server.
+fn a_process_that_forges_its_end_loses_its_session() {
+    run(async {
+        let fixture = Fixture::start(&[]);
+        let session = fixture.connect().await;
+        let process = process_of(&session).await;
+        let forge = session.function::<(String,), u64>("forge").await.unwrap();
+        assert_eq!(forge.call(("\u{3}\"ending\"".to_owned(),)).await.unwrap(), 1);
+        let error = session.shared().ended().reply().await.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::PeerLost, "{error}");
+        reaped(process);
+    });
+}
+
+fn a_process_cannot_take_the_room_of_all_for_its_queue() {
+    run(async {
+        let fixture = Fixture::start(&["--max-total-queued", "1GiB"]);
+        let session = fixture.connect().await;
+        let forge = session.function::<(String,), u64>("forge").await.unwrap();
+        let bytes = 1023_u64 << 20;
+        let notice = format!("\u{3}{{\"queue\":{{\"bytes\":{bytes},\"lasting\":false,\"number\":null}}}}");
+        assert_eq!(forge.call((notice,)).await.unwrap(), 1);
+        // The answer comes from the same thread of the server, behind the forged message.
+        process_of(&session).await;
+        let other = fixture.connect().await;
+        let count = other.function::<(String,), u64>("len").await.unwrap();
+        assert_eq!(count.call(("x".repeat(24 << 20),)).await.unwrap(), 24 << 20);
     });
 }
 
@@ -743,7 +794,7 @@ fn a_process_that_is_killed_in_the_middle_of_a_copy_ends_one_session() {
                 let session = session.clone();
                 async move { loop_of_copies(&session, &tensor).await }
             });
-            thread::sleep(Duration::from_millis(round));
+            tokio::time::sleep(Duration::from_millis(round)).await;
             kill_process(process, Signal::KILL).unwrap();
             let error = copying.await.unwrap();
             assert_eq!(error.kind(), ErrorKind::PeerLost, "{error}");

@@ -1,4 +1,4 @@
-//! The time since the peer of a TCP socket has sent anything, by the kernel.
+//! The time since anything has come from the peer of a TCP socket, by the kernel.
 
 #[cfg(target_os = "linux")]
 use std::os::fd::AsRawFd as _;
@@ -11,8 +11,9 @@ pub(crate) fn of(_socket: &OwnedFd) -> Option<Duration> {
     None
 }
 
-/// Returns the time since data was last received; `None` where the kernel does not tell, such as
-/// for other sockets.
+/// Returns the time since data or an acknowledgement was last received: a peer that takes data
+/// slowly sends acknowledgements alone. `None` where the kernel does not tell, such as for other
+/// sockets.
 #[cfg(target_os = "linux")]
 pub(crate) fn of(socket: &OwnedFd) -> Option<Duration> {
     let mut info = std::mem::MaybeUninit::<libc::tcp_info>::zeroed();
@@ -27,7 +28,7 @@ pub(crate) fn of(socket: &OwnedFd) -> Option<Duration> {
     // SAFETY: all fields are numbers, for which any bytes are valid, also those that the kernel has
     // left at zero.
     let info = unsafe { info.assume_init() };
-    Some(Duration::from_millis(info.tcpi_last_data_recv.into()))
+    Some(Duration::from_millis(info.tcpi_last_data_recv.min(info.tcpi_last_ack_recv).into()))
 }
 
 #[cfg(all(test, target_os = "linux"))]
@@ -38,6 +39,26 @@ mod tests {
     use std::time::Instant;
 
     use super::*;
+
+    #[test]
+    fn a_peer_that_only_takes_data_is_not_silent() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let mut far = listener.accept().unwrap().0;
+        let socket = OwnedFd::from(far.try_clone().unwrap());
+        let deadline = Instant::now() + Duration::from_secs(60);
+        while of(&socket).unwrap() < Duration::from_millis(20) {
+            assert!(Instant::now() < deadline, "the silence does not grow");
+            std::thread::yield_now();
+        }
+        let before = Instant::now();
+        far.write_all(b"x").unwrap();
+        near.read_exact(&mut [0]).unwrap();
+        while of(&socket).unwrap() > before.elapsed() + Duration::from_millis(10) {
+            assert!(Instant::now() < deadline, "the acknowledgement does not count");
+            std::thread::yield_now();
+        }
+    }
 
     #[test]
     fn data_ends_the_silence_and_other_sockets_tell_nothing() {

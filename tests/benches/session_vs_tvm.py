@@ -106,7 +106,7 @@ def tvm_client(port, calls, copies, mib):
         print(what, (time.perf_counter() - begun) * 1e6)
         return result
 
-    session = timed("connect", lambda: rpc.connect("127.0.0.1", port, "board"))
+    session = timed("connect", lambda: rpc.connect("127.0.0.1", port))
     add = session.get_function("rpc.test.addone")
     for number in range(calls):
         if timed("call", lambda: add(number)) != number + 1:

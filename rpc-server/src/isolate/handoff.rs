@@ -22,7 +22,7 @@ use super::supervisor::{Job, Process, submit};
 pub(super) struct PassJob {
     pub(super) id: u64,
     pub(super) connection: Box<PassedConnection>,
-    /// Quota of what all sessions of the server have queued.
+    /// Quota of the session's queued bytes, within that of all sessions.
     pub(super) queued: Arc<MemoryQuota>,
     pub(super) reply: oneshot::Sender<io::Result<()>>,
 }
@@ -52,6 +52,10 @@ impl SessionProcess for Process {
         std::future::poll_fn(|cx| self.poll_exit_cause(cx)).await;
     }
 
+    fn client_is_gone(&self) -> bool {
+        Process::client_is_gone(self)
+    }
+
     async fn ended(&self) -> EndReport {
         let mut reported = self.end_report().subscribe();
         // The sender lives as long as this process.
@@ -70,7 +74,7 @@ impl SessionProcess for Process {
 pub(super) struct PassedClient {
     /// Socket, watched for the client's end until that comes.
     pub(super) socket: Option<OwnedFd>,
-    /// Quota of what all sessions of the server have queued, and the share of this one.
+    /// Quota of the session's queued bytes, within that of all sessions, and what is in use.
     queued: Arc<MemoryQuota>,
     share: Option<MemoryLease>,
 }
@@ -78,6 +82,14 @@ pub(super) struct PassedClient {
 impl PassedClient {
     pub(super) fn new(socket: OwnedFd, queued: Arc<MemoryQuota>) -> Self {
         Self { socket: Some(socket), queued, share: None }
+    }
+
+    /// Closes the socket, on another thread: code of the client may have made it wait for that.
+    pub(super) fn close(&mut self) {
+        let Some(socket) = self.socket.take() else { return };
+        let _ = rustix::net::sockopt::set_socket_linger(&socket, None);
+        // Without a thread it is closed here.
+        let _ = std::thread::Builder::new().name("rpc-close".into()).spawn(move || drop(socket));
     }
 
     /// Replaces the share of the session in what all have queued by `bytes`.
@@ -88,13 +100,19 @@ impl PassedClient {
     pub(super) fn queue(&mut self, bytes: u64, lasting: bool) -> Result<()> {
         let before = self.share.as_ref().map_or(0, MemoryLease::bytes);
         if lasting && bytes > before {
-            self.queued.check_half(self.queued.used().saturating_add(bytes - before))?;
+            self.queued.check_half(bytes - before)?;
         }
         match &mut self.share {
             Some(share) => share.resize(bytes)?,
             None => self.share = Some(self.queued.reserve(bytes)?),
         }
         Ok(())
+    }
+}
+
+impl Drop for PassedClient {
+    fn drop(&mut self) {
+        self.close();
     }
 }
 

@@ -249,8 +249,9 @@ enum Spare {
 }
 
 /// Files of the server that a session in a process of its own takes beside its connection: the
-/// workspace, its staging folder and its lock, the process, and two sockets to it.
-pub(crate) const FILES_OF_SESSION: u64 = 6;
+/// workspace, its staging folder and its lock, the process, two sockets to it, and two more
+/// descriptors of the client's socket, which the process serves.
+pub(crate) const FILES_OF_SESSION: u64 = 8;
 
 /// Starts a process that is counted until it has ended.
 async fn start(

@@ -269,16 +269,21 @@ impl ControlMessage {
     /// Maximum length in bytes: that of the report on the end of a session with all names.
     pub(super) const MAX_LEN: usize = 16 << 10;
 
-    /// Maximum length in bytes of the reason in the report on the end of a session.
-    const MAX_REASON: usize = 2048;
-
-    /// Creates the report on the end of a session. A long reason is cut, so that the report fits.
+    /// Creates the report on the end of a session. It has no names, and then a short reason, if it
+    /// would be too long with them.
     pub(super) fn ended(mut report: EndReport, functions: Vec<String>) -> Self {
-        if report.reason.to_string().len() > Self::MAX_REASON {
-            let text: String = report.reason.message().chars().take(Self::MAX_REASON / 8).collect();
-            report.reason = RpcError::new(report.reason.kind(), format!("{text}…"));
+        let fits = |message: &Self| message.to_bytes().len() <= Self::MAX_LEN;
+        let whole = Self::Session(SessionNotice::Ended { report: report.clone(), functions });
+        if fits(&whole) {
+            return whole;
         }
-        Self::Session(SessionNotice::Ended { report, functions })
+        let without_names = Self::Session(SessionNotice::Ended { report: report.clone(), functions: Vec::new() });
+        if fits(&without_names) {
+            return without_names;
+        }
+        let text: String = report.reason.message().chars().take(256).collect();
+        report.reason = RpcError::new(report.reason.kind(), format!("{text}…"));
+        Self::Session(SessionNotice::Ended { report, functions: Vec::new() })
     }
 
     pub(super) fn to_bytes(&self) -> Vec<u8> {
@@ -449,10 +454,13 @@ mod tests {
         let devices = vec![Device::new(DeviceType(i32::MIN), i32::MIN); LeaseCommand::UNUSED_AT_ONCE];
         let longest = ControlMessage::Lease(LeaseCommand::Unused { list: u64::MAX, devices });
         assert!(longest.to_bytes().len() <= ControlMessage::MAX_LEN, "{}", longest.to_bytes().len());
-        // The report with the longest names, and a reason that has to be cut.
-        let names = (0..17).map(|_| "\u{10ffff}\"".repeat(32)).collect();
-        let longest = ControlMessage::ended(end_report(&"\u{1}".repeat(100_000)), names);
-        assert!(longest.to_bytes().len() <= ControlMessage::MAX_LEN, "{}", longest.to_bytes().len());
+        // Reports with long names and reasons, of characters that are long in JSON.
+        for (reason, names) in [(1, 17), (2000, 17), (100_000, 0), (100_000, 17)] {
+            let names = (0..names).map(|_| "\\u{10ffff}".repeat(64)).collect();
+            let report = ControlMessage::ended(end_report(&"\u{1}".repeat(reason)), names);
+            assert!(report.to_bytes().len() <= ControlMessage::MAX_LEN, "{}", report.to_bytes().len());
+            assert_eq!(ControlMessage::from_bytes(&report.to_bytes()), Some(report));
+        }
         // A list of as many devices as there may be, with names of the greatest length.
         let client = || LeaseClient::new(&"\"".repeat(1000), u64::MAX);
         let (priority, waited_seconds) = (i32::MIN, -1.234_567_890_123_456_7e-300);

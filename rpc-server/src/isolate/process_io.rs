@@ -30,7 +30,9 @@ impl ProcessIo {
         self.process.kill_after_grace();
         self.process.poll_exit_cause(cx).map(|exit_cause| {
             let text = exit_cause.describe(&self.limits);
-            if exit_cause.status.is_some_and(|status| !status.success()) {
+            // A process that was killed because its client has gone has not failed.
+            let is_expected = exit_cause.killed && self.process.client_is_gone();
+            if exit_cause.status.is_some_and(|status| !status.success()) && !is_expected {
                 self.errors.add(&text);
             }
             Err(io::Error::other(text))

@@ -57,6 +57,8 @@ pub(super) struct Process {
     reservations_changed: AtomicBool,
     /// Report of the process on the end of the session, if it has served the client's socket.
     end_report: watch::Sender<Option<EndReport>>,
+    /// True once the client of a process that serves its socket has closed the connection.
+    client_is_gone: AtomicBool,
     /// Functions that the client has fetched, for the record of the session in the log.
     functions_used: Arc<FunctionsUsed>,
     end: Mutex<EndState>,
@@ -75,6 +77,11 @@ impl Process {
 
     pub(super) fn end_report(&self) -> &watch::Sender<Option<EndReport>> {
         &self.end_report
+    }
+
+    /// Returns true once the client of a process that serves its socket has closed the connection.
+    pub(super) fn client_is_gone(&self) -> bool {
+        self.client_is_gone.load(Ordering::Acquire)
     }
 
     pub(super) fn functions_used(&self) -> &Arc<FunctionsUsed> {
@@ -359,6 +366,9 @@ const LOOK_INTERVAL: Duration = Duration::from_millis(20);
 /// Maximum number of messages that are read of one process before the others.
 const MESSAGES_AT_ONCE: usize = 16;
 
+/// Number of times that messages are taken of a process that has ended: as many as its socket holds.
+const LAST_ROUNDS: usize = 64;
+
 /// Number of unsent answers at which a process is killed: one that runs reads them at once.
 const MAX_UNSENT: usize = 4096;
 
@@ -411,13 +421,14 @@ impl Supervisor {
             for (index, occurrence) in occurrences {
                 let child = &mut self.children[index];
                 match occurrence {
-                    Occurrence::Messages => child.take_messages(),
+                    Occurrence::Messages => _ = child.take_messages(),
                     Occurrence::Ended => child.look = true,
                     Occurrence::ClientGone => {
                         // The process may not notice, or not want to.
                         if let Some(client) = &mut child.client {
-                            client.socket = None;
+                            client.close();
                         }
+                        child.process.client_is_gone.store(true, Ordering::Release);
                         child.process.session_ends();
                         child.deadline.get_or_insert(now + child.process.grace);
                     }
@@ -538,6 +549,7 @@ impl Supervisor {
             logs: Mutex::default(),
             reservations_changed: AtomicBool::new(false),
             end_report: watch::Sender::default(),
+            client_is_gone: AtomicBool::new(false),
             functions_used: Arc::default(),
             end: Mutex::default(),
         });
@@ -572,12 +584,13 @@ impl ChildEntry {
         look.into_iter().chain(kill).min()
     }
 
-    /// Sends answers that have waited for room, and takes the messages of the process.
-    fn take_messages(&mut self) {
+    /// Sends answers that have waited for room, and takes some messages of the process. Returns true
+    /// if there may be more.
+    fn take_messages(&mut self) -> bool {
         self.send_unsent();
         let mut buffer = [0; ControlMessage::MAX_LEN];
         for _ in 0..MESSAGES_AT_ONCE {
-            let Ok(len) = self.control.recv(&mut buffer) else { return };
+            let Ok(len) = self.control.recv(&mut buffer) else { return false };
             let mut refused = None;
             match ControlMessage::from_bytes(&buffer[..len]) {
                 Some(ControlMessage::Report(report)) => {
@@ -604,7 +617,14 @@ impl ChildEntry {
                         self.answer(&ControlAnswer::Order(SessionOrder::Queued { number, outcome }), None);
                     }
                 }
-                Some(ControlMessage::Session(SessionNotice::Ending)) => self.process.session_ends(),
+                // What follows is about a session that the process serves.
+                Some(ControlMessage::Session(_)) if self.client.is_none() => {}
+                Some(ControlMessage::Session(SessionNotice::Ending)) => {
+                    // From here on no lease of the session ends by its time, so that the process has
+                    // to end by its own.
+                    self.process.session_ends();
+                    self.deadline.get_or_insert(Instant::now() + self.process.grace);
+                }
                 Some(ControlMessage::Session(SessionNotice::Ended { report, functions })) => {
                     functions.iter().for_each(|name| self.process.functions_used.add(name));
                     self.process.end_report.send_replace(Some(report));
@@ -615,6 +635,7 @@ impl ChildEntry {
                 self.answer(&ControlAnswer::Logs(refused), None);
             }
         }
+        true
     }
 
     /// Passes the socket of the client, and watches it from then on.
@@ -702,6 +723,10 @@ impl ChildEntry {
             // Other code has reaped it, and its process group cannot be found any more.
             Err(_) => {}
         }
+        // Its last messages, such as the report on the session. Other processes may have its socket,
+        // and send without end.
+        let mut rounds = 0..LAST_ROUNDS;
+        while rounds.next().is_some() && self.take_messages() {}
         let status = self.child.try_wait().ok().flatten();
         let exit_cause = ExitCause { status, killed: self.killed };
         tracing::debug!(pid = self.process.pid.as_raw_nonzero(), ?exit_cause, "a session process has ended");

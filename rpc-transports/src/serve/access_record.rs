@@ -22,10 +22,9 @@ static RECORDS: LogLimit = LogLimit::with_max_lines(2000);
 pub struct SessionNote(Arc<OnceLock<Arc<dyn fmt::Display + Send + Sync>>>);
 
 impl SessionNote {
-    /// Sets the note. It is formatted once, at the end of the session. Later calls have no effect
-    /// and return false.
-    pub fn set(&self, note: Arc<dyn fmt::Display + Send + Sync>) -> bool {
-        self.0.set(note).is_ok()
+    /// Sets the note. It is formatted once, at the end of the session. Later calls have no effect.
+    pub fn set(&self, note: Arc<dyn fmt::Display + Send + Sync>) {
+        let _ = self.0.set(note);
     }
 }
 

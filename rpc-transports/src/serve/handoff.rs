@@ -20,19 +20,18 @@ use std::future::poll_fn;
 use std::io::{self, IoSlice};
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, OnceLock};
-use std::task::Poll;
+use std::task::{Poll, ready};
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use bytes::BytesMut;
 use rpc_core::proto::{EndpointConfig, Negotiated, ServerEndpoint};
 use rpc_core::{ErrorKind, MemoryQuota, RpcError, RpcSession as _, SharedSession, Submission};
-use rustix::net::{Shutdown, shutdown};
+use rustix::net::{RecvFlags, SendFlags, Shutdown, recv, send, shutdown};
 use serde::{Deserialize, Serialize};
-use tokio::io::AsyncWriteExt as _;
 
 use super::access_record::{AccessRecord, Traffic};
-use super::connection::{LINGER, drain_and_close};
+use super::connection::LINGER;
 use super::mailbox::{Command, Mailbox};
 use super::options::ServeOptions;
 use super::output_mark::OutputMark;
@@ -47,7 +46,7 @@ use crate::{clock, tcp_silence};
 #[async_trait]
 pub trait SessionProcess: Send + Sync + 'static {
     /// Passes the connection to the process. From here on the process alone reads and writes. What
-    /// it has queued counts against `queued`, for all sessions of the server.
+    /// it has queued counts against `queued`, which is part of the quota of all sessions.
     ///
     /// # Errors
     ///
@@ -66,6 +65,9 @@ pub trait SessionProcess: Send + Sync + 'static {
     /// Does what [`end_soon`](Self::end_soon) does, and resolves when the process has ended. It
     /// writes nothing more to the socket then.
     async fn exited(&self);
+
+    /// Returns true once the client has closed its side of the connection.
+    fn client_is_gone(&self) -> bool;
 
     /// Resolves to the process's report on the end of the session. Never resolves if the process
     /// ends without one: then the session that the factory has opened ends.
@@ -144,11 +146,11 @@ pub(super) struct HandedOff {
     /// Channel of the client, without its socket.
     channel: Channel,
     mark: OutputMark,
-    watch: Watch,
+    monitor: HandoffMonitor,
 }
 
-/// What this process watches while another one serves a session.
-struct Watch {
+/// Facts by which this process ends a session that another one serves.
+struct HandoffMonitor {
     mailbox: Arc<Mailbox>,
     socket: Arc<OwnedFd>,
     /// End of the longest duration of the session.
@@ -192,7 +194,8 @@ impl HandedOff {
             let (mark, file) = OutputMark::create()?;
             let socket = socket.try_clone()?;
             let connection = PassedConnection { socket, mark: file, state };
-            process.take(connection, parts.queued.clone()).await.map(|()| mark)
+            let queued = MemoryQuota::new("max_queued", most_queued(negotiated), Some(parts.queued.clone()));
+            process.take(connection, queued).await.map(|()| mark)
         };
         let mark = match pass.await {
             Ok(mark) => mark,
@@ -205,16 +208,16 @@ impl HandedOff {
             }
         };
         let socket = Arc::new(socket);
-        let heard = socket.clone();
+        let watched = Arc::downgrade(&socket);
         let SessionParts { session, mailbox, entry, .. } = parts;
-        mailbox.hear_by(Box::new(move || tcp_silence::of(&heard)));
+        mailbox.set_silence_source(Box::new(move || watched.upgrade().and_then(|socket| tcp_silence::of(&socket))));
         Ok(Self {
             process: process.clone(),
             owned: Some((session, entry)),
             negotiated: negotiated.clone(),
             channel,
             mark,
-            watch: Watch {
+            monitor: HandoffMonitor {
                 mailbox,
                 socket,
                 expires: options.session_duration.and_then(|duration| clock::now().checked_add(duration)),
@@ -228,20 +231,24 @@ impl HandedOff {
     /// Watches over the session to its end, and records that.
     pub(super) async fn run(&mut self, record: &AccessRecord) {
         let (reason, report) = self.wait_for_end().await;
+        // Until then the process, whose code may be the client's, could write to the socket, or have
+        // this process wait in it.
+        let has_exited = tokio::time::timeout(EXIT_TIMEOUT, self.process.exited()).await.is_ok();
         // The server has ended once the session is freed, and its connection closed.
         let owned = self.owned.take();
-        let was_told = match &report {
-            Some(report) if report.last_message_sent => true,
-            _ => self.tell(&reason).await,
-        };
+        let was_told = has_exited
+            && match &report {
+                Some(report) if report.last_message_sent => self.reopen().is_ok(),
+                _ => self.tell(&reason).await,
+            };
         let traffic = report.map(|EndReport { requests, received, sent, .. }| Traffic { requests, received, sent });
         record.log_end_of_session(&reason, traffic.as_ref());
         crate::runtime::free(owned);
-        if was_told && self.reopen().is_ok() {
-            drain_and_close(self.channel.io_mut()).await;
+        if was_told {
+            self.drain().await;
         }
-        // Also for a process that goes on, or has passed the socket on.
-        let _ = shutdown(&self.watch.socket, Shutdown::Both);
+        // This also ends the connection for a process that has passed the socket on.
+        let _ = shutdown(&self.monitor.socket, Shutdown::Both);
     }
 
     /// Resolves to the reason of the end, and to the report of the process if there is one.
@@ -255,65 +262,121 @@ impl HandedOff {
                 biased;
                 report = &mut reported => Event::Reported(report),
                 outcome = &mut session_ended => Event::Lost(outcome.err().unwrap_or_else(no_reason)),
-                event = self.watch.notice() => event,
-                reason = self.watch.time_out() => Event::Close(reason),
+                event = self.monitor.notice() => event,
+                reason = self.monitor.time_out() => Event::Close(reason),
             };
             match event {
-                Event::Reported(report) => {
-                    let reason = report.reason.clone();
-                    if !report.last_message_sent {
-                        process.exited().await;
-                    }
-                    return (reason, Some(report));
-                }
+                Event::Reported(report) => return (report.reason.clone(), Some(report)),
                 Event::Lost(error) => {
-                    process.exited().await;
-                    return (self.watch.closing.take().unwrap_or(error), None);
+                    // The report comes by another way, and may be later than the end of the session.
+                    let exited = tokio::time::timeout(EXIT_TIMEOUT, process.exited()).await;
+                    if exited.is_ok()
+                        && let Ok(report) = tokio::time::timeout(Duration::ZERO, &mut reported).await
+                    {
+                        return (report.reason.clone(), Some(report));
+                    }
+                    let reason = match self.monitor.closing.take() {
+                        Some(reason) => reason,
+                        None if process.client_is_gone() => {
+                            RpcError::new(ErrorKind::PeerLost, "the client closed the connection").may_have_run(true)
+                        }
+                        None => error,
+                    };
+                    return (reason, None);
                 }
                 Event::GoAway => {
-                    self.watch.is_going_away = true;
+                    self.monitor.is_going_away = true;
                     process.go_away();
                 }
                 Event::Close(reason) => {
                     process.close(&reason);
                     process.end_soon();
-                    self.watch.closing = Some(reason);
+                    self.monitor.closing = Some(reason);
                 }
             }
         }
     }
 
-    /// Reads and writes from here on, after the process has ended.
+    /// Gives the channel its socket again, once the process has ended. The process may have changed
+    /// how the socket behaves.
     fn reopen(&mut self) -> io::Result<()> {
-        match self.channel.plain_socket() {
-            Some(_) => Ok(()),
-            None => self.channel.put_socket(self.watch.socket.try_clone()?),
-        }
+        let socket = &self.monitor.socket;
+        rustix::net::sockopt::set_socket_linger(socket, None)?;
+        rustix::io::ioctl_fionbio(socket, true)?;
+        self.channel.put_socket(socket.try_clone()?)
     }
 
-    /// Tells the client the reason why its session has ended, instead of the process, which is
-    /// gone. Returns false if the output stopped in the middle of a frame, or the client takes no
-    /// more.
+    /// Tells the client the reason why its session has ended, instead of the process, which is gone.
+    /// Returns false if the output stopped in the middle of a frame, or the client takes no more.
     async fn tell(&mut self, reason: &RpcError) -> bool {
-        if !self.mark.is_at_frame_end() {
+        if !self.mark.is_at_frame_end() || self.reopen().is_err() {
             return false;
         }
-        let config = EndpointConfig { keep_alive: self.watch.keep_alive };
+        let config = EndpointConfig { keep_alive: self.monitor.keep_alive };
         let mut endpoint = ServerEndpoint::new(&self.negotiated, config, clock::now());
         endpoint.close(Some(reason));
         endpoint.stage();
         let mut slices = [IoSlice::new(&[]); 4];
         let count = endpoint.slices(&mut slices);
         let message: Vec<u8> = slices[..count].iter().flat_map(|slice| slice.iter().copied()).collect();
-        if self.reopen().is_err() {
-            return false;
-        }
-        let write = self.channel.io_mut().write_all(&message);
+        let channel = &mut self.channel;
+        let mut left = &message[..];
+        let write = poll_fn(move |cx| {
+            let socket = channel.plain_socket().ok_or(io::ErrorKind::NotConnected)?;
+            while !left.is_empty() {
+                ready!(socket.poll_write_ready(cx))?;
+                // Never waits, even if the socket was made to meanwhile.
+                let mut write =
+                    || send(socket.as_fd(), left, SendFlags::DONTWAIT | SendFlags::NOSIGNAL).map_err(io::Error::from);
+                match socket.try_write_io(&mut write) {
+                    Ok(written) => left = &left[written..],
+                    Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                    Err(error) => return Poll::Ready(Err(error)),
+                }
+            }
+            Poll::Ready(Ok(()))
+        });
         matches!(tokio::time::timeout(LINGER, write).await, Ok(Ok(())))
+    }
+
+    /// Ends the output, and waits for the client to end its own, as
+    /// [`drain_and_close`](super::connection::drain_and_close) does, without a call that waits.
+    async fn drain(&mut self) {
+        let channel = &mut self.channel;
+        if shutdown(&self.monitor.socket, Shutdown::Write).is_err() {
+            return;
+        }
+        let read = poll_fn(move |cx| {
+            let Some(socket) = channel.plain_socket() else { return Poll::Ready(()) };
+            loop {
+                if ready!(socket.poll_read_ready(cx)).is_err() {
+                    return Poll::Ready(());
+                }
+                let mut discarded = [0; 4096];
+                let mut read = || match recv(socket.as_fd(), &mut discarded, RecvFlags::DONTWAIT) {
+                    Ok((count, _)) => Ok(count),
+                    Err(error) => Err(io::Error::from(error)),
+                };
+                match socket.try_read_io(&mut read) {
+                    Ok(1..) => {}
+                    Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                    _ => return Poll::Ready(()),
+                }
+            }
+        });
+        let _ = tokio::time::timeout(LINGER, read).await;
     }
 }
 
-impl Watch {
+impl Drop for HandedOff {
+    fn drop(&mut self) {
+        // A socket may have been made to wait when it is closed.
+        let channel = std::mem::replace(&mut self.channel, Channel::new(tokio::io::empty(), ""));
+        crate::runtime::free((channel, self.monitor.socket.clone()));
+    }
+}
+
+impl HandoffMonitor {
     /// Resolves to what the server tells this session, until it is to end.
     async fn notice(&self) -> Event {
         poll_fn(|cx| {
@@ -356,6 +419,19 @@ impl Watch {
             silence = tcp_silence::of(&self.socket);
         }
     }
+}
+
+/// Longest wait for the end of a process whose session is over, beyond the time that it is given.
+const EXIT_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Returns the most bytes that an endpoint of a session may have queued, by the credit of both sides:
+/// requests, replies that wait, and a window of shared memory.
+fn most_queued(negotiated: &Negotiated) -> u64 {
+    /// Window of shared memory, and steps in which memory is granted.
+    const BESIDE: u64 = 64 << 20;
+    let endpoint = ServerEndpoint::new(negotiated, EndpointConfig { keep_alive: Duration::MAX }, clock::now());
+    let window = negotiated.ours.window.saturating_add(negotiated.ours.max_message);
+    endpoint.max_unsent_bytes().saturating_add(window.saturating_mul(2)).saturating_add(BESIDE)
 }
 
 fn no_reason() -> RpcError {

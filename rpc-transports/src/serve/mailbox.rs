@@ -116,7 +116,7 @@ impl Mailbox {
     }
 
     /// Asks `silence` from now on for the time since anything was received.
-    pub(super) fn hear_by(&self, silence: SilenceSource) {
+    pub(super) fn set_silence_source(&self, silence: SilenceSource) {
         let _ = self.silence.set(silence);
     }
 

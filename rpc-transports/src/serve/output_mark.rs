@@ -14,11 +14,13 @@ use crate::memory_file::MemoryFile;
 /// The kernel takes a small write as a whole or not at all, unless the client reads too slowly. So
 /// a process that is killed in the middle of one, or right behind it, stands at the end of a frame.
 /// Behind a large write, the mark may say "inside" although all bytes have left: the client is then
-/// not told the reason.
+/// not told the reason. A process that is killed right behind a small write that the kernel took in
+/// part, from a client that reads too slowly, has not noted it yet: that client then finds the last
+/// message inside of a reply.
 #[derive(Debug)]
 pub(super) struct OutputMark {
     file: MemoryFile,
-    /// What this side has noted last.
+    /// The last note of this side.
     is_in_frame: bool,
 }
 

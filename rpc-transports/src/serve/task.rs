@@ -126,6 +126,8 @@ impl SessionTask {
     /// Notes in `mark` where the output stands, whenever it changes.
     pub(super) fn mark_output_in(&mut self, mark: OutputMark) {
         self.mark = Some(mark);
+        // In such a process functions have threads of their own.
+        self.has_one_thread = false;
     }
 
     /// Returns what has passed between the session and its client.
