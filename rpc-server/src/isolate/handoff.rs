@@ -53,7 +53,7 @@ impl SessionProcess for Process {
     }
 
     fn client_is_gone(&self) -> bool {
-        Process::client_is_gone(self)
+        self.has_no_client()
     }
 
     async fn ended(&self) -> EndReport {

@@ -31,7 +31,7 @@ impl ProcessIo {
         self.process.poll_exit_cause(cx).map(|exit_cause| {
             let text = exit_cause.describe(&self.limits);
             // A process that was killed because its client has gone has not failed.
-            let is_expected = exit_cause.killed && self.process.client_is_gone();
+            let is_expected = exit_cause.killed && self.process.has_no_client();
             if exit_cause.status.is_some_and(|status| !status.success()) && !is_expected {
                 self.errors.add(&text);
             }

@@ -80,7 +80,7 @@ impl Process {
     }
 
     /// Returns true once the client of a process that serves its socket has closed the connection.
-    pub(super) fn client_is_gone(&self) -> bool {
+    pub(super) fn has_no_client(&self) -> bool {
         self.client_is_gone.load(Ordering::Acquire)
     }
 
@@ -366,7 +366,8 @@ const LOOK_INTERVAL: Duration = Duration::from_millis(20);
 /// Maximum number of messages that are read of one process before the others.
 const MESSAGES_AT_ONCE: usize = 16;
 
-/// Number of times that messages are taken of a process that has ended: as many as its socket holds.
+/// Number of times that messages are taken of a process that has ended: as many as its socket
+/// holds.
 const LAST_ROUNDS: usize = 64;
 
 /// Number of unsent answers at which a process is killed: one that runs reads them at once.
@@ -584,8 +585,8 @@ impl ChildEntry {
         look.into_iter().chain(kill).min()
     }
 
-    /// Sends answers that have waited for room, and takes some messages of the process. Returns true
-    /// if there may be more.
+    /// Sends answers that have waited for room, and takes some messages of the process. Returns
+    /// true if there may be more.
     fn take_messages(&mut self) -> bool {
         self.send_unsent();
         let mut buffer = [0; ControlMessage::MAX_LEN];
@@ -620,8 +621,8 @@ impl ChildEntry {
                 // What follows is about a session that the process serves.
                 Some(ControlMessage::Session(_)) if self.client.is_none() => {}
                 Some(ControlMessage::Session(SessionNotice::Ending)) => {
-                    // From here on no lease of the session ends by its time, so that the process has
-                    // to end by its own.
+                    // From here on no lease of the session ends by its time, so that the process
+                    // has to end by its own.
                     self.process.session_ends();
                     self.deadline.get_or_insert(Instant::now() + self.process.grace);
                 }
@@ -723,8 +724,8 @@ impl ChildEntry {
             // Other code has reaped it, and its process group cannot be found any more.
             Err(_) => {}
         }
-        // Its last messages, such as the report on the session. Other processes may have its socket,
-        // and send without end.
+        // Its last messages, such as the report on the session. Other processes may have its
+        // socket, and send without end.
         let mut rounds = 0..LAST_ROUNDS;
         while rounds.next().is_some() && self.take_messages() {}
         let status = self.child.try_wait().ok().flatten();

@@ -231,8 +231,8 @@ impl HandedOff {
     /// Watches over the session to its end, and records that.
     pub(super) async fn run(&mut self, record: &AccessRecord) {
         let (reason, report) = self.wait_for_end().await;
-        // Until then the process, whose code may be the client's, could write to the socket, or have
-        // this process wait in it.
+        // Until then the process, whose code may be the client's, could write to the socket, or
+        // have this process wait in it.
         let has_exited = tokio::time::timeout(EXIT_TIMEOUT, self.process.exited()).await.is_ok();
         // The server has ended once the session is freed, and its connection closed.
         let owned = self.owned.take();
@@ -268,7 +268,8 @@ impl HandedOff {
             match event {
                 Event::Reported(report) => return (report.reason.clone(), Some(report)),
                 Event::Lost(error) => {
-                    // The report comes by another way, and may be later than the end of the session.
+                    // The report comes by another way, and may be later than the end of the
+                    // session.
                     let exited = tokio::time::timeout(EXIT_TIMEOUT, process.exited()).await;
                     if exited.is_ok()
                         && let Ok(report) = tokio::time::timeout(Duration::ZERO, &mut reported).await
@@ -306,8 +307,9 @@ impl HandedOff {
         self.channel.put_socket(socket.try_clone()?)
     }
 
-    /// Tells the client the reason why its session has ended, instead of the process, which is gone.
-    /// Returns false if the output stopped in the middle of a frame, or the client takes no more.
+    /// Tells the client the reason why its session has ended, instead of the process, which is
+    /// gone. Returns false if the output stopped in the middle of a frame, or the client takes no
+    /// more.
     async fn tell(&mut self, reason: &RpcError) -> bool {
         if !self.mark.is_at_frame_end() || self.reopen().is_err() {
             return false;
@@ -424,8 +426,8 @@ impl HandoffMonitor {
 /// Longest wait for the end of a process whose session is over, beyond the time that it is given.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Returns the most bytes that an endpoint of a session may have queued, by the credit of both sides:
-/// requests, replies that wait, and a window of shared memory.
+/// Returns the most bytes that an endpoint of a session may have queued, by the credit of both
+/// sides: requests, replies that wait, and a window of shared memory.
 fn most_queued(negotiated: &Negotiated) -> u64 {
     /// Window of shared memory, and steps in which memory is granted.
     const BESIDE: u64 = 64 << 20;
