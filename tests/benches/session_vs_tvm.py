@@ -59,7 +59,7 @@ def compare(args):
         ports = {"TVM": start([python, SERVER_OF_TVM]).stdout.readline().strip()}
         for isolate in ["none", "process"]:
             serve = ["serve", "--listen", "tcp://127.0.0.1:0", "--log-level", "error", "--workdir", work / isolate]
-            process = start([server, *serve, "--tvm", "--tvm-self-test", "--isolate", isolate])
+            process = start([server, *serve, "--tvm", "--tvm-self-test", "--key", "board", "--isolate", isolate])
             name = "ours" if isolate == "none" else "ours, isolated"
             ports[name] = process.stdout.readline().strip().rpartition(":")[2]
         if not all(port.isdigit() for port in ports.values()):
@@ -68,7 +68,7 @@ def compare(args):
         sizes = [args.calls, args.copies, args.mib]
         clients = {
             "TVM": lambda port: rows([python, __file__, "tvm", port, *sizes]),
-            "ours": lambda port: rows([bench, f"tvm://127.0.0.1:{port}", *sizes]),
+            "ours": lambda port: rows([bench, f"tvm://127.0.0.1:{port}/board", *sizes]),
         }
         results = {}
         medians = {}
@@ -106,7 +106,7 @@ def tvm_client(port, calls, copies, mib):
         print(what, (time.perf_counter() - begun) * 1e6)
         return result
 
-    session = timed("connect", lambda: rpc.connect("127.0.0.1", port))
+    session = timed("connect", lambda: rpc.connect("127.0.0.1", port, "board"))
     add = session.get_function("rpc.test.addone")
     for number in range(calls):
         if timed("call", lambda: add(number)) != number + 1:
