@@ -419,7 +419,7 @@ fn isolation_refuses_limits_that_cannot_hold() {
     assert!(matches!(error, ConfigError::NoShare { .. }) && error.to_string().contains("1GiB"), "{error}");
     resolve(&["--max-total-memory", "1GiB", "--max-memory", "1GiB"]).unwrap();
     assert!(matches!(resolve(&["--isolate-files", "3"]).unwrap_err(), ConfigError::TooFewFiles { .. }));
-    assert!(matches!(resolve(&["--max-open-files", "5"]).unwrap_err(), ConfigError::TooFewOpenFiles { needed: 6, .. }));
+    assert!(matches!(resolve(&["--max-open-files", "7"]).unwrap_err(), ConfigError::TooFewOpenFiles { needed: 8, .. }));
     assert_eq!(flags(&["--isolate-files", "3"]).resolve().unwrap().isolate, Isolate::Auto);
 }
 
