@@ -71,6 +71,7 @@ pub mod gpu;
 mod handoff;
 mod isolated_session;
 mod messages;
+mod passed_client;
 mod process_io;
 mod process_leases;
 mod process_limits;

@@ -69,8 +69,8 @@ pub use message_family::MessageFamily;
 // For transports of other crates, which log what peers do.
 pub use rpc_core::log_limited;
 pub use serve::filter::{FilteredSession, FunctionPatterns, RequestPolicy};
-pub use serve::handoff::{ConnectionState, EndReport, HandoffOffer, PassedConnection, SessionProcess};
 pub use serve::received::ReceivedSession;
+pub use serve::session_process::{ConnectionState, EndReport, HandoffOffer, PassedConnection, SessionProcess};
 pub use serve::{
     Authorization, Authorizer, ClientConnection, Onward, OpenRequest, ParkOptions, ServeObserver, ServeOptions, Server,
     SessionFactory, SessionNote, TokioSpawner,

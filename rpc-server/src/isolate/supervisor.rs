@@ -28,8 +28,8 @@ use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, wa
 use tokio::sync::{OwnedSemaphorePermit, oneshot, watch};
 
 use super::exit_cause::ExitCause;
-use super::handoff::{PassJob, PassedClient};
 use super::messages::{ControlAnswer, ControlMessage, LeaseAnswer, SessionNotice, SessionOrder};
+use super::passed_client::{PassJob, PassedClient};
 use super::process_leases::{LeaseCheck, ProcessLeases};
 use super::process_logs::{self, ProcessLogs};
 use super::{CHILD_ARGUMENT, GRACE};

@@ -14,10 +14,10 @@ use super::access_record::SessionNote;
 use super::authorization::AuthorizedClient;
 use super::client_connection::ClientConnection;
 use super::further_servers::Onward;
-use super::handoff::HandoffOffer;
 use super::mailbox::Mailbox;
 use super::options::OpenRequest;
 use super::relay::ParkLimit;
+use super::session_process::HandoffOffer;
 use super::state::{ConnectionEntry, ServerState};
 use crate::channel::{ChannelIo, Machine};
 

@@ -13,7 +13,7 @@ use super::authorization::Authorizer;
 use super::client_connection::ClientConnection;
 use super::dialect::Dialects;
 use super::further_servers::Onward;
-use super::handoff::HandoffOffer;
+use super::session_process::HandoffOffer;
 use super::stall_timeouts::StallLimits;
 use crate::address::Address;
 use crate::channel::Machine;

@@ -9,10 +9,10 @@ use bytes::BytesMut;
 use rpc_core::{MemoryQuota, RpcError, SharedSession};
 use tokio::task::JoinHandle;
 
-use super::handoff::{ConnectionState, EndReport, PassedConnection};
 use super::mailbox::{Command, Mailbox};
 use super::output_mark::OutputMark;
 use super::server::Server;
+use super::session_process::{ConnectionState, EndReport, PassedConnection};
 use super::state::ConnectionEntry;
 use super::task::{SessionParts, SessionTask};
 use crate::channel::{Channel, Peer};
