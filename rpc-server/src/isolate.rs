@@ -58,7 +58,7 @@
 //!
 //! # What differs for clients
 //!
-//! Where the server passes on the bytes, errors come from one hop further away. `rpc.info` returns
+//! Errors come from one hop further away if the server passes on the bytes. `rpc.info` returns
 //! the id of the session process, and totals of all sessions that may be [a
 //! moment](REPORT_INTERVAL) old. Functions share no memory with other sessions.
 //!

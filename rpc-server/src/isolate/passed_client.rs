@@ -1,5 +1,5 @@
-//! The client whose socket the process of its session serves, as the supervisor of the processes keeps
-//! it.
+//! The client whose socket the process of its session serves, as the supervisor of the processes
+//! keeps it.
 
 use std::io;
 use std::os::fd::OwnedFd;

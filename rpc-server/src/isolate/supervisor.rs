@@ -343,7 +343,7 @@ struct ChildEntry {
     on_exit: Option<OnExit>,
 }
 
-/// What the supervisor is woken for.
+/// Occurrence that wakes the supervisor.
 #[derive(Clone, Copy)]
 enum Occurrence {
     /// Messages of the process have arrived, or there is room for answers.
@@ -618,7 +618,7 @@ impl ChildEntry {
                         self.answer(&ControlAnswer::Order(SessionOrder::Queued { number, outcome }), None);
                     }
                 }
-                // What follows is about a session that the process serves.
+                // All notices are about a session that the process serves.
                 Some(ControlMessage::Session(_)) if self.client.is_none() => {}
                 Some(ControlMessage::Session(SessionNotice::Ending)) => {
                     // From here on no lease of the session ends by its time, so that the process

@@ -166,7 +166,7 @@ fn a_server_and_a_client_are_paired_by_their_key_whoever_comes_first() {
             });
             std::mem::swap(&mut from, &mut to);
         }
-        // What one side has sent before its end arrives, and then the end.
+        // Bytes that one side has sent before its end arrive, and then the end.
         from.send(b"last words");
         drop(from);
         assert_eq!(to.read(10), b"last words");

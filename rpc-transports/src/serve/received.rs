@@ -60,7 +60,7 @@ impl fmt::Debug for ReceivedSession {
 impl Server {
     /// Serves `session` over a connection that another process has passed on after the handshake,
     /// by the options of this server. The other process sees to the session's longest duration.
-    /// What is queued counts against `queued`. Must be called inside a tokio runtime.
+    /// Queued bytes count against `queued`. Must be called inside a tokio runtime.
     ///
     /// # Errors
     ///

@@ -729,7 +729,7 @@ async fn a_relay_connects_the_peers_of_its_dialect_with_each_other() {
     let dial = async || Transports::default().dial(&address, &Dial::default()).await.unwrap();
     let (mut first, answer) = Client::begin(dial().await, "MEET\n").await;
     assert_eq!((answer.as_str(), relay.sessions()), ("wait", 1));
-    // What comes behind the greeting goes to the other one.
+    // Bytes behind the greeting go to the other one.
     let (mut second, answer) = Client::begin(dial().await, "MEET\nhello\n").await;
     assert_eq!((answer.as_str(), first.line().await.as_deref()), ("met", Some("met")));
     assert_eq!(first.line().await.as_deref(), Some("hello"));

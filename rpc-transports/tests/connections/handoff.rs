@@ -17,7 +17,7 @@ use tokio::sync::{mpsc, watch};
 /// Time limit against hanging.
 const TIME_LIMIT: Duration = Duration::from_secs(60);
 
-/// What the server has told the process.
+/// Order of the server to the process.
 #[derive(Clone, Debug, PartialEq)]
 enum Order {
     GoAway,

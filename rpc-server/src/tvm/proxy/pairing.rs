@@ -1,5 +1,5 @@
-//! Who meets whom at a proxy: the pool of those who wait, the claim by which one that has come gets
-//! the connection of one that waits, and the registration of servers at a tracker.
+//! The pairs of peers at a proxy: the pool of those who wait, the claim by which one that has come
+//! gets the connection of one that waits, and the registration of servers at a tracker.
 
 use std::sync::Arc;
 
