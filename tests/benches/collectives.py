@@ -1,13 +1,16 @@
 #!/usr/bin/python3
-"""The collectives of `disco`, of Open MPI (through mpi4py) and of gloo (through torch), in turn on the same machine, as one table.
+"""The collectives of `disco`, of Open MPI (through mpi4py) and of gloo (through torch), in turn on the same machine, as
+one table.
 
     apt-get install openmpi-bin python3-mpi4py python3-numpy python3-torch
     tests/benches/collectives.py [--rounds N] [--ranks N...] [--json]
 
-Each round runs all once, so that all see the same weather; a figure is the median of its rounds. `threads` and `processes` share memory, as the ranks
-of Open MPI do; `tcp` are processes with connections over the loopback interface, as those of gloo and of Open MPI made to use TCP (`mpi tcp`); `mpi` are
-ours over Open MPI's messages, where there is an `mpicc` to build that with. The last two columns are how many times as long the better of Open MPI and gloo
-takes as `processes`, and the better of gloo and Open MPI over TCP as `tcp`. Who is not installed is left out, and --columns leaves out more.
+Each round runs all once, so that all see the same weather; a figure is the median of its rounds. `threads` and
+`processes` share memory, as the ranks of Open MPI do; `tcp` are processes with connections over the loopback
+interface, as those of gloo and of Open MPI made to use TCP (`mpi tcp`); `mpi` are ours over Open MPI's messages,
+where there is an `mpicc` to build that with. The last two columns are how many times as long the better of Open MPI
+and gloo takes as `processes`, and the better of gloo and Open MPI over TCP as `tcp`. Who is not installed is left
+out, and --columns leaves out more.
 """
 
 import argparse

@@ -1,5 +1,5 @@
-//! What a session asks of its server by itself: the server's own functions, calls of them, and the
-//! end of objects.
+//! Requests that a session makes of its server by itself: for the server's own functions, for calls
+//! of them, and for the end of objects.
 
 use rpc_core::reply::Outcome;
 use rpc_core::{Device, ErrorKind, RpcError, Value};
