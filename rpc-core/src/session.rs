@@ -111,7 +111,7 @@ pub enum Operation {
     /// Copies `data` into a densely packed tensor. The reply is null. At most one chunk.
     Write {
         /// Destination.
-        to: TensorRef,
+        to: Box<TensorRef>,
         /// Offset in the tensor, in bytes.
         offset: u64,
         /// Bytes to write.
@@ -122,7 +122,7 @@ pub enum Operation {
     /// The reply of a local session borrows the tensor: drop it before writing to that tensor.
     Read {
         /// Source.
-        from: TensorRef,
+        from: Box<TensorRef>,
         /// Offset in the tensor, in bytes.
         offset: u64,
         /// Number of bytes.
@@ -134,9 +134,9 @@ pub enum Operation {
     /// reply is null.
     Copy {
         /// Source.
-        from: TensorRef,
+        from: Box<TensorRef>,
         /// Destination.
-        to: TensorRef,
+        to: Box<TensorRef>,
     },
     /// Frees an object. The reply is null, or an error if the handle names no object.
     Free {

@@ -60,8 +60,8 @@ pub enum Reference {
     Module(Handle),
     /// An object of a type that the application defines.
     Object(Handle),
-    /// A tensor, or a view of one.
-    Tensor(TensorRef),
+    /// A tensor, or a view of one. In a box, so that values, most of which are numbers, stay small.
+    Tensor(Box<TensorRef>),
 }
 
 impl Reference {
@@ -105,9 +105,9 @@ impl TensorRef {
         crate::dlpack::dense_size(&self.shape, self.dtype)
     }
 
-    /// Returns the heap memory of the reference in bytes.
-    pub(crate) fn heap_bytes(&self) -> usize {
-        size_of::<i64>() * (self.shape.capacity() + self.strides.as_ref().map_or(0, Vec::capacity))
+    /// Returns the memory in bytes that the reference takes in a box.
+    pub(crate) fn boxed_bytes(&self) -> usize {
+        size_of::<Self>() + size_of::<i64>() * (self.shape.capacity() + self.strides.as_ref().map_or(0, Vec::capacity))
     }
 }
 
@@ -203,6 +203,15 @@ impl<O> Value<O> {
         })
     }
 
+    /// Converts a value that [cannot contain objects](Self::may_hold_objects).
+    ///
+    /// # Errors
+    ///
+    /// It contains one.
+    pub(crate) fn map_plain<P>(self) -> Result<Value<P>> {
+        self.try_map(&mut |_| Err(RpcError::internal("a plain value held an object")))
+    }
+
     /// Returns true if a value of this type can contain objects; other values need no search.
     pub fn may_hold_objects(&self) -> bool {
         matches!(self, Self::Object(_) | Self::List(_) | Self::Map(_))
@@ -251,12 +260,12 @@ impl<O> Value<O> {
 impl Value {
     /// Returns the memory in bytes that the value occupies, including its content: the size that
     /// queues count. It differs much from the length of the encoded value: a list of nulls takes
-    /// eighty times as much.
+    /// forty times as much.
     ///
     /// Shared bytes count in full, even if others share them.
     pub fn size_hint(&self) -> usize {
         self.size_with(&|reference| match reference {
-            Reference::Tensor(tensor) => tensor.heap_bytes(),
+            Reference::Tensor(tensor) => tensor.boxed_bytes(),
             _ => 0,
         })
     }
@@ -322,7 +331,7 @@ impl From<Reference> for Value {
 
 impl From<TensorRef> for Value {
     fn from(tensor: TensorRef) -> Self {
-        Self::Object(Reference::Tensor(tensor))
+        Self::Object(Reference::Tensor(tensor.into()))
     }
 }
 
@@ -355,7 +364,7 @@ mod tests {
             dtype: DataType::F32,
             device: Device::cpu(),
         };
-        assert_eq!(Value::from(tensor).size_hint(), element + 1024);
+        assert_eq!(Value::from(tensor).size_hint(), element + size_of::<TensorRef>() + 1024);
     }
 
     #[test]

@@ -371,7 +371,14 @@ impl Writer {
                     let storage = Handle::from_bits(self.tensors.len() as u64);
                     self.tensors.push(tensor.bytes);
                     let (shape, dtype, device) = (tensor.shape, tensor.dtype, Device::cpu());
-                    Reference::Tensor(TensorRef { storage, byte_offset: 0, shape, strides: None, dtype, device })
+                    Reference::Tensor(Box::new(TensorRef {
+                        storage,
+                        byte_offset: 0,
+                        shape,
+                        strides: None,
+                        dtype,
+                        device,
+                    }))
                 }
             })
         });
@@ -506,7 +513,8 @@ impl<'a> Reader<'a> {
             Reference::Object(handle) => {
                 u32::try_from(handle.to_bits()).map(Operand::Register).map_err(|_| malformed())
             }
-            Reference::Tensor(TensorRef { storage, shape, dtype, .. }) => {
+            Reference::Tensor(tensor) => {
+                let TensorRef { storage, shape, dtype, .. } = *tensor;
                 let index = usize::try_from(storage.to_bits()).map_err(|_| malformed())?;
                 let bytes = self.tensors.get(index).ok_or_else(malformed)?.clone();
                 Ok(Operand::Tensor(HostTensor { dtype, shape, bytes }))

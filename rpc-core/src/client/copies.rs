@@ -172,7 +172,7 @@ impl CopyTo {
         // session.
         let mut all_submitted = false;
         let write = |piece: &Range<usize>| Operation::Write {
-            to: tensor.clone(),
+            to: tensor.clone().into(),
             offset: offset + piece.start as u64,
             data: data.slice(piece.clone()),
         };
@@ -237,7 +237,7 @@ impl CopyFrom {
         // A copy of no bytes is one request, too.
         let mut all_submitted = false;
         let read = |(at, len, buffer): &ReadPiece| Operation::Read {
-            from: tensor.clone(),
+            from: tensor.clone().into(),
             offset: range.start + *at as u64,
             len: *len as u64,
             into: Some(buffer.clone()),

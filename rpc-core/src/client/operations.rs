@@ -129,7 +129,7 @@ impl Session {
         let pins = Pins { function: None, others: vec![from.0.pin(), to.0.pin()] };
         let operation = from
             .reference_in(self.shared())
-            .and_then(|from| Ok(Operation::Copy { from, to: to.reference_in(self.shared())? }));
+            .and_then(|from| Ok(Operation::Copy { from: from.into(), to: to.reference_in(self.shared())?.into() }));
         OneRequest::new(self.shared(), operation).pinned(pins).into()
     }
 

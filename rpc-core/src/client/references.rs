@@ -308,7 +308,7 @@ impl FromReply for RemoteTensor {
 
     fn from_reply(value: Value, session: &SharedSession) -> Result<Self> {
         match value {
-            Value::Object(Reference::Tensor(tensor)) => Ok(Self(Owned::new(tensor.storage, session), tensor)),
+            Value::Object(Reference::Tensor(tensor)) => Ok(Self(Owned::new(tensor.storage, session), *tensor)),
             other => Err(unexpected("tensor", &other, session)),
         }
     }

@@ -49,7 +49,11 @@ impl fmt::Display for Signature {
 
 /// A function that sessions can call. Cheap to clone.
 #[derive(Clone)]
-pub struct Function {
+pub struct Function(Arc<Labelled>);
+
+/// Content of a [`Function`]: the function itself, and what people call it.
+#[derive(Clone)]
+struct Labelled {
     inner: Arc<FunctionInner>,
     /// Name under which the function was registered, for errors.
     name: Option<Arc<str>>,
@@ -64,11 +68,7 @@ impl Function {
         access: Vec<Option<Access>>,
         body: Body,
     ) -> Self {
-        Self {
-            inner: Arc::new(FunctionInner { kind, signature, access, exclusive: false, origin: None, body }),
-            name: None,
-            description: None,
-        }
+        Self::unlabelled(FunctionInner { kind, signature, access, exclusive: false, origin: None, body })
     }
 
     /// Wraps a function that borrows every tensor argument for writing. `origin` is the object that
@@ -79,36 +79,38 @@ impl Function {
         origin: Option<Arc<dyn Any + Send + Sync>>,
         body: Body,
     ) -> Self {
-        Self {
-            inner: Arc::new(FunctionInner { kind, signature, access: Vec::new(), exclusive: true, origin, body }),
-            name: None,
-            description: None,
-        }
+        Self::unlabelled(FunctionInner { kind, signature, access: Vec::new(), exclusive: true, origin, body })
+    }
+
+    fn unlabelled(inner: FunctionInner) -> Self {
+        Self(Arc::new(Labelled { inner: Arc::new(inner), name: None, description: None }))
     }
 
     /// Gives the function the name that errors call it by, unless it has one. A registry and a
     /// [`FunctionModule`](crate::FunctionModule) do so.
     #[must_use]
     pub fn named(mut self, name: &str) -> Self {
-        self.name.get_or_insert_with(|| name.into());
+        if self.0.name.is_none() {
+            Arc::make_mut(&mut self.0).name = Some(name.into());
+        }
         self
     }
 
     /// Returns the name that errors call the function by.
     pub fn name(&self) -> Option<&str> {
-        self.name.as_deref()
+        self.0.name.as_deref()
     }
 
     /// Returns the function with a description for people.
     #[must_use]
     pub fn described(mut self, description: impl Into<String>) -> Self {
-        self.description = Some(description.into().into());
+        Arc::make_mut(&mut self.0).description = Some(description.into().into());
         self
     }
 
     /// Returns the description for people, if the function has one.
     pub fn description(&self) -> Option<&str> {
-        self.description.as_deref()
+        self.0.description.as_deref()
     }
 
     /// Puts the argument, and the function if it has a name, in front of an error's message.
@@ -118,34 +120,34 @@ impl Function {
 
     /// Returns the kind of the function, which determines its thread.
     pub fn kind(&self) -> FunctionKind {
-        self.inner.kind
+        self.0.inner.kind
     }
 
     /// Returns the types of the parameters and the return.
     pub fn signature(&self) -> &Signature {
-        &self.inner.signature
+        &self.0.inner.signature
     }
 
     /// Returns the object that the function was made from, if that is a `T`: bridges to foreign
     /// code use it to recognise their functions when they come back as arguments.
     pub fn origin<T: Any + Send + Sync>(&self) -> Option<&T> {
-        self.inner.origin.as_ref()?.downcast_ref()
+        self.0.inner.origin.as_ref()?.downcast_ref()
     }
 
     /// Returns true if any parameter borrows a tensor.
     pub(crate) fn borrows_tensors(&self) -> bool {
-        self.inner.exclusive || self.inner.access.iter().any(Option::is_some)
+        self.0.inner.exclusive || self.0.inner.access.iter().any(Option::is_some)
     }
 
     /// Returns the storages that the function borrows, with the index of their argument, in the
     /// order of the arguments.
     pub(crate) fn borrowed_args<'a>(&self, args: &'a [LocalValue]) -> Vec<(usize, &'a Arc<Storage>, Access)> {
-        if self.inner.exclusive {
+        if self.0.inner.exclusive {
             return all_storages(args);
         }
         let borrowed = |(index, arg): (usize, &'a LocalValue)| match arg {
             Value::Object(Object::Tensor(tensor)) => {
-                Some((index, tensor.storage(), self.inner.access.get(index).copied().flatten()?))
+                Some((index, tensor.storage(), self.0.inner.access.get(index).copied().flatten()?))
             }
             _ => None,
         };
@@ -155,9 +157,9 @@ impl Function {
     /// Runs the function, or starts its future. A panic becomes an error.
     pub(crate) fn start(&self, mut invocation: Invocation) -> Started {
         let trace = invocation.context.trace();
-        invocation.function.clone_from(&self.name);
+        invocation.function.clone_from(&self.0.name);
         let _served = trace::serve(trace);
-        let outcome = catch_unwind(AssertUnwindSafe(|| match &self.inner.body {
+        let outcome = catch_unwind(AssertUnwindSafe(|| match &self.0.inner.body {
             Body::Direct(body) => Started::Done(body(&mut invocation)),
             Body::Async(body) => match body(&mut invocation) {
                 Ok(future) => Started::Future(CatchPanic { future, trace }),
@@ -195,7 +197,7 @@ fn all_storages(args: &[LocalValue]) -> Vec<(usize, &Arc<Storage>, Access)> {
 
 impl fmt::Debug for Function {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Function{}", self.inner.signature)
+        write!(f, "Function{}", self.0.inner.signature)
     }
 }
 

@@ -370,7 +370,7 @@ impl LocalInner {
     pub(super) fn name_objects(&self, value: LocalValue) -> Outcome {
         if !value.may_hold_objects() {
             // Ordinary return values need no access to the table.
-            return value.try_map(&mut |_| Err(RpcError::internal("a plain value held an object")));
+            return value.map_plain();
         }
         let mut count = 0;
         value.for_each_object(&mut |_| count += 1);

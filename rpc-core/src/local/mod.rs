@@ -346,13 +346,13 @@ fn deadline_exceeded() -> RpcError {
 fn request_bytes(operation: &Operation) -> usize {
     match operation {
         Operation::Call { args, .. } => args.iter().map(Value::size_hint).sum(),
-        Operation::Write { to, data, .. } => data.len() + to.heap_bytes(),
-        Operation::Read { from, .. } if from.device.kind == DeviceType::CPU => from.heap_bytes(),
+        Operation::Write { to, data, .. } => data.len() + to.boxed_bytes(),
+        Operation::Read { from, .. } if from.device.kind == DeviceType::CPU => from.boxed_bytes(),
         // The bytes are copied to host memory first.
         Operation::Read { from, len, .. } => {
-            from.heap_bytes().saturating_add(usize::try_from(*len).unwrap_or(usize::MAX))
+            from.boxed_bytes().saturating_add(usize::try_from(*len).unwrap_or(usize::MAX))
         }
-        Operation::Copy { from, to } => from.heap_bytes() + to.heap_bytes(),
+        Operation::Copy { from, to } => from.boxed_bytes() + to.boxed_bytes(),
         Operation::Alloc { shape, scope, .. } => {
             size_of::<i64>() * shape.capacity() + scope.as_ref().map_or(0, String::capacity)
         }

@@ -44,8 +44,8 @@ pub(super) enum PinnedOperation {
         into: Option<ReadBuffer>,
     },
     Copy {
-        from: Tensor,
-        to: Tensor,
+        from: Box<Tensor>,
+        to: Box<Tensor>,
     },
     /// An object that has been removed from the table already.
     Freed,
@@ -187,6 +187,11 @@ fn try_resolve(
         Operation::GetFunction { name } => PinnedOperation::Get { name },
         Operation::Call { function, args } => {
             let Object::Function(function) = table.get(function)?.clone() else { return Err(invalid(function)) };
+            if !args.iter().any(Value::may_hold_objects) {
+                // The same vector serves again.
+                let args = args.into_iter().map(Value::map_plain).collect::<Result<_>>()?;
+                return Ok(PinnedOperation::Call { function, args });
+            }
             let mut resolved = Vec::with_capacity(args.len());
             for (index, arg) in args.into_iter().enumerate() {
                 match arg.try_map(&mut |reference| object(table, reference)) {
@@ -213,7 +218,7 @@ fn try_resolve(
         Operation::Copy { from, to } => {
             let (from, to) = (tensor(table, &from)?, tensor(table, &to)?);
             check_copy(&from, &to)?;
-            PinnedOperation::Copy { from, to }
+            PinnedOperation::Copy { from: Box::new(from), to: Box::new(to) }
         }
         Operation::Free { handle } => {
             garbage.push(Value::Object(table.remove(handle)?));
@@ -296,7 +301,9 @@ pub(super) fn reference(table: &mut HandleTable<Object>, object: Object) -> Resu
         Object::Tensor(tensor) => {
             let (byte_offset, dtype, device) = (tensor.byte_offset(), tensor.dtype(), tensor.device());
             let (shape, strides) = (tensor.shape().to_vec(), tensor.strides().map(<[i64]>::to_vec));
-            Reference::Tensor(TensorRef { storage: table.insert(object)?, byte_offset, shape, strides, dtype, device })
+            Reference::Tensor(
+                TensorRef { storage: table.insert(object)?, byte_offset, shape, strides, dtype, device }.into(),
+            )
         }
     })
 }

@@ -305,7 +305,7 @@ impl<T: Clone> ClientEndpoint<T> {
         if request.deadline.is_some_and(|deadline| deadline <= now) {
             return Admission::Refused(token, deadline_exceeded());
         }
-        let writer = write_request(&request, now);
+        let writer = write_request(&request, now, self.common.output.take_body());
         if let Some(invalid) = writer.invalid {
             return Admission::Refused(token, RpcError::invalid_argument(invalid));
         }

@@ -88,6 +88,14 @@ fn infallible<T, E>(written: std::result::Result<T, E>) {
 /// More numbers than that belong in a tensor, bytes or a packed value.
 pub(crate) const MAX_VALUES: usize = 1 << 20;
 
+/// MessagePack's nil.
+const NIL: u8 = Marker::Null.to_u8();
+/// Largest number that is a byte of its own in MessagePack.
+const MAX_FIX_POS: u8 = 0x7f;
+/// MessagePack's array without elements; the length is added for up to [`MAX_FIX_ARRAY`] elements.
+const FIX_ARRAY: u8 = Marker::FixArray(0).to_u8();
+const MAX_FIX_ARRAY: usize = 15;
+
 const EXT_BYTES: u8 = 1;
 const EXT_SHAPE: u8 = 2;
 const EXT_DTYPE: u8 = 3;
@@ -110,20 +118,34 @@ pub(crate) struct Writer {
 }
 
 impl Writer {
+    /// Returns the writer of a message whose body is written to `body`, which is cleared first.
+    pub(crate) fn into_body(mut body: Vec<u8>) -> Self {
+        body.clear();
+        Self { body, ..Self::default() }
+    }
+
     pub(crate) fn nil(&mut self) {
-        infallible(encode::write_nil(&mut self.body));
+        self.body.push(NIL);
     }
 
     pub(crate) fn bool(&mut self, value: bool) {
         infallible(encode::write_bool(&mut self.body, value));
     }
 
+    // Nearly all numbers and lengths of small calls have forms of one byte, which are written
+    // without the general encoder.
     pub(crate) fn uint(&mut self, value: u64) {
-        infallible(encode::write_uint(&mut self.body, value));
+        match u8::try_from(value) {
+            Ok(small @ ..=MAX_FIX_POS) => self.body.push(small),
+            _ => infallible(encode::write_uint(&mut self.body, value)),
+        }
     }
 
     pub(crate) fn int(&mut self, value: i64) {
-        infallible(encode::write_sint(&mut self.body, value));
+        match u8::try_from(value) {
+            Ok(small @ ..=MAX_FIX_POS) => self.body.push(small),
+            _ => infallible(encode::write_sint(&mut self.body, value)),
+        }
     }
 
     pub(crate) fn float(&mut self, value: f64) {
@@ -135,6 +157,9 @@ impl Writer {
     }
 
     pub(crate) fn array(&mut self, len: usize) {
+        if len <= MAX_FIX_ARRAY {
+            return self.body.push(FIX_ARRAY | len as u8);
+        }
         infallible(encode::write_array_len(&mut self.body, len as u32));
     }
 
@@ -325,18 +350,18 @@ impl<'a> Reader<'a> {
         self.body.first().copied().ok_or(CodecError::Truncated)
     }
 
-    /// Reads a big-endian number of `width` bytes.
-    fn number(&mut self, width: usize) -> Result<u64> {
-        Ok(self.take(width)?.iter().fold(0, |number, byte| number << 8 | u64::from(*byte)))
+    /// Reads a big-endian number of `WIDTH` bytes.
+    fn number<const WIDTH: usize>(&mut self) -> Result<u64> {
+        Ok(self.fixed::<WIDTH>()?.iter().fold(0, |number, byte| number << 8 | u64::from(*byte)))
     }
 
-    fn number_len(&mut self, width: usize) -> Result<usize> {
-        usize::try_from(self.number(width)?).map_err(|_| CodecError::OutOfRange)
+    fn number_len<const WIDTH: usize>(&mut self) -> Result<usize> {
+        usize::try_from(self.number::<WIDTH>()?).map_err(|_| CodecError::OutOfRange)
     }
 
     /// Returns true if the next value is nil, and consumes it in that case.
     pub(crate) fn nil(&mut self) -> Result<bool> {
-        let nil = self.peek()? == Marker::Null.to_u8();
+        let nil = self.peek()? == NIL;
         if nil {
             self.byte()?;
         }
@@ -346,10 +371,10 @@ impl<'a> Reader<'a> {
     pub(crate) fn uint(&mut self) -> Result<u64> {
         match self.marker()? {
             Marker::FixPos(small) => Ok(small.into()),
-            Marker::U8 => self.number(1),
-            Marker::U16 => self.number(2),
-            Marker::U32 => self.number(4),
-            Marker::U64 => self.number(8),
+            Marker::U8 => self.number::<1>(),
+            Marker::U16 => self.number::<2>(),
+            Marker::U32 => self.number::<4>(),
+            Marker::U64 => self.number::<8>(),
             other => Err(unexpected(other)),
         }
     }
@@ -357,9 +382,9 @@ impl<'a> Reader<'a> {
     /// Reads exactly `N` bytes of MessagePack's own `bin` type.
     pub(crate) fn bin<const N: usize>(&mut self) -> Result<[u8; N]> {
         let len = match self.marker()? {
-            Marker::Bin8 => self.number_len(1)?,
-            Marker::Bin16 => self.number_len(2)?,
-            Marker::Bin32 => self.number_len(4)?,
+            Marker::Bin8 => self.number_len::<1>()?,
+            Marker::Bin16 => self.number_len::<2>()?,
+            Marker::Bin32 => self.number_len::<4>()?,
             other => return Err(unexpected(other)),
         };
         if len == N { self.fixed() } else { Err(CodecError::OutOfRange) }
@@ -372,8 +397,8 @@ impl<'a> Reader<'a> {
     pub(crate) fn array(&mut self) -> Result<usize> {
         match self.marker()? {
             Marker::FixArray(len) => Ok(len.into()),
-            Marker::Array16 => self.number_len(2),
-            Marker::Array32 => self.number_len(4),
+            Marker::Array16 => self.number_len::<2>(),
+            Marker::Array32 => self.number_len::<4>(),
             other => Err(unexpected(other)),
         }
     }
@@ -381,8 +406,8 @@ impl<'a> Reader<'a> {
     pub(crate) fn map(&mut self) -> Result<usize> {
         match self.marker()? {
             Marker::FixMap(len) => Ok(len.into()),
-            Marker::Map16 => self.number_len(2),
-            Marker::Map32 => self.number_len(4),
+            Marker::Map16 => self.number_len::<2>(),
+            Marker::Map32 => self.number_len::<4>(),
             other => Err(unexpected(other)),
         }
     }
@@ -395,9 +420,9 @@ impl<'a> Reader<'a> {
     fn str_after(&mut self, marker: Marker) -> Result<String> {
         let len = match marker {
             Marker::FixStr(len) => len.into(),
-            Marker::Str8 => self.number_len(1)?,
-            Marker::Str16 => self.number_len(2)?,
-            Marker::Str32 => self.number_len(4)?,
+            Marker::Str8 => self.number_len::<1>()?,
+            Marker::Str16 => self.number_len::<2>()?,
+            Marker::Str32 => self.number_len::<4>()?,
             other => return Err(unexpected(other)),
         };
         let text = std::str::from_utf8(self.take(len)?).map_err(|_| CodecError::NotUtf8)?;
@@ -412,9 +437,9 @@ impl<'a> Reader<'a> {
             Marker::FixExt4 => 4,
             Marker::FixExt8 => 8,
             Marker::FixExt16 => 16,
-            Marker::Ext8 => self.number_len(1)?,
-            Marker::Ext16 => self.number_len(2)?,
-            Marker::Ext32 => self.number_len(4)?,
+            Marker::Ext8 => self.number_len::<1>()?,
+            Marker::Ext16 => self.number_len::<2>()?,
+            Marker::Ext32 => self.number_len::<4>()?,
             other => return Err(unexpected(other)),
         };
         let kind = self.byte()?;
@@ -536,33 +561,33 @@ impl<'a> Reader<'a> {
             Marker::True => Value::Bool(true),
             Marker::FixPos(small) => Value::Int(small.into()),
             Marker::FixNeg(small) => Value::Int(small.into()),
-            Marker::U8 => Value::Int(self.number(1)? as i64),
-            Marker::U16 => Value::Int(self.number(2)? as i64),
-            Marker::U32 => Value::Int(self.number(4)? as i64),
-            Marker::U64 => Value::Int(i64::try_from(self.number(8)?).map_err(|_| CodecError::OutOfRange)?),
-            Marker::I8 => Value::Int((self.number(1)? as i8).into()),
-            Marker::I16 => Value::Int((self.number(2)? as i16).into()),
-            Marker::I32 => Value::Int((self.number(4)? as i32).into()),
-            Marker::I64 => Value::Int(self.number(8)? as i64),
-            Marker::F32 => Value::Float(f32::from_bits(self.number(4)? as u32).into()),
-            Marker::F64 => Value::Float(f64::from_bits(self.number(8)?)),
+            Marker::U8 => Value::Int(self.number::<1>()? as i64),
+            Marker::U16 => Value::Int(self.number::<2>()? as i64),
+            Marker::U32 => Value::Int(self.number::<4>()? as i64),
+            Marker::U64 => Value::Int(i64::try_from(self.number::<8>()?).map_err(|_| CodecError::OutOfRange)?),
+            Marker::I8 => Value::Int((self.number::<1>()? as i8).into()),
+            Marker::I16 => Value::Int((self.number::<2>()? as i16).into()),
+            Marker::I32 => Value::Int((self.number::<4>()? as i32).into()),
+            Marker::I64 => Value::Int(self.number::<8>()? as i64),
+            Marker::F32 => Value::Float(f32::from_bits(self.number::<4>()? as u32).into()),
+            Marker::F64 => Value::Float(f64::from_bits(self.number::<8>()?)),
             Marker::FixStr(_) | Marker::Str8 | Marker::Str16 | Marker::Str32 => Value::Str(self.str_after(marker)?),
             Marker::FixArray(len) => self.list(len.into(), depth)?,
             Marker::Array16 => {
-                let len = self.number_len(2)?;
+                let len = self.number_len::<2>()?;
                 self.list(len, depth)?
             }
             Marker::Array32 => {
-                let len = self.number_len(4)?;
+                let len = self.number_len::<4>()?;
                 self.list(len, depth)?
             }
             Marker::FixMap(len) => self.pairs(len.into(), depth)?,
             Marker::Map16 => {
-                let len = self.number_len(2)?;
+                let len = self.number_len::<2>()?;
                 self.pairs(len, depth)?
             }
             Marker::Map32 => {
-                let len = self.number_len(4)?;
+                let len = self.number_len::<4>()?;
                 self.pairs(len, depth)?
             }
             _ => {
@@ -584,7 +609,7 @@ impl<'a> Reader<'a> {
                     EXT_FUNCTION => Value::Object(Reference::Function(content.reference_content()?)),
                     EXT_MODULE => Value::Object(Reference::Module(content.reference_content()?)),
                     EXT_OBJECT => Value::Object(Reference::Object(content.reference_content()?)),
-                    EXT_TENSOR => Value::Object(Reference::Tensor(content.tensor_content()?)),
+                    EXT_TENSOR => Value::Object(Reference::Tensor(content.tensor_content()?.into())),
                     other => return Err(CodecError::Unexpected(other)),
                 }
             }

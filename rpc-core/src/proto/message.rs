@@ -38,12 +38,13 @@ use crate::value::Value;
 /// Encodes a request as body and payload. Operations that are no requests on the wire (release,
 /// shutdown) give empty ones.
 pub fn encode_request(request: &Request, now: Instant) -> (Vec<u8>, Vec<Bytes>) {
-    let writer = write_request(request, now);
+    let writer = write_request(request, now, Vec::with_capacity(48));
     (writer.body, writer.payload)
 }
 
-pub(super) fn write_request(request: &Request, now: Instant) -> Writer {
-    let mut writer = Writer { body: Vec::with_capacity(48), ..Writer::default() };
+/// Encodes a request like [`encode_request`], with the memory of `body` for its body.
+pub(super) fn write_request(request: &Request, now: Instant, body: Vec<u8>) -> Writer {
+    let mut writer = Writer::into_body(body);
     let begin = |writer: &mut Writer, number: u64, fields: usize| {
         writer.array(if request.trace.is_some() { 4 } else { 3 });
         writer.uint(number);
@@ -189,16 +190,16 @@ pub(super) fn read_request(
         }
         4 => {
             expect(3)?;
-            Operation::Write { to: reader.tensor()?, offset: reader.uint()?, data: reader.bytes()? }
+            Operation::Write { to: reader.tensor()?.into(), offset: reader.uint()?, data: reader.bytes()? }
         }
         5 => {
             expect(3)?;
             let (from, offset) = (reader.tensor()?, reader.uint()?);
-            Operation::Read { from, offset, len: reader.uint()?, into: None }
+            Operation::Read { from: from.into(), offset, len: reader.uint()?, into: None }
         }
         6 => {
             expect(2)?;
-            Operation::Copy { from: reader.tensor()?, to: reader.tensor()? }
+            Operation::Copy { from: reader.tensor()?.into(), to: reader.tensor()?.into() }
         }
         7 => {
             expect(1)?;
@@ -301,14 +302,15 @@ pub(super) fn is_bytes_reply(body: &[u8], len: u64) -> bool {
 /// Encodes a reply as body, payload and a flag that is true for an error. A value that cannot be
 /// encoded becomes an error.
 pub fn encode_reply(outcome: &Result<Value, RpcError>) -> (Vec<u8>, Vec<Bytes>, bool) {
-    let (writer, is_error) = write_reply(outcome);
+    let (writer, is_error) = write_reply(outcome, Vec::new());
     (writer.body, writer.payload, is_error)
 }
 
-pub(super) fn write_reply(outcome: &Result<Value, RpcError>) -> (Writer, bool) {
+/// Encodes a reply like [`encode_reply`], with the memory of `body` for its body.
+pub(super) fn write_reply(outcome: &Result<Value, RpcError>, body: Vec<u8>) -> (Writer, bool) {
     let error = match outcome {
         Ok(value) => {
-            let mut writer = Writer::default();
+            let mut writer = Writer::into_body(body);
             writer.value(value);
             match writer.invalid {
                 None => return (writer, false),

@@ -21,6 +21,9 @@ const STAGE: usize = 512 << 10;
 /// write, so that an idle session stays small.
 const TAIL_KEPT: usize = 16 << 10;
 
+/// Largest capacity of a message's body that is kept for the next message.
+const BODY_KEPT: usize = 256;
+
 /// Smallest payload in bytes that is written from where it is; smaller ones are copied behind their
 /// header.
 const BY_REFERENCE: usize = 4 << 10;
@@ -89,6 +92,8 @@ pub(super) struct Output {
     chunk: usize,
     /// True if messages, and not only control frames, are staged or queued.
     pub(super) data_pending: bool,
+    /// Memory of the body of the last small message, for the next one.
+    spare_body: Vec<u8>,
     /// Ids of messages whose last frame has been staged since the caller last drained this list.
     pub(super) sent: Vec<u64>,
 }
@@ -109,8 +114,14 @@ impl Output {
             window: None,
             chunk: chunk.max(1),
             data_pending: false,
+            spare_body: Vec::new(),
             sent: Vec::new(),
         }
+    }
+
+    /// Returns memory for the body of a message.
+    pub(super) fn take_body(&mut self) -> Vec<u8> {
+        std::mem::take(&mut self.spare_body)
     }
 
     /// Queues a control frame.
@@ -257,7 +268,7 @@ impl Output {
         part
     }
 
-    fn stage_frame(&mut self, part: Message, more: bool) {
+    fn stage_frame(&mut self, mut part: Message, more: bool) {
         let slot = match &mut self.window {
             Some(window) if part.payload_len >= MIN_SHARED => window.put(&part.payload, part.payload_len),
             _ => None,
@@ -275,6 +286,9 @@ impl Output {
         self.staged_len += HEADER_LEN + body.len();
         self.tail.extend_from_slice(&header.encode());
         self.tail.extend_from_slice(body);
+        if (1..=BODY_KEPT).contains(&part.body.capacity()) {
+            self.spare_body = std::mem::take(&mut part.body);
+        }
         if slot.is_some() {
             self.shared_len += part.payload_len;
             self.shared_bytes += part.payload_len as u64;

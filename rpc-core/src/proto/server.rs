@@ -267,7 +267,7 @@ impl ServerEndpoint {
             self.used -= cost_of_request;
             return outcome.ok();
         }
-        let (writer, is_error) = write_reply(&outcome);
+        let (writer, is_error) = write_reply(&outcome, self.common.output.take_body());
         let mut rejected = is_error;
         let kind = if is_error { Kind::Error } else { Kind::Reply };
         let mut message = Message::new(kind, id, 0, writer.body, writer.payload, writer.values);

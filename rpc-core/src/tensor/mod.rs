@@ -21,9 +21,13 @@ pub use view::{TensorView, TensorViewMut};
 /// Largest number of dimensions of a tensor.
 pub const MAX_DIMENSIONS: usize = 32;
 
-/// An array in a storage: offset, shape, strides and element type. Clones share the storage.
+/// An array in a storage: offset, shape, strides and element type. Cheap to clone; clones share the
+/// storage.
 #[derive(Clone)]
-pub struct Tensor {
+pub struct Tensor(Arc<TensorParts>);
+
+/// Content of a [`Tensor`], behind a pointer so that values, most of which are numbers, stay small.
+struct TensorParts {
     storage: Arc<Storage>,
     /// Offset of the first element in bytes. `byte_offset + extent` lies within the storage.
     byte_offset: u64,
@@ -88,7 +92,7 @@ impl Tensor {
                 )));
             }
         }
-        Ok(Self { storage, byte_offset, shape, strides, dtype, extent })
+        Ok(Self(Arc::new(TensorParts { storage, byte_offset, shape, strides, dtype, extent })))
     }
 
     /// Creates a tensor of zeros in host memory, outside of any session's quota.
@@ -121,50 +125,50 @@ impl Tensor {
 
     /// Returns the storage that holds the elements.
     pub fn storage(&self) -> &Arc<Storage> {
-        &self.storage
+        &self.0.storage
     }
 
     /// Returns the device of the storage.
     pub fn device(&self) -> Device {
-        self.storage.device()
+        self.0.storage.device()
     }
 
     /// Returns the offset of the first element, in bytes from the start of the storage.
     pub fn byte_offset(&self) -> u64 {
-        self.byte_offset
+        self.0.byte_offset
     }
 
     /// Returns the dimensions, outermost first; empty for a scalar.
     pub fn shape(&self) -> &[i64] {
-        &self.shape
+        &self.0.shape
     }
 
     /// Returns the distance between neighbours in each dimension, in elements; `None` if the tensor
     /// [is dense](Self::is_dense).
     pub fn strides(&self) -> Option<&[i64]> {
-        self.strides.as_deref()
+        self.0.strides.as_deref()
     }
 
     /// Returns the type of the elements.
     pub fn dtype(&self) -> DataType {
-        self.dtype
+        self.0.dtype
     }
 
     /// Returns the number of elements.
     pub fn element_count(&self) -> u64 {
         // `new` has computed the same without overflow.
-        element_count(&self.shape).unwrap_or(u64::MAX)
+        element_count(&self.0.shape).unwrap_or(u64::MAX)
     }
 
     /// Returns true if the elements are densely packed in row-major order.
     pub fn is_dense(&self) -> bool {
-        self.strides.is_none()
+        self.0.strides.is_none()
     }
 
     /// Returns the size in bytes of the elements when densely packed, which is the size of a copy.
     pub fn size_bytes(&self) -> u64 {
         // `new` has computed the same without overflow.
-        dense_size(&self.shape, self.dtype).unwrap_or(u64::MAX)
+        dense_size(&self.0.shape, self.0.dtype).unwrap_or(u64::MAX)
     }
 
     /// Borrows the storage for reading. Never waits, and overtakes writers that wait
@@ -175,7 +179,7 @@ impl Tensor {
     ///
     /// [`ErrorKind::Busy`] if the storage is borrowed for writing.
     pub fn read(&self) -> Result<TensorView> {
-        let borrow = self.storage.try_read().ok_or_else(busy)?;
+        let borrow = self.0.storage.try_read().ok_or_else(busy)?;
         TensorView::new(self.clone(), borrow)
     }
 
@@ -185,7 +189,7 @@ impl Tensor {
     ///
     /// [`ErrorKind::Busy`] if the storage is borrowed.
     pub fn write(&self) -> Result<TensorViewMut> {
-        let borrow = self.storage.try_borrow(Access::Write).ok_or_else(busy)?;
+        let borrow = self.0.storage.try_borrow(Access::Write).ok_or_else(busy)?;
         TensorViewMut::new(self.clone(), borrow)
     }
 
@@ -203,12 +207,13 @@ impl Tensor {
         strides: Option<Vec<i64>>,
         dtype: DataType,
     ) -> Result<Self> {
-        let outside =
-            || RpcError::invalid_argument(format!("a view at {byte_offset} reaches beyond its {} bytes", self.extent));
-        let start = self.byte_offset.checked_add(byte_offset).ok_or_else(outside)?;
-        let view = Self::new(self.storage.clone(), start, shape, strides, dtype)?;
+        let outside = || {
+            RpcError::invalid_argument(format!("a view at {byte_offset} reaches beyond its {} bytes", self.0.extent))
+        };
+        let start = self.0.byte_offset.checked_add(byte_offset).ok_or_else(outside)?;
+        let view = Self::new(self.0.storage.clone(), start, shape, strides, dtype)?;
         // Neither sum can overflow: both lie within the storage.
-        if byte_offset + view.extent > self.extent { Err(outside()) } else { Ok(view) }
+        if byte_offset + view.0.extent > self.0.extent { Err(outside()) } else { Ok(view) }
     }
 
     /// Returns the range in the storage of the bytes `offset..offset + len` of the densely packed
@@ -221,10 +226,11 @@ impl Tensor {
         self.check_dense()?;
         match offset.checked_add(len) {
             // `new` has checked that the sum with the extent is within the storage.
-            Some(end) if end <= self.extent => Ok(self.byte_offset + offset..self.byte_offset + end),
-            _ => {
-                Err(RpcError::invalid_argument(format!("{len} bytes at {offset} of a tensor of {} bytes", self.extent)))
-            }
+            Some(end) if end <= self.0.extent => Ok(self.0.byte_offset + offset..self.0.byte_offset + end),
+            _ => Err(RpcError::invalid_argument(format!(
+                "{len} bytes at {offset} of a tensor of {} bytes",
+                self.0.extent
+            ))),
         }
     }
 
@@ -232,7 +238,7 @@ impl Tensor {
         if self.is_dense() {
             return Ok(());
         }
-        let (shape, strides) = (&self.shape, self.strides.as_deref().unwrap_or_default());
+        let (shape, strides) = (&self.0.shape, self.0.strides.as_deref().unwrap_or_default());
         Err(RpcError::invalid_argument(format!(
             "expected a densely packed tensor, got shape {shape:?} with strides {strides:?}"
         )))
@@ -242,13 +248,13 @@ impl Tensor {
     fn range_in_host(&self) -> Result<Range<usize>> {
         self.check_dense()?;
         // Only called for host memory, in which every offset fits `usize`.
-        Ok(self.byte_offset as usize..(self.byte_offset + self.extent) as usize)
+        Ok(self.0.byte_offset as usize..(self.0.byte_offset + self.0.extent) as usize)
     }
 
     /// Checks that the elements of the tensor are `T`s, and dense.
     fn check_elements<T: Element>(&self) -> Result<()> {
-        if self.dtype != T::DATA_TYPE {
-            let (expected, got) = (T::DATA_TYPE, self.dtype);
+        if self.0.dtype != T::DATA_TYPE {
+            let (expected, got) = (T::DATA_TYPE, self.0.dtype);
             return Err(RpcError::invalid_argument(format!("expected a tensor of {expected}, got {got}")));
         }
         self.check_dense()
@@ -263,12 +269,12 @@ impl Tensor {
             "expected {} elements at a multiple of {} bytes, got them at offset {} of their storage",
             T::DATA_TYPE,
             align_of::<T>(),
-            self.byte_offset
+            self.0.byte_offset
         ))
     }
 
     fn check_borrow(&self, borrow: &Borrow) -> Result<()> {
-        if Arc::ptr_eq(&self.storage, borrow.storage()) {
+        if Arc::ptr_eq(&self.0.storage, borrow.storage()) {
             return Ok(());
         }
         Err(RpcError::new(ErrorKind::ApiMisuse, "the borrow belongs to another storage than the tensor's"))
@@ -277,12 +283,12 @@ impl Tensor {
 
 impl fmt::Debug for Tensor {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Tensor({} {:?} on {}", self.dtype, self.shape, self.device())?;
-        if let Some(strides) = &self.strides {
+        write!(f, "Tensor({} {:?} on {}", self.0.dtype, self.0.shape, self.device())?;
+        if let Some(strides) = &self.0.strides {
             write!(f, ", strides {strides:?}")?;
         }
-        if self.byte_offset > 0 {
-            write!(f, ", at {}", self.byte_offset)?;
+        if self.0.byte_offset > 0 {
+            write!(f, ", at {}", self.0.byte_offset)?;
         }
         f.write_str(")")
     }

@@ -52,7 +52,7 @@ fn random_value(rng: &mut Rng, depth: usize) -> Value {
         10 => Value::Packed(Packed::encode(&rng.next()).unwrap()),
         11 => Value::Object(Reference::Function(handle)),
         12 => Value::Object(Reference::Module(handle)),
-        13 => Value::Object(Reference::Tensor(random_tensor(rng))),
+        13 => Value::Object(Reference::Tensor(random_tensor(rng).into())),
         14 => Value::List((0..rng.below(20)).map(|_| random_value(rng, depth + 1)).collect()),
         _ => {
             let pairs = 0..rng.below(10);
@@ -83,10 +83,10 @@ fn random_operation(rng: &mut Rng) -> Operation {
         1 => Operation::Alloc { device: Device::cpu(), dtype: DataType::F32, shape: vec![1, 2], scope: None },
         2 => {
             let len = rng.below(30_000);
-            Operation::Write { to: random_tensor(rng), offset: rng.next(), data: rng.bytes(len).into() }
+            Operation::Write { to: random_tensor(rng).into(), offset: rng.next(), data: rng.bytes(len).into() }
         }
-        3 => Operation::Read { from: random_tensor(rng), offset: 0, len: rng.next(), into: None },
-        4 => Operation::Copy { from: random_tensor(rng), to: random_tensor(rng) },
+        3 => Operation::Read { from: random_tensor(rng).into(), offset: 0, len: rng.next(), into: None },
+        4 => Operation::Copy { from: random_tensor(rng).into(), to: random_tensor(rng).into() },
         5 => Operation::LoadModule { path: "p".into(), loader: Some("l".into()) },
         6 => Operation::ModuleFunction { module: handle, name: "n".into() },
         _ => Operation::Call { function: handle, args: (0..rng.below(5)).map(|_| random_value(rng, 0)).collect() },
@@ -189,7 +189,8 @@ fn endpoints_accept_or_refuse_any_bytes() {
         let (mut client, mut server, now) = (pair.client, pair.server, pair.now);
         for id in 0..3 {
             let into = ReadBuffer::new(BytesMut::zeroed(18_000));
-            let read = Operation::Read { from: random_tensor(&mut rng), offset: 0, len: 18_000, into: Some(into) };
+            let read =
+                Operation::Read { from: random_tensor(&mut rng).into(), offset: 0, len: 18_000, into: Some(into) };
             client.submit(id, Request::new(read), id, now);
         }
         let bytes = random_frames(&mut rng, now);

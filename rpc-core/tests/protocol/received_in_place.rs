@@ -28,7 +28,8 @@ fn a_read_is_received_into_the_buffer_of_the_caller() {
         let memory = BytesMut::zeroed(len);
         let address = memory.as_ptr();
         let buffer = ReadBuffer::new(memory);
-        let read = Operation::Read { from: tensor(1, len), offset: 0, len: len as u64, into: Some(buffer.clone()) };
+        let read =
+            Operation::Read { from: tensor(1, len).into(), offset: 0, len: len as u64, into: Some(buffer.clone()) };
         pair.submit(1, Request::new(read));
         pair.run();
         pair.reply(1, Ok(Value::Bytes(data.clone().into())));
@@ -44,7 +45,8 @@ fn a_reply_that_does_not_fit_the_buffer_arrives_as_bytes() {
     for (given, sent) in [(40_000, 30_000), (30_000, 40_000), (1_000, 1_000)] {
         let mut pair = Pair::new(Setup::default());
         let buffer = ReadBuffer::new(BytesMut::zeroed(given));
-        let read = Operation::Read { from: tensor(1, given), offset: 0, len: given as u64, into: Some(buffer.clone()) };
+        let read =
+            Operation::Read { from: tensor(1, given).into(), offset: 0, len: given as u64, into: Some(buffer.clone()) };
         pair.submit(1, Request::new(read));
         pair.run();
         pair.reply(1, Ok(Value::Bytes(vec![3; sent].into())));
@@ -59,7 +61,7 @@ fn a_bulk_read_can_be_filled_outside_of_the_endpoint() {
     let len = 40_000;
     let mut pair = Pair::new(Setup::default());
     let buffer = ReadBuffer::new(BytesMut::zeroed(len));
-    let read = Operation::Read { from: tensor(1, len), offset: 0, len: len as u64, into: Some(buffer.clone()) };
+    let read = Operation::Read { from: tensor(1, len).into(), offset: 0, len: len as u64, into: Some(buffer.clone()) };
     pair.submit(1, Request::new(read));
     pair.run();
     let (body, payload, _) = rpc_core::proto::encode_reply(&Ok(Value::Bytes(vec![3; len].into())));
@@ -101,16 +103,16 @@ fn a_write_is_received_into_the_tensor() {
         let half = len / 2;
         for (id, at) in [(2, 0), (3, half)] {
             let data = Bytes::copy_from_slice(&data[at..at + half]);
-            pair.submit(id, Request::new(Operation::Write { to: tensor.clone(), offset: at as u64, data }));
+            pair.submit(id, Request::new(Operation::Write { to: tensor.clone().into(), offset: at as u64, data }));
         }
-        let read = Operation::Read { from: tensor.clone(), offset: 0, len: len as u64, into: None };
+        let read = Operation::Read { from: tensor.clone().into(), offset: 0, len: len as u64, into: None };
         pair.submit(4, Request::new(read));
         settle(&mut pair, 4);
         assert_eq!(pair.arrived[1..3], [Arrived::Written(2), Arrived::Written(3)]);
         assert_eq!(pair.outcomes[&4], Ok(Value::Bytes(data.into())));
         // A write that was cut short releases the lane.
         pair.outcomes.remove(&4);
-        let write = Operation::Write { to: tensor.clone(), offset: half as u64 + 1, data: vec![0; half].into() };
+        let write = Operation::Write { to: tensor.clone().into(), offset: half as u64 + 1, data: vec![0; half].into() };
         pair.submit(5, Request::new(write));
         settle(&mut pair, 5);
         assert_eq!(pair.error(5).kind(), ErrorKind::InvalidArgument);
@@ -141,7 +143,7 @@ fn a_write_in_place_that_is_cut_off_releases_its_lane() {
     let Ok(Value::Object(Reference::Tensor(tensor))) = pair.outcomes[&1].clone() else { panic!() };
     pair.setup.cut = Cut::Every(10_000);
     pair.setup.capacity = 20_000;
-    let write = Operation::Write { to: tensor.clone(), offset: 0, data: vec![1; 40_000].into() };
+    let write = Operation::Write { to: tensor.clone().into(), offset: 0, data: vec![1; 40_000].into() };
     pair.server_reads = false;
     pair.submit(2, Request::new(write));
     pair.run();
@@ -151,7 +153,7 @@ fn a_write_in_place_that_is_cut_off_releases_its_lane() {
     assert!(pair.server_error.as_ref().unwrap().message().contains("middle of a message"));
     let local = pair.local.take().unwrap();
     drop(pair);
-    let read = Operation::Read { from: tensor, offset: 0, len: 1, into: None };
+    let read = Operation::Read { from: tensor.into(), offset: 0, len: 1, into: None };
     let read = rpc_core::RpcSession::submit(&local, Request::new(read)).reply().wait();
     assert!(read.is_ok(), "{read:?}");
 }

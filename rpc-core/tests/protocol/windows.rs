@@ -82,7 +82,7 @@ fn tensor(len: usize) -> TensorRef {
 }
 
 fn write(data: &[u8]) -> Request {
-    Request::new(Operation::Write { to: tensor(data.len()), offset: 0, data: data.to_vec().into() })
+    Request::new(Operation::Write { to: tensor(data.len()).into(), offset: 0, data: data.to_vec().into() })
 }
 
 /// Returns a pair whose window is open, after one write and its reply.
@@ -124,7 +124,7 @@ fn large_payloads_of_both_sides_go_through_the_window() {
         }
         let buffer = ReadBuffer::new(BytesMut::zeroed(MIN_SHARED));
         let into = Some(buffer.clone());
-        let read = Operation::Read { from: tensor(MIN_SHARED), offset: 0, len: MIN_SHARED as u64, into };
+        let read = Operation::Read { from: tensor(MIN_SHARED).into(), offset: 0, len: MIN_SHARED as u64, into };
         pair.submit(7, Request::new(read));
         pair.run();
         pair.reply(7, Ok(Value::Bytes(data.clone().into())));

@@ -68,7 +68,7 @@ async fn receive(
                 Err(error) => return Ok(Err(error)),
             };
             let data = read_piece(link, piece as usize).await?;
-            let write = Operation::Write { to: target.clone(), offset, data };
+            let write = Operation::Write { to: target.clone().into(), offset, data };
             pending.push_back((shared.submit(Request::new(write)).reply(), lease));
             if pending.len() >= IN_FLIGHT
                 && let Err(error) = finish_first(link, &mut pending).await?
@@ -92,7 +92,7 @@ async fn receive(
 
 /// Checks that a tensor exists by reading nothing of it.
 async fn check(session: &TvmSession, from: TensorRef) -> Result<(), RpcError> {
-    session.submit(Operation::Read { from, offset: 0, len: 0, into: None }).await.map(drop)
+    session.submit(Operation::Read { from: from.into(), offset: 0, len: 0, into: None }).await.map(drop)
 }
 
 async fn read_piece(link: &mut Link<'_>, len: usize) -> Result<Bytes, End> {
@@ -133,7 +133,7 @@ pub(super) async fn copy_from(
     loop {
         while pieces.len() < IN_FLIGHT && (asked < len || (len == 0 && !has_begun && pieces.is_empty())) {
             let piece = (len - asked).min(CHUNK as u64);
-            let read = Operation::Read { from: target.clone(), offset: asked, len: piece, into: None };
+            let read = Operation::Read { from: target.clone().into(), offset: asked, len: piece, into: None };
             pieces.push_back((piece, session.shared().submit(Request::new(read)).reply()));
             asked += piece;
         }

@@ -148,7 +148,7 @@ async fn copy(session: &mut TvmSession, from: &TensorHeader, to: &TensorHeader, 
     if stream != 0 {
         session.set_stream(device, stream).await?;
     }
-    let copied = session.submit(Operation::Copy { from, to }).await;
+    let copied = session.submit(Operation::Copy { from: from.into(), to: to.into() }).await;
     if stream != 0 {
         let current = session.current_stream(device);
         session.set_stream(device, current).await?;

@@ -342,7 +342,7 @@ impl TvmSession {
             Value::Object(Reference::Object(handle)) => {
                 CallResult::Object(ResultKind::Object, self.hold(Held::Object(handle))?)
             }
-            Value::Object(Reference::Tensor(tensor)) => self.tensor_result(tensor)?,
+            Value::Object(Reference::Tensor(tensor)) => self.tensor_result(*tensor)?,
             other => {
                 self.session.release(&other);
                 let name = other.type_name();

@@ -168,7 +168,7 @@ fn tensors_are_allocated_copied_and_passed() {
     let scalar = session.alloc(Device::cpu(), DataType::F64, &[]).wait().unwrap();
     let write = |offset, data: &'static [u8]| {
         let (to, data) = (reference(&scalar), Bytes::from_static(data));
-        submit(&session, Operation::Write { to, offset, data })
+        submit(&session, Operation::Write { to: to.into(), offset, data })
     };
     write(0, &[0; 8]).unwrap();
     write(6, &[0xf0, 0x3f]).unwrap();
@@ -212,7 +212,7 @@ fn what_would_crash_a_server_is_refused_here() {
         assert_eq!(kind_of(call(wrong.clone())), ErrorKind::InvalidArgument, "{wrong:?}");
     }
     assert_eq!(kind_of(call(no_tensor)), ErrorKind::InvalidHandle);
-    let copy = |offset, len| submit(&session, Operation::Read { from: good.clone(), offset, len, into: None });
+    let copy = |offset, len| submit(&session, Operation::Read { from: good.clone().into(), offset, len, into: None });
     for (offset, len) in [(0, 5), (4, 1), (u64::MAX, 1), (1, u64::MAX)] {
         assert_eq!(kind_of(copy(offset, len)), ErrorKind::InvalidArgument, "{offset} {len}");
     }
@@ -474,7 +474,7 @@ fn data_wait_for_a_call_and_are_not_sent_if_their_caller_is_gone() {
     let session = connect(&address).unwrap();
     let tensor = session.alloc(Device::cpu(), DataType::U8, &[1 << 20]).wait().unwrap();
     let call = find(&session, "slow").unwrap().call::<i64>(()).start();
-    let write = Operation::Write { to: reference(&tensor), offset: 0, data: vec![1; 1 << 20].into() };
+    let write = Operation::Write { to: reference(&tensor).into(), offset: 0, data: vec![1; 1 << 20].into() };
     let expired = Request { deadline: Some(Instant::now()), ..Request::new(write) };
     let error = session.shared().submit(expired).reply().wait().unwrap_err();
     assert_eq!(error.kind(), ErrorKind::DeadlineExceeded);

@@ -270,7 +270,7 @@ impl Peer {
     pub(crate) fn tensor(&mut self, len: i64) -> TensorRef {
         let (device, dtype) = (rpc_core::Device::cpu(), rpc_core::DataType::U8);
         match self.ask(Operation::Alloc { device, dtype, shape: vec![len], scope: None }) {
-            Value::Object(rpc_core::Reference::Tensor(tensor)) => tensor,
+            Value::Object(rpc_core::Reference::Tensor(tensor)) => *tensor,
             other => panic!("{other:?}"),
         }
     }

@@ -151,16 +151,16 @@ pub(crate) fn of_operation(number: u8, peer: &mut Peer) -> Recipe {
         }),
         4 => {
             let to = peer.tensor(LARGE as i64);
-            Box::new(move |_| (1, Operation::Write { to: to.clone(), offset: 0, data: vec![1; LARGE].into() }))
+            Box::new(move |_| (1, Operation::Write { to: to.clone().into(), offset: 0, data: vec![1; LARGE].into() }))
         }
         5 => {
             let from = peer.tensor(1 << 20);
-            Box::new(move |_| (1, Operation::Read { from: from.clone(), offset: 0, len: 1 << 20, into: None }))
+            Box::new(move |_| (1, Operation::Read { from: from.clone().into(), offset: 0, len: 1 << 20, into: None }))
         }
         6 => {
             let (from, to) = (peer.tensor(1 << 20), peer.tensor(1 << 19));
             let from = rpc_core::TensorRef { shape: vec![1 << 19], ..from };
-            Box::new(move |_| (1, Operation::Copy { from: from.clone(), to: to.clone() }))
+            Box::new(move |_| (1, Operation::Copy { from: from.clone().into(), to: to.clone().into() }))
         }
         7 => {
             answer = Answer::Error(ErrorKind::InvalidHandle);
@@ -206,7 +206,7 @@ pub(crate) fn of_device_reads(peer: &mut Peer) -> Recipe {
     let frames = Box::new(move |peer: &mut Peer, number| {
         let from = from.clone();
         // Each on a lane of its own.
-        peer.request(number as u32, Operation::Read { from, offset: 0, len, into: None })
+        peer.request(number as u32, Operation::Read { from: from.into(), offset: 0, len, into: None })
     });
     Recipe { frames, answer: Answer::Value }
 }
@@ -440,7 +440,7 @@ fn calls(name: &str, peer: &mut Peer) -> Calls {
             Calls::new(move |_| vec![upload.clone()])
         }
         "rpc.module.import_tensor" => {
-            let tensor = Value::Object(Reference::Tensor(peer.tensor(LARGE as i64)));
+            let tensor = Value::Object(Reference::Tensor(peer.tensor(LARGE as i64).into()));
             Calls::new(move |_| vec![text(&digest_of(&[0; LARGE])), tensor.clone()])
         }
         "rpc.module.functions" => {

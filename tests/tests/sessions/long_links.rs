@@ -48,7 +48,7 @@ impl RpcSession for LinkedSession {
             Operation::Alloc { device, dtype, shape, .. } => {
                 let storage = Handle::from_bits(1 << 32);
                 let tensor = TensorRef { storage, byte_offset: 0, shape, strides: None, dtype, device };
-                return Submission::ready(Ok(Value::Object(Reference::Tensor(tensor))));
+                return Submission::ready(Ok(Value::Object(Reference::Tensor(tensor.into()))));
             }
             Operation::Write { .. } | Operation::Read { .. } => Ok(Value::Null),
             _ => return Submission::ready(Ok(Value::Null)),

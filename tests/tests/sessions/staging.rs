@@ -18,13 +18,13 @@ fn ask(session: &LocalSession, operation: Operation) -> Result<Value> {
 fn alloc(session: &LocalSession, device: Device, len: u64) -> TensorRef {
     let alloc = Operation::Alloc { device, dtype: DataType::U8, shape: vec![len as i64], scope: None };
     match ask(session, alloc).unwrap() {
-        Value::Object(Reference::Tensor(tensor)) => tensor,
+        Value::Object(Reference::Tensor(tensor)) => *tensor,
         other => panic!("{other:?}"),
     }
 }
 
 fn read(from: &TensorRef, len: u64) -> Operation {
-    Operation::Read { from: from.clone(), offset: 0, len, into: None }
+    Operation::Read { from: from.clone().into(), offset: 0, len, into: None }
 }
 
 /// Regression: such a read is staged in host memory, and failed as soon as others had used up the
@@ -43,7 +43,7 @@ fn what_others_hold_makes_no_tensor_unreadable() {
     let (greedy, own) = (session(), session());
     let (tensor, larger) = (alloc(&own, device, MIB), alloc(&own, device, 3 * MIB));
     let data: Vec<u8> = (0..MIB).map(|at| (at % 251) as u8).collect();
-    ask(&own, Operation::Write { to: tensor.clone(), offset: 0, data: data.clone().into() }).unwrap();
+    ask(&own, Operation::Write { to: tensor.clone().into(), offset: 0, data: data.clone().into() }).unwrap();
     alloc(&greedy, Device::cpu(), 4 * MIB);
     assert_eq!(total.used(), 8 * MIB);
 
@@ -70,7 +70,7 @@ fn the_buffer_of_a_copy_between_devices_is_counted() {
         let limits = SessionLimits { max_queued_bytes: max_queued_bytes as usize, ..SessionLimits::default() };
         let session = LocalSession::builder(Registry::new()).devices(devices.clone()).limits(limits).build();
         let [from, to] = [(); 2].map(|()| alloc(&session, device, 2 * MIB));
-        ask(&session, Operation::Copy { from, to })
+        ask(&session, Operation::Copy { from: from.into(), to: to.into() })
     };
     copied(MIB).unwrap();
     let error = copied(MIB / 2).unwrap_err();

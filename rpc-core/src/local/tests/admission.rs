@@ -79,15 +79,15 @@ fn capacity_is_counted_in_bytes_of_memory() {
     let waits = gate.clone();
     let registry = Registry::new();
     registry.add("wait", move |_: Rest| waits.pass());
-    let limits = SessionLimits { max_queued_bytes: 1 << 20, ..SessionLimits::default() };
-    let session = LocalSession::builder(registry).limits(limits).build();
-    let wait = handle(&session, "wait");
     // 4 KiB on the wire.
     let nulls = || Value::List(vec![Value::Null; 4096]);
-    let replies: Vec<_> = (0..6).map(|_| session.submit(call(wait, vec![nulls()]).on(Lane::CONCURRENT))).collect();
     let each = nulls().size_hint();
     assert!(each > 4096 * size_of::<Value>());
-    let fit = (1 << 20) / each;
+    let fit = 3;
+    let limits = SessionLimits { max_queued_bytes: fit * each + each / 2, ..SessionLimits::default() };
+    let session = LocalSession::builder(registry).limits(limits).build();
+    let wait = handle(&session, "wait");
+    let replies: Vec<_> = (0..6).map(|_| session.submit(call(wait, vec![nulls()]).on(Lane::CONCURRENT))).collect();
     let backlog = Backlog {
         admitted_requests: fit,
         admitted_bytes: fit * each,

@@ -94,7 +94,7 @@ fn session(gate: &Arc<TestGate>) -> LocalSession {
 fn tensor(session: &LocalSession) -> TensorRef {
     let alloc = Operation::Alloc { device: Device::cpu(), dtype: DataType::U8, shape: vec![4], scope: None };
     match session.submit(Request::new(alloc)).reply().wait().unwrap() {
-        Value::Object(Reference::Tensor(tensor)) => tensor,
+        Value::Object(Reference::Tensor(tensor)) => *tensor,
         other => panic!("{other:?}"),
     }
 }
@@ -102,12 +102,12 @@ fn tensor(session: &LocalSession) -> TensorRef {
 /// Requests of every kind that uses the tensor, or its device.
 fn uses(session: &LocalSession, tensor: &TensorRef) -> Vec<Operation> {
     let device = tensor.device;
-    let argument = || Value::List(vec![Value::Object(Reference::Tensor(tensor.clone()))]);
+    let argument = || Value::List(vec![Value::Object(Reference::Tensor(tensor.clone().into()))]);
     vec![
         Operation::Alloc { device, dtype: DataType::U8, shape: vec![4], scope: None },
-        Operation::Write { to: tensor.clone(), offset: 0, data: Bytes::from_static(&[1]) },
-        Operation::Read { from: tensor.clone(), offset: 0, len: 4, into: None },
-        Operation::Copy { from: tensor.clone(), to: tensor.clone() },
+        Operation::Write { to: tensor.clone().into(), offset: 0, data: Bytes::from_static(&[1]) },
+        Operation::Read { from: tensor.clone().into(), offset: 0, len: 4, into: None },
+        Operation::Copy { from: tensor.clone().into(), to: tensor.clone().into() },
         Operation::CreateStream { device },
         Operation::SetStream { device, stream: None },
         Operation::StreamWait { device, stream: None },
@@ -153,11 +153,12 @@ fn a_lane_keeps_its_order_behind_a_request_that_waits() {
     gate.answer.lock().waits = true;
     let write = |byte| {
         let data = Bytes::from(vec![byte; 4]);
-        session.submit(Request::new(Operation::Write { to: tensor.clone(), offset: 0, data })).reply()
+        session.submit(Request::new(Operation::Write { to: tensor.clone().into(), offset: 0, data })).reply()
     };
     let writes: Vec<_> = (1..=3).map(write).collect();
     let plain = session.submit(call(plain, Vec::new())).reply();
-    let read = session.submit(Request::new(Operation::Read { from: tensor, offset: 0, len: 4, into: None })).reply();
+    let read =
+        session.submit(Request::new(Operation::Read { from: tensor.into(), offset: 0, len: 4, into: None })).reply();
     assert_eq!(session.backlog().admitted_requests, 5);
     gate.open();
     wait_all(writes);
@@ -171,7 +172,7 @@ fn requests_that_wait_end_with_their_deadline_their_caller_and_their_session() {
     let session = session(&gate);
     let tensor = tensor(&session);
     gate.answer.lock().waits = true;
-    let read = || Request::new(Operation::Read { from: tensor.clone(), offset: 0, len: 4, into: None });
+    let read = || Request::new(Operation::Read { from: tensor.clone().into(), offset: 0, len: 4, into: None });
     let mut with_deadline = read();
     with_deadline.deadline = Some(Instant::now() + Duration::from_millis(10));
     let error = session.submit(with_deadline).reply().wait().unwrap_err();
@@ -201,7 +202,7 @@ fn no_request_is_lost_when_the_gate_changes_at_the_same_time() {
             let gate = gate.clone();
             std::thread::spawn(move || gate.open())
         };
-        let read = || Request::new(Operation::Read { from: tensor.clone(), offset: 0, len: 4, into: None });
+        let read = || Request::new(Operation::Read { from: tensor.clone().into(), offset: 0, len: 4, into: None });
         let replies: Vec<_> = (0..4).map(|_| session.submit(read().on(Lane::CONCURRENT)).reply()).collect();
         if round % 2 == 0 {
             session.close(RpcError::new(ErrorKind::Closed, "closed"));
@@ -237,7 +238,7 @@ fn counting_session() -> (Arc<TestGate>, LocalSession) {
 }
 
 fn argument(tensor: &TensorRef) -> Value {
-    Value::Object(Reference::Tensor(tensor.clone()))
+    Value::Object(Reference::Tensor(tensor.clone().into()))
 }
 
 /// Requests of all kinds, in place, on a thread and as a future: while each runs it is counted

@@ -58,16 +58,16 @@ fn golden_requests() {
         0,
     );
     check(
-        Operation::Write { to: tensor(), offset: 300, data: Bytes::from_static(b"ab") },
+        Operation::Write { to: tensor().into(), offset: 300, data: Bytes::from_static(b"ab") },
         &format!("93 04 c0 93 {TENSOR} cd012c d701 0200000000000000"),
         2,
     );
     check(
-        Operation::Read { from: tensor(), offset: 0, len: 24, into: None },
+        Operation::Read { from: tensor().into(), offset: 0, len: 24, into: None },
         &format!("93 05 c0 93 {TENSOR} 00 18"),
         0,
     );
-    check(Operation::Copy { from: tensor(), to: tensor() }, &format!("93 06 c0 92 {TENSOR} {TENSOR}"), 0);
+    check(Operation::Copy { from: tensor().into(), to: tensor().into() }, &format!("93 06 c0 92 {TENSOR} {TENSOR}"), 0);
     check(Operation::Free { handle: function }, "93 07 c0 91 cdfeed", 0);
     check(
         Operation::Attribute { device: Device::cpu(), attribute: DeviceAttribute::Exists },
@@ -144,7 +144,8 @@ fn a_malformed_trace_context_is_a_malformed_body() {
 #[test]
 fn a_write_can_be_received_in_place_with_a_trace_context_too() {
     let now = Instant::now();
-    let mut request = Request::new(Operation::Write { to: tensor(), offset: 300, data: Bytes::from_static(b"ab") });
+    let mut request =
+        Request::new(Operation::Write { to: tensor().into(), offset: 300, data: Bytes::from_static(b"ab") });
     let plain = peek_write(&encode_request(&request, now).0, now);
     assert_eq!(plain, Some((tensor(), 300, 2)));
     request.trace = crate::TraceContext::new([1; 16], [2; 8], 0);
@@ -265,7 +266,7 @@ fn reference() -> impl Strategy<Value = Reference> {
         (handle, any::<u64>(), shape, any::<bool>()).prop_map(|(storage, byte_offset, shape, strided)| {
             let strides = strided.then(|| shape.clone());
             let (dtype, device) = (DataType::BF16, Device::cuda(3));
-            Reference::Tensor(TensorRef { storage, byte_offset, shape, strides, dtype, device })
+            Reference::Tensor(Box::new(TensorRef { storage, byte_offset, shape, strides, dtype, device }))
         }),
     ]
 }

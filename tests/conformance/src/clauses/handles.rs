@@ -227,9 +227,11 @@ pub async fn a_handle_of_the_wrong_kind_is_refused(harness: &Harness) {
     is_invalid(raw(&client, Operation::Call { function: object_handle, args: Vec::new() }).await);
     is_invalid(raw(&client, Operation::Call { function: tensor.handle(), args: Vec::new() }).await);
     is_invalid(raw(&client, Operation::ModuleFunction { module: object_handle, name: "square".to_owned() }).await);
-    let read = Operation::Read { from: as_tensor(object_handle), offset: 0, len: 4, into: None };
+    let read = Operation::Read { from: as_tensor(object_handle).into(), offset: 0, len: 4, into: None };
     is_invalid(raw(&client, read).await);
-    is_invalid(raw(&client, Operation::Copy { from: as_tensor(echo), to: as_tensor(tensor.handle()) }).await);
+    is_invalid(
+        raw(&client, Operation::Copy { from: as_tensor(echo).into(), to: as_tensor(tensor.handle()).into() }).await,
+    );
     is_invalid(raw(&client, Operation::SetStream { device: Device::cpu(), stream: Some(object_handle) }).await);
     is_invalid(raw(&client, Operation::StreamWait { device: Device::cpu(), stream: Some(tensor.handle()) }).await);
     for wrong in [
@@ -237,7 +239,7 @@ pub async fn a_handle_of_the_wrong_kind_is_refused(harness: &Harness) {
         Reference::Module(object_handle),
         Reference::Object(echo),
         Reference::Object(tensor.handle()),
-        Reference::Tensor(as_tensor(object_handle)),
+        Reference::Tensor(as_tensor(object_handle).into()),
     ] {
         let args = vec![Value::List(vec![Value::Object(wrong)])];
         is_invalid(raw(&client, Operation::Call { function: echo, args }).await);

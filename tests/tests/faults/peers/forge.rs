@@ -36,9 +36,9 @@ pub async fn handles_of_others(connector: Connector, address: &str, count: usize
         for operation in [
             Operation::Free { handle },
             Operation::Call { function: handle, args: Vec::new() },
-            Operation::Read { from: to.clone(), offset: 0, len: 8, into: None },
-            Operation::Write { to: to.clone(), offset: 0, data: Bytes::from_static(&[1; 8]) },
-            Operation::Copy { from: to.clone(), to: to.clone() },
+            Operation::Read { from: to.clone().into(), offset: 0, len: 8, into: None },
+            Operation::Write { to: to.clone().into(), offset: 0, data: Bytes::from_static(&[1; 8]) },
+            Operation::Copy { from: to.clone().into(), to: to.clone().into() },
         ] {
             let what = format!("{operation:?}");
             let error = raw(operation).await.expect_err(&what);
