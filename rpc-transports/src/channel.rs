@@ -643,7 +643,11 @@ impl BlockingIo {
     }
 
     /// Limits the time that a read waits. `None` means no limit.
-    pub(crate) fn set_read_timeout(&self, timeout: Option<Duration>) -> io::Result<()> {
+    ///
+    /// # Errors
+    ///
+    /// A limit of zero, and any error that the system reports.
+    pub fn set_read_timeout(&self, timeout: Option<Duration>) -> io::Result<()> {
         match self {
             Self::Tcp(stream) => stream.set_read_timeout(timeout),
             Self::Unix(stream) => stream.set_read_timeout(timeout),

@@ -2,6 +2,7 @@
 
 mod blocking;
 mod idle_poller;
+mod protocol;
 mod state;
 mod task;
 
@@ -9,7 +10,8 @@ use std::time::Duration;
 
 use rpc_core::proto::EndpointConfig;
 
-pub use self::blocking::BlockingClientSession;
+pub use self::blocking::{BlockingClientSession, BlockingSession};
+pub use self::protocol::{Bulk, ClientProtocol};
 pub use self::task::ClientSession;
 
 /// Settings of a client's session.

@@ -51,7 +51,7 @@ mod wire_limits;
 pub use address::{Address, AddressError, ToAddress, glob};
 pub use backoff::Backoff;
 pub use channel::{BlockingChannel, BlockingIo, Channel, ChannelGuard, ChannelIo, ExplainEnd, Machine, Peer};
-pub use client::{BlockingClientSession, ClientSession};
+pub use client::{BlockingClientSession, BlockingSession, Bulk, ClientProtocol, ClientSession};
 pub use connect::{ConnectError, Connector, OpenedBy, SessionOpener, Tunnel};
 pub use error::TransportError;
 #[cfg(feature = "tls")]

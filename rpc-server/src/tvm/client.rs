@@ -8,6 +8,9 @@
 //!             deadlines   ◄────────────── replies ◄──────────
 //! ```
 //!
+//! A session has one of two drivers: a task of tokio (`session`), or the threads that wait for
+//! replies (`protocol`), for which `rpc_transports` moves the bytes.
+//!
 //! The protocol has one order for all requests of a connection, no cancellation and no keep-alive.
 //! So a session has one lane in effect: requests of other lanes wait for each other as well. A
 //! request that was sent runs to its end, even if its deadline has passed or its caller is gone,
@@ -31,10 +34,13 @@ mod link;
 mod measure;
 mod objects;
 mod opener;
+mod outcomes;
+mod protocol;
 mod replies;
 mod server_calls;
 mod session;
 mod state;
+mod timer;
 mod unwritten;
 mod upload;
 mod values;

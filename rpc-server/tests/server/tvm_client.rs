@@ -924,6 +924,34 @@ fn a_program_that_is_killed() {
     thread::sleep(LIMIT);
 }
 
+#[test]
+fn a_call_that_is_waited_for_needs_no_other_thread() {
+    let fixture = Fixture::new();
+    let mut program = Command::new(std::env::current_exe().unwrap());
+    program.args(["--exact", "tvm_client::a_program_without_a_runtime"]).env(WITHOUT_RUNTIME_AT, fixture.address());
+    let run = program.output().unwrap();
+    assert!(run.status.success(), "{}", String::from_utf8_lossy(&run.stdout));
+}
+
+/// Environment variable of a program without a runtime: the server's address.
+const WITHOUT_RUNTIME_AT: &str = "RPC_TESTS_WITHOUT_RUNTIME_AT";
+
+/// The program of the test above. Does nothing as a test.
+#[test]
+fn a_program_without_a_runtime() {
+    let Ok(address) = std::env::var(WITHOUT_RUNTIME_AT) else { return };
+    let session = connect(&address).unwrap();
+    assert_eq!(function(&session, "testing.echo").call::<i64>((7_i64,)).wait().unwrap(), 7);
+    let tensor = session.alloc(Device::cpu(), DataType::U8, &[100_000]).wait().unwrap();
+    session.copy_to_remote(&tensor, vec![3; 100_000]).wait().unwrap();
+    assert!(session.copy_from_remote(&tensor).wait().unwrap()[..] == [3; 100_000]);
+    let threads = std::fs::read_dir("/proc/self/task").into_iter().flatten();
+    let names = threads.filter_map(|thread| std::fs::read_to_string(thread.ok()?.path().join("comm")).ok());
+    let names: Vec<_> = names.map(|name| name.trim().to_owned()).collect();
+    assert!(names.iter().all(|name| name != "rpc-io"), "{names:?}");
+    session.shutdown().wait().unwrap();
+}
+
 fn current_thread() -> Runtime {
     tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap()
 }

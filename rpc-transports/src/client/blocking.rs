@@ -8,6 +8,7 @@
 //! the bytes of sessions whose replies are awaited as futures.
 
 use std::io::{self, IoSlice, Read};
+use std::marker::PhantomData;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -23,6 +24,7 @@ use rustix::net::{RecvFlags, SendAncillaryBuffer, SendFlags, recv, send, sendmsg
 
 use super::SessionConfig;
 use super::idle_poller::{IdlePoller, Interest, PolledSession, timespec};
+use super::protocol::{Bulk, ClientProtocol};
 use super::state::{Change, ClientState, Locked, Pump, SessionRef};
 use crate::channel::{BlockingChannel, BlockingIo, ChannelGuard, ExplainEnd};
 use crate::channel_io::{READ_MAX, SLICES};
@@ -53,11 +55,13 @@ const READ_BEHIND_BULK: usize = 4 << 10;
 ///
 /// Made by [`Connector::connect_blocking`](crate::Connector::connect_blocking). Callers may wait
 /// for operations or await them. Waiting needs no switch to another thread.
-#[derive(Clone)]
-pub struct BlockingClientSession(SessionRef<SocketPump>);
+pub type BlockingClientSession = BlockingSession<ClientEndpoint<Responder>>;
+
+/// A session like [`BlockingClientSession`], of any protocol.
+pub struct BlockingSession<E: ClientProtocol>(SessionRef<SocketPump<E>>);
 
 /// Pump that is run by the threads that wait.
-struct SocketPump {
+struct SocketPump<E> {
     io: BlockingIo,
     /// Signal that the leader has stepped down, or has done work for others.
     leader_changed: Condvar,
@@ -74,6 +78,7 @@ struct SocketPump {
     end: Option<Arc<dyn ExplainEnd>>,
     /// Guard of the channel's resources, such as a child process.
     _guard: Option<ChannelGuard>,
+    protocol: PhantomData<fn() -> E>,
 }
 
 /// Part of the pump that the session's lock guards.
@@ -88,6 +93,8 @@ struct SocketState {
     /// True once nothing can be written any more. The leader then reads the remaining input up to
     /// its end.
     is_unwritable: bool,
+    /// True once this side of the channel is closed for writing, and the peer may still send.
+    is_half_closed: bool,
     /// Number of threads that wait for the leader.
     followers: usize,
     /// True while the socket's buffer is full and there is more to write.
@@ -100,7 +107,7 @@ struct SocketState {
     spinner: Option<Spinner>,
 }
 
-type Guard<'a> = MutexGuard<'a, Locked<SocketPump>>;
+type Guard<'a, E> = MutexGuard<'a, Locked<SocketPump<E>>>;
 
 impl BlockingClientSession {
     /// Starts the session after a handshake. `input` holds the bytes that were read beyond it.
@@ -114,22 +121,40 @@ impl BlockingClientSession {
         mut input: BytesMut,
         config: SessionConfig,
     ) -> io::Result<Self> {
-        let SessionConfig { endpoint: config, spin } = config;
-        let end = channel.end().cloned();
-        let (io, peer, guard) = channel.into_parts();
-        let read_limit = config.keep_alive.clamp(Duration::from_millis(1), READ_LIMIT);
-        io.set_read_timeout(Some(read_limit))?;
-        let endpoint = ClientEndpoint::new(negotiated, config, Instant::now());
+        let keep_alive = config.endpoint.keep_alive;
+        let endpoint = ClientEndpoint::new(negotiated, config.endpoint, Instant::now());
         let mut endpoint = shared_memory::offered_by(endpoint, negotiated);
         if let Err(error) = endpoint.handle_input(&mut input, Instant::now()) {
             endpoint.fail(error);
         }
+        Self::drive(channel, endpoint, input, keep_alive, config.spin)
+    }
+}
+
+impl<E: ClientProtocol> BlockingSession<E> {
+    /// Starts a session over a channel. `input` holds bytes that the endpoint has not used.
+    ///
+    /// # Errors
+    ///
+    /// The idle poller cannot be started.
+    pub(crate) fn drive(
+        channel: BlockingChannel,
+        endpoint: E,
+        input: BytesMut,
+        keep_alive: Duration,
+        spin: Duration,
+    ) -> io::Result<Self> {
+        let end = channel.end().cloned();
+        let (io, peer, guard) = channel.into_parts();
+        let read_limit = keep_alive.clamp(Duration::from_millis(1), READ_LIMIT);
+        io.set_read_timeout(Some(read_limit))?;
         let state = SocketState {
             input,
             scratch: vec![0; READ_MAX],
             has_leader: false,
             is_reading: false,
             is_unwritable: false,
+            is_half_closed: false,
             followers: 0,
             is_blocked: false,
             behind_bulk: false,
@@ -146,6 +171,7 @@ impl BlockingClientSession {
             read_limit,
             end,
             _guard: guard,
+            protocol: PhantomData,
         };
         let session = ClientState::new(endpoint, (pump, state), peer, false);
         IdlePoller::get()?.add(session.clone());
@@ -153,13 +179,19 @@ impl BlockingClientSession {
     }
 }
 
-impl std::fmt::Debug for BlockingClientSession {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_tuple("BlockingClientSession").field(&self.0.peer()).finish()
+impl<E: ClientProtocol> Clone for BlockingSession<E> {
+    fn clone(&self) -> Self {
+        Self(self.0.clone())
     }
 }
 
-impl RpcSession for BlockingClientSession {
+impl<E: ClientProtocol> std::fmt::Debug for BlockingSession<E> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_tuple("BlockingSession").field(&self.0.peer()).finish()
+    }
+}
+
+impl<E: ClientProtocol> RpcSession for BlockingSession<E> {
     fn submit(&self, request: Request) -> Submission {
         self.0.as_session().submit(request)
     }
@@ -173,15 +205,16 @@ impl RpcSession for BlockingClientSession {
     }
 }
 
-impl Pump for SocketPump {
+impl<E: ClientProtocol> Pump for SocketPump<E> {
+    type Endpoint = E;
     type Locked = SocketState;
 
-    fn endpoint_changed(session: &ClientState<Self>, mut locked: Guard<'_>, change: Change) {
+    fn endpoint_changed(session: &ClientState<Self>, mut locked: Guard<'_, E>, change: Change) {
         match change {
             // The leader is reading, and would not write the new request. Without a leader, the
             // thread that waits becomes the leader.
             Change::Request if !locked.pump.has_leader => {}
-            Change::Request => session.flush(&mut locked),
+            Change::Request => session.flush_and_deliver(locked),
             Change::Release => {
                 if locked.pump.has_leader {
                     session.flush(&mut locked);
@@ -191,13 +224,7 @@ impl Pump for SocketPump {
                     wake_idle_poller();
                 }
             }
-            Change::Cancel => {
-                let mut events = Vec::new();
-                locked.take_events(&mut events);
-                session.flush(&mut locked);
-                drop(locked);
-                session.deliver_explained(events);
-            }
+            Change::Cancel => session.flush_and_deliver(locked),
             Change::Close => {
                 session.flush(&mut locked);
                 drop(locked);
@@ -213,8 +240,9 @@ impl Pump for SocketPump {
         }
         let mut locked = session.lock();
         session.flush(&mut locked);
-        if locked.pump.is_blocked || locked.has_ended() {
-            drop(locked);
+        let is_due = locked.pump.is_blocked || locked.has_ended();
+        session.deliver_rest_of(locked);
+        if is_due {
             wake_idle_poller();
         }
     }
@@ -247,6 +275,14 @@ impl Pump for SocketPump {
                 continue;
             }
             session.flush(&mut locked);
+            let mut events = Vec::new();
+            locked.take_events(&mut events);
+            if !events.is_empty() {
+                drop(locked);
+                session.deliver_explained(events);
+                locked = session.lock();
+                continue;
+            }
             let wait = if locked.pump.is_blocked { WRITE_RETRY } else { IN_USE };
             locked.pump.followers += 1;
             session.pump.leader_changed.wait_for(&mut locked, wait);
@@ -262,9 +298,9 @@ fn wake_idle_poller() {
     }
 }
 
-impl ClientState<SocketPump> {
+impl<E: ClientProtocol> ClientState<SocketPump<E>> {
     /// Writes as much as is possible without waiting.
-    fn flush(&self, locked: &mut Locked<SocketPump>) {
+    fn flush(&self, locked: &mut Locked<SocketPump<E>>) {
         let io = &self.pump.io;
         while !locked.pump.is_unwritable {
             locked.endpoint.stage();
@@ -272,6 +308,10 @@ impl ClientState<SocketPump> {
             let count = locked.endpoint.slices(&mut slices);
             locked.pump.is_blocked = false;
             if count == 0 {
+                if locked.endpoint.has_finished_output() && !locked.pump.is_half_closed {
+                    locked.pump.is_half_closed = true;
+                    let _ = io.shutdown(std::net::Shutdown::Write);
+                }
                 return;
             }
             let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
@@ -297,12 +337,26 @@ impl ClientState<SocketPump> {
                         let _ = io.shutdown(std::net::Shutdown::Read);
                     } else {
                         self.read_to_end(locked);
-                        locked.channel_broke(io::Error::from(error));
+                        locked.channel_broke(&io::Error::from(error));
                     }
                     return;
                 }
             }
         }
+    }
+
+    /// Writes as much as is possible without waiting, and delivers the events of that.
+    fn flush_and_deliver(&self, mut locked: Guard<'_, E>) {
+        self.flush(&mut locked);
+        self.deliver_rest_of(locked);
+    }
+
+    /// Delivers the events that there are.
+    fn deliver_rest_of(&self, mut locked: Guard<'_, E>) {
+        let mut events = Vec::new();
+        locked.take_events(&mut events);
+        drop(locked);
+        self.deliver_explained(events);
     }
 
     /// Delivers events, the session's end with its explanation, for which this blocks shortly.
@@ -314,7 +368,7 @@ impl ClientState<SocketPump> {
     }
 
     /// Reads the input that has arrived, without waiting.
-    fn read_to_end(&self, locked: &mut Locked<SocketPump>) {
+    fn read_to_end(&self, locked: &mut Locked<SocketPump<E>>) {
         let mut buffer = vec![0; READ_MAX];
         loop {
             // What was read before may not have been handled whole.
@@ -333,13 +387,14 @@ impl ClientState<SocketPump> {
 
     /// Reads and writes for all callers until `done` returns true. Without `done`, stops when it
     /// would have to wait.
-    fn lead<'a>(&'a self, mut locked: Guard<'a>, done: Option<&dyn Fn() -> bool>) -> Guard<'a> {
+    fn lead<'a>(&'a self, mut locked: Guard<'a, E>, done: Option<&dyn Fn() -> bool>) -> Guard<'a, E> {
         let is_done = || done.is_some_and(|done| done());
+        // The poller goes on after the end, for as long as the protocol needs the channel.
+        let is_over = |locked: &Locked<_>| if done.is_some() { locked.has_ended() } else { locked.is_over() };
         locked.pump.has_leader = true;
         loop {
             let now = Instant::now();
-            let timeout = locked.endpoint.poll_timeout();
-            if timeout.is_some_and(|timeout| timeout <= now) {
+            if locked.endpoint.poll_timeout().is_some_and(|timeout| timeout <= now) {
                 locked.handle_timeout(now);
             }
             self.flush(&mut locked);
@@ -353,14 +408,15 @@ impl ClientState<SocketPump> {
                     self.pump.leader_changed.notify_all();
                 }
                 // A completed request may have led to new ones.
-                if !is_done() && !locked.has_ended() {
+                if !is_done() && !is_over(&locked) {
                     continue;
                 }
             }
-            if is_done() || locked.has_ended() {
+            if is_done() || is_over(&locked) {
                 break;
             }
-            let wait = timeout.map_or(IN_USE, |timeout| timeout.saturating_duration_since(now));
+            let timeout = locked.endpoint.poll_timeout();
+            let wait = timeout.map_or(self.pump.read_limit, |timeout| timeout.saturating_duration_since(now));
             let has_read;
             (locked, has_read) = self.read(locked, wait, done.is_some());
             if !has_read && done.is_none() {
@@ -368,9 +424,11 @@ impl ClientState<SocketPump> {
             }
         }
         locked.pump.has_leader = false;
-        if locked.has_ended() {
+        if locked.is_over() {
             // The peer waits for the shutdown, and references to the session may live long.
             let _ = self.pump.io.shutdown(std::net::Shutdown::Both);
+        } else if locked.has_ended() && done.is_some() {
+            wake_idle_poller();
         }
         if locked.pump.followers > 0 {
             self.pump.leader_changed.notify_all();
@@ -386,7 +444,7 @@ impl ClientState<SocketPump> {
 
     /// Reads once, and waits up to `wait` for it if `may_wait`. Returns true if anything was read,
     /// the end included.
-    fn read<'a>(&'a self, mut locked: Guard<'a>, wait: Duration, may_wait: bool) -> (Guard<'a>, bool) {
+    fn read<'a>(&'a self, mut locked: Guard<'a, E>, wait: Duration, may_wait: bool) -> (Guard<'a, E>, bool) {
         if locked.endpoint.is_paused() {
             let Locked { endpoint, pump, .. } = &mut *locked;
             if let Err(error) = endpoint.handle_input(&mut pump.input, Instant::now()) {
@@ -440,13 +498,13 @@ impl ClientState<SocketPump> {
             (Ok(()), Ok(0)) => endpoint.handle_end_of_stream(pump.input.len()),
             (Ok(()), Ok(_)) => {}
             (Ok(()), Err(Errno::AGAIN | Errno::INTR)) => return (locked, false),
-            (Ok(()), Err(error)) => locked.channel_broke(io::Error::from(error)),
+            (Ok(()), Err(error)) => locked.channel_broke(&io::Error::from(error)),
         }
         (locked, true)
     }
 }
 
-impl SocketPump {
+impl<E> SocketPump<E> {
     /// Returns the longest time for which the idle poller may wait, because of requests that were
     /// announced now or a short time ago.
     fn longest_wait(&self, state: &mut SocketState, now: Instant) -> Duration {
@@ -505,7 +563,7 @@ fn receive(io: &BlockingIo, target: &mut [u8], flags: RecvFlags) -> Result<usize
     recv(io, target, flags).map(|(count, _)| count)
 }
 
-impl PolledSession for ClientState<SocketPump> {
+impl<E: ClientProtocol> PolledSession for ClientState<SocketPump<E>> {
     fn socket(&self) -> BorrowedFd<'_> {
         self.pump.io.as_fd()
     }
@@ -529,7 +587,7 @@ impl PolledSession for ClientState<SocketPump> {
         let timeout = locked.endpoint.poll_timeout();
         Interest {
             readiness: Some(if is_blocked { PollFlags::IN | PollFlags::OUT } else { PollFlags::IN }),
-            timeout: timeout.map_or(IN_USE, |timeout| timeout.saturating_duration_since(now)).min(limit),
+            timeout: timeout.map_or(Duration::MAX, |timeout| timeout.saturating_duration_since(now)).min(limit),
         }
     }
 
@@ -544,12 +602,10 @@ impl PolledSession for ClientState<SocketPump> {
 
     fn has_finished(&self) -> bool {
         let locked = self.lock();
-        locked.has_ended() && !locked.pump.has_leader
+        locked.is_over() && !locked.pump.has_leader
     }
 
     fn deliver_rest(&self) {
-        let mut events = Vec::new();
-        self.lock().take_events(&mut events);
-        self.deliver_explained(events);
+        self.deliver_rest_of(self.lock());
     }
 }

@@ -1,27 +1,31 @@
 //! State of a client's session: requests, replies, frees and ends. This module performs no input or
 //! output.
 //!
-//! [`ClientState`] is the session as its callers see it, with the protocol's endpoint under one
-//! lock. A [`Pump`] moves the bytes between the endpoint and the channel: the [task](super::task)
-//! of an async runtime, or the [threads](super::blocking) that wait for replies.
+//! [`ClientState`] is the session as its callers see it, with the endpoint of its
+//! [protocol](super::protocol) under one lock. A [`Pump`] moves the bytes between the endpoint and
+//! the channel: the [task](super::task) of an async runtime, or the [threads](super::blocking) that
+//! wait for replies.
 
-use std::fmt;
+use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use parking_lot::{Mutex, MutexGuard};
 use rpc_core::blocking::Driver;
-use rpc_core::proto::{Admission, ClientEndpoint, ClientEvent};
+use rpc_core::proto::{Admission, ClientEvent};
 use rpc_core::reply::ReplyControl;
 use rpc_core::{ErrorKind, Operation, Request, Responder, RpcError, RpcSession, SharedSession, Submission, Value};
 
+use super::protocol::ClientProtocol;
 use crate::channel::ExplainEnd;
-use crate::channel_io::without_reference;
 use crate::clock;
 
 /// Mover of a session's bytes, with the state that it needs for that.
 pub(super) trait Pump: Send + Sync + Sized + 'static {
+    /// Endpoint of the session's protocol.
+    type Endpoint: ClientProtocol;
+
     /// Part of the pump that the session's lock guards, beside the endpoint.
     type Locked: Send;
 
@@ -89,7 +93,7 @@ pub(super) struct ClientState<P: Pump> {
 
 /// Part of the session that its lock guards.
 pub(super) struct Locked<P: Pump> {
-    pub(super) endpoint: ClientEndpoint<Responder>,
+    pub(super) endpoint: P::Endpoint,
     pub(super) pump: P::Locked,
     /// Submissions that complete when the session ends.
     end_watchers: Vec<Responder>,
@@ -100,7 +104,7 @@ pub(super) struct Locked<P: Pump> {
 impl<P: Pump> ClientState<P> {
     /// Creates the state of a session whose handshake is done.
     pub(super) fn new(
-        endpoint: ClientEndpoint<Responder>,
+        endpoint: P::Endpoint,
         (pump, locked): (P, P::Locked),
         peer: String,
         is_encrypted: bool,
@@ -185,7 +189,7 @@ impl<P: Pump> ClientState<P> {
         responder.complete(Err(self.explained(error).with_peer(&*self.peer)));
     }
 
-    fn change<T>(&self, change: Change, apply: impl FnOnce(&mut ClientEndpoint<Responder>) -> T) -> T {
+    fn change<T>(&self, change: Change, apply: impl FnOnce(&mut P::Endpoint) -> T) -> T {
         let mut locked = self.lock();
         let result = apply(&mut locked.endpoint);
         P::endpoint_changed(self, locked, change);
@@ -211,14 +215,19 @@ impl<P: Pump> Locked<P> {
     }
 
     /// Ends the session, because the channel is broken.
-    pub(super) fn channel_broke(&mut self, error: impl fmt::Display) {
-        self.endpoint
-            .fail(RpcError::new(ErrorKind::PeerLost, format!("the connection broke: {}", without_reference(&error))));
+    pub(super) fn channel_broke(&mut self, error: &io::Error) {
+        let error = self.endpoint.broken(error);
+        self.endpoint.fail(error);
     }
 
     /// Returns true once the session has ended.
     pub(super) fn has_ended(&self) -> bool {
         self.endpoint.ended().is_some()
+    }
+
+    /// Returns true once the channel can be closed.
+    pub(super) fn is_over(&self) -> bool {
+        self.endpoint.is_over()
     }
 
     /// Appends the events since the last call to `events`.
@@ -340,8 +349,7 @@ impl<P: Pump> RpcSession for LastReference<P> {
                 let (submission, responder) = state.pending();
                 let token = responder.clone();
                 let now = if request.deadline.is_some() { clock::now() } else { state.created };
-                let submit =
-                    |endpoint: &mut ClientEndpoint<Responder>| endpoint.submit(responder.id(), request, token, now);
+                let submit = |endpoint: &mut P::Endpoint| endpoint.submit(responder.id(), request, token, now);
                 match state.change(Change::Request, submit) {
                     Admission::Now => responder.admit(),
                     Admission::Later => {}

@@ -84,6 +84,8 @@ impl RpcSession for ClientSession {
 }
 
 impl Pump for TaskPump {
+    type Endpoint = ClientEndpoint<Responder>;
+
     /// Waker of the task, while it waits.
     type Locked = Option<Waker>;
 
@@ -203,13 +205,13 @@ impl Wire {
             }
             // A peer that closed may have sent the reason: its last bytes can still be read.
             if !self.read_to_end(locked, cx) {
-                locked.channel_broke(error);
+                locked.channel_broke(&error);
             }
             return Poll::Ready(());
         }
         match ready!(self.poll_input(&mut locked.endpoint, cx)) {
             Ok(()) => {}
-            Err(InputError::Broken(error)) => locked.channel_broke(error),
+            Err(InputError::Broken(error)) => locked.channel_broke(&error),
             Err(InputError::Protocol(error)) => {
                 locked.endpoint.fail(error);
                 let _ = self.poll_output(&mut locked.endpoint, cx);

@@ -16,8 +16,8 @@ use super::error::ConnectError;
 use super::hop::Hop;
 use super::opener::{OpenedBy, SessionOpener};
 use crate::address::{Address, AddressError, ToAddress};
-use crate::channel::Channel;
-use crate::client::{BlockingClientSession, ClientSession, SessionConfig};
+use crate::channel::{BlockingChannel, Channel};
+use crate::client::{BlockingClientSession, BlockingSession, ClientProtocol, ClientSession, SessionConfig};
 use crate::error::TransportError;
 #[cfg(feature = "tls")]
 use crate::handshake::certificates::ClientTls;
@@ -396,6 +396,36 @@ impl Connector {
             return Err(TransportError::unsupported(address, NEEDS_CERTIFICATE).into());
         }
         Ok(channel)
+    }
+
+    /// Opens a channel as [`open_channel`](Self::open_channel) does, on the calling thread and
+    /// without a runtime. Returns `None` if the address needs a runtime, or is encrypted.
+    ///
+    /// # Errors
+    ///
+    /// As [`open_channel`](Self::open_channel).
+    pub fn open_channel_blocking(&self, address: &Address) -> Result<Option<BlockingChannel>, ConnectError> {
+        match self.properties(address)?.encrypted {
+            false => Ok(self.transports.dial_blocking(address, &self.dial)?),
+            true => Ok(None),
+        }
+    }
+
+    /// Starts a session by another protocol than the native one, whose input and output are done by
+    /// the threads that wait for its replies. The handshake of that protocol has been performed
+    /// over `channel`, which this connector has [opened](Self::open_channel_blocking).
+    ///
+    /// # Errors
+    ///
+    /// The system refuses the thread that serves such sessions while no caller waits.
+    pub fn start_blocking<E: ClientProtocol>(
+        &self,
+        channel: BlockingChannel,
+        endpoint: E,
+    ) -> Result<BlockingSession<E>, ConnectError> {
+        let peer = channel.peer().to_owned();
+        let session = BlockingSession::drive(channel, endpoint, BytesMut::new(), self.dial.keep_alive, self.spin);
+        Ok(session.map_err(|error| TransportError::from_io(peer, error))?)
     }
 
     /// Returns the terms on which channels are opened: time limit, tokens and trust.

@@ -75,8 +75,9 @@ pub trait SessionOpener: fmt::Debug + Send + Sync + 'static {
     /// gives up the attempt.
     fn open<'a>(&'a self, to: &'a Address, connector: &'a Connector) -> BoxFuture<'a, Result<Session, ConnectError>>;
 
-    /// Opens a session on this thread, without a runtime. Returns `None` if the opener cannot. A
-    /// background runtime of the process then calls [`open`](Self::open).
+    /// Opens a session on this thread, without a runtime, as with
+    /// [`Connector::open_channel_blocking`] and [`Connector::start_blocking`]. Returns `None` if
+    /// the opener cannot. A background runtime of the process then calls [`open`](Self::open).
     fn open_blocking(&self, to: &Address, connector: &Connector) -> Option<Result<Session, ConnectError>> {
         let _ = (to, connector);
         None

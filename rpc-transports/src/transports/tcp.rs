@@ -119,7 +119,12 @@ fn dial_blocking(address: &Address, options: &Dial) -> Result<BlockingChannel, T
         // The standard library refuses a limit of zero.
         let share = share.max(Duration::from_millis(1));
         let outcome = StdStream::connect_timeout(&target, share);
-        match outcome.and_then(|stream| tuned(&stream).map(|()| stream)) {
+        let tuned = outcome.and_then(|stream| {
+            tuned(&stream)?;
+            options.socket_silence.map_or(Ok(()), |silence| limit_silence(&stream, silence))?;
+            Ok(stream)
+        });
+        match tuned {
             Ok(stream) => return Ok(BlockingChannel::new(stream, address.to_string())),
             Err(error) => attempts.note(error),
         }

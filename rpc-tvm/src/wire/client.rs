@@ -83,7 +83,28 @@ pub struct ClientWire {
     limits: WireLimits,
     /// Bytes that were read and not consumed.
     input: BytesMut,
+    /// Body that is being filled elsewhere, while it is here.
+    large: Option<LargeBody>,
     stage: Stage,
+}
+
+/// Body of a large reply, to read into without the state machine.
+#[derive(Debug)]
+pub struct LargeBody {
+    buffer: BytesMut,
+    filled: usize,
+}
+
+impl LargeBody {
+    /// Returns the part that has not been filled yet.
+    pub fn unfilled(&mut self) -> &mut [u8] {
+        &mut self.buffer[self.filled..]
+    }
+
+    /// Records that the first `count` bytes of [`unfilled`](Self::unfilled) were filled.
+    pub fn advance(&mut self, count: usize) {
+        self.filled = (self.filled + count).min(self.buffer.len());
+    }
 }
 
 #[derive(Debug)]
@@ -102,7 +123,7 @@ impl ClientWire {
     /// Creates the state of a connection of which nothing has been read.
     #[must_use]
     pub fn new(limits: WireLimits) -> Self {
-        Self { limits, input: BytesMut::new(), stage: Stage::Answer }
+        Self { limits, input: BytesMut::new(), large: None, stage: Stage::Answer }
     }
 
     /// Returns the buffer to read into: it has room for at least one byte.
@@ -158,6 +179,31 @@ impl ClientWire {
                     return Ok(Some(ClientEvent::Reply(ServerReply::TooLarge { len })));
                 }
             }
+        }
+    }
+
+    /// Takes out the body of a large reply of which a part is awaited: an alternative to
+    /// [`input`](Self::input). Nothing else may be done until it is [put back](Self::put_large).
+    pub fn take_large(&mut self) -> Option<LargeBody> {
+        let len = match self.stage {
+            Stage::Body { len, .. } if len > READ_AHEAD && self.input.len() < len => len,
+            _ => return None,
+        };
+        Some(self.large.take().unwrap_or_else(|| {
+            let filled = self.input.len();
+            let mut buffer = BytesMut::zeroed(len);
+            buffer[..filled].copy_from_slice(&self.input);
+            self.input.clear();
+            LargeBody { buffer, filled }
+        }))
+    }
+
+    /// Puts back what [`take_large`](Self::take_large) returned.
+    pub fn put_large(&mut self, body: LargeBody) {
+        if body.filled == body.buffer.len() {
+            self.input = body.buffer;
+        } else {
+            self.large = Some(body);
         }
     }
 

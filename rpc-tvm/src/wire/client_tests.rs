@@ -252,3 +252,40 @@ fn changed_bytes_never_panic() {
         }
     }
 }
+
+#[test]
+fn a_large_body_is_filled_without_the_state_machine() {
+    let data: Vec<u8> = (0..100_000_u32).map(|at| at as u8).collect();
+    let len = data.len() as u64;
+    let reply = [&copy_ack_header(len)[..], &data].concat();
+    // What follows is a reply of its own.
+    let next = returned(&[WireValue::Int(7)]);
+    for read_before in [12, 5000] {
+        let mut wire = accepted();
+        let expected = Some(Expected::Data { len });
+        let mut rest = &reply[..read_before];
+        while !rest.is_empty() {
+            put(wire.input(), &mut rest, usize::MAX);
+        }
+        assert!(wire.take_large().is_none(), "nothing is known of the body");
+        assert_eq!(wire.poll_event(expected).unwrap(), Some(ClientEvent::Announced { len }));
+        for piece in reply[read_before..].chunks(30_000) {
+            assert!(wire.poll_event(expected).unwrap().is_none() && wire.is_inside_message());
+            let mut body = wire.take_large().unwrap();
+            body.unfilled()[..piece.len()].copy_from_slice(piece);
+            body.advance(piece.len());
+            wire.put_large(body);
+        }
+        assert!(wire.take_large().is_none(), "it is complete");
+        let answered = ClientEvent::Reply(ServerReply::Data(data.clone().into()));
+        assert_eq!(wire.poll_event(expected).unwrap(), Some(answered));
+        let answered = [ClientEvent::Reply(ServerReply::Value(WireValue::Int(7)))];
+        assert_eq!(feed(&mut wire, &next, usize::MAX, &[Expected::Value]).unwrap(), answered);
+    }
+    // A reply that is refused has no place.
+    let mut wire = accepted();
+    put(wire.input(), &mut &reply[..12], usize::MAX);
+    assert!(wire.poll_event(Some(Expected::Data { len })).unwrap().is_some());
+    wire.refuse();
+    assert!(wire.take_large().is_none());
+}

@@ -65,7 +65,7 @@ mod tracker_reply;
 mod tracker_tests;
 mod value;
 
-pub use client::{ClientEvent, ClientWire, Expected, ServerReply};
+pub use client::{ClientEvent, ClientWire, Expected, LargeBody, ServerReply};
 pub use frame_code::FrameCode;
 pub use hello::{Hello, HelloAnswer, HelloKey, MAX_KEY, ServerAnswer, TRACKER_MAGIC, WIRE_MAGIC};
 pub use proxy::{ParkedServerWire, ProxyHello, ProxyRole, ProxyWire};

@@ -12,6 +12,7 @@ use std::sync::mpsc;
 use std::thread;
 use std::time::Duration;
 
+use rpc_core::blocking::allow_blocking;
 use rpc_core::{DataType, Device, ErrorKind, Lane, RemoteTensor, Session};
 use rpc_server::config::{Isolate, ServeConfig, Span};
 use rpc_server::{RpcServer, Running};
@@ -565,28 +566,41 @@ async fn a_long_outage_ends_the_session_on_both_sides(transport: Transport, _: F
 }
 
 /// TVM's protocol has no pings, and a server that runs a function reads nothing: the kernel looks
-/// after a server whose packets vanish, at an idle session and behind a call.
+/// after a server whose packets vanish, at an idle session and behind a call, in either form.
 #[test]
 fn a_server_of_tvm_whose_packets_vanish_is_noticed() {
     peers::run(|| async {
         let Some(wire) = Wire::new() else { return };
         let (server, _folder) = wire.serve_tvm().await;
         let address = server.addresses()[0].to_string().replace("tcp://", "tvm://");
+        // Given up after three times as long.
+        let connector =
+            || peers::connector().transports(rpc_server::transports()).keep_alive(Duration::from_millis(500));
         let connect = || {
-            // Given up after three times as long.
-            let connector =
-                peers::connector().transports(rpc_server::transports()).keep_alive(Duration::from_millis(500));
+            let connector = connector();
             let address = address.clone();
             wire.client.run(async move { soon("connect", connector.connect(&address)).await.unwrap() })
         };
+        let connect_blocking = || {
+            let connector = connector();
+            let address = address.clone();
+            // The socket belongs to the thread's network.
+            wire.client.run(async move { allow_blocking(|| connector.connect_blocking(&address)).unwrap() })
+        };
         let (idle, busy) = (connect().await, connect().await);
+        let (idle_blocking, busy_blocking) = (connect_blocking().await, connect_blocking().await);
         let never = soon("get", busy.function::<(), ()>("never")).await.unwrap();
         let call = never.call(()).start();
-        within(TIME_LIMIT, "the call runs", async || server.sessions() == 2).await;
+        let never = soon("get", busy_blocking.function::<(), ()>("never")).await.unwrap();
+        let waiting = tokio::task::spawn_blocking(move || never.call(()).wait().unwrap_err());
+        within(TIME_LIMIT, "the calls run", async || server.sessions() == 4).await;
         wire.pull_server();
         let call = async { soon("the call ends", call).await.unwrap_err() };
-        let (call, idle) = tokio::join!(call, async { soon("the silence is noticed", idle.ended()).await });
-        for ended in [call, idle] {
+        let waiting = async { soon("the waiting call ends", waiting).await.unwrap() };
+        let idle = async { soon("the silence is noticed", idle.ended()).await };
+        let idle_blocking = async { soon("the silence is noticed", idle_blocking.ended()).await };
+        let (call, waiting, idle, idle_blocking) = tokio::join!(call, waiting, idle, idle_blocking);
+        for ended in [call, waiting, idle, idle_blocking] {
             assert!(ended.ends_session(), "{ended}");
             assert!(matches!(ended.kind(), ErrorKind::PeerSilent | ErrorKind::PeerLost), "{ended}");
         }

@@ -1,9 +1,11 @@
 //! The end of a connection. A server of TVM stops for good if nobody takes its answers: the process
 //! of the session fails at the second one, and the server with it. So its last answers are read.
 
-use std::time::Duration;
+use std::io::{self, Read as _};
+use std::net::Shutdown;
+use std::time::{Duration, Instant};
 
-use rpc_transports::ChannelIo;
+use rpc_transports::{BlockingChannel, ChannelIo};
 use tokio::io::{AsyncRead, AsyncWriteExt as _, copy, sink, split};
 use tokio::time::timeout;
 
@@ -20,6 +22,29 @@ pub(super) async fn leave(io: Box<dyn ChannelIo>, guard: impl Send) {
     };
     let _ = timeout(LINGER, left).await;
     drop(guard);
+}
+
+/// Ends a connection as [`leave`] does, without a runtime: on a thread.
+pub(super) fn leave_blocking(channel: BlockingChannel) {
+    let left = move || {
+        let _ = channel.io().shutdown(Shutdown::Write);
+        let until = Instant::now() + LINGER;
+        let mut dropped = [0; 4096];
+        loop {
+            let left = until.saturating_duration_since(Instant::now());
+            // There is no limit of zero, which the time's end is.
+            if channel.io().set_read_timeout(Some(left)).is_err() {
+                return;
+            }
+            match channel.io().read(&mut dropped) {
+                Ok(1..) => {}
+                Err(error) if matches!(error.kind(), io::ErrorKind::Interrupted | io::ErrorKind::WouldBlock) => {}
+                _ => return,
+            }
+        }
+    };
+    // Without the thread the connection is closed at once.
+    let _ = std::thread::Builder::new().name("rpc-tvm-leave".into()).spawn(left);
 }
 
 /// Reads, and keeps nothing, until the server closes the connection.

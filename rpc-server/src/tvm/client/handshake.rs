@@ -1,22 +1,29 @@
 //! The beginning of a session: hello, first request, and the largest frame that the server takes.
 
+use std::io::{self, Read as _, Write as _};
+use std::net::Shutdown;
+use std::pin::Pin;
 use std::sync::Arc;
-use std::time::Duration;
+use std::task::{Context, Poll};
+use std::time::{Duration, Instant};
 
+use rpc_core::blocking::block_on;
 use rpc_core::limits::MemoryQuota;
 use rpc_core::{ErrorKind, RpcError};
-use rpc_transports::{Channel, ChannelGuard, ChannelIo};
+use rpc_transports::{BlockingChannel, BlockingIo, Channel, ChannelGuard, ChannelIo};
 use rpc_tvm::wire::{
     CallResult, ClientEvent, ClientWire, Expected, Hello, PROTOCOL_VERSION, Request, ServerAnswer, ServerReply,
     WireLimits, WireValue,
 };
-use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _, ReadBuf};
 use tokio::runtime;
 
 use super::super::server_function::UNLIMITED_PACKET;
 use super::farewell::leave;
 use super::link::{Link, lost};
 use super::objects::Objects;
+use super::outcomes::Outcomes;
+use super::protocol::TvmProtocol;
 use super::session::TvmClientSession;
 use super::state::ClientCore;
 
@@ -39,27 +46,91 @@ pub(super) struct Terms<'a> {
     pub(super) limit: Duration,
 }
 
-/// Begins a session over a channel.
+/// Begins a session over a channel that a task serves.
 pub(super) async fn begin(channel: Channel, terms: Terms<'_>) -> Result<TvmClientSession, RpcError> {
     let limit = terms.limit;
     let (io, _, guard) = channel.into_parts();
     let mut connection = Connection { io, guard, runtime: Some(runtime::Handle::current()) };
     let wire = ClientWire::new(WireLimits::new(terms.max_message));
     let begun = tokio::time::timeout(limit, Handshake { io: &mut *connection.io, wire }.perform(&terms)).await;
-    let Ok(begun) = begun else {
-        let text = format!(
-            "the server has not answered within {limit:?}: a server of TVM serves one client, and the next one waits"
-        );
-        return Err(RpcError::new(ErrorKind::PeerSilent, text));
-    };
-    let (wire, key, max_packet) = begun?;
+    let begun = begun.map_err(|_| unanswered(limit))??;
+    let (core, wire) = session(begun, terms, Outcomes::AtOnce)?;
+    let (io, guard) = connection.into_parts();
+    Ok(TvmClientSession::spawn(core, io, wire, guard))
+}
+
+/// Begins a session over a channel that the threads serve that wait for replies.
+pub(super) fn begin_blocking(channel: &BlockingChannel, terms: Terms<'_>) -> Result<TvmProtocol, RpcError> {
+    let limit = terms.limit;
+    let mut io = BlockingStream { io: channel.io(), until: Instant::now() + limit };
+    let wire = ClientWire::new(WireLimits::new(terms.max_message));
+    let begun = block_on(Handshake { io: &mut io, wire }.perform(&terms))?;
+    let begun = begun.map_err(|error| if Instant::now() >= io.until { unanswered(limit) } else { error })?;
+    let (core, wire) = session(begun, terms, Outcomes::queued())?;
+    Ok(TvmProtocol::new(core, wire))
+}
+
+/// Outcome of a handshake: the state of the connection, the key of the server, and its largest
+/// frame.
+type Begun = (ClientWire, String, u64);
+
+fn session(begun: Begun, terms: Terms<'_>, outcomes: Outcomes) -> Result<(ClientCore, ClientWire), RpcError> {
+    let (wire, key, max_packet) = begun;
     let objects = Objects::new(terms.memory.clone())?;
     // The one behind the first server of a chain says nothing of that.
     let survives_clients = terms.constructor.is_empty() && max_packet == UNLIMITED_PACKET.unsigned_abs();
     let link = Link::new(terms.memory.clone(), survives_clients)?;
-    let core = ClientCore::new(terms.peer, key, terms.max_message, max_packet, terms.memory, link, objects);
-    let (io, guard) = connection.into_parts();
-    Ok(TvmClientSession::spawn(core, io, wire, guard))
+    let core = ClientCore::new(terms.peer, key, terms.max_message, max_packet, terms.memory, link, objects, outcomes);
+    Ok((core, wire))
+}
+
+fn unanswered(limit: Duration) -> RpcError {
+    let text = format!(
+        "the server has not answered within {limit:?}: a server of TVM serves one client, and the next one waits"
+    );
+    RpcError::new(ErrorKind::PeerSilent, text)
+}
+
+/// A socket whose reads and writes block, up to a time.
+struct BlockingStream<'a> {
+    io: &'a BlockingIo,
+    until: Instant,
+}
+
+impl AsyncRead for BlockingStream<'_> {
+    fn poll_read(self: Pin<&mut Self>, _: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        let left = self.until.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
+        let mut io = self.io;
+        io.set_read_timeout(Some(left))?;
+        loop {
+            match io.read(buffer.initialize_unfilled()) {
+                Ok(count) => buffer.advance(count),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+                Err(error) => return Poll::Ready(Err(error)),
+            }
+            return Poll::Ready(Ok(()));
+        }
+    }
+}
+
+impl AsyncWrite for BlockingStream<'_> {
+    fn poll_write(self: Pin<&mut Self>, _: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        let mut io = self.io;
+        loop {
+            match io.write(bytes) {
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                written => return Poll::Ready(written),
+            }
+        }
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Poll::Ready(self.io.shutdown(Shutdown::Write))
+    }
 }
 
 /// A connection that has no session yet. If it gets none, because the handshake fails, lasts too
@@ -98,8 +169,7 @@ struct Handshake<'a> {
 }
 
 impl Handshake<'_> {
-    /// Returns the state of the connection, the key of the server, and its largest frame.
-    async fn perform(mut self, terms: &Terms<'_>) -> Result<(ClientWire, String, u64), RpcError> {
+    async fn perform(mut self, terms: &Terms<'_>) -> Result<Begun, RpcError> {
         let mut key = format!("client:{}", terms.key);
         if let Some(timeout) = terms.timeout {
             key += &format!(" -timeout={timeout:?}");

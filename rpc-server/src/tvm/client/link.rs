@@ -180,12 +180,7 @@ impl Link {
 
     /// Sends the last frame, which has no reply, and waits until it is written.
     pub(super) async fn finish(&self, frame: Vec<u8>) {
-        {
-            let mut state = self.state.lock();
-            state.unwritten.add(frame.len() as u64);
-            state.output.push_back(frame.into());
-        }
-        self.output.notify_one();
+        self.send_last(frame);
         loop {
             let progress = self.progress.notified();
             if self.state.lock().unwritten.len() == 0 {
@@ -193,6 +188,25 @@ impl Link {
             }
             progress.await;
         }
+    }
+
+    /// Sends the last frame, which has no reply.
+    pub(super) fn send_last(&self, frame: Vec<u8>) {
+        let mut state = self.state.lock();
+        state.unwritten.add(frame.len() as u64);
+        state.output.push_back(frame.into());
+        drop(state);
+        self.output.notify_one();
+    }
+
+    /// Returns true if there is something to write that has not been taken.
+    pub(super) fn has_output(&self) -> bool {
+        !self.state.lock().output.is_empty()
+    }
+
+    /// Returns true once all that was sent is written.
+    pub(super) fn is_written(&self) -> bool {
+        self.state.lock().unwritten.len() == 0
     }
 
     /// Returns the reply that the oldest unanswered request takes.
@@ -228,7 +242,7 @@ impl Link {
 
     /// Takes what is to be written next, as what was taken before is written: a large part alone,
     /// or small ones together.
-    fn take_output(&self) -> Option<Bytes> {
+    pub(super) fn take_output(&self) -> Option<Bytes> {
         let mut state = self.state.lock();
         let left = state.unwritten.len() - std::mem::take(&mut state.writing);
         state.unwritten.shrink_to(left);

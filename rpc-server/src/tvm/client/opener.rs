@@ -9,7 +9,8 @@ use rpc_transports::{
 };
 
 use super::super::chain::{SCHEME, Stops, THEN, TIMEOUT};
-use super::handshake::{Terms, begin};
+use super::farewell::leave_blocking;
+use super::handshake::{Terms, begin, begin_blocking};
 
 /// Bytes that all sessions of a process with servers of TVM may hold for large frames, replies on
 /// their way, and files.
@@ -75,33 +76,61 @@ impl SessionOpener for TvmOpener {
     fn open<'a>(&'a self, to: &'a Address, connector: &'a Connector) -> BoxFuture<'a, Result<Session, ConnectError>> {
         Box::pin(self.connect(to, connector))
     }
+
+    fn open_blocking(&self, to: &Address, connector: &Connector) -> Option<Result<Session, ConnectError>> {
+        self.connect_blocking(to, connector).transpose()
+    }
 }
 
 impl TvmOpener {
     async fn connect(&self, to: &Address, connector: &Connector) -> Result<Session, ConnectError> {
+        let terms = self.terms(to, connector)?;
+        let (at, connector) = way(to, connector)?;
+        let channel = connector.open_channel(&at).await?;
+        let session = begin(channel, terms).await.map_err(|error| error.with_peer(to.to_string()))?;
+        Ok(Session::new(session))
+    }
+
+    fn connect_blocking(&self, to: &Address, connector: &Connector) -> Result<Option<Session>, ConnectError> {
+        rpc_core::blocking::check_may_block()?;
+        let terms = self.terms(to, connector)?;
+        let (at, connector) = way(to, connector)?;
+        let Some(channel) = connector.open_channel_blocking(&at)? else { return Ok(None) };
+        match begin_blocking(&channel, terms) {
+            Ok(protocol) => Ok(Some(Session::new(connector.start_blocking(channel, protocol)?))),
+            Err(error) => {
+                leave_blocking(channel);
+                Err(error.with_peer(to.to_string()).into())
+            }
+        }
+    }
+
+    fn terms<'a>(&self, to: &Address, connector: &'a Connector) -> Result<Terms<'a>, ConnectError> {
         let key = connector.requested_key().unwrap_or_default();
         if !is_key(key) {
             let text = format!("the key {key:?} has spaces or is too long for a server of TVM");
             return Err(RpcError::invalid_argument(text).into());
         }
-        let (host, port) = to.host_and_port().unwrap_or_default();
-        let silence = connector.terms().keep_alive.saturating_mul(SILENT_INTERVALS);
-        let dial = Dial { socket_silence: Some(silence), ..connector.terms().clone() };
-        let channel = connector.clone().dial(dial).open_channel(&Address::tcp(host, port)?).await?;
-        let peer = to.to_string();
         let stops = Stops::of_address(to).map_err(|problem| AddressError::invalid(to, problem))?;
-        let terms = Terms {
-            peer: peer.clone(),
+        Ok(Terms {
+            peer: to.to_string(),
             key,
             timeout: timeout(to).ok().flatten(),
             constructor: stops.constructor(),
             max_message: connector.wire_limits().max_message,
             memory: self.memory.clone(),
             limit: connector.handshake_limit(),
-        };
-        let session = begin(channel, terms).await.map_err(|error| error.with_peer(peer))?;
-        Ok(Session::new(session))
+        })
     }
+}
+
+/// Returns the address of the channel to a server, and the connector that opens it: the system
+/// watches the connection, since the protocol cannot.
+fn way(to: &Address, connector: &Connector) -> Result<(Address, Connector), ConnectError> {
+    let (host, port) = to.host_and_port().unwrap_or_default();
+    let silence = connector.terms().keep_alive.saturating_mul(SILENT_INTERVALS);
+    let dial = Dial { socket_silence: Some(silence), ..connector.terms().clone() };
+    Ok((Address::tcp(host, port)?, connector.clone().dial(dial)))
 }
 
 /// Returns the time-out that an address names.

@@ -11,46 +11,75 @@ use super::state::ClientCore;
 /// Text by which a server begins the error that the time of the session is over.
 const TIMEOUT: &str = "RPCSessionTimeoutError";
 
+/// The replies of a connection, from bytes to their requests.
+pub(super) struct Replies {
+    pub(super) wire: ClientWire,
+    /// Charge for the reply that is being collected.
+    charged: Option<MemoryLease>,
+}
+
+impl Replies {
+    pub(super) fn new(wire: ClientWire) -> Self {
+        Self { wire, charged: None }
+    }
+
+    /// Gives the replies that have arrived to their requests.
+    ///
+    /// # Errors
+    ///
+    /// The reason for which there are no more.
+    pub(super) fn handle(&mut self, core: &ClientCore) -> Result<(), RpcError> {
+        loop {
+            let event = self.wire.poll_event(core.link.expected());
+            let event = event.map_err(|error| RpcError::new(ErrorKind::Protocol, error.to_string()))?;
+            match event {
+                None => return Ok(()),
+                Some(ClientEvent::Announced { len }) => match core.memory.reserve(len) {
+                    Ok(lease) => drop(self.charged.replace(lease)),
+                    Err(_) => self.wire.refuse(),
+                },
+                Some(ClientEvent::Reply(reply)) => {
+                    match checked(reply, core) {
+                        Err(error) if error.kind() == ErrorKind::SessionTimeout => return Err(error),
+                        reply => core.link.answer(reply),
+                    }
+                    drop(self.charged.take());
+                }
+                Some(ClientEvent::Unasked(text)) => {
+                    let error = exception(text);
+                    // The server closes the connection after it, whatever it says.
+                    let is_timeout = error.kind() == ErrorKind::SessionTimeout;
+                    let said = error.message().to_owned();
+                    return Err(if is_timeout { error } else { RpcError::new(ErrorKind::PeerLost, said) });
+                }
+                Some(ClientEvent::Shutdown) => {
+                    let text = "the server has ended the session: it died, or was stopped";
+                    return Err(RpcError::new(ErrorKind::PeerLost, text));
+                }
+                Some(_) => return Err(RpcError::new(ErrorKind::Protocol, "the server says hello twice")),
+            }
+        }
+    }
+
+    /// Returns the error for the end of the stream.
+    pub(super) fn end_of_stream(&self) -> RpcError {
+        let is_cut = self.wire.is_inside_message();
+        let text =
+            if is_cut { "the connection ended inside a message" } else { "the server has closed the connection" };
+        RpcError::new(ErrorKind::PeerLost, text)
+    }
+}
+
 /// Reads replies, and gives them to their requests. Returns the reason for which there are no more.
-pub(super) async fn read(core: &ClientCore, io: &mut (impl AsyncRead + Unpin), mut wire: ClientWire) -> RpcError {
-    // Charge for the reply that is being collected.
-    let mut charged: Option<MemoryLease> = None;
+pub(super) async fn read(core: &ClientCore, io: &mut (impl AsyncRead + Unpin), mut replies: Replies) -> RpcError {
     loop {
-        let event = match wire.poll_event(core.link.expected()) {
-            Ok(event) => event,
-            Err(error) => return RpcError::new(ErrorKind::Protocol, error.to_string()),
-        };
-        match event {
-            Some(ClientEvent::Announced { len }) => match core.memory.reserve(len) {
-                Ok(lease) => drop(charged.replace(lease)),
-                Err(_) => wire.refuse(),
-            },
-            Some(ClientEvent::Reply(reply)) => {
-                match checked(reply, core) {
-                    Err(error) if error.kind() == ErrorKind::SessionTimeout => return error,
-                    reply => core.link.answer(reply),
-                }
-                drop(charged.take());
-            }
-            Some(ClientEvent::Unasked(text)) => {
-                let error = exception(text);
-                // The server closes the connection after it, whatever it says.
-                let is_timeout = error.kind() == ErrorKind::SessionTimeout;
-                let said = error.message().to_owned();
-                return if is_timeout { error } else { RpcError::new(ErrorKind::PeerLost, said) };
-            }
-            Some(ClientEvent::Shutdown) => {
-                return RpcError::new(ErrorKind::PeerLost, "the server has ended the session: it died, or was stopped");
-            }
-            Some(_) => return RpcError::new(ErrorKind::Protocol, "the server says hello twice"),
-            None => match io.read_buf(&mut wire.input()).await {
-                Ok(0) if wire.is_inside_message() => {
-                    return RpcError::new(ErrorKind::PeerLost, "the connection ended inside a message");
-                }
-                Ok(0) => return RpcError::new(ErrorKind::PeerLost, "the server has closed the connection"),
-                Ok(_) => {}
-                Err(error) => return lost(&error),
-            },
+        if let Err(error) = replies.handle(core) {
+            return error;
+        }
+        match io.read_buf(&mut replies.wire.input()).await {
+            Ok(0) => return replies.end_of_stream(),
+            Ok(_) => {}
+            Err(error) => return lost(&error),
         }
     }
 }

@@ -3,7 +3,7 @@
 use std::pin::pin;
 use std::sync::Arc;
 
-use rpc_core::{Request, RpcSession, Submission};
+use rpc_core::{Request, RpcError, RpcSession, Submission};
 use rpc_transports::ChannelIo;
 use rpc_tvm::wire::{ClientWire, shutdown};
 use tokio::io::AsyncWriteExt as _;
@@ -11,8 +11,9 @@ use tokio::time::timeout_at;
 
 use super::execute::execute;
 use super::farewell::{LINGER, discard};
+use super::link;
+use super::replies::{self, Replies};
 use super::state::{ClientCore, closed};
-use super::{link, replies};
 
 /// A session with a server of TVM. Dropping it ends the session.
 pub(super) struct TvmClientSession(Arc<ClientCore>);
@@ -47,6 +48,16 @@ impl Drop for TvmClientSession {
     }
 }
 
+/// Performs the requests of a session. Returns the error with which it ends, and the last frame for
+/// the server where it ends in spite of unanswered requests.
+pub(super) async fn work(core: &Arc<ClientCore>) -> (RpcError, Option<Vec<u8>>) {
+    tokio::select! {
+        biased;
+        error = execute(core) => (error, None),
+        () = core.abandoned() => (closed(), Some(shutdown())),
+    }
+}
+
 /// Serves a session to its end, of which callers are told at once, and ends the connection.
 /// `guard` holds what the connection needs.
 async fn serve(core: Arc<ClientCore>, io: Box<dyn ChannelIo>, wire: ClientWire, guard: impl Send) {
@@ -55,11 +66,10 @@ async fn serve(core: Arc<ClientCore>, io: Box<dyn ChannelIo>, wire: ClientWire, 
         let mut output = pin!(link::write(&core.link, &mut writer));
         let (error, last) = tokio::select! {
             biased;
-            error = replies::read(&core, &mut reader, wire) => (error, None),
+            error = replies::read(&core, &mut reader, Replies::new(wire)) => (error, None),
             error = &mut output => (error, None),
-            error = execute(&core) => (error, None),
-            error = core.watch_deadlines() => (error, None),
-            () = core.abandoned() => (closed(), Some(shutdown())),
+            error = core.watch_time() => (error, None),
+            ended = work(&core) => ended,
         };
         let error = error.with_peer(&*core.peer);
         tracing::debug!(%error, "a session with a server of TVM has ended");

@@ -13,6 +13,8 @@ use tokio::sync::Notify;
 
 use super::link::Link;
 use super::objects::Objects;
+use super::outcomes::Outcomes;
+use super::timer::Timer;
 
 /// Longest time for which the end of a session waits until the objects of its callers are freed.
 const FAREWELL: Duration = Duration::from_secs(1);
@@ -31,11 +33,11 @@ pub(super) struct ClientCore {
     pub(super) memory: Arc<MemoryQuota>,
     pub(super) link: Link,
     pub(super) objects: Mutex<Objects>,
+    pub(super) outcomes: Outcomes,
     queue: Mutex<Queue>,
     /// Wakes the executor.
     queued: Notify,
-    /// Wakes the watch on deadlines.
-    earlier: Notify,
+    timer: Timer,
     /// Wakes those who watch callers, when one has got its outcome or is gone.
     gone: Notify,
     next_id: AtomicU64,
@@ -77,7 +79,8 @@ impl ReplyControl for ClientCore {
         self.gone.notify_waiters();
         drop(operation);
         if let Some(live) = live {
-            live.responder.complete(Err(RpcError::new(ErrorKind::Cancelled, "the request was cancelled")));
+            let error = RpcError::new(ErrorKind::Cancelled, "the request was cancelled");
+            self.outcomes.complete(live.responder, Err(error));
         }
     }
 
@@ -99,6 +102,7 @@ impl ClientCore {
         memory: Arc<MemoryQuota>,
         link: Link,
         objects: Objects,
+        outcomes: Outcomes,
     ) -> Self {
         Self {
             peer,
@@ -108,9 +112,10 @@ impl ClientCore {
             memory,
             link,
             objects: Mutex::new(objects),
+            outcomes,
             queue: Mutex::default(),
             queued: Notify::new(),
-            earlier: Notify::new(),
+            timer: Timer::default(),
             gone: Notify::new(),
             next_id: AtomicU64::new(1),
         }
@@ -124,11 +129,21 @@ impl ClientCore {
         }
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
         let (submission, responder) = Submission::pending(self.clone(), id);
+        if let Err((responder, error)) = self.enqueue(id, request, responder) {
+            responder.complete(Err(error));
+        }
+        submission
+    }
+
+    /// Queues a request, which is no release, under an id of the caller's.
+    ///
+    /// # Errors
+    ///
+    /// The error with which the session has ended.
+    pub(super) fn enqueue(&self, id: u64, request: Request, responder: Responder) -> Result<(), (Responder, RpcError)> {
         let mut queue = self.queue.lock();
         if let Some(error) = queue.ended.clone() {
-            drop(queue);
-            responder.complete(Err(error));
-            return submission;
+            return Err((responder, error));
         }
         queue.waiting.push_back((id, request.operation));
         let live = Live { responder, deadline: request.deadline, has_begun: false, is_cancelled: false };
@@ -139,9 +154,9 @@ impl ClientCore {
         drop(queue);
         self.queued.notify_one();
         if request.deadline.is_some() {
-            self.earlier.notify_one();
+            self.timer.notify();
         }
-        submission
+        Ok(())
     }
 
     /// Returns the end of the session, as an outcome.
@@ -219,7 +234,7 @@ impl ClientCore {
                 () = gone => {}
                 // It may be the shutdown.
                 () = queued => {}
-                () = tokio::time::sleep(limit) => {
+                () = self.timer.sleep(limit) => {
                     // Objects that are not freed end with the session.
                     let mut queue = self.queue.lock();
                     if let Some(at) = queue.awaited_shutdown() {
@@ -237,7 +252,7 @@ impl ClientCore {
         live.has_begun = true;
         let responder = live.responder.clone();
         drop(queue);
-        responder.admit();
+        self.outcomes.admit(responder);
         true
     }
 
@@ -268,7 +283,7 @@ impl ClientCore {
         match (live, outcome) {
             (Some(live), outcome) => {
                 let with_peer = |error: RpcError| error.with_peer(&*self.peer);
-                live.responder.complete(outcome.map_err(with_peer));
+                self.outcomes.complete(live.responder, outcome.map_err(with_peer));
             }
             (None, Ok(value)) => self.discard(value),
             (None, Err(_)) => {}
@@ -288,26 +303,45 @@ impl ClientCore {
             expired.extend(live);
         }
         drop(queue);
+        if expired.is_empty() {
+            return;
+        }
         self.gone.notify_waiters();
         for live in expired {
             let error = RpcError::new(ErrorKind::DeadlineExceeded, "the deadline of the request has passed");
-            live.responder.complete(Err(error.may_have_run(live.has_begun)));
+            self.outcomes.complete(live.responder, Err(error.may_have_run(live.has_begun)));
         }
     }
 
-    /// Watches the deadlines.
-    pub(super) async fn watch_deadlines(&self) -> RpcError {
+    /// Returns the time when [`handle_timeout`](Self::handle_timeout) must be called next.
+    pub(super) fn poll_timeout(&self) -> Option<Instant> {
+        let deadline = self.queue.lock().deadlines.first().map(|(deadline, _)| *deadline);
+        deadline.into_iter().chain(self.timer.next()).min()
+    }
+
+    /// Handles the passage of time: deadlines, and time limits of steps.
+    pub(super) fn handle_timeout(&self, now: Instant) {
+        self.expire(now);
+        self.timer.pass(now);
+    }
+
+    /// Handles the passage of time as it goes by.
+    pub(super) async fn watch_time(&self) -> RpcError {
         loop {
-            let earlier = self.earlier.notified();
-            let next = self.queue.lock().deadlines.first().map(|(deadline, _)| *deadline);
-            match next {
+            let earlier = self.timer.earlier();
+            match self.poll_timeout() {
                 None => earlier.await,
-                Some(deadline) => tokio::select! {
-                    () = tokio::time::sleep_until(deadline.into()) => self.expire(Instant::now()),
+                Some(at) => tokio::select! {
+                    () = tokio::time::sleep_until(at.into()) => self.handle_timeout(Instant::now()),
                     () = earlier => {}
                 },
             }
         }
+    }
+
+    /// Returns true if no request waits for its outcome.
+    pub(super) fn is_quiet(&self) -> bool {
+        self.queue.lock().live.is_empty()
     }
 
     /// Waits until the session is dropped and no caller waits for a reply. The connection then is
@@ -322,7 +356,7 @@ impl ClientCore {
             if is_abandoned {
                 // The executor ends the session by itself once all objects are freed.
                 if is_idle {
-                    tokio::time::sleep(FAREWELL).await;
+                    self.timer.sleep(FAREWELL).await;
                 }
                 return;
             }
@@ -336,7 +370,10 @@ impl ClientCore {
         loop {
             let gone = self.gone.notified();
             if self.queue.lock().live.keys().all(|live| *live == id) {
-                let _ = tokio::time::timeout(FAREWELL, self.link.answered()).await;
+                tokio::select! {
+                    () = self.link.answered() => {}
+                    () = self.timer.sleep(FAREWELL) => {}
+                }
                 return;
             }
             tokio::select! {
@@ -357,7 +394,7 @@ impl ClientCore {
         drop(queue);
         drop(waiting);
         for live in live.into_values() {
-            live.responder.complete(Err(error.clone().may_have_run(live.has_begun)));
+            self.outcomes.complete(live.responder, Err(error.clone().may_have_run(live.has_begun)));
         }
         for watcher in watchers {
             watcher.complete(Err(error.clone()));
