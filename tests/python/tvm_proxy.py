@@ -32,6 +32,11 @@ CLIENT += f"('{HOST}', int(sys.argv[1]), sys.argv[2]).get_function('rpc.test.add
 CLIENT += "while True: add(1)"
 
 
+def demand_tools():
+    """Fail if what TVM's tracker and proxy need has been installed, and so must be found."""
+    assert "RPC_TESTS_REQUIRE_TVM_TOOLS" not in os.environ, "there are neither tornado nor cloudpickle"
+
+
 def until(condition):
     deadline = time.monotonic() + LIMIT
     while not condition():
@@ -98,6 +103,7 @@ def at_our_relay():
         try:
             import tornado  # noqa: F401
         except ImportError:
+            demand_tools()
             print("SKIPPED: TVM's WebSocket server needs the package tornado")
             return
         with of_tvm(WEB_SERVER, port, "web"):
@@ -112,6 +118,7 @@ def with_trackers():
 
         there = Tracker(HOST, random.randrange(20000, 31000), 32000, silent=True)
     except ImportError:
+        demand_tools()
         print("SKIPPED: TVM's tracker needs the packages tornado and cloudpickle")
         return
     with_a_tracker(there.port)
@@ -141,6 +148,7 @@ def at_a_proxy_of_tvm():
 
         there = Proxy(HOST, random.randrange(20000, 31000), 32000)
     except ImportError:
+        demand_tools()
         print("SKIPPED: TVM's proxy needs the packages tornado and cloudpickle")
         return
     with server_of_ours(there.port, "board"):
