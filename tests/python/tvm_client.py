@@ -9,6 +9,7 @@ import tempfile
 
 import numpy as np
 import tvm
+import tvm_model
 from tvm import rpc, te
 
 HOST, PORT = sys.argv[1].rsplit(":", 1)
@@ -127,7 +128,7 @@ def chains(session):
 
 def main():
     session = connect()
-    for scenario in [values, tensors, files, modules, sessions, chains]:
+    for scenario in [values, tensors, files, modules, tvm_model.check, sessions, chains]:
         scenario(session)
         print(scenario.__name__, "passed")
 

@@ -15,6 +15,7 @@ import time
 
 import numpy as np
 import tvm
+import tvm_model
 from tvm import rpc
 
 RPC_SERVER, RPC_CLI = sys.argv[1:]
@@ -59,6 +60,7 @@ def ours(command, *flags):
 def server_of_ours(port, key):
     with tempfile.TemporaryDirectory() as folder:
         flags = ["--tvm-self-test", "--tvm-proxy", f"{HOST}:{port}", "--key", key, "--workdir", folder]
+        flags += tvm_model.SERVER_FLAGS
         with ours("serve", *flags):
             yield
 
@@ -93,13 +95,17 @@ def at_our_relay():
             # A client that is killed during its calls costs the server nothing.
             with of_tvm(CLIENT, port, "rasp") as client:
                 assert client.stdout.readline() == "begun\n"
-            use(rpc.connect(HOST, port, "rasp"))
+            session = rpc.connect(HOST, port, "rasp")
+            use(session)
+            tvm_model.check(session)
+            # Both go by the server, which has one session at a time.
+            del session
             command = [RPC_CLI, "call", f"tvm://{HOST}:{port}/rasp", "rpc.test.addone", "41"]
             printed = subprocess.run(command, check=True, capture_output=True, text=True, timeout=LIMIT).stdout
             assert printed == "42\n", printed
         with server_of_ours(port, "board"):
-            for _ in range(2):
-                use(rpc.connect(HOST, port, "board", session_timeout=LIMIT))
+            for check in [use, tvm_model.check]:
+                check(rpc.connect(HOST, port, "board", session_timeout=LIMIT))
         try:
             import tornado  # noqa: F401
         except ImportError:
@@ -152,8 +158,8 @@ def at_a_proxy_of_tvm():
         print("SKIPPED: TVM's proxy needs the packages tornado and cloudpickle")
         return
     with server_of_ours(there.port, "board"):
-        for _ in range(2):
-            use(rpc.connect(HOST, there.port, "board", session_timeout=LIMIT))
+        for check in [use, tvm_model.check]:
+            check(rpc.connect(HOST, there.port, "board", session_timeout=LIMIT))
     there.terminate()
 
 

@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 
+import tvm_model
 from tvm import rpc
 
 HOST, PORT = sys.argv[1].rsplit(":", 1)
@@ -67,6 +68,7 @@ def main():
         session = tracker.request("rasp", session_timeout=LIMIT)
         assert session.get_function("testing.echo")(7) == 7
         assert free(tracker, "rasp") == 0
+        tvm_model.check(session)
         # A second client gets the server as soon as the first one's session is over.
         results = []
 
@@ -95,15 +97,16 @@ def main():
 def registering(host, port):
     """A server of this project registers in TVM's protocol."""
     command = [sys.argv[2], "serve", "--listen", "tcp://127.0.0.1:0", "--tvm", "--tvm-self-test", "--exit-with-stdin"]
-    command += ["--log-level", "off", "--tvm-tracker", f"{host}:{port}", "--key", "board"]
+    command += ["--log-level", "off", "--tvm-tracker", f"{host}:{port}", "--key", "board", *tvm_model.SERVER_FLAGS]
     with tempfile.TemporaryDirectory() as folder:
         command += ["--workdir", folder]
         server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
         tracker = rpc.connect_tracker(host, port)
-        for _ in range(2):
+        for check in [lambda session: None, tvm_model.check]:
             until(lambda: free(tracker, "board") == 1)
             session = tracker.request("board", session_timeout=LIMIT)
             assert add_one(session) == 42 and free(tracker, "board") == 0
+            check(session)
             del session
         until(lambda: free(tracker, "board") == 1)
         assert "server:board" in [info["key"] for info in tracker.summary()["server_info"]]

@@ -93,6 +93,22 @@ impl Environment {
         folder.as_ref().map(tempfile::TempDir::path)
     }
 
+    /// Returns the command of a script of `tests/python` that uses TVM, and the model of
+    /// [`model`](Self::model), by `tvm_model.py`. Without TVM it prints that the test is skipped,
+    /// and returns `None`.
+    ///
+    /// # Panics
+    ///
+    /// As [`model`](Self::model).
+    pub fn script(&self, name: &str) -> Option<Command> {
+        let (model, runtime) = (self.model()?, self.tvm_runtime()?);
+        let mut command = Command::new("python3");
+        command.arg(workspace().join("tests/python").join(name)).env("PYTHONPATH", &self.packages);
+        command.env("RPC_TESTS_MODEL", model).env("RPC_TESTS_TVM_FFI", self.library());
+        command.env("RPC_TESTS_TVM_RUNTIME", runtime);
+        Some(command)
+    }
+
     /// Compiles the module of `tests/modules/SOURCE`, unless that has been done already, and
     /// returns its path.
     pub fn compile(&self, source: &str) -> PathBuf {

@@ -12,7 +12,7 @@ use bytes::{BufMut as _, Bytes};
 use rpc_core::client::{Files, Modules};
 use rpc_core::{
     DataType, Device, DeviceAttribute, DeviceType, ErrorKind, Handle, Operation, Reference, Registry, RemoteFunction,
-    RemoteTensor, Request, Result, RpcSession as _, Session, Tensor, TensorRef, Value,
+    RemoteModule, RemoteTensor, Request, Result, RpcSession as _, Session, Tensor, TensorRef, Value,
 };
 use rpc_server::builtins::{TimeOptions, time_function};
 use rpc_server::config::ServeConfig;
@@ -746,15 +746,14 @@ fn files_are_sent_fetched_and_removed() {
 struct StockServer(Child);
 
 impl StockServer {
-    /// Starts the server. Returns it, and its address.
-    fn start(packages: &Path) -> (Self, String) {
-        let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/python/tvm_server.py");
-        let mut command = Command::new("python3");
-        command.arg(script).env("PYTHONPATH", packages).stdin(Stdio::null()).stdout(Stdio::piped());
+    /// Starts the server. Returns it, and its address; `None` without TVM.
+    fn start(environment: &tvm_ffi::Environment) -> Option<(Self, String)> {
+        let mut command = environment.script("tvm_server.py")?;
+        command.stdin(Stdio::null()).stdout(Stdio::piped());
         let mut server = Self(command.spawn().unwrap());
         let mut port = String::new();
         BufReader::new(server.0.stdout.take().unwrap()).read_line(&mut port).unwrap();
-        (server, format!("tvm://127.0.0.1:{}/board", port.trim()))
+        Some((server, format!("tvm://127.0.0.1:{}/board", port.trim())))
     }
 }
 
@@ -768,13 +767,9 @@ impl Drop for StockServer {
 #[test]
 fn the_server_of_tvm_itself_is_used() {
     let Some(environment) = tvm_ffi::environment() else { return };
-    if environment.tvm_runtime().is_none() {
-        assert!(std::env::var_os("RPC_TESTS_REQUIRE_TVM").is_none(), "there is no TVM");
-        eprintln!("SKIPPED: there is no TVM beside TVM-FFI: tests/modules/prepare.sh brings it");
+    let (Some(model), Some((_server, address))) = (environment.model(), StockServer::start(environment)) else {
         return;
-    }
-    let packages = environment.library().ancestors().nth(3).unwrap().to_owned();
-    let (_server, address) = StockServer::start(&packages);
+    };
     let folder = tempfile::tempdir().unwrap();
     let session = connector().handshake_timeout(LIMIT).connect_blocking(&address).unwrap();
     // The server is used and left in good order below, and serves one session after the other.
@@ -852,6 +847,7 @@ fn the_server_of_tvm_itself_is_used() {
         assert_eq!(kind_of(module.function("missing").wait()), ErrorKind::NotFound);
     }
     assert_eq!(session.copy_from_remote(&ones).wait().unwrap(), rpc_core::dlpack::to_bytes(&[4.0_f32; 3]));
+    runs_a_compiled_model(&session, model);
     session.shutdown().wait().unwrap();
     drop(session);
     // The next session, by the command line; the server lists its functions.
@@ -906,6 +902,31 @@ fn the_server_of_tvm_itself_is_used() {
     let nowhere = connector().handshake_timeout(LIMIT).connect_blocking(&behind(&address, "tvm://127.0.0.1:1"));
     let error = nowhere.unwrap_err().into_rpc_error();
     assert!(error.kind() == ErrorKind::Refused && error.message().contains("the one behind it"), "{error}");
+}
+
+/// Uploads a model that TVM has compiled, runs and times it: as `tvm_model.py` does.
+fn runs_a_compiled_model(session: &Session, folder: &Path) {
+    let read = |name: &str| std::fs::read(folder.join(name)).unwrap();
+    let code = read("model.so");
+    let (modules, digest) = (Modules::new(session), rpc_server::modules::hash(&code[..]).unwrap().0);
+    modules.upload_bytes(digest, code).wait().unwrap();
+    let function = |module: &RemoteModule, name: &str| module.function(name).wait().unwrap();
+    let library = modules.load(digest).wait().unwrap();
+    let machine: RemoteModule = function(&library, "vm_load_executable").call(()).wait().unwrap();
+    function(&machine, "vm_initialization").call::<()>((1, 0, 2)).wait().unwrap();
+    let main = function(&machine, "main");
+    let input = |name: &str, shape: &[i64]| {
+        let tensor = session.alloc(Device::cpu(), DataType::F32, shape).wait().unwrap();
+        session.copy_to_remote(&tensor, read(name)).wait().unwrap();
+        tensor
+    };
+    let (x, hidden, output) =
+        (input("x.f32", &[4, 64]), input("hidden.f32", &[64, 32]), input("output.f32", &[32, 10]));
+    let classes: RemoteTensor = main.call((&x, &hidden, &output)).wait().unwrap();
+    assert!(session.copy_from_remote(&classes).wait().unwrap() == read("classes.f32")[..], "the numbers differ");
+    let options = TimeOptions { number: 2, repeat: 3, ..TimeOptions::default() };
+    let samples = current_thread().block_on(time_function(session, &main, &options, (&x, &hidden, &output))).unwrap();
+    assert!(samples.len() == 3 && samples.iter().all(|sample| *sample > 0.0), "{samples:?}");
 }
 
 /// Environment variables of a program that is killed: the server's address, and the file by which

@@ -726,16 +726,9 @@ fn a_foreign_web_page_is_refused() {
 #[test]
 fn servers_and_clients_of_tvm_itself_meet() {
     let Some(environment) = crate::native_modules::tvm_ffi::environment() else { return };
-    if environment.tvm_runtime().is_none() {
-        assert!(std::env::var_os("RPC_TESTS_REQUIRE_TVM").is_none(), "there is no TVM");
-        eprintln!("SKIPPED: there is no TVM beside TVM-FFI: tests/modules/prepare.sh brings it");
-        return;
-    }
-    let script = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/python/tvm_proxy.py");
-    let packages = environment.library().ancestors().nth(3).unwrap().to_owned();
-    let mut scenarios = std::process::Command::new("python3");
-    scenarios.arg(script).arg(env!("CARGO_BIN_EXE_rpc-server")).arg(env!("CARGO_BIN_EXE_rpc-cli"));
-    let output = scenarios.env("PYTHONPATH", packages).output().unwrap();
+    let Some(mut scenarios) = environment.script("tvm_proxy.py") else { return };
+    scenarios.arg(env!("CARGO_BIN_EXE_rpc-server")).arg(env!("CARGO_BIN_EXE_rpc-cli"));
+    let output = scenarios.output().unwrap();
     assert!(
         output.status.success(),
         "{}{}",

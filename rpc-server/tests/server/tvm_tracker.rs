@@ -676,18 +676,10 @@ fn a_server_that_a_tracker_of_tvm_could_not_give_out_does_not_start() {
 #[test]
 fn servers_and_clients_of_tvm_itself_are_served() {
     let Some(environment) = crate::native_modules::tvm_ffi::environment() else { return };
-    if environment.tvm_runtime().is_none() {
-        assert!(std::env::var_os("RPC_TESTS_REQUIRE_TVM").is_none(), "there is no TVM");
-        eprintln!("SKIPPED: there is no TVM beside TVM-FFI: tests/modules/prepare.sh brings it");
-        return;
-    }
+    let Some(mut client) = environment.script("tvm_tracker.py") else { return };
     let pool = Pool::new();
     let _ours = pool.server("ours", |config| config.tvm_self_test = true);
-    let script = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/python/tvm_tracker.py");
-    let packages = environment.library().ancestors().nth(3).unwrap().to_owned();
-    let mut client = std::process::Command::new("python3");
-    client.arg(script).arg(pool.address().strip_prefix("tcp://").unwrap()).env("PYTHONPATH", packages);
-    client.arg(env!("CARGO_BIN_EXE_rpc-server"));
+    client.arg(pool.address().strip_prefix("tcp://").unwrap()).arg(env!("CARGO_BIN_EXE_rpc-server"));
     let output = client.output().unwrap();
     assert!(
         output.status.success(),

@@ -1,0 +1,33 @@
+"""A model that TVM has compiled, for the scenarios of other files: it is uploaded, run and timed in a session, and
+has to return the numbers that it returns at home.
+
+The folder with the model and its numbers is that of `RPC_TESTS_MODEL`.
+"""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import tvm
+
+SHAPES = {"x": (4, 64), "hidden": (64, 32), "output": (32, 10)}
+
+# Flags by which a server of this project takes such models.
+SERVER_FLAGS = ["--allow-modules", "--tvm-ffi", os.environ["RPC_TESTS_TVM_FFI"]]
+SERVER_FLAGS += ["--runtime-library", os.environ["RPC_TESTS_TVM_RUNTIME"]]
+
+
+def check(session):
+    folder = Path(os.environ["RPC_TESTS_MODEL"])
+    session.upload(str(folder / "model.so"))
+    machine = session.load_module("model.so")["vm_load_executable"]()
+    # Three numbers for each device: its kind, its index, and its kind of allocator; 2 is a pool.
+    machine["vm_initialization"](1, 0, 2)
+    cpu = session.cpu()
+    arrays = [np.fromfile(folder / f"{name}.f32", "<f4").reshape(shape) for name, shape in SHAPES.items()]
+    args = [tvm.runtime.tensor(array, cpu) for array in arrays]
+    for _ in range(2):
+        classes = machine["main"](*args).numpy()
+        assert classes.tobytes() == (folder / "classes.f32").read_bytes(), "the numbers differ"
+    times = machine.time_evaluator("main", cpu, number=2, repeat=3)(*args)
+    assert len(times.results) == 3 and min(times.results) > 0, times
