@@ -10,10 +10,10 @@ use rpc_transports::tracker::{ServerRequest, Summary, TrackerClient};
 
 const EVIL: &str = "<script>alert(1)</script>";
 
-struct Answer {
+pub(crate) struct Answer {
     status: u16,
     head: String,
-    body: String,
+    pub(crate) body: String,
 }
 
 /// Sends a request, and reads the answer to its end.
@@ -32,7 +32,7 @@ async fn ask(address: SocketAddr, request: &str) -> Answer {
     tokio::task::spawn_blocking(exchange).await.unwrap()
 }
 
-async fn get(address: SocketAddr, path: &str) -> Answer {
+pub(crate) async fn get(address: SocketAddr, path: &str) -> Answer {
     ask(address, &format!("GET {path} HTTP/1.1\r\nHost: {address}\r\n\r\n")).await
 }
 

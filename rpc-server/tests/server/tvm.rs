@@ -1055,7 +1055,8 @@ fn kill_sessions(server: u32) {
 fn server_process(folder: &Path, isolate: &str) -> ServerProcess {
     let mut command = Command::new(env!("CARGO_BIN_EXE_rpc-server"));
     command.args(["serve", "--listen", "tcp://127.0.0.1:0", "--exit-with-stdin", "--log-level", "error", "--workdir"]);
-    command.arg(folder).args(["--tvm", "--tvm-self-test", "--isolate", isolate]);
+    // All clients are this one machine, for which fewer are allowed where few files may be open.
+    command.arg(folder).args(["--tvm", "--tvm-self-test", "--isolate", isolate, "--max-sessions-per-peer", "256"]);
     ServerProcess::spawn(command).unwrap()
 }
 
@@ -1100,6 +1101,38 @@ fn a_server_or_the_process_of_a_session_that_is_killed_is_an_error_to_its_client
         }
         first.has_sessions(0);
     }
+}
+
+#[test]
+fn two_hundred_clients_are_served_at_once() {
+    let folder = tempfile::tempdir().unwrap();
+    let server = server_process(folder.path(), "none");
+    let mut clients: Vec<_> = (0..200).map(|_| Client::connect(server.address(), "")).collect();
+    let functions: Vec<_> = clients.iter_mut().map(|client| client.function("testing.echo")).collect();
+    // All of them are asking before the first one is answered.
+    for (at, (client, function)) in clients.iter_mut().zip(&functions).enumerate() {
+        client.send(&call_frame(*function, &[int(at as i64)]));
+    }
+    for (at, client) in clients.iter_mut().enumerate() {
+        assert_eq!(client.reply().unwrap()[1], int(at as i64));
+    }
+}
+
+/// The first call of such clients looks a function up, with all types before all values.
+#[test]
+fn clients_up_to_tvm_0_20_are_told_so_in_their_form() {
+    let fixture = Fixture::new(|_| {});
+    let mut client = fixture.connect();
+    let name = b"rpc.test.addone";
+    let types = [1_i32.to_le_bytes(), 11_i32.to_le_bytes()].concat();
+    client.send(&frame(GET_FUNCTION, &[&types[..], &sized(name)].concat()));
+    let (code, body) = client.read_frame();
+    assert_eq!((code, &body[..8]), (EXCEPTION, &types[..]), "one text, as it was for them");
+    let text = String::from_utf8(body[16..].to_vec()).unwrap();
+    assert_eq!(number(&body[8..16]), text.len() as u64);
+    assert!(text.contains("the client is TVM 0.20 or older"), "{text}");
+    // Others are served meanwhile.
+    assert_ne!(fixture.connect().function("rpc.test.addone"), 0);
 }
 
 #[test]

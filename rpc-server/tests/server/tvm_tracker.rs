@@ -671,6 +671,22 @@ fn a_server_that_a_tracker_of_tvm_could_not_give_out_does_not_start() {
     }
 }
 
+#[test]
+fn the_page_shows_the_dialect_of_each_server() {
+    let pool = Pool::with(|config| config.http = Some("127.0.0.1:0".parse().unwrap()));
+    let _both = pool.server("both", |_| {});
+    let _native = pool.server("native", |config| config.tvm = false);
+    let mut stock = Peer::connect(&pool);
+    stock.put("stock", 9090, "stock:0.1");
+    let summary = pool.until(|summary| summary.servers.len() == 3);
+    let page = pool.tracker.page_address().unwrap();
+    for server in summary.servers {
+        let shown = pool.runtime.block_on(crate::page::get(page, &format!("/key/{}", server.key))).body;
+        assert!(shown.contains(&server.address[0]), "{shown}");
+        assert_eq!(shown.contains("dialect=tvm"), server.key != "native", "{shown}");
+    }
+}
+
 /// The scenarios of `tvm_tracker.py`, by the servers, clients and tools of the package.
 #[cfg(feature = "tvm-ffi")]
 #[test]

@@ -1,10 +1,14 @@
-//! Bytes of a client of TVM, behind its hello, and of a peer of TVM at a tracker and at a proxy.
+//! Bytes of a client of TVM, behind its hello, of a server of TVM, and of a peer of TVM at a
+//! tracker and at a proxy.
 
 use bytes::BufMut;
 use rpc_tvm::wire::{
-    Hello, MAX_KEY, ProxyHello, ProxyWire, Request, ServerEvent, ServerWire, TRACKER_MAGIC, TrackerEvent,
-    TrackerMessage, TrackerWire, WIRE_MAGIC, WireLimits,
+    ClientEvent, ClientWire, Expected, Hello, HelloAnswer, MAX_KEY, ProxyHello, ProxyWire, Request, ServerEvent,
+    ServerWire, TRACKER_MAGIC, TrackerEvent, TrackerMessage, TrackerWire, WIRE_MAGIC, WireLimits,
 };
+
+/// Length of the data that requests ask for: more than what is read ahead.
+const LARGE: u64 = 17_000;
 
 /// Largest body of a frame.
 const MAX_BODY: u64 = 1 << 16;
@@ -19,6 +23,46 @@ pub fn tvm_wire(input: &[u8]) {
     assert_eq!(again, whole, "a request is another one once it was encoded");
     tracker(input);
     proxy(input);
+    let whole = replies(input, usize::MAX, false);
+    assert_eq!(replies(input, 7, false), whole, "replies depend on how the bytes were cut");
+    assert_eq!(replies(input, 5000, true), whole, "replies depend on where the bytes were read");
+}
+
+/// Returns what the bytes of a server of TVM mean to a client, up to the first bytes that mean
+/// nothing. The requests take each kind of reply in turn. With `large`, large bodies are read
+/// apart.
+fn replies(mut input: &[u8], step: usize, large: bool) -> Vec<ClientEvent> {
+    const EXPECTED: [Expected; 3] = [Expected::Value, Expected::Call, Expected::Data { len: LARGE }];
+    let mut wire = ClientWire::new(WireLimits::new(MAX_BODY));
+    wire.input().put_slice(&HelloAnswer::Accepted("server:").encode());
+    assert!(matches!(wire.poll_event(None), Ok(Some(ClientEvent::Answer(_)))));
+    let (mut events, mut answered) = (Vec::new(), 0);
+    loop {
+        match wire.poll_event(Some(EXPECTED[answered % EXPECTED.len()])) {
+            Err(_) => return events,
+            Ok(Some(event)) => {
+                answered += usize::from(matches!(event, ClientEvent::Reply(_)));
+                events.push(event);
+            }
+            Ok(None) if input.is_empty() => return events,
+            Ok(None) => {
+                let body = if large { wire.take_large() } else { None };
+                let count = if let Some(mut body) = body {
+                    let count = input.len().min(step).min(body.unfilled().len());
+                    body.unfilled()[..count].copy_from_slice(&input[..count]);
+                    body.advance(count);
+                    wire.put_large(body);
+                    count
+                } else {
+                    let mut room = wire.input();
+                    let count = input.len().min(step).min(room.remaining_mut());
+                    room.put_slice(&input[..count]);
+                    count
+                };
+                input = &input[count..];
+            }
+        }
+    }
 }
 
 /// The bytes of a server or client of TVM at a proxy, behind the magic number. However they are
