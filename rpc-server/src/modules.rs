@@ -47,7 +47,7 @@ pub use upload::ModuleUpload;
 pub(crate) const CAN_LOAD: bool = cfg!(all(feature = "tvm-ffi", target_pointer_width = "64"));
 
 pub(crate) use probe::{answer_if_asked, check_libraries};
-pub(crate) use service::ModuleService;
+pub(crate) use service::{ModuleService, Sharing};
 pub(crate) use store::PIECE;
 pub(crate) use store_loader::StoreLoader;
 pub(crate) use tvm_ffi::Native;

@@ -99,6 +99,19 @@ def modules(session):
     times = module.time_evaluator("add_one", cpu, repeat=2, cooldown_interval_ms=1, f_preproc="rpc.noop")(x, y)
     assert len(times.results) == 2
     assert "has no function" in error_of(lambda: module["missing"])
+    twice = te.compute((n,), lambda i: a[i] * 2.0, name="twice")
+    built = tvm.compile(te.create_prim_func([a, twice]).with_attr("global_symbol", "twice"), target="llvm")
+    with tempfile.TemporaryDirectory() as folder:
+        built.export_library(os.path.join(folder, "twice.so"))
+        session.upload(os.path.join(folder, "twice.so"))
+    other = session.load_module("twice.so")
+    assert "has no function" in error_of(lambda: module["twice"])
+    module.import_module(other)
+    del other
+    module["twice"](x, y)
+    np.testing.assert_array_equal(y.numpy(), np.arange(n) * 2)
+    assert len(module.time_evaluator("twice", cpu, number=2, repeat=2)(x, y).results) == 2
+    assert "yclic" in error_of(module.import_module, module)
     for missing in ["missing.so", "missing.tar"]:
         assert "there is no" in error_of(session.load_module, missing)
     session.upload(bytearray(b"no archive" * 100), "broken.tar")

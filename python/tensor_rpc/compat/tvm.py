@@ -29,7 +29,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import PurePath
-from typing import Any, ClassVar, NoReturn, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import tensor_rpc as _rpc
 
@@ -335,9 +335,19 @@ class Module:
             return False
         return True
 
-    def import_module(self, module: Module) -> NoReturn:
-        """Raise an error: modules of sessions import no others."""
-        raise _rpc.UnsupportedError("import_module is not supported: link the modules into one library")
+    def import_module(self, module: Module) -> None:
+        """Let functions that this module lacks be found in `module`, for its own code, too.
+
+        Raises
+        ------
+        RPCError
+            The modules would import each other; or the sessions of the server share their modules.
+        """
+        session = self._rpc_sess
+        function = session._of_tvm("tvm.rpc.server.ImportModule") or session._of_tvm("rpc.module.add_import")
+        if function is None:
+            raise _rpc.UnsupportedError("the server has no import_module: link the modules into one library")
+        Function(session, function)(self, module)
 
     def time_evaluator(
         self,

@@ -48,6 +48,9 @@ pub(super) fn register(registry: &Registry) {
             let _open = context.reserve_open_files(2)?;
             ModuleService::of(&context)?.link(&context, &path, &library)
         })
+        .add("rpc.module.add_import", |context: Context, importer: Arc<dyn Module>, imported: Arc<dyn Module>| {
+            ModuleService::of(&context)?.add_import(&context, &*importer, &*imported)
+        })
         .add("rpc.module.import_tensor", |context: Context, digest: String, tensor: TensorView| -> Result<()> {
             let service = ModuleService::of(&context)?;
             import_tensor(&context, &service, parse(&digest)?, &tensor)

@@ -30,7 +30,7 @@ use crate::builtins::ListenQuota;
 use crate::config::{ServeConfig, ServeSettings};
 use crate::file_cache::FileCache;
 use crate::leases::{LeaseGate, LeasePolicy, Leases};
-use crate::modules::{ModuleService, Native};
+use crate::modules::{ModuleService, Native, Sharing};
 use crate::policy::{Ceiling, ClientIdentity, session_limits_within};
 use crate::recent_logs::Logs;
 use crate::run::{self, RunPolicy};
@@ -81,7 +81,7 @@ fn serve(
     builtins::register_tvm_self_test(registry, &config);
     let native = Native::new(&config);
     native.offer_libraries(registry)?;
-    let service = ModuleService::open(&config, module_digests, &native)?;
+    let service = ModuleService::open(&config, module_digests, &native, Sharing::OneSession)?;
 
     let functions = tokio::runtime::Builder::new_multi_thread()
         // Two threads: while an asynchronous function blocks one, the other serves the rest.

@@ -29,6 +29,18 @@ pub(crate) struct ModuleService {
     loaded: Mutex<HashMap<Digest, Arc<ModuleSlot>>>,
     /// Imported files with their times and digests, by device and inode.
     imported: Mutex<HashMap<(u64, u64), (Fingerprint, Digest)>>,
+    /// Charges for imports of modules by modules, which last as long as the process; `None` if
+    /// sessions share the modules, which then import no others.
+    module_imports: Option<Mutex<Vec<MemoryLease>>>,
+}
+
+/// Sessions whose modules a service has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Sharing {
+    /// One session, whose process this is.
+    OneSession,
+    /// Several sessions.
+    Sessions,
 }
 
 /// A module, once it is loaded. The lock is held while it is being loaded, so that it is loaded
@@ -42,6 +54,12 @@ struct LoadedModule {
 
 /// Bytes that a loaded module is charged with beside the length of its file.
 const ENTRY_COST: u64 = 1024;
+
+/// Bytes that an import of a module by another one is charged with.
+const IMPORT_COST: u64 = 256;
+
+/// Maximum number of imports of modules by modules.
+const MAX_MODULE_IMPORTS: usize = 1024;
 
 /// Fingerprint of a file: its length, and the times of the last change of its bytes and of its
 /// inode, in seconds and nanoseconds.
@@ -70,6 +88,7 @@ impl ModuleService {
         config: &ServeConfig,
         admitted: Option<DigestList>,
         native: &Native,
+        sharing: Sharing,
     ) -> Result<Option<Arc<Self>>, ModuleError> {
         if !config.allow_modules {
             return Ok(None);
@@ -81,7 +100,8 @@ impl ModuleService {
             expiry: config.module_expiry.0,
         };
         let store = ModuleStore::open(&folder, limits, admitted.map(Arc::new))?;
-        Ok(Some(Arc::new(Self::new(store, native.loader()))))
+        let module_imports = (sharing == Sharing::OneSession).then(Mutex::default);
+        Ok(Some(Arc::new(Self { module_imports, ..Self::new(store, native.loader()) })))
     }
 
     /// Returns an error if the library that modules need is not there or cannot be loaded. Blocks.
@@ -90,7 +110,7 @@ impl ModuleService {
     }
 
     pub(super) fn new(store: ModuleStore, loader: Arc<dyn NativeLoader>) -> Self {
-        Self { store, loader, loaded: Mutex::default(), imported: Mutex::default() }
+        Self { store, loader, loaded: Mutex::default(), imported: Mutex::default(), module_imports: None }
     }
 
     /// Returns the service of the session, or in a worker process that of the process.
@@ -177,6 +197,24 @@ impl ModuleService {
             }
             error => error,
         })?)
+    }
+
+    /// Adds a module to the imports of another one, where functions that it lacks are looked up.
+    pub(crate) fn add_import(&self, context: &Context, importer: &dyn Module, imported: &dyn Module) -> Result<()> {
+        let Some(imports) = &self.module_imports else {
+            let text = "modules import no others where sessions share them: it needs a process for each session \
+                        (--isolate process), or link them into one library";
+            return Err(RpcError::unsupported(text));
+        };
+        let mut imports = lock(imports);
+        if imports.len() >= MAX_MODULE_IMPORTS {
+            let (limit, count) = (MAX_MODULE_IMPORTS as u64, MAX_MODULE_IMPORTS as u64 + 1);
+            return Err(RpcError::limit("imports of modules", limit, count));
+        }
+        let charge = context.reserve_memory(IMPORT_COST)?;
+        self.loader.add_import(importer, imported)?;
+        imports.push(charge);
+        Ok(())
     }
 
     /// Links object files of the session's workspace to a shared library there, which is not

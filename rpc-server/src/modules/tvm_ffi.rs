@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use rpc_core::{Module, Registry, Result};
+use rpc_core::{Module, Registry, Result, RpcError};
 use serde::{Deserialize, Serialize};
 
 use crate::config::ServeConfig;
@@ -16,6 +16,12 @@ pub(crate) trait NativeLoader: Send + Sync {
     /// Returns an error if the library that modules need is not there or cannot be loaded. Loads it
     /// otherwise.
     fn check_library(&self) -> Result<()>;
+
+    /// Adds a module to the imports of another one, where functions that it lacks are looked up.
+    fn add_import(&self, importer: &dyn Module, imported: &dyn Module) -> Result<()> {
+        let _ = (importer, imported);
+        Err(RpcError::unsupported("modules of this loader import no others"))
+    }
 
     /// Loads the operator's libraries and registers their functions, except for names that are
     /// taken. Returns the number of functions.
@@ -111,6 +117,10 @@ mod with_loader {
 
         fn check_library(&self) -> Result<()> {
             self.version().map(drop)
+        }
+
+        fn add_import(&self, importer: &dyn Module, imported: &dyn Module) -> Result<()> {
+            Self::add_import(self, importer, imported)
         }
 
         fn register_globals(&self, registry: &Registry) -> Result<usize> {

@@ -8,7 +8,7 @@ use disco::NodeSettings;
 use parking_lot::Mutex;
 use rpc_core::Registry;
 
-use super::{DigestList, ModuleError, ModuleService, Native};
+use super::{DigestList, ModuleError, ModuleService, Native, Sharing};
 use crate::config::{ServeConfig, ServeSettings};
 
 /// Returns the settings for workers of a server; `None` if it runs no native code.
@@ -60,7 +60,7 @@ pub(super) fn service() -> Result<Option<Arc<ModuleService>>, ModuleError> {
         && let Some(config) = config()
     {
         let digests = config.module_digests.as_deref().map(DigestList::read).transpose()?;
-        *service = ModuleService::open(&config, digests, &Native::new(&config))?;
+        *service = ModuleService::open(&config, digests, &Native::new(&config), Sharing::Sessions)?;
     }
     Ok(service.clone())
 }

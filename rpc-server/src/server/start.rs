@@ -31,7 +31,7 @@ use crate::config::{TvmProxyAddress, TvmTrackerAddress};
 use crate::file_cache::FileCache;
 use crate::isolate::Isolation;
 use crate::leases::{LeaseLimits, LeasePolicy, LeaseTable, MAX_REQUESTS, MAX_REQUESTS_PER_SESSION};
-use crate::modules::{DigestList, ModuleService, Native};
+use crate::modules::{DigestList, ModuleService, Native, Sharing};
 use crate::monitor::{DeviceGauges, Gauges, LeaseGauges, Monitoring, Phase};
 use crate::otel::Spans;
 use crate::pki::trust::ServerCredentials;
@@ -415,7 +415,7 @@ async fn prepare_modules(
     let prepare = move || {
         let digests = config.module_digests.as_deref().map(DigestList::read).transpose()?;
         let native = Native::new(&config);
-        let service = ModuleService::open(&config, digests.clone(), &native)?;
+        let service = ModuleService::open(&config, digests.clone(), &native, Sharing::Sessions)?;
         let loaded = match config.isolate {
             Isolate::Process if !isolate::is_possible() => return Err(ConfigError::NoIsolationHook.into()),
             Isolate::Process => modules::check_libraries(&native),

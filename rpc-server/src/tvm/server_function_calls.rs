@@ -75,9 +75,13 @@ pub(super) async fn call(
                 Err(error) => Err(error),
             }
         }
-        ServerFunction::ImportModule => Err(RpcError::unsupported(
-            "this server imports no modules into each other: link them into one library before the upload",
-        )),
+        ServerFunction::ImportModule => {
+            let (importer, imported) = (args.module()?, args.module()?);
+            args.finish()?;
+            let args = vec![session.module(importer)?, session.module(imported)?];
+            session.call("rpc.module.add_import", args).await?;
+            Ok(none)
+        }
         ServerFunction::MaxPacketSize => {
             args.finish()?;
             // Copies are received in pieces whatever the size of their frames.

@@ -120,6 +120,17 @@ impl TvmSession {
         called
     }
 
+    /// Returns a module that the client holds, as an argument.
+    pub(super) fn module(&self, module: u64) -> Result<Value, RpcError> {
+        match self.handles.get(Handle::from_bits(module)) {
+            Ok(Held::Module(module)) => Ok(Reference::Module(*module).into()),
+            _ if module == SYSTEM_LIBRARY => {
+                Err(RpcError::unsupported("the system library imports no modules, and no module imports it"))
+            }
+            _ => Err(unknown(module, "module")),
+        }
+    }
+
     /// Returns a function of a module that the client holds.
     pub(super) async fn find_in_module(&self, module: u64, name: &str) -> Result<Handle, RpcError> {
         if module == SYSTEM_LIBRARY {

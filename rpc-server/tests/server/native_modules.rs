@@ -175,6 +175,36 @@ fn object_files_are_linked_before_they_are_loaded() {
 }
 
 #[test]
+fn functions_of_imported_modules_are_found_through_the_importer() {
+    let Some(environment) = environment() else { return };
+    for (isolate, is_shared) in [("process", false), ("none", true)] {
+        let fixture = Fixture::new(environment, &["--isolate", isolate]);
+        let session = fixture.connect();
+        let module = |source: &str| load(&session, &environment.compile(source)).unwrap();
+        let (importer, imported) = (module("kernels.c"), module("kernels.cc"));
+        let missing = importer.function("add").wait().unwrap_err();
+        assert_eq!(missing.kind(), ErrorKind::NotFound, "{missing}");
+        let add_import = session.get_function("rpc.module.add_import").wait().unwrap();
+        let added = add_import.call::<()>((&importer, &imported)).wait();
+        if is_shared {
+            // Other sessions would get the functions, too.
+            assert_eq!(added.unwrap_err().kind(), ErrorKind::Unsupported);
+            continue;
+        }
+        added.unwrap();
+        drop(imported);
+        let add = importer.function("add").wait().unwrap();
+        assert_eq!(add.call::<i64>((40, 2)).wait().unwrap(), 42);
+        assert!(importer.function("scale").wait().is_ok());
+        let cycle = add_import.call::<()>((&importer, &importer)).wait().unwrap_err();
+        assert_eq!(cycle.kind(), ErrorKind::Application, "{cycle}");
+        // Another session has modules of its own.
+        let other = load(&fixture.connect(), &environment.compile("kernels.c")).unwrap();
+        assert_eq!(other.function("add").wait().unwrap_err().kind(), ErrorKind::NotFound);
+    }
+}
+
+#[test]
 fn functions_are_timed_where_they_run() {
     let Some(environment) = environment() else { return };
     let fixture = Fixture::new(environment, &[]);

@@ -4,6 +4,8 @@ use std::ffi::{c_int, c_void};
 use std::ptr::{self, NonNull};
 use std::sync::OnceLock;
 
+use parking_lot::RwLock;
+
 use super::abi::{Any, ByteArray, ManagedTensor, ObjectHeader, SafeCall, TensorAllocator};
 use super::bindings::{Bindings, Functions};
 use super::failure;
@@ -16,6 +18,8 @@ pub(super) struct Api {
     pub(super) bindings: &'static Bindings,
     globals: Globals,
     callbacks: Callbacks,
+    /// Lock of the lists of all modules' imports, which look-ups read.
+    imports: RwLock<()>,
 }
 
 /// Entry points for foreign code that calls sessions. They stand above the conversions of values,
@@ -41,7 +45,8 @@ struct Globals {
 impl Api {
     /// Creates the API of a library, and sets the allocator of tensors there.
     pub(super) fn new(bindings: &'static Bindings, callbacks: Callbacks) -> Result<&'static Self> {
-        let api: &'static Self = Box::leak(Box::new(Self { bindings, globals: Globals::default(), callbacks }));
+        let api: &'static Self =
+            Box::leak(Box::new(Self { bindings, globals: Globals::default(), callbacks, imports: RwLock::new(()) }));
         // SAFETY: the allocator is a function of this program. It is set for every thread that has
         // none of its own.
         api.check(unsafe { (api.functions().env_set_allocator)(api.callbacks.allocate_tensor, 1, ptr::null_mut()) })?;
@@ -193,13 +198,27 @@ impl Api {
     pub(super) fn module_function(&'static self, module: &Ref, name: &str) -> Result<Option<Ref>> {
         let ask = self.cached(&self.globals.module_function, "ffi.ModuleGetFunction")?;
         let name = self.text(name)?;
+        // A module may look functions of others up by this again.
+        let _imports = self.imports.read_recursive();
         self.call(ask, &mut [module.as_any(), name.view(), Any::bool(true)])?.to_optional_object()
+    }
+
+    /// Adds a module to the imports of another one.
+    ///
+    /// # Errors
+    ///
+    /// The modules would import each other.
+    pub(super) fn add_import(&'static self, importer: &Ref, imported: &Ref) -> Result<()> {
+        let add = self.global("ffi.ModuleImportModule")?;
+        let _imports = self.imports.write();
+        self.call(&add, &mut [importer.as_any(), imported.as_any()]).map(drop)
     }
 
     /// Returns the module's metadata of its function: JSON, if there is any.
     pub(super) fn module_metadata(&'static self, module: &Ref, name: &str) -> Result<Option<String>> {
         let ask = self.cached(&self.globals.module_metadata, "ffi.ModuleGetFunctionMetadata")?;
         let name = self.text(name)?;
+        let _imports = self.imports.read_recursive();
         let found = self.call(ask, &mut [module.as_any(), name.view(), Any::bool(true)])?;
         if found.is_none() { Ok(None) } else { found.to_text().map(Some) }
     }

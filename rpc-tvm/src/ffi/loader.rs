@@ -6,10 +6,11 @@ use std::sync::Arc;
 
 use super::api::Api;
 use super::module::FfiModule;
+use super::object::Ref;
 use super::options::TvmFfiOptions;
 use super::signature::Typed;
 use super::{function, libraries};
-use rpc_core::error::Result;
+use rpc_core::error::{Result, RpcError};
 use rpc_core::function::{FunctionKind, LoadRequest, Module, ModuleLoader, Registry};
 
 /// Loader of modules with TVM-FFI's ABI. Clones share everything; nothing is loaded before it is
@@ -103,6 +104,23 @@ impl TvmFfi {
     /// [`Unsupported`](rpc_core::ErrorKind::Unsupported) if it has another ABI.
     pub fn load(&self, file: &Path, name: &str) -> Result<Arc<dyn Module>> {
         Ok(Arc::new(FfiModule::load(self.api()?, file, name)?))
+    }
+
+    /// Adds a module to the imports of another one: functions that the importer lacks are looked up
+    /// there, for its own code, too. That code must not run meanwhile. The import lasts as long as
+    /// the importer, which is shared by all that have loaded it.
+    ///
+    /// # Errors
+    ///
+    /// [`InvalidArgument`](rpc_core::ErrorKind::InvalidArgument) if one of the two is no module of
+    /// TVM-FFI; the error of TVM-FFI if they would import each other.
+    pub fn add_import(&self, importer: &dyn Module, imported: &dyn Module) -> Result<()> {
+        let object = |module: &dyn Module| match module.as_any().and_then(|object| object.downcast_ref::<Ref>()) {
+            Some(object) => Ok(object.clone()),
+            None => Err(RpcError::invalid_argument(format!("{} is no module of TVM-FFI", module.name()))),
+        };
+        let (importer, imported) = (object(importer)?, object(imported)?);
+        self.api()?.add_import(&importer, &imported)
     }
 
     /// Loads all libraries of the options now, and registers the global functions that the

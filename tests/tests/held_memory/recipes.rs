@@ -443,6 +443,12 @@ fn calls(name: &str, peer: &mut Peer) -> Calls {
             let tensor = Value::Object(Reference::Tensor(peer.tensor(LARGE as i64).into()));
             Calls::new(move |_| vec![text(&digest_of(&[0; LARGE])), tensor.clone()])
         }
+        // Sessions of the server share their modules.
+        "rpc.module.add_import" => {
+            let module = Value::Object(Reference::Module(module(peer)));
+            let answer = Answer::Error(ErrorKind::Unsupported);
+            Calls::new(move |_| vec![module.clone(), module.clone()]).answered(answer)
+        }
         "rpc.module.functions" => {
             let module = Value::Object(Reference::Module(module(peer)));
             Calls::new(move |_| vec![module.clone()])
