@@ -4,6 +4,7 @@ use std::any::Any;
 use std::ffi::c_void;
 use std::ptr::NonNull;
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::attribute::DeviceAttribute;
 use super::copy::copy_by_host;
@@ -195,8 +196,29 @@ pub trait Stream: Send + Sync {
         Ok(None)
     }
 
+    /// Begins to measure the time for which the device runs kernels that are submitted to this
+    /// stream. `None`, the default, if the device cannot tell, or if it measures already.
+    ///
+    /// # Errors
+    ///
+    /// The device is lost.
+    fn start_timer(&self) -> Result<Option<Box<dyn StreamTimer>>> {
+        Ok(None)
+    }
+
     /// Returns the concrete type, for the device's own functions.
     fn as_any(&self) -> &dyn Any;
+}
+
+/// Measurement of the kernels of a [stream](Stream::start_timer). It ends on drop.
+pub trait StreamTimer: Send {
+    /// Waits for the kernels that were submitted to the stream since the measurement began, and
+    /// returns the time for which the device ran them, by its own clock. `None` if there were none.
+    ///
+    /// # Errors
+    ///
+    /// The error of one of them, or [`ErrorKind::DeviceLost`].
+    fn stop(self: Box<Self>) -> Result<Option<Duration>>;
 }
 
 /// Returns the error for a device index that is out of range, for implementations of [`DeviceApi`].

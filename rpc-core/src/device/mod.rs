@@ -16,13 +16,13 @@ pub(crate) mod target;
 pub(crate) mod tests;
 pub(crate) mod virtual_device;
 
-pub use api::{AllocRequest, DeviceApi, Stream, WhenDone, out_of_range};
+pub use api::{AllocRequest, DeviceApi, Stream, StreamTimer, WhenDone, out_of_range};
 pub use attribute::DeviceAttribute;
 pub(crate) use copy::BOUNCE_BYTES;
 pub use copy::copy_by_host;
 pub use cpu::{CpuAllocator, CpuDevice, HostMemory, SystemAllocator};
 pub use devices::Devices;
-pub use memory::Memory;
+pub use memory::{HostAccess, Mapping, Memory};
 pub use state::DeviceState;
 pub use target::Target;
 pub use virtual_device::{DeviceDescription, GLOBAL, VirtualDevice, VirtualDeviceBuilder};

@@ -117,6 +117,11 @@ impl Device {
     pub const fn cuda(index: i32) -> Self {
         Self::new(DeviceType::CUDA, index)
     }
+
+    /// Returns the OpenCL device number `index`.
+    pub const fn opencl(index: i32) -> Self {
+        Self::new(DeviceType::OPENCL, index)
+    }
 }
 
 impl fmt::Display for Device {
