@@ -1,0 +1,66 @@
+//! Functions that sessions with OpenCL devices register.
+
+use std::collections::BTreeMap;
+
+use bytes::Bytes;
+
+use crate::device_api::OpenClDevice;
+use crate::memory_pool::PoolStatistics;
+use crate::module_loader;
+use crate::stream::OpenClStream;
+use rpc_core::Context;
+use rpc_core::device::Stream;
+use rpc_core::dlpack::Device;
+use rpc_core::error::{Result, RpcError};
+use rpc_core::function::{LoadRequest, Registry};
+
+/// Registers this crate's functions, for sessions that offer an OpenCL device:
+///
+/// * `opencl.compile(path)` returns what the driver makes of a file `*.cl` of the workspace, as
+///   bytes: a file `*.clbin` with them is a module that needs no compiler, for the same device and
+///   driver.
+/// * `opencl.memory_statistics(index)` returns the statistics of a device's memory pool in the
+///   process that serves the session: a map from the fields of [`PoolStatistics`]. The call opens a
+///   device that was not in use.
+/// * `opencl.trim_memory(index)` is [`OpenClDevice::trim`]: returns idle memory to the driver, for
+///   other processes, after waiting for the work that uses it. Returns the bytes.
+pub fn register(registry: &Registry) {
+    registry.add("opencl.compile", |context: Context, path: String| -> Result<Bytes> {
+        let index = context.chosen_device().map_or(0, |device| device.index);
+        let (opencl, _) = offered_device(&context, index)?;
+        let request = LoadRequest { path: &path, context: &context };
+        module_loader::compile(opencl, &request).map(Bytes::from)
+    });
+    registry.add("opencl.memory_statistics", |context: Context, index: i32| -> Result<_> {
+        let (opencl, index) = offered_device(&context, index)?;
+        Ok(fields(&opencl.statistics(index)?))
+    });
+    registry.add("opencl.trim_memory", |context: Context, index: i32| -> Result<_> {
+        let (opencl, index) = offered_device(&context, index)?;
+        opencl.trim(index)
+    });
+}
+
+/// Returns the OpenCL devices, and the index among them of the one that the session offers under
+/// `index`. Loads nothing for a session that offers none.
+fn offered_device(context: &Context, index: i32) -> Result<(OpenClDevice, i32)> {
+    let device = Device::opencl(index);
+    let stream = context.devices().get(device)?.default_stream(index)?;
+    let Some(stream) = stream.as_any().downcast_ref::<OpenClStream>() else {
+        return Err(RpcError::unsupported(format!("{device} of this session is not served by rpc-opencl")));
+    };
+    Ok((OpenClDevice::open()?, stream.device().index))
+}
+
+fn fields(statistics: &PoolStatistics) -> BTreeMap<String, u64> {
+    let PoolStatistics { allocated_bytes, cached_bytes, peak_allocated_bytes, hits, misses, trims } = *statistics;
+    let fields = [
+        ("allocated_bytes", allocated_bytes),
+        ("cached_bytes", cached_bytes),
+        ("peak_allocated_bytes", peak_allocated_bytes),
+        ("hits", hits),
+        ("misses", misses),
+        ("trims", trims),
+    ];
+    BTreeMap::from(fields.map(|(name, value)| (name.to_owned(), value)))
+}

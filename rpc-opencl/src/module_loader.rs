@@ -1,0 +1,250 @@
+//! The loader of modules of kernels, from files of a session's workspace.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+
+use crate::device_api::OpenClDevice;
+use crate::kernel::{self, Kernel};
+use crate::loaded_program::{LoadedProgram, ProgramCode};
+use rpc_core::dlpack::DeviceType;
+use rpc_core::error::{Result, RpcError};
+use rpc_core::function::{Context, Function, LoadRequest, LocalValue, Module, ModuleLoader, Object, Signature};
+use rpc_core::value::Value;
+
+/// The loader `opencl`, for files `*.cl` (OpenCL C) and `*.clbin` (what a driver has made of one) of
+/// the workspace.
+///
+/// A module's functions are its kernels. A call is
+///
+/// ```text
+/// kernel(global, local, parameters...)
+/// ```
+///
+/// `global` is the number of work-items, a shape of one to three dimensions or an int, and `local`
+/// that of a group, of which `global` is a multiple; with null the driver chooses. The parameters of
+/// the kernel follow:
+///
+/// * a tensor, densely packed, of the type that a pointer names (a pointer to `char` or `uchar`, or
+///   to a type of the program's own, takes any), and null for a null pointer. One that does not begin
+///   with its memory must begin at a multiple of what the device asks for
+///   (`CL_DEVICE_MEM_BASE_ADDR_ALIGN`), and is an error otherwise: the whole tensor and an offset do
+///   instead;
+/// * an int, a float or a bool for a number, if it fits;
+/// * bytes, of that size exactly, for a vector or a struct;
+/// * the number of bytes, an int, for a pointer to `local` memory.
+///
+/// The parameters of programs that were loaded from a binary may not be described by the driver. An
+/// int and a float then have the width that the driver accepts, and types of tensors are not checked.
+///
+/// A module is built for the device of the context
+/// ([`Context::on_device`](rpc_core::Context::on_device)), or for the loader's, and for others once a
+/// kernel runs there. The kernel runs on the device of its first tensor, on which all others must
+/// be, or on the one that the module was built for. It is submitted to the stream that the call's
+/// lane has set for the device, or to the default one. The call returns null at once, or, if one of
+/// the tensors is in host memory (scope `host`), when the kernel is done. Tensors are borrowed for
+/// writing, a storage that is given several times only once, because the accesses of a kernel are not
+/// known. Errors while it runs are reported by a later call, and certainly by waiting for the stream.
+#[derive(Clone, Copy, Debug)]
+pub struct OpenClModules {
+    opencl: OpenClDevice,
+    index: i32,
+}
+
+impl OpenClModules {
+    /// Name of the loader.
+    pub const NAME: &str = "opencl";
+
+    /// Returns true if the name of a file is one for this loader.
+    pub fn is_module(path: &Path) -> bool {
+        is_source(path) || has_extension(path, "clbin")
+    }
+
+    /// Creates the loader for `opencl:0`.
+    pub fn new(opencl: OpenClDevice) -> Self {
+        Self::on(opencl, 0)
+    }
+
+    /// Creates the loader for another device: for contexts without one, modules are first built
+    /// there, and kernels without tensors run there.
+    pub fn on(opencl: OpenClDevice, index: i32) -> Self {
+        Self { opencl, index }
+    }
+}
+
+impl ModuleLoader for OpenClModules {
+    fn name(&self) -> &str {
+        Self::NAME
+    }
+
+    fn accepts(&self, path: &str) -> bool {
+        Self::is_module(Path::new(path))
+    }
+
+    /// # Errors
+    ///
+    /// Errors in the file, with the log of the compiler.
+    fn load(&self, request: &LoadRequest<'_>) -> Result<Arc<dyn Module>> {
+        let (code, index) = read(request, self.index)?;
+        let programs = Programs { opencl: self.opencl, index, code, built: Mutex::default() };
+        programs.on(index).map_err(|error| error.context(format_args!("'{}'", request.path)))?;
+        Ok(Arc::new(OpenClModule { name: request.path.to_owned(), programs: Arc::new(programs) }))
+    }
+}
+
+/// Makes a module of a text in OpenCL C, for functions that a program registers itself. `name` is
+/// for messages.
+///
+/// # Errors
+///
+/// Errors in the text, with the log of the compiler, and errors of the device.
+pub fn module_of_source(opencl: OpenClDevice, index: i32, name: &str, source: &str) -> Result<Arc<dyn Module>> {
+    let programs = Programs { opencl, index, code: ProgramCode::Source(source.to_owned()), built: Mutex::default() };
+    programs.on(index).map_err(|error| error.context(format_args!("'{name}'")))?;
+    Ok(Arc::new(OpenClModule { name: name.to_owned(), programs: Arc::new(programs) }))
+}
+
+/// Returns what the driver makes of a source of the workspace.
+pub(super) fn compile(opencl: OpenClDevice, request: &LoadRequest<'_>) -> Result<Vec<u8>> {
+    let (code, index) = read(request, 0)?;
+    LoadedProgram::new(opencl.opened(index)?, &code)
+        .and_then(|program| program.binary())
+        .map_err(|error| error.context(format_args!("'{}'", request.path)))
+}
+
+/// Reads a file of the workspace. Returns its code, and the index of the device that it is for.
+fn read(request: &LoadRequest<'_>, default_index: i32) -> Result<(ProgramCode, i32)> {
+    let workspace = request.context.workspace();
+    let workspace = workspace.ok_or_else(|| RpcError::unsupported("the session has no workspace to load from"))?;
+    let path = workspace.resolve(request.path)?;
+    let bytes = std::fs::metadata(&path)?.len();
+    if bytes > MAX_FILE_BYTES {
+        return Err(RpcError::limit("the size of an OpenCL module in bytes", MAX_FILE_BYTES, bytes));
+    }
+    let file = std::fs::read(&path)?;
+    let code = if is_source(Path::new(request.path)) {
+        let text = String::from_utf8(file);
+        let text = text.map_err(|_| RpcError::invalid_argument(format!("'{}' is no text in UTF-8", request.path)))?;
+        ProgramCode::Source(text)
+    } else {
+        ProgramCode::Binary(file)
+    };
+    let chosen = request.context.chosen_device().filter(|device| device.kind == DeviceType::OPENCL);
+    Ok((code, chosen.map_or(default_index, |device| device.index)))
+}
+
+fn is_source(path: &Path) -> bool {
+    has_extension(path, "cl")
+}
+
+fn has_extension(path: &Path, wanted: &str) -> bool {
+    path.extension().and_then(|extension| extension.to_str()) == Some(wanted)
+}
+
+/// A file of kernels.
+struct OpenClModule {
+    name: String,
+    programs: Arc<Programs>,
+}
+
+impl Module for OpenClModule {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn function(&self, name: &str) -> Result<Function> {
+        let label = format!("kernel '{name}' of '{}'", self.name);
+        let kernels =
+            KernelOnDevices { programs: self.programs.clone(), name: name.to_owned(), found: Mutex::default() };
+        let first = kernels.on(self.programs.index).map_err(|error| error.context(&label))?;
+        let body = move |context: &Context, args: Vec<LocalValue>, borrows| {
+            let launched = kernels.for_args(&args).and_then(|kernel| {
+                // If the session has no such device, no lane can have set a stream of it.
+                let lane = context.stream(kernel.device()).ok();
+                kernel.launch(lane.as_ref().and_then(|stream| stream.as_any().downcast_ref()), &args)
+            });
+            // The borrows end here: the next user's work runs behind the kernel on the stream.
+            drop::<Vec<rpc_core::tensor::Borrow>>(borrows);
+            launched.map(|()| Value::Null).map_err(|error| error.context(&label))
+        };
+        Ok(Function::dynamic_exclusive(signature(&first), body))
+    }
+
+    fn functions(&self) -> Vec<(String, Signature)> {
+        let program = self.programs.on(self.programs.index);
+        let names = program.as_ref().map_err(RpcError::clone).and_then(|program| program.kernel_names());
+        let named = names.unwrap_or_else(|error| {
+            tracing::debug!(%error, module = self.name, "the kernels cannot be listed");
+            Vec::new()
+        });
+        let Ok(program) = program else { return Vec::new() };
+        let describe = |name: String| Some((signature(&Kernel::find(&program, &name).ok()?), name));
+        named.into_iter().filter_map(describe).map(|(signature, name)| (name, signature)).collect()
+    }
+}
+
+/// A kernel, on every device on which it has been called.
+struct KernelOnDevices {
+    programs: Arc<Programs>,
+    name: String,
+    found: Mutex<BTreeMap<i32, Arc<Kernel>>>,
+}
+
+impl KernelOnDevices {
+    fn for_args(&self, args: &[LocalValue]) -> Result<Arc<Kernel>> {
+        let tensor = args.iter().skip(LAUNCH_ARGS).find_map(|arg| match arg {
+            Value::Object(Object::Tensor(tensor)) => Some(tensor),
+            _ => None,
+        });
+        match tensor.map(kernel::memory) {
+            Some(Ok(memory)) => self.on(memory.device().index),
+            // The launch reports the index of the parameter.
+            Some(Err(_)) | None => self.on(self.programs.index),
+        }
+    }
+
+    fn on(&self, index: i32) -> Result<Arc<Kernel>> {
+        if let Some(kernel) = self.found.lock().get(&index) {
+            return Ok(kernel.clone());
+        }
+        let program = self.programs.on(index)?;
+        let kernel = Arc::new(Kernel::find(&program, &self.name)?);
+        self.found.lock().insert(index, kernel.clone());
+        Ok(kernel)
+    }
+}
+
+/// Code of a file, and the programs that were built of it, by device.
+struct Programs {
+    opencl: OpenClDevice,
+    index: i32,
+    code: ProgramCode,
+    built: Mutex<BTreeMap<i32, Arc<LoadedProgram>>>,
+}
+
+impl Programs {
+    fn on(&self, index: i32) -> Result<Arc<LoadedProgram>> {
+        // Held during compilation: concurrent callers would only compile the same code.
+        let mut built = self.built.lock();
+        if let Some(found) = built.get(&index) {
+            return Ok(found.clone());
+        }
+        let found = Arc::new(LoadedProgram::new(self.opencl.opened(index)?, &self.code)?);
+        built.insert(index, found.clone());
+        Ok(found)
+    }
+}
+
+fn signature(kernel: &Kernel) -> Signature {
+    let mut params = vec!["shape".into(), "shape or null".into()];
+    params.extend(kernel.parameters.iter().map(|parameter| parameter.to_string().into()));
+    Signature { params, returns: "null".into() }
+}
+
+/// Number of the arguments in front of a kernel's own: the global and the local size.
+const LAUNCH_ARGS: usize = 2;
+
+/// Largest file that is loaded, in bytes.
+const MAX_FILE_BYTES: u64 = 64 << 20;
