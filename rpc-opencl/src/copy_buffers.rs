@@ -1,5 +1,5 @@
-//! Buffers of host memory that the driver can copy from and to at full speed, for copies that do not
-//! wait for the device.
+//! Buffers of host memory that the driver can copy from and to at full speed, for copies that do
+//! not wait for the device.
 //!
 //! A buffer is memory that the driver has allocated for both sides, and that stays mapped. A device
 //! has at most [`COUNT`] of them. A copy that finds none waits for the device to be done with the

@@ -56,8 +56,8 @@ impl OpenClDevice {
         Ok(self.opened(index)?.pool.statistics())
     }
 
-    /// Returns the idle memory of a device's pool to the driver, after waiting for the work that uses
-    /// it. Returns the number of bytes.
+    /// Returns the idle memory of a device's pool to the driver, after waiting for the work that
+    /// uses it. Returns the number of bytes.
     ///
     /// # Errors
     ///
@@ -77,8 +77,8 @@ impl OpenClDevice {
         Ok(())
     }
 
-    /// Sets the time that memory may lie idle in a device's pool before it is returned to the driver
-    /// for other processes; 10 seconds by default.
+    /// Sets the time that memory may lie idle in a device's pool before it is returned to the
+    /// driver for other processes; 10 seconds by default.
     ///
     /// # Errors
     ///
@@ -119,8 +119,8 @@ impl DeviceApi for OpenClDevice {
         }
     }
 
-    /// Allocates with alignments up to what the device promises of every buffer. The scope `host` is
-    /// host memory that the device uses, too, in place where it can.
+    /// Allocates with alignments up to what the device promises of every buffer. The scope `host`
+    /// is host memory that the device uses, too, in place where it can.
     fn allocate(&self, index: i32, request: &AllocRequest<'_>) -> Result<Box<dyn Memory>> {
         Ok(Box::new(OpenClMemory::allocate(self.opened(index)?, request)?))
     }
@@ -151,8 +151,8 @@ impl DeviceApi for OpenClDevice {
             target.let_default_stream_follow()?;
             let from = DevicePlace { buffer: from, offset: from_offset };
             let to = DevicePlace { buffer: to, offset: to_offset };
-            // SAFETY: the caller's promises are the same; later uses of the memory, and its release,
-            // come behind the copy on the default stream.
+            // SAFETY: the caller's promises are the same; later uses of the memory, and its
+            // release, come behind the copy on the default stream.
             return unsafe { transfer::on_device(source.opened(), from, to, len) };
         }
         // Host memory is the processor's whenever no kernel runs on it, and copies between it and a

@@ -40,7 +40,8 @@ unsafe impl Send for ListedDevice {}
 unsafe impl Sync for ListedDevice {}
 
 impl DeviceList {
-    /// Returns the devices, loading OpenCL at the first call. The outcome of the first call is kept.
+    /// Returns the devices, loading OpenCL at the first call. The outcome of the first call is
+    /// kept.
     pub(super) fn get() -> Result<&'static Self> {
         static DEVICES: OnceLock<Result<DeviceList>> = OnceLock::new();
         DEVICES.get_or_init(Self::find).as_ref().map_err(RpcError::clone)

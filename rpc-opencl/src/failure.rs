@@ -21,8 +21,8 @@ pub(super) fn is_final(code: cl_int) -> bool {
     [CL_DEVICE_NOT_AVAILABLE, CL_INVALID_DEVICE, CL_INVALID_CONTEXT, CL_INVALID_COMMAND_QUEUE].contains(&code)
 }
 
-/// Returns the error for everything on a device after `function` has failed with a [final](is_final)
-/// code.
+/// Returns the error for everything on a device after `function` has failed with a
+/// [final](is_final) code.
 pub(super) fn lost(device: Device, function: &str, code: cl_int) -> RpcError {
     let text = describe(function, code);
     let message = format!("{device} is lost: {text}; this process can no longer use it");

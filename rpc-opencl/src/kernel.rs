@@ -72,10 +72,10 @@ impl Kernel {
         Ok(Self { device, raw: Mutex::new(raw), parameters, max_group, max_local })
     }
 
-    /// Starts the kernel on a stream of its device, or on the default one. `args` are the numbers of
-    /// work-items in all and in a group, and the kernel's own parameters. Returns once the kernel has
-    /// been submitted. If the processor reaches the memory of one of the tensors, returns once the
-    /// kernel is done.
+    /// Starts the kernel on a stream of its device, or on the default one. `args` are the numbers
+    /// of work-items in all and in a group, and the kernel's own parameters. Returns once the
+    /// kernel has been submitted. If the processor reaches the memory of one of the tensors,
+    /// returns once the kernel is done.
     ///
     /// The caller holds the borrows of all tensors until then. Their memory cannot be reused before
     /// the kernel is done, because the pool follows the order of the streams.
@@ -115,9 +115,9 @@ impl Kernel {
             }
             let local = local.as_ref().map_or(ptr::null(), |local| local.0.as_ptr());
             let (queue, dimensions) = (stream.raw(), global.0.len() as u32);
-            // SAFETY: the queue and the kernel are alive, all of its arguments have been set under the
-            // lock, and the numbers have as many dimensions. The driver keeps the buffers until the
-            // kernel is done.
+            // SAFETY: the queue and the kernel are alive, all of its arguments have been set under
+            // the lock, and the numbers have as many dimensions. The driver keeps the buffers until
+            // the kernel is done.
             let launched = unsafe {
                 let (offset, global) = (ptr::null(), global.0.as_ptr());
                 enqueue_nd_range_kernel(queue, kernel.raw(), dimensions, offset, global, local, 0, ptr::null())

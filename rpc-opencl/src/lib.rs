@@ -18,13 +18,13 @@
 //!
 //! OpenCL's memory has handles and no addresses. The scope `host` is host memory that the device
 //! uses, too: the processor has it, except while a kernel is given it, which is why such a call
-//! returns when the kernel is done. Other memory can be [mapped](rpc_core::device::Memory::map), which
-//! costs no copy where the device works in host memory.
+//! returns when the kernel is done. Other memory can be [mapped](rpc_core::device::Memory::map),
+//! which costs no copy where the device works in host memory.
 //!
 //! # Errors
 //!
-//! Errors carry OpenCL's name as [`application_kind`](rpc_core::RpcError::application_kind). Work that
-//! runs later fails later, and its error is reported by some later call;
+//! Errors carry OpenCL's name as [`application_kind`](rpc_core::RpcError::application_kind). Work
+//! that runs later fails later, and its error is reported by some later call;
 //! [`Stream::synchronize`](rpc_core::device::Stream::synchronize) reports it for certain. Once the
 //! driver no longer knows the device or its queues, that call and every later one on the device is
 //! [`ErrorKind::DeviceLost`](rpc_core::ErrorKind::DeviceLost), for as long as the process lives.

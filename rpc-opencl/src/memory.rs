@@ -27,8 +27,8 @@ use rpc_core::error::{ErrorKind, Result, RpcError};
 /// A piece of an OpenCL device's memory, or of host memory that the device uses, too (scope
 /// `host`).
 ///
-/// Device memory belongs to the device's pool, and returns to it when it is dropped, behind all work
-/// that was submitted with it by then. Host memory is freed when such work is done.
+/// Device memory belongs to the device's pool, and returns to it when it is dropped, behind all
+/// work that was submitted with it by then. Host memory is freed when such work is done.
 pub struct OpenClMemory {
     device: &'static OpenedDevice,
     place: Place,
@@ -59,8 +59,8 @@ unsafe impl Send for HostBuffer {}
 unsafe impl Sync for HostBuffer {}
 
 impl OpenClMemory {
-    /// Allocates memory that reads as zeros behind the work of the default stream; host memory reads
-    /// as zeros at once.
+    /// Allocates memory that reads as zeros behind the work of the default stream; host memory
+    /// reads as zeros at once.
     pub(super) fn allocate(device: &'static OpenedDevice, request: &AllocRequest<'_>) -> Result<Self> {
         let AllocRequest { size: len, alignment, scope } = *request;
         if alignment != 0 && !alignment.is_power_of_two() {
@@ -139,8 +139,8 @@ impl OpenClMemory {
         let alignment = self.device.part_alignment;
         if !offset.is_multiple_of(alignment) {
             return Err(RpcError::invalid_argument(format!(
-                "the tensor begins {offset} bytes into its memory, and a kernel on {} can be given parts from multiples \
-                 of {alignment} bytes only: pass the whole tensor and the offset as an int, or copy the part",
+                "the tensor begins {offset} bytes into its memory, and a kernel on {} can be given parts from \
+                 multiples of {alignment} bytes only: pass the whole tensor and the offset as an int, or copy the part",
                 self.device()
             )));
         }
@@ -298,8 +298,9 @@ fn zero(device: &'static OpenedDevice, block: &PoolBlock, len: u64) -> Result<()
     Event::of(device.listed, "clEnqueueFillBuffer", filled).map(drop)
 }
 
-// SAFETY: the length and the address never change. Host memory holds zeros from the start, is aligned
-// to a page at least, and is mapped except while a kernel uses it, whose caller holds a borrow.
+// SAFETY: the length and the address never change. Host memory holds zeros from the start, is
+// aligned to a page at least, and is mapped except while a kernel uses it, whose caller holds a
+// borrow.
 unsafe impl Memory for OpenClMemory {
     fn len(&self) -> u64 {
         self.len
@@ -317,8 +318,8 @@ unsafe impl Memory for OpenClMemory {
         self.host()
     }
 
-    /// Returns when `data` has been read. Its last part may still be on the way to the device; every
-    /// later work of the default stream begins behind it.
+    /// Returns when `data` has been read. Its last part may still be on the way to the device;
+    /// every later work of the default stream begins behind it.
     unsafe fn copy_from_host(&self, offset: u64, data: &[u8]) -> Result<()> {
         match &self.place {
             Place::Nowhere => self.device.listed.check_not_lost(),

@@ -247,8 +247,8 @@ impl Drop for PoolBlock {
     }
 }
 
-/// Returns the size of the blocks for requests of `len` bytes: an eighth larger at most, so that few
-/// sizes are reused often, and a multiple of the pattern that zeroes them. `None` for too large
+/// Returns the size of the blocks for requests of `len` bytes: an eighth larger at most, so that
+/// few sizes are reused often, and a multiple of the pattern that zeroes them. `None` for too large
 /// ones.
 fn block_size(len: u64) -> Option<u64> {
     let step = (len.checked_next_power_of_two()? / 8).max(SMALLEST_BLOCK);

@@ -1,6 +1,7 @@
 //! The loader of modules of kernels, from files of a session's workspace.
 
 use std::collections::BTreeMap;
+use std::io::Read;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -12,10 +13,11 @@ use crate::loaded_program::{LoadedProgram, ProgramCode};
 use rpc_core::dlpack::DeviceType;
 use rpc_core::error::{Result, RpcError};
 use rpc_core::function::{Context, Function, LoadRequest, LocalValue, Module, ModuleLoader, Object, Signature};
+use rpc_core::limits::MemoryLease;
 use rpc_core::value::Value;
 
-/// The loader `opencl`, for files `*.cl` (OpenCL C) and `*.clbin` (what a driver has made of one) of
-/// the workspace.
+/// The loader `opencl`, for files `*.cl` (OpenCL C) and `*.clbin` (what a driver has made of one)
+/// of the workspace.
 ///
 /// A module's functions are its kernels. A call is
 ///
@@ -24,29 +26,31 @@ use rpc_core::value::Value;
 /// ```
 ///
 /// `global` is the number of work-items, a shape of one to three dimensions or an int, and `local`
-/// that of a group, of which `global` is a multiple; with null the driver chooses. The parameters of
-/// the kernel follow:
+/// that of a group, of which `global` is a multiple; with null the driver chooses. The parameters
+/// of the kernel follow:
 ///
 /// * a tensor, densely packed, of the type that a pointer names (a pointer to `char` or `uchar`, or
-///   to a type of the program's own, takes any), and null for a null pointer. One that does not begin
-///   with its memory must begin at a multiple of what the device asks for
-///   (`CL_DEVICE_MEM_BASE_ADDR_ALIGN`), and is an error otherwise: the whole tensor and an offset do
-///   instead;
+///   to a type of the program's own, takes any), and null for a null pointer. One that does not
+///   begin with its memory must begin at a multiple of what the device asks for
+///   (`CL_DEVICE_MEM_BASE_ADDR_ALIGN`), and is an error otherwise: the whole tensor and an offset
+///   do instead;
 /// * an int, a float or a bool for a number, if it fits;
 /// * bytes, of that size exactly, for a vector or a struct;
 /// * the number of bytes, an int, for a pointer to `local` memory.
 ///
 /// The parameters of programs that were loaded from a binary may not be described by the driver. An
-/// int and a float then have the width that the driver accepts, and types of tensors are not checked.
+/// int and a float then have the width that the driver accepts, and types of tensors are not
+/// checked.
 ///
 /// A module is built for the device of the context
-/// ([`Context::on_device`](rpc_core::Context::on_device)), or for the loader's, and for others once a
-/// kernel runs there. The kernel runs on the device of its first tensor, on which all others must
+/// ([`Context::on_device`](rpc_core::Context::on_device)), or for the loader's, and for others once
+/// a kernel runs there. The kernel runs on the device of its first tensor, on which all others must
 /// be, or on the one that the module was built for. It is submitted to the stream that the call's
 /// lane has set for the device, or to the default one. The call returns null at once, or, if one of
 /// the tensors is in host memory (scope `host`), when the kernel is done. Tensors are borrowed for
-/// writing, a storage that is given several times only once, because the accesses of a kernel are not
-/// known. Errors while it runs are reported by a later call, and certainly by waiting for the stream.
+/// writing, a storage that is given several times only once, because the accesses of a kernel are
+/// not known. Errors while it runs are reported by a later call, and certainly by waiting for the
+/// stream.
 #[derive(Clone, Copy, Debug)]
 pub struct OpenClModules {
     opencl: OpenClDevice,
@@ -87,8 +91,8 @@ impl ModuleLoader for OpenClModules {
     ///
     /// Errors in the file, with the log of the compiler.
     fn load(&self, request: &LoadRequest<'_>) -> Result<Arc<dyn Module>> {
-        let (code, index) = read(request, self.index)?;
-        let programs = Programs { opencl: self.opencl, index, code, built: Mutex::default() };
+        let (code, index, lease) = read(request, self.index)?;
+        let programs = Programs { opencl: self.opencl, index, code, built: Mutex::default(), _lease: Some(lease) };
         programs.on(index).map_err(|error| error.context(format_args!("'{}'", request.path)))?;
         Ok(Arc::new(OpenClModule { name: request.path.to_owned(), programs: Arc::new(programs) }))
     }
@@ -101,21 +105,23 @@ impl ModuleLoader for OpenClModules {
 ///
 /// Errors in the text, with the log of the compiler, and errors of the device.
 pub fn module_of_source(opencl: OpenClDevice, index: i32, name: &str, source: &str) -> Result<Arc<dyn Module>> {
-    let programs = Programs { opencl, index, code: ProgramCode::Source(source.to_owned()), built: Mutex::default() };
+    let code = ProgramCode::Source(source.to_owned());
+    let programs = Programs { opencl, index, code, built: Mutex::default(), _lease: None };
     programs.on(index).map_err(|error| error.context(format_args!("'{name}'")))?;
     Ok(Arc::new(OpenClModule { name: name.to_owned(), programs: Arc::new(programs) }))
 }
 
 /// Returns what the driver makes of a source of the workspace.
 pub(super) fn compile(opencl: OpenClDevice, request: &LoadRequest<'_>) -> Result<Vec<u8>> {
-    let (code, index) = read(request, 0)?;
+    let (code, index, _lease) = read(request, 0)?;
     LoadedProgram::new(opencl.opened(index)?, &code)
         .and_then(|program| program.binary())
         .map_err(|error| error.context(format_args!("'{}'", request.path)))
 }
 
-/// Reads a file of the workspace. Returns its code, and the index of the device that it is for.
-fn read(request: &LoadRequest<'_>, default_index: i32) -> Result<(ProgramCode, i32)> {
+/// Reads a file of the workspace. Returns its code, the index of the device that it is for, and the
+/// lease that counts the code as memory of the session.
+fn read(request: &LoadRequest<'_>, default_index: i32) -> Result<(ProgramCode, i32, MemoryLease)> {
     let workspace = request.context.workspace();
     let workspace = workspace.ok_or_else(|| RpcError::unsupported("the session has no workspace to load from"))?;
     let path = workspace.resolve(request.path)?;
@@ -123,7 +129,10 @@ fn read(request: &LoadRequest<'_>, default_index: i32) -> Result<(ProgramCode, i
     if bytes > MAX_FILE_BYTES {
         return Err(RpcError::limit("the size of an OpenCL module in bytes", MAX_FILE_BYTES, bytes));
     }
-    let file = std::fs::read(&path)?;
+    let lease = request.context.reserve_memory(bytes)?;
+    let mut file = Vec::new();
+    // A file that grows meanwhile is cut.
+    std::fs::File::open(&path)?.take(bytes).read_to_end(&mut file)?;
     let code = if is_source(Path::new(request.path)) {
         let text = String::from_utf8(file);
         let text = text.map_err(|_| RpcError::invalid_argument(format!("'{}' is no text in UTF-8", request.path)))?;
@@ -132,7 +141,7 @@ fn read(request: &LoadRequest<'_>, default_index: i32) -> Result<(ProgramCode, i
         ProgramCode::Binary(file)
     };
     let chosen = request.context.chosen_device().filter(|device| device.kind == DeviceType::OPENCL);
-    Ok((code, chosen.map_or(default_index, |device| device.index)))
+    Ok((code, chosen.map_or(default_index, |device| device.index), lease))
 }
 
 fn is_source(path: &Path) -> bool {
@@ -222,6 +231,8 @@ struct Programs {
     index: i32,
     code: ProgramCode,
     built: Mutex<BTreeMap<i32, Arc<LoadedProgram>>>,
+    /// Counts the code as memory of the session that has loaded it.
+    _lease: Option<MemoryLease>,
 }
 
 impl Programs {

@@ -13,8 +13,8 @@ use rpc_core::error::Result;
 use rpc_core::function::{LoadRequest, Module, ModuleLoader};
 use rpc_core::value::Value;
 
-/// All OpenCL devices, for sessions that may never use them: the first call [opens](OpenClDevice::open)
-/// them, and all calls fail if that fails.
+/// All OpenCL devices, for sessions that may never use them: the first call
+/// [opens](OpenClDevice::open) them, and all calls fail if that fails.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct OpenClOnDemand;
 

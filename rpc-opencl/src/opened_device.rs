@@ -82,6 +82,6 @@ const CACHED_FRACTION: u64 = 4;
 /// a program that reuses the same memory, and short for other processes that wait for it.
 const IDLE_TIME: Duration = Duration::from_secs(10);
 
-/// Alignment in bits for drivers that tell none: that of the largest vector, which is the least that
-/// OpenCL allows for devices without a profile of their own.
+/// Alignment in bits for drivers that tell none: that of the largest vector, which is the least
+/// that OpenCL allows for devices without a profile of their own.
 const DEFAULT_ALIGNMENT_BITS: u64 = 1024;

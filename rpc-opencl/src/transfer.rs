@@ -21,8 +21,8 @@ use rpc_core::error::Result;
 ///
 /// # Safety
 ///
-/// The destination is memory of the device, which nothing else accesses until the default stream has
-/// executed the copy.
+/// The destination is memory of the device, which nothing else accesses until the default stream
+/// has executed the copy.
 pub(super) unsafe fn upload(device: &'static OpenedDevice, to: cl_mem, offset: u64, data: &[u8]) -> Result<()> {
     device.listed.check_not_lost()?;
     for (index, part) in data.chunks(copy_buffers::LEN).enumerate() {

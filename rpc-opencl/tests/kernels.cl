@@ -33,7 +33,7 @@ kernel void fill(global int* out, int value) {
     out[get_global_id(0)] = value;
 }
 
-kernel void count_up(global int* out, int times) {
+kernel void count_up(global volatile int* out, int times) {
     for (int time = 0; time < times; time++) out[get_global_id(0)] += 1;
 }
 

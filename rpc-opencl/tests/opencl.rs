@@ -9,10 +9,10 @@ use std::sync::{Arc, OnceLock, mpsc};
 use std::time::Duration;
 
 use rpc_core::device::{AllocRequest, DeviceApi, HostAccess, Memory};
-use rpc_core::function::ModuleLoader;
+use rpc_core::function::{ModuleLoader, Rest};
 use rpc_core::{
-    DataType, Device, DeviceAttribute, Devices, ErrorKind, LocalSession, Registry, RemoteFunction, RemoteTensor,
-    Result, RpcError, Session, Target, Value, WorkspaceFiles,
+    Context, DataType, Device, DeviceAttribute, Devices, ErrorKind, Function, LocalSession, Registry, RemoteFunction,
+    RemoteTensor, Result, RpcError, Session, Target, Value, WorkspaceFiles,
 };
 use rpc_opencl::{OpenClDevice, OpenClMemory, OpenClModules};
 
@@ -69,6 +69,7 @@ fn session(opencl: OpenClDevice) -> (Session, Arc<Folder>) {
     let registry = Registry::new();
     registry.add_loader(Arc::new(OpenClModules::new(opencl)));
     rpc_opencl::register(&registry);
+    registry.add("measured", measured);
     let folder = Arc::new(Folder(tempfile::tempdir().unwrap()));
     folder.write("kernels.cl", include_bytes!("kernels.cl"));
     let devices = Devices::new().with(Arc::new(opencl));
@@ -387,6 +388,25 @@ fn a_kernel_that_fails_to_build_is_refused_with_the_compilers_log() {
 }
 
 #[test]
+fn the_code_of_a_module_counts_as_memory_of_its_session() {
+    let Some(opencl) = opencl() else { return };
+    let registry = Registry::new();
+    registry.add_loader(Arc::new(OpenClModules::new(opencl)));
+    let folder = Arc::new(Folder(tempfile::tempdir().unwrap()));
+    let limit = 100_000;
+    folder.write("padded.cl", format!("{}kernel void nothing() {{ }}", " ".repeat(60_000)).as_bytes());
+    let limits = rpc_core::SessionLimits { max_memory: limit, ..rpc_core::SessionLimits::default() };
+    let devices = Devices::new().with(Arc::new(opencl));
+    let session = LocalSession::builder(registry).devices(devices).workspace(folder).limits(limits).build();
+    let session = Session::new(session);
+    let first = session.load_module("padded.cl").wait().unwrap();
+    let error = session.load_module("padded.cl").wait().err().unwrap();
+    assert_eq!(error.kind(), ErrorKind::LimitExceeded, "{error}");
+    drop(first);
+    session.load_module("padded.cl").wait().unwrap();
+}
+
+#[test]
 fn a_compiled_program_is_a_module_too() {
     let Some(opencl) = opencl() else { return };
     let (session, folder) = session(opencl);
@@ -404,20 +424,32 @@ fn a_compiled_program_is_a_module_too() {
 fn the_device_tells_how_long_its_kernels_took() {
     let Some(opencl) = opencl() else { return };
     let (session, _folder) = session(opencl);
-    let stream = opencl.default_stream(0).unwrap();
-    let tensor = ints(&session, 64, None);
-    let count_up = kernel(&session, "count_up");
+    // A stream of its own, since other tests use the default one.
+    let stream = session.create_stream(Device::opencl(0)).wait().unwrap();
+    session.set_stream(Device::opencl(0), Some(&stream)).wait().unwrap();
+    let (tensor, count_up) = (ints(&session, 64, None), kernel(&session, "count_up"));
+    let measured = session.get_function("measured").wait().unwrap();
     let measure = |times: i32| {
-        let timer = stream.start_timer().unwrap().expect("nothing else measures");
-        assert!(stream.start_timer().unwrap().is_none());
-        count_up.call::<()>((64, Value::Null, &tensor, times)).wait().unwrap();
-        timer.stop().unwrap()
+        let seconds = measured.call::<Option<f64>>((&count_up, 64, Value::Null, &tensor, times));
+        seconds.wait().unwrap()
     };
-    assert!(measure(1_000_000).unwrap() > measure(1).unwrap());
-    // A measurement without a kernel has no time, and one that is dropped ends.
-    assert_eq!(stream.start_timer().unwrap().unwrap().stop().unwrap(), None);
-    drop(stream.start_timer().unwrap());
-    assert!(measure(1).is_some());
+    // The middle one has no kernel, and so no time.
+    let (long, none, short) = (measure(200_000), measure(0), measure(1));
+    assert!(long.unwrap() > short.unwrap() && none.is_none(), "{long:?} {none:?} {short:?}");
+}
+
+/// Calls a kernel, unless its last argument is 0, and returns the seconds that the device took.
+fn measured(context: Context, function: Function, Rest(args): Rest) -> Result<Option<f64>> {
+    let stream = context.stream(Device::opencl(0))?;
+    let timer = stream.start_timer()?.ok_or_else(|| RpcError::internal("nothing else measures"))?;
+    assert!(stream.start_timer()?.is_none(), "there is one measurement at a time");
+    if !matches!(args.last(), Some(Value::Int(0))) {
+        context.call(&function, args)?;
+    }
+    let took = timer.stop()?;
+    // One that is dropped ends.
+    drop(stream.start_timer()?);
+    Ok(took.map(|took| took.as_secs_f64()))
 }
 
 #[test]
