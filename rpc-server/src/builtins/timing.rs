@@ -1,13 +1,14 @@
 //! `rpc.time_function`: the run time of a function, measured at the server.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rpc_core::client::LeaseOptions;
-use rpc_core::function::Rest;
-use rpc_core::function::{ArgScope, IntoArg, IntoArgs};
+use rpc_core::device::{Stream, StreamTimer};
+use rpc_core::function::{ArgScope, IntoArg, IntoArgs, Object, Rest};
 use rpc_core::{
-    Context, Device, ErrorKind, Function, FunctionKind, LocalValue, Registry, RemoteFunction, Result, RpcError,
-    Session, Value,
+    Context, Device, DeviceType, ErrorKind, Function, FunctionKind, LocalValue, Registry, RemoteFunction, Result,
+    RpcError, Session, Value,
 };
 
 use super::{cancellable, cancelled};
@@ -41,6 +42,10 @@ impl Default for TimeOptions {
 
 /// Measures calls of `function` with `args` at the server. Returns all samples, in seconds per
 /// call.
+///
+/// If one of the tensors is on a device, a sample has the time for which the device ran the kernels
+/// that the calls have started, where it tells that, and otherwise the time until their work is
+/// done.
 ///
 /// A function that returns objects has them freed at once. The session must offer
 /// `rpc.time_function`. The blocking form is this one under
@@ -121,7 +126,7 @@ fn measure(context: &Context, function: &Function, options: &TimeOptions, args: 
     }
     let _flush_memory = context.reserve_memory(cache_flush_bytes)?;
     let mut flush_buffer = flush_buffer(cache_flush_bytes)?;
-    let mut timer = Timer { context, function, args, per_call: CANCEL_CHECK };
+    let mut timer = Timer { context, function, args, stream: device_stream(context, args), per_call: CANCEL_CHECK };
     timer.calls(warmup)?;
     // Once as numbers, and once as the values of the reply.
     let _samples = context.reserve_memory(repeat * (size_of::<f64>() + size_of::<LocalValue>()) as u64)?;
@@ -176,10 +181,24 @@ fn larger(number: u64, elapsed: Duration, wanted: Duration) -> u64 {
     (suggested as u64).max(number + number / 2 + 1)
 }
 
+/// Returns the stream of the lane on the device of the first tensor that is not on the processor.
+fn device_stream(context: &Context, args: &[LocalValue]) -> Option<Arc<dyn Stream>> {
+    let devices = args.iter().filter_map(|arg| match arg {
+        Value::Object(Object::Tensor(tensor)) => Some(tensor.device()),
+        _ => None,
+    });
+    let device = devices.into_iter().find(|device| device.kind != DeviceType::CPU)?;
+    // Without a stream, the call itself reports the error of the device.
+    context.stream(device).ok()
+}
+
 struct Timer<'a> {
     context: &'a Context,
     function: &'a Function,
     args: &'a [LocalValue],
+    /// Stream of the lane on the device of the first tensor, if that is not the processor: calls
+    /// may only start its work.
+    stream: Option<Arc<dyn Stream>>,
     /// Duration of the last calls, which decides how many calls are made between two checks for
     /// cancellation: a check would show in functions that take less than a microsecond.
     per_call: Duration,
@@ -205,7 +224,21 @@ impl Timer<'_> {
         Ok(elapsed)
     }
 
+    /// Makes `count` calls, and returns their time: that of the kernels that they have started, by
+    /// the clock of the device, or else the time until all of their work is done.
     fn batch(&self, count: u64) -> Result<Duration> {
+        let Some(stream) = &self.stream else { return self.host_batch(count) };
+        // Work from before does not count.
+        stream.synchronize()?;
+        let timer = stream.start_timer()?;
+        let start = Instant::now();
+        self.host_batch(count)?;
+        let on_device = timer.map(StreamTimer::stop).transpose()?.flatten();
+        stream.synchronize()?;
+        Ok(on_device.unwrap_or_else(|| start.elapsed()))
+    }
+
+    fn host_batch(&self, count: u64) -> Result<Duration> {
         if self.function.kind() == FunctionKind::Async {
             return self.async_batch(count);
         }
