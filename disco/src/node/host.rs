@@ -88,11 +88,11 @@ struct Threads {
     feed: Arc<Feed>,
 }
 
-/// Returns true if the node has devices on which something can hang. Loads their driver, if there
-/// is one.
+/// Returns true if the node has devices on which something can hang. Loads their drivers, if there
+/// are any.
 fn has_gpus(context: &Context) -> bool {
     let has = |kind| context.devices().kind(kind).and_then(|api| api.count()).is_ok_and(|count| count > 0);
-    has(DeviceType::CUDA)
+    [DeviceType::CUDA, DeviceType::OPENCL].into_iter().any(has)
 }
 
 /// Returns true if this program can have workers as processes. Logs a warning if it cannot.

@@ -28,7 +28,8 @@ pub(super) struct FunctionsArgs {
     /// Only functions with this text in their names, or with names of this pattern, in which *
     /// stands for any text
     filter: Option<String>,
-    /// Also the functions of the server itself and of its devices: rpc.*, disco.* and cuda.*
+    /// Also the functions of the server itself and of its devices: rpc.*, disco.*, cuda.* and
+    /// opencl.*
     #[arg(short, long, env = "RPC_CLI_ALL")]
     all: bool,
     #[command(flatten)]
@@ -50,7 +51,7 @@ impl ListedFunction {
 }
 
 /// Prefixes of the names of functions that belong to servers themselves and to their devices.
-const INTERNAL: [&str; 3] = ["rpc.", "disco.", "cuda."];
+const INTERNAL: [&str; 4] = ["rpc.", "disco.", "cuda.", "opencl."];
 
 pub(super) async fn functions(options: &CommonOptions, output: &Output, args: FunctionsArgs) -> Result<(), Failure> {
     let filter = args.filter.as_deref().map(NameFilter::new).transpose()?;

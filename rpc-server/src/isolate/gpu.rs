@@ -1,11 +1,13 @@
-//! GPUs: devices for servers, session processes and workers.
+//! Devices that have drivers of their own (`cuda`, `opencl`), for servers, session processes and
+//! workers.
 //!
-//! A kernel that traps destroys the driver's context for the whole process. A server therefore
-//! never loads the driver: a short-lived process [probes](probe) the devices, and only session
-//! processes ([`isolate`](crate::isolate)) and workers [use](devices) them. There the driver is
-//! loaded when a session first uses a device, so that other sessions pay nothing.
+//! A kernel that traps destroys CUDA's context for the whole process, and one of OpenCL may never
+//! end, or end the process. A server therefore never loads a driver: a short-lived process
+//! [probes](probe) the devices, and only session processes ([`isolate`](crate::isolate)) and
+//! workers [use](devices) them. There a driver is loaded when a session first uses a device, so
+//! that other sessions pay nothing.
 //!
-//! A program that embeds a server with GPUs begins like this:
+//! A program that embeds a server with such devices begins like this:
 //!
 //! ```no_run
 //! use rpc_core::Registry;
@@ -24,79 +26,83 @@
 //! }
 //! ```
 //!
-//! Without the Cargo feature `cuda` (a default) there is `cpu` alone.
+//! The Cargo features `cuda` and `opencl` (defaults) have these kinds. Without them there is `cpu`
+//! alone.
 
-#[cfg(feature = "cuda")]
+#[cfg(any(feature = "cuda", feature = "opencl"))]
 mod probe;
-
-#[cfg(feature = "cuda")]
-use std::sync::Arc;
 
 use rpc_core::{DeviceType, Devices, Registry};
 
 use crate::config::{Isolate, ServeConfig};
 
+/// Kinds of devices of this build whose faults concern a whole process.
+pub(crate) const KINDS: &[DeviceType] = &[
+    #[cfg(feature = "cuda")]
+    DeviceType::CUDA,
+    #[cfg(feature = "opencl")]
+    DeviceType::OPENCL,
+];
+
 /// Returns the devices of a process that serves one session or one worker, and adds their functions
 /// and module loaders to `registry`. Loads nothing yet.
-#[cfg(feature = "cuda")]
 pub fn devices(registry: &Registry) -> Devices {
-    use rpc_cuda::{self as cuda, CudaModulesOnDemand, CudaOnDemand};
-
-    cuda::register(registry);
-    registry.add_loader(Arc::new(CudaModulesOnDemand));
-    Devices::new().with(Arc::new(CudaOnDemand))
+    let devices = Devices::new();
+    #[cfg(feature = "cuda")]
+    let devices = {
+        rpc_cuda::register(registry);
+        registry.add_loader(std::sync::Arc::new(rpc_cuda::CudaModulesOnDemand));
+        devices.with(std::sync::Arc::new(rpc_cuda::CudaOnDemand))
+    };
+    #[cfg(feature = "opencl")]
+    let devices = {
+        rpc_opencl::register(registry);
+        registry.add_loader(std::sync::Arc::new(rpc_opencl::OpenClModulesOnDemand));
+        devices.with(std::sync::Arc::new(rpc_opencl::OpenClOnDemand))
+    };
+    _ = registry;
+    devices
 }
 
-/// Probes the devices for a server that does not use them itself: GPUs have attributes and refuse
+/// Probes the devices for a server that does not use them itself: they have attributes and refuse
 /// everything else. Starts this program again, which must call [`answer_if_asked`], and waits for
-/// it, 20 seconds at most. Without a GPU the devices give the reason.
-#[cfg(feature = "cuda")]
+/// it, 20 seconds at most. A kind without devices gives the reason.
 pub fn probe() -> Devices {
-    probe::probe()
+    #[cfg(any(feature = "cuda", feature = "opencl"))]
+    return probe::probe(KINDS);
+    #[cfg(not(any(feature = "cuda", feature = "opencl")))]
+    return Devices::new();
 }
 
 /// Prints the devices and exits, if this process was started for that; otherwise returns at once.
 /// Call it first in `main`.
-#[cfg(feature = "cuda")]
 pub fn answer_if_asked() {
+    #[cfg(any(feature = "cuda", feature = "opencl"))]
     probe::answer_if_asked();
 }
 
 /// Returns the devices that a server with these settings offers. If its sessions have no processes
-/// of their own, by choice or because of other settings, it offers no GPUs, and clients, trackers
-/// and Disco get the reason.
+/// of their own, by choice or because of other settings, it offers `cpu` alone, and clients,
+/// trackers and Disco get the reason.
 pub fn for_server(config: &ServeConfig) -> Devices {
-    if !cfg!(feature = "cuda") {
-        return probe();
-    }
     if config.isolate == Isolate::None {
         let reason = "all sessions are in the server's own process: serve with --isolate process, or auto";
-        return Devices::new().absent(DeviceType::CUDA, reason);
+        return KINDS.iter().fold(Devices::new(), |devices, kind| devices.absent(*kind, reason));
     }
     let devices = probe();
-    let has_any = devices.kind(DeviceType::CUDA).is_ok_and(|api| api.count().is_ok_and(|count| count > 0));
     match crate::isolate::suits(config) {
-        Err(reason) if has_any && config.isolate == Isolate::Auto && !config.runs_foreign_code() => {
+        Err(reason) if has_any(&devices) && config.isolate == Isolate::Auto && !config.runs_foreign_code() => {
             tracing::warn!(reason, "no GPUs for sessions, because they cannot have processes of their own");
-            devices.absent(DeviceType::CUDA, format!("sessions have no processes of their own here: {reason}"))
+            let reason = format!("sessions have no processes of their own here: {reason}");
+            let found = KINDS.iter().copied().filter(|kind| devices.kind(*kind).is_ok()).collect::<Vec<_>>();
+            found.into_iter().fold(devices, |devices, kind| devices.absent(kind, reason.as_str()))
         }
         // The server logs this when it starts, unless the choice is `auto`.
         _ => devices,
     }
 }
 
-/// Returns `cpu` alone.
-#[cfg(not(feature = "cuda"))]
-pub fn devices(_: &Registry) -> Devices {
-    Devices::new()
+/// Returns true if there is a device of a kind whose faults concern a whole process.
+pub(crate) fn has_any(devices: &Devices) -> bool {
+    KINDS.iter().any(|kind| devices.kind(*kind).is_ok_and(|api| api.count().is_ok_and(|count| count > 0)))
 }
-
-/// Returns `cpu` alone.
-#[cfg(not(feature = "cuda"))]
-pub fn probe() -> Devices {
-    Devices::new()
-}
-
-/// Does nothing in builds without GPUs.
-#[cfg(not(feature = "cuda"))]
-pub fn answer_if_asked() {}

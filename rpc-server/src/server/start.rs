@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime};
 
-use rpc_core::{DeviceType, Devices, Registry};
+use rpc_core::{Devices, Registry};
 use rpc_transports::program::Program;
 use rpc_transports::{
     AllowedOrigins, Authorizer, Bind, Channel, Connector, Dial, Dialects, ParkOptions, ServeObserver, ServeOptions,
@@ -391,7 +391,7 @@ fn choose_isolation(config: &ServeConfig, devices: &Devices) -> Isolate {
     if config.runs_foreign_code() {
         return Isolate::Process;
     }
-    let has_gpu = devices.kind(DeviceType::CUDA).is_ok_and(|api| api.count().is_ok_and(|count| count > 0));
+    let has_gpu = isolate::gpu::has_any(devices);
     match isolate::suits(config) {
         Ok(()) if has_gpu => Isolate::Process,
         Err(reason) if has_gpu => {

@@ -8,11 +8,13 @@ use std::process::{Command, Output, Stdio};
 use rpc_transports::Token;
 use serde_json::Value as Json;
 
+use crate::NO_OPENCL;
+
 fn cli(args: &[&str]) -> Output {
     // With an empty umask the modes are the program's own choice.
     let mut command = Command::new("sh");
     command.args(["-c", "umask 0; exec \"$@\"", "sh", env!("CARGO_BIN_EXE_rpc-cli")]).args(args);
-    command.env_clear().stdin(Stdio::null()).output().unwrap()
+    command.env_clear().env(NO_OPENCL.0, NO_OPENCL.1).stdin(Stdio::null()).output().unwrap()
 }
 
 fn ok(args: &[&str]) -> String {

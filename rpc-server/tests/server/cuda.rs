@@ -24,6 +24,8 @@ use rpc_transports::tracker::{ServerRequest, TrackerClient};
 use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
 
+use crate::NO_OPENCL;
+
 /// Code for the driver of the tests: the names of its kernels.
 const KERNELS: &[u8] = b".entry vector_add .entry trap";
 
@@ -114,7 +116,11 @@ fn daemon_with(folder: &StandIns, command: &str, args: &[&str], variables: &[(&s
     let first = [command, "--exit-with-stdin", "--listen", "tcp://127.0.0.1:0", "--log-level", "error"];
     let mut command = Command::new(env!("CARGO_BIN_EXE_rpc-server"));
     command.args(first).args(args);
-    command.env_clear().env("XDG_STATE_HOME", folder.path()).env("LD_LIBRARY_PATH", folder.path());
+    command
+        .env_clear()
+        .env(NO_OPENCL.0, NO_OPENCL.1)
+        .env("XDG_STATE_HOME", folder.path())
+        .env("LD_LIBRARY_PATH", folder.path());
     command.envs(libraries(folder.path())).envs(variables.iter().copied()).stderr(folder.errors());
     ServerProcess::spawn(command).unwrap()
 }
@@ -209,7 +215,12 @@ fn gpus_tell_their_clock_memory_and_utilization() {
     assert!(second.clock_mhz.is_none() && because.contains("Not Found (00000000:3d:00.0)"), "{second:?}");
 
     let cli = |args: &[&str]| {
-        let output = Command::new(env!("CARGO_BIN_EXE_rpc-cli")).env_clear().args(args).output().unwrap();
+        let output = Command::new(env!("CARGO_BIN_EXE_rpc-cli"))
+            .env_clear()
+            .env(NO_OPENCL.0, NO_OPENCL.1)
+            .args(args)
+            .output()
+            .unwrap();
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         String::from_utf8(output.stdout).unwrap()
     };
@@ -569,7 +580,7 @@ fn the_matmul_example_works_or_names_the_missing_device() {
     }
     let run = |args: &[&str], path: &Path| {
         let mut command = Command::new(&example);
-        command.args(args).env_clear().env("LD_LIBRARY_PATH", path).envs(libraries(path));
+        command.args(args).env_clear().env(NO_OPENCL.0, NO_OPENCL.1).env("LD_LIBRARY_PATH", path).envs(libraries(path));
         let output = command.output().unwrap();
         let errors = String::from_utf8_lossy(&output.stderr);
         assert!(output.status.success(), "{errors}");

@@ -11,9 +11,11 @@ use rpc_server::ServerProcess;
 use rpc_transports::Connector;
 use rustix::process::{Pid, Signal, kill_process};
 
+use crate::NO_OPENCL;
+
 fn program(args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_rpc-server"));
-    command.args(args).env_clear();
+    command.args(args).env_clear().env(NO_OPENCL.0, NO_OPENCL.1);
     command
 }
 
@@ -325,10 +327,14 @@ fn a_file_system_that_fails_is_logged() {
     // write fails instead.
     let mut command = Command::new("/bin/sh");
     let limited = "trap '' XFSZ; ulimit -f 8; exec \"$0\" serve \"$@\"";
-    command.args(["-c", limited, env!("CARGO_BIN_EXE_rpc-server")]).env_clear();
+    command.args(["-c", limited, env!("CARGO_BIN_EXE_rpc-server")]).env_clear().env(NO_OPENCL.0, NO_OPENCL.1);
     let mut daemon = Daemon::spawn(command, folder, &[]);
-    let put =
-        Command::new(env!("CARGO_BIN_EXE_rpc-cli")).env_clear().args(["put", &daemon.address]).arg(&file).output();
+    let put = Command::new(env!("CARGO_BIN_EXE_rpc-cli"))
+        .env_clear()
+        .env(NO_OPENCL.0, NO_OPENCL.1)
+        .args(["put", &daemon.address])
+        .arg(&file)
+        .output();
     let put = put.unwrap();
     assert_eq!(put.status.code(), Some(1), "{}", text(&put.stderr));
     daemon.await_log("the file system of the workspaces failed");

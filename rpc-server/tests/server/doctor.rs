@@ -8,6 +8,8 @@ use rpc_server::pki::CertificatePlan;
 use serde_json::Value as Json;
 use tempfile::TempDir;
 
+use crate::NO_OPENCL;
+
 /// Folder with certificates and tokens, and the servers that use them.
 struct Site {
     folder: TempDir,
@@ -30,7 +32,11 @@ impl Site {
 
     fn token(&self, file: &str) -> String {
         let file = self.path(file);
-        let made = Command::new(env!("CARGO_BIN_EXE_rpc-cli")).env_clear().args(["token", "--out", &file]).output();
+        let made = Command::new(env!("CARGO_BIN_EXE_rpc-cli"))
+            .env_clear()
+            .env(NO_OPENCL.0, NO_OPENCL.1)
+            .args(["token", "--out", &file])
+            .output();
         assert!(made.unwrap().status.success());
         file
     }
@@ -38,7 +44,12 @@ impl Site {
     /// Starts `rpc-server`. It ends with its handle.
     fn start(&self, command: &str, listen: &str, flags: &[&str]) -> ServerProcess {
         let mut program = Command::new(env!("CARGO_BIN_EXE_rpc-server"));
-        program.env_clear().env("XDG_STATE_HOME", self.folder.path()).args([command, "--listen", listen]).args(flags);
+        program
+            .env_clear()
+            .env(NO_OPENCL.0, NO_OPENCL.1)
+            .env("XDG_STATE_HOME", self.folder.path())
+            .args([command, "--listen", listen])
+            .args(flags);
         program.args(["--exit-with-stdin", "--log-level", "error"]);
         ServerProcess::spawn(program).unwrap()
     }
@@ -51,7 +62,13 @@ const DAY: Duration = Duration::from_secs(24 * 3600);
 #[track_caller]
 fn finds(address: &str, flags: &[&str], code: i32, step: &str, detail: &str, advice: &str) {
     let mut command = Command::new(env!("CARGO_BIN_EXE_rpc-cli"));
-    let output = command.env_clear().stdin(Stdio::null()).args(["doctor", "--json", address]).args(flags).output();
+    let output = command
+        .env_clear()
+        .env(NO_OPENCL.0, NO_OPENCL.1)
+        .stdin(Stdio::null())
+        .args(["doctor", "--json", address])
+        .args(flags)
+        .output();
     let output = output.unwrap();
     let report: Json = serde_json::from_slice(&output.stdout)
         .unwrap_or_else(|error| panic!("{error}: {}", String::from_utf8_lossy(&output.stderr)));
@@ -160,7 +177,13 @@ fn servers_of_a_tracker() {
     let mut told = String::new();
     for limit in ["1500ms", "10s", "30s"] {
         let mut call = Command::new(env!("CARGO_BIN_EXE_rpc-cli"));
-        call.env_clear().args(["call", &format!("{pool}/bord"), "rpc.noop", "--timeout", limit]);
+        call.env_clear().env(NO_OPENCL.0, NO_OPENCL.1).args([
+            "call",
+            &format!("{pool}/bord"),
+            "rpc.noop",
+            "--timeout",
+            limit,
+        ]);
         let output = call.output().unwrap();
         told = String::from_utf8(output.stderr).unwrap();
         assert_eq!(output.status.code(), Some(124), "{told}");
@@ -177,7 +200,8 @@ fn until_registered(address: &str) {
     let begun = Instant::now();
     loop {
         let mut doctor = Command::new(env!("CARGO_BIN_EXE_rpc-cli"));
-        if doctor.env_clear().args(["doctor", address]).output().unwrap().status.success() {
+        if doctor.env_clear().env(NO_OPENCL.0, NO_OPENCL.1).args(["doctor", address]).output().unwrap().status.success()
+        {
             return;
         }
         assert!(begun.elapsed() < Duration::from_secs(60), "the server does not register");

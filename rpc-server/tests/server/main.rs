@@ -25,6 +25,8 @@ mod named_servers;
 mod native_modules;
 mod node;
 mod open_files;
+#[cfg(all(feature = "opencl", target_os = "linux"))]
+mod opencl;
 mod package;
 mod page;
 mod relay_cli;
@@ -49,3 +51,7 @@ mod tvm_proxy;
 #[cfg(feature = "tvm")]
 mod tvm_tracker;
 mod up;
+
+/// Hides OpenCL's devices from a server. A device would give each session a process, which is
+/// tested elsewhere.
+const NO_OPENCL: (&str, &str) = ("OCL_ICD_VENDORS", "/nowhere");

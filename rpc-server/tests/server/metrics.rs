@@ -20,6 +20,8 @@ use rpc_transports::Connector;
 use rustix::process::{Pid, Signal, kill_process};
 use tokio::sync::Notify;
 
+use crate::NO_OPENCL;
+
 /// The status line, the headers and the body of an answer.
 struct Answer {
     status: u16,
@@ -345,7 +347,12 @@ fn daemon(isolate: &str) {
     let folder = tempfile::tempdir().unwrap();
     let mut command = Command::new(env!("CARGO_BIN_EXE_rpc-server"));
     command.args(["serve", "--listen", "tcp://127.0.0.1:0", "--metrics", "localhost:0", "--log-level", "error"]);
-    command.args(["--isolate", isolate, "--workdir"]).arg(folder.path()).env_clear().stdout(Stdio::piped());
+    command
+        .args(["--isolate", isolate, "--workdir"])
+        .arg(folder.path())
+        .env_clear()
+        .env(NO_OPENCL.0, NO_OPENCL.1)
+        .stdout(Stdio::piped());
     let mut child = command.spawn().unwrap();
     let mut lines = BufReader::new(child.stdout.take().unwrap()).lines().map(Result::unwrap);
     let address = lines.next().unwrap().strip_prefix("listening on ").unwrap().to_owned();

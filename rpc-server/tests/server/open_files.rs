@@ -7,6 +7,8 @@ use std::time::{Duration, Instant};
 use rpc_core::{ErrorKind, RemoteObject, RpcError, Session};
 use rpc_transports::{ConnectError, Connector};
 
+use crate::NO_OPENCL;
+
 /// A server whose process may open few files, killed when dropped.
 struct SmallServer {
     child: Child,
@@ -22,7 +24,7 @@ impl SmallServer {
         let mut command = Command::new("/bin/sh");
         // Lowers the hard limit, which the server cannot raise again. The soft one is less still.
         command.args(["-c", &format!("ulimit -n {limit} && ulimit -S -n 50 && exec \"$0\" \"$@\"")]);
-        command.arg(env!("CARGO_BIN_EXE_rpc-server")).env_clear();
+        command.arg(env!("CARGO_BIN_EXE_rpc-server")).env_clear().env(NO_OPENCL.0, NO_OPENCL.1);
         command.args(["serve", "--listen", "tcp://127.0.0.1:0", "--workdir"]).arg(folder.path()).args(args);
         let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         let mut line = String::new();

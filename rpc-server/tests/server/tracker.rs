@@ -24,6 +24,8 @@ use tempfile::TempDir;
 
 use super::cli::unused;
 
+use crate::NO_OPENCL;
+
 /// A tracker, its configuration, and the folder for its servers.
 struct Pool {
     folder: TempDir,
@@ -956,7 +958,7 @@ async fn a_tracker_behind_a_socket_file_is_asked_for_a_key() {
 /// Makes certificates for this machine, with an authority of their own, in a folder.
 fn certificates(folder: &std::path::Path) {
     let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_rpc-cli"));
-    command.env_clear().args(["cert", "--host", "127.0.0.1", "--out"]).arg(folder);
+    command.env_clear().env(NO_OPENCL.0, NO_OPENCL.1).args(["cert", "--host", "127.0.0.1", "--out"]).arg(folder);
     assert!(command.output().unwrap().status.success());
 }
 

@@ -9,8 +9,16 @@ use std::time::{Duration, SystemTime};
 use rpc_server::pki::CertificatePlan;
 use rustix::process::{Pid, Signal, kill_process};
 
+use crate::NO_OPENCL;
+
 fn cli(args: &[&str]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_rpc-cli")).args(args).env_clear().stdin(Stdio::null()).output().unwrap()
+    Command::new(env!("CARGO_BIN_EXE_rpc-cli"))
+        .args(args)
+        .env_clear()
+        .env(NO_OPENCL.0, NO_OPENCL.1)
+        .stdin(Stdio::null())
+        .output()
+        .unwrap()
 }
 
 fn said(output: &Output) -> String {
@@ -55,7 +63,12 @@ impl TrustFiles {
     /// Starts `rpc-server` with this subcommand.
     fn start(&self, subcommand: &str, addresses: &[&str], args: &[&str]) -> Daemon {
         let mut command = Command::new(env!("CARGO_BIN_EXE_rpc-server"));
-        command.arg(subcommand).env_clear().env("XDG_STATE_HOME", self.path("state")).args(args);
+        command
+            .arg(subcommand)
+            .env_clear()
+            .env(NO_OPENCL.0, NO_OPENCL.1)
+            .env("XDG_STATE_HOME", self.path("state"))
+            .args(args);
         for address in addresses {
             command.args(["--listen", address]);
         }
@@ -71,7 +84,12 @@ impl TrustFiles {
     fn refused(&self, args: &[&str]) -> String {
         let work = self.path("work");
         let args = [&["serve", "--workdir", &work], args].concat();
-        let output = Command::new(env!("CARGO_BIN_EXE_rpc-server")).env_clear().args(args).output().unwrap();
+        let output = Command::new(env!("CARGO_BIN_EXE_rpc-server"))
+            .env_clear()
+            .env(NO_OPENCL.0, NO_OPENCL.1)
+            .args(args)
+            .output()
+            .unwrap();
         assert_eq!(output.status.code(), Some(78), "{}", said(&output));
         said(&output)
     }
