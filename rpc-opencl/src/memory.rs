@@ -357,7 +357,9 @@ unsafe impl Memory for OpenClMemory {
         let Place::Device(block) = &self.place else {
             let start = self.host().map_or(ptr::dangling_mut(), |start| start.as_ptr().wrapping_add(offset as usize));
             // SAFETY: the caller has checked the range, and keeps others from it.
-            return Ok(unsafe { Mapping::new(NonNull::new(start).unwrap_or(NonNull::dangling()), len, || Ok(())) });
+            return Ok(unsafe {
+                Mapping::new(NonNull::new(start).unwrap_or(NonNull::dangling()), len, access, || Ok(()))
+            });
         };
         self.let_default_stream_follow()?;
         let (listed, stream) = (self.device.listed, &*self.device.default_stream);
@@ -367,7 +369,7 @@ unsafe impl Memory for OpenClMemory {
         };
         if len == 0 {
             // SAFETY: no bytes.
-            return Ok(unsafe { Mapping::new(NonNull::dangling(), 0, || Ok(())) });
+            return Ok(unsafe { Mapping::new(NonNull::dangling(), 0, access, || Ok(())) });
         }
         let (buffer, mut start): (cl_mem, cl_mem) = (block.raw(), ptr::null_mut());
         // SAFETY: the queue and the buffer are alive, and the range is the memory's.
@@ -386,7 +388,7 @@ unsafe impl Memory for OpenClMemory {
             stream.flush()
         };
         // SAFETY: the driver has mapped as many bytes, which the caller keeps others from.
-        Ok(unsafe { Mapping::new(first, len, unmap) })
+        Ok(unsafe { Mapping::new(first, len, access, unmap) })
     }
 
     fn as_any(&self) -> &dyn Any {

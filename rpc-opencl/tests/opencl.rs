@@ -209,15 +209,13 @@ fn mapped_memory_is_read_and_written_in_place() {
         let memory = opencl.allocate(0, &request).unwrap();
         write(&*memory, 0, &data);
         // SAFETY: the ranges are within the memory, which this thread alone uses.
-        let mapping = unsafe { memory.map(100, CHUNK, HostAccess::Read).unwrap() };
-        assert!(mapping.bytes() == &data[100..][..CHUNK]);
+        let mut mapping = unsafe { memory.map(100, CHUNK, HostAccess::Read).unwrap() };
+        assert!(mapping.bytes() == &data[100..][..CHUNK] && mapping.bytes_mut().is_none());
         mapping.end().unwrap();
-        // SAFETY: as above; the bytes are valid for writes.
-        unsafe {
-            let mapping = memory.map(5, 10, HostAccess::Write).unwrap();
-            mapping.start().as_ptr().write_bytes(0xee, 10);
-            mapping.end().unwrap();
-        }
+        // SAFETY: as above.
+        let mut mapping = unsafe { memory.map(5, 10, HostAccess::Write).unwrap() };
+        mapping.bytes_mut().unwrap().fill(0xee);
+        mapping.end().unwrap();
         assert_eq!(read(&*memory, 0, 20)[..], [&data[..5], &[0xee; 10], &data[15..20]].concat());
     }
 }

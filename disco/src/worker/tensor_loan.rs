@@ -1,6 +1,7 @@
 //! Loan of tensors to a collective: the check that they fit the call, and their borrow for as long
 //! as it takes.
 
+mod mapped;
 #[allow(unsafe_code)]
 mod on_device;
 
@@ -93,7 +94,13 @@ pub(super) fn lend<R>(
 ) -> Result<R> {
     let is_elsewhere = |tensor: &Tensor| tensor.storage().memory().host().is_none();
     if from.into_iter().chain(to).any(is_elsewhere) {
-        return on_device::lend(from, to, rank, run);
+        // Memory without addresses is for no library of its device.
+        let has_no_address = |tensor: &Tensor| {
+            let memory = tensor.storage().memory();
+            !memory.is_empty() && memory.device_address().is_none()
+        };
+        let is_mapped = from.into_iter().chain(to).any(has_no_address);
+        return if is_mapped { mapped::lend(from, to, rank, run) } else { on_device::lend(from, to, rank, run) };
     }
     match (from, to) {
         (None, None) => Ok(run(Buffers::none())),

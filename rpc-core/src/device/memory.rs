@@ -78,7 +78,7 @@ pub unsafe trait Memory: Send + Sync {
         if let Some(start) = self.host() {
             // SAFETY: `host` is valid for the whole memory, and the caller keeps others from the
             // range.
-            return Ok(unsafe { Mapping::new(start.add(offset as usize), len, || Ok(())) });
+            return Ok(unsafe { Mapping::new(start.add(offset as usize), len, access, || Ok(())) });
         }
         let mut copy = Vec::new();
         let no_room = |_| RpcError::new(ErrorKind::OutOfMemory, format!("no {len} bytes to map memory of a device"));
@@ -93,7 +93,7 @@ pub unsafe trait Memory: Send + Sync {
             HostAccess::Write => unsafe { self.copy_from_host(offset, &copy) },
         };
         // SAFETY: the bytes are the vector's, which `end` owns and nothing else accesses.
-        Ok(unsafe { Mapping::new(start, len, end) })
+        Ok(unsafe { Mapping::new(start, len, access, end) })
     }
 
     /// Returns the concrete type, for the device's own functions.
@@ -114,6 +114,7 @@ pub enum HostAccess {
 pub struct Mapping<'m> {
     start: NonNull<u8>,
     len: usize,
+    access: HostAccess,
     /// `None` once the mapping has ended.
     end: Option<Box<dyn FnOnce() -> Result<()> + Send + 'm>>,
     memory: PhantomData<&'m mut [u8]>,
@@ -127,19 +128,27 @@ impl<'m> Mapping<'m> {
     /// Until `end` is called the bytes are initialised and valid for reads, and, if they were
     /// mapped for writing, for writes, from any thread; nothing else accesses them in the ways that
     /// [`Memory::map`] excludes.
-    pub unsafe fn new(start: NonNull<u8>, len: usize, end: impl FnOnce() -> Result<()> + Send + 'm) -> Self {
-        Self { start, len, end: Some(Box::new(end)), memory: PhantomData }
-    }
-
-    /// Returns the first byte.
-    pub fn start(&self) -> NonNull<u8> {
-        self.start
+    pub unsafe fn new(
+        start: NonNull<u8>,
+        len: usize,
+        access: HostAccess,
+        end: impl FnOnce() -> Result<()> + Send + 'm,
+    ) -> Self {
+        Self { start, len, access, end: Some(Box::new(end)), memory: PhantomData }
     }
 
     /// Returns the bytes.
     pub fn bytes(&self) -> &[u8] {
         // SAFETY: callers of `new` promise it.
         unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.len) }
+    }
+
+    /// Returns the bytes, to write to them, if they were mapped for that.
+    pub fn bytes_mut(&mut self) -> Option<&mut [u8]> {
+        // SAFETY: callers of `new` promise it, and nothing else accesses bytes that are mapped for
+        // writing.
+        (self.access == HostAccess::Write)
+            .then(|| unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.len) })
     }
 
     /// Ends the mapping: the device sees what was written.

@@ -20,7 +20,7 @@ use std::sync::{Arc, Weak};
 use bytes::Bytes;
 use parking_lot::{Mutex, MutexGuard};
 
-use crate::device::{DeviceApi, Memory};
+use crate::device::{DeviceApi, HostAccess, Mapping, Memory};
 use crate::dlpack::Device;
 use crate::error::{ErrorKind, Result, RpcError};
 
@@ -374,6 +374,33 @@ impl Borrow {
         // storage lives, which `self` keeps alive. They are not written: another borrow can only be
         // a reader (B-1), and if this is the writer, then `&self` excludes `bytes_mut`.
         Some(unsafe { std::slice::from_raw_parts(start.as_ptr(), self.storage.len as usize) })
+    }
+
+    /// Lets the processor read `len` bytes from offset `at` of the storage, on any device, until
+    /// the mapping ends.
+    ///
+    /// # Errors
+    ///
+    /// As [`copy_out`](Self::copy_out).
+    pub fn map(&self, at: u64, len: usize) -> Result<Mapping<'_>> {
+        self.storage.check(at, len as u64)?;
+        // SAFETY: the range has been checked, and it is not written: other borrows are readers
+        // (B-1), and if this is the writer, then it is borrowed for as long as the mapping.
+        unsafe { self.storage.memory.map(at, len, HostAccess::Read) }
+    }
+
+    /// Lets the processor read and write `len` bytes from offset `at` of the storage, on any
+    /// device, until the mapping ends.
+    ///
+    /// # Errors
+    ///
+    /// As [`copy_in`](Self::copy_in).
+    pub fn map_mut(&mut self, at: u64, len: usize) -> Result<Mapping<'_>> {
+        self.check_write()?;
+        self.storage.check(at, len as u64)?;
+        // SAFETY: the range has been checked, and a write borrow excludes all others (B-1); it is
+        // borrowed for as long as the mapping.
+        unsafe { self.storage.memory.map(at, len, HostAccess::Write) }
     }
 
     /// Returns the storage's address on its device, for libraries that work there. Valid while this

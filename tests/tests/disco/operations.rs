@@ -7,13 +7,15 @@ mod nodes;
 mod programs;
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use disco::{
-    Argument, Content, DRef, DiscoError, DiscoSession, NodeListener, Operand, ParameterType, ReduceOp, Scope,
+    Argument, Content, DRef, DiscoError, DiscoSession, NodeListener, Operand, Options, ParameterType, ReduceOp, Scope,
     SocketSession, WorkerId,
 };
-use rpc_core::{DataType, Device, Element, ErrorKind, Pack, Tensor, Value};
+use rpc_core::{DataType, Device, Devices, Element, ErrorKind, LocalSession, Pack, Registry, Session, Tensor, Value};
+use rpc_tests::accelerator::Accelerator;
 use rpc_tests::spmd::{Data, Launch, Node, everywhere, runtime, serve};
 use rpc_tests::tvm_ffi::{Environment, environment};
 
@@ -268,6 +270,37 @@ fn collectives() {
 }
 
 /// Regression: the collectives were gone, and tensors were made on devices that there were not.
+/// Memory of devices that the processor cannot reach is mapped for the collectives of the host.
+#[test]
+fn collectives_of_the_host_take_memory_of_devices_without_addresses() {
+    let nodes = [0, 1, 2].map(|_| {
+        let registry = Registry::new();
+        disco::register(&registry);
+        let devices = Devices::new().with(Arc::new(Accelerator::default()));
+        Session::new(LocalSession::builder(registry).devices(devices).build())
+    });
+    let session = DiscoSession::over(nodes, 1, 1, Options::default()).wait().unwrap();
+    let on_device = |shape: &[i64]| session.empty(shape, DataType::F32, "ext_dev:1".parse().ok()).unwrap();
+    let (x, sum, all) = (on_device(&[4]), on_device(&[4]), on_device(&[3, 4]));
+    let rows = f32s(&[3, 4], (0..12).map(|at| at as f32));
+    session.scatter(&rows, Some(&x), Scope::World).unwrap();
+    session.allreduce(&x, Some(&sum), ReduceOp::Sum, Scope::World).unwrap();
+    session.allgather(&x, Some(&all), Scope::World).unwrap();
+    // In place, and then from a tensor of the host.
+    session.allreduce(&x, Some(&x), ReduceOp::Max, Scope::World).unwrap();
+    let copied = on_device(&[3, 4]);
+    session.broadcast(&rows, Some(&copied), Scope::World).unwrap();
+    session.sync_all().wait().unwrap();
+    for worker in 0..3 {
+        assert_eq!(tensor(&session, &sum, worker).1, [12.0, 15.0, 18.0, 21.0]);
+        assert_eq!(tensor(&session, &x, worker).1, [8.0, 9.0, 10.0, 11.0]);
+        for gathered in [&all, &copied] {
+            assert_eq!(tensor(&session, gathered, worker).1, elements::<f32>(&rows));
+        }
+    }
+    session.shutdown().wait().unwrap();
+}
+
 #[test]
 fn a_backend_that_is_not_there_changes_nothing() {
     for launch in [Launch::Threads, Launch::Processes(NODE), Launch::Tcp { per_node: 2, data: Data::Tcp }] {
