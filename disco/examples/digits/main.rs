@@ -7,6 +7,8 @@
 
 #[allow(unreachable_pub, reason = "tests use the file as part of a library")]
 mod model;
+#[allow(unreachable_pub, reason = "tests use the file as part of a library")]
+mod on_opencl;
 mod place;
 
 use std::io::{self, Write};
@@ -17,9 +19,9 @@ use comfy_table::{CellAlignment, Table};
 use indicatif::{ProgressBar, ProgressStyle};
 use model::{CLASSES, Digits, EPOCHS, Score};
 use place::{Place, PlaceArgs, Role};
-use rpc_core::Registry;
 use rpc_core::blocking::block_on;
-use rpc_server::isolate;
+use rpc_core::{Registry, VirtualDevice};
+use rpc_server::isolate::{self, gpu};
 use rpc_server::server::exit_code;
 
 /// The least share of the test images that must be told right.
@@ -31,6 +33,9 @@ const WANTED: f64 = 0.93;
 struct Args {
     #[command(flatten)]
     place: PlaceArgs,
+    /// Device of the workers that has the tensors, such as opencl; the processor if it is not given
+    #[arg(long)]
+    device: Option<VirtualDevice>,
     /// Print the mean loss of each epoch, one a line
     #[arg(long)]
     losses: bool,
@@ -39,10 +44,12 @@ struct Args {
 }
 
 fn main() -> ExitCode {
+    gpu::answer_if_asked();
     let registry = Registry::new();
     model::register(&registry);
-    isolate::run_if_isolated(&registry);
-    disco::serve_if_worker(&registry);
+    on_opencl::register(&registry).expect("the functions of the model are registered");
+    isolate::run_if_isolated_with(&registry, || gpu::devices(&registry));
+    disco::serve_if_worker_with(&registry, || gpu::devices(&registry));
 
     let args = Args::parse();
     match args.role {
@@ -72,7 +79,7 @@ fn run(args: Args, registry: Registry) -> Result<Score, Box<dyn std::error::Erro
     let bar =
         ProgressBar::new(EPOCHS as u64).with_style(ProgressStyle::with_template("{bar:40} epoch {pos}/{len}  {msg}")?);
     let mut losses = Vec::new();
-    let score = block_on(model::train(session, &digits, EPOCHS, |epoch, loss| {
+    let score = block_on(model::train(session, &digits, EPOCHS, args.device, |epoch, loss| {
         losses.push(loss);
         bar.set_message(format!("loss {loss:.4}"));
         bar.set_position(epoch as u64);

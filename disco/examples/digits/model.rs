@@ -5,7 +5,9 @@ use std::io::Read;
 
 use disco::{Content, DiscoError, DiscoSession, ReduceOp, Scope, WorkerId};
 use flate2::read::GzDecoder;
-use rpc_core::{DataType, Element, ErrorKind, Registry, Result, RpcError, Tensor, TensorView, TensorViewMut, Value};
+use rpc_core::{
+    DataType, Element, ErrorKind, Registry, Result, RpcError, Tensor, TensorView, TensorViewMut, Value, VirtualDevice,
+};
 
 /// The digits.
 pub const CLASSES: usize = 10;
@@ -170,28 +172,30 @@ fn probabilities(image: &[f32; PIXELS], model: &[f32]) -> [f32; CLASSES] {
     scores.map(|score| score / sum)
 }
 
-/// The controller's part: trains on the workers of `session`, each with its share of the images,
-/// and scores the result. `progress` is told each finished epoch and its mean loss. Each epoch uses
-/// all training images once.
+/// The controller's part: trains on the workers of `session`, each with its share of the images, on
+/// `device` or else on the processor, and scores the result. `progress` is told each finished epoch
+/// and its mean loss. Each epoch uses all training images once.
 ///
 /// # Errors
 ///
-/// Failures on workers, or of the session.
+/// Failures on workers, or of the session; workers without such a device.
 pub async fn train(
     session: &DiscoSession,
     digits: &Digits,
     epochs: usize,
+    device: Option<VirtualDevice>,
     mut progress: impl FnMut(usize, f64),
 ) -> disco::Result<Score> {
     let workers = session.num_workers() as usize;
     // The remainder of an even division is left out: fewer images than there are workers.
     let share = digits.train_len() / workers;
-    let images = shares(&digits.images, workers, share, PIXELS)?;
-    let images = session.scatter(&images, None, Scope::World)?;
-    let classes = session.scatter(&shares(&digits.classes, workers, share, 1)?, None, Scope::World)?;
-    let model = session.empty(&[PIXELS as i64 + 1, CLASSES as i64], DataType::F32, None)?;
-    let gradient = session.empty(&[MODEL as i64 + 1], DataType::F32, None)?;
-    let losses = session.empty(&[1], DataType::F64, None)?;
+    let images = scatter(session, &shares(&digits.images, workers, share, PIXELS)?, &device)?;
+    let classes = scatter(session, &shares(&digits.classes, workers, share, 1)?, &device)?;
+    let model = session.empty(&[PIXELS as i64 + 1, CLASSES as i64], DataType::F32, device.clone())?;
+    let gradient = session.empty(&[MODEL as i64 + 1], DataType::F32, device.clone())?;
+    // Many devices have no numbers of 64 bits.
+    let of_losses = if device.is_some() { DataType::F32 } else { DataType::F64 };
+    let losses = session.empty(&[1], of_losses, device.clone())?;
 
     let compute_gradient = session.get_global_func("digits.gradient")?;
     let make_step = session.get_global_func("digits.step")?;
@@ -216,16 +220,29 @@ pub async fn train(
         }
         session.sync_all().await?;
     }
-    score(session, digits, &model).await
+    score(session, digits, &model, &device).await
+}
+
+/// Gives each worker its part of a tensor, on the device.
+fn scatter(session: &DiscoSession, tensor: &Tensor, device: &Option<VirtualDevice>) -> disco::Result<disco::DRef> {
+    let part = match device {
+        Some(_) => Some(session.empty(&tensor.shape()[1..], tensor.dtype(), device.clone())?),
+        None => None,
+    };
+    session.scatter(tensor, part.as_ref(), Scope::World)
 }
 
 /// Has each worker classify its share of the test images.
-async fn score(session: &DiscoSession, digits: &Digits, model: &disco::DRef) -> disco::Result<Score> {
+async fn score(
+    session: &DiscoSession,
+    digits: &Digits,
+    model: &disco::DRef,
+    device: &Option<VirtualDevice>,
+) -> disco::Result<Score> {
     let (workers, train) = (session.num_workers() as usize, digits.train_len());
     let truth = &digits.classes[train..];
     let share = truth.len().div_ceil(workers);
-    let images = shares(&digits.images[train * PIXELS..], workers, share, PIXELS)?;
-    let images = session.scatter(&images, None, Scope::World)?;
+    let images = scatter(session, &shares(&digits.images[train * PIXELS..], workers, share, PIXELS)?, device)?;
     let predicted = session.get_global_func("digits.predict")?.call((&images, model))?;
     let predicted = session.gather_to_worker0(&predicted, None, Scope::World)?;
     session.sync_all().await?;

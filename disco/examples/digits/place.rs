@@ -9,6 +9,7 @@ use clap::Subcommand;
 use disco::{Completion, DiscoSession, ProcessSession, SocketSession, ThreadedSession};
 use rpc_core::Registry;
 use rpc_server::config::{ServeSettings, TrackerSettings};
+use rpc_server::isolate::gpu;
 use rpc_server::server::exit_code;
 use rpc_server::{RpcServer, ServerProcess, logging, pki, tracker};
 use rpc_transports::tracker::ServerRequest;
@@ -45,7 +46,7 @@ impl Role {
         let served = match self {
             Self::Serve(settings) => settings.resolve().map_err(Into::into).and_then(|config| {
                 logging::init(&config.log_level, config.log_format);
-                RpcServer::new(registry).config(config).run_blocking()
+                RpcServer::new(registry).devices(gpu::for_server(&config)).config(config).run_blocking()
             }),
             Self::Tracker(settings) => {
                 settings.resolve().map_err(Into::into).and_then(|config| tracker::Tracker::run_blocking(&config))
@@ -97,7 +98,10 @@ impl Place {
         }
         let mut servers = Vec::new();
         let session = match over {
-            Over::Threads => ThreadedSession::new(workers, 1).registry(registry).start(),
+            Over::Threads => {
+                let devices = gpu::devices(&registry);
+                ThreadedSession::new(workers, 1).registry(registry).devices(devices).start()
+            }
             // This program again: `serve_if_worker`, in `main`, does the rest.
             Over::Processes => ProcessSession::new(workers, 1).start(),
             Over::Tcp => SocketSession::new(serve(&mut servers, workers, flags)?, 1, 1).start(),

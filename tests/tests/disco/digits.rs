@@ -9,7 +9,7 @@ const NODE: &str = env!("CARGO_BIN_EXE_disco_node");
 fn losses_and_accuracy(launch: Launch, digits: &Digits, epochs: usize) -> (Vec<f64>, f64) {
     let fixture = launch.start(4, 1);
     let mut losses = Vec::new();
-    let training = train(&fixture.session, digits, epochs, |_, loss| losses.push(loss));
+    let training = train(&fixture.session, digits, epochs, None, |_, loss| losses.push(loss));
     let score = block_on(training).unwrap().unwrap();
     fixture.session.shutdown().wait().unwrap();
     let tested = score.confusion.iter().flatten().sum::<u32>() as usize;
