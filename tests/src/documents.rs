@@ -14,6 +14,7 @@ documents! {
     Readme: "README.md";
     Architecture: "ARCHITECTURE.md";
     Contributing: "CONTRIBUTING.md";
+    AddingADevice: "docs/adding-a-device.md";
     Devices: "docs/devices.md";
     Disco: "docs/disco.md";
     Modules: "docs/modules.md";
