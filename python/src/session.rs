@@ -9,9 +9,9 @@ use std::sync::Arc;
 use parking_lot::{Mutex, RwLock};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use pyo3::types::PyTuple;
+use pyo3::types::{PyString, PyTuple};
 use rpc_core::client::{Digest, LeaseOptions, Modules};
-use rpc_core::{DeviceAttribute, ErrorKind, RemoteFunction, RemoteTensor, RpcError};
+use rpc_core::{Action, DataType, DeviceAttribute, ErrorKind, RemoteFunction, RemoteTensor, RpcError, VirtualDevice};
 use rpc_server::modules::hash;
 
 use crate::argument::{self, Arg, Args};
@@ -182,13 +182,13 @@ impl Session {
         lane: Option<u32>,
     ) -> PyResult<Operation> {
         let (session, options) = (self.session(array.py())?, Options::new(timeout, lane)?);
-        let device = device.map_or(Ok(rpc_core::Device::cpu()), types::device)?;
+        let place = AllocPlace::new(device, scope, 0)?;
         let array = argument::array(array)?;
         let (calls, progress) = (UserCalls::default(), progress.map(Arc::new));
         let reported = calls.clone();
         let work = async move {
             let limits = options.begin();
-            let made = session.alloc_in_scope(device, array.dtype, &array.shape, scope.as_deref());
+            let made = place.alloc(&session, array.dtype, &array.shape);
             let tensor = limits.apply(made).await?;
             if !array.bytes.is_empty() {
                 let copy = reported.report(session.copy_to_remote(&tensor, array.bytes), progress);
@@ -199,20 +199,22 @@ impl Session {
         Ok(Operation::with_calls(&calls, work, tensor))
     }
 
-    #[pyo3(signature = (shape, dtype, device = None, scope = None, timeout = None, lane = None))]
+    #[pyo3(signature = (shape, dtype, device = None, scope = None, alignment = 0, timeout = None, lane = None))]
+    #[allow(clippy::too_many_arguments, reason = "keywords in Python")]
     fn empty_op(
         &self,
         shape: Vec<i64>,
         dtype: &Bound<'_, PyAny>,
         device: Option<&Bound<'_, PyAny>>,
         scope: Option<String>,
+        alignment: u64,
         timeout: Option<f64>,
         lane: Option<u32>,
     ) -> PyResult<Operation> {
         let (session, options) = (self.session(dtype.py())?, Options::new(timeout, lane)?);
-        let device = device.map_or(Ok(rpc_core::Device::cpu()), types::device)?;
+        let place = AllocPlace::new(device, scope, alignment)?;
         let dtype = types::data_type(dtype)?;
-        let work = async move { options.apply(session.alloc_in_scope(device, dtype, &shape, scope.as_deref())).await };
+        let work = async move { options.apply(place.alloc(&session, dtype, &shape)).await };
         Ok(Operation::new(work, tensor))
     }
 
@@ -363,6 +365,28 @@ impl Session {
         Ok(Operation::unit(async move { options.apply(session.stream_wait(device, stream.as_ref())).await }))
     }
 
+    /// Lets later work of the stream `destination` begin behind the work of `source` so far. Each
+    /// is a device and a stream of it, none for its current one.
+    #[pyo3(signature = (source, destination, timeout = None, lane = None))]
+    fn sync_stream_from_to_op(
+        &self,
+        source: (Bound<'_, PyAny>, Option<Bound<'_, references::Object>>),
+        destination: (Bound<'_, PyAny>, Option<Bound<'_, references::Object>>),
+        timeout: Option<f64>,
+        lane: Option<u32>,
+    ) -> PyResult<Operation> {
+        let (session, options) = (self.session(source.0.py())?, Options::new(timeout, lane)?);
+        let side = |(device, stream): (Bound<'_, PyAny>, Option<Bound<'_, references::Object>>)| {
+            let stream = stream.map(|stream| stream.get().object()).transpose()?;
+            PyResult::Ok((types::device(&device)?, stream))
+        };
+        let ((from_device, from), (to_device, to)) = (side(source)?, side(destination)?);
+        Ok(Operation::unit(async move {
+            let (from, to) = ((from_device, from.as_ref()), (to_device, to.as_ref()));
+            options.apply(session.sync_stream_from_to(from, to)).await
+        }))
+    }
+
     /// Measures calls of a function at the server: a list of seconds per call. `counts` are the
     /// number of calls in a sample, samples, calls before the first one, and bytes to flush.
     #[pyo3(signature = (function, args, counts, min_repeat_ms, lease = None, timeout = None, lane = None))]
@@ -443,4 +467,53 @@ fn module(py: Python<'_>, form: Form, module: rpc_core::RemoteModule) -> PyResul
 fn tensor(py: Python<'_>, form: Form, tensor: RemoteTensor) -> PyResult<Py<PyAny>> {
     let native = Bound::new(py, references::Tensor::of(tensor))?;
     form.wrap(py, "Tensor", native.into_any()).map(Bound::unbind)
+}
+
+/// Place of an allocation, as a caller in Python names it.
+struct AllocPlace {
+    on: Place,
+    alignment: u64,
+}
+
+enum Place {
+    Device(rpc_core::Device, Option<String>),
+    Constraint(VirtualDevice),
+}
+
+impl AllocPlace {
+    /// Reads a device, or the text of a constraint, which has a comma or an asterisk. `cpu:0` is
+    /// the default.
+    fn new(device: Option<&Bound<'_, PyAny>>, scope: Option<String>, alignment: u64) -> PyResult<Self> {
+        let invalid = |error: RpcError| PyValueError::new_err(error.message().to_owned());
+        let text = device.and_then(|device| device.cast::<PyString>().ok()).map(ToString::to_string);
+        let constraint = match text.filter(|text| text.contains([',', '*'])) {
+            Some(text) => Some(text.parse::<VirtualDevice>().map_err(invalid)?),
+            None => None,
+        };
+        let with_scope = |constraint: VirtualDevice, scope: String| {
+            let scoped = VirtualDevice::builder().memory_scope(scope).build().map_err(invalid)?;
+            let joined = constraint.join(&scoped);
+            joined.ok_or_else(|| PyValueError::new_err(format!("{constraint} has another memory scope")))
+        };
+        let on = match (constraint, scope) {
+            (Some(constraint), None) => Place::Constraint(constraint),
+            (Some(constraint), Some(scope)) => Place::Constraint(with_scope(constraint, scope)?),
+            (None, scope) => {
+                let device = device.map_or(Ok(rpc_core::Device::cpu()), types::device)?;
+                match scope {
+                    Some(scope) if alignment != 0 => Place::Constraint(with_scope(device.into(), scope)?),
+                    scope => Place::Device(device, scope),
+                }
+            }
+        };
+        Ok(Self { on, alignment })
+    }
+
+    fn alloc(&self, session: &rpc_core::Session, dtype: DataType, shape: &[i64]) -> Action<RemoteTensor> {
+        match &self.on {
+            Place::Device(device, None) => session.alloc_aligned(*device, dtype, shape, self.alignment),
+            Place::Device(device, scope) => session.alloc_in_scope(*device, dtype, shape, scope.as_deref()),
+            Place::Constraint(constraint) => session.alloc_aligned(constraint, dtype, shape, self.alignment),
+        }
+    }
 }

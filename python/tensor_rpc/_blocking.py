@@ -691,6 +691,7 @@ class Session(_native.Session):
         device: Any = None,
         scope: str | None = None,
         *,
+        alignment: int = 0,
         timeout: float | None = None,
         lane: int | None = None,
     ) -> Tensor:
@@ -703,13 +704,17 @@ class Session(_native.Session):
         dtype : data type
             A name, or what numpy and torch take for a data type.
         device : Device or str, optional
-            ``cpu:0`` by default.
+            ``cpu:0`` by default. A text with a comma or an asterisk is a constraint, such as
+            ``cuda,scope=host`` or ``*,target=cuda -arch=sm_90``; the tensor is on the first device
+            that satisfies it.
         scope : str, optional
             Memory scope of the device, such as ``global``.
+        alignment : int, optional
+            Power of two whose multiple the tensor's address is, in bytes; 0 leaves it to the device.
         timeout, lane
             As for calls of functions.
         """
-        made: Tensor = self.empty_op(list(shape), dtype, device, scope, timeout, lane).wait()
+        made: Tensor = self.empty_op(list(shape), dtype, device, scope, alignment, timeout, lane).wait()
         return made
 
     def load(
@@ -828,6 +833,34 @@ class Session(_native.Session):
         None is the lane's current stream of the device.
         """
         return self.stream_wait_op(device, stream, timeout, lane).wait()
+
+    def sync_stream_from_to(
+        self,
+        source: tuple[Any, Object | None],
+        destination: tuple[Any, Object | None],
+        *,
+        timeout: float | None = None,
+        lane: int | None = None,
+    ) -> None:
+        """Let later work of one stream begin after the work issued to another stream so far.
+
+        Nothing is waited for here, unless a device has no better way.
+
+        Parameters
+        ----------
+        source : (device, Object or None)
+            Device and stream that is waited for; None is the lane's current stream of the device.
+        destination : (device, Object or None)
+            Device and stream that waits.
+        timeout, lane
+            As in `call`.
+
+        Raises
+        ------
+        UnsupportedError
+            The server is too old to know the operation.
+        """
+        return self.sync_stream_from_to_op(source, destination, timeout, lane).wait()
 
     @property
     def files(self) -> Files:

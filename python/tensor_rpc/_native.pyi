@@ -203,6 +203,7 @@ class Session:
         dtype: Any,
         device: Any = None,
         scope: str | None = None,
+        alignment: int = 0,
         timeout: float | None = None,
         lane: int | None = None,
     ) -> Operation[Any]: ...
@@ -245,6 +246,13 @@ class Session:
         self,
         device: Any,
         stream: Object | None = None,
+        timeout: float | None = None,
+        lane: int | None = None,
+    ) -> Operation[None]: ...
+    def sync_stream_from_to_op(
+        self,
+        source: tuple[Any, Object | None],
+        destination: tuple[Any, Object | None],
         timeout: float | None = None,
         lane: int | None = None,
     ) -> Operation[None]: ...

@@ -247,9 +247,36 @@ def test_attributes_and_streams_of_devices(anywhere: Form) -> None:
         yield session.stream_wait("cpu", stream)
         yield session.set_stream("cpu")
         yield session.stream_wait("cpu")
+        other = yield session.create_stream("cpu")
+        yield session.sync_stream_from_to(("cpu", stream), ("cpu", other))
+        yield session.sync_stream_from_to(("cpu", None), ("cpu", other))
+        with pytest.raises(rpc.DeviceError):
+            yield session.sync_stream_from_to(("cuda:77", None), ("cpu", other))
         yield stream.free()
         with pytest.raises(rpc.InvalidHandleError):
+            yield session.sync_stream_from_to(("cpu", stream), ("cpu", other))
+        with pytest.raises(rpc.InvalidHandleError):
             yield session.set_stream("cpu", stream)
+
+    anywhere.run(body)
+
+
+def test_tensors_are_allocated_aligned_and_where_a_constraint_says(anywhere: Form) -> None:
+    def body(session: Any) -> Steps:
+        for device in ("cpu", "cpu:0", "*", "*,scope=host", "cpu,target=llvm"):
+            tensor = yield session.empty((2, 2), "int8", device, alignment=1 << 16)
+            assert tensor.device == rpc.Device("cpu")
+        yield session.empty((2,), "int8", "cpu", "host", alignment=4096)
+        yield session.tensor(b"abc", "*,scope=host")
+        for device in ("cuda,scope=host", "*:77", "cpu,scope=texture"):
+            with pytest.raises(rpc.DeviceError):
+                yield session.empty((2,), "int8", device)
+        with pytest.raises(ValueError, match="scope"):
+            yield session.empty((2,), "int8", "cpu,scope=host", "global")
+        with pytest.raises(ValueError, match="neither"):
+            yield session.empty((2,), "int8", "cpu,memory=host")
+        with pytest.raises(rpc.InvalidArgumentError, match="power of two"):
+            yield session.empty((2,), "int8", alignment=3)
 
     anywhere.run(body)
 

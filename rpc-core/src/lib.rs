@@ -54,8 +54,8 @@ pub use value::{Packed, Reference, TensorRef, Value};
 
 // For clients.
 pub use client::{
-    Action, CallbackHandler, CallbackReturn, Pending, RemoteCallback, RemoteFunction, RemoteModule, RemoteObject,
-    RemoteTensor, ScopedAction, ScopedPending, Session, TypedFunction,
+    Action, AllocDevice, CallbackHandler, CallbackReturn, Pending, RemoteCallback, RemoteFunction, RemoteModule,
+    RemoteObject, RemoteTensor, ScopedAction, ScopedPending, Session, TypedFunction,
 };
 pub use function::{FromReply, IntoArg, IntoArgs, Pack, Shape};
 

@@ -107,6 +107,8 @@ pub enum Operation {
         shape: Vec<i64>,
         /// Memory scope of the device; `None` is its ordinary memory.
         scope: Option<String>,
+        /// Alignment in bytes, a power of two; zero leaves it to the device.
+        alignment: u64,
     },
     /// Copies `data` into a densely packed tensor. The reply is null. At most one chunk.
     Write {
@@ -177,6 +179,18 @@ pub enum Operation {
         /// The stream; `None` is the device's current stream.
         stream: Option<Handle>,
     },
+    /// Lets work that is issued to a stream from now on begin after the work issued to another
+    /// stream so far. The reply is null, and need not wait for that work.
+    StreamWaitFor {
+        /// Device of the stream that waits.
+        device: Device,
+        /// The stream that waits; `None` is the device's current stream.
+        stream: Option<Handle>,
+        /// Device of the stream that is waited for.
+        other_device: Device,
+        /// The stream that is waited for; `None` is its device's current stream.
+        other: Option<Handle>,
+    },
     /// Loads a module. The reply is a module reference.
     LoadModule {
         /// Path in the session's workspace, or a name that a loader knows.
@@ -241,6 +255,7 @@ impl Operation {
             Self::CreateStream { .. } => "create_stream",
             Self::SetStream { .. } => "set_stream",
             Self::StreamWait { .. } => "stream_wait",
+            Self::StreamWaitFor { .. } => "stream_wait_for",
             Self::LoadModule { .. } => "load_module",
             Self::ModuleFunction { .. } => "module_function",
             Self::Shutdown => "shutdown",

@@ -3,6 +3,7 @@
 //! session calls back.
 
 pub(crate) mod action;
+mod alloc;
 pub mod callbacks;
 mod copies;
 mod file_cache;
@@ -20,6 +21,7 @@ pub(crate) mod session;
 mod window_size;
 
 pub use action::{Action, Pending, ScopedAction, ScopedPending};
+pub use alloc::AllocDevice;
 pub use callbacks::{CallbackHandler, CallbackReturn, RemoteCallback};
 pub use copies::CHUNK;
 pub use file_cache::FileCache;

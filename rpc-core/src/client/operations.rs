@@ -5,7 +5,7 @@ use crate::client::callbacks;
 use crate::client::references::{RemoteFunction, RemoteModule, RemoteObject, RemoteTensor, TypedFunction};
 use crate::client::session::Session;
 use crate::device::DeviceAttribute;
-use crate::dlpack::{DataType, Device};
+use crate::dlpack::Device;
 #[cfg(doc)]
 use crate::error::ErrorKind;
 use crate::error::Result;
@@ -97,28 +97,6 @@ impl Session {
         OneRequest::new(self.shared(), operation).pinned(pins).into()
     }
 
-    /// Allocates a zeroed, densely packed tensor.
-    ///
-    /// # Errors
-    ///
-    /// [`ErrorKind::DeviceUnavailable`], [`ErrorKind::OutOfMemory`], [`ErrorKind::LimitExceeded`],
-    /// and [`ErrorKind::InvalidArgument`] for an impossible shape.
-    pub fn alloc(&self, device: Device, dtype: DataType, shape: &[i64]) -> Action<RemoteTensor> {
-        self.alloc_in_scope(device, dtype, shape, None)
-    }
-
-    /// Allocates like [`alloc`](Self::alloc), in a memory scope of the device, such as `global`.
-    pub fn alloc_in_scope(
-        &self,
-        device: Device,
-        dtype: DataType,
-        shape: &[i64],
-        scope: Option<&str>,
-    ) -> Action<RemoteTensor> {
-        let scope = scope.map(str::to_owned);
-        self.action(Operation::Alloc { device, dtype, shape: shape.to_vec(), scope })
-    }
-
     /// Copies between two tensors of the session with equal byte counts, without passing through
     /// the client.
     ///
@@ -169,6 +147,30 @@ impl Session {
     /// stream of `device`.
     pub fn stream_wait(&self, device: Device, stream: Option<&RemoteObject>) -> Action<()> {
         self.stream_action(stream, |stream| Operation::StreamWait { device, stream })
+    }
+
+    /// Lets work that is issued to the stream `to` from now on begin after the work that was issued
+    /// to `from` so far, without waiting for it here. Each stream is named with its device; `None`
+    /// is the lane's current stream of the device. A device that has no better way waits before it
+    /// answers.
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::InvalidHandle`] if one is no stream, [`ErrorKind::InvalidArgument`] if it
+    /// belongs to another device, errors of the devices, and [`ErrorKind::Unsupported`] if the
+    /// server is too old to know the operation.
+    pub fn sync_stream_from_to(
+        &self,
+        from: (Device, Option<&RemoteObject>),
+        to: (Device, Option<&RemoteObject>),
+    ) -> Action<()> {
+        let handle = |stream: Option<&RemoteObject>| stream.map(|stream| stream.0.handle_in(self.shared())).transpose();
+        let operation = handle(from.1).and_then(|other| {
+            let (other_device, device) = (from.0, to.0);
+            Ok(Operation::StreamWaitFor { device, stream: handle(to.1)?, other_device, other })
+        });
+        let others = [from.1, to.1].into_iter().flatten().map(|stream| stream.0.pin()).collect();
+        OneRequest::new(self.shared(), operation).pinned(Pins { function: None, others }).into()
     }
 
     /// Loads a module: a file of the session's workspace, or one that the server registered by

@@ -101,7 +101,14 @@ pub trait Host: Send + Sync {
     /// # Errors
     ///
     /// Errors of the device, and a limit that is reached.
-    fn allocate(&self, device: Device, dtype: DataType, shape: &[i64], scope: Option<&str>) -> Result<Tensor>;
+    fn allocate(
+        &self,
+        device: Device,
+        dtype: DataType,
+        shape: &[i64],
+        scope: Option<&str>,
+        alignment: u64,
+    ) -> Result<Tensor>;
 
     /// Returns the stream of `device` for the work of `lane`: the one that was set for it, or else
     /// the default one.
@@ -405,7 +412,7 @@ impl Context {
         shape: &[i64],
         scope: Option<&str>,
     ) -> Result<Tensor> {
-        self.record(device, self.host.allocate(device, dtype, shape, scope))
+        self.record(device, self.host.allocate(device, dtype, shape, scope, 0))
     }
 
     /// Returns the stream of `device` for the work of this call: the one that its lane has set, or

@@ -18,6 +18,9 @@ use crate::limits::{MemoryLease, OpenFileLease, SessionLimits, StagingLease};
 use crate::session::Lane;
 use crate::tensor::{Layout, Storage, Tensor};
 
+/// Alignment in bytes up to which memory needs no spare bytes.
+const NATURAL_ALIGNMENT: u64 = 64;
+
 impl Host for LocalInner {
     fn devices(&self) -> &Devices {
         &self.devices
@@ -51,11 +54,23 @@ impl Host for LocalInner {
         self.extensions.get(&type_id).cloned()
     }
 
-    fn allocate(&self, device: Device, dtype: DataType, shape: &[i64], scope: Option<&str>) -> Result<Tensor> {
+    fn allocate(
+        &self,
+        device: Device,
+        dtype: DataType,
+        shape: &[i64],
+        scope: Option<&str>,
+        alignment: u64,
+    ) -> Result<Tensor> {
         let api = self.devices.get(device)?;
         let size = dlpack::dense_size(shape, dtype)?;
-        let lease = self.memory.reserve(size)?;
-        let memory = api.allocate(device.index, &AllocRequest { size, alignment: 0, scope })?;
+        if alignment != 0 && !alignment.is_power_of_two() {
+            return Err(RpcError::invalid_argument(format!("an alignment of {alignment} is not a power of two")));
+        }
+        // A device may set aside as many bytes as the alignment to place the memory within them.
+        let spare = if alignment > NATURAL_ALIGNMENT { alignment } else { 0 };
+        let lease = self.memory.reserve(size.saturating_add(spare))?;
+        let memory = api.allocate(device.index, &AllocRequest { size, alignment, scope })?;
         let storage = Storage::new(device, memory, Some(Box::new(lease)));
         Tensor::new(storage, 0, shape, None, dtype)
     }

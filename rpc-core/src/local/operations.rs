@@ -1,10 +1,12 @@
 //! Execution of operations of a local session other than calls.
 
+use std::sync::Arc;
+
 use bytes::Bytes;
 
 use super::LocalInner;
 use super::job::LaneKey;
-use super::resolve::{self, PinnedOperation};
+use super::resolve::{self, PinnedOperation, StreamObject};
 use crate::access_control::Permission;
 use crate::device::BOUNCE_BYTES;
 use crate::dlpack::DeviceType;
@@ -30,8 +32,8 @@ impl LocalInner {
             PinnedOperation::Get { name } => {
                 self.function(&name).map(|function| Value::Object(Object::Function(function)))
             }
-            PinnedOperation::Alloc { device, dtype, shape, scope } => self
-                .allocate(device, dtype, &shape, scope.as_deref())
+            PinnedOperation::Alloc { device, dtype, shape, scope, alignment } => self
+                .allocate(device, dtype, &shape, scope.as_deref(), alignment)
                 .map(|tensor| Value::Object(Object::Tensor(tensor))),
             PinnedOperation::Write { range, data, .. } => {
                 first(&mut borrows)?.copy_in(range.start, &data)?;
@@ -100,6 +102,15 @@ impl LocalInner {
                 };
                 drop(streams);
                 drop(old);
+                Ok(Value::Null)
+            }
+            PinnedOperation::StreamWaitFor { device, stream, other_device, other } => {
+                let named = |device, stream: Option<Arc<StreamObject>>| match stream {
+                    Some(stream) => Ok(stream.0.clone()),
+                    None => self.stream(lane.lane(), device),
+                };
+                let (stream, other) = (named(device, stream)?, named(other_device, other)?);
+                stream.wait_for(&*other)?;
                 Ok(Value::Null)
             }
             PinnedOperation::LoadModule { path, loader } => {

@@ -32,6 +32,7 @@ pub(super) enum PinnedOperation {
         dtype: DataType,
         shape: Vec<i64>,
         scope: Option<String>,
+        alignment: u64,
     },
     Write {
         storage: Arc<Storage>,
@@ -63,6 +64,12 @@ pub(super) enum PinnedOperation {
     StreamWait {
         device: Device,
         stream: Option<Arc<StreamObject>>,
+    },
+    StreamWaitFor {
+        device: Device,
+        stream: Option<Arc<StreamObject>>,
+        other_device: Device,
+        other: Option<Arc<StreamObject>>,
     },
     LoadModule {
         path: String,
@@ -108,7 +115,10 @@ impl PinnedOperation {
             Self::Call { function, .. } if function.kind() == FunctionKind::Blocking => RunsOn::LaneThread,
             Self::Copy { from, .. } if from.size_bytes() > LARGE_COPY => RunsOn::LaneThread,
             // Looking up a function may make its module load something.
-            Self::StreamWait { .. } | Self::LoadModule { .. } | Self::ModuleFunction { .. } => RunsOn::LaneThread,
+            Self::StreamWait { .. }
+            | Self::StreamWaitFor { .. }
+            | Self::LoadModule { .. }
+            | Self::ModuleFunction { .. } => RunsOn::LaneThread,
             _ => RunsOn::AnyThread,
         }
     }
@@ -130,6 +140,10 @@ impl PinnedOperation {
             Self::Copy { from, to } => {
                 visit(from.device());
                 visit(to.device());
+            }
+            Self::StreamWaitFor { device, other_device, .. } => {
+                visit(*device);
+                visit(*other_device);
             }
             Self::Call { args, .. } => args.iter().for_each(|arg| {
                 arg.for_each_object(&mut |object| {
@@ -204,7 +218,9 @@ fn try_resolve(
             }
             PinnedOperation::Call { function, args: resolved }
         }
-        Operation::Alloc { device, dtype, shape, scope } => PinnedOperation::Alloc { device, dtype, shape, scope },
+        Operation::Alloc { device, dtype, shape, scope, alignment } => {
+            PinnedOperation::Alloc { device, dtype, shape, scope, alignment }
+        }
         Operation::Write { to, offset, data } => {
             let tensor = tensor(table, &to)?;
             let range = tensor.byte_range(offset, data.len() as u64)?;
@@ -232,6 +248,12 @@ fn try_resolve(
         Operation::StreamWait { device, stream: handle } => {
             PinnedOperation::StreamWait { device, stream: stream(table, device, handle)? }
         }
+        Operation::StreamWaitFor { device, stream: handle, other_device, other } => PinnedOperation::StreamWaitFor {
+            device,
+            stream: stream(table, device, handle)?,
+            other_device,
+            other: stream(table, other_device, other)?,
+        },
         Operation::LoadModule { path, loader } => PinnedOperation::LoadModule { path, loader },
         Operation::ModuleFunction { module, name } => {
             let Object::Module(module) = table.get(module)?.clone() else { return Err(invalid(module)) };

@@ -21,6 +21,10 @@
 //! | 11 | stream wait | device, stream or nil |
 //! | 12 | load module | path, loader or nil |
 //! | 13 | module function | module, name |
+//! | 14 | stream wait for | device, stream or nil, device of the other, other stream or nil |
+//! | 15 | alloc aligned | device, dtype, shape, scope or nil, alignment |
+//!
+//! An allocation whose alignment is zero is sent as operation 3, which every peer knows.
 //!
 //! A reply's body is one value. An error's body is a map, see [`RpcError`].
 
@@ -69,12 +73,20 @@ pub(super) fn write_request(request: &Request, now: Instant, body: Vec<u8>) -> W
             writer.handle(*function);
             writer.args(args);
         }
-        Operation::Alloc { device, dtype, shape, scope } => {
-            begin(&mut writer, 3, 4);
+        Operation::Alloc { device, dtype, shape, scope, alignment } => {
+            let aligned = *alignment != 0;
+            if aligned {
+                begin(&mut writer, 15, 5)
+            } else {
+                begin(&mut writer, 3, 4)
+            }
             writer.device(*device);
             writer.dtype(*dtype);
             writer.shape(shape);
             optional(&mut writer, scope.as_deref(), Writer::str);
+            if aligned {
+                writer.uint(*alignment);
+            }
         }
         Operation::Write { to, offset, data } => {
             begin(&mut writer, 4, 3);
@@ -115,6 +127,13 @@ pub(super) fn write_request(request: &Request, now: Instant, body: Vec<u8>) -> W
             begin(&mut writer, 11, 2);
             writer.device(*device);
             optional(&mut writer, *stream, Writer::handle);
+        }
+        Operation::StreamWaitFor { device, stream, other_device, other } => {
+            begin(&mut writer, 14, 4);
+            for (device, stream) in [(device, stream), (other_device, other)] {
+                writer.device(*device);
+                optional(&mut writer, *stream, Writer::handle);
+            }
         }
         Operation::LoadModule { path, loader } => {
             begin(&mut writer, 12, 2);
@@ -183,10 +202,12 @@ pub(super) fn read_request(
             let args = (0..count).map(|_| reader.value(1)).collect::<Result<_, _>>()?;
             Operation::Call { function, args }
         }
-        3 => {
-            expect(4)?;
+        3 | 15 => {
+            let aligned = number == 15;
+            expect(if aligned { 5 } else { 4 })?;
             let (device, dtype, shape) = (reader.device()?, reader.dtype()?, reader.shape()?);
-            Operation::Alloc { device, dtype, shape, scope: optionally(&mut reader, Reader::str)? }
+            let scope = optionally(&mut reader, Reader::str)?;
+            Operation::Alloc { device, dtype, shape, scope, alignment: if aligned { reader.uint()? } else { 0 } }
         }
         4 => {
             expect(3)?;
@@ -230,6 +251,12 @@ pub(super) fn read_request(
         13 => {
             expect(2)?;
             Operation::ModuleFunction { module: reader.handle()?, name: reader.str()? }
+        }
+        14 => {
+            expect(4)?;
+            let (device, stream) = (reader.device()?, optionally(&mut reader, Reader::handle)?);
+            let (other_device, other) = (reader.device()?, optionally(&mut reader, Reader::handle)?);
+            Operation::StreamWaitFor { device, stream, other_device, other }
         }
         other => return Err(CodecError::UnknownOperation(other)),
     };

@@ -78,9 +78,15 @@ fn random_tensor(rng: &mut Rng) -> TensorRef {
 
 fn random_operation(rng: &mut Rng) -> Operation {
     let handle = Handle::from_bits(rng.next());
-    match rng.below(8) {
+    match rng.below(9) {
         0 => Operation::GetFunction { name: "f".repeat(rng.below(300)) },
-        1 => Operation::Alloc { device: Device::cpu(), dtype: DataType::F32, shape: vec![1, 2], scope: None },
+        1 => Operation::Alloc {
+            device: Device::cpu(),
+            dtype: DataType::F32,
+            shape: vec![1, 2],
+            scope: None,
+            alignment: rng.next() >> rng.below(65).min(63),
+        },
         2 => {
             let len = rng.below(30_000);
             Operation::Write { to: random_tensor(rng).into(), offset: rng.next(), data: rng.bytes(len).into() }
@@ -88,6 +94,15 @@ fn random_operation(rng: &mut Rng) -> Operation {
         3 => Operation::Read { from: random_tensor(rng).into(), offset: 0, len: rng.next(), into: None },
         4 => Operation::Copy { from: random_tensor(rng).into(), to: random_tensor(rng).into() },
         5 => Operation::LoadModule { path: "p".into(), loader: Some("l".into()) },
+        7 => {
+            let (device, other_device) = (Device::cpu(), Device::cuda(1));
+            Operation::StreamWaitFor {
+                device,
+                stream: rng.one_in(2).then_some(handle),
+                other_device,
+                other: Some(handle),
+            }
+        }
         6 => Operation::ModuleFunction { module: handle, name: "n".into() },
         _ => Operation::Call { function: handle, args: (0..rng.below(5)).map(|_| random_value(rng, 0)).collect() },
     }

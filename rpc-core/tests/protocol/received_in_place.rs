@@ -96,6 +96,7 @@ fn a_write_is_received_into_the_tensor() {
                 dtype: DataType::U8,
                 shape: vec![len as i64],
                 scope: None,
+                alignment: 0,
             }),
         );
         settle(&mut pair, 1);
@@ -137,7 +138,13 @@ fn a_write_in_place_that_is_cut_off_releases_its_lane() {
     let mut pair = Pair::new(Setup::default()).served_by(local);
     pair.submit(
         1,
-        Request::new(Operation::Alloc { device: Device::cpu(), dtype: DataType::U8, shape: vec![40_000], scope: None }),
+        Request::new(Operation::Alloc {
+            device: Device::cpu(),
+            dtype: DataType::U8,
+            shape: vec![40_000],
+            scope: None,
+            alignment: 0,
+        }),
     );
     settle(&mut pair, 1);
     let Ok(Value::Object(Reference::Tensor(tensor))) = pair.outcomes[&1].clone() else { panic!() };

@@ -11,8 +11,8 @@ use super::measurements;
 use super::server_function_calls;
 use super::session::{Held, TvmSession, unknown};
 
-/// Largest alignment that a client may ask for, in bytes. All memory has it.
-const MAX_ALIGNMENT: i64 = 64;
+/// Alignment in bytes that all memory has, and that clients ask for by default.
+const DEFAULT_ALIGNMENT: u64 = 64;
 
 /// Serves a request other than a copy from or to the client.
 pub(super) async fn serve(session: &mut TvmSession, request: Request) -> Result<Reply, RpcError> {
@@ -39,18 +39,18 @@ pub(super) async fn serve(session: &mut TvmSession, request: Request) -> Result<
         }
         Request::Attribute { device, kind } => attribute(session, device, kind).await?,
         Request::AllocBytes { device, len, alignment, hint: _ } => {
-            if alignment > MAX_ALIGNMENT {
-                let text = format!("memory is aligned to {MAX_ALIGNMENT} bytes, and not to {alignment}");
-                return Err(RpcError::unsupported(text));
-            }
-            let data = alloc(session, device, DataType::U8, vec![len], None).await?;
+            let alignment = u64::try_from(alignment).unwrap_or(0);
+            let alignment = if alignment > DEFAULT_ALIGNMENT { alignment } else { 0 };
+            let tensor = Operation::Alloc { device, dtype: DataType::U8, shape: vec![len], scope: None, alignment };
+            let data = alloc(session, tensor).await?;
             returned(&[WireValue::Pointer(data)])
         }
         Request::Alloc { header, scope } => {
             // Both names are those of ordinary memory.
             let scope = scope.filter(|scope| !matches!(scope.as_str(), "" | "global"));
             let scope = scope.map(|scope| checked_name(&scope, "a memory scope").map(str::to_owned)).transpose()?;
-            let data = alloc(session, header.device, header.dtype, header.shape, scope).await?;
+            let TensorHeader { device, dtype, shape, .. } = header;
+            let data = alloc(session, Operation::Alloc { device, dtype, shape, scope, alignment: 0 }).await?;
             returned(&[WireValue::Pointer(data)])
         }
         Request::CopyAmong { from, to, stream } => {
@@ -124,14 +124,8 @@ pub(super) async fn get_function(session: &mut TvmSession, name: &str) -> Result
     }
 }
 
-async fn alloc(
-    session: &mut TvmSession,
-    device: Device,
-    dtype: DataType,
-    shape: Vec<i64>,
-    scope: Option<String>,
-) -> Result<u64, RpcError> {
-    let tensor = session.submit(Operation::Alloc { device, dtype, shape, scope }).await?;
+async fn alloc(session: &mut TvmSession, operation: Operation) -> Result<u64, RpcError> {
+    let tensor = session.submit(operation).await?;
     let Value::Object(Reference::Tensor(tensor)) = tensor else {
         return Err(RpcError::internal("an allocation is a tensor"));
     };

@@ -94,7 +94,7 @@ impl Fixture {
         match permission.split_once(':') {
             Some(("call", function)) => session.get_function(function).wait().map(drop),
             Some(("run", program)) => session.run(program).output().wait().map(drop),
-            Some(("device", device)) => session.alloc(device.parse()?, DataType::F32, &[1]).wait().map(drop),
+            Some(("device", device)) => session.alloc(device.parse::<Device>()?, DataType::F32, &[1]).wait().map(drop),
             Some(("lease-priority", priority)) => {
                 let request = session.get_function("rpc.lease.request").wait()?;
                 request

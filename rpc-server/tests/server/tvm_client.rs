@@ -12,7 +12,8 @@ use bytes::{BufMut as _, Bytes};
 use rpc_core::client::{Files, Modules};
 use rpc_core::{
     DataType, Device, DeviceAttribute, DeviceType, ErrorKind, Handle, Operation, Reference, Registry, RemoteFunction,
-    RemoteModule, RemoteTensor, Request, Result, RpcSession as _, Session, Tensor, TensorRef, Value,
+    RemoteModule, RemoteTensor, Request, Result, RpcSession as _, Session, Tensor, TensorRef, TensorView, Value,
+    VirtualDevice,
 };
 use rpc_server::builtins::{TimeOptions, time_function};
 use rpc_server::config::ServeConfig;
@@ -39,6 +40,9 @@ impl Fixture {
         let registry = Registry::new();
         registry.add("tail", || -> Result<Tensor> {
             Tensor::from_slice(vec![4], &[1.0_f32, 2.0, 3.0, 4.0])?.view(8, vec![2], None, DataType::F32)
+        });
+        registry.add("misalignment", |x: TensorView, alignment: i64| {
+            x.bytes().map(|bytes| (bytes.as_ptr().addr() % alignment as usize) as i64)
         });
         registry.add("list", || vec![1_i64, 2]);
         registry.add_async("never", std::future::pending::<()>);
@@ -186,7 +190,38 @@ fn tensors_are_allocated_copied_and_passed() {
     let stream = session.create_stream(Device::cpu()).wait().unwrap();
     session.set_stream(Device::cpu(), Some(&stream)).wait().unwrap();
     session.stream_wait(Device::cpu(), None).wait().unwrap();
+    let (cpu, other) = (Device::cpu(), session.create_stream(Device::cpu()).wait().unwrap());
+    for (from, to) in [(Some(&stream), Some(&other)), (None, Some(&other)), (Some(&other), None)] {
+        session.sync_stream_from_to((cpu, from), (cpu, to)).wait().unwrap();
+    }
     session.free_stream(stream).wait().unwrap();
+    let freed = other.clone();
+    session.free_stream(other).wait().unwrap();
+    let sync = |from, to| kind_of(session.sync_stream_from_to((cpu, from), (cpu, to)).wait());
+    assert_eq!(sync(Some(&freed), None), ErrorKind::InvalidHandle);
+    assert_eq!(sync(None, Some(&freed)), ErrorKind::InvalidHandle);
+}
+
+#[test]
+fn memory_is_aligned_as_requested() {
+    let fixture = Fixture::new();
+    let session = fixture.connect();
+    let alloc = |alignment| session.alloc_aligned(Device::cpu(), DataType::F32, &[2, 3], alignment).wait();
+    for alignment in [64, 4096, 1 << 20] {
+        for _ in 0..3 {
+            let tensor = alloc(alignment).unwrap();
+            let misalignment = function(&session, "misalignment").call::<i64>((&tensor, alignment as i64));
+            assert_eq!(misalignment.wait().unwrap(), 0, "{alignment}");
+            assert_eq!(session.copy_from_remote(&tensor).wait().unwrap().len(), 24);
+        }
+    }
+    for wrong in [3, u64::MAX, 1 << 63] {
+        assert_eq!(kind_of(alloc(wrong)), ErrorKind::InvalidArgument, "{wrong}");
+    }
+    // The request of TVM that carries an alignment has no scope.
+    let scoped: VirtualDevice = "cpu:0,scope=host".parse().unwrap();
+    let refused = session.alloc_aligned(&scoped, DataType::U8, &[1], 4096).wait();
+    assert!(matches!(kind_of(refused), ErrorKind::Unsupported | ErrorKind::DeviceUnavailable));
 }
 
 /// Each of these would crash a server of TVM, or change memory that is not the client's.

@@ -46,6 +46,8 @@ macro_rules! conformance {
                 views_share_storage
                 bad_layouts_are_refused
                 impossible_allocations_are_refused
+                memory_is_aligned_as_requested
+                a_virtual_device_says_where_a_tensor_is
                 the_limit_on_memory_is_an_error
                 tensors_are_copied_among_each_other
                 two_readers_hold_a_tensor_at_once
@@ -56,6 +58,7 @@ macro_rules! conformance {
                 a_tensor_freed_during_a_call_stays_until_the_call_is_done
                 devices_tell_their_attributes
                 streams_are_created_set_waited_for_and_freed
+                one_stream_waits_for_another
                 vectors_go_up_and_come_down
             }
             order {

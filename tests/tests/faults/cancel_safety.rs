@@ -270,6 +270,17 @@ operations! {
         boxed(kit.session.free_stream(stream))
     };
     stream_wait = |kit| boxed(kit.session.stream_wait(Device::cpu(), None));
+    sync_stream_from_to = |kit| {
+        let stream = kit.session.create_stream(Device::cpu()).await.unwrap();
+        let session = kit.session.clone();
+        boxed(async move {
+            session.sync_stream_from_to((Device::cpu(), None), (Device::cpu(), Some(&stream))).await.unwrap();
+        })
+    };
+    alloc_on_a_virtual_device = |kit| {
+        let anywhere: rpc_core::VirtualDevice = "*,scope=host".parse().unwrap();
+        boxed(kit.session.alloc_aligned(anywhere, DataType::F32, &[1 << 16], 4096))
+    };
     attribute = |kit| boxed(kit.session.attribute(Device::cpu(), DeviceAttribute::Name));
     load_module = |kit| boxed(kit.session.load_module("arithmetic"));
     put = |kit| {

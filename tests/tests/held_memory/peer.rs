@@ -269,7 +269,7 @@ impl Peer {
     /// Allocates a tensor of bytes.
     pub(crate) fn tensor(&mut self, len: i64) -> TensorRef {
         let (device, dtype) = (rpc_core::Device::cpu(), rpc_core::DataType::U8);
-        match self.ask(Operation::Alloc { device, dtype, shape: vec![len], scope: None }) {
+        match self.ask(Operation::Alloc { device, dtype, shape: vec![len], scope: None, alignment: 0 }) {
             Value::Object(rpc_core::Reference::Tensor(tensor)) => *tensor,
             other => panic!("{other:?}"),
         }

@@ -147,7 +147,7 @@ pub(crate) fn of_operation(number: u8, peer: &mut Peer) -> Recipe {
         }
         3 => Box::new(move |_| {
             let shape = vec![LARGE as i64];
-            (1, Operation::Alloc { device: cpu, dtype: DataType::U8, shape, scope: None })
+            (1, Operation::Alloc { device: cpu, dtype: DataType::U8, shape, scope: None, alignment: 0 })
         }),
         4 => {
             let to = peer.tensor(LARGE as i64);
@@ -179,6 +179,16 @@ pub(crate) fn of_operation(number: u8, peer: &mut Peer) -> Recipe {
             let module = module(peer);
             Box::new(move |_| (1, Operation::ModuleFunction { module, name: "function".into() }))
         }
+        14 => {
+            let other = Some(peer.ask(Operation::CreateStream { device: cpu }).handles()[0]);
+            let wait = move || Operation::StreamWaitFor { device: cpu, stream: None, other_device: cpu, other };
+            Box::new(move |number| (number as u32, wait()))
+        }
+        // Little memory, with an alignment that is much larger.
+        15 => Box::new(move |_| {
+            let (dtype, alignment) = (DataType::U8, LARGE.next_power_of_two() as u64);
+            (1, Operation::Alloc { device: cpu, dtype, shape: vec![1], scope: None, alignment })
+        }),
         other => panic!("operation {other} has no recipe here: add one"),
     };
     let frames = Box::new(move |peer: &mut Peer, number| {
@@ -201,7 +211,7 @@ pub(crate) fn of_failing_loads(_: &mut Peer) -> Recipe {
 pub(crate) fn of_device_reads(peer: &mut Peer) -> Recipe {
     let (dtype, device) = (DataType::U8, Device::new(rpc_core::DeviceApi::kind(&Accelerator::default()), 0));
     let len = super::MAX_QUEUED;
-    let alloc = Operation::Alloc { device, dtype, shape: vec![len as i64], scope: None };
+    let alloc = Operation::Alloc { device, dtype, shape: vec![len as i64], scope: None, alignment: 0 };
     let Value::Object(Reference::Tensor(from)) = peer.ask(alloc) else { panic!("no tensor") };
     let frames = Box::new(move |peer: &mut Peer, number| {
         let from = from.clone();

@@ -16,7 +16,7 @@ fn ask(session: &LocalSession, operation: Operation) -> Result<Value> {
 }
 
 fn alloc(session: &LocalSession, device: Device, len: u64) -> TensorRef {
-    let alloc = Operation::Alloc { device, dtype: DataType::U8, shape: vec![len as i64], scope: None };
+    let alloc = Operation::Alloc { device, dtype: DataType::U8, shape: vec![len as i64], scope: None, alignment: 0 };
     match ask(session, alloc).unwrap() {
         Value::Object(Reference::Tensor(tensor)) => *tensor,
         other => panic!("{other:?}"),

@@ -92,7 +92,8 @@ fn session(gate: &Arc<TestGate>) -> LocalSession {
 }
 
 fn tensor(session: &LocalSession) -> TensorRef {
-    let alloc = Operation::Alloc { device: Device::cpu(), dtype: DataType::U8, shape: vec![4], scope: None };
+    let alloc =
+        Operation::Alloc { device: Device::cpu(), dtype: DataType::U8, shape: vec![4], scope: None, alignment: 0 };
     match session.submit(Request::new(alloc)).reply().wait().unwrap() {
         Value::Object(Reference::Tensor(tensor)) => *tensor,
         other => panic!("{other:?}"),
@@ -104,7 +105,7 @@ fn uses(session: &LocalSession, tensor: &TensorRef) -> Vec<Operation> {
     let device = tensor.device;
     let argument = || Value::List(vec![Value::Object(Reference::Tensor(tensor.clone().into()))]);
     vec![
-        Operation::Alloc { device, dtype: DataType::U8, shape: vec![4], scope: None },
+        Operation::Alloc { device, dtype: DataType::U8, shape: vec![4], scope: None, alignment: 0 },
         Operation::Write { to: tensor.clone().into(), offset: 0, data: Bytes::from_static(&[1]) },
         Operation::Read { from: tensor.clone().into(), offset: 0, len: 4, into: None },
         Operation::Copy { from: tensor.clone().into(), to: tensor.clone().into() },

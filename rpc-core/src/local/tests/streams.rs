@@ -100,6 +100,51 @@ fn a_stream_set_by_a_concurrent_request_is_seen_by_no_other() {
     assert_eq!(*noted.lock(), HashSet::from(["default", "created"]));
 }
 
+#[test]
+fn a_stream_waits_for_the_one_that_is_named_or_current() {
+    /// Streams with numbers in order of creation, and the pairs that waited for each other.
+    struct Numbered(i64, Arc<Mutex<Vec<(i64, i64)>>>);
+    impl Stream for Numbered {
+        fn device(&self) -> Device {
+            Device::new(RECORDING, 0)
+        }
+
+        fn synchronize(&self) -> Result<()> {
+            panic!("nothing waits here")
+        }
+
+        fn wait_for(&self, other: &dyn Stream) -> Result<()> {
+            let other = other.as_any().downcast_ref::<Self>().unwrap();
+            self.1.lock().push((self.0, other.0));
+            Ok(())
+        }
+
+        fn as_any(&self) -> &dyn Any {
+            self
+        }
+    }
+
+    let (waits, created) = (Arc::new(Mutex::default()), Mutex::new(0));
+    let noted = waits.clone();
+    let streams = StreamOnlyDevice(move |name| {
+        let mut created = created.lock();
+        *created += i64::from(name == "created");
+        Arc::new(Numbered(if name == "created" { *created } else { 0 }, noted.clone())) as Arc<dyn Stream>
+    });
+    let session = crate::Session::new(
+        LocalSession::builder(Registry::new()).devices(Devices::new().with(Arc::new(streams))).build(),
+    );
+    let device = Device::new(RECORDING, 0);
+    let (one, two) = (session.create_stream(device).wait().unwrap(), session.create_stream(device).wait().unwrap());
+    let sync = |from, to| session.sync_stream_from_to((device, from), (device, to)).lane(Lane(1)).wait().unwrap();
+    sync(Some(&one), Some(&two));
+    sync(None, Some(&one));
+    session.set_stream(device, Some(&two)).lane(Lane(1)).wait().unwrap();
+    sync(None, Some(&one));
+    sync(Some(&one), None);
+    assert_eq!(*waits.lock(), [(2, 1), (1, 0), (1, 2), (2, 1)]);
+}
+
 /// Stream whose work is done when the test says so.
 #[derive(Clone, Default)]
 struct ManualStream(Arc<Mutex<Vec<WhenDone>>>);

@@ -53,6 +53,7 @@ fn golden_requests() {
             dtype: DataType::F16,
             shape: vec![4],
             scope: Some("global".into()),
+            alignment: 0,
         },
         "93 03 c0 94 d704 02000000 01000000 d603 02100100 d702 0400000000000000 a6676c6f62616c",
         0,
@@ -81,6 +82,21 @@ fn golden_requests() {
         0,
     );
     check(Operation::StreamWait { device: Device::cpu(), stream: None }, "93 0b c0 92 d704 01000000 00000000 c0", 0);
+    check(
+        Operation::Alloc { device: Device::cpu(), dtype: DataType::U8, shape: vec![4], scope: None, alignment: 4096 },
+        "93 0f c0 95 d704 01000000 00000000 d603 01080100 d702 0400000000000000 c0 cd1000",
+        0,
+    );
+    check(
+        Operation::StreamWaitFor {
+            device: Device::cuda(1),
+            stream: None,
+            other_device: Device::cpu(),
+            other: Some(function),
+        },
+        "93 0e c0 94 d704 02000000 01000000 c0 d704 01000000 00000000 cdfeed",
+        0,
+    );
     check(Operation::LoadModule { path: "m.so".into(), loader: None }, "93 0c c0 92 a46d2e736f c0", 0);
     check(Operation::ModuleFunction { module: function, name: "f".into() }, "93 0d c0 92 cdfeed a166", 0);
 }

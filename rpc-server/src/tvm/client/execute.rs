@@ -5,7 +5,7 @@ use std::sync::Arc;
 use bytes::{Bytes, BytesMut};
 use parking_lot::Mutex;
 use rpc_core::reply::Outcome;
-use rpc_core::{DataType, Device, DeviceAttribute, Handle, Operation, RpcError, TensorRef, Value};
+use rpc_core::{DataType, Device, DeviceAttribute, ErrorKind, Handle, Operation, RpcError, TensorRef, Value};
 use rpc_tvm::wire::{CallResult, Expected, Request, ServerReply, TensorHeader, WireValue, shutdown};
 
 use super::client_function::ClientFunction;
@@ -72,7 +72,9 @@ impl ClientCore {
         match operation {
             Operation::GetFunction { name } => self.get_function(id, name).await,
             Operation::Call { function, args } => self.call(id, function, args).await,
-            Operation::Alloc { device, dtype, shape, scope } => self.alloc(id, device, dtype, shape, scope).await,
+            Operation::Alloc { device, dtype, shape, scope, alignment } => {
+                self.alloc(id, device, dtype, shape, scope, alignment).await
+            }
             Operation::Write { to, offset, data } => self.write(id, &to, offset, data).await,
             Operation::Read { from, offset, len, into: _ } => self.read(id, &from, offset, len).await,
             Operation::Copy { from, to } => self.copy(id, &from, &to).await,
@@ -117,6 +119,19 @@ impl ClientCore {
                     stream.map_or(Ok(objects.current_stream(device)), |stream| objects.stream(device, stream))?
                 };
                 self.send(id, &Request::StreamSync { device, stream }, |_, _| Ok(Value::Null)).await
+            }
+            // The protocol has no order among streams: the server waits for the other one here, and
+            // whatever is issued later comes behind its work.
+            Operation::StreamWaitFor { device, stream, other_device, other } => {
+                let (device, other_device) = (checked_device(device)?, checked_device(other_device)?);
+                let other = {
+                    let objects = self.objects.lock();
+                    stream.map_or(Ok(0), |stream| objects.stream(device, stream))?;
+                    let current = objects.current_stream(other_device);
+                    other.map_or(Ok(current), |other| objects.stream(other_device, other))?
+                };
+                let wait = Request::StreamSync { device: other_device, stream: other };
+                self.send(id, &wait, |_, _| Ok(Value::Null)).await
             }
             Operation::LoadModule { path, loader } => self.load_module(id, path, loader).await,
             Operation::ModuleFunction { module, name } => self.module_function(id, module, name).await,
@@ -211,6 +226,7 @@ impl ClientCore {
         dtype: DataType,
         shape: Vec<i64>,
         scope: Option<String>,
+        alignment: u64,
     ) -> Result<(), RpcError> {
         let device = checked_device(device)?;
         let tensor = TensorRef { storage: Handle::from_bits(0), byte_offset: 0, shape, strides: None, dtype, device };
@@ -228,7 +244,18 @@ impl ClientCore {
             }
             _ => Err(unexpected("memory")),
         };
-        self.send(id, &Request::Alloc { header, scope }, keep).await
+        if alignment == 0 {
+            return self.send(id, &Request::Alloc { header, scope }, keep).await;
+        }
+        // The request with an alignment has no scope.
+        if let Some(scope) = scope.filter(|scope| scope.as_str() != "global") {
+            let text = format!("a server of TVM takes no alignment of memory in the scope '{}'", scope.as_str());
+            return Err(RpcError::unsupported(text));
+        }
+        let alignment = i64::try_from(alignment).ok().filter(|alignment| alignment.count_ones() == 1);
+        let alignment = alignment.ok_or_else(|| RpcError::invalid_argument("the alignment is not a power of two"))?;
+        let len = i64::try_from(len).map_err(|_| RpcError::new(ErrorKind::OutOfMemory, "the tensor is too large"))?;
+        self.send(id, &Request::AllocBytes { device, len, alignment, hint: dtype }, keep).await
     }
 
     async fn write(self: &Arc<Self>, id: u64, to: &TensorRef, offset: u64, data: Bytes) -> Result<(), RpcError> {

@@ -3,6 +3,7 @@
 use rpc_core::tensor::MAX_DIMENSIONS;
 use rpc_core::{
     DataType, Device, DeviceAttribute, ErrorKind, Lane, RemoteObject, RemoteTensor, Result, Shape, Target, Value,
+    VirtualDevice,
 };
 
 use crate::harness::{Harness, TestClient};
@@ -131,6 +132,49 @@ pub async fn impossible_allocations_are_refused(harness: &Harness) {
     is(ErrorKind::Unsupported, harness.get(texture).await);
     client.settles_at(baseline).await;
     client.works().await;
+}
+
+/// Memory begins at a multiple of the alignment that was asked for, which counts against the
+/// session's memory. What is no alignment is refused.
+pub async fn memory_is_aligned_as_requested(harness: &Harness) {
+    let client = harness.client().await;
+    let baseline = client.usage().await;
+    let alloc = |shape: &[i64], alignment| client.session.alloc_aligned(Device::cpu(), DataType::U8, shape, alignment);
+    let mut tensors = Vec::new();
+    for alignment in [1, 64, 256, 4096, 1 << 16, 1 << 20] {
+        for _ in 0..3 {
+            let tensor = client.get(alloc(&[100], alignment)).await;
+            assert_eq!(client.run::<i64>("tensor.misalignment", (&tensor, alignment as i64)).await, 0, "{alignment}");
+            assert_eq!(client.get(client.session.copy_from_remote(&tensor)).await, [0; 100][..]);
+            tensors.push(tensor);
+        }
+    }
+    let counted: u64 = [256, 4096, 1 << 16, 1 << 20].iter().sum();
+    assert_eq!(client.usage().await.memory_bytes - baseline.memory_bytes, 18 * 100 + 3 * counted);
+    for bad in [3, 100, 1 << 16 | 1, u64::MAX] {
+        is(ErrorKind::InvalidArgument, harness.get(alloc(&[1], bad)).await);
+    }
+    assert!(harness.get(alloc(&[1], 1 << 63)).await.is_err());
+    is(ErrorKind::OutOfMemory, harness.get(alloc(&[1 << 58], 64)).await);
+    drop(tensors);
+    client.settles_at(baseline).await;
+}
+
+/// A virtual device names device and memory of a tensor; what it leaves open the session's devices
+/// decide.
+pub async fn a_virtual_device_says_where_a_tensor_is(harness: &Harness) {
+    let client = harness.client().await;
+    let alloc = |on: &str| client.session.alloc(on.parse::<VirtualDevice>().unwrap(), DataType::U8, &[4]);
+    for on in ["cpu:0", "cpu", "*", "*:0", "cpu:0,scope=global", "*,scope=host", "cpu,target=llvm"] {
+        let tensor = client.get(alloc(on)).await;
+        assert_eq!((tensor.device(), tensor.size_bytes()), (Device::cpu(), 4), "{on}");
+    }
+    for on in ["cpu:1", "cuda", "*:1000", "cpu,target=llvm -mcpu=none", "cpu,scope=texture", "cuda:0,target=cuda"] {
+        is(ErrorKind::DeviceUnavailable, harness.get(alloc(on)).await);
+    }
+    let aligned: VirtualDevice = "cpu:0,scope=host".parse().unwrap();
+    let aligned = client.get(client.session.alloc_aligned(&aligned, DataType::U8, &[4], 1 << 16)).await;
+    assert_eq!(client.run::<i64>("tensor.misalignment", (&aligned, 1_i64 << 16)).await, 0);
 }
 
 /// The session's limit on memory is an error that names it, and there is room again after a free.
@@ -367,6 +411,36 @@ pub async fn streams_are_created_set_waited_for_and_freed(harness: &Harness) {
     client.get(session.stream_wait(cpu, None)).await;
     client.get(session.set_stream(cpu, None)).await;
     client.get(session.stream_wait(cpu, None)).await;
+    client.settles_at(baseline).await;
+}
+
+/// A stream waits for another one, and for the current one of a lane; what is no stream is refused
+/// on either side.
+pub async fn one_stream_waits_for_another(harness: &Harness) {
+    let client = harness.client().await;
+    let (session, cpu) = (&client.session, Device::cpu());
+    let baseline = client.usage().await;
+    let (one, other) = (client.get(session.create_stream(cpu)).await, client.get(session.create_stream(cpu)).await);
+    for lane in [Lane::DEFAULT, Lane(4), Lane::CONCURRENT] {
+        for (from, to) in [(Some(&one), Some(&other)), (None, Some(&one)), (Some(&one), None), (None, None)] {
+            client.get(session.sync_stream_from_to((cpu, from), (cpu, to)).lane(lane)).await;
+        }
+    }
+    let second: Device = "cpu:1".parse().unwrap();
+    let sync = |from, to| harness.get(session.sync_stream_from_to(from, to));
+    is(ErrorKind::DeviceUnavailable, sync((second, None), (cpu, Some(&one))).await);
+    is(ErrorKind::DeviceUnavailable, sync((cpu, Some(&one)), (second, None)).await);
+    is(ErrorKind::InvalidArgument, sync((second, Some(&one)), (cpu, None)).await);
+    is(ErrorKind::InvalidArgument, sync((cpu, None), (second, Some(&one))).await);
+    let object: RemoteObject = client.run("counter.new", ()).await;
+    is(ErrorKind::InvalidHandle, sync((cpu, Some(&object)), (cpu, Some(&one))).await);
+    is(ErrorKind::InvalidHandle, sync((cpu, Some(&one)), (cpu, Some(&object))).await);
+    let stale = other.clone();
+    client.get(session.free_stream(other)).await;
+    is(ErrorKind::InvalidHandle, sync((cpu, Some(&stale)), (cpu, Some(&one))).await);
+    is(ErrorKind::InvalidHandle, sync((cpu, Some(&one)), (cpu, Some(&stale))).await);
+    client.get(session.free_stream(one)).await;
+    drop((object, stale));
     client.settles_at(baseline).await;
 }
 
