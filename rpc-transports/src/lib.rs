@@ -29,6 +29,7 @@ mod listener;
 mod memory_file;
 mod message_family;
 pub mod program;
+pub mod retry;
 mod runtime;
 pub mod self_start;
 mod serve;
@@ -66,6 +67,7 @@ pub use listener::{Accept, Listener};
 #[cfg(target_os = "linux")]
 pub use memory_file::MemoryFile;
 pub use message_family::MessageFamily;
+pub use retry::{RetryBudget, RetryPolicy, RetrySession};
 // For transports of other crates, which log what peers do.
 pub use rpc_core::log_limited;
 pub use serve::filter::{FilteredSession, FunctionPatterns, RequestPolicy};

@@ -24,6 +24,7 @@ use crate::handshake::certificates::ClientTls;
 use crate::handshake::driver::{dial_handshake, dial_handshake_blocking};
 use crate::handshake::identity_proofs::{DIALLER, Security, Tokens, of_dialler};
 use crate::handshake::peer_identity::{PeerIdentity, ProvenName};
+use crate::retry::{RetryPolicy, RetrySession};
 use crate::shared_memory::features;
 use crate::tracker::ServerRequest;
 use crate::transport::{Dial, Properties, Transports};
@@ -283,6 +284,27 @@ impl Connector {
     pub async fn connect<A: ToAddress + ?Sized>(&self, target: &A) -> Result<Session, ConnectError> {
         let target = self.target(target)?;
         self.connect_at(target).await
+    }
+
+    /// Opens a session as [`connect`](Self::connect) does, and wraps it in a [`RetrySession`], which
+    /// connects again when the session was lost.
+    ///
+    /// # Errors
+    ///
+    /// As [`connect`](Self::connect), for the first session.
+    pub async fn connect_retrying<A: ToAddress + ?Sized>(
+        &self,
+        target: &A,
+        policy: RetryPolicy,
+    ) -> Result<Session, ConnectError> {
+        let target = self.target(target)?;
+        let first = self.connect_at(target.clone()).await?;
+        let connector = self.clone();
+        let open = move || {
+            let (connector, target) = (connector.clone(), target.clone());
+            async move { connector.connect_at(target).await.map_err(ConnectError::into_rpc_error) }
+        };
+        Ok(Session::new(RetrySession::reopening(open, policy).starting_with(first.shared().clone())))
     }
 
     /// Opens a session as [`connect`](Self::connect) does, at an address that has been parsed.

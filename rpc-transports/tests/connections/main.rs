@@ -13,6 +13,7 @@ mod handoff;
 mod limits;
 #[cfg(feature = "quic")]
 mod relay;
+mod retry;
 #[cfg(feature = "quic")]
 mod security;
 #[cfg(feature = "tcp")]

@@ -11,8 +11,8 @@ use std::time::Duration;
 
 use rpc_core::{ErrorKind, LocalSession, Registry, RpcError, Session, SessionLimits, SharedSession};
 use rpc_transports::{
-    Access, Bind, Certificate, ClientTls, Connector, Dial, OpenRequest, ServeOptions, Server, ServerTls, Tokens,
-    TokioSpawner, Transports, WireLimits,
+    Access, Bind, Certificate, ClientTls, Connector, Dial, OpenRequest, RetryPolicy, RetrySession, ServeOptions,
+    Server, ServerTls, Tokens, TokioSpawner, Transports, WireLimits,
 };
 use tokio::runtime::Handle;
 
@@ -95,6 +95,42 @@ impl Fixture for Local {
 
     fn hops(&self) -> u16 {
         0
+    }
+}
+
+/// The sessions of another fixture, each in a [`RetrySession`].
+pub struct Retrying {
+    next: Arc<dyn Fixture>,
+    /// Runtime of the test, which the attempts run on.
+    runtime: Handle,
+}
+
+impl Retrying {
+    /// Wraps the sessions of `next`.
+    pub fn new(next: impl Fixture) -> Self {
+        Self { next: Arc::new(next), runtime: Handle::current() }
+    }
+}
+
+impl fmt::Debug for Retrying {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Retrying")
+    }
+}
+
+impl Fixture for Retrying {
+    fn session(&self, limits: SessionLimits) -> BoxFuture<'_, Session> {
+        let next = self.next.session(limits);
+        Box::pin(async move { Session::new(RetrySession::new(next.await.shared().clone(), RetryPolicy::default())) })
+    }
+
+    fn blocking_session(&self, limits: SessionLimits) -> Session {
+        // The attempts are tasks, whatever waits for them.
+        self.runtime.block_on(self.session(limits))
+    }
+
+    fn hops(&self) -> u16 {
+        self.next.hops()
     }
 }
 

@@ -1,7 +1,7 @@
 //! The conformance suite over every kind of session. A new transport needs one line for each kind
 //! of route. `ssh.rs` runs it over `ssh://`.
 
-use rpc_conformance::fixture::{Link, Local, Remote};
+use rpc_conformance::fixture::{Link, Local, Remote, Retrying};
 use rpc_conformance::{clauses, conformance};
 
 /// Returns the link to the program that `exec:` addresses start.
@@ -117,6 +117,14 @@ every_async_clause! {
     #[cfg(feature = "long")]
     quic_quic_unix_unix_tcp =
         Remote::along([Link::quic(), Link::quic(), Link::unix(), Link::unix(), Link::tcp()]);
+}
+
+/// A session that repeats requests keeps the contract of the session inside.
+mod retrying {
+    use super::*;
+
+    conformance!(local = Retrying::new(Local::spawning()), blocking: #[cfg(feature = "long")]);
+    conformance!(tcp = Retrying::new(Remote::direct(Link::tcp())), blocking: #[cfg(feature = "long")]);
 }
 
 compiled_model! {
