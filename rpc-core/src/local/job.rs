@@ -53,3 +53,16 @@ pub(super) struct Parked<W> {
     /// Borrows of the tensors that it uses.
     pub(super) borrows: Vec<Borrow>,
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::local::resolve::PinnedOperation;
+
+    #[test]
+    fn requests_and_jobs_are_small_enough_to_be_moved_in_registers() {
+        assert!(size_of::<crate::Request>() <= 128, "{}", size_of::<crate::Request>());
+        assert!(size_of::<Job<PinnedOperation>>() <= 128, "{}", size_of::<Job<PinnedOperation>>());
+        assert!(size_of::<crate::Value>() <= 40, "{}", size_of::<crate::Value>());
+    }
+}

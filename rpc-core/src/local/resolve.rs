@@ -31,7 +31,8 @@ pub(super) enum PinnedOperation {
         device: Device,
         dtype: DataType,
         shape: Vec<i64>,
-        scope: Option<String>,
+        /// Without spare room, so that a job has at most 128 bytes, which are moved without a call.
+        scope: Option<Box<str>>,
         alignment: u64,
     },
     Write {
@@ -219,7 +220,7 @@ fn try_resolve(
             PinnedOperation::Call { function, args: resolved }
         }
         Operation::Alloc { device, dtype, shape, scope, alignment } => {
-            PinnedOperation::Alloc { device, dtype, shape, scope, alignment }
+            PinnedOperation::Alloc { device, dtype, shape, scope: scope.map(String::into_boxed_str), alignment }
         }
         Operation::Write { to, offset, data } => {
             let tensor = tensor(table, &to)?;
