@@ -230,12 +230,14 @@ pub(super) fn translated(
             alignment: *alignment,
         },
         Operation::Write { to, offset, data } => {
-            Operation::Write { to: tensor(to, replace)?, offset: *offset, data: data.clone() }
+            Operation::Write { to: tensor(to, replace)?.into(), offset: *offset, data: data.clone() }
         }
         Operation::Read { from, offset, len, into } => {
-            Operation::Read { from: tensor(from, replace)?, offset: *offset, len: *len, into: into.clone() }
+            Operation::Read { from: tensor(from, replace)?.into(), offset: *offset, len: *len, into: into.clone() }
         }
-        Operation::Copy { from, to } => Operation::Copy { from: tensor(from, replace)?, to: tensor(to, replace)? },
+        Operation::Copy { from, to } => {
+            Operation::Copy { from: tensor(from, replace)?.into(), to: tensor(to, replace)?.into() }
+        }
         Operation::Free { handle } => Operation::Free { handle: replace(*handle)? },
         Operation::Attribute { device, attribute } => Operation::Attribute { device: *device, attribute: *attribute },
         Operation::CreateStream { device } => Operation::CreateStream { device: *device },
@@ -264,7 +266,7 @@ pub(super) fn with_handle(reference: Reference, handle: Handle) -> Reference {
     match reference {
         Reference::Function(_) => Reference::Function(handle),
         Reference::Module(_) => Reference::Module(handle),
-        Reference::Tensor(tensor) => Reference::Tensor(TensorRef { storage: handle, ..tensor }),
+        Reference::Tensor(tensor) => Reference::Tensor(TensorRef { storage: handle, ..*tensor }.into()),
         // An object of the application, and whatever comes later.
         _ => Reference::Object(handle),
     }
