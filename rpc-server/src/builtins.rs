@@ -28,6 +28,8 @@
 //! | `rpc.file.cache_limit` | | bytes that the cache of files may hold, 0 if there is none |
 //! | `rpc.file.from_cache` | SHA-256, length, path, executable | true if the cache had the file |
 //! | `rpc.file.to_cache` | path | SHA-256; null if there is no room for the file |
+//! | `rpc.file.tensor_from_cache` | SHA-256, tensor | true if the cache had the content |
+//! | `rpc.file.tensor_to_cache` | tensor | SHA-256; null if there is no room for the content |
 //! | `rpc.lease.request` | device, priority, maximum milliseconds or null | a request for a lease |
 //! | `rpc.lease.wait` | request | microseconds waited, and left, once it is granted |
 //! | `rpc.lease.ahead` | request | number of requests that are granted before |

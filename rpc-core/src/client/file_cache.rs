@@ -1,5 +1,5 @@
-//! The server's cache of files, from the client's side: a file that the client has sent before is
-//! copied at the server, and not sent again.
+//! The server's cache of files, from the client's side: a file, or the content of a tensor, that the
+//! client has sent before is copied at the server, and not sent again.
 //!
 //! A server with a cache registers the functions `rpc.file.from_cache`, `rpc.file.to_cache` and
 //! `rpc.file.cache_limit`; this module calls them. It keeps files by the SHA-256 that it has
@@ -10,10 +10,12 @@
 use std::fmt;
 use std::io::Read;
 
+use bytes::Bytes;
+
 use crate::client::action::{Action, Options, ScopedAction};
 use crate::client::files::{Reading, functions, parse_digest, send};
 use crate::client::module_upload::Digest;
-use crate::client::references::RemoteFunction;
+use crate::client::references::{RemoteFunction, RemoteTensor};
 use crate::client::session::Session;
 use crate::error::{ErrorKind, Result, RpcError};
 use crate::session::Lane;
@@ -117,6 +119,71 @@ impl FileCache {
         });
         action.lane(self.lane)
     }
+
+    /// Copies the content with this SHA-256 from the cache into a densely packed tensor, on any
+    /// device. The result is false if the cache does not have it, in which case the content of the
+    /// tensor is unspecified. The server verifies the digest while it copies.
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::NotFound`] if the server keeps files only, and those of a call.
+    pub fn fill(&self, tensor: &RemoteTensor, digest: Digest) -> Action<bool> {
+        let (session, tensor) = (self.session.clone(), tensor.clone());
+        let action = ScopedAction::steps(async move |options: Options<'static>| {
+            let [fill] = functions(&session, &options, ["rpc.file.tensor_from_cache"]).await?;
+            options.apply(fill.call::<bool>((digest.to_string(), &tensor))).await
+        });
+        action.lane(self.lane)
+    }
+
+    /// Copies the content of a densely packed tensor to the cache. The result is the digest that
+    /// the server has computed; `None` if the content is too long, or the cache has no room for it
+    /// now.
+    ///
+    /// # Errors
+    ///
+    /// As [`fill`](Self::fill).
+    pub fn add_tensor(&self, tensor: &RemoteTensor) -> Action<Option<Digest>> {
+        let (session, tensor) = (self.session.clone(), tensor.clone());
+        let action = ScopedAction::steps(async move |options: Options<'static>| {
+            let [keep] = functions(&session, &options, ["rpc.file.tensor_to_cache"]).await?;
+            let digest = options.apply(keep.call::<Option<String>>((&tensor,))).await?;
+            digest.as_deref().map(parse_digest).transpose()
+        });
+        action.lane(self.lane)
+    }
+
+    /// Brings `data`, whose SHA-256 is `digest`, into a densely packed tensor of the same size: from
+    /// the cache, or else by sending it, after which the cache has it. The result is true if it was
+    /// sent.
+    ///
+    /// Whatever keeps the server from using its cache, the data is sent.
+    ///
+    /// # Errors
+    ///
+    /// As [`Session::copy_to_remote`].
+    pub fn upload<'a>(&self, tensor: &RemoteTensor, digest: Digest, data: impl Into<Bytes>) -> ScopedAction<'a, bool> {
+        let (this, tensor, data) = (self.clone(), tensor.clone(), data.into());
+        let lane = self.lane;
+        let action = ScopedAction::steps(async move |mut options: Options<'a>| {
+            let size = tensor.size_bytes();
+            if size != data.len() as u64 {
+                let len = data.len();
+                return Err(RpcError::invalid_argument(format!("{len} bytes for a tensor of {size}")));
+            }
+            // An error that is not of the cache alone is met by the sending, too.
+            if options.apply(this.fill(&tensor, digest)).await.unwrap_or(false) {
+                options.report(size);
+                return Ok(false);
+            }
+            options.apply(this.session.copy_to_remote(&tensor, data)).await?;
+            options.report(size);
+            // The data is where it should be. Without the cache it is sent again the next time.
+            let _ = options.apply(this.add_tensor(&tensor)).await;
+            Ok(true)
+        });
+        action.lane(lane)
+    }
 }
 
 /// Returns true for an error that calls beside those of the cache have, too.
@@ -138,7 +205,7 @@ mod tests {
 
     use super::*;
     use crate::client::Files;
-    use crate::{Context, LocalSession, Registry, Shared};
+    use crate::{Context, LocalSession, Registry, Shared, TensorView, TensorViewMut};
 
     const DIGEST: Digest = Digest::from_bytes([7; Digest::LEN]);
 
@@ -175,6 +242,34 @@ mod tests {
                 Err(error) => assert!(is_told && error.kind() == kind, "{error}"),
                 Ok(cache) => assert!(!is_told && cache.is_none(), "{kind:?}"),
             }
+        }
+    }
+
+    #[test]
+    fn a_tensor_is_filled_by_a_server_that_keeps_no_tensors_or_fails_to() {
+        for has_functions in [false, true] {
+            let registry = Registry::new();
+            registry
+                .add("rpc.file.cache_limit", || 10_u64)
+                .add("rpc.file.from_cache", || true)
+                .add("rpc.file.to_cache", || ());
+            if has_functions {
+                let failed = || RpcError::new(ErrorKind::Io, "the disk is full");
+                let fill = move |_: String, mut to: TensorViewMut| -> Result<bool> {
+                    to.bytes_mut()?.fill(9);
+                    Err(failed())
+                };
+                let keep = move |_: TensorView| -> Result<Option<String>> { Err(failed()) };
+                registry.add("rpc.file.tensor_from_cache", fill).add("rpc.file.tensor_to_cache", keep);
+            }
+            let session = session(registry);
+            let cache = Files::new(&session).cache().wait().unwrap().unwrap();
+            let tensor = session.upload(&[4], &[0_u8; 4]).wait().unwrap();
+            assert!(cache.upload(&tensor, DIGEST, vec![1, 2, 3, 4]).wait().unwrap());
+            assert_eq!(session.download::<u8>(&tensor).wait().unwrap(), [1, 2, 3, 4]);
+            let kind = if has_functions { ErrorKind::Io } else { ErrorKind::NotFound };
+            assert_eq!(cache.fill(&tensor, DIGEST).wait().unwrap_err().kind(), kind);
+            assert_eq!(cache.add_tensor(&tensor).wait().unwrap_err().kind(), kind);
         }
     }
 

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 
 use rpc_core::client::{Digest, FileCache, Files};
-use rpc_core::{ErrorKind, Session};
+use rpc_core::{DataType, Device, ErrorKind, RemoteTensor, Session};
 use rpc_server::modules::hash;
 use rpc_transports::Connector;
 
@@ -216,6 +216,73 @@ fn a_client_takes_from_the_cache_what_has_the_digest_or_nothing() {
             assert_eq!(error.kind(), kind, "{error}");
         }
         assert_eq!(cache.add("none").wait().unwrap_err().kind(), ErrorKind::NotFound);
+    }
+}
+
+#[test]
+fn the_content_of_a_tensor_is_sent_once() {
+    for isolate in ["none", "process"] {
+        let fixture = Fixture::new(&["--isolate", isolate]);
+        let proxy = CountingProxy::new(fixture.address());
+        let (data, other) = (content(0), content(1));
+        let digest = digest_of(&data);
+        let connect = || Connector::new().connect_blocking(&proxy.address).unwrap();
+        let session = connect();
+        let (files, cache) = (Files::new(&session), cache_of(&session));
+        let empty = |len: usize| session.alloc(Device::cpu(), DataType::U8, &[len as i64]).wait().unwrap();
+        let tensor = empty(LEN);
+        let read = |tensor: &RemoteTensor| session.copy_from_remote(tensor).wait().unwrap();
+        assert!(!cache.fill(&tensor, digest).wait().unwrap());
+        let mut done = 0;
+        assert!(cache.upload(&tensor, digest, data.clone()).progress(|bytes| done = bytes).wait().unwrap());
+        assert!(read(&tensor) == data && done == LEN as u64 && proxy.take() > LEN as u64);
+        let again = empty(LEN);
+        assert!(!cache.upload(&again, digest, data.clone()).wait().unwrap());
+        assert!(read(&again) == data);
+        // A part of a tensor is filled, and the rest stays. The elements may be of any type.
+        let two = empty(2 * LEN);
+        let half = two.view(LEN as u64, DataType::F32, &[LEN as i64 / 4], None);
+        assert!(cache.fill(&half, digest).wait().unwrap());
+        assert!(read(&two)[..LEN].iter().all(|byte| *byte == 0) && read(&two)[LEN..] == data);
+        // Files and tensors are kept in the same way.
+        assert!(cache.copy_to("file", digest, LEN as u64, false).wait().unwrap());
+        assert!(get(&files, "file") == data);
+        files.put_bytes("other", other.clone()).wait().unwrap();
+        assert_eq!(cache.add("other").wait().unwrap(), Some(digest_of(&other)));
+        assert!(cache.fill(&again, digest_of(&other)).wait().unwrap() && read(&again) == other);
+        assert_eq!(cache.add_tensor(&half).wait().unwrap(), Some(digest));
+        assert_eq!(cache.add_tensor(&empty(0)).wait().unwrap(), Some(digest_of(&[])));
+
+        // The digest alone is not enough, nor is a claim of it.
+        assert!(!cache.fill(&empty(LEN - 1), digest).wait().unwrap());
+        assert!(cache.upload(&tensor, digest_of(b"claimed"), other.clone()).wait().unwrap());
+        assert!(!cache.fill(&tensor, digest_of(b"claimed")).wait().unwrap());
+        let strided = tensor.view(0, DataType::U8, &[LEN as i64 / 2], Some(&[2]));
+        for error in [
+            cache.fill(&strided, digest).wait().unwrap_err(),
+            cache.add_tensor(&strided).wait().unwrap_err(),
+            cache.upload(&tensor, digest, vec![0; 3]).wait().unwrap_err(),
+        ] {
+            assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
+        }
+
+        // Another session has it without sending it; and a damaged one is sent anew.
+        drop((tensor, again, two, half, strided, files, cache));
+        drop(session);
+        let session = connect();
+        let cache = cache_of(&session);
+        let tensor = session.alloc(Device::cpu(), DataType::U8, &[LEN as i64]).wait().unwrap();
+        proxy.take();
+        assert!(!cache.upload(&tensor, digest, data.clone()).wait().unwrap());
+        let sent = proxy.take();
+        assert!(sent < LITTLE, "{sent} bytes were sent");
+        for path in cached(&fixture) {
+            fs::set_permissions(&path, fs::Permissions::from_mode(0o600)).unwrap();
+            fs::OpenOptions::new().write(true).open(path).unwrap().write_all(b"damaged").unwrap();
+        }
+        assert!(cache.upload(&tensor, digest, data.clone()).wait().unwrap());
+        assert!(session.copy_from_remote(&tensor).wait().unwrap() == data);
+        assert!(cache.fill(&tensor, digest).wait().unwrap());
     }
 }
 

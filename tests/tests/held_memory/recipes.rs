@@ -376,6 +376,15 @@ fn calls(name: &str, peer: &mut Peer) -> Calls {
                 vec![digest.clone(), len.clone(), path, Value::Bool(true)]
             })
         }
+        "rpc.file.tensor_to_cache" => {
+            let tensor = Value::Object(Reference::Tensor(peer.tensor(LARGE as i64).into()));
+            Calls::new(move |_| vec![tensor.clone()])
+        }
+        "rpc.file.tensor_from_cache" => {
+            let tensor = Value::Object(Reference::Tensor(peer.tensor(LARGE as i64).into()));
+            let digest = peer.call("rpc.file.tensor_to_cache", vec![tensor.clone()]);
+            Calls::new(move |_| vec![digest.clone(), tensor.clone()])
+        }
         "rpc.file.rm" | "rpc.file.create_folder" => {
             Calls::new(|_| vec![text(&"x".repeat(LONG))]).answered(Answer::Error(ErrorKind::InvalidArgument))
         }
