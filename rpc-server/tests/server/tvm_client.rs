@@ -298,6 +298,13 @@ fn deadlines_pass_at_once_and_the_end_of_the_session_stops_what_runs() {
     other.shutdown().wait().unwrap();
     drop((waiting, other));
     fixture.is_left_with(1);
+    // It waits for what somebody waits for, up to its own deadline.
+    let other = fixture.connect();
+    let call = function(&other, "never").call::<()>(()).start();
+    let shutdown = other.shutdown().deadline(Instant::now() + Duration::from_millis(50)).wait();
+    assert_eq!(kind_of(shutdown), ErrorKind::DeadlineExceeded);
+    drop((call, other));
+    fixture.is_left_with(1);
     // Callers that are gone do not keep the session.
     drop(never.call::<()>(()).start());
     assert_eq!(fixture.running.sessions(), 1);
@@ -563,6 +570,41 @@ fn a_server_of_tvm_has_one_request_at_a_time() {
     assert_eq!(kind_of(behind), ErrorKind::DeadlineExceeded);
     session.shutdown().deadline(Instant::now() + LIMIT).wait().unwrap();
     board.join().unwrap();
+}
+
+/// A caller that waits on its thread and one that awaits share a session, whose requests take
+/// turns.
+#[test]
+fn requests_that_are_awaited_go_on_between_calls_that_are_waited_for() {
+    const COUNT: u64 = 20;
+    let (address, board) = Board::begun(None, |mut board| {
+        let mut found = 0;
+        loop {
+            match board.request() {
+                Some(wire::Request::GetFunction { .. }) => {
+                    found += 1;
+                    board.value(WireValue::Pointer(8));
+                }
+                Some(wire::Request::Free { .. }) => board.value(WireValue::None),
+                _ => return found,
+            }
+        }
+    });
+    let session = connect(&address).unwrap();
+    let other = session.clone();
+    let awaiting = thread::spawn(move || {
+        current_thread().block_on(async {
+            for _ in 0..COUNT {
+                other.get_function("awaited").deadline(Instant::now() + LIMIT).await.unwrap();
+            }
+        });
+    });
+    for _ in 0..COUNT {
+        find(&session, "waited").unwrap();
+    }
+    awaiting.join().unwrap();
+    drop(session);
+    assert_eq!(board.join().unwrap(), 2 * COUNT);
 }
 
 /// A server of TVM whose answers nobody takes stops for good.

@@ -435,8 +435,10 @@ impl<E: ClientProtocol> ClientState<SocketPump<E>> {
         }
         if locked.endpoint.is_quiet() {
             self.pump.in_background.store(false, Ordering::Release);
-        } else if locked.endpoint.is_paused() && self.pump.in_background.load(Ordering::Acquire) {
-            // The rest of the input may be for callers that await it.
+        } else if (locked.endpoint.is_paused() || locked.endpoint.is_due())
+            && self.pump.in_background.load(Ordering::Acquire)
+        {
+            // The rest of the input, or what waits to be sent, may be of callers that await it.
             wake_idle_poller();
         }
         locked

@@ -32,9 +32,10 @@ pub trait ClientProtocol: Send + Sized + 'static {
     /// Frees objects behind all requests that were submitted before.
     fn release(&mut self, handles: Vec<Handle>);
 
-    /// Ends the session once all requests have ended; completes `responder` then. Without one, the
+    /// Ends the session once all requests have ended; completes `responder` then. A protocol whose
+    /// requests cannot be cancelled may give up waiting at `deadline`. Without a responder, the
     /// last reference to the session is gone.
-    fn shutdown(&mut self, responder: Option<Responder>);
+    fn shutdown(&mut self, responder: Option<Responder>, deadline: Option<Instant>);
 
     /// Ends the session at once.
     fn fail(&mut self, error: RpcError);
@@ -80,6 +81,12 @@ pub trait ClientProtocol: Send + Sized + 'static {
     /// Returns true if there is input that has been read, and that
     /// [`handle_input`](Self::handle_input) has left for later.
     fn is_paused(&self) -> bool {
+        false
+    }
+
+    /// Returns true if [`stage`](Self::stage) would do more, for requests that wait, than move
+    /// output.
+    fn is_due(&self) -> bool {
         false
     }
 
@@ -154,7 +161,7 @@ impl ClientProtocol for ClientEndpoint<Responder> {
         Self::release(self, handles);
     }
 
-    fn shutdown(&mut self, responder: Option<Responder>) {
+    fn shutdown(&mut self, responder: Option<Responder>, _: Option<Instant>) {
         Self::shutdown(self, responder);
     }
 

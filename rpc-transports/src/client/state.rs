@@ -313,7 +313,7 @@ impl<P: Pump> Clone for SessionRef<P> {
 
 impl<P: Pump> Drop for LastReference<P> {
     fn drop(&mut self) {
-        self.0.change(Change::Close, |endpoint| endpoint.shutdown(None));
+        self.0.change(Change::Close, |endpoint| endpoint.shutdown(None, None));
     }
 }
 
@@ -335,7 +335,7 @@ impl<P: Pump> RpcSession for LastReference<P> {
                 let has_ended = state.change(Change::Request, |endpoint| {
                     let has_ended = endpoint.ended().is_some();
                     if !has_ended {
-                        endpoint.shutdown(Some(responder.clone()));
+                        endpoint.shutdown(Some(responder.clone()), request.deadline);
                     }
                     has_ended
                 });

@@ -144,11 +144,11 @@ impl ClientProtocol for TvmProtocol {
         self.core.release(handles);
     }
 
-    fn shutdown(&mut self, responder: Option<Responder>) {
+    fn shutdown(&mut self, responder: Option<Responder>, deadline: Option<Instant>) {
         match responder {
             None => self.core.abandon(),
             Some(responder) => {
-                let request = Request::new(Operation::Shutdown);
+                let request = Request { deadline, ..Request::new(Operation::Shutdown) };
                 if let Err((responder, error)) = self.core.enqueue(responder.id(), request, responder) {
                     self.core.outcomes.complete(responder, Err(error));
                 }
@@ -232,6 +232,10 @@ impl ClientProtocol for TvmProtocol {
 
     fn is_quiet(&self) -> bool {
         self.core.is_quiet()
+    }
+
+    fn is_due(&self) -> bool {
+        self.due.0.load(Ordering::Acquire)
     }
 
     fn take_bulk(&mut self) -> Option<LargeReply> {
