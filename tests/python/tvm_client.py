@@ -98,6 +98,10 @@ def modules(session):
     assert len(times.results) == 3 and 0 < times.mean < 1
     times = module.time_evaluator("add_one", cpu, repeat=2, cooldown_interval_ms=1, f_preproc="rpc.noop")(x, y)
     assert len(times.results) == 2
+    times = module.time_evaluator("add_one", cpu, number=1, f_preproc="cache_flush_cpu_non_first_arg")(x, y)
+    assert len(times.results) == 1
+    session.get_function("tvm.contrib.random.random_fill_for_measure")(y)
+    assert not (y.numpy() == np.arange(n) + 1).any()
     assert "has no function" in error_of(lambda: module["missing"])
     twice = te.compute((n,), lambda i: a[i] * 2.0, name="twice")
     built = tvm.compile(te.create_prim_func([a, twice]).with_attr("global_symbol", "twice"), target="llvm")

@@ -17,6 +17,13 @@ pub(crate) trait NativeLoader: Send + Sync {
     /// otherwise.
     fn check_library(&self) -> Result<()>;
 
+    /// Registers those of these functions of the operator's libraries that are there, TVM's own
+    /// too, except for names that are taken.
+    fn register_named(&self, registry: &Registry, names: &[&str]) -> Result<()> {
+        let _ = (registry, names);
+        Ok(())
+    }
+
     /// Adds a module to the imports of another one, where functions that it lacks are looked up.
     fn add_import(&self, importer: &dyn Module, imported: &dyn Module) -> Result<()> {
         let _ = (importer, imported);
@@ -37,7 +44,14 @@ pub(crate) struct NativeSettings {
     runtimes: Vec<PathBuf>,
     /// The operator's libraries (`--library`).
     libraries: Vec<PathBuf>,
+    /// True if clients may load modules, and so call any function.
+    allows_modules: bool,
 }
+
+/// Functions of TVM's runtime that programs call which measure what they have uploaded. They trust
+/// what they are given, and so are for clients that may load modules.
+const FOR_MEASUREMENTS: [&str; 3] =
+    ["cache_flush_cpu_non_first_arg", "tvm.contrib.random.random_fill", "tvm.contrib.random.random_fill_for_measure"];
 
 /// Libraries and loader of a server. Cheap to clone; nothing is loaded before its first use.
 #[derive(Clone)]
@@ -55,6 +69,7 @@ impl Native {
             tvm_ffi: config.tvm_ffi.as_ref().map(absolute),
             runtimes: config.runtime_library.iter().map(absolute).collect(),
             libraries: config.library.iter().map(absolute).collect(),
+            allows_modules: config.allow_modules,
         })
     }
 
@@ -88,7 +103,10 @@ impl Native {
         if self.settings.libraries.is_empty() && self.settings.runtimes.is_empty() {
             return Ok(());
         }
-        let loaded = self.loader.register_globals(registry);
+        let mut loaded = self.loader.register_globals(registry);
+        if self.settings.allows_modules && loaded.is_ok() {
+            loaded = self.loader.register_named(registry, &FOR_MEASUREMENTS).and(loaded);
+        }
         let count = loaded.map_err(|error| error.context(format_args!("loading {}", self.libraries())))?;
         tracing::debug!(count, libraries = self.libraries(), "functions of libraries");
         Ok(())
@@ -106,13 +124,17 @@ mod with_loader {
     use super::{NativeLoader, NativeSettings};
 
     pub(super) fn loader(settings: &NativeSettings) -> Arc<dyn NativeLoader> {
-        let NativeSettings { tvm_ffi: library, runtimes, libraries } = settings.clone();
+        let NativeSettings { tvm_ffi: library, runtimes, libraries, .. } = settings.clone();
         Arc::new(TvmFfi::new(TvmFfiOptions { library, runtimes, libraries }))
     }
 
     impl NativeLoader for TvmFfi {
         fn load(&self, file: &Path, name: &str) -> Result<Arc<dyn Module>> {
             Self::load(self, file, name)
+        }
+
+        fn register_named(&self, registry: &Registry, names: &[&str]) -> Result<()> {
+            Self::register_named(self, registry, names)
         }
 
         fn check_library(&self) -> Result<()> {

@@ -251,10 +251,19 @@ fn functions_of_a_runtime_are_for_modules_alone() {
         let session = fixture.connect();
         let triple = session.function::<(i64,), i64>("tests.triple").wait().unwrap();
         assert_eq!(triple.call((2,)).wait().unwrap(), 6);
-        // It starts any program.
-        let error = session.get_function("rpc.CreatePipeClient").wait().unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::NotFound, "{flags:?}: {error}");
+        // The first starts any program, and the other writes to any memory that it is told.
+        for name in ["rpc.CreatePipeClient", "cache_flush_cpu_non_first_arg"] {
+            let error = session.get_function(name).wait().unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::NotFound, "{flags:?}: {error}");
+        }
     }
+    // Clients that may load modules get what measurements need.
+    let fixture = Fixture::new(environment, &["--runtime-library", runtime]);
+    let session = fixture.connect();
+    assert_eq!(session.get_function("rpc.CreatePipeClient").wait().unwrap_err().kind(), ErrorKind::NotFound);
+    let flush = session.get_function("cache_flush_cpu_non_first_arg").wait().unwrap();
+    let x = session.alloc(Device::cpu(), DataType::F32, &[1 << 10]).wait().unwrap();
+    flush.call::<()>((&x, &x)).wait().unwrap();
 }
 
 #[test]

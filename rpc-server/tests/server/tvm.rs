@@ -1284,7 +1284,11 @@ fn the_client_of_tvm_itself_is_served() {
     let mut command = Command::new(env!("CARGO_BIN_EXE_rpc-server"));
     command.args(["serve", "--listen", "tcp://127.0.0.1:0", "--exit-with-stdin", "--log-level", "error", "--workdir"]);
     command.arg(folder.path()).args(["--tvm", "--tvm-self-test", "--key", "board", "--allow-modules", "--tvm-ffi"]);
-    command.arg(environment.library()).arg("--runtime-library").arg(runtime).env_remove("TVM_FFI_LIBRARY");
+    command.arg(environment.library()).env_remove("TVM_FFI_LIBRARY");
+    // The second has the functions that fill tensors for measurements.
+    for library in [runtime.with_file_name("libtvm_runtime_extra.so"), runtime].into_iter().rev() {
+        command.arg("--runtime-library").arg(library);
+    }
     command.args(["--max-memory", "256MiB", "--allow-forward", "tvm://127.0.0.1:*"]);
     command.args(["--allow-forward", "tvm://127.0.0.1:*?then=*"]);
     let server = ServerProcess::spawn(command).unwrap();

@@ -143,14 +143,27 @@ impl TvmFfi {
                 rpc_core::log_limited!(WARN, %name, "a library registers a function under a name that is taken");
                 continue;
             }
-            let text = api.text(&name)?;
-            let metadata = api.call(&describe, &mut [text.view()]).and_then(|metadata| metadata.to_text());
-            let typed = metadata.map_or_else(|_| Typed::unknown(), |metadata| Typed::from_metadata(&metadata));
-            let function = function::wrap(api, api.global(&name)?, typed, FunctionKind::Blocking);
-            registry.add_function(name, function);
+            register(api, &describe, registry, name)?;
             count += 1;
         }
         Ok(count)
+    }
+
+    /// Loads all libraries of the options now, and registers those of the named global functions
+    /// that are there, TVM's own too. Names that are taken in the registry are not replaced.
+    ///
+    /// # Errors
+    ///
+    /// As [`load`](Self::load) for TVM-FFI itself.
+    pub fn register_named(&self, registry: &Registry, names: &[&str]) -> Result<()> {
+        let api = self.api()?;
+        let describe = api.global("ffi.GetGlobalFuncMetadata")?;
+        for name in names {
+            if registry.get(name).is_err() && api.global(name).is_ok() {
+                register(api, &describe, registry, (*name).to_owned())?;
+            }
+        }
+        Ok(())
     }
 
     /// Returns the version and the path of the library. Loads it, and the other libraries of the
@@ -167,6 +180,14 @@ impl TvmFfi {
     fn api(&self) -> Result<&'static Api> {
         libraries::load(&self.0)
     }
+}
+
+fn register(api: &'static Api, describe: &Ref, registry: &Registry, name: String) -> Result<()> {
+    let text = api.text(&name)?;
+    let metadata = api.call(describe, &mut [text.view()]).and_then(|metadata| metadata.to_text());
+    let typed = metadata.map_or_else(|_| Typed::unknown(), |metadata| Typed::from_metadata(&metadata));
+    registry.add_function(name.clone(), function::wrap(api, api.global(&name)?, typed, FunctionKind::Blocking));
+    Ok(())
 }
 
 /// Loader for programs whose sessions may load any file that they can name: a path that ends in
