@@ -5,6 +5,8 @@
 #[cfg(feature = "quic")]
 mod chains;
 mod custom_opener;
+#[cfg(feature = "tcp")]
+mod custom_protocol;
 mod custom_transport;
 #[cfg(feature = "quic")]
 mod dialect;
