@@ -1,5 +1,5 @@
-//! The workers' functions over tensors on OpenCL devices, by kernels. Tensors of the processor go to
-//! the functions of `model.rs`.
+//! The workers' functions over tensors on OpenCL devices, by kernels. Tensors of the processor go
+//! to the functions of `model.rs`.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -50,11 +50,9 @@ pub fn register(registry: &Registry) -> Result<()> {
             return context.call(&loss, vec![object(losses)]);
         }
         // Mapped, it is behind the steps.
-        let (_, mut borrow) = losses.write()?.into_parts();
-        let mut mapped = borrow.map_mut(losses.byte_offset(), 4)?;
-        let sum = mapped.bytes_mut().and_then(|bytes| <&mut [u8; 4]>::try_from(bytes).ok());
-        let sum = sum.ok_or_else(|| RpcError::internal("the loss is mapped for writing"))?;
-        let total = f32::from_le_bytes(std::mem::take(sum));
+        let mut view = losses.write()?;
+        let mut mapped = view.map_mut::<f32>()?;
+        let total: f32 = mapped.iter_mut().map(std::mem::take).sum();
         mapped.end()?;
         Ok(Value::Float(total.into()))
     });

@@ -16,7 +16,7 @@ use crate::dlpack::{DataType, Device, Element, dense_size, dense_strides, elemen
 use crate::error::{ErrorKind, Result, RpcError};
 
 pub use storage::{Access, Borrow, PendingBorrow, Resume, Storage, borrow_all};
-pub use view::{TensorView, TensorViewMut};
+pub use view::{MappedElements, MappedElementsMut, TensorView, TensorViewMut};
 
 /// Largest number of dimensions of a tensor.
 pub const MAX_DIMENSIONS: usize = 32;
@@ -258,6 +258,17 @@ impl Tensor {
             return Err(RpcError::invalid_argument(format!("expected a tensor of {expected}, got {got}")));
         }
         self.check_dense()
+    }
+
+    /// Returns the offset in the storage and the length of the elements' bytes, for a mapping as
+    /// `T`s.
+    fn range_to_map<T: Element>(&self) -> Result<(u64, usize)> {
+        self.check_elements::<T>()?;
+        if !self.byte_offset.is_multiple_of(align_of::<T>() as u64) {
+            return Err(self.misaligned::<T>());
+        }
+        let too_large = |_| RpcError::new(ErrorKind::OutOfMemory, "a tensor is too large to be mapped");
+        Ok((self.byte_offset, usize::try_from(self.extent).map_err(too_large)?))
     }
 
     fn not_on_host(&self) -> RpcError {

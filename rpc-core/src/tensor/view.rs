@@ -1,9 +1,12 @@
 //! Views: tensors with a borrow of their storage, which give out slices of their elements.
 
-use std::ops::Deref;
+use std::fmt;
+use std::marker::PhantomData;
+use std::ops::{Deref, DerefMut};
 
 use super::Tensor;
 use super::storage::{Access, Borrow};
+use crate::device::Mapping;
 use crate::dlpack::{DataType, Element};
 use crate::error::{ErrorKind, Result, RpcError};
 
@@ -46,6 +49,21 @@ impl TensorView {
     pub fn bytes(&self) -> Result<&[u8]> {
         let bytes = self.borrow.bytes().ok_or_else(|| self.tensor.not_on_host())?;
         Ok(&bytes[self.tensor.range_in_host()?])
+    }
+
+    /// Lets the processor read the elements, in row-major order, on any device. In host memory this
+    /// is [`as_slice`](Self::as_slice); other memory is [mapped](crate::device::Memory::map).
+    ///
+    /// # Errors
+    ///
+    /// As [`as_slice`](Self::as_slice), and errors of the device.
+    pub fn map<T: Element>(&self) -> Result<MappedElements<'_, T>> {
+        let (at, len) = self.tensor.range_to_map::<T>()?;
+        let mapping = self.borrow.map(at, len)?;
+        if cast::<T>(mapping.bytes()).is_none() {
+            return Err(self.tensor.misaligned::<T>());
+        }
+        Ok(MappedElements { mapping, elements: PhantomData })
     }
 
     /// Returns the dimensions, outermost first; empty for a scalar.
@@ -107,6 +125,21 @@ impl TensorViewMut {
         cast_mut(bytes).ok_or_else(|| tensor.misaligned::<T>())
     }
 
+    /// Lets the processor read and write the elements, in row-major order, on any device.
+    ///
+    /// # Errors
+    ///
+    /// As [`TensorView::map`].
+    pub fn map_mut<T: Element>(&mut self) -> Result<MappedElementsMut<'_, T>> {
+        let TensorView { tensor, borrow } = &mut self.view;
+        let (at, len) = tensor.range_to_map::<T>()?;
+        let mut mapping = borrow.map_mut(at, len)?;
+        if mapping.bytes_mut().and_then(cast_mut::<T>).is_none() {
+            return Err(tensor.misaligned::<T>());
+        }
+        Ok(MappedElementsMut { mapping, elements: PhantomData })
+    }
+
     /// Returns the elements' bytes, for writing.
     ///
     /// # Errors
@@ -127,6 +160,67 @@ impl Deref for TensorViewMut {
 
     fn deref(&self) -> &TensorView {
         &self.view
+    }
+}
+
+/// Elements of a tensor that are mapped for the processor to read, until this is dropped.
+pub struct MappedElements<'v, T> {
+    /// Bytes that can be cast to elements.
+    mapping: Mapping<'v>,
+    elements: PhantomData<T>,
+}
+
+impl<T: Element> Deref for MappedElements<'_, T> {
+    type Target = [T];
+
+    fn deref(&self) -> &[T] {
+        cast(self.mapping.bytes()).unwrap_or_default()
+    }
+}
+
+impl<T> fmt::Debug for MappedElements<'_, T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.mapping.fmt(f)
+    }
+}
+
+/// Elements of a tensor that are mapped for the processor to read and write, until
+/// [`end`](Self::end).
+pub struct MappedElementsMut<'v, T> {
+    /// Bytes that can be cast to elements, and written.
+    mapping: Mapping<'v>,
+    elements: PhantomData<T>,
+}
+
+impl<T> MappedElementsMut<'_, T> {
+    /// Ends the mapping: the device sees what was written. Dropping it does the same, and only logs
+    /// an error.
+    ///
+    /// # Errors
+    ///
+    /// The device failed. What was written may be lost then.
+    pub fn end(self) -> Result<()> {
+        self.mapping.end()
+    }
+}
+
+impl<T: Element> Deref for MappedElementsMut<'_, T> {
+    type Target = [T];
+
+    fn deref(&self) -> &[T] {
+        cast(self.mapping.bytes()).unwrap_or_default()
+    }
+}
+
+impl<T: Element> DerefMut for MappedElementsMut<'_, T> {
+    fn deref_mut(&mut self) -> &mut [T] {
+        self.mapping.bytes_mut().and_then(cast_mut).unwrap_or_default()
+    }
+}
+
+impl<T> fmt::Debug for MappedElementsMut<'_, T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.mapping.fmt(f)
     }
 }
 

@@ -347,7 +347,7 @@ fn failures(registry: &Registry) {
         }
     });
     registry.add("fail.panic.holding", |mut tensor: TensorViewMut| -> Result<()> {
-        tensor.bytes_mut()?.fill(1);
+        tensor.map_mut::<f32>()?.fill(1.0);
         panic!("with a tensor in hand");
     });
 }
@@ -358,15 +358,15 @@ fn tensors(registry: &Registry) {
     });
     registry.add_inline("tensor.sum", |x: TensorView| sum(&x));
     registry.add("tensor.sum.blocking", |x: TensorView| sum(&x));
-    registry.add_inline("tensor.byte", |x: TensorView, at: i64| x.bytes().map(|bytes| i64::from(bytes[at as usize])));
-    registry.add("tensor.byte.blocking", |x: TensorView, at: i64| x.bytes().map(|bytes| i64::from(bytes[at as usize])));
-    registry.add("tensor.fill", |mut x: TensorViewMut, with: f32| x.as_mut_slice::<f32>().map(|x| x.fill(with)));
+    registry.add_inline("tensor.byte", |x: TensorView, at: i64| byte(&x, at));
+    registry.add("tensor.byte.blocking", |x: TensorView, at: i64| byte(&x, at));
+    registry.add("tensor.fill", |mut x: TensorViewMut, with: f32| fill(&mut x, with));
     registry.add("tensor.add", |a: TensorView, b: TensorView, mut out: TensorViewMut| -> Result<()> {
-        let (a, b) = (a.as_slice::<f32>()?, b.as_slice::<f32>()?);
-        for (out, (a, b)) in out.as_mut_slice::<f32>()?.iter_mut().zip(a.iter().zip(b)) {
+        let (a, b, mut out) = (a.map::<f32>()?, b.map::<f32>()?, out.map_mut::<f32>()?);
+        for (out, (a, b)) in out.iter_mut().zip(a.iter().zip(b.iter())) {
             *out = a + b;
         }
-        Ok(())
+        out.end()
     });
     registry.add("tensor.read_gated", |x: TensorView, Shared(gate): Shared<Gate>, Shared(journal): Shared<Journal>| {
         gate.wait();
@@ -378,16 +378,14 @@ fn tensors(registry: &Registry) {
         |mut x: TensorViewMut, with: f32, Shared(gate): Shared<Gate>, Shared(journal): Shared<Journal>| -> Result<()> {
             gate.wait();
             journal.push(1);
-            x.as_mut_slice::<f32>()?.fill(with);
-            Ok(())
+            fill(&mut x, with)
         },
     );
     registry.add(
         "tensor.fill_noted",
         |mut x: TensorViewMut, with: f32, Shared(journal): Shared<Journal>| -> Result<()> {
             journal.push(2);
-            x.as_mut_slice::<f32>()?.fill(with);
-            Ok(())
+            fill(&mut x, with)
         },
     );
     registry.add_inline("tensor.sum_noted", |x: TensorView, Shared(journal): Shared<Journal>| {
@@ -413,7 +411,17 @@ fn tensors(registry: &Registry) {
 }
 
 fn sum(x: &TensorView) -> Result<f64> {
-    Ok(x.as_slice::<f32>()?.iter().map(|x| f64::from(*x)).sum())
+    Ok(x.map::<f32>()?.iter().map(|x| f64::from(*x)).sum())
+}
+
+fn fill(x: &mut TensorViewMut, with: f32) -> Result<()> {
+    let mut mapped = x.map_mut::<f32>()?;
+    mapped.fill(with);
+    mapped.end()
+}
+
+fn byte(x: &TensorView, at: i64) -> Result<i64> {
+    Ok(i64::from(x.map::<u8>()?[at as usize]))
 }
 
 fn context(registry: &Registry) {

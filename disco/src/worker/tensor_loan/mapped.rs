@@ -1,5 +1,5 @@
-//! Tensors of a device that has no addresses, mapped for the processor, and so for the collectives of
-//! the host.
+//! Tensors of a device that has no addresses, mapped for the processor, and so for the collectives
+//! of the host.
 
 use std::sync::Arc;
 
