@@ -12,6 +12,7 @@ use opencl3::memory::{
     create_sub_buffer, set_mem_object_destructor_callback,
 };
 use opencl3::types::{CL_FALSE, CL_TRUE, cl_mem};
+use parking_lot::Mutex;
 
 use crate::event::Event;
 use crate::handle::BufferHandle;
@@ -33,7 +34,21 @@ pub struct OpenClMemory {
     device: &'static OpenedDevice,
     place: Place,
     len: u64,
+    mapped: SharedMapping,
     pub(super) other_streams: OtherStreamWork,
+}
+
+/// The mapping of device memory for the processor, which all readers share: a driver tells mappings
+/// apart by their addresses, and those of one buffer may be the same.
+#[derive(Default)]
+struct SharedMapping(Mutex<Mapped>);
+
+#[derive(Default)]
+struct Mapped {
+    /// Number of users. Without one nothing is mapped.
+    users: usize,
+    /// Address of the first byte.
+    start: usize,
 }
 
 enum Place {
@@ -90,7 +105,7 @@ impl OpenClMemory {
                 Place::Device(block)
             }
         };
-        Ok(Self { device, place, len, other_streams: OtherStreamWork::default() })
+        Ok(Self { device, place, len, mapped: SharedMapping::default(), other_streams: OtherStreamWork::default() })
     }
 
     /// Returns the device of the memory.
@@ -188,6 +203,52 @@ impl Drop for Lent<'_> {
             // Every use of the device reports it.
             tracing::debug!(%error, "host memory did not come back from a device");
         }
+    }
+}
+
+impl SharedMapping {
+    /// Maps the first `len` bytes of a block, unless they are. Returns the first one.
+    fn enter(
+        &self,
+        device: &'static OpenedDevice,
+        block: &PoolBlock,
+        len: usize,
+        access: HostAccess,
+    ) -> Result<NonNull<u8>> {
+        // Held until the memory is mapped, which all readers wait for.
+        let mut mapped = self.0.lock();
+        if mapped.users == 0 {
+            let (listed, queue) = (device.listed, device.default_stream.raw());
+            let flags = match access {
+                HostAccess::Read => CL_MAP_READ,
+                HostAccess::Write => CL_MAP_READ | CL_MAP_WRITE,
+            };
+            let mut start: cl_mem = ptr::null_mut();
+            // SAFETY: the queue and the buffer are alive, and the range is the buffer's.
+            let event =
+                unsafe { enqueue_map_buffer(queue, block.raw(), CL_TRUE, flags, 0, len, &mut start, 0, ptr::null()) };
+            Event::of(listed, "clEnqueueMapBuffer", event)?.wait()?;
+            mapped.start = start.expose_provenance();
+        }
+        let start = NonNull::new(ptr::with_exposed_provenance_mut(mapped.start));
+        let start = start.ok_or_else(|| RpcError::internal("the driver has mapped a buffer nowhere"))?;
+        mapped.users += 1;
+        Ok(start)
+    }
+
+    /// Ends one use. The last one ends the mapping, before later work of the default stream.
+    fn leave(&self, device: &'static OpenedDevice, block: &PoolBlock) -> Result<()> {
+        let mut mapped = self.0.lock();
+        mapped.users -= 1;
+        if mapped.users > 0 {
+            return Ok(());
+        }
+        let start = ptr::with_exposed_provenance_mut(mapped.start);
+        let stream = &device.default_stream;
+        // SAFETY: it is mapped there, and nobody uses that any more.
+        let unmapped = unsafe { enqueue_unmap_mem_object(stream.raw(), block.raw(), start, 0, ptr::null()) };
+        Event::of(device.listed, "clEnqueueUnmapMemObject", unmapped)?;
+        stream.flush()
     }
 }
 
@@ -352,7 +413,7 @@ unsafe impl Memory for OpenClMemory {
         }
     }
 
-    /// Maps device memory, without a copy where the device works in host memory.
+    /// Maps device memory as a whole, without a copy where the device works in host memory.
     unsafe fn map(&self, offset: u64, len: usize, access: HostAccess) -> Result<Mapping<'_>> {
         let Place::Device(block) = &self.place else {
             let start = self.host().map_or(ptr::dangling_mut(), |start| start.as_ptr().wrapping_add(offset as usize));
@@ -362,33 +423,12 @@ unsafe impl Memory for OpenClMemory {
             });
         };
         self.let_default_stream_follow()?;
-        let (listed, stream) = (self.device.listed, &*self.device.default_stream);
-        let flags = match access {
-            HostAccess::Read => CL_MAP_READ,
-            HostAccess::Write => CL_MAP_READ | CL_MAP_WRITE,
-        };
-        if len == 0 {
-            // SAFETY: no bytes.
-            return Ok(unsafe { Mapping::new(NonNull::dangling(), 0, access, || Ok(())) });
-        }
-        let (buffer, mut start): (cl_mem, cl_mem) = (block.raw(), ptr::null_mut());
-        // SAFETY: the queue and the buffer are alive, and the range is the memory's.
-        let mapped = unsafe {
-            enqueue_map_buffer(stream.raw(), buffer, CL_TRUE, flags, offset as usize, len, &mut start, 0, ptr::null())
-        };
-        Event::of(listed, "clEnqueueMapBuffer", mapped)?.wait()?;
-        let first = NonNull::new(start.cast::<u8>())
-            .ok_or_else(|| RpcError::internal("the driver has mapped a buffer nowhere"))?;
-        let address = start as usize;
-        let unmap = move || {
-            let start = ptr::with_exposed_provenance_mut(address);
-            // SAFETY: it is mapped there, and the mapping has ended.
-            let unmapped = unsafe { enqueue_unmap_mem_object(stream.raw(), block.raw(), start, 0, ptr::null()) };
-            Event::of(listed, "clEnqueueUnmapMemObject", unmapped)?;
-            stream.flush()
-        };
-        // SAFETY: the driver has mapped as many bytes, which the caller keeps others from.
-        Ok(unsafe { Mapping::new(first, len, access, unmap) })
+        let start = self.mapped.enter(self.device, block, self.len as usize, access)?;
+        // SAFETY: within the memory, which is mapped until the call of `leave`.
+        let first = unsafe { start.add(offset as usize) };
+        let leave = move || self.mapped.leave(self.device, block);
+        // SAFETY: the driver has mapped the bytes, which the caller keeps others from.
+        Ok(unsafe { Mapping::new(first, len, access, leave) })
     }
 
     fn as_any(&self) -> &dyn Any {

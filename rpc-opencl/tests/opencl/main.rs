@@ -3,6 +3,8 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on should stop")]
 
+mod conformance;
+
 use std::any::Any;
 use std::path::PathBuf;
 use std::sync::{Arc, OnceLock, mpsc};
@@ -22,7 +24,7 @@ const CHUNK: usize = 1 << 20;
 const LONG: Duration = Duration::from_secs(60);
 
 /// Returns the devices, or prints the reason and returns `None`.
-fn opencl() -> Option<OpenClDevice> {
+pub(crate) fn opencl() -> Option<OpenClDevice> {
     static DEVICES: OnceLock<Result<OpenClDevice>> = OnceLock::new();
     let open = || {
         if let Some(vendors) = std::env::var_os("RPC_TESTS_OPENCL_VENDORS") {

@@ -14,7 +14,7 @@ use rpc_server::builtins::{ServerInfo, TimeOptions, time_function};
 use rpc_transports::Connector;
 use rpc_transports::tracker::{ServerRequest, TrackerClient};
 
-const KERNELS: &[u8] = include_bytes!("../../../rpc-opencl/tests/kernels.cl");
+const KERNELS: &[u8] = include_bytes!("../../../rpc-opencl/tests/opencl/kernels.cl");
 
 /// A kernel that writes far from any memory of its process.
 const STRAY: &[u8] = b"kernel void stray(global int* out) { out[1L << 44] = 1; }";
