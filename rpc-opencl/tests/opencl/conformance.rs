@@ -1,5 +1,5 @@
-//! The conformance suite of sessions, with all tensors on an OpenCL device: the device stands in for
-//! the processor, so that every clause that means `cpu:0` gets its memory and its streams.
+//! The conformance suite of sessions, with all tensors on an OpenCL device: the device stands in
+//! for the processor, so that every clause that means `cpu:0` gets its memory and its streams.
 
 use std::any::Any;
 use std::sync::Arc;

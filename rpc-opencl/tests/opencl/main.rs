@@ -7,6 +7,7 @@ mod conformance;
 
 use std::any::Any;
 use std::path::PathBuf;
+use std::process::Command;
 use std::sync::{Arc, OnceLock, mpsc};
 use std::time::Duration;
 
@@ -450,6 +451,54 @@ fn measured(context: Context, function: Function, Rest(args): Rest) -> Result<Op
     // One that is dropped ends.
     drop(stream.start_timer()?);
     Ok(took.map(|took| took.as_secs_f64()))
+}
+
+/// In a process of its own, whose library of OpenCL loses the device.
+#[test]
+fn a_device_that_goes_is_lost_for_every_later_call() {
+    const CHILD: &str = "RPC_OPENCL_LOST";
+    if std::env::var_os(CHILD).is_none() {
+        if opencl().is_none() {
+            return;
+        }
+        let folder = tempfile::tempdir().unwrap();
+        let library = folder.path().join("libOpenCL-lost.so");
+        let source = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/opencl/lost_device.c");
+        let mut compiler = Command::new("cc");
+        compiler.args(["-shared", "-fPIC", "-Wl,--no-as-needed", "-o"]).arg(&library);
+        match compiler.args([source, "-l:libOpenCL.so.1"]).output() {
+            Ok(output) => assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr)),
+            Err(error) => {
+                eprintln!("SKIPPED: no C compiler to make a library with: {error}");
+                return;
+            }
+        }
+        let mut child = Command::new(std::env::current_exe().unwrap());
+        child.args(["a_device_that_goes_is_lost_for_every_later_call", "--exact", "--nocapture"]);
+        let output = child.env(CHILD, "1").env("OPENCL_DYLIB_PATH", library).output().unwrap();
+        let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+        assert!(output.status.success() && out.contains("1 passed"), "{out}\n{err}");
+        return;
+    }
+    let opencl = opencl().unwrap();
+    let (session, _folder) = session(opencl);
+    let (tensor, fill) = (ints(&session, 3, None), kernel(&session, "fill"));
+    let lost = |error: RpcError| {
+        assert_eq!(error.kind(), ErrorKind::DeviceLost, "{error}");
+        assert_eq!(error.application_kind(), Some("CL_DEVICE_NOT_AVAILABLE"), "{error}");
+        assert!(error.message().contains("opencl:0 is lost"), "{error}");
+    };
+    lost(fill.call::<()>((3, Value::Null, &tensor, 1)).wait().unwrap_err());
+    lost(session.alloc(Device::opencl(0), DataType::U8, &[1]).wait().unwrap_err());
+    lost(session.copy_from_remote(&tensor).wait().unwrap_err());
+    lost(session.copy_to_remote(&tensor, vec![0; 12]).wait().unwrap_err());
+    lost(session.create_stream(Device::opencl(0)).wait().err().unwrap());
+    lost(session.stream_wait(Device::opencl(0), None).wait().unwrap_err());
+    lost(session.load_module("kernels.cl").wait().err().unwrap());
+    lost(session.attribute(Device::opencl(0), DeviceAttribute::Name).wait().unwrap_err());
+    // The session has lost the device, and nothing else.
+    drop((tensor, fill));
+    session.alloc(Device::cpu(), DataType::U8, &[1]).wait().unwrap();
 }
 
 #[test]

@@ -209,8 +209,8 @@ listener_settings! {
         python: Vec<String> = Vec::new(), "RPC_SERVER_PYTHON";
         /// Process of a session: none runs all sessions in the server's process; process starts a
         /// process for each, so that a crash in a function is an error to one client; auto chooses
-        /// process if there are GPUs, whose faults affect a whole process, and with
-        /// --allow-modules, --library or --allow-run
+        /// process if there are GPUs or OpenCL devices, whose faults affect a whole process, and
+        /// with --allow-modules, --library or --allow-run
         #[arg(value_name = "WHERE")]
         isolate: Isolate = Isolate::Auto, "RPC_SERVER_ISOLATE";
         /// With --isolate process: maximum memory for the data of a session process; a larger
@@ -653,11 +653,12 @@ impl ServeConfig {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default, Serialize, Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum Isolate {
-    /// `Process` if the server has devices of kind `cuda` and can start such processes, or runs
-    /// native modules or libraries; else `None`.
+    /// `Process` if the server has devices of kind `cuda` or `opencl` and can start such processes,
+    /// or runs native modules or libraries; else `None`.
     #[default]
     Auto,
-    /// All sessions are in the process of the server: a crash ends all of them. GPUs are not used.
+    /// All sessions are in the process of the server: a crash ends all of them. GPUs and OpenCL
+    /// devices are not used.
     None,
     /// Each session has a process of its own: see [`isolate`](crate::isolate).
     #[value(help = "Each session has a process of its own")]
