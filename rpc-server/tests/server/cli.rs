@@ -97,7 +97,7 @@ impl Fixture {
     /// Starts a server whose flags have its address.
     pub(super) fn listening(flags: &[&str]) -> Self {
         let folder = tempfile::tempdir().unwrap();
-        let mut command = Command::new(env!("CARGO_BIN_EXE_rpc-server"));
+        let mut command = crate::server_program();
         command.args(["serve", "--exit-with-stdin", "--log-level", "error"]);
         command.arg("--workdir").arg(folder.path().join("workdir")).args(flags);
         Self { server: ServerProcess::spawn(command).unwrap(), folder }

@@ -114,7 +114,7 @@ fn daemon(folder: &StandIns, command: &str, args: &[&str]) -> ServerProcess {
 
 fn daemon_with(folder: &StandIns, command: &str, args: &[&str], variables: &[(&str, &str)]) -> ServerProcess {
     let first = [command, "--exit-with-stdin", "--listen", "tcp://127.0.0.1:0", "--log-level", "error"];
-    let mut command = Command::new(env!("CARGO_BIN_EXE_rpc-server"));
+    let mut command = crate::server_program();
     command.args(first).args(args);
     command
         .env_clear()
@@ -674,7 +674,7 @@ fn check_loss(session: DiscoSession) {
 #[test]
 fn collectives_on_the_gpus_of_this_machine() {
     let folder = tempfile::tempdir().unwrap();
-    let mut command = Command::new(env!("CARGO_BIN_EXE_rpc-server"));
+    let mut command = crate::server_program();
     command.args(["serve", "--exit-with-stdin", "--listen", "tcp://127.0.0.1:0", "--log-level", "error"]);
     command.env("XDG_STATE_HOME", folder.path()).env("NCCL_MULTI_RANK_GPU_ENABLE", "1").env("NCCL_MAX_CTAS", "4");
     let server = ServerProcess::spawn(command).unwrap();

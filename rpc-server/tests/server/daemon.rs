@@ -14,7 +14,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use crate::NO_OPENCL;
 
 fn program(args: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_rpc-server"));
+    let mut command = crate::server_program();
     command.args(args).env_clear().env(NO_OPENCL.0, NO_OPENCL.1);
     command
 }

@@ -43,7 +43,7 @@ impl Site {
 
     /// Starts `rpc-server`. It ends with its handle.
     fn start(&self, command: &str, listen: &str, flags: &[&str]) -> ServerProcess {
-        let mut program = Command::new(env!("CARGO_BIN_EXE_rpc-server"));
+        let mut program = crate::server_program();
         program
             .env_clear()
             .env(NO_OPENCL.0, NO_OPENCL.1)

@@ -202,7 +202,7 @@ fn inode_at(address: &str) -> Option<String> {
 
 /// Starts a server that may listen at all loopback ports and in `folder`.
 fn serve(folder: &TempDir, at: &str, flags: &[&str]) -> ServerProcess {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_rpc-server"));
+    let mut command = crate::server_program();
     command.args(["serve", "--listen", at, "--exit-with-stdin", "--log-level", "error"]);
     command.arg("--workdir").arg(folder.path().join("workdir")).args(flags);
     command.arg("--allow-listen").arg(format!("tcp://127.0.0.1:*,unix:{}/*", folder.path().display()));

@@ -47,7 +47,7 @@ impl Fixture {
 }
 
 fn server(command: &str) -> Command {
-    let mut program = Command::new(env!("CARGO_BIN_EXE_rpc-server"));
+    let mut program = crate::server_program();
     program.args([command, "--listen", "tcp://127.0.0.1:0", "--exit-with-stdin", "--log-level", "error"]);
     program
 }

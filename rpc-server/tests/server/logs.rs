@@ -2,7 +2,7 @@
 
 use std::fs;
 use std::io::{BufRead as _, BufReader};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Stdio};
 
 use rpc_core::{Lane, Packed};
 use rpc_server::ServerProcess;
@@ -17,7 +17,7 @@ const SECRET: &str = "00000000000000000000000000000001-secret";
 
 /// Starts a server that logs everything, with these flags.
 fn start(folder: &TempDir, name: &str, flags: &[&str]) -> ServerProcess {
-    let mut server = Command::new(env!("CARGO_BIN_EXE_rpc-server"));
+    let mut server = crate::server_program();
     server.args(["serve", "--listen", "tcp://127.0.0.1:0", "--exit-with-stdin"]).args(flags);
     if !flags.contains(&"--log-level") {
         server.args(["--log-level", "info"]);

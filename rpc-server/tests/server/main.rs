@@ -55,3 +55,10 @@ mod up;
 /// Hides OpenCL's devices from a server. A device would give each session a process, which is
 /// tested elsewhere.
 const NO_OPENCL: (&str, &str) = ("OCL_ICD_VENDORS", "/nowhere");
+
+/// Returns the program `rpc-server`, which finds no OpenCL.
+fn server_program() -> std::process::Command {
+    let mut program = std::process::Command::new(env!("CARGO_BIN_EXE_rpc-server"));
+    program.env(NO_OPENCL.0, NO_OPENCL.1);
+    program
+}

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpStream};
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -345,7 +345,7 @@ fn the_daemon_prints_the_address_of_metrics_and_is_not_ready_while_it_drains() {
 
 fn daemon(isolate: &str) {
     let folder = tempfile::tempdir().unwrap();
-    let mut command = Command::new(env!("CARGO_BIN_EXE_rpc-server"));
+    let mut command = crate::server_program();
     command.args(["serve", "--listen", "tcp://127.0.0.1:0", "--metrics", "localhost:0", "--log-level", "error"]);
     command
         .args(["--isolate", isolate, "--workdir"])

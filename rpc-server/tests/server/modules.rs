@@ -192,7 +192,7 @@ async fn wrong_module_settings_are_errors_at_the_start() {
 
 /// `rpc-server` as a program, whose sessions have processes of their own.
 fn server(folder: &Path, flags: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_rpc-server"));
+    let mut command = crate::server_program();
     command.args(["serve", "--listen", "tcp://127.0.0.1:0", "--exit-with-stdin", "--log-level", "error"]);
     command.arg("--tvm-ffi").arg(no_library(folder));
     command.arg("--workdir").arg(folder.join("work")).args(flags);

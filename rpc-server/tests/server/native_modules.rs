@@ -47,7 +47,7 @@ impl Fixture {
 }
 
 fn serve(folder: &Path, flags: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_rpc-server"));
+    let mut command = crate::server_program();
     command.args(["serve", "--listen", "tcp://127.0.0.1:0", "--exit-with-stdin", "--log-level", "error", "--workdir"]);
     command.arg(folder).args(flags).env_remove("TVM_FFI_LIBRARY");
     command

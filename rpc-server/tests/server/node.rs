@@ -16,7 +16,7 @@ use tempfile::TempDir;
 
 /// Returns the command `rpc-server` with these arguments, without variables of this environment.
 fn program(folder: &TempDir, args: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_rpc-server"));
+    let mut command = crate::server_program();
     for (name, _) in std::env::vars_os() {
         let text = name.to_string_lossy();
         if ["RPC_", "OMPI_", "PMI_", "SLURM_"].iter().any(|prefix| text.starts_with(prefix)) || text == "RANK" {
@@ -167,7 +167,7 @@ fn a_node_that_cannot_join_says_why() {
     // Meanwhile the terminal shows that it waits, and for how long.
     // A machine that stands still for that time shows nothing.
     let waits = ["300ms", "5s", "30s"].into_iter().any(|limit| {
-        let mut waiting = Command::new(env!("CARGO_BIN_EXE_rpc-server"));
+        let mut waiting = crate::server_program();
         waiting.args(["worker", "--controller", "tcp://127.0.0.1:1", "--join-timeout", limit]);
         waiting.env("XDG_STATE_HOME", folder.path()).stderr(Stdio::piped());
         let (code, text) = outcome(waiting.spawn().unwrap());

@@ -8,7 +8,7 @@ use tempfile::TempDir;
 
 /// Starts a server process, which ends with this one.
 fn start(command: &str, folder: &TempDir, flags: &[&str]) -> ServerProcess {
-    let mut program = Command::new(env!("CARGO_BIN_EXE_rpc-server"));
+    let mut program = crate::server_program();
     program.args([command, "--exit-with-stdin", "--log-level", "error"]).args(flags);
     program.env("XDG_STATE_HOME", folder.path());
     ServerProcess::spawn(program).unwrap()
@@ -119,7 +119,7 @@ fn a_tracker_gives_out_servers_that_wait_at_a_relay() {
     let at = tracker.address().to_owned();
     let mut servers = Vec::new();
     for _ in 0..2 {
-        let mut program = Command::new(env!("CARGO_BIN_EXE_rpc-server"));
+        let mut program = crate::server_program();
         program.args(["serve", "--relay", relay.address(), "--tracker", &at, "--key", "board", "--log-level", "error"]);
         program.env("XDG_STATE_HOME", folder.path()).stdin(Stdio::piped()).arg("--exit-with-stdin");
         servers.push(program.spawn().unwrap());

@@ -3,7 +3,6 @@
 
 use std::fs;
 use std::net::TcpListener;
-use std::process::Command;
 
 use disco::{Hosting, Options, SocketSession};
 use rpc_core::{DataType, Device, ErrorKind, Pack, RpcError, Session};
@@ -66,7 +65,7 @@ impl Fixture {
         };
         let tokens = [("ci", 1), ("guest", 1), ("alone", 1), ("alone", 2), ("stranger", 1)];
         let tokens = tokens.map(|(name, number)| token(name, number)).join("\n");
-        let mut command = Command::new(env!("CARGO_BIN_EXE_rpc-server"));
+        let mut command = crate::server_program();
         command.args(["serve", "--listen", "tcp://127.0.0.1:0", "--exit-with-stdin", "--log-level", "error"]);
         command.args(["--forward-token-file", &file("hop", &token("ci", 1))]);
         command
@@ -252,7 +251,7 @@ fn the_user_at_a_unix_socket_is_known_and_asks_beforehand() {
     let folder = folder.path();
     let policy = folder.join("policy").into_os_string().into_string().unwrap();
     fs::write(&policy, POLICY.replace("PORT", "1")).unwrap();
-    let mut command = Command::new(env!("CARGO_BIN_EXE_rpc-server"));
+    let mut command = crate::server_program();
     let socket = format!("unix:{}", folder.join("socket").display());
     command.args(["serve", "--listen", &socket, "--exit-with-stdin", "--policy", &policy, "--log-level", "error"]);
     command.arg("--workdir").arg(folder.join("unix"));
@@ -269,7 +268,7 @@ fn the_user_at_a_unix_socket_is_known_and_asks_beforehand() {
 
     // The same questions without a server.
     let check = |args: &[&str]| {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_rpc-server"));
+        let mut command = crate::server_program();
         command.args(["policy", "check", &policy]).args(args);
         run(command)
     };

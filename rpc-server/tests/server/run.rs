@@ -654,7 +654,7 @@ fn start_flood(session: &Session, bytes: &str) -> (RemoteProcess, i32) {
 
 /// Starts a relay whose peers prove themselves by a token.
 fn relay(tokens: &str) -> ServerProcess {
-    let mut relay = Command::new(env!("CARGO_BIN_EXE_rpc-server"));
+    let mut relay = crate::server_program();
     relay.args(["relay", "--listen", "tcp://127.0.0.1:0", "--exit-with-stdin", "--log-level", "error"]);
     relay.args(["--token-file", tokens]);
     ServerProcess::spawn(relay).unwrap()

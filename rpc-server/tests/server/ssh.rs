@@ -74,7 +74,7 @@ fn a_program_with_an_odd_path_is_started() {
 #[test]
 fn a_file_goes_to_a_server_behind_a_jump() {
     let machine = Machine::new();
-    let mut command = Command::new(env!("CARGO_BIN_EXE_rpc-server"));
+    let mut command = crate::server_program();
     command.args(["serve", "--listen", "tcp://127.0.0.1:0", "--exit-with-stdin", "--log-level", "error", "--workdir"]);
     command.arg(machine.folder.path().join("target"));
     let server = ServerProcess::spawn(command).unwrap();

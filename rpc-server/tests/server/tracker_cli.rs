@@ -13,7 +13,7 @@ use tempfile::TempDir;
 
 /// Starts a server process, which ends with this one.
 fn start(command: &str, folder: &TempDir, flags: &[&str]) -> ServerProcess {
-    let mut program = Command::new(env!("CARGO_BIN_EXE_rpc-server"));
+    let mut program = crate::server_program();
     program.args([command, "--listen", "tcp://127.0.0.1:0", "--exit-with-stdin", "--log-level", "error"]).args(flags);
     // Folder for the files of sessions.
     program.env("XDG_STATE_HOME", folder.path());
@@ -121,7 +121,7 @@ fn a_tracker_and_its_servers_are_used_from_the_shell() {
 #[test]
 fn contradicting_options_are_refused_at_once() {
     let config = |args: &[&str]| {
-        let output = Command::new(env!("CARGO_BIN_EXE_rpc-server")).args(args).output().unwrap();
+        let output = crate::server_program().args(args).output().unwrap();
         (
             output.status.code().unwrap(),
             String::from_utf8(output.stdout).unwrap() + &String::from_utf8_lossy(&output.stderr),

@@ -62,7 +62,7 @@ impl TrustFiles {
 
     /// Starts `rpc-server` with this subcommand.
     fn start(&self, subcommand: &str, addresses: &[&str], args: &[&str]) -> Daemon {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_rpc-server"));
+        let mut command = crate::server_program();
         command
             .arg(subcommand)
             .env_clear()
@@ -84,12 +84,7 @@ impl TrustFiles {
     fn refused(&self, args: &[&str]) -> String {
         let work = self.path("work");
         let args = [&["serve", "--workdir", &work], args].concat();
-        let output = Command::new(env!("CARGO_BIN_EXE_rpc-server"))
-            .env_clear()
-            .env(NO_OPENCL.0, NO_OPENCL.1)
-            .args(args)
-            .output()
-            .unwrap();
+        let output = crate::server_program().env_clear().env(NO_OPENCL.0, NO_OPENCL.1).args(args).output().unwrap();
         assert_eq!(output.status.code(), Some(78), "{}", said(&output));
         said(&output)
     }

@@ -1053,7 +1053,7 @@ fn kill_sessions(server: u32) {
 
 /// A server of its own process, which speaks TVM's protocol.
 fn server_process(folder: &Path, isolate: &str) -> ServerProcess {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_rpc-server"));
+    let mut command = crate::server_program();
     command.args(["serve", "--listen", "tcp://127.0.0.1:0", "--exit-with-stdin", "--log-level", "error", "--workdir"]);
     // All clients are this one machine, for which fewer are allowed where few files may be open.
     command.arg(folder).args(["--tvm", "--tvm-self-test", "--isolate", isolate, "--max-sessions-per-peer", "256"]);
@@ -1216,7 +1216,7 @@ fn clients_of_tvm_have_the_rights_of_those_without_identity() {
 #[test]
 fn sessions_with_processes_of_their_own_are_as_others() {
     let folder = tempfile::tempdir().unwrap();
-    let mut command = Command::new(env!("CARGO_BIN_EXE_rpc-server"));
+    let mut command = crate::server_program();
     command.args(["serve", "--listen", "tcp://127.0.0.1:0", "--exit-with-stdin", "--log-level", "error", "--workdir"]);
     command.arg(folder.path()).args(["--tvm", "--tvm-self-test", "--isolate", "process", "--max-memory", "64MiB"]);
     command.args(["--allow-forward", "tvm://127.0.0.1:*"]);
@@ -1281,7 +1281,7 @@ fn the_client_of_tvm_itself_is_served() {
     let Some(mut client) = environment.script("tvm_client.py") else { return };
     let Some(runtime) = environment.tvm_runtime() else { return };
     let folder = tempfile::tempdir().unwrap();
-    let mut command = Command::new(env!("CARGO_BIN_EXE_rpc-server"));
+    let mut command = crate::server_program();
     command.args(["serve", "--listen", "tcp://127.0.0.1:0", "--exit-with-stdin", "--log-level", "error", "--workdir"]);
     command.arg(folder.path()).args(["--tvm", "--tvm-self-test", "--key", "board", "--allow-modules", "--tvm-ffi"]);
     command.arg(environment.library()).env_remove("TVM_FFI_LIBRARY");
