@@ -55,7 +55,7 @@ pub use value::{Packed, Reference, TensorRef, Value};
 // For clients.
 pub use client::{
     Action, AllocDevice, CallbackHandler, CallbackReturn, Pending, RemoteCallback, RemoteFunction, RemoteModule,
-    RemoteObject, RemoteTensor, ScopedAction, ScopedPending, Session, TypedFunction,
+    RemoteObject, RemoteTensor, ScopedAction, ScopedPending, Session, SessionModule, TypedFunction,
 };
 pub use function::{FromReply, IntoArg, IntoArgs, Pack, Shape};
 

@@ -18,6 +18,7 @@ mod piece_window;
 pub(crate) mod references;
 mod run;
 pub(crate) mod session;
+mod session_module;
 mod window_size;
 
 pub use action::{Action, Pending, ScopedAction, ScopedPending};
@@ -33,3 +34,4 @@ pub use partial_files::{RemoteFile, ResumableUpload};
 pub use references::{RemoteFunction, RemoteModule, RemoteObject, RemoteTensor, TypedFunction};
 pub use run::{EndCause, OutputStream, RemoteCommand, RemoteProcess, RunOutput, RunRequest, RunStatus};
 pub use session::Session;
+pub use session_module::SessionModule;

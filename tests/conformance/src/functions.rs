@@ -15,8 +15,8 @@ use parking_lot::{Condvar, Mutex};
 use rpc_core::function::Rest;
 use rpc_core::tensor::{Tensor, TensorView, TensorViewMut};
 use rpc_core::{
-    Context, DataType, Device, ErrorKind, Function, FunctionModule, LocalValue, Pack, Registry, Result, RpcError,
-    Shared, Value,
+    Context, DataType, Device, ErrorKind, Function, FunctionModule, LocalSession, LocalValue, Pack, Registry, Result,
+    RpcError, Session, Shared, Value,
 };
 use serde::{Deserialize, Serialize};
 
@@ -198,12 +198,37 @@ pub fn registry() -> Registry {
     failures(&registry);
     tensors(&registry);
     context(&registry);
+    sessions(&registry);
     let module = FunctionModule::new("arithmetic")
         .add("square", |x: i64| x * x)
         .add_inline("negate", |x: i64| -x)
         .add_async("half", |x: f64| async move { x / 2.0 });
     registry.add_module(Arc::new(module));
     registry
+}
+
+/// Sessions as values: one that a function opens, and one that a function is given.
+fn sessions(registry: &Registry) {
+    registry.add("session.new", || {
+        let inner = Registry::new();
+        objects(&inner);
+        control(&inner);
+        inner.add("add", |a: i64, b: i64| a + b);
+        inner.add("adder", |a: i64| Function::blocking(move |b: i64| a + b));
+        inner.add("tensor", |context: Context| context.allocate(Device::cpu(), DataType::F32, &[3]));
+        inner.add_inline("tensor.shape", |x: Tensor| rpc_core::Shape(x.shape().to_vec()));
+        inner.add_async("apply", |context: Context, function: Function, Rest(args): Rest| async move {
+            context.call_async(&function, args).await
+        });
+        inner.add_async("never", std::future::pending::<()>);
+        let module = FunctionModule::new("arithmetic").add("square", |x: i64| x * x);
+        inner.add_module(Arc::new(module));
+        inner.add("load", |context: Context| context.load_module("arithmetic", None));
+        Session::new(LocalSession::new(inner))
+    });
+    registry.add_async("session.add", |session: Session, a: i64, b: i64| async move {
+        session.get_function("add").await?.call::<i64>((a, b)).await
+    });
 }
 
 fn values(registry: &Registry) {

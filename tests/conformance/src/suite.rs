@@ -142,6 +142,7 @@ macro_rules! conformance {
                 a_registered_module_is_loaded_and_its_functions_called
                 a_function_outlives_the_reference_to_its_module
                 what_there_is_not_is_not_found
+                a_session_is_a_module_that_is_passed_and_returned
             }
             threads {
                 a_blocking_form_inside_a_runtime_is_misuse
