@@ -25,4 +25,4 @@ pub use devices::Devices;
 pub use memory::{HostAccess, Mapping, Memory};
 pub use state::DeviceState;
 pub use target::Target;
-pub use virtual_device::{DeviceDescription, GLOBAL, VirtualDevice, VirtualDeviceBuilder};
+pub use virtual_device::{DeviceDescription, FieldInfo, GLOBAL, VirtualDevice, VirtualDeviceBuilder};

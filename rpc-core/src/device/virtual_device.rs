@@ -146,6 +146,68 @@ impl VirtualDevice {
     }
 }
 
+/// Field of a [`VirtualDevice`], for programs that show or ask for one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FieldInfo {
+    /// Name, as [`VirtualDeviceBuilder::field`] and serde take it.
+    pub name: &'static str,
+    /// Type of the value, with its written form.
+    pub type_name: &'static str,
+    /// Meaning of the field, and of its absence.
+    pub description: &'static str,
+}
+
+impl VirtualDevice {
+    /// Fields with their types and descriptions, in the order of
+    /// [`VirtualDeviceBuilder::FIELDS`].
+    pub const FIELD_INFOS: [FieldInfo; 4] = [
+        FieldInfo {
+            name: "device_type",
+            type_name: "name of a type of device, such as cuda",
+            description: "Type of the device. Absent: any, unless the target determines it.",
+        },
+        FieldInfo {
+            name: "virtual_device_id",
+            type_name: "number from 0",
+            description: "Number of the device among those of its type, to which the user of the constraint \
+                          assigns a physical one. Absent: any.",
+        },
+        FieldInfo {
+            name: "target",
+            type_name: "target, such as cuda -arch=sm_90",
+            description: "Target that code for the device is compiled for; its type of device is that of the \
+                          constraint. Absent: any.",
+        },
+        FieldInfo {
+            name: "memory_scope",
+            type_name: "text without white space and commas",
+            description: "Scope of the memory of the device that holds the data. Absent: any, which is the \
+                          ordinary memory where data is allocated.",
+        },
+    ];
+
+    /// Returns the constrained fields, each with its value in the form that
+    /// [`VirtualDeviceBuilder::field`] takes.
+    ///
+    /// ```
+    /// let device: rpc_core::VirtualDevice = "cuda:1,scope=global".parse()?;
+    /// let fields = device.constrained_fields().map(|(field, value)| format!("{}={value}", field.name));
+    /// let expected = ["device_type=cuda", "virtual_device_id=1", "memory_scope=global"];
+    /// assert_eq!(fields.collect::<Vec<_>>(), expected);
+    /// # Ok::<(), rpc_core::RpcError>(())
+    /// ```
+    pub fn constrained_fields(&self) -> impl Iterator<Item = (&'static FieldInfo, String)> {
+        let values = [
+            self.device_type.map(|device_type| device_type.to_string()),
+            self.virtual_device_id.map(|id| id.to_string()),
+            self.target.as_ref().map(Target::to_string),
+            self.memory_scope.clone(),
+        ];
+        const INFOS: &[FieldInfo] = &VirtualDevice::FIELD_INFOS;
+        INFOS.iter().zip(values).filter_map(|(info, value)| Some((info, value?)))
+    }
+}
+
 /// Merges two optional values. Returns `None` if both are set and differ.
 fn agree<T: Clone + PartialEq>(a: &Option<T>, b: &Option<T>) -> Option<Option<T>> {
     match (a, b) {

@@ -42,6 +42,15 @@ fn is_kept(a: &VirtualDevice, b: &VirtualDevice) -> bool {
 
 proptest! {
     #[test]
+    fn the_constrained_fields_build_the_same_device(device in devices()) {
+        let mut builder = VirtualDevice::builder();
+        for (field, value) in device.constrained_fields() {
+            builder = builder.field(field.name, &value).unwrap();
+        }
+        prop_assert_eq!(builder.build().unwrap(), device);
+    }
+
+    #[test]
     fn join_is_commutative_associative_and_idempotent(a in devices(), b in devices(), c in devices()) {
         prop_assert_eq!(a.join(&b), b.join(&a));
         prop_assert_eq!(join(a.join(&b).as_ref(), Some(&c)), join(Some(&a), b.join(&c).as_ref()));
@@ -192,4 +201,13 @@ fn invalid_fields_are_refused_from_every_source() {
     let wrong = Fields { device_type: Some(DeviceType::CUDA), target: Target::new("c").ok(), ..Fields::default() };
     let error = rmp_serde::from_slice::<VirtualDevice>(&rmp_serde::to_vec_named(&wrong).unwrap()).unwrap_err();
     assert!(error.to_string().contains("is for cpu"), "{error}");
+}
+
+#[test]
+fn each_field_is_described() {
+    assert_eq!(VirtualDevice::FIELD_INFOS.map(|field| field.name), VirtualDeviceBuilder::FIELDS);
+    for field in VirtualDevice::FIELD_INFOS {
+        assert!(!field.type_name.is_empty() && field.description.ends_with('.'), "{field:?}");
+        assert!(!field.description.contains("  "), "{field:?}");
+    }
 }
