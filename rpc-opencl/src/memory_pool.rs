@@ -275,7 +275,7 @@ mod tests {
         assert_eq!([0, 1, 256, 257].map(block_size), [Some(256), Some(256), Some(256), Some(512)]);
         for len in [4097, 100_000, (1 << 20) + 1, (3 << 30) + 5, (1 << 40) - 1] {
             let size = block_size(len).unwrap();
-            assert!(size >= len && size - len <= len / 8 * 2 && size % SMALLEST_BLOCK == 0, "{len}: {size}");
+            assert!(size >= len && size - len <= len / 8 * 2 && size.is_multiple_of(SMALLEST_BLOCK), "{len}: {size}");
             assert_eq!(block_size(size), Some(size));
         }
         assert_eq!(block_size(u64::MAX), None);

@@ -66,7 +66,8 @@ type Open = Box<dyn Fn() -> BoxFuture<'static, Result<Session, RpcError>> + Send
 ///     let session = Session::new(LocalSession::new(registry.clone()));
 ///     async move { Ok(session) }
 /// };
-/// let session = Session::new(RetrySession::reopening(open, RetryPolicy::default().idempotent(["add"])));
+/// let policy = RetryPolicy::default().idempotent(["add"]);
+/// let session = Session::new(RetrySession::reopening(open, policy));
 /// let add = session.function::<(i64, i64), i64>("add").await?;
 /// assert_eq!(add.call((1, 2)).await?, 3);
 /// # Ok::<(), rpc_core::RpcError>(())

@@ -1,5 +1,5 @@
-//! The server's cache of files, from the client's side: a file, or the content of a tensor, that the
-//! client has sent before is copied at the server, and not sent again.
+//! The server's cache of files, from the client's side: a file, or the content of a tensor, that
+//! the client has sent before is copied at the server, and not sent again.
 //!
 //! A server with a cache registers the functions `rpc.file.from_cache`, `rpc.file.to_cache` and
 //! `rpc.file.cache_limit`; this module calls them. It keeps files by the SHA-256 that it has
@@ -153,9 +153,9 @@ impl FileCache {
         action.lane(self.lane)
     }
 
-    /// Brings `data`, whose SHA-256 is `digest`, into a densely packed tensor of the same size: from
-    /// the cache, or else by sending it, after which the cache has it. The result is true if it was
-    /// sent.
+    /// Brings `data`, whose SHA-256 is `digest`, into a densely packed tensor of the same size:
+    /// from the cache, or else by sending it, after which the cache has it. The result is true if
+    /// it was sent.
     ///
     /// Whatever keeps the server from using its cache, the data is sent.
     ///

@@ -2,8 +2,8 @@
 //! functions take and return.
 //!
 //! The functions of the module are those of the session inside, found by their names when they are
-//! asked for. Plain values pass both ways. What lives in the session inside stays there: a tensor or
-//! object that one of its functions returns is an object here, which may be an argument of its
+//! asked for. Plain values pass both ways. What lives in the session inside stays there: a tensor
+//! or object that one of its functions returns is an object here, which may be an argument of its
 //! functions again; a function is a function, and a module a module, whose calls go there. Objects
 //! of this session are refused as arguments: copy them first.
 

@@ -191,7 +191,8 @@ impl VirtualDevice {
     ///
     /// ```
     /// let device: rpc_core::VirtualDevice = "cuda:1,scope=global".parse()?;
-    /// let fields = device.constrained_fields().map(|(field, value)| format!("{}={value}", field.name));
+    /// let fields = device.constrained_fields();
+    /// let fields = fields.map(|(field, value)| format!("{}={value}", field.name));
     /// let expected = ["device_type=cuda", "virtual_device_id=1", "memory_scope=global"];
     /// assert_eq!(fields.collect::<Vec<_>>(), expected);
     /// # Ok::<(), rpc_core::RpcError>(())

@@ -264,11 +264,11 @@ impl Tensor {
     /// `T`s.
     fn range_to_map<T: Element>(&self) -> Result<(u64, usize)> {
         self.check_elements::<T>()?;
-        if !self.byte_offset.is_multiple_of(align_of::<T>() as u64) {
+        if !self.0.byte_offset.is_multiple_of(align_of::<T>() as u64) {
             return Err(self.misaligned::<T>());
         }
         let too_large = |_| RpcError::new(ErrorKind::OutOfMemory, "a tensor is too large to be mapped");
-        Ok((self.byte_offset, usize::try_from(self.extent).map_err(too_large)?))
+        Ok((self.0.byte_offset, usize::try_from(self.0.extent).map_err(too_large)?))
     }
 
     fn not_on_host(&self) -> RpcError {

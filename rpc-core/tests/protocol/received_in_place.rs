@@ -104,16 +104,16 @@ fn a_write_is_received_into_the_tensor() {
         let half = len / 2;
         for (id, at) in [(2, 0), (3, half)] {
             let data = Bytes::copy_from_slice(&data[at..at + half]);
-            pair.submit(id, Request::new(Operation::Write { to: tensor.clone().into(), offset: at as u64, data }));
+            pair.submit(id, Request::new(Operation::Write { to: tensor.clone(), offset: at as u64, data }));
         }
-        let read = Operation::Read { from: tensor.clone().into(), offset: 0, len: len as u64, into: None };
+        let read = Operation::Read { from: tensor.clone(), offset: 0, len: len as u64, into: None };
         pair.submit(4, Request::new(read));
         settle(&mut pair, 4);
         assert_eq!(pair.arrived[1..3], [Arrived::Written(2), Arrived::Written(3)]);
         assert_eq!(pair.outcomes[&4], Ok(Value::Bytes(data.into())));
         // A write that was cut short releases the lane.
         pair.outcomes.remove(&4);
-        let write = Operation::Write { to: tensor.clone().into(), offset: half as u64 + 1, data: vec![0; half].into() };
+        let write = Operation::Write { to: tensor.clone(), offset: half as u64 + 1, data: vec![0; half].into() };
         pair.submit(5, Request::new(write));
         settle(&mut pair, 5);
         assert_eq!(pair.error(5).kind(), ErrorKind::InvalidArgument);
@@ -150,7 +150,7 @@ fn a_write_in_place_that_is_cut_off_releases_its_lane() {
     let Ok(Value::Object(Reference::Tensor(tensor))) = pair.outcomes[&1].clone() else { panic!() };
     pair.setup.cut = Cut::Every(10_000);
     pair.setup.capacity = 20_000;
-    let write = Operation::Write { to: tensor.clone().into(), offset: 0, data: vec![1; 40_000].into() };
+    let write = Operation::Write { to: tensor.clone(), offset: 0, data: vec![1; 40_000].into() };
     pair.server_reads = false;
     pair.submit(2, Request::new(write));
     pair.run();
@@ -160,7 +160,7 @@ fn a_write_in_place_that_is_cut_off_releases_its_lane() {
     assert!(pair.server_error.as_ref().unwrap().message().contains("middle of a message"));
     let local = pair.local.take().unwrap();
     drop(pair);
-    let read = Operation::Read { from: tensor.into(), offset: 0, len: 1, into: None };
+    let read = Operation::Read { from: tensor, offset: 0, len: 1, into: None };
     let read = rpc_core::RpcSession::submit(&local, Request::new(read)).reply().wait();
     assert!(read.is_ok(), "{read:?}");
 }

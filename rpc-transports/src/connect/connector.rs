@@ -286,8 +286,8 @@ impl Connector {
         self.connect_at(target).await
     }
 
-    /// Opens a session as [`connect`](Self::connect) does, and wraps it in a [`RetrySession`], which
-    /// connects again when the session was lost.
+    /// Opens a session as [`connect`](Self::connect) does, and wraps it in a [`RetrySession`],
+    /// which connects again when the session was lost.
     ///
     /// # Errors
     ///

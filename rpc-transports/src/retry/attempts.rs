@@ -25,8 +25,8 @@ pub(super) struct Attempts {
 }
 
 impl Attempts {
-    /// Waits for the request's turn, makes its attempts and completes it. Returns its lane, in which
-    /// the next request may begin.
+    /// Waits for the request's turn, makes its attempts and completes it. Returns its lane, in
+    /// which the next request may begin.
     pub(super) async fn run(self, request: Request, previous: Option<Turn>) -> Lane {
         let lane = request.lane;
         if let Some(Turn { admitted, over }) = previous {

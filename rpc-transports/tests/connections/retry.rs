@@ -15,8 +15,8 @@ use rpc_transports::{Bind, Connector, RetryBudget, RetryPolicy, RetrySession, Se
 /// A session whose requests fail as a script says; the others go on to the session inside.
 struct Scripted {
     next: LocalSession,
-    /// Errors of the next requests of some operation. A request that may have run reaches the session
-    /// inside, whose answer nobody gets.
+    /// Errors of the next requests of some operation. A request that may have run reaches the
+    /// session inside, whose answer nobody gets.
     script: Arc<Mutex<VecDeque<(&'static str, RpcError)>>>,
     /// Number of requests so far, other than releases.
     requests: Arc<AtomicU32>,

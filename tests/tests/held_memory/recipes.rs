@@ -216,7 +216,7 @@ pub(crate) fn of_device_reads(peer: &mut Peer) -> Recipe {
     let frames = Box::new(move |peer: &mut Peer, number| {
         let from = from.clone();
         // Each on a lane of its own.
-        peer.request(number as u32, Operation::Read { from: from.into(), offset: 0, len, into: None })
+        peer.request(number as u32, Operation::Read { from, offset: 0, len, into: None })
     });
     Recipe { frames, answer: Answer::Value }
 }

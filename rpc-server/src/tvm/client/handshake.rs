@@ -25,7 +25,7 @@ use super::objects::Objects;
 use super::outcomes::Outcomes;
 use super::protocol::TvmProtocol;
 use super::session::TvmClientSession;
-use super::state::ClientCore;
+use super::state::{ClientCore, ServerFacts};
 
 /// Function that tells the largest frame that a server takes. Servers for computers have none.
 const MAX_PACKET: &str = "tvm.rpc.server.GetCRTMaxPacketSize";
@@ -70,17 +70,16 @@ pub(super) fn begin_blocking(channel: &BlockingChannel, terms: Terms<'_>) -> Res
     Ok(TvmProtocol::new(core, wire))
 }
 
-/// Outcome of a handshake: the state of the connection, the key of the server, and its largest
-/// frame.
-type Begun = (ClientWire, String, u64);
+/// Outcome of a handshake: the state of the connection, and facts about the server.
+type Begun = (ClientWire, ServerFacts);
 
 fn session(begun: Begun, terms: Terms<'_>, outcomes: Outcomes) -> Result<(ClientCore, ClientWire), RpcError> {
-    let (wire, key, max_packet) = begun;
+    let (wire, server) = begun;
     let objects = Objects::new(terms.memory.clone())?;
     // The one behind the first server of a chain says nothing of that.
-    let survives_clients = terms.constructor.is_empty() && max_packet == UNLIMITED_PACKET.unsigned_abs();
+    let survives_clients = terms.constructor.is_empty() && server.max_packet == UNLIMITED_PACKET.unsigned_abs();
     let link = Link::new(terms.memory.clone(), survives_clients)?;
-    let core = ClientCore::new(terms.peer, key, terms.max_message, max_packet, terms.memory, link, objects, outcomes);
+    let core = ClientCore::new(terms.peer, server, terms.max_message, terms.memory, link, objects, outcomes);
     Ok((core, wire))
 }
 
@@ -206,7 +205,7 @@ impl Handshake<'_> {
             ServerReply::Value(WireValue::Pointer(function)) if function != 0 => self.max_packet(function).await?,
             _ => u64::MAX,
         };
-        Ok((self.wire, key, max_packet))
+        Ok((self.wire, ServerFacts { key, max_packet }))
     }
 
     async fn max_packet(&mut self, function: u64) -> Result<u64, RpcError> {

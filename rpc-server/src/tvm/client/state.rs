@@ -19,6 +19,13 @@ use super::timer::Timer;
 /// Longest time for which the end of a session waits until the objects of its callers are freed.
 const FAREWELL: Duration = Duration::from_secs(1);
 
+/// Facts about the server, as the handshake has found them.
+pub(super) struct ServerFacts {
+    pub(super) key: String,
+    /// Largest frame of a copy that the server takes.
+    pub(super) max_packet: u64,
+}
+
 /// State that the callers of a session share with the task that serves them.
 pub(super) struct ClientCore {
     /// Address of the server.
@@ -96,14 +103,14 @@ impl ReplyControl for ClientCore {
 impl ClientCore {
     pub(super) fn new(
         peer: String,
-        key: String,
+        server: ServerFacts,
         max_message: u64,
-        max_packet: u64,
         memory: Arc<MemoryQuota>,
         link: Link,
         objects: Objects,
         outcomes: Outcomes,
     ) -> Self {
+        let ServerFacts { key, max_packet } = server;
         Self {
             peer,
             key,

@@ -38,10 +38,10 @@ pub async fn copies_keep_their_place_among_calls(harness: &Harness) {
     let mut rounds = Vec::new();
     for round in 0..=255_u8 {
         let data = Bytes::from(vec![round; 4]);
-        let write = submit(Operation::Write { to: reference.clone().into(), offset: 0, data });
+        let write = submit(Operation::Write { to: reference.clone(), offset: 0, data });
         let args = vec![Value::Object(Reference::Tensor(reference.clone())), Value::Int(3)];
         let call = submit(Operation::Call { function: byte[usize::from(round % 2)], args });
-        let read = submit(Operation::Read { from: reference.clone().into(), offset: 2, len: 2, into: None });
+        let read = submit(Operation::Read { from: reference.clone(), offset: 2, len: 2, into: None });
         rounds.push((write, call, read));
         if rounds.len() == 16 {
             for (at, (write, call, read)) in std::mem::take(&mut rounds).into_iter().enumerate() {
