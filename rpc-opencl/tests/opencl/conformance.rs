@@ -12,10 +12,7 @@ use rpc_core::{
 };
 use rpc_opencl::OpenClDevice;
 
-conformance!(
-    in_host_memory = OnOpenCl::in_scope("host"),
-    blocking: #[ignore = "the form of the client makes no difference to the memory"]
-);
+conformance!(in_host_memory = OnOpenCl::in_scope("host"), blocking: #[cfg(feature = "long")]);
 
 // Functions of the suite map tensors, wherever those are.
 conformance!(on_the_device = OnOpenCl::in_scope("global"));

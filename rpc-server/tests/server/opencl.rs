@@ -186,7 +186,7 @@ fn kernels_are_timed_by_the_device() {
         samples.into_iter().fold(f64::INFINITY, f64::min)
     };
     // A call returns when its kernel has only been submitted, which takes the same time for both.
-    let (short, long) = (shortest(1), shortest(3_000_000));
+    let (short, long) = (shortest(1), shortest(500_000));
     assert!(short > 0.0 && long > 3.0 * short, "{short} {long}");
 }
 
