@@ -106,6 +106,7 @@ impl Kernel {
         listed.check_not_lost()?;
         let stream = stream.filter(|stream| ptr::eq(stream.listed(), listed));
         let stream = stream.unwrap_or(&self.device.default_stream);
+        stream.wait_for_room()?;
         stream_order::in_order(self.device, stream, &memories, || {
             let kernel = self.raw.lock();
             let mut parts = Vec::new();

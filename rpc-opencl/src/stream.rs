@@ -1,6 +1,7 @@
 //! Streams, which are OpenCL's queues that run commands in order, and the order among them.
 
 use std::any::Any;
+use std::collections::VecDeque;
 use std::fmt;
 use std::ptr;
 use std::sync::Arc;
@@ -33,6 +34,8 @@ pub struct OpenClStream {
 pub(super) struct Queue {
     device: &'static ListedDevice,
     handle: QueueHandle,
+    /// Kernels that may not be done, the oldest first.
+    submitted: Mutex<VecDeque<Arc<Event>>>,
     times: Mutex<Option<KernelTimes>>,
 }
 
@@ -53,7 +56,10 @@ impl OpenClStream {
         // device has.
         let raw = unsafe { create_command_queue(context, device.id(), CL_QUEUE_PROFILING_ENABLE) };
         let handle = QueueHandle::new(device.check("clCreateCommandQueue", raw)?);
-        Ok(Self { queue: Arc::new(Queue { device, handle, times: Mutex::default() }), is_default })
+        Ok(Self {
+            queue: Arc::new(Queue { device, handle, submitted: Mutex::default(), times: Mutex::default() }),
+            is_default,
+        })
     }
 
     /// Records an event behind all work submitted so far, and has the driver begin with that.
@@ -87,8 +93,26 @@ impl OpenClStream {
         if Arc::ptr_eq(&self.queue, &other.queue) { Ok(()) } else { self.wait_events([&other.record()?]) }
     }
 
-    /// Notes a kernel that has been submitted to the stream, for a measurement.
+    /// Waits until the stream has room for a kernel. Drivers take any number, which a client could
+    /// make them keep behind one that never ends.
+    pub(super) fn wait_for_room(&self) -> Result<()> {
+        loop {
+            let mut submitted = self.queue.submitted.lock();
+            while submitted.front().is_some_and(|kernel| !matches!(kernel.is_done(), Ok(false))) {
+                submitted.pop_front();
+            }
+            if submitted.len() < MAX_SUBMITTED {
+                return Ok(());
+            }
+            let oldest = submitted.front().cloned();
+            drop(submitted);
+            oldest.map_or(Ok(()), |kernel| kernel.wait())?;
+        }
+    }
+
+    /// Notes a kernel that has been submitted to the stream, for its room and for a measurement.
     pub(super) fn note_kernel(&self, kernel: &Arc<Event>) {
+        self.queue.submitted.lock().push_back(kernel.clone());
         if let Some(times) = &mut *self.queue.times.lock() {
             times.pending.push(kernel.clone());
             if times.pending.len() >= PENDING_KERNELS {
@@ -210,6 +234,9 @@ impl fmt::Debug for OpenClStream {
             .finish()
     }
 }
+
+/// Largest number of kernels of a stream that may not be done: as many as CUDA's driver takes.
+const MAX_SUBMITTED: usize = 1024;
 
 /// Number of kernels of a measurement whose events are kept before those that are done are added
 /// up.

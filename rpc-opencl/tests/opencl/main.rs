@@ -341,6 +341,24 @@ fn parameters_are_typed() {
     }
 }
 
+/// More kernels than a stream takes at a time.
+#[test]
+fn thousands_of_kernels_run_in_order() {
+    let Some(opencl) = opencl() else { return };
+    let (session, _folder) = session(opencl);
+    let (tensor, fill) = (ints(&session, 1, None), kernel(&session, "fill"));
+    let slow = kernel(&session, "count_up").call::<()>((1, Value::Null, &tensor, 20_000_000));
+    let pending: Vec<_> =
+        std::iter::once(slow).chain((0..2500).map(|at| fill.call((1, Value::Null, &tensor, at)))).collect();
+    pending
+        .into_iter()
+        .map(rpc_core::Action::start)
+        .collect::<Vec<_>>()
+        .into_iter()
+        .for_each(|call| call.wait().unwrap());
+    assert_eq!(read_ints(&session, &tensor), [2499]);
+}
+
 #[test]
 fn groups_have_memory_of_their_own() {
     let Some(opencl) = opencl() else { return };
