@@ -83,6 +83,10 @@ const NEW: &str = "new-";
 impl FileCache {
     /// Returns the cache of a server with these settings; `None` if it is off.
     pub(crate) fn of(config: &ServeConfig) -> Option<Arc<Self>> {
+        // Without files of clients nothing would remove those of the cache again.
+        if config.workspace_quota.0 == 0 {
+            return None;
+        }
         Self::new(&config.workdir, config.file_cache.0, config.workspace_expiry.0)
     }
 

@@ -41,6 +41,7 @@ pub use error::ModuleError;
 pub use hash::hash;
 pub(crate) use hash::{FILE_PIECE, Hasher};
 pub use store::{ModuleStore, StoreLimits};
+pub(crate) use tvm_ffi::FOR_MEASUREMENTS;
 pub use upload::ModuleUpload;
 
 /// True if this build has a loader of native modules.

@@ -106,6 +106,8 @@ struct RetryState {
     all_over: Option<mpsc::Receiver<()>>,
     /// Those who wait for the end; `None` once it is there.
     awaiting_end: Option<Vec<Responder>>,
+    /// Number of openings that have ended, and the error of the last one if it failed.
+    openings: (u64, Option<RpcError>),
 }
 
 /// Position behind a request of the same lane.
@@ -176,6 +178,7 @@ impl RetrySession {
                 in_progress: Some(in_progress),
                 all_over: Some(all_over),
                 awaiting_end: Some(Vec::new()),
+                openings: (0, None),
             }),
         }))
     }
@@ -256,8 +259,23 @@ impl RpcSession for RetrySession {
         let control: Arc<dyn ReplyControl> = self.0.clone();
         let (submission, responder) = Submission::pending(control, 0);
         responder.admit();
+        waiting.retain(|responder| !responder.is_over());
         waiting.push(responder);
         submission
+    }
+}
+
+/// Those who wait for the end are told, and hold the inner part no longer; requests in progress go
+/// on.
+impl Drop for RetrySession {
+    fn drop(&mut self) {
+        let mut state = self.0.state.lock();
+        state.in_progress = None;
+        let waiting = state.awaiting_end.take();
+        drop(state);
+        for waiting in waiting.into_iter().flatten() {
+            waiting.complete(Err(RpcError::new(ErrorKind::Closed, "the session was dropped")));
+        }
     }
 }
 
@@ -271,18 +289,33 @@ impl RetryInner {
         freed.iter().for_each(|object| object.release());
     }
 
-    /// Returns the session for the next attempt, and opens one if there is none.
+    /// Returns the session for the next attempt, and opens one if there is none. All who need one at
+    /// a time share an opening, and its error.
     async fn current(&self) -> Result<(u64, SharedSession), RpcError> {
-        if let Some(current) = self.state.lock().current.clone() {
-            return Ok(current);
-        }
+        let begun = {
+            let state = self.state.lock();
+            if let Some(current) = state.current.clone() {
+                return Ok(current);
+            }
+            state.openings.0
+        };
         let Some(open) = &self.open else { return Err(closed()) };
         let _turn = self.opening.lock().await;
-        if let Some(current) = self.state.lock().current.clone() {
-            return Ok(current);
+        {
+            let state = self.state.lock();
+            if let Some(current) = state.current.clone() {
+                return Ok(current);
+            }
+            if let (ended, Some(error)) = &state.openings
+                && *ended > begun
+            {
+                return Err(error.clone());
+            }
         }
-        let session = open().await?;
+        let opened = open().await;
         let mut state = self.state.lock();
+        state.openings = (state.openings.0 + 1, opened.as_ref().err().cloned());
+        let session = opened?;
         state.generation += 1;
         let current = (state.generation, session.shared().clone());
         state.current = Some(current.clone());
@@ -311,7 +344,11 @@ impl RetryInner {
         drop(in_progress);
         if let Some(mut all_over) = all_over {
             // Nothing is ever sent: it returns when the last request has dropped its sender.
-            all_over.recv().await;
+            let all_over = all_over.recv();
+            match request.deadline {
+                Some(deadline) => _ = tokio::time::timeout_at(deadline.into(), all_over).await,
+                None => _ = all_over.await,
+            }
         }
         let current = self.state.lock().current.clone();
         let outcome = match current {

@@ -13,6 +13,13 @@ use crate::value::Value;
 /// Largest number of devices of one kind that are asked about.
 const MAX_DEVICES: i32 = 1024;
 
+/// Number of devices in a row that are not there after which none is expected. A client whose
+/// rights leave some out does not see those.
+const MAX_GAP: i32 = 16;
+
+/// Largest number of devices that an error names.
+const MAX_NAMED: usize = 16;
+
 /// Place of an allocation: a device, or a constraint that the session's devices are asked about.
 #[derive(Clone, Debug)]
 pub struct AllocDevice(Place);
@@ -135,24 +142,46 @@ impl Session {
             }
         };
         let needs_description = wanted.target().is_some() || wanted.memory_scope().is_some_and(|scope| scope != GLOBAL);
-        let mut others = Vec::new();
+        let (mut others, mut failure) = (Vec::new(), None);
         for kind in kinds {
+            let mut missing = 0;
             let numbers = wanted.virtual_device_id().map_or(0..MAX_DEVICES, |number| number..number.saturating_add(1));
             for device in numbers.map(|number| Device::new(kind, number)) {
                 let ask = |attribute| options.apply(self.attribute(device, attribute));
                 if ask(DeviceAttribute::Exists).await? != Value::Bool(true) {
-                    break;
+                    missing += 1;
+                    if missing == MAX_GAP {
+                        break;
+                    }
+                    continue;
                 }
+                missing = 0;
                 if !needs_description {
                     return Ok(device);
                 }
-                let (target, scopes) = (ask(DeviceAttribute::Target).await?, ask(DeviceAttribute::MemoryScopes).await?);
-                let description = DeviceDescription::from_attributes(device, target, scopes)?;
+                let described = async {
+                    let target = ask(DeviceAttribute::Target).await?;
+                    DeviceDescription::from_attributes(device, target, ask(DeviceAttribute::MemoryScopes).await?)
+                };
+                let description = match described.await {
+                    Ok(description) => description,
+                    Err(error) if error.ends_session() => return Err(error),
+                    // Another one may do.
+                    Err(error) => {
+                        failure = Some(error);
+                        continue;
+                    }
+                };
                 if description.satisfies(wanted) {
                     return Ok(device);
                 }
-                others.push(description.to_string());
+                if others.len() < MAX_NAMED {
+                    others.push(description.to_string());
+                }
             }
+        }
+        if let (Some(error), true) = (failure, others.is_empty()) {
+            return Err(error.context(format_args!("looking for {wanted}")));
         }
         let found = if others.is_empty() { "none of that kind and number".to_owned() } else { others.join(", ") };
         Err(RpcError::new(ErrorKind::DeviceUnavailable, format!("no device is {wanted}; there are {found}")))

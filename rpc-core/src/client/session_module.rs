@@ -10,6 +10,7 @@
 use std::any::Any;
 use std::borrow::Cow;
 use std::sync::Arc;
+use std::time::Duration;
 
 use crate::client::references::{RemoteFunction, RemoteModule, RemoteObject, RemoteTensor};
 use crate::client::session::Session;
@@ -41,6 +42,9 @@ use crate::value::{Reference, Value};
 #[derive(Debug)]
 pub struct SessionModule(Session);
 
+/// Longest time of a look-up, which occupies a thread of the session outside.
+const LOOKUP_LIMIT: Duration = Duration::from_secs(30);
+
 impl SessionModule {
     /// Creates a module of the functions of `session`.
     pub fn new(session: Session) -> Self {
@@ -68,7 +72,7 @@ impl Module for SessionModule {
     }
 
     fn function(&self, name: &str) -> Result<Function> {
-        Ok(local_function(self.0.get_function(name).concurrent().wait()?).named(name))
+        Ok(local_function(self.0.get_function(name).concurrent().timeout(LOOKUP_LIMIT).wait()?).named(name))
     }
 
     /// Returns none: the functions of a session are found by name.
@@ -90,7 +94,7 @@ impl Module for InnerModule {
     }
 
     fn function(&self, name: &str) -> Result<Function> {
-        Ok(local_function(self.0.function(name).concurrent().wait()?).named(name))
+        Ok(local_function(self.0.function(name).concurrent().timeout(LOOKUP_LIMIT).wait()?).named(name))
     }
 
     fn functions(&self) -> Vec<(String, Signature)> {

@@ -50,7 +50,7 @@ pub(crate) struct NativeSettings {
 
 /// Functions of TVM's runtime that programs call which measure what they have uploaded. They trust
 /// what they are given, and so are for clients that may load modules.
-const FOR_MEASUREMENTS: [&str; 3] =
+pub(crate) const FOR_MEASUREMENTS: [&str; 3] =
     ["cache_flush_cpu_non_first_arg", "tvm.contrib.random.random_fill", "tvm.contrib.random.random_fill_for_measure"];
 
 /// Libraries and loader of a server. Cheap to clone; nothing is loaded before its first use.

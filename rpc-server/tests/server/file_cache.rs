@@ -330,6 +330,9 @@ fn the_cache_is_bounded_by_its_size_the_quota_and_open_files() {
         assert!(run.stdout == "sent" && run.stderr.contains("local: 4 B sent"), "{run:?}");
     }
     assert!(!Path::new(&none.path("workdir/cache")).exists());
+    // Where nothing of clients is kept, nothing would be cleaned up, either.
+    let no_files = Fixture::new(&["--workspace-quota", "0"]);
+    assert!(Files::new(&connect(&no_files)).cache().wait().unwrap().is_none());
 }
 
 #[test]

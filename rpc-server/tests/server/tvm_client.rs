@@ -5,6 +5,8 @@ use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -605,6 +607,44 @@ fn requests_that_are_awaited_go_on_between_calls_that_are_waited_for() {
     awaiting.join().unwrap();
     drop(session);
     assert_eq!(board.join().unwrap(), 2 * COUNT);
+}
+
+/// Regression: the thread that moves the bytes of awaited requests slept without a limit once one
+/// without a deadline was under way.
+#[test]
+fn a_deadline_passes_behind_a_request_that_is_awaited_without_one() {
+    let (address, board) = Board::begun(UNLIMITED, |mut board| while board.next().is_some() {});
+    let session = connect(&address).unwrap();
+    let outcome = current_thread().block_on(async {
+        let mut first = std::pin::pin!(session.get_function("first").into_future());
+        assert!(tokio::time::timeout(Duration::from_millis(50), &mut first).await.is_err());
+        let second = session.get_function("second").deadline(Instant::now() + Duration::from_millis(50));
+        tokio::time::timeout(LIMIT, second.into_future()).await
+    });
+    assert_eq!(kind_of(outcome.expect("no deadline has passed")), ErrorKind::DeadlineExceeded);
+    drop(session);
+    board.join().unwrap();
+}
+
+#[test]
+fn a_server_that_never_stops_to_answer_is_left_when_the_handshake_has_lasted_too_long() {
+    let is_over = Arc::new(AtomicBool::new(false));
+    let stop = is_over.clone();
+    let (address, board) = Board::start(move |mut board| {
+        board.send(&HelloAnswer::Accepted("server:").encode());
+        let mut answer = wire::returned(&[WireValue::None]).to_vec();
+        answer[..8].copy_from_slice(&(1_u64 << 60).to_le_bytes());
+        board.send(&answer);
+        while !stop.load(Ordering::Relaxed) && board.stream.write_all(&[0; 4096]).is_ok() {}
+    });
+    let (told, outcome) = std::sync::mpsc::channel();
+    thread::spawn(move || {
+        let session = connector().handshake_timeout(Duration::from_millis(200)).connect_blocking(&address);
+        told.send(session.map(drop).map_err(|error| error.into_rpc_error())).unwrap();
+    });
+    assert_eq!(kind_of(outcome.recv_timeout(LIMIT).unwrap()), ErrorKind::PeerSilent);
+    is_over.store(true, Ordering::Relaxed);
+    board.join().unwrap();
 }
 
 /// A server of TVM whose answers nobody takes stops for good.

@@ -46,6 +46,9 @@ const ANNOUNCED: Duration = Duration::from_millis(1);
 /// that came just before the read and so has not interrupted it.
 const READ_LIMIT: Duration = Duration::from_millis(200);
 
+/// Largest number of reads of the idle poller from one session before it looks at the others.
+const READS_AT_A_TIME: usize = 16;
+
 /// Size of the first read after bulk. It is small, so that little of the next bulk passes through
 /// the buffer.
 const READ_BEHIND_BULK: usize = 4 << 10;
@@ -101,6 +104,8 @@ struct SocketState {
     is_blocked: bool,
     /// True if the last read was of bulk.
     behind_bulk: bool,
+    /// Time at which the idle poller comes by itself; `None` if it does not, or has not been here.
+    next_poll: Option<Instant>,
     /// Time until which the idle poller looks often for requests that were announced.
     looks_often_until: Option<Instant>,
     /// Spinning, if it is switched on. The leader holds it while it reads.
@@ -158,6 +163,7 @@ impl<E: ClientProtocol> BlockingSession<E> {
             followers: 0,
             is_blocked: false,
             behind_bulk: false,
+            next_poll: None,
             looks_often_until: None,
             spinner: Spinner::new(spin),
         };
@@ -224,7 +230,13 @@ impl<E: ClientProtocol> Pump for SocketPump<E> {
                     wake_idle_poller();
                 }
             }
-            Change::Cancel => session.flush_and_deliver(locked),
+            Change::Cancel => {
+                let is_late = locked.is_polled_late();
+                session.flush_and_deliver(locked);
+                if is_late {
+                    wake_idle_poller();
+                }
+            }
             Change::Close => {
                 session.flush(&mut locked);
                 drop(locked);
@@ -240,7 +252,7 @@ impl<E: ClientProtocol> Pump for SocketPump<E> {
         }
         let mut locked = session.lock();
         session.flush(&mut locked);
-        let is_due = locked.pump.is_blocked || locked.has_ended();
+        let is_due = locked.pump.is_blocked || locked.has_ended() || locked.is_polled_late();
         session.deliver_rest_of(locked);
         if is_due {
             wake_idle_poller();
@@ -295,6 +307,16 @@ fn wake_idle_poller() {
     // The poller runs: it was started before the session.
     if let Ok(poller) = IdlePoller::get() {
         poller.wake();
+    }
+}
+
+impl<E: ClientProtocol> Locked<SocketPump<E>> {
+    /// Returns true if no caller reads, and the endpoint has a timeout before the idle poller comes
+    /// by itself.
+    fn is_polled_late(&self) -> bool {
+        let next_poll = self.pump.next_poll;
+        let is_earlier = |timeout| next_poll.is_none_or(|next_poll| timeout < next_poll);
+        !self.pump.has_leader && self.endpoint.poll_timeout().is_some_and(is_earlier)
     }
 }
 
@@ -392,6 +414,7 @@ impl<E: ClientProtocol> ClientState<SocketPump<E>> {
         // The poller goes on after the end, for as long as the protocol needs the channel.
         let is_over = |locked: &Locked<_>| if done.is_some() { locked.has_ended() } else { locked.is_over() };
         locked.pump.has_leader = true;
+        let mut reads = 0;
         loop {
             let now = Instant::now();
             if locked.endpoint.poll_timeout().is_some_and(|timeout| timeout <= now) {
@@ -415,13 +438,19 @@ impl<E: ClientProtocol> ClientState<SocketPump<E>> {
             if is_done() || is_over(&locked) {
                 break;
             }
+            if done.is_none() && reads == READS_AT_A_TIME {
+                // The poller comes back: the socket still has input.
+                break;
+            }
             let timeout = locked.endpoint.poll_timeout();
-            let wait = timeout.map_or(self.pump.read_limit, |timeout| timeout.saturating_duration_since(now));
+            // Not longer than a read that blocks: a request of another thread may be due earlier.
+            let left = timeout.map_or(Duration::MAX, |timeout| timeout.saturating_duration_since(now));
             let has_read;
-            (locked, has_read) = self.read(locked, wait, done.is_some());
+            (locked, has_read) = self.read(locked, left.min(self.pump.read_limit), done.is_some());
             if !has_read && done.is_none() {
                 break;
             }
+            reads += 1;
         }
         locked.pump.has_leader = false;
         if locked.is_over() {
@@ -442,6 +471,29 @@ impl<E: ClientProtocol> ClientState<SocketPump<E>> {
             wake_idle_poller();
         }
         locked
+    }
+
+    /// Returns the events that the idle poller is to wait for.
+    fn interest_in(&self, locked: &mut Locked<SocketPump<E>>, now: Instant) -> Interest {
+        let was_in_use = self.pump.in_use.swap(false, Ordering::AcqRel);
+        let limit = self.pump.longest_wait(&mut locked.pump, now);
+        let SocketState { has_leader, is_blocked, .. } = locked.pump;
+        if has_leader || (was_in_use && !self.pump.in_background.load(Ordering::Acquire)) {
+            // A caller moves the bytes, or did until a moment ago, so the session is polled again
+            // soon.
+            self.pump.in_use.store(has_leader, Ordering::Release);
+            let timeout = if is_blocked { WRITE_RETRY } else { IN_USE };
+            return Interest { readiness: None, timeout: timeout.min(limit) };
+        }
+        if locked.endpoint.is_paused() {
+            // There is input that has been read.
+            return Interest { readiness: None, timeout: Duration::ZERO };
+        }
+        let timeout = locked.endpoint.poll_timeout();
+        Interest {
+            readiness: Some(if is_blocked { PollFlags::IN | PollFlags::OUT } else { PollFlags::IN }),
+            timeout: timeout.map_or(Duration::MAX, |timeout| timeout.saturating_duration_since(now)).min(limit),
+        }
     }
 
     /// Reads once, and waits up to `wait` for it if `may_wait`. Returns true if anything was read,
@@ -571,26 +623,10 @@ impl<E: ClientProtocol> PolledSession for ClientState<SocketPump<E>> {
     }
 
     fn interest(&self, now: Instant) -> Interest {
-        let was_in_use = self.pump.in_use.swap(false, Ordering::AcqRel);
         let mut locked = self.lock();
-        let limit = self.pump.longest_wait(&mut locked.pump, now);
-        let SocketState { has_leader, is_blocked, .. } = locked.pump;
-        if has_leader || (was_in_use && !self.pump.in_background.load(Ordering::Acquire)) {
-            // A caller moves the bytes, or did until a moment ago, so the session is polled again
-            // soon.
-            self.pump.in_use.store(has_leader, Ordering::Release);
-            let timeout = if is_blocked { WRITE_RETRY } else { IN_USE };
-            return Interest { readiness: None, timeout: timeout.min(limit) };
-        }
-        if locked.endpoint.is_paused() {
-            // There is input that has been read.
-            return Interest { readiness: None, timeout: Duration::ZERO };
-        }
-        let timeout = locked.endpoint.poll_timeout();
-        Interest {
-            readiness: Some(if is_blocked { PollFlags::IN | PollFlags::OUT } else { PollFlags::IN }),
-            timeout: timeout.map_or(Duration::MAX, |timeout| timeout.saturating_duration_since(now)).min(limit),
-        }
+        let interest = self.interest_in(&mut locked, now);
+        locked.pump.next_poll = now.checked_add(interest.timeout);
+        interest
     }
 
     fn poll(&self) {

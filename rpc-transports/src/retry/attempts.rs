@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use parking_lot::Mutex;
 use rpc_core::reply::Outcome;
-use rpc_core::{ErrorKind, Lane, Operation, Request, Responder, RpcError, Submission};
+use rpc_core::{ErrorKind, Lane, Operation, Request, Responder, RpcError, SharedSession, Submission};
 use tokio::sync::{Notify, oneshot};
 
 use super::held::{self, Pins, lost};
@@ -67,7 +67,7 @@ impl Attempts {
 
     async fn attempts(&self, request: &Request) -> Outcome {
         let policy = &self.inner.policy;
-        let (mut backoff, mut attempts) = (policy.backoff(), 0);
+        let (mut backoff, mut attempts, mut may_have_run) = (policy.backoff(), 0, false);
         let function = match &request.operation {
             Operation::Call { .. } => self.pins.objects.first().and_then(|function| function.name()),
             _ => None,
@@ -81,8 +81,12 @@ impl Attempts {
                 }
                 Err(error) => error,
             };
+            let permitted = policy.permits(attempts, &request.operation, function, self.inner.open.is_some(), &error);
+            // An earlier attempt may have run, whatever became of the last one.
+            may_have_run |= error.request_may_have_run();
+            let error = error.may_have_run(may_have_run);
             let is_over = self.responder.is_over();
-            if is_over || !policy.permits(attempts, &request.operation, function, self.inner.open.is_some(), &error) {
+            if is_over || !permitted {
                 return Err(error);
             }
             let pause = backoff.pause();
@@ -103,12 +107,15 @@ impl Attempts {
         let Request { lane, deadline, trace, ref operation } = *request;
         let with = |operation| Request { lane, deadline, trace, operation };
         let opened = self.unless_given_up(deadline, self.inner.current()).await?;
-        let (generation, session) = opened?;
+        // Neither the opening nor a look-up below is the request.
+        let not_begun = |error: RpcError| error.may_have_run(false);
+        let (generation, session) = opened.map_err(not_begun)?;
         let outcome = async {
             // One that frees an object of a lost session has nothing to do.
             let mut handles = Vec::with_capacity(self.pins.objects.len());
             for pin in &self.pins.objects {
-                handles.push(pin.handle_in(generation, &session, with).await?);
+                let handle = self.unless_given_up(deadline, pin.handle_in(generation, &session, with)).await?;
+                handles.push(handle.map_err(not_begun)?);
             }
             let mut handles = handles.into_iter();
             let operation = held::translated(operation, &mut |_| handles.next().ok_or_else(lost))?;
@@ -123,8 +130,8 @@ impl Attempts {
         };
         let outcome = outcome.await;
         if let Err(error) = &outcome
-            && is_lost(error)
             && self.inner.open.is_some()
+            && has_ended(&session, error)
         {
             self.inner.lose(generation);
         }
@@ -180,6 +187,16 @@ impl Attempts {
             self.cancelled.notified().await;
         }
     }
+}
+
+/// Returns true if no further request of the session can succeed after an attempt that ended with
+/// `error`. Its kind alone does not tell: a function may return such an error of another session,
+/// and a session may end for any reason.
+fn has_ended(session: &SharedSession, error: &RpcError) -> bool {
+    // A server that goes away refuses requests, and answers those that it has.
+    let is_refused = error.kind() == ErrorKind::Draining && !error.request_may_have_run();
+    let is_own = error.hop() == 0 && !session.is_local();
+    is_refused || is_own && is_lost(error) || session.ended().reply().is_done()
 }
 
 /// Resolves when the sender has been dropped; at once if that was seen before.

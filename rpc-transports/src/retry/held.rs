@@ -102,12 +102,12 @@ impl Held {
             return Err(RpcError::internal("a function that was looked up is none"));
         };
         let mut at = self.at.lock();
-        if at.generation == generation {
-            // Another request has looked it up meanwhile.
-            let known = at.handle;
+        if at.generation >= generation {
+            // Another request has looked it up meanwhile, perhaps in a later session.
+            let known = (at.generation == generation).then_some(at.handle);
             drop(at);
             free(session, handle);
-            return Ok(known);
+            return known.ok_or_else(|| RpcError::new(ErrorKind::Closed, "the session was replaced by another one"));
         }
         at.generation = generation;
         at.session = session.clone();

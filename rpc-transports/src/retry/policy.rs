@@ -111,7 +111,8 @@ impl RetryPolicy {
     }
 }
 
-/// Returns true if no further request of the session can succeed, and another session may serve it.
+/// Returns true for the kinds of error with which requests of a lost session end; another session
+/// may serve them.
 pub(super) fn is_lost(error: &RpcError) -> bool {
     error.fault() == Fault::Link || matches!(error.kind(), ErrorKind::Closed | ErrorKind::SessionTimeout)
 }

@@ -43,6 +43,11 @@ impl RpcSession for Scripted {
     fn inner(&self) -> Option<&dyn RpcSession> {
         Some(&self.next)
     }
+
+    /// Its errors stand for those of a connection.
+    fn is_local(&self) -> bool {
+        false
+    }
 }
 
 /// Sessions that fail as their scripts say, and what has been asked of them.
@@ -119,6 +124,93 @@ async fn a_request_that_did_not_run_is_made_again_in_a_new_session() {
     let opened = sessions.opened();
     assert_eq!(get.call::<i64>((8,)).await.unwrap(), 8);
     assert_eq!(sessions.opened(), opened);
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_error_that_a_function_returns_does_not_end_its_session() {
+    let opened = Arc::new(AtomicU32::new(0));
+    let count = opened.clone();
+    let open = move || {
+        count.fetch_add(1, Ordering::Relaxed);
+        let registry = Registry::new();
+        registry.add_inline("ask", |kind: i64| -> Result<()> {
+            let kind = if kind == 0 { ErrorKind::PeerLost } else { ErrorKind::Draining };
+            Err(RpcError::new(kind, "of another session").may_have_run(true))
+        });
+        let session = Session::new(LocalSession::new(registry));
+        async move { Ok(session) }
+    };
+    let session = Session::new(RetrySession::reopening(open, RetryPolicy::default().idempotent(["ask"])));
+    let tensor = session.upload(&[1], &[7_u8]).await.unwrap();
+    let ask = session.get_function("ask").await.unwrap();
+    for (number, error) in [ErrorKind::PeerLost, ErrorKind::Draining].into_iter().enumerate() {
+        assert_eq!(kind(ask.call::<()>((number as i64,)).await), error);
+    }
+    assert_eq!(session.download::<u8>(&tensor).await.unwrap(), [7]);
+    assert_eq!(opened.load(Ordering::Relaxed), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_session_that_ended_for_any_reason_is_replaced() {
+    let inner = Arc::new(Mutex::new(Vec::new()));
+    let opened = inner.clone();
+    let open = move || {
+        let registry = Registry::new();
+        registry.add_inline("get", |x: i64| x);
+        let local = LocalSession::new(registry);
+        opened.lock().push(local.clone());
+        async move { Ok(Session::new(local)) }
+    };
+    let session = Session::new(RetrySession::reopening(open, RetryPolicy::default()));
+    let get = session.get_function("get").await.unwrap();
+    inner.lock()[0].close(RpcError::new(ErrorKind::Protocol, "the peer speaks in tongues"));
+    assert_eq!(kind(get.call::<i64>((1,)).await), ErrorKind::Protocol);
+    assert_eq!(get.call::<i64>((2,)).await.unwrap(), 2);
+    assert_eq!(inner.lock().len(), 2);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_dropped_session_is_held_by_none_who_waited_for_its_end() {
+    let inner = Arc::new(());
+    let held = inner.clone();
+    let open = move || {
+        let _held = &held;
+        async { Ok(Session::new(LocalSession::new(Registry::new()))) }
+    };
+    let session = RetrySession::reopening(open, RetryPolicy::default());
+    drop(session.ended());
+    let ended = session.ended().reply();
+    assert_eq!(Arc::strong_count(&inner), 2);
+    drop(session);
+    assert_eq!(ended.await.unwrap_err().kind(), ErrorKind::Closed);
+    assert_eq!(Arc::strong_count(&inner), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn all_who_need_a_session_share_an_opening_that_fails() {
+    let (opened, gate) = (Arc::new(AtomicU32::new(0)), Arc::new(tokio::sync::Semaphore::new(0)));
+    let (count, opens) = (opened.clone(), gate.clone());
+    let open = move || {
+        count.fetch_add(1, Ordering::Relaxed);
+        let opens = opens.clone();
+        async move {
+            opens.acquire().await.map_err(|_| RpcError::internal("closed"))?.forget();
+            Err(RpcError::new(ErrorKind::PeerLost, "nobody is there"))
+        }
+    };
+    let policy = RetryPolicy::default().attempts(1);
+    let session = Session::new(RetrySession::reopening(open, policy));
+    let lookups: Vec<_> = (0..10).map(|_| session.get_function("get").concurrent().start()).collect();
+    while opened.load(Ordering::Relaxed) == 0 {
+        tokio::task::yield_now().await;
+    }
+    // All ten have come as far as the opening by the time that virtual time goes on.
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    gate.add_permits(10);
+    for lookup in lookups {
+        assert_eq!(kind(lookup.await), ErrorKind::PeerLost);
+    }
+    assert_eq!(opened.load(Ordering::Relaxed), 1);
 }
 
 #[tokio::test(start_paused = true)]

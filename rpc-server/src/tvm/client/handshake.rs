@@ -98,7 +98,12 @@ struct BlockingStream<'a> {
 
 impl AsyncRead for BlockingStream<'_> {
     fn poll_read(self: Pin<&mut Self>, _: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
-        let left = self.until.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
+        let left = self.until.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            // Also if bytes keep coming.
+            return Poll::Ready(Err(io::ErrorKind::TimedOut.into()));
+        }
+        let left = left.max(Duration::from_millis(1));
         let mut io = self.io;
         io.set_read_timeout(Some(left))?;
         loop {

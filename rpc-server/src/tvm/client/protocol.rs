@@ -174,8 +174,18 @@ impl ClientProtocol for TvmProtocol {
         Some(ClientEvent::Ended(end.error.clone()))
     }
 
-    fn handle_input(&mut self, input: &mut BytesMut, _: Instant) -> Result<(), RpcError> {
+    fn handle_input(&mut self, input: &mut BytesMut, now: Instant) -> Result<(), RpcError> {
         while self.end.is_none() && !input.is_empty() {
+            // A part of it may be in its place already.
+            if let Some(mut large) = self.take_bulk() {
+                let target = large.unfilled();
+                let count = target.len().min(input.len());
+                target[..count].copy_from_slice(&input[..count]);
+                large.advance(count);
+                input.advance(count);
+                self.put_bulk(large, now)?;
+                continue;
+            }
             let mut room = self.replies.wire.input();
             let count = room.remaining_mut().min(input.len());
             room.put_slice(&input[..count]);
