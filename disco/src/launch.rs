@@ -8,7 +8,7 @@ mod threads;
 use std::time::Duration;
 
 use ring::rand::{SecureRandom, SystemRandom};
-use rpc_core::{ErrorKind, RpcError, Session};
+use rpc_core::{Device, ErrorKind, RpcError, Session};
 
 use crate::completion::Completion;
 use crate::controller::dispatch::Controller;
@@ -67,10 +67,11 @@ fn layout_of(nodes: usize, per_node: u32, num_groups: u32) -> Result<Layout> {
     Ok(Layout { world_size, num_groups })
 }
 
-/// Makes a session of so many nodes, with so many workers at each; or none. `find` comes up with
-/// the nodes.
+/// Makes a session of so many nodes, with so many workers at each; or none. The workers have these
+/// default devices, or `cpu:0` if there are none. `find` comes up with the nodes.
 fn launch(
     (nodes, per_node, num_groups): (usize, u32, u32),
+    devices: Vec<Device>,
     options: Options,
     find: impl Future<Output = Result<Vec<Node>>> + Send + 'static,
 ) -> Completion<DiscoSession> {
@@ -86,11 +87,17 @@ fn launch(
         if came != nodes {
             return Err(RpcError::new(ErrorKind::Protocol, format!("{came} nodes came of {nodes}")).into());
         }
-        start(layout, per_node, found, options).await
+        start(layout, per_node, found, devices, options).await
     })
 }
 
-async fn start(layout: Layout, count: u32, nodes: Vec<Node>, options: Options) -> Result<DiscoSession> {
+async fn start(
+    layout: Layout,
+    count: u32,
+    nodes: Vec<Node>,
+    devices: Vec<Device>,
+    options: Options,
+) -> Result<DiscoSession> {
     let set_up = SetUp {
         version: MESSAGES.version(),
         layout,
@@ -113,7 +120,7 @@ async fn start(layout: Layout, count: u32, nodes: Vec<Node>, options: Options) -
     });
     let links = open_links(nodes.collect()).await?;
     let controller = Controller::new(layout, options, links);
-    controller.start().await?;
+    controller.start(devices).await?;
     Ok(DiscoSession::new(controller))
 }
 

@@ -149,7 +149,10 @@ class DRef(_native.DiscoRef):
         return _array(self.session._native_session.get_register_op(self, worker_id).wait())
 
     def debug_copy_from(self, worker_id: int, value: Any) -> None:
-        """Set the value of one worker: an array of up to 64 KiB, or a plain value."""
+        """Set the value of one worker: an array, or a plain value.
+
+        An array that meets one of the same type and shape is copied into it.
+        """
         self.session._native_session.set_register(self, worker_id, value)
 
     def __repr__(self) -> str:

@@ -193,6 +193,10 @@ def test_tensors_go_around(session: disco.Session) -> None:
     copied = session.empty((2,), "float32")
     session.broadcast_from_worker0(alone, copied, in_group=False)
     assert copied.debug_get_from_remote(3).tolist() == [7, 7]
+    large = np.arange(300_000, dtype="float32")
+    copied.debug_copy_from(2, large)
+    assert (copied.debug_get_from_remote(2) == large).all()
+    assert copied.debug_get_from_remote(3).tolist() == [7, 7]
 
 
 def test_tensors_are_sent_between_pairs(session: disco.Session) -> None:

@@ -11,6 +11,7 @@ use disco::{
     Advertise, DataAddress, DiscoSession, Hosting, JoinOptions, NodeListener, NodeRank, Options, ProcessSession,
     ReduceOp, Scope, SocketSession, ThreadedSession, WeightFolders, WeightReader, WorkerContext,
 };
+use rpc_core::function::Rest;
 use rpc_core::{
     ErrorKind, FunctionModule, LocalSession, Registry, Result, RpcError, Shared, SharedSession, Tensor, TensorView,
     TensorViewMut,
@@ -39,6 +40,7 @@ pub fn registry() -> Registry {
         })
         .add("pid", || i64::from(std::process::id()))
         .add("echo", |value: rpc_core::LocalValue| value)
+        .add("list", |Rest(args): Rest| rpc_core::Value::List(args))
         .add("add", |a: f64, b: f64| a + b)
         .add("add_to", |mut x: TensorViewMut, value: f32| -> Result<()> {
             x.as_mut_slice::<f32>()?.iter_mut().for_each(|x| *x += value);

@@ -167,7 +167,7 @@ pub trait IntoArgument {
     fn into_argument(self) -> Result<Argument>;
 }
 
-/// A tuple of arguments, or a list of them.
+/// A tuple of up to sixteen arguments, or a list of any number of them.
 pub trait IntoArguments {
     /// Converts the arguments.
     ///
@@ -324,3 +324,11 @@ tuples!(A1 A2 A3 A4 A5);
 tuples!(A1 A2 A3 A4 A5 A6);
 tuples!(A1 A2 A3 A4 A5 A6 A7);
 tuples!(A1 A2 A3 A4 A5 A6 A7 A8);
+tuples!(A1 A2 A3 A4 A5 A6 A7 A8 A9);
+tuples!(A1 A2 A3 A4 A5 A6 A7 A8 A9 A10);
+tuples!(A1 A2 A3 A4 A5 A6 A7 A8 A9 A10 A11);
+tuples!(A1 A2 A3 A4 A5 A6 A7 A8 A9 A10 A11 A12);
+tuples!(A1 A2 A3 A4 A5 A6 A7 A8 A9 A10 A11 A12 A13);
+tuples!(A1 A2 A3 A4 A5 A6 A7 A8 A9 A10 A11 A12 A13 A14);
+tuples!(A1 A2 A3 A4 A5 A6 A7 A8 A9 A10 A11 A12 A13 A14 A15);
+tuples!(A1 A2 A3 A4 A5 A6 A7 A8 A9 A10 A11 A12 A13 A14 A15 A16);

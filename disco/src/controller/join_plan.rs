@@ -18,13 +18,13 @@ use crate::wire::plan::{JoinPlan, Plan, WorkerLocation};
 use crate::wire::set_up::WorkerProcess;
 
 impl Controller {
-    /// Starts the links, and has the workers join each other.
-    pub(crate) async fn start(&self) -> Result<()> {
+    /// Starts the links, and has the workers join each other, with these default devices.
+    pub(crate) async fn start(&self, devices: Vec<Device>) -> Result<()> {
         let this: Weak<dyn Upstream> = self.this.clone();
         for (number, link) in self.links.iter().enumerate() {
             link.start(number, &this)?;
         }
-        let sequence = self.meet(0, Backend::default(), Vec::new(), false).await?;
+        let sequence = self.meet(0, Backend::default(), devices, false).await?;
         // The first sync tells its failures.
         self.lock().failures.unwatch(sequence);
         Ok(())

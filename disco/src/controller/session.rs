@@ -13,10 +13,10 @@ use crate::ccl::backend::Backend;
 use crate::completion::Completion;
 use crate::controller::ccl_state::CclState;
 use crate::controller::dispatch::Controller;
-use crate::controller::dref::{DModule, DPackedFunc, DRef, IntoArgument, IntoArguments, Recorded, resolve};
+use crate::controller::dref::{DModule, DPackedFunc, DRef, IntoArgument, IntoArguments, Operand, Recorded, resolve};
 use crate::error::{DiscoError, Result, WorkerId};
 use crate::program::recorder::{Program, Recorder};
-use crate::wire::command::{Command, Kind, On, Scope};
+use crate::wire::command::{Command, Kind, MAX_INLINE_TENSOR, On, Register, Scope};
 
 /// Number of bytes of a copy that travel in one command.
 const CHUNK: usize = 1 << 20;
@@ -161,6 +161,38 @@ impl DiscoSession {
                 Value::Object(Object::Tensor(tensor)) => Ok(tensor),
                 other => Err(RpcError::internal(format!("worker 0 sent {} for a tensor", other.type_name())).into()),
             }
+        })
+    }
+
+    /// Copies worker 0's tensor into a tensor of the controller, which must have the same type and
+    /// as many elements. That is borrowed for writing until the copy is complete, and is unchanged
+    /// after an error.
+    ///
+    /// Its errors are also a tensor that is not densely packed in host memory, or in use.
+    pub fn copy_from_worker_0_into(&self, from: &DRef, to: &Tensor) -> Completion<()> {
+        let borrowed = || -> Result<_> {
+            let range = to.byte_range(0, to.size_bytes())?;
+            let (_, mut borrow) = to.write()?.into_parts();
+            if borrow.bytes_mut().is_none() {
+                return Err(DiscoError::invalid("the tensor to be filled is not in host memory"));
+            }
+            Ok((range.start, borrow))
+        };
+        let (start, mut borrow) = match borrowed() {
+            Ok(borrowed) => borrowed,
+            Err(error) => return Completion::failed(error),
+        };
+        let (dtype, elements, shape) = (to.dtype(), to.element_count(), to.shape().to_vec());
+        let content = self.copy_from_worker_0(from);
+        Completion::new(async move {
+            let content = content.await?;
+            if content.dtype() != dtype || content.element_count() != elements {
+                let (there, at) = (content.dtype(), content.shape());
+                return Err(DiscoError::invalid(format!(
+                    "a copy of {there} {at:?} into {dtype} {shape:?}: dtype and number of elements must be the same"
+                )));
+            }
+            Ok(borrow.copy_in(start, content.read()?.bytes()?)?)
         })
     }
 
@@ -451,16 +483,26 @@ impl DiscoSession {
         })
     }
 
-    /// Sets a register on one worker. A tensor (of up to 64 KiB) that meets one of the same type
-    /// and shape is copied into it; all else replaces what was there.
+    /// Sets a register on one worker. A tensor that meets one of the same type and shape is copied
+    /// into it; all else replaces what was there.
+    ///
+    /// A tensor of any size may be the value, and tensors of up to 64 KiB may be within lists. A
+    /// larger one is borrowed for reading until its bytes have left.
     ///
     /// # Errors
     ///
-    /// No such worker; a tensor that is too large; the session has ended.
+    /// No such worker; a tensor in a list that is too large, or one that is not densely packed in
+    /// host memory; the session has ended.
     pub fn debug_set_register(&self, to: &DRef, worker: WorkerId, value: impl IntoArgument) -> Result<()> {
         self.check(worker)?;
-        let value = resolve(value.into_argument()?, &self.0)?;
-        self.0.issue(Command::DebugSetRegister { worker: worker.0, to: to.register_in(&self.0)?, value })
+        let (value, to) = (value.into_argument()?, to.register_in(&self.0)?);
+        if let Value::Object(Operand::Tensor(tensor)) = &value
+            && tensor.size_bytes() > MAX_INLINE_TENSOR as u64
+        {
+            return self.send(tensor, (to, true), On::Worker(worker.0));
+        }
+        let value = resolve(value, &self.0)?;
+        self.0.issue(Command::DebugSetRegister { worker: worker.0, to, value })
     }
 
     /// Ends the session in good order: the workers execute all that was issued, for as long as
@@ -499,12 +541,17 @@ impl DiscoSession {
     }
 
     fn copy_to(&self, tensor: &Tensor, to: Option<&DRef>, on: On) -> Result<DRef> {
-        let bytes = bytes_of(tensor)?;
         let (target, fresh) = match to {
             Some(to) => (to.clone(), false),
             None => (DRef::fresh(&self.0), true),
         };
-        let to = target.register_in(&self.0)?;
+        self.send(tensor, (target.register_in(&self.0)?, fresh), on)?;
+        Ok(target)
+    }
+
+    /// Sends a tensor to registers of workers, piece by piece.
+    fn send(&self, tensor: &Tensor, (to, fresh): (Register, bool), on: On) -> Result<()> {
+        let bytes = bytes_of(tensor)?;
         let mut offset = 0;
         loop {
             let data = bytes.slice(offset..bytes.len().min(offset + CHUNK));
@@ -520,7 +567,7 @@ impl DiscoSession {
             })?;
             offset = end;
             if offset >= bytes.len() {
-                return Ok(target);
+                return Ok(());
             }
         }
     }

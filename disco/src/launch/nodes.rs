@@ -236,7 +236,7 @@ impl SocketSession {
             Nodes::DiallingIn(count, _) => *count,
             Nodes::Over(sessions) => sessions.iter().map(|(_, addresses)| 1 + addresses.len()).sum(),
         };
-        launch((count, workers_per_node, num_groups), options, async move {
+        launch((count, workers_per_node, num_groups), Vec::new(), options, async move {
             if fan_out.is_some() && !matches!(nodes, Nodes::At(_) | Nodes::Over(_)) {
                 return Err(DiscoError::invalid(
                     "only nodes at addresses can open each other: fan_out is not for these",

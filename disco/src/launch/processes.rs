@@ -68,7 +68,7 @@ impl ProcessSession {
     /// [`serve_if_worker`](crate::serve_if_worker), because its children would launch in turn.
     pub fn start(self) -> Completion<DiscoSession> {
         let (command, count, logs) = (self.command, self.num_workers, self.options.worker_logs.map(logs::number));
-        launch((count as usize, 1, self.num_groups), self.options, async move {
+        launch((count as usize, 1, self.num_groups), Vec::new(), self.options, async move {
             let address = match command {
                 Some(command) => {
                     // The command may be this program by another name, or start it.

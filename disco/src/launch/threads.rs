@@ -2,11 +2,14 @@
 
 use std::sync::Arc;
 
-use rpc_core::{Devices, LocalSession, Registry, Session, SessionLimits};
+use rpc_core::{
+    Device, DeviceAttribute, Devices, ErrorKind, LocalSession, Registry, RpcError, Session, SessionLimits, Value,
+};
 
 use super::launch;
 use crate::completion::Completion;
 use crate::controller::session::DiscoSession;
+use crate::error::{DiscoError, Result};
 use crate::link::local::LocalLink;
 use crate::link::session_source::Source;
 use crate::node::functions::register;
@@ -20,6 +23,8 @@ pub struct ThreadedSession {
     num_groups: u32,
     registry: Registry,
     devices: Devices,
+    /// Default device of each worker; all have `cpu:0` if there are none.
+    default_devices: Vec<Device>,
     options: Options,
 }
 
@@ -28,7 +33,7 @@ impl ThreadedSession {
     #[must_use]
     pub fn new(num_workers: u32, num_groups: u32) -> Self {
         let (registry, devices, options) = (Registry::new(), Devices::new(), Options::default());
-        Self { num_workers, num_groups, registry, devices, options }
+        Self { num_workers, num_groups, registry, devices, default_devices: Vec::new(), options }
     }
 
     /// Sets the functions of the workers. Those of disco are added.
@@ -45,6 +50,17 @@ impl ThreadedSession {
         self
     }
 
+    /// Sets the default device of each worker, in their order: one machine with several devices,
+    /// and a worker for each. Default: `cpu:0` for all.
+    ///
+    /// They hold until [`init_ccl`](DiscoSession::init_ccl) chooses a backend of collectives, and
+    /// the default devices with it. Until then collectives take tensors in host memory alone.
+    #[must_use]
+    pub fn default_devices(mut self, devices: impl IntoIterator<Item = Device>) -> Self {
+        self.default_devices = devices.into_iter().collect();
+        self
+    }
+
     /// Settings of the session.
     #[must_use]
     pub fn options(mut self, options: Options) -> Self {
@@ -54,8 +70,12 @@ impl ThreadedSession {
 
     /// Starts the workers.
     ///
-    /// Its errors are groups that cannot be of equal size, and a system that has no more threads.
+    /// Its errors are groups that cannot be of equal size, default devices that there are not or
+    /// not as many as workers, and a system that has no more threads.
     pub fn start(self) -> Completion<DiscoSession> {
+        if let Err(error) = self.check_default_devices() {
+            return Completion::failed(error);
+        }
         register(&self.registry);
         let mut limits = SessionLimits::default();
         limits.max_threads = limits.max_threads.saturating_add(self.num_workers as usize);
@@ -66,14 +86,31 @@ impl ThreadedSession {
         let node = Source::Local(Session::new(session.build()), local);
         let mut options = self.options;
         options.hosting = Hosting::Threads;
-        launch((1, self.num_workers, self.num_groups), options, async { Ok(vec![node.into()]) })
+        let size = (1, self.num_workers, self.num_groups);
+        launch(size, self.default_devices, options, async { Ok(vec![node.into()]) })
+    }
+
+    fn check_default_devices(&self) -> Result<()> {
+        let (count, workers) = (self.default_devices.len(), self.num_workers);
+        if count != 0 && count != workers as usize {
+            return Err(DiscoError::invalid(format!("{count} default devices for {workers} workers")));
+        }
+        for device in &self.default_devices {
+            self.devices.get(*device)?;
+            let exists = self.devices.attribute(*device, DeviceAttribute::Exists)?;
+            if exists != Value::Bool(true) {
+                let text = format!("there is no {device} to be the default device of a worker");
+                return Err(RpcError::new(ErrorKind::DeviceUnavailable, text).into());
+            }
+        }
+        Ok(())
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use rpc_core::DataType;
     use rpc_core::device::{AllocRequest, CpuAllocator, CpuDevice, Memory};
-    use rpc_core::{DataType, ErrorKind, RpcError};
 
     use super::*;
     use crate::link::node_link::Link;

@@ -1,4 +1,4 @@
-//! Encoding of commands, in batches.
+//! Encoding of commands, in batches. Section 16.1 of PROTOCOL.md lists them.
 //!
 //! In a batch each command has a head of 16 bytes, little-endian as everything here: `u64` credit
 //! that it takes, `u32` length of its body, `u32` length of the payload that follows the body. Bulk
@@ -73,10 +73,10 @@ impl Command {
             Self::LoadModule { to, path, device } => out.code(4).u32(*to).text(path).device(*device),
             Self::ModuleFunction { to, module, name } => out.code(5).u32(*to).u32(*module).text(name),
             Self::Empty { to, device, dtype, shape, on } => {
-                out.code(6).u32(*to).virtual_device(device.as_ref()).dtype(*dtype).shape(shape).u8(on_code(*on))
+                out.code(6).u32(*to).virtual_device(device.as_ref()).dtype(*dtype).shape(shape).on(*on)
             }
             Self::CopyToWorker0 { to, fresh, dtype, shape, offset, data: _, on } => {
-                out.code(7).u32(*to).bool(*fresh).dtype(*dtype).shape(shape).u64(*offset).u8(on_code(*on))
+                out.code(7).u32(*to).bool(*fresh).dtype(*dtype).shape(shape).u64(*offset).on(*on)
             }
             Self::CopyFromWorker0 { ticket, from } => out.code(8).u64(*ticket).u32(*from),
             Self::DebugGetFromRemote { ticket, worker, from } => out.code(9).u64(*ticket).u32(*worker).u32(*from),
@@ -236,14 +236,6 @@ fn malformed() -> RpcError {
     RpcError::new(rpc_core::ErrorKind::Protocol, "a malformed command")
 }
 
-fn on_code(on: On) -> u8 {
-    match on {
-        On::All => 0,
-        On::Worker0 => 1,
-        On::FirstOfGroups => 2,
-    }
-}
-
 const OPS: [ReduceOp; 5] = [ReduceOp::Sum, ReduceOp::Prod, ReduceOp::Min, ReduceOp::Max, ReduceOp::Avg];
 
 fn kind_code(kind: Kind) -> (u8, u8) {
@@ -306,6 +298,15 @@ impl Writer {
 
     fn bool(&mut self, value: bool) -> &mut Self {
         self.u8(value.into())
+    }
+
+    fn on(&mut self, on: On) -> &mut Self {
+        match on {
+            On::All => self.u8(0),
+            On::Worker0 => self.u8(1),
+            On::FirstOfGroups => self.u8(2),
+            On::Worker(worker) => self.u8(3).u32(worker),
+        }
     }
 
     fn bytes(&mut self, bytes: &[u8]) -> &mut Self {
@@ -483,7 +484,13 @@ impl<'a> Reader<'a> {
     }
 
     fn on(&mut self) -> Result<On> {
-        [On::All, On::Worker0, On::FirstOfGroups].get(usize::from(self.u8()?)).copied().ok_or_else(malformed)
+        Ok(match self.u8()? {
+            0 => On::All,
+            1 => On::Worker0,
+            2 => On::FirstOfGroups,
+            3 => On::Worker(self.u32()?),
+            _ => return Err(malformed()),
+        })
     }
 
     /// Reads a list of items that take so many bytes at least. A length that the rest cannot hold
@@ -596,6 +603,15 @@ pub(crate) mod tests {
             commands.push(Command::Collective { kind, scope: Scope::World, from: 1, to: 2, fresh: true });
         }
         commands.push(Command::FinishInitCcl { epoch: 2, enter: true });
+        commands.push(Command::CopyToWorker0 {
+            to: 8,
+            fresh: true,
+            dtype: DataType::U8,
+            shape: vec![4],
+            offset: 0,
+            data: Bytes::from_static(b"bulk"),
+            on: On::Worker(3),
+        });
         commands
     }
 
@@ -605,6 +621,24 @@ pub(crate) mod tests {
         let names: std::collections::HashSet<_> = samples.iter().map(std::mem::discriminant).collect();
         for command in crate::node::flood_tests::of_each_kind() {
             assert!(names.contains(&std::mem::discriminant(&command)), "{}", command.name());
+        }
+    }
+
+    #[test]
+    fn the_specification_names_each_command_beside_its_number() {
+        let specification = include_str!("../../../PROTOCOL.md");
+        let words = specification.split_whitespace().collect::<Vec<_>>().join(" ");
+        for command in all() {
+            let head = command.encode().unwrap().head;
+            let tensors = u32::from_le_bytes(head[HEAD..HEAD + 4].try_into().unwrap()) as usize;
+            let (number, name) = (head[HEAD + 4 + 4 * tensors], command.name());
+            let is_row = |line: &str| line.starts_with(&format!("| {number} | ")) && line.contains(name);
+            let is_named = match command {
+                // The kind is behind the number.
+                Command::Collective { .. } => words.contains(&format!("{} {name}", head[HEAD + 5])),
+                _ => specification.lines().any(is_row),
+            };
+            assert!(is_named, "{number} {name}");
         }
     }
 

@@ -47,13 +47,14 @@ pub(crate) enum On {
     Worker0,
     /// The first worker of each group.
     FirstOfGroups,
+    /// One worker; the others keep what they have.
+    Worker(u32),
 }
 
 /// Workers among which a collective runs.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Scope {
     /// The workers of each group among themselves.
-    #[default]
     Group,
     /// All workers.
     World,
@@ -106,7 +107,9 @@ pub(crate) enum Command {
         shape: Vec<i64>,
         on: On,
     },
-    /// Copies one piece of a tensor. The first piece makes the tensor, unless there is one already.
+    /// Copies one piece of a tensor. The first piece makes the tensor, unless there is one already:
+    /// any on [`On::Worker`], where it is of the same type and shape, and otherwise where the
+    /// register is not fresh.
     CopyToWorker0 {
         to: Register,
         fresh: bool,
@@ -191,6 +194,7 @@ impl Command {
             Self::LoadModule { .. } => "load_module",
             Self::ModuleFunction { .. } => "module_function",
             Self::Empty { .. } => "empty",
+            Self::CopyToWorker0 { on: On::Worker(_), .. } => "debug_set_register",
             Self::CopyToWorker0 { .. } => "copy_to_worker_0",
             Self::CopyFromWorker0 { .. } => "copy_from_worker_0",
             Self::DebugGetFromRemote { .. } => "debug_get_from_remote",

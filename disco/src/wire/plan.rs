@@ -38,6 +38,7 @@ impl Layout {
         match on {
             On::All => true,
             On::Worker0 => workers.contains(&0),
+            On::Worker(worker) => workers.contains(&worker),
             On::FirstOfGroups => {
                 let first = workers.start.checked_next_multiple_of(self.group_size());
                 first.is_some_and(|first| first < workers.end)

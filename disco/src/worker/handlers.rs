@@ -92,9 +92,11 @@ impl Worker {
         (offset, data): (u64, &[u8]),
         on: On,
     ) -> Outcome {
+        let is_for_one = matches!(on, On::Worker(_));
         if self.is_meant(on) {
-            self.copy_in(to, fresh && offset == 0, (dtype, shape), offset, data)?;
-        } else if fresh {
+            let is_kept = is_for_one && self.holds_alike(to, dtype, shape);
+            self.copy_in(to, fresh && offset == 0 && !is_kept, (dtype, shape), offset, data)?;
+        } else if fresh && !is_for_one {
             self.set(to, Slot::Value(Value::Null))?;
         }
         Ok(())
@@ -112,6 +114,7 @@ impl Worker {
         match on {
             On::All => true,
             On::Worker0 => self.id.0 == 0,
+            On::Worker(worker) => self.id.0 == worker,
             On::FirstOfGroups => self.layout.rank_in_group(self.id) == Rank(0),
         }
     }
@@ -178,14 +181,17 @@ impl Worker {
         Ok(borrow.copy_in(range.start, data)?)
     }
 
-    /// Sets a register; between tensors of the same type and number of elements that copies in
-    /// place.
+    /// Returns true if a register holds a dense tensor of this type and shape.
+    fn holds_alike(&self, register: Register, dtype: DataType, shape: &[i64]) -> bool {
+        let held = self.tensor(register);
+        matches!(held, Ok(Some(held)) if held.dtype() == dtype && held.shape() == shape && held.is_dense())
+    }
+
+    /// Sets a register; between tensors of the same type and shape that copies in place.
     fn set_by_value(&mut self, to: Register, value: &Value<Operand>) -> Outcome {
         if let Value::Object(Operand::Tensor(new)) = value
+            && self.holds_alike(to, new.dtype, &new.shape)
             && let Ok(Some(old)) = self.tensor(to)
-            && old.dtype() == new.dtype
-            && old.shape() == new.shape
-            && old.is_dense()
         {
             let start = old.byte_range(0, new.bytes.len() as u64)?.start;
             let (_, mut borrow) = old.write()?.into_parts();

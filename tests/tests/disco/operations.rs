@@ -433,3 +433,103 @@ fn modules_are_loaded_on_every_worker() {
         assert!(error.to_string().contains("expected a function"), "{error}");
     });
 }
+
+#[test]
+fn the_controller_sets_registers_to_tensors_of_any_size_and_fills_its_own() {
+    everywhere(NODE, &[(3, 1)], |session| {
+        // Below and above what is sent within a command, and of several pieces of a copy.
+        for len in [3, 16 << 10, (16 << 10) + 1, 700_000] {
+            let first = f32s(&[len], (0..len).map(|at| at as f32));
+            let other = f32s(&[len], (0..len).map(|at| 1.0 - at as f32));
+            let same = session.get_global_func("echo").unwrap();
+            let x = session.empty(&[len], DataType::F32, None).unwrap();
+            let alias = same.call((&x,)).unwrap();
+            session.debug_set_register(&x, WorkerId(1), &first).unwrap();
+            assert_eq!(tensor(session, &x, 1).1, elements::<f32>(&first), "{len}");
+            // It was copied into the tensor that was there, and other workers keep what they have.
+            assert_eq!(tensor(session, &alias, 1).1, elements::<f32>(&first), "{len}");
+            for worker in [0, 2] {
+                assert_eq!(tensor(session, &x, worker).1, vec![0.0; len as usize], "{len}");
+            }
+            // What is of another shape, or no tensor, is replaced.
+            let flat = session.empty(&[1], DataType::F32, None).unwrap();
+            session.debug_set_register(&flat, WorkerId(0), &other).unwrap();
+            assert_eq!(tensor(session, &flat, 0), (vec![len], elements::<f32>(&other)), "{len}");
+            assert_eq!(tensor(session, &flat, 1).0, [1], "{len}");
+            // The controller's own tensor is filled, whatever its shape.
+            let to = f32s(&[1, len], vec![7.0; len as usize]);
+            session.copy_from_worker_0_into(&flat, &to).wait().unwrap();
+            assert_eq!(elements::<f32>(&to), elements::<f32>(&other), "{len}");
+        }
+        let x = session.empty(&[2], DataType::F32, None).unwrap();
+        let kept = f32s(&[3], [1.0, 2.0, 3.0]);
+        for wrong in [kept.clone(), Tensor::from_slice(vec![2], &[1_i32, 2]).unwrap()] {
+            let error = session.copy_from_worker_0_into(&x, &wrong).wait().unwrap_err();
+            assert!(error.to_string().contains("must be the same"), "{error}");
+        }
+        assert_eq!(elements::<f32>(&kept), [1.0, 2.0, 3.0]);
+        let reader = kept.read().unwrap();
+        session.copy_from_worker_0_into(&x, &kept).wait().unwrap_err();
+        drop(reader);
+        let nobody = session.debug_set_register(&x, WorkerId(3), &kept).unwrap_err();
+        assert!(nobody.to_string().contains("no worker 3"), "{nobody}");
+    });
+}
+
+#[test]
+fn a_call_has_up_to_sixteen_arguments_in_a_tuple() {
+    everywhere(NODE, &[(2, 1)], |session| {
+        let list = session.get_global_func("list").unwrap();
+        let all = list.call((1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16)).unwrap();
+        let expected = Value::List((1_i64..=16).map(Value::Int).collect());
+        assert_eq!(value(session, &all, 1), expected);
+    });
+}
+
+#[test]
+fn threads_have_a_device_each() {
+    let registry = rpc_core::Registry::new();
+    registry.add("device", |worker: disco::WorkerContext| worker.device());
+    registry.add("place", |x: Tensor| x.device());
+    let devices = rpc_core::Devices::new().with(std::sync::Arc::new(rpc_tests::accelerator::Accelerator::default()));
+    let own: Vec<Device> = ["ext_dev:0", "ext_dev:1"].iter().map(|device| device.parse().unwrap()).collect();
+    let launch = |workers, own: &[Device]| {
+        let session = disco::ThreadedSession::new(workers, 1).registry(registry.clone()).devices(devices.clone());
+        session.default_devices(own.iter().copied()).start().wait()
+    };
+    let session = launch(2, &own).unwrap();
+    let device = session.get_global_func("device").unwrap().call(()).unwrap();
+    for (worker, own) in own.iter().enumerate() {
+        assert_eq!(value(&session, &device, worker as u32), Value::Device(*own));
+    }
+    // Tensors are where their workers are, and copies find them there.
+    let given = f32s(&[3], [1.0, 2.0, 3.0]);
+    let x = session.empty(&[3], DataType::F32, None).unwrap();
+    session.copy_to_worker_0(&given, Some(&x)).unwrap();
+    session.debug_set_register(&x, WorkerId(1), &given).unwrap();
+    let filled = f32s(&[3], [0.0; 3]);
+    session.copy_from_worker_0_into(&x, &filled).wait().unwrap();
+    assert_eq!(elements::<f32>(&filled), [1.0, 2.0, 3.0]);
+    assert_eq!(tensor(&session, &x, 1), (vec![3], vec![1.0, 2.0, 3.0]));
+    let place = session.get_global_func("place").unwrap().call((&x,)).unwrap();
+    for (worker, own) in own.iter().enumerate() {
+        assert_eq!(value(&session, &place, worker as u32), Value::Device(*own));
+    }
+    // Collectives on host memory are those of workers of every kind.
+    let host = session.empty(&[1], DataType::F32, Some(Device::cpu().into())).unwrap();
+    session.allreduce(&host, Some(&host), ReduceOp::Sum, Scope::World).unwrap();
+    session.sync_all().wait().unwrap();
+    // They stay when collectives are made anew, until a backend chooses others.
+    session.reinit_ccl().wait().unwrap();
+    let device = session.get_global_func("device").unwrap().call(()).unwrap();
+    assert_eq!(value(&session, &device, 1), Value::Device(own[1]));
+    session.init_ccl("host", &[]).wait().unwrap();
+    let device = session.get_global_func("device").unwrap().call(()).unwrap();
+    assert_eq!(value(&session, &device, 1), Value::Device(Device::cpu()));
+    session.shutdown().wait().unwrap();
+
+    let too_few = launch(3, &own).unwrap_err();
+    assert!(too_few.to_string().contains("2 default devices for 3 workers"), "{too_few}");
+    let not_there = launch(1, &["ext_dev:2".parse().unwrap()]).unwrap_err();
+    assert!(not_there.to_string().contains("ext_dev:2"), "{not_there}");
+}
