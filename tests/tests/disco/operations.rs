@@ -533,3 +533,56 @@ fn threads_have_a_device_each() {
     let not_there = launch(1, &["ext_dev:2".parse().unwrap()]).unwrap_err();
     assert!(not_there.to_string().contains("ext_dev:2"), "{not_there}");
 }
+
+/// A module that is code alone: each worker sets an instance up on the device that it is loaded on.
+#[test]
+fn a_module_without_a_device_is_set_up_on_the_default_device_of_each_worker() {
+    use rpc_core::{Context, Function, Module, Signature};
+    struct Code;
+    struct OnDevice(Device);
+    impl Module for Code {
+        fn name(&self) -> &'static str {
+            "code"
+        }
+
+        fn instance(&self, _: &Context, device: Device) -> rpc_core::Result<Option<std::sync::Arc<dyn Module>>> {
+            Ok(Some(std::sync::Arc::new(OnDevice(device))))
+        }
+
+        fn function(&self, _: &str) -> rpc_core::Result<Function> {
+            Err(rpc_core::RpcError::internal("code that was not set up was run"))
+        }
+
+        fn functions(&self) -> Vec<(String, Signature)> {
+            Vec::new()
+        }
+    }
+    impl Module for OnDevice {
+        fn name(&self) -> &'static str {
+            "code"
+        }
+
+        fn function(&self, _: &str) -> rpc_core::Result<Function> {
+            let device = self.0;
+            Ok(Function::blocking(move || device))
+        }
+
+        fn functions(&self) -> Vec<(String, Signature)> {
+            Vec::new()
+        }
+    }
+
+    let registry = rpc_core::Registry::new();
+    registry.add_module(std::sync::Arc::new(Code));
+    let devices = rpc_core::Devices::new().with(std::sync::Arc::new(rpc_tests::accelerator::Accelerator::default()));
+    let own: Vec<Device> = ["ext_dev:1", "ext_dev:0"].iter().map(|device| device.parse().unwrap()).collect();
+    let session = disco::ThreadedSession::new(2, 1).registry(registry).devices(devices).default_devices(own.clone());
+    let session = session.start().wait().unwrap();
+    let placed = |device| session.load_module("code", device).unwrap().function("where").unwrap().call(()).unwrap();
+    let (by_default, on_cpu) = (placed(None), placed(Some(Device::cpu())));
+    for (worker, own) in own.iter().enumerate() {
+        assert_eq!(value(&session, &by_default, worker as u32), Value::Device(*own));
+        assert_eq!(value(&session, &on_cpu, worker as u32), Value::Device(Device::cpu()));
+    }
+    session.shutdown().wait().unwrap();
+}
