@@ -31,6 +31,7 @@ pub mod npy;
 mod output;
 mod partial_file;
 mod ping;
+mod place;
 mod pool_wait;
 mod run;
 mod shell;
@@ -121,6 +122,8 @@ enum Command {
     Ping(ping::PingArgs),
     /// Measure the run time of a function at the server
     Time(call::TimeArgs),
+    /// Plan a graph of calls over several servers, by a file, and run it
+    Place(place::PlaceArgs),
     /// Show the last log lines of a server, where it lets you read them, and follow its log
     Logs(logs::LogsArgs),
     /// Show the servers of a tracker, their clients and the waiting requests
@@ -227,6 +230,7 @@ impl Command {
             Self::Shell(args) => &mut args.address,
             // It may have several, which are resolved one by one.
             Self::Disco(_)
+            | Self::Place(_)
             | Self::Use(_)
             | Self::Up(_)
             | Self::Down(_)
@@ -281,6 +285,7 @@ async fn perform(
         Command::Ls(args) => limited(limits, files::ls(options, output, args)).await.map_err(Failure::without_effect),
         Command::Rm(args) => limited(limits, files::rm(options, output, args)).await,
         Command::Time(args) => limited(limits, call::time(options, output, args)).await,
+        Command::Place(args) => limited(limits, place::place(options, output, args)).await,
         Command::Kick(args) => limited(limits, kick::kick(options, output, args)).await,
         Command::Drain(args) => limited(limits, drain::drain(options, output, args)).await,
         // These commands apply the limit to each of their steps, or to the program, and end by

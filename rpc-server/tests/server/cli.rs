@@ -30,7 +30,7 @@ pub(super) struct Run {
 }
 
 impl Run {
-    fn json(&self) -> Json {
+    pub(super) fn json(&self) -> Json {
         serde_json::from_str(&self.stdout).unwrap_or_else(|error| panic!("{error}: {self:?}"))
     }
 
@@ -802,6 +802,7 @@ fn help_completions_and_manual() {
         "lease",
         "ping",
         "time",
+        "place",
         "logs",
         "status",
         "kick",
