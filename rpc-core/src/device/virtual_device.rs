@@ -198,13 +198,13 @@ impl VirtualDevice {
     /// # Ok::<(), rpc_core::RpcError>(())
     /// ```
     pub fn constrained_fields(&self) -> impl Iterator<Item = (&'static FieldInfo, String)> {
+        const INFOS: &[FieldInfo] = &VirtualDevice::FIELD_INFOS;
         let values = [
             self.device_type.map(|device_type| device_type.to_string()),
             self.virtual_device_id.map(|id| id.to_string()),
             self.target.as_ref().map(Target::to_string),
             self.memory_scope.clone(),
         ];
-        const INFOS: &[FieldInfo] = &VirtualDevice::FIELD_INFOS;
         INFOS.iter().zip(values).filter_map(|(info, value)| Some((info, value?)))
     }
 }

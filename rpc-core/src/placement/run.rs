@@ -13,6 +13,7 @@ use super::plan::{Location, Plan, PlannedStep, Tensor, TensorIndex};
 use crate::client::action::{Options, ScopedAction};
 use crate::client::references::{RemoteFunction, RemoteTensor};
 use crate::client::session::Session;
+use crate::device::virtual_device::GLOBAL;
 use crate::dlpack::dense_size;
 use crate::error::{Result, RpcError};
 use crate::function::convert::{ArgScope, IntoArg, IntoArgs};
@@ -34,10 +35,17 @@ static LANES_TAKEN: AtomicU32 = AtomicU32::new(0);
 pub enum InputData {
     /// The elements, densely packed, little-endian. They are written to a fresh tensor.
     Bytes(Bytes),
-    /// A tensor at the location that the plan has for the input: constrain the input to it. The
-    /// graph only reads the tensor. Its memory scope is not checked: if the plan has the input in
-    /// another one than `global`, the caller must pass a tensor in that scope.
+    /// A tensor at the location that the plan has for the input, in the memory scope `global`:
+    /// constrain the input to it. The graph only reads the tensor.
     Tensor(RemoteTensor),
+    /// A tensor like [`Tensor`](Self::Tensor) in another memory scope of its device, which has to
+    /// be that of the plan.
+    TensorInScope {
+        /// The tensor.
+        tensor: RemoteTensor,
+        /// Memory scope in which it was allocated. A tensor does not tell that itself.
+        memory_scope: String,
+    },
 }
 
 impl From<Bytes> for InputData {
@@ -241,20 +249,30 @@ impl Runner<'_> {
     async fn input(&self, input: InputId, to: TensorIndex) -> Result<RemoteTensor> {
         match &self.inputs[input.0] {
             InputData::Bytes(bytes) => self.written(bytes, to).await,
-            InputData::Tensor(given) => {
-                let Tensor { layout, location, .. } = &self.plan.tensors[to];
-                given.reference_in(self.sessions[&location.session].shared())?;
-                let fits = given.dtype() == layout.dtype && given.shape() == layout.shape && given.strides().is_none();
-                if !fits || given.device() != location.device {
-                    let (dtype, shape) = (layout.dtype, &layout.shape);
-                    return Err(RpcError::invalid_argument(format!(
-                        "a densely packed tensor of {dtype} {shape:?} on {} is needed, but {given:?} was given",
-                        location.device
-                    )));
-                }
-                Ok(given.clone())
-            }
+            InputData::Tensor(given) => self.given(given, GLOBAL, to),
+            InputData::TensorInScope { tensor, memory_scope } => self.given(tensor, memory_scope, to),
         }
+    }
+
+    /// Returns a tensor of the caller's that is to be the input, if it is where the plan has that.
+    fn given(&self, given: &RemoteTensor, memory_scope: &str, to: TensorIndex) -> Result<RemoteTensor> {
+        let Tensor { layout, location, .. } = &self.plan.tensors[to];
+        given.reference_in(self.sessions[&location.session].shared())?;
+        let fits = given.dtype() == layout.dtype && given.shape() == layout.shape && given.strides().is_none();
+        if !fits || given.device() != location.device {
+            let (dtype, shape) = (layout.dtype, &layout.shape);
+            return Err(RpcError::invalid_argument(format!(
+                "a densely packed tensor of {dtype} {shape:?} on {} is needed, but {given:?} was given",
+                location.device
+            )));
+        }
+        if memory_scope != location.memory_scope {
+            return Err(RpcError::invalid_argument(format!(
+                "a tensor in the memory scope '{}' is needed, but one in '{memory_scope}' was given",
+                location.memory_scope
+            )));
+        }
+        Ok(given.clone())
     }
 
     /// Allocates a tensor and writes these bytes to it.

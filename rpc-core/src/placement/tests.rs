@@ -692,3 +692,28 @@ fn inputs_are_checked_and_may_be_tensors() {
     fails(&sessions, vec![("x", shaped.into()), ("y", y_bytes().into())], "float32 [2] on cpu:0 is needed");
     fails(&sessions[1..], vec![("x", there.into()), ("y", y_bytes().into())], "session 'one', which it was not given");
 }
+
+#[test]
+fn the_memory_scope_of_a_given_tensor_is_checked() {
+    let sessions = [("one", session(Registry::new()).0)];
+    let run = |planned: &str, given: Option<&str>| {
+        let mut graph = CallGraph::new();
+        let x = graph.input("x", F32, &[2]);
+        graph.output("x", x);
+        graph.constrain(x, Constraint::from(on(&format!("cpu:0,scope={planned}"))), "");
+        let tensor = sessions[0].1.alloc_in_scope(Device::cpu(), F32, &[2], given).wait().unwrap();
+        let given = match given {
+            Some(scope) => InputData::TensorInScope { tensor, memory_scope: scope.to_owned() },
+            None => tensor.into(),
+        };
+        let plan = graph.plan(&both_sites(&sessions)).unwrap();
+        plan.run(&sessions, vec![("x", given)]).wait().map(drop)
+    };
+    run("global", None).unwrap();
+    run("global", Some("global")).unwrap();
+    run("host", Some("host")).unwrap();
+    for (planned, given) in [("host", None), ("global", Some("host"))] {
+        let error = run(planned, given).unwrap_err();
+        assert!(error.to_string().contains(&format!("memory scope '{planned}' is needed")), "{error}");
+    }
+}
