@@ -141,6 +141,12 @@ def chains(session):
     for scenario in [values, tensors, files, modules]:
         scenario(chained)
     values(connect(session_constructor_args=[*hop, *hop]))
+    # By its address, the server is spoken to in the protocol of this project.
+    native = connect(session_constructor_args=["rpc.Connect", f"tcp://{HOST}:{PORT}", 0, "board"])
+    for scenario in [values, tensors, files, modules]:
+        scenario(native)
+    elsewhere = ["rpc.Connect", f"tls://{HOST}:{PORT}", 0, "board"]
+    assert "may not be used to reach" in error_of(connect, session_constructor_args=elsewhere)
 
 
 def main():

@@ -5,6 +5,10 @@
 //! on the wire  "rpc.Connect", host, port, key, logging, then the same for the server behind it, …
 //! in a text    tvm://first:9090/KEY?then=second:9090/KEY;third:9090
 //! ```
+//!
+//! Instead of a host, the first server may have an address with its scheme, such as
+//! `tls://board:9090` with the port 0: a server that speaks the native protocol, at which the chain
+//! ends.
 
 use rpc_core::RpcError;
 use rpc_transports::{Address, AddressError};
@@ -120,6 +124,8 @@ pub(super) struct Chain {
     pub(super) address: String,
     /// Key of the first server; may be empty.
     pub(super) key: String,
+    /// True if the server has functions of TVM's own names for files, modules and measurements.
+    pub(super) is_of_tvm: bool,
 }
 
 impl Chain {
@@ -129,6 +135,11 @@ impl Chain {
     ///
     /// The values are none of a chain, or of one that cannot be passed on.
     pub(super) fn of_constructor(constructor: &[WireValue]) -> Result<Self, RpcError> {
+        if let Some(WireValue::Str(host)) = constructor.get(1)
+            && has_scheme(host.as_str())
+        {
+            return Self::of_address(constructor);
+        }
         let mut stops = Vec::new();
         let mut first_timeout = None;
         let mut rest = constructor;
@@ -146,6 +157,12 @@ impl Chain {
                 return Err(RpcError::limit("servers of a chain", MAX_STOPS as u64, stops.len() as u64 + 1));
             }
             let (stop, options) = Stop::take(rest)?;
+            if has_scheme(&stop.host) {
+                return Err(wrong(&format!(
+                    "'{}' has a scheme, and can be the only server of a chain alone",
+                    stop.host
+                )));
+            }
             match options.timeout {
                 Some(timeout) if stops.is_empty() => first_timeout = Some(timeout),
                 Some(_) => return Err(wrong("a time-out of a server behind the first one is not passed on")),
@@ -165,7 +182,25 @@ impl Chain {
             address = text.parse().map_err(malformed)?;
         }
         let stops = Self::checked(Stops(stops), &address)?;
-        Ok(Self { address: stops.to_string(), key })
+        Ok(Self { address: stops.to_string(), key, is_of_tvm: true })
+    }
+
+    /// Returns the server whose address stands in the place of a host.
+    fn of_address(constructor: &[WireValue]) -> Result<Self, RpcError> {
+        let (Stop { host: address, port, key }, options) = Stop::take(constructor)?;
+        if port != 0 {
+            return Err(wrong(&format!("the port behind '{address}' has to be 0: the address has its own")));
+        }
+        if options.timeout.is_some() {
+            return Err(wrong("a time-out is passed on to servers of TVM alone, which are named by host and port"));
+        }
+        match constructor.get(VALUES_OF_STOP..).unwrap_or_default() {
+            [] => {}
+            [WireValue::Str(name)] if name.as_str() == "rpc.LocalSession" => {}
+            _ => return Err(wrong(&format!("nothing can follow '{address}': it ends a chain"))),
+        }
+        let is_of_tvm = address.split_once(':').is_some_and(|(scheme, _)| scheme == SCHEME);
+        Ok(Self { address, key, is_of_tvm })
     }
 
     /// Returns the address of the chain, which has to name the same servers when it is parsed.
@@ -176,6 +211,12 @@ impl Chain {
         }
         Err(wrong("the host or the key of a server behind the first one has characters that no address has"))
     }
+}
+
+/// Returns true for an address with a scheme, which is no name of a host.
+fn has_scheme(host: &str) -> bool {
+    // IPv6 addresses have colons, too.
+    host.contains("://") || host.starts_with("unix:")
 }
 
 fn wrong(problem: &str) -> RpcError {
@@ -204,6 +245,28 @@ mod tests {
         assert_eq!((plain.address.as_str(), plain.key.as_str()), ("tvm://h:1", ""));
         let local = [stop("h", 1, ""), vec!["rpc.LocalSession".into()]].concat();
         assert_eq!(Chain::of_constructor(&local), Ok(plain));
+    }
+
+    #[test]
+    fn an_address_with_a_scheme_is_the_only_server() {
+        let address = |at: &str, key: &str| [stop(at, 0, key), vec!["rpc.LocalSession".into()]].concat();
+        for at in ["tcp://h:1", "tls://[::1]:9090", "quic://h:1", "unix:/run/x.sock", "tvm://h:1?then=b:2"] {
+            let is_of_tvm = at.starts_with("tvm");
+            let chain = Chain { address: at.to_owned(), key: "a:b".to_owned(), is_of_tvm };
+            assert_eq!(Chain::of_constructor(&stop(at, 0, "a:b")), Ok(chain));
+            let chain = Chain { address: at.to_owned(), key: String::new(), is_of_tvm };
+            assert_eq!(Chain::of_constructor(&address(at, "")), Ok(chain));
+            for wrong in [
+                stop(at, 1, ""),
+                stop(at, 0, "k -timeout=1"),
+                stop(at, 0, "")[..3].to_vec(),
+                [stop(at, 0, ""), stop("h", 1, "")].concat(),
+                [stop("h", 1, ""), stop(at, 0, "")].concat(),
+                [stop(at, 0, ""), stop(at, 0, "")].concat(),
+            ] {
+                assert!(Chain::of_constructor(&wrong).is_err(), "{wrong:?}");
+            }
+        }
     }
 
     #[test]

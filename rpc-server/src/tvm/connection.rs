@@ -226,7 +226,7 @@ impl Link<'_> {
         let next = self.until(servers.connect(&chain.address, &chain.key)).await?;
         Ok(match next.and_then(|next| self.connection.forward_to(&next).map(|()| next)) {
             Ok(next) => {
-                session.forward_to(next);
+                session.forward_to(next, chain.is_of_tvm);
                 Ok(())
             }
             Err(error) => Err(constructor_text(&error)),

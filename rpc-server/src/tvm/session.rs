@@ -31,7 +31,7 @@ pub(super) struct TvmSession {
     current_streams: HashMap<Device, u64>,
     /// True if the session is one with a further server of TVM, whose own functions serve the
     /// client.
-    is_forwarded: bool,
+    is_of_tvm: bool,
 }
 
 /// Object that a client holds.
@@ -65,13 +65,14 @@ impl TvmSession {
         // Tag 0 is that of handles that no table has.
         let seed = u16::from_le_bytes(seed).max(1);
         let handles = HandleTable::new(seed.into(), max_handles);
-        Ok(Self { session, handles, queued, current_streams: HashMap::new(), is_forwarded: false })
+        Ok(Self { session, handles, queued, current_streams: HashMap::new(), is_of_tvm: false })
     }
 
     /// Puts a session with a further server in the place of this server's, of which nothing was
-    /// asked yet.
-    pub(super) fn forward_to(&mut self, next: Session) {
-        (self.session, self.is_forwarded) = (next, true);
+    /// asked yet. `is_of_tvm` says that the further one speaks TVM's protocol, and not the native
+    /// one.
+    pub(super) fn forward_to(&mut self, next: Session, is_of_tvm: bool) {
+        (self.session, self.is_of_tvm) = (next, is_of_tvm);
     }
 
     /// Returns the function of this server with a name, if this server is to serve it.
@@ -85,9 +86,10 @@ impl TvmSession {
     }
 
     /// Returns true if this server is to serve the function. A further server of TVM has functions
-    /// of its own for files, modules and measurements; copies to it are made by this one.
+    /// of its own for files, modules and measurements; copies to it are made by this one. A native
+    /// one has the same operations as this server's own session.
     fn serves(&self, function: ServerFunction) -> bool {
-        !self.is_forwarded || function == ServerFunction::MaxPacketSize
+        !self.is_of_tvm || function == ServerFunction::MaxPacketSize
     }
 
     pub(super) fn session(&self) -> &Session {

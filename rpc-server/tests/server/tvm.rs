@@ -814,19 +814,121 @@ fn a_chain_of_servers_serves_as_one_does() {
     }
 }
 
+/// Values of a session's constructor that name a server by its address with a scheme.
+fn stop_at(address: &str, key: &str) -> Vec<Val> {
+    let text = |text: &str| boxed(65, 65, text.as_bytes());
+    vec![text("rpc.Connect"), text(address), int(0), text(key), boolean(false)]
+}
+
+#[test]
+fn a_chain_ends_at_a_native_server() {
+    let folder = tempfile::tempdir().unwrap();
+    let socket = format!("unix:{}", folder.path().join("far").display());
+    let far = Fixture::new(|config| {
+        config.listen.push(socket.parse().unwrap());
+        (config.tvm, config.key, config.max_handles) = (false, Some("far".to_owned()), 64);
+    });
+    let allow = ["tcp://127.0.0.1:*", &socket, "tvm://127.0.0.1:*"].map(str::to_owned);
+    let first = Fixture::new(|config| config.allow_forward = allow.to_vec());
+    let at_local = [stop_at(&far.address(), "far"), vec![text("rpc.LocalSession")]].concat();
+    for stops in [stop_at(&far.address(), "far"), stop_at(&socket, "far"), at_local] {
+        let mut client = through(&first.address(), &stops);
+        assert_eq!((first.running.sessions(), far.running.sessions()), (1, 1));
+        is_served(&mut client);
+        drop(client);
+        first.has_sessions(0);
+        far.has_sessions(0);
+    }
+    // A server of TVM's wire before it is one that dials it: the client is two hops away.
+    let before = Fixture::new(|config| config.allow_forward = allow.to_vec());
+    let mut client = through(&before.address(), &stop_at(&first.address().replace("tcp", "tvm"), ""));
+    assert_eq!(client.call_by_name("rpc.test.addone", &[int(1)]), Ok((1, int(2))));
+    drop(client);
+    // Objects are the client's: those that it has freed have no place at the server any more.
+    let mut client = through(&first.address(), &stop_at(&far.address(), "far"));
+    let make = client.function("rpc.test.add_to_lhs");
+    let create = |client: &mut Client| client.call(make, &[int(1)]).map(|(_, made)| number(&made.1));
+    for _ in 0..200 {
+        let adder = create(&mut client).unwrap();
+        assert_eq!(client.request(FREE, &[pointer(adder)]), Ok(NONE));
+        let memory = client.alloc(U8, &[1]);
+        assert_eq!(client.request(FREE_DATA, &[cpu(), pointer(memory)]), Ok(NONE));
+    }
+    let mut held = Vec::new();
+    let error = loop {
+        match create(&mut client) {
+            Ok(adder) => held.push(adder),
+            Err(error) => break error,
+        }
+        assert!(held.len() <= 64);
+    };
+    assert!(error.contains("limit"), "{error}");
+    for adder in held {
+        assert_eq!(client.request(FREE, &[pointer(adder)]), Ok(NONE));
+    }
+    assert!(create(&mut client).is_ok());
+    // Refusals are errors of the first request, after which another one may be made.
+    let (mut client, ..) = Client::hello(&first.address(), "client:");
+    for (stops, expected) in [
+        (stop_at(&far.address(), "other"), "asks for key 'other'"),
+        (stop_at(&format!("{}/far", far.address()), ""), "the key of a server is told apart"),
+        (stop_at("tcp://127.0.0.1:1", "far"), "onnection refused"),
+        (stop_at("tcp://127.0.0.2:1", "far"), "may not be used to reach 'tcp://127.0.0.2:1'"),
+        (stop_at("tls://127.0.0.1:1", "far"), "may not be used to reach 'tls://127.0.0.1:1'"),
+        (stop_at("unix:/nowhere", "far"), "may not be used to reach 'unix:/nowhere'"),
+        (stop_at("tracker://127.0.0.1:1/far", ""), "the key of a server is told apart"),
+        ([stop_at(&far.address(), "far"), stop(&far.address(), "far")].concat(), "it ends a chain"),
+    ] {
+        let error = client.ask(&init_frame(&stops)).unwrap_err();
+        assert!(error.contains("session constructor rpc.Connect:\n") && error.contains(expected), "{error}");
+    }
+    assert_eq!(client.ask(&init_frame(&stop_at(&socket, "far"))), Ok(vec![NONE]));
+    is_served(&mut client);
+}
+
+/// A client of TVM has no credentials: those of the server that dials are shown.
+#[test]
+fn a_chain_to_a_native_server_is_encrypted_and_proven_as_a_hop_is() {
+    let folder = tempfile::tempdir().unwrap();
+    let tokens = folder.path().join("tokens");
+    std::fs::write(&tokens, "lab 0123456789abcdef0123456789abcdef\n").unwrap();
+    let listen = ["tls", "quic"].map(|scheme| format!("{scheme}://127.0.0.1:0").parse().unwrap());
+    let far = Fixture::new(|config| {
+        (config.tvm, config.listen, config.token_file) = (false, listen.to_vec(), Some(tokens.clone()));
+    });
+    let start = |token_file: Option<&Path>| {
+        Fixture::new(|config| {
+            config.allow_forward = ["tls", "quic"].map(|scheme| format!("{scheme}://127.0.0.1:*")).to_vec();
+            config.forward_token_file = token_file.map(Path::to_owned);
+        })
+    };
+    let (first, without_token) = (start(Some(&tokens)), start(None));
+    for address in far.running.addresses() {
+        let stops = stop_at(&address.to_string(), "");
+        let mut client = through(&first.address(), &stops);
+        assert_eq!(client.call_by_name("rpc.test.addone", &[int(1)]), Ok((1, int(2))));
+        let (mut client, ..) = Client::hello(&without_token.address(), "client:");
+        let error = client.ask(&init_frame(&stops)).unwrap_err();
+        assert!(error.contains("need to know whom to trust"), "{error}");
+    }
+}
+
 #[test]
 fn the_ends_of_a_chain_are_told_to_its_client() {
-    let first = Fixture::new(|config| config.allow_forward = vec!["tvm://127.0.0.1:*".to_owned()]);
+    let allowed = ["tvm", "tcp"].map(|scheme| format!("{scheme}://127.0.0.1:*"));
+    let first = Fixture::new(|config| config.allow_forward = allowed.to_vec());
     // The server at the end goes away during a call.
-    let far = Fixture::new(|_| {});
-    let mut client = through(&first.address(), &stop(&far.address(), ""));
-    let never = client.function("never");
-    client.send(&call_frame(never, &[]));
-    far.running.stop();
-    let error = client.reply().unwrap_err();
-    assert!(error.contains("tvm://127.0.0.1") || error.contains("server was stopped"), "{error}");
-    // A second error may follow, that of the session; then the connection ends.
-    first.has_sessions(0);
+    for stops in [|at: &str| stop(at, ""), |at: &str| stop_at(at, "")] {
+        let far = Fixture::new(|_| {});
+        let mut client = through(&first.address(), &stops(&far.address()));
+        let never = client.function("never");
+        client.send(&call_frame(never, &[]));
+        far.running.stop();
+        let error = client.reply().unwrap_err();
+        assert!(error.contains("://127.0.0.1") || error.contains("server was stopped"), "{error}");
+        // A second error may follow, that of the session; then the connection ends.
+        first.has_sessions(0);
+    }
     // The time of the client's session at the end of the chain is over.
     let far = Fixture::new(|_| {});
     let (mut client, ..) = Client::hello(&first.address(), "client:");
@@ -839,22 +941,31 @@ fn the_ends_of_a_chain_are_told_to_its_client() {
     first.has_sessions(0);
     far.has_sessions(0);
     // The client leaves during a call.
-    let mut client = through(&first.address(), &stop(&far.address(), ""));
-    let never = client.function("never");
-    client.send(&call_frame(never, &[]));
-    far.has_sessions(1);
-    drop(client);
-    far.has_sessions(0);
-    first.has_sessions(0);
+    for stops in [stop(&far.address(), ""), stop_at(&far.address(), "")] {
+        let mut client = through(&first.address(), &stops);
+        let never = client.function("never");
+        client.send(&call_frame(never, &[]));
+        far.has_sessions(1);
+        drop(client);
+        far.has_sessions(0);
+        first.has_sessions(0);
+    }
 }
 
 #[test]
 fn functions_of_a_chain_are_those_that_the_operator_lets_through() {
     let far = Fixture::new(|_| {});
     let first = Fixture::new(|config| {
-        config.allow_forward = vec!["tvm://127.0.0.1:*".to_owned()];
+        config.allow_forward = ["tvm", "tcp"].map(|scheme| format!("{scheme}://127.0.0.1:*")).to_vec();
         config.forward_functions = vec!["rpc.test.*".to_owned()];
     });
+    // The files of a native server are its own functions, by which this one serves TVM's.
+    let mut client = through(&first.address(), &stop_at(&far.address(), ""));
+    assert_eq!(client.call_by_name("rpc.test.addone", &[int(1)]), Ok((1, int(2))));
+    let error = client.request(GET_FUNCTION, &[text("testing.echo")]).unwrap_err();
+    assert!(error.contains("may not be used through this server"), "{error}");
+    let error = client.call_by_name("tvm.rpc.server.upload", &[text("f"), bytes(b"x")]).unwrap_err();
+    assert!(error.contains("may not be used through this server"), "{error}");
     let mut client = through(&first.address(), &stop(&far.address(), ""));
     assert_eq!(client.call_by_name("rpc.test.addone", &[int(1)]), Ok((1, int(2))));
     for refused in ["testing.echo", "tvm.rpc.server.upload"] {
@@ -1289,7 +1400,7 @@ fn the_client_of_tvm_itself_is_served() {
         command.arg("--runtime-library").arg(library);
     }
     command.args(["--max-memory", "256MiB", "--allow-forward", "tvm://127.0.0.1:*"]);
-    command.args(["--allow-forward", "tvm://127.0.0.1:*?then=*"]);
+    command.args(["--allow-forward", "tvm://127.0.0.1:*?then=*", "--allow-forward", "tcp://127.0.0.1:*"]);
     let server = ServerProcess::spawn(command).unwrap();
     let output = client.arg(server.address().strip_prefix("tcp://").unwrap()).output().unwrap();
     assert!(
