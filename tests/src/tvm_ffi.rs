@@ -109,6 +109,28 @@ impl Environment {
         Some(command)
     }
 
+    /// Returns the command of a script of `tests/python` that uses an older version of TVM, such as
+    /// `0.25`, without its compiler. Without that version it prints that the test is skipped, and
+    /// returns `None`.
+    ///
+    /// # Panics
+    ///
+    /// There is no such version, and `RPC_TESTS_REQUIRE_TVM_VERSIONS` names it.
+    pub fn script_of_version(&self, version: &str, name: &str) -> Option<Command> {
+        let older = folder().join(format!("tvm-{version}"));
+        if !older.join("tvm/lib/libtvm_runtime.so").is_file() {
+            let required = std::env::var("RPC_TESTS_REQUIRE_TVM_VERSIONS").unwrap_or_default();
+            assert!(!required.split_whitespace().any(|required| required == version), "there is no TVM {version}");
+            eprintln!("SKIPPED: there is no TVM {version}: tests/modules/prepare.sh brings it");
+            return None;
+        }
+        let path = std::env::join_paths([older, self.packages.clone()]).expect("no colon in a path below target");
+        let mut command = Command::new("python3");
+        command.arg(workspace().join("tests/python").join(name));
+        command.env("PYTHONPATH", path).env("TVM_USE_RUNTIME_LIB", "1");
+        Some(command)
+    }
+
     /// Compiles the module of `tests/modules/SOURCE`, unless that has been done already, and
     /// returns its path.
     pub fn compile(&self, source: &str) -> PathBuf {

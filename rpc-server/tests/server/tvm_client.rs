@@ -865,12 +865,16 @@ struct StockServer(Child);
 impl StockServer {
     /// Starts the server. Returns it, and its address; `None` without TVM.
     fn start(environment: &tvm_ffi::Environment) -> Option<(Self, String)> {
-        let mut command = environment.script("tvm_server.py")?;
-        command.stdin(Stdio::null()).stdout(Stdio::piped());
-        let mut server = Self(command.spawn().unwrap());
+        environment.script("tvm_server.py").map(Self::of_script)
+    }
+
+    /// Starts the server of a script, which prints its port.
+    fn of_script(mut script: Command) -> (Self, String) {
+        script.stdin(Stdio::null()).stdout(Stdio::piped());
+        let mut server = Self(script.spawn().unwrap());
         let mut port = String::new();
         BufReader::new(server.0.stdout.take().unwrap()).read_line(&mut port).unwrap();
-        Some((server, format!("tvm://127.0.0.1:{}/board", port.trim())))
+        (server, format!("tvm://127.0.0.1:{}/board", port.trim()))
     }
 }
 
@@ -1019,6 +1023,62 @@ fn the_server_of_tvm_itself_is_used() {
     let nowhere = connector().handshake_timeout(LIMIT).connect_blocking(&behind(&address, "tvm://127.0.0.1:1"));
     let error = nowhere.unwrap_err().into_rpc_error();
     assert!(error.kind() == ErrorKind::Refused && error.message().contains("the one behind it"), "{error}");
+}
+
+/// The client of an older version of TVM at our server, and our client at its server.
+fn talks_to_version(version: &str) {
+    let Some(environment) = tvm_ffi::environment() else { return };
+    let Some(mut script) = environment.script_of_version(version, "tvm_version.py") else { return };
+    let ours = Fixture::new();
+    let at = ours.address();
+    script.arg(at.strip_prefix("tvm://").unwrap().strip_suffix("/board").unwrap()).arg(version);
+    // The client has passed when the server's port is known.
+    let (_server, address) = StockServer::of_script(script);
+    assert!(address.starts_with("tvm://127.0.0.1:") && address != "tvm://127.0.0.1:/board", "the client has failed");
+    ours.is_left_with(0);
+    let session = connector().handshake_timeout(LIMIT).connect_blocking(&address).unwrap();
+    let echo = function(&session, "test.echo");
+    for value in [
+        Value::Null,
+        Value::Bool(true),
+        Value::Int(i64::MIN),
+        Value::Float(0.5),
+        Value::Str("a text of more than seven bytes".to_owned()),
+        Value::Bytes(Bytes::from_static(b"more than seven bytes \0\xff")),
+        Value::DataType(DataType::F16),
+        Value::Device(Device::cpu()),
+    ] {
+        assert_eq!(echo.call::<Value>((value.clone(),)).wait().unwrap(), value);
+    }
+    let list = Value::List(vec![1_i64.into(), Value::Shape(vec![2, 3])]);
+    assert_eq!(function(&session, "test.show").call::<String>((list,)).wait().unwrap(), "[1, (2, 3)]");
+    let adder: RemoteFunction = function(&session, "test.adder").call((40_i64,)).wait().unwrap();
+    assert_eq!(adder.call::<i64>((2_i64,)).wait().unwrap(), 42);
+    let error = function(&session, "test.raise").call::<()>(("too bad",)).wait().unwrap_err();
+    assert_eq!((error.kind(), error.message()), (ErrorKind::Application, "too bad"));
+    assert_eq!(kind_of(session.get_function("missing").wait()), ErrorKind::NotFound);
+    let count = 1 << 20;
+    let tensor = session.alloc(Device::cpu(), DataType::F32, &[count]).wait().unwrap();
+    let data = rpc_core::dlpack::to_bytes(&vec![0.5_f32; count as usize]);
+    session.copy_to_remote(&tensor, data.clone()).wait().unwrap();
+    assert!(session.copy_from_remote(&tensor).wait().unwrap() == data);
+    let ones: RemoteTensor = function(&session, "test.ones").call((3_i64,)).wait().unwrap();
+    assert_eq!(session.copy_from_remote(&ones).wait().unwrap(), rpc_core::dlpack::to_bytes(&[1.0_f32; 3]));
+    let (files, mut copy) = (Files::new(&session), Vec::new());
+    files.put_bytes("x.bin", data.clone()).wait().unwrap();
+    files.get("x.bin", &mut copy).wait().unwrap();
+    assert!(copy == data);
+    session.shutdown().wait().unwrap();
+}
+
+#[test]
+fn the_client_and_the_server_of_tvm_0_25_are_peers() {
+    talks_to_version("0.25");
+}
+
+#[test]
+fn the_client_and_the_server_of_tvm_0_26_are_peers() {
+    talks_to_version("0.26");
 }
 
 /// Uploads a model that TVM has compiled, runs and times it: as `tvm_model.py` does.
