@@ -289,8 +289,8 @@ impl RetryInner {
         freed.iter().for_each(|object| object.release());
     }
 
-    /// Returns the session for the next attempt, and opens one if there is none. All who need one at
-    /// a time share an opening, and its error.
+    /// Returns the session for the next attempt, and opens one if there is none. All who need one
+    /// at a time share an opening, and its error.
     async fn current(&self) -> Result<(u64, SharedSession), RpcError> {
         let begun = {
             let state = self.state.lock();
