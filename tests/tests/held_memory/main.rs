@@ -12,8 +12,8 @@
 //! everything that was taken has been worked on.
 //!
 //! Clients of TVM have floods of their own: each request of their protocol, and each function that
-//! the server has for them. So have servers and clients of TVM at a tracker, and clients of a hop
-//! behind which a server of TVM lies.
+//! the server has for them, the largest of them through one server to the next, too. So have
+//! servers and clients of TVM at a tracker, and clients of a hop behind which a server of TVM lies.
 //!
 //! The commands of Disco, and the functions that only its workers can call, have floods of their
 //! own in `disco/src/node/flood_tests.rs`.
@@ -102,8 +102,9 @@ struct Fixture {
 impl Fixture {
     async fn start() -> (Self, rpc_server::Running, Registry) {
         let folder = tempfile::tempdir().unwrap();
+        let socket = format!("unix:{}", folder.path().join("socket").display());
         let config = ServeConfig {
-            listen: vec![format!("unix:{}", folder.path().join("socket").display()).parse().unwrap()],
+            listen: vec![socket.parse().unwrap()],
             workdir: folder.path().join("work"),
             isolate: Isolate::None,
             max_memory: ByteSize(MAX_MEMORY),
@@ -117,7 +118,7 @@ impl Fixture {
             allow_modules: true,
             allow_disco: Some(true),
             allow_listen: vec!["tcp://127.0.0.1:*".into()],
-            allow_forward: vec!["tvm://127.0.0.1:*".into()],
+            allow_forward: vec!["tvm://127.0.0.1:*".into(), socket],
             tvm: true,
             ..ServeConfig::default()
         };
@@ -222,6 +223,15 @@ impl Fixture {
     fn flood_by_tvm(&mut self, name: &str, make: impl FnOnce(&mut Peer) -> Frames) {
         self.flood_as(name, Peer::connect_by_tvm(&self.socket(), Vec::new()), make);
         self.settle(name);
+    }
+
+    /// Floods a native server, which is the one here, as a client of TVM that has come through the
+    /// server here. Records what both held.
+    fn flood_native_chain(&mut self, name: &str, make: impl FnOnce(&mut Peer) -> Frames) {
+        let (name, address) = (format!("{name} at a native server"), format!("unix:{}", self.socket().display()));
+        let stop = vec!["rpc.Connect".into(), address.as_str().into(), WireValue::Int(0), "".into()];
+        self.flood_as(&name, Peer::connect_by_tvm(&self.socket(), stop), make);
+        self.settle(&name);
     }
 
     /// Floods a server of TVM that lies, by a native client behind the hop that the server here is,
@@ -376,6 +386,10 @@ fn a_client_that_reads_nothing_makes_its_server_hold_no_more_than_the_limits_say
     }
     fixture.flood_by_tvm("lists that TVM's client holds", tvm_floods::of_held_lists);
     fixture.flood_by_tvm("lists that TVM's client names", tvm_floods::of_named_lists);
+    fixture.flood_native_chain("lists that TVM's client holds", tvm_floods::of_held_lists);
+    for code in [FrameCode::CallFunc, FrameCode::CopyFromRemote, FrameCode::CopyToRemote] {
+        fixture.flood_native_chain(&format!("TVM's {}", code.name()), |peer| tvm_floods::of_requests(code, peer));
+    }
     fixture.flood_by_tvm("TVM's empty frames", tvm_floods::of_empty_frames);
     fixture.flood_by_tvm("an endless frame of TVM", tvm_floods::of_an_endless_frame);
     for lie in Lie::ALL {
