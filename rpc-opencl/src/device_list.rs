@@ -28,6 +28,8 @@ pub(super) struct ListedDevice {
     id: cl_device_id,
     /// Name of the platform, such as that of the vendor.
     pub(super) platform: String,
+    /// True if the device is a processor: kernels are machine code in this process.
+    pub(super) is_processor: bool,
     /// Error of all calls, once the device is lost.
     lost: OnceLock<RpcError>,
     opening: Mutex<()>,
@@ -82,11 +84,12 @@ impl DeviceList {
         }
         // The order among others stays as it is.
         all.sort_by_key(|(is_processor, ..)| *is_processor);
-        let listed = |(index, (_, id, platform)): (usize, (bool, cl_device_id, String))| ListedDevice {
+        let listed = |(index, (is_processor, id, platform)): (usize, (bool, cl_device_id, String))| ListedDevice {
             // Nobody has so many devices.
             index: index as i32,
             id,
             platform,
+            is_processor,
             lost: OnceLock::new(),
             opening: Mutex::default(),
             opened: OnceLock::new(),

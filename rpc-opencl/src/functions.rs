@@ -7,29 +7,31 @@ use bytes::Bytes;
 use crate::device_api::OpenClDevice;
 use crate::memory_pool::PoolStatistics;
 use crate::module_loader;
+use crate::native_code::NativeCodeRule;
 use crate::stream::OpenClStream;
-use rpc_core::Context;
 use rpc_core::device::Stream;
-use rpc_core::dlpack::Device;
+use rpc_core::dlpack::{Device, DeviceType};
 use rpc_core::error::{Result, RpcError};
 use rpc_core::function::{LoadRequest, Registry};
+use rpc_core::{Context, Permission};
 
 /// Registers this crate's functions, for sessions that offer an OpenCL device:
 ///
 /// * `opencl.compile(path)` returns what the driver makes of a file `*.cl` of the workspace, as
 ///   bytes: a file `*.clbin` with them is a module that needs no compiler, for the same device and
-///   driver.
+///   driver. It needs the permission to load modules, and follows `native_code` as a loader does.
 /// * `opencl.memory_statistics(index)` returns the statistics of a device's memory pool in the
 ///   process that serves the session: a map from the fields of [`PoolStatistics`]. The call opens a
 ///   device that was not in use.
 /// * `opencl.trim_memory(index)` is [`OpenClDevice::trim`]: returns idle memory to the driver, for
 ///   other processes, after waiting for the work that uses it. Returns the bytes.
-pub fn register(registry: &Registry) {
-    registry.add("opencl.compile", |context: Context, path: String| -> Result<Bytes> {
-        let index = context.chosen_device().map_or(0, |device| device.index);
-        let (opencl, _) = offered_device(&context, index)?;
+pub fn register(registry: &Registry, native_code: NativeCodeRule) {
+    registry.add("opencl.compile", move |context: Context, path: String| -> Result<Bytes> {
+        context.authorize(&Permission::Modules)?;
+        let chosen = context.chosen_device().filter(|device| device.kind == DeviceType::OPENCL);
+        let (opencl, index) = offered_device(&context, chosen.map_or(0, |device| device.index))?;
         let request = LoadRequest { path: &path, context: &context };
-        module_loader::compile(opencl, &request).map(Bytes::from)
+        module_loader::compile(opencl, index, native_code, &request).map(Bytes::from)
     });
     registry.add("opencl.memory_statistics", |context: Context, index: i32| -> Result<_> {
         let (opencl, index) = offered_device(&context, index)?;
@@ -43,7 +45,7 @@ pub fn register(registry: &Registry) {
 
 /// Returns the OpenCL devices, and the index among them of the one that the session offers under
 /// `index`. Loads nothing for a session that offers none.
-fn offered_device(context: &Context, index: i32) -> Result<(OpenClDevice, i32)> {
+pub(super) fn offered_device(context: &Context, index: i32) -> Result<(OpenClDevice, i32)> {
     let device = Device::opencl(index);
     let stream = context.devices().get(device)?.default_stream(index)?;
     let Some(stream) = stream.as_any().downcast_ref::<OpenClStream>() else {

@@ -5,11 +5,12 @@ use std::ptr;
 use std::sync::Arc;
 
 use opencl3::command_queue::enqueue_nd_range_kernel;
-use opencl3::device::CL_DEVICE_MAX_WORK_ITEM_SIZES;
-use opencl3::error_codes::{CL_INVALID_ARG_SIZE, CL_INVALID_KERNEL_NAME};
+use opencl3::device::{CL_DEVICE_EXTENSIONS, CL_DEVICE_LOCAL_MEM_SIZE, CL_DEVICE_MAX_WORK_ITEM_SIZES};
+use opencl3::error_codes::CL_INVALID_KERNEL_NAME;
 use opencl3::kernel::{
-    CL_KERNEL_ARG_ADDRESS_QUALIFIER, CL_KERNEL_ARG_TYPE_NAME, CL_KERNEL_NUM_ARGS, CL_KERNEL_WORK_GROUP_SIZE,
-    create_kernel, get_kernel_arg_data, get_kernel_data, get_kernel_work_group_data, set_kernel_arg,
+    CL_KERNEL_ARG_ADDRESS_QUALIFIER, CL_KERNEL_ARG_NAME, CL_KERNEL_ARG_TYPE_NAME, CL_KERNEL_LOCAL_MEM_SIZE,
+    CL_KERNEL_NUM_ARGS, CL_KERNEL_WORK_GROUP_SIZE, create_kernel, get_kernel_arg_data, get_kernel_data,
+    get_kernel_work_group_data, set_kernel_arg,
 };
 use opencl3::types::{cl_kernel, cl_mem};
 use parking_lot::Mutex;
@@ -40,6 +41,8 @@ pub(super) struct Kernel {
     max_group: u64,
     /// Largest number of work-items of a group in each dimension.
     max_local: Vec<u64>,
+    /// Bytes of local memory that a group has for the arguments.
+    free_local: u64,
 }
 
 /// Numbers of work-items in up to three dimensions.
@@ -51,7 +54,8 @@ impl Kernel {
     ///
     /// # Errors
     ///
-    /// [`ErrorKind::NotFound`](rpc_core::ErrorKind::NotFound), and errors of the device.
+    /// [`ErrorKind::NotFound`](rpc_core::ErrorKind::NotFound); `Unsupported` for a kernel with a
+    /// parameter that clients cannot give; errors of the device.
     pub(super) fn find(program: &LoadedProgram, name: &str) -> Result<Self> {
         let (device, listed) = (program.device, program.device.listed);
         listed.check_not_lost()?;
@@ -64,12 +68,18 @@ impl Kernel {
         let raw = KernelHandle::new(listed.check("clCreateKernel", created)?);
         let count = listed.check("clGetKernelInfo", get_kernel_data(raw.raw(), CL_KERNEL_NUM_ARGS))?;
         let count = number(&count).unwrap_or(0) as u32;
-        let parameters = (0..count).map(|index| parameter(raw.raw(), index)).collect();
+        let has_half = listed.text(CL_DEVICE_EXTENSIONS).split_whitespace().any(|name| name == "cl_khr_fp16");
+        let parameters = (0..count).map(|index| parameter(raw.raw(), index, has_half)).collect::<Result<_>>()?;
         let max_group = get_kernel_work_group_data(raw.raw(), listed.id(), CL_KERNEL_WORK_GROUP_SIZE);
         let max_group = max_group.ok().and_then(|bytes| number(&bytes)).unwrap_or(u64::MAX);
+        // None of the kernel's arguments is set, so this is what it declares itself.
+        let own_local = get_kernel_work_group_data(raw.raw(), listed.id(), CL_KERNEL_LOCAL_MEM_SIZE);
+        let own_local = own_local.ok().and_then(|bytes| number(&bytes)).unwrap_or(0);
+        let local_memory = listed.number(CL_DEVICE_LOCAL_MEM_SIZE).unwrap_or(0);
+        let free_local = local_memory.saturating_sub(own_local);
         let sizes = listed.property(CL_DEVICE_MAX_WORK_ITEM_SIZES);
         let max_local = sizes.chunks_exact(size_of::<usize>()).filter_map(number).collect();
-        Ok(Self { device, raw: Mutex::new(raw), parameters, max_group, max_local })
+        Ok(Self { device, raw: Mutex::new(raw), parameters, max_group, max_local, free_local })
     }
 
     /// Starts the kernel on a stream of its device, or on the default one. `args` are the numbers
@@ -101,6 +111,8 @@ impl Kernel {
             });
             arguments.push(argument.map_err(|error| error.context(format_args!("parameter {index}")))?);
         }
+
+        self.check_local_memory(&arguments)?;
 
         let listed = self.device.listed;
         listed.check_not_lost()?;
@@ -140,7 +152,8 @@ impl Kernel {
     fn set(&self, kernel: cl_kernel, index: u32, argument: &Argument<'_>, parts: &mut Vec<BufferHandle>) -> Result<()> {
         let set = |bytes: &[u8]| {
             // SAFETY: the driver reads as many bytes as it is given, if they are as many as the
-            // parameter has.
+            // parameter has. They are a number, a vector or a struct: `find` has refused kernels
+            // with objects of the driver.
             unsafe { set_kernel_arg(kernel, index, bytes.len(), bytes.as_ptr().cast()) }
         };
         let set_buffer = |buffer: cl_mem| {
@@ -154,12 +167,22 @@ impl Kernel {
             // SAFETY: local memory has a size and no value.
             Argument::Local(bytes) => unsafe { set_kernel_arg(kernel, index, *bytes, ptr::null()) },
             Argument::Bytes(bytes) => set(bytes),
-            Argument::OneOf([narrow, wide]) => match set(narrow) {
-                Err(CL_INVALID_ARG_SIZE) => set(wide),
-                outcome => outcome,
-            },
         };
         self.device.listed.check("clSetKernelArg", outcome)
+    }
+
+    /// Checks that a group has the local memory that the arguments ask for.
+    fn check_local_memory(&self, arguments: &[Argument<'_>]) -> Result<()> {
+        let bytes = arguments.iter().map(|argument| match argument {
+            Argument::Local(bytes) => *bytes as u64,
+            _ => 0,
+        });
+        let asked = bytes.fold(0_u64, u64::saturating_add);
+        if asked <= self.free_local {
+            return Ok(());
+        }
+        let text = format!("{asked} bytes of local memory were asked for, and a group has {}", self.free_local);
+        Err(RpcError::invalid_argument(text))
     }
 
     /// Returns the memory of a tensor, which must be on the kernel's device and dense.
@@ -235,15 +258,22 @@ fn buffer_of(tensor: &Tensor, parts: &mut Vec<BufferHandle>) -> Result<cl_mem> {
     Ok(raw)
 }
 
-/// Returns the description of a parameter, as far as the driver has one.
-fn parameter(kernel: cl_kernel, index: u32) -> Parameter {
+/// Returns the description of a parameter.
+///
+/// # Errors
+///
+/// [`ErrorKind::Unsupported`](rpc_core::ErrorKind::Unsupported), if the driver has none, or if the
+/// parameter takes something else than memory and values.
+fn parameter(kernel: cl_kernel, index: u32, has_half: bool) -> Result<Parameter> {
     let about = |property| get_kernel_arg_data(kernel, index, property).ok();
-    match (about(CL_KERNEL_ARG_ADDRESS_QUALIFIER), about(CL_KERNEL_ARG_TYPE_NAME)) {
-        (Some(address), Some(name)) => {
-            number(&address).map_or(Parameter::Unknown, |address| Parameter::new(address as u32, &text(&name)))
-        }
-        _ => Parameter::Unknown,
-    }
+    let name = about(CL_KERNEL_ARG_NAME).map(|name| text(&name)).unwrap_or_default();
+    let address = about(CL_KERNEL_ARG_ADDRESS_QUALIFIER).and_then(|address| number(&address));
+    let type_name = about(CL_KERNEL_ARG_TYPE_NAME).map(|name| text(&name)).filter(|name| !name.is_empty());
+    let described = match address.zip(type_name) {
+        Some((address, type_name)) => Parameter::new(address as u32, &type_name, has_half),
+        None => Err(RpcError::unsupported("the driver does not describe it")),
+    };
+    described.map_err(|error| error.context(format_args!("parameter {index} '{name}'")))
 }
 
 fn extent(name: &str, value: &LocalValue) -> Result<Extent> {

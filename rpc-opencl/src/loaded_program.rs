@@ -38,8 +38,15 @@ impl LoadedProgram {
         listed.check_not_lost()?;
         let raw = match code {
             ProgramCode::Source(source) => {
+                // The length 0 would mean a text that ends at a zero.
+                if source.is_empty() {
+                    return Err(RpcError::invalid_argument("the source is empty"));
+                }
                 let created = create_program_with_source(device.context(), &[source]);
                 listed.check("clCreateProgramWithSource", created)?
+            }
+            ProgramCode::Binary(binary) if binary.is_empty() => {
+                return Err(RpcError::invalid_argument("the binary is empty"));
             }
             ProgramCode::Binary(binary) => {
                 // SAFETY: there is one device and one binary, which the driver copies.

@@ -10,6 +10,9 @@ use parking_lot::Mutex;
 use crate::device_api::OpenClDevice;
 use crate::kernel::{self, Kernel};
 use crate::loaded_program::{LoadedProgram, ProgramCode};
+use crate::native_code::{self, NativeCodeRule};
+use crate::opened_device::OpenedDevice;
+use crate::{functions, source};
 use rpc_core::dlpack::DeviceType;
 use rpc_core::error::{Result, RpcError};
 use rpc_core::function::{Context, Function, LoadRequest, LocalValue, Module, ModuleLoader, Object, Signature};
@@ -38,9 +41,13 @@ use rpc_core::value::Value;
 /// * bytes, of that size exactly, for a vector or a struct;
 /// * the number of bytes, an int, for a pointer to `local` memory.
 ///
-/// The parameters of programs that were loaded from a binary may not be described by the driver. An
-/// int and a float then have the width that the driver accepts, and types of tensors are not
-/// checked.
+/// Kernels with other parameters are refused, because the driver would take a client's bytes for an
+/// object of its own: images, samplers, queues, and everything that the driver does not describe,
+/// as of some programs that were loaded from a binary. A value's type must be one of OpenCL's or
+/// named with `struct` or `union`, since other names may stand for such an object.
+///
+/// A source is one file: `#include` and its like are refused. Where the [rule](NativeCodeRule) does
+/// not let clients bring machine code, so are binaries, and sources for processors.
 ///
 /// A module is built for the device of the context
 /// ([`Context::on_device`](rpc_core::Context::on_device)), or for the loader's, and for others once
@@ -55,6 +62,7 @@ use rpc_core::value::Value;
 pub struct OpenClModules {
     opencl: OpenClDevice,
     index: i32,
+    native_code: NativeCodeRule,
 }
 
 impl OpenClModules {
@@ -66,15 +74,15 @@ impl OpenClModules {
         is_source(path) || has_extension(path, "clbin")
     }
 
-    /// Creates the loader for `opencl:0`.
-    pub fn new(opencl: OpenClDevice) -> Self {
-        Self::on(opencl, 0)
+    /// Creates the loader for `opencl:0`, with the rule for machine code of clients.
+    pub fn new(opencl: OpenClDevice, native_code: NativeCodeRule) -> Self {
+        Self::on(opencl, 0, native_code)
     }
 
     /// Creates the loader for another device: for contexts without one, modules are first built
     /// there, and kernels without tensors run there.
-    pub fn on(opencl: OpenClDevice, index: i32) -> Self {
-        Self { opencl, index }
+    pub fn on(opencl: OpenClDevice, index: i32, native_code: NativeCodeRule) -> Self {
+        Self { opencl, index, native_code }
     }
 }
 
@@ -91,8 +99,15 @@ impl ModuleLoader for OpenClModules {
     ///
     /// Errors in the file, with the log of the compiler.
     fn load(&self, request: &LoadRequest<'_>) -> Result<Arc<dyn Module>> {
-        let (code, index, lease) = read(request, self.index)?;
-        let programs = Programs { opencl: self.opencl, index, code, built: Mutex::default(), _lease: Some(lease) };
+        let (code, lease) = read(request)?;
+        let chosen = request.context.chosen_device().filter(|device| device.kind == DeviceType::OPENCL);
+        let index = match chosen {
+            Some(device) => functions::offered_device(request.context, device.index)?.1,
+            None => self.index,
+        };
+        let takes_native_code = (self.native_code)(request.context);
+        let built = Mutex::default();
+        let programs = Programs { opencl: self.opencl, index, code, takes_native_code, built, _lease: Some(lease) };
         programs.on(index).map_err(|error| error.context(format_args!("'{}'", request.path)))?;
         Ok(Arc::new(OpenClModule { name: request.path.to_owned(), programs: Arc::new(programs) }))
     }
@@ -106,22 +121,37 @@ impl ModuleLoader for OpenClModules {
 /// Errors in the text, with the log of the compiler, and errors of the device.
 pub fn module_of_source(opencl: OpenClDevice, index: i32, name: &str, source: &str) -> Result<Arc<dyn Module>> {
     let code = ProgramCode::Source(source.to_owned());
-    let programs = Programs { opencl, index, code, built: Mutex::default(), _lease: None };
+    let built = Mutex::default();
+    let programs = Programs { opencl, index, code, takes_native_code: true, built, _lease: None };
     programs.on(index).map_err(|error| error.context(format_args!("'{name}'")))?;
     Ok(Arc::new(OpenClModule { name: name.to_owned(), programs: Arc::new(programs) }))
 }
 
-/// Returns what the driver makes of a source of the workspace.
-pub(super) fn compile(opencl: OpenClDevice, request: &LoadRequest<'_>) -> Result<Vec<u8>> {
-    let (code, index, _lease) = read(request, 0)?;
-    LoadedProgram::new(opencl.opened(index)?, &code)
+/// Returns what the driver of a device makes of a source of the workspace.
+pub(super) fn compile(
+    opencl: OpenClDevice,
+    index: i32,
+    native_code: NativeCodeRule,
+    request: &LoadRequest<'_>,
+) -> Result<Vec<u8>> {
+    let (code, _lease) = read(request)?;
+    let device = opencl.opened(index)?;
+    build(device, &code, native_code(request.context))
         .and_then(|program| program.binary())
         .map_err(|error| error.context(format_args!("'{}'", request.path)))
 }
 
-/// Reads a file of the workspace. Returns its code, the index of the device that it is for, and the
-/// lease that counts the code as memory of the session.
-fn read(request: &LoadRequest<'_>, default_index: i32) -> Result<(ProgramCode, i32, MemoryLease)> {
+/// Builds a program for a device, if it may be.
+fn build(device: &'static OpenedDevice, code: &ProgramCode, takes_native_code: bool) -> Result<LoadedProgram> {
+    if !takes_native_code {
+        native_code::check_is_not_native(device.listed, code)?;
+    }
+    LoadedProgram::new(device, code)
+}
+
+/// Reads a file of the workspace. Returns its code, and the lease that counts that as memory of the
+/// session.
+fn read(request: &LoadRequest<'_>) -> Result<(ProgramCode, MemoryLease)> {
     let workspace = request.context.workspace();
     let workspace = workspace.ok_or_else(|| RpcError::unsupported("the session has no workspace to load from"))?;
     let path = workspace.resolve(request.path)?;
@@ -136,12 +166,12 @@ fn read(request: &LoadRequest<'_>, default_index: i32) -> Result<(ProgramCode, i
     let code = if is_source(Path::new(request.path)) {
         let text = String::from_utf8(file);
         let text = text.map_err(|_| RpcError::invalid_argument(format!("'{}' is no text in UTF-8", request.path)))?;
+        source::check_names_no_file(&text).map_err(|error| error.context(format_args!("'{}'", request.path)))?;
         ProgramCode::Source(text)
     } else {
         ProgramCode::Binary(file)
     };
-    let chosen = request.context.chosen_device().filter(|device| device.kind == DeviceType::OPENCL);
-    Ok((code, chosen.map_or(default_index, |device| device.index), lease))
+    Ok((code, lease))
 }
 
 fn is_source(path: &Path) -> bool {
@@ -230,6 +260,8 @@ struct Programs {
     opencl: OpenClDevice,
     index: i32,
     code: ProgramCode,
+    /// True if the code may be machine code for this process.
+    takes_native_code: bool,
     built: Mutex<BTreeMap<i32, Arc<LoadedProgram>>>,
     /// Counts the code as memory of the session that has loaded it.
     _lease: Option<MemoryLease>,
@@ -242,7 +274,7 @@ impl Programs {
         if let Some(found) = built.get(&index) {
             return Ok(found.clone());
         }
-        let found = Arc::new(LoadedProgram::new(self.opencl.opened(index)?, &self.code)?);
+        let found = Arc::new(build(self.opencl.opened(index)?, &self.code, self.takes_native_code)?);
         built.insert(index, found.clone());
         Ok(found)
     }

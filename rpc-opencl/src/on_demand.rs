@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use crate::device_api::OpenClDevice;
 use crate::module_loader::OpenClModules;
+use crate::native_code::NativeCodeRule;
 use rpc_core::device::{AllocRequest, DeviceApi, DeviceAttribute, DeviceState, Memory, Stream};
 use rpc_core::dlpack::DeviceType;
 use rpc_core::error::Result;
@@ -77,8 +78,17 @@ fn open() -> Result<OpenClDevice> {
 }
 
 /// The loader of [`OpenClModules`] that belongs to [`OpenClOnDemand`].
-#[derive(Clone, Copy, Debug, Default)]
-pub struct OpenClModulesOnDemand;
+#[derive(Clone, Copy, Debug)]
+pub struct OpenClModulesOnDemand {
+    native_code: NativeCodeRule,
+}
+
+impl OpenClModulesOnDemand {
+    /// Creates the loader, with the rule for machine code of clients.
+    pub fn new(native_code: NativeCodeRule) -> Self {
+        Self { native_code }
+    }
+}
 
 impl ModuleLoader for OpenClModulesOnDemand {
     fn name(&self) -> &str {
@@ -90,6 +100,6 @@ impl ModuleLoader for OpenClModulesOnDemand {
     }
 
     fn load(&self, request: &LoadRequest<'_>) -> Result<Arc<dyn Module>> {
-        OpenClModules::new(open()?).load(request)
+        OpenClModules::new(open()?, self.native_code).load(request)
     }
 }

@@ -14,7 +14,7 @@ use rpc_core::function::{LocalValue, Object};
 use rpc_core::tensor::Tensor;
 use rpc_core::value::Value;
 
-/// A parameter of a kernel, as far as the driver describes it.
+/// A parameter of a kernel.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Parameter {
     /// A pointer to the device's memory, with the type of what it points to.
@@ -23,8 +23,6 @@ pub(super) enum Parameter {
     Local(TypeName),
     /// A value.
     Value(TypeName),
-    /// The driver does not describe it, as for many programs that were loaded from a binary.
-    Unknown,
 }
 
 /// Name of a type, and its elements if it is one of OpenCL's own.
@@ -59,19 +57,30 @@ pub(super) enum Argument<'a> {
     /// Bytes of local memory.
     Local(usize),
     Bytes(Vec<u8>),
-    /// The forms that a value can have, of which the driver takes the one of the right width.
-    OneOf([Vec<u8>; 2]),
 }
 
 impl Parameter {
     /// Returns the parameter that the driver describes with this address space and type.
-    pub(super) fn new(address: cl_uint, type_name: &str) -> Self {
-        let pointed_to = || TypeName::new(type_name.trim_end_matches('*').trim_end());
-        match address {
-            CL_KERNEL_ARG_ADDRESS_GLOBAL | CL_KERNEL_ARG_ADDRESS_CONSTANT => Self::Pointer(pointed_to()),
-            CL_KERNEL_ARG_ADDRESS_LOCAL => Self::Local(pointed_to()),
-            CL_KERNEL_ARG_ADDRESS_PRIVATE => Self::Value(TypeName::new(type_name)),
-            _ => Self::Unknown,
+    /// `has_half` is true if the device has numbers of two bytes, and so names for their vectors.
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::Unsupported`](rpc_core::ErrorKind::Unsupported), for objects of the driver, as
+    /// images and samplers are, of which the driver takes the bytes for a pointer of its own. A
+    /// name that the program has given to a type may stand for one.
+    pub(super) fn new(address: cl_uint, type_name: &str, has_half: bool) -> Result<Self> {
+        let pointed_to = type_name.strip_suffix('*').map(|name| TypeName::new(name.trim_end_matches('*').trim_end()));
+        match (address, pointed_to) {
+            (CL_KERNEL_ARG_ADDRESS_GLOBAL | CL_KERNEL_ARG_ADDRESS_CONSTANT, Some(of)) => Ok(Self::Pointer(of)),
+            (CL_KERNEL_ARG_ADDRESS_LOCAL, Some(of)) => Ok(Self::Local(of)),
+            (CL_KERNEL_ARG_ADDRESS_PRIVATE, None) if TypeName::new(type_name).is_value(has_half) => {
+                Ok(Self::Value(TypeName::new(type_name)))
+            }
+            _ => Err(RpcError::unsupported(format!(
+                "clients cannot give a '{type_name}': a parameter is a pointer with its '*', a number or a vector by \
+                 OpenCL's name of it, or a 'struct' or 'union' by its tag, since other names may stand for an object \
+                 of the driver"
+            ))),
         }
     }
 
@@ -93,8 +102,7 @@ impl Parameter {
                 pointed_to.check_elements(tensor.dtype())?;
                 Ok(Argument::Tensor(tensor))
             }
-            (Self::Unknown, Value::Object(Object::Tensor(tensor))) => Ok(Argument::Tensor(tensor)),
-            (Self::Pointer(_) | Self::Unknown, Value::Null) => Ok(Argument::Null),
+            (Self::Pointer(_), Value::Null) => Ok(Argument::Null),
             (Self::Pointer(_), _) => wrong("a tensor or null"),
             (Self::Local(_), Value::Int(bytes)) => match usize::try_from(*bytes) {
                 Ok(bytes) if bytes > 0 => Ok(Argument::Local(bytes)),
@@ -102,19 +110,6 @@ impl Parameter {
             },
             (Self::Local(_), _) => wrong("the bytes of local memory as an int"),
             (Self::Value(of), _) => of.value(value),
-            (Self::Unknown, Value::Bytes(bytes)) => Ok(Argument::Bytes(bytes.to_vec())),
-            (Self::Unknown, Value::Int(int)) => {
-                let narrow = if (i64::from(i32::MIN)..=i64::from(u32::MAX)).contains(int) {
-                    int.to_le_bytes()[..4].to_vec()
-                } else {
-                    Vec::new()
-                };
-                Ok(Argument::OneOf([narrow, int.to_le_bytes().into()]))
-            }
-            (Self::Unknown, Value::Float(float)) => {
-                Ok(Argument::OneOf([(*float as f32).to_le_bytes().into(), float.to_le_bytes().into()]))
-            }
-            (Self::Unknown, _) => wrong("a tensor, int, float, bytes or null"),
         }
     }
 }
@@ -125,7 +120,6 @@ impl fmt::Display for Parameter {
             Self::Pointer(of) => write!(f, "{}*", of.name),
             Self::Local(of) => write!(f, "local {}*", of.name),
             Self::Value(of) => f.write_str(&of.name),
-            Self::Unknown => f.write_str("a parameter that the driver does not describe"),
         }
     }
 }
@@ -134,6 +128,14 @@ impl TypeName {
     fn new(name: &str) -> Self {
         let plain = name.strip_prefix("const ").unwrap_or(name).trim();
         Self { name: plain.to_owned(), elements: Elements::of(plain) }
+    }
+
+    /// Returns true if the name is that of a value, whatever the program defines.
+    fn is_value(&self, has_half: bool) -> bool {
+        let is_own_struct = self.name.starts_with("struct ") || self.name.starts_with("union ");
+        // A program may define what the device's OpenCL has no name for.
+        let is_vector_of_halves = |of: Elements| of.kind == Kind::Float && of.size == 2 && of.bytes > 2;
+        is_own_struct || self.elements.is_some_and(|of| has_half || !is_vector_of_halves(of))
     }
 
     /// Checks that a kernel which is given elements of this type finds what it expects. Bytes are
@@ -207,7 +209,9 @@ impl Elements {
             return Some(Self { kind, size, bytes: size });
         }
         let digits = name.find(|character: char| character.is_ascii_digit())?;
-        let (kind, size) = scalar(&name[..digits])?;
+        // There are no vectors of those.
+        let vectors_of = |name: &&str| *name != "bool" && !name.starts_with("unsigned");
+        let (kind, size) = scalar(Some(&name[..digits]).filter(vectors_of)?)?;
         // A vector of three has room for four.
         let lanes = match &name[digits..] {
             "2" => 2,
@@ -250,7 +254,7 @@ mod tests {
     use super::*;
 
     fn bytes(type_name: &str, value: LocalValue) -> Result<Vec<u8>> {
-        match Parameter::new(CL_KERNEL_ARG_ADDRESS_PRIVATE, type_name).argument(&value)? {
+        match Parameter::new(CL_KERNEL_ARG_ADDRESS_PRIVATE, type_name, false)?.argument(&value)? {
             Argument::Bytes(bytes) => Ok(bytes),
             other => panic!("{other:?}"),
         }
@@ -287,7 +291,7 @@ mod tests {
             let error = bytes(type_name, value).unwrap_err();
             assert!(error.message().contains(text), "{error}");
         }
-        let floats = Parameter::new(CL_KERNEL_ARG_ADDRESS_GLOBAL, "float*");
+        let floats = Parameter::new(CL_KERNEL_ARG_ADDRESS_GLOBAL, "float*", false).unwrap();
         let tensor = |dtype| Value::Object(Object::Tensor(Tensor::zeros([1], dtype).unwrap()));
         assert!(matches!(floats.argument(&tensor(DataType::F32)), Ok(Argument::Tensor(_))));
         let error = floats.argument(&tensor(DataType::F64)).unwrap_err();
@@ -297,10 +301,39 @@ mod tests {
         assert!(
             floats.argument(&Value::Int(1)).unwrap_err().message().contains("expected a tensor or null for float*")
         );
-        let bytes = Parameter::new(CL_KERNEL_ARG_ADDRESS_GLOBAL, "uchar*");
+        let bytes = Parameter::new(CL_KERNEL_ARG_ADDRESS_GLOBAL, "uchar*", false).unwrap();
         assert!(bytes.argument(&tensor(DataType::F64)).is_ok());
-        let local = Parameter::new(CL_KERNEL_ARG_ADDRESS_LOCAL, "float*");
+        let local = Parameter::new(CL_KERNEL_ARG_ADDRESS_LOCAL, "float*", false).unwrap();
         assert!(matches!(local.argument(&Value::Int(64)), Ok(Argument::Local(64))));
         assert!(local.argument(&Value::Int(0)).is_err());
+    }
+
+    #[test]
+    fn objects_of_the_driver_are_no_parameters_under_any_name() {
+        for type_name in [
+            "sampler_t",
+            "queue_t",
+            "event_t",
+            "reserve_id_t",
+            "clk_event_t",
+            "void *",
+            "anything",
+            "bool4",
+            "half4",
+            "unsigned int2",
+            "float5",
+            "",
+        ] {
+            let error = Parameter::new(CL_KERNEL_ARG_ADDRESS_PRIVATE, type_name, false).unwrap_err();
+            assert!(error.message().contains(&format!("'{type_name}'")), "{error}");
+        }
+        // Images and pipes are in global memory, and no pointers.
+        for type_name in ["image2d_t", "image1d_buffer_t", "int", "pointer"] {
+            assert!(Parameter::new(CL_KERNEL_ARG_ADDRESS_GLOBAL, type_name, true).is_err(), "{type_name}");
+        }
+        assert!(Parameter::new(0, "int*", true).is_err());
+        for type_name in ["half4", "half", "bool", "unsigned int", "uint16", "union both", "const struct pair"] {
+            Parameter::new(CL_KERNEL_ARG_ADDRESS_PRIVATE, type_name, true).unwrap();
+        }
     }
 }

@@ -52,3 +52,10 @@ pub(crate) use service::{ModuleService, Sharing};
 pub(crate) use store::PIECE;
 pub(crate) use store_loader::StoreLoader;
 pub(crate) use tvm_ffi::Native;
+
+/// Returns true if the client of this context may bring any native code: modules are allowed, and
+/// there is no list of those that are.
+#[cfg(feature = "opencl")]
+pub(crate) fn takes_any_native_code(context: &rpc_core::Context) -> bool {
+    ModuleService::of(context).is_ok_and(|service| !service.store().is_limited_to_list())
+}

@@ -5,9 +5,9 @@ kernel void vector_add(global const float* a, global const float* b, global floa
     if (at < count) sum[at] = a[at] + b[at];
 }
 
-typedef struct { int a; char b; } pair;
+struct pair { int a; char b; };
 
-kernel void values(global uchar* out, int whole, float half_of, ulong large, uchar small, float4 vector, pair both) {
+kernel void values(global uchar* out, int whole, float half_of, ulong large, uchar small, float4 vector, struct pair both) {
     global int* ints = (global int*)out;
     ints[0] = whole;
     ((global float*)out)[1] = half_of;

@@ -14,8 +14,8 @@ use std::time::Duration;
 use rpc_core::device::{AllocRequest, DeviceApi, HostAccess, Memory};
 use rpc_core::function::{ModuleLoader, Rest};
 use rpc_core::{
-    Context, DataType, Device, DeviceAttribute, Devices, ErrorKind, Function, LocalSession, Registry, RemoteFunction,
-    RemoteTensor, Result, RpcError, Session, Target, Value, WorkspaceFiles,
+    AccessControl, Context, DataType, Device, DeviceAttribute, Devices, ErrorKind, Function, LocalSession, Permission,
+    Registry, RemoteFunction, RemoteTensor, Result, RpcError, Session, Target, Value, WorkspaceFiles,
 };
 use rpc_opencl::{OpenClDevice, OpenClMemory, OpenClModules};
 
@@ -69,9 +69,13 @@ impl WorkspaceFiles for Folder {
 }
 
 fn session(opencl: OpenClDevice) -> (Session, Arc<Folder>) {
+    session_taking(opencl, |_| true)
+}
+
+fn session_taking(opencl: OpenClDevice, native_code: rpc_opencl::NativeCodeRule) -> (Session, Arc<Folder>) {
     let registry = Registry::new();
-    registry.add_loader(Arc::new(OpenClModules::new(opencl)));
-    rpc_opencl::register(&registry);
+    registry.add_loader(Arc::new(OpenClModules::new(opencl, native_code)));
+    rpc_opencl::register(&registry, native_code);
     registry.add("measured", measured);
     let folder = Arc::new(Folder(tempfile::tempdir().unwrap()));
     folder.write("kernels.cl", include_bytes!("kernels.cl"));
@@ -279,7 +283,7 @@ fn a_kernel_adds_vectors_also_in_host_memory_and_on_other_streams() {
         assert!(sums.enumerate().all(|(at, sum)| sum == 3.0 * at as f32), "{scope:?} {on_stream}");
     }
     session.stream_wait(Device::opencl(0), None).wait().unwrap();
-    let module = OpenClModules::new(opencl);
+    let module = OpenClModules::new(opencl, |_| true);
     assert!(module.accepts("a/kernels.cl") && module.accepts("a.clbin") && !module.accepts("a.ptx"));
 }
 
@@ -368,6 +372,11 @@ fn groups_have_memory_of_their_own() {
     session.copy_to_remote(&input, data).wait().unwrap();
     kernel(&session, "group_sums").call::<()>((64, 16, &input, &out, 16 * 4)).wait().unwrap();
     assert_eq!(read_ints(&session, &out), [120, 376, 632, 888]);
+    for bytes in [1_i64 << 40, i64::MAX] {
+        let error = kernel(&session, "group_sums").call::<()>((64, 16, &input, &out, bytes)).wait().unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
+        assert!(error.message().contains("bytes of local memory were asked for"), "{error}");
+    }
 }
 
 #[test]
@@ -404,13 +413,105 @@ fn a_kernel_that_fails_to_build_is_refused_with_the_compilers_log() {
     assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
     folder.write("odd.cl", b"\xff\xfe");
     assert!(session.load_module("odd.cl").wait().err().unwrap().message().contains("no text in UTF-8"));
+    for empty in ["empty.cl", "empty.clbin"] {
+        folder.write(empty, b"");
+        let error = session.load_module(empty).wait().err().unwrap();
+        assert!(error.kind() == ErrorKind::InvalidArgument && error.message().contains("is empty"), "{error}");
+    }
+    folder.write("secret", b"secret words\n");
+    let path = folder.resolve("secret").unwrap();
+    folder.write("nosy.cl", format!("#include \"{}\"\n", path.display()).as_bytes());
+    let error = session.load_module("nosy.cl").wait().err().unwrap();
+    assert!(error.message().contains("#include names another file") && !error.message().contains("words"), "{error}");
+}
+
+#[test]
+fn machine_code_is_refused_where_the_rule_has_it_so() {
+    let Some(opencl) = opencl() else { return };
+    let (session, folder) = session_taking(opencl, |_| false);
+    folder.write("odd.clbin", b"this is no program");
+    let compile = session.function::<(&str,), bytes::Bytes>("opencl.compile").wait().unwrap();
+    let mut errors = vec![session.load_module("odd.clbin").wait().err().unwrap()];
+    // Processors are last.
+    match session.load_module("kernels.cl").wait() {
+        Ok(_) => eprintln!("SKIPPED: opencl:0 is no processor"),
+        Err(error) => errors.extend([error, compile.call(("kernels.cl",)).wait().unwrap_err()]),
+    }
+    for error in errors {
+        assert_eq!(error.kind(), ErrorKind::Refused, "{error}");
+        assert!(error.message().contains("--allow-modules"), "{error}");
+    }
+}
+
+/// Lets a client do everything but load modules.
+#[derive(Debug)]
+struct NoModules;
+
+impl AccessControl for NoModules {
+    fn check(&self, permission: &Permission<'_>) -> Result<()> {
+        match permission {
+            Permission::Modules => Err(RpcError::new(ErrorKind::Refused, "no modules for this client")),
+            _ => Ok(()),
+        }
+    }
+
+    fn to_text(&self) -> Option<String> {
+        None
+    }
+
+    fn into_any(self: Arc<Self>) -> Arc<dyn Any + Send + Sync> {
+        self
+    }
+}
+
+#[test]
+fn a_compiler_needs_the_right_to_load_modules() {
+    let Some(opencl) = opencl() else { return };
+    let registry = Registry::new();
+    rpc_opencl::register(&registry, |_| true);
+    let folder = Arc::new(Folder(tempfile::tempdir().unwrap()));
+    folder.write("kernels.cl", include_bytes!("kernels.cl"));
+    let session = LocalSession::builder(registry).devices(Devices::new().with(Arc::new(opencl))).workspace(folder);
+    let session = Session::new(session.access_control(Arc::new(NoModules)).build());
+    let compile = session.function::<(&str,), bytes::Bytes>("opencl.compile").wait().unwrap();
+    let error = compile.call(("kernels.cl",)).wait().unwrap_err();
+    assert!(error.message().contains("no modules for this client"), "{error}");
+}
+
+#[test]
+fn objects_of_the_driver_cannot_be_given() {
+    let Some(opencl) = opencl() else { return };
+    let (session, folder) = session(opencl);
+    folder.write(
+        "objects.cl",
+        b"typedef sampler_t hidden;
+        typedef struct { int a; } unnamed;
+        struct named { int a; };
+        kernel void open(sampler_t how, global int* out) { out[0] = 1; }
+        kernel void renamed(hidden how, global int* out) { out[0] = 1; }
+        kernel void unclear(unnamed value, global int* out) { out[0] = value.a; }
+        kernel void clear(struct named value, global int* out) { out[0] = value.a; }
+",
+    );
+    let module = session.load_module("objects.cl").wait().unwrap();
+    for (name, parameter) in
+        [("open", "'how': clients cannot give a 'sampler_t'"), ("renamed", "'hidden'"), ("unclear", "'unnamed'")]
+    {
+        let error = module.function(name).wait().err().unwrap();
+        assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
+        assert!(error.message().contains("parameter 0 ") && error.message().contains(parameter), "{error}");
+    }
+    let out = ints(&session, 1, None);
+    let bytes = Value::Bytes(5_i32.to_le_bytes().to_vec().into());
+    module.function("clear").wait().unwrap().call::<()>((1, Value::Null, bytes, &out)).wait().unwrap();
+    assert_eq!(read_ints(&session, &out), [5]);
 }
 
 #[test]
 fn the_code_of_a_module_counts_as_memory_of_its_session() {
     let Some(opencl) = opencl() else { return };
     let registry = Registry::new();
-    registry.add_loader(Arc::new(OpenClModules::new(opencl)));
+    registry.add_loader(Arc::new(OpenClModules::new(opencl, |_| true)));
     let folder = Arc::new(Folder(tempfile::tempdir().unwrap()));
     let limit = 100_000;
     folder.write("padded.cl", format!("{}kernel void nothing() {{ }}", " ".repeat(60_000)).as_bytes());

@@ -148,7 +148,8 @@ listener_settings! {
         #[arg(value_name = "FOLDER", value_delimiter = ',')]
         weights: Vec<PathBuf> = Vec::new(), "RPC_SERVER_WEIGHTS";
         /// Accept native modules from clients and run them: shared libraries that follow the ABI of
-        /// TVM-FFI. Admitted clients can then do everything that the user of the server can do
+        /// TVM-FFI, and OpenCL's kernels for processors. Admitted clients can then do everything
+        /// that the user of the server can do
         #[arg(value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
         allow_modules: bool = false, "RPC_SERVER_ALLOW_MODULES";
         /// Serve clients of TVM (tvm.rpc.connect), too, at the same addresses. Their protocol knows
@@ -392,7 +393,8 @@ impl ServeConfig {
         knows_direct && (self.relay.is_empty() || self.token_file.is_some()) && self.tvm_proxy.is_none()
     }
 
-    /// Returns true if native code is loaded that is not part of this program.
+    /// Returns true if native code is loaded that is not part of this program. Kernels of clients
+    /// for an OpenCL device that is a processor are such code, and are taken with modules only.
     pub(crate) fn runs_native_code(&self) -> bool {
         self.allow_modules || !self.library.is_empty() || !self.runtime_library.is_empty()
     }

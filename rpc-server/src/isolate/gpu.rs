@@ -56,8 +56,9 @@ pub fn devices(registry: &Registry) -> Devices {
     };
     #[cfg(feature = "opencl")]
     let devices = {
-        rpc_opencl::register(registry);
-        registry.add_loader(std::sync::Arc::new(rpc_opencl::OpenClModulesOnDemand));
+        let rule = crate::modules::takes_any_native_code;
+        rpc_opencl::register(registry, rule);
+        registry.add_loader(std::sync::Arc::new(rpc_opencl::OpenClModulesOnDemand::new(rule)));
         devices.with(std::sync::Arc::new(rpc_opencl::OpenClOnDemand))
     };
     _ = registry;

@@ -50,6 +50,11 @@ impl Server {
         Self::with(vendors, args, &[])
     }
 
+    /// Starts a server that takes kernels for processors, too.
+    fn taking_modules(vendors: &OsString) -> Self {
+        Self::start(vendors, &["--allow-modules"])
+    }
+
     fn with(vendors: &OsString, args: &[&str], variables: &[(&str, &str)]) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let process = daemon(vendors, "serve", args, variables, folder.path());
@@ -115,7 +120,7 @@ fn add_on_the_device(session: &Session) {
 #[test]
 fn sessions_use_devices_in_processes_of_their_own() {
     let Some(vendors) = vendors() else { return };
-    let server = Server::start(&vendors, &[]);
+    let server = Server::taking_modules(&vendors);
     let session = server.connect();
     add_on_the_device(&session);
     let data: Vec<u8> = (0..5_000_000_u32).map(|byte| (byte % 251) as u8).collect();
@@ -142,9 +147,42 @@ fn sessions_use_devices_in_processes_of_their_own() {
 }
 
 #[test]
+fn a_processor_takes_no_kernels_of_clients_where_modules_are_not_allowed() {
+    let Some(vendors) = vendors() else { return };
+    let probe = Server::start(&vendors, &[]);
+    let devices = info(&probe.connect()).devices;
+    let first = devices.iter().find(|device| device.device == "opencl:0").unwrap();
+    if !first.name.as_deref().is_some_and(|name| name.contains("Portable Computing Language")) {
+        eprintln!("SKIPPED: opencl:0 is no processor of PoCL: {first:?}");
+        return;
+    }
+    let list = tempfile::NamedTempFile::new().unwrap();
+    let limited = ["--allow-modules", "--module-digests", list.path().to_str().unwrap()];
+    for args in [&[][..], &limited] {
+        let server = Server::start(&vendors, args);
+        let session = server.connect();
+        Files::new(&session).put_bytes("kernels.cl", KERNELS).wait().unwrap();
+        Files::new(&session).put_bytes("kernels.clbin", "any").wait().unwrap();
+        let compile = session.function::<(&str,), Value>("opencl.compile").wait().unwrap();
+        for error in [
+            session.load_module("kernels.cl").wait().err().unwrap(),
+            session.load_module("kernels.clbin").wait().err().unwrap(),
+            compile.call(("kernels.cl",)).wait().unwrap_err(),
+        ] {
+            assert_eq!(error.kind(), ErrorKind::Refused, "{error}");
+            assert!(error.message().contains("--allow-modules"), "{error}");
+        }
+        let data = vec![7; 5_000_000];
+        let tensor = session.alloc(Device::opencl(0), DataType::U8, &[data.len() as i64]).wait().unwrap();
+        session.copy_to_remote(&tensor, data.clone()).wait().unwrap();
+        assert!(session.copy_from_remote(&tensor).wait().unwrap() == data);
+    }
+}
+
+#[test]
 fn a_kernel_that_never_ends_or_goes_astray_ends_with_its_session() {
     let Some(vendors) = vendors() else { return };
-    let server = Server::start(&vendors, &[]);
+    let server = Server::taking_modules(&vendors);
     let (first, second, third) = (server.connect(), server.connect(), server.connect());
     let (pid, word) = (info(&first).pid, ints(&first, 1));
     kernel(&first, "endless").call::<()>((1, Value::Null, &word)).wait().unwrap();
@@ -175,7 +213,7 @@ fn a_kernel_that_never_ends_or_goes_astray_ends_with_its_session() {
 #[test]
 fn kernels_are_timed_by_the_device() {
     let Some(vendors) = vendors() else { return };
-    let server = Server::start(&vendors, &[]);
+    let server = Server::taking_modules(&vendors);
     let session = server.connect();
     let (count_up, out) = (kernel(&session, "count_up"), ints(&session, 64));
     let options = TimeOptions { number: 2, repeat: 3, ..TimeOptions::default() };
