@@ -80,5 +80,5 @@ pub use matmul::matmul;
 pub use memory::CudaMemory;
 pub use memory_pool::PoolStatistics;
 pub use module_loader::CudaModules;
-pub use on_demand::{CudaModulesOnDemand, CudaOnDemand};
+pub use on_demand::{CudaModulesOnDemand, on_demand};
 pub use stream::CudaStream;

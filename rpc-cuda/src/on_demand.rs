@@ -1,82 +1,22 @@
 //! CUDA on demand, for processes that may never use it: the first use loads it.
 
-use std::any::Any;
 use std::path::Path;
-use std::ptr::NonNull;
 use std::sync::Arc;
 
 use crate::device_api::CudaDevice;
 use crate::module_loader::CudaModules;
-use rpc_core::device::{AllocRequest, DeviceApi, DeviceAttribute, DeviceState, Memory, Stream};
+use rpc_core::device::DeviceOnDemand;
 use rpc_core::dlpack::DeviceType;
 use rpc_core::error::Result;
 use rpc_core::function::{LoadRequest, Module, ModuleLoader};
-use rpc_core::value::Value;
 
-/// All CUDA devices, for sessions that may never use them: the first call [opens](CudaDevice::open)
-/// them, and all calls fail if that fails.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct CudaOnDemand;
-
-impl DeviceApi for CudaOnDemand {
-    fn kind(&self) -> DeviceType {
-        DeviceType::CUDA
-    }
-
-    fn count(&self) -> Result<i32> {
-        open()?.count()
-    }
-
-    fn attribute(&self, index: i32, attribute: DeviceAttribute) -> Result<Value> {
-        open()?.attribute(index, attribute)
-    }
-
-    fn state(&self, index: i32) -> DeviceState {
-        open().map_or_else(|error| DeviceState::unknown(error.message()), |cuda| cuda.state(index))
-    }
-
-    fn allocate(&self, index: i32, request: &AllocRequest<'_>) -> Result<Box<dyn Memory>> {
-        open()?.allocate(index, request)
-    }
-
-    unsafe fn adopt(
-        &self,
-        index: i32,
-        address: NonNull<u8>,
-        len: usize,
-        owner: Box<dyn Any + Send + Sync>,
-    ) -> Result<Box<dyn Memory>> {
-        // SAFETY: the caller's promises are the same.
-        unsafe { open()?.adopt(index, address, len, owner) }
-    }
-
-    fn create_stream(&self, index: i32) -> Result<Arc<dyn Stream>> {
-        open()?.create_stream(index)
-    }
-
-    fn default_stream(&self, index: i32) -> Result<Arc<dyn Stream>> {
-        open()?.default_stream(index)
-    }
-
-    unsafe fn copy(
-        &self,
-        from: &dyn Memory,
-        from_offset: u64,
-        to: &dyn Memory,
-        to_offset: u64,
-        len: u64,
-    ) -> Result<()> {
-        // SAFETY: the caller's promises are the same.
-        unsafe { open()?.copy(from, from_offset, to, to_offset, len) }
-    }
+/// Returns all CUDA devices, for sessions that may never use them: the first call
+/// [opens](CudaDevice::open) them.
+pub const fn on_demand() -> DeviceOnDemand<CudaDevice> {
+    DeviceOnDemand::new(DeviceType::CUDA, CudaDevice::open)
 }
 
-/// Returns the driver's devices, the same at each call.
-fn open() -> Result<CudaDevice> {
-    CudaDevice::open().map_err(|error| error.context("no cuda"))
-}
-
-/// The loader of [`CudaModules`] that belongs to [`CudaOnDemand`].
+/// The loader of [`CudaModules`] that belongs to devices [on demand](on_demand).
 #[derive(Clone, Copy, Debug, Default)]
 pub struct CudaModulesOnDemand;
 
@@ -90,6 +30,6 @@ impl ModuleLoader for CudaModulesOnDemand {
     }
 
     fn load(&self, request: &LoadRequest<'_>) -> Result<Arc<dyn Module>> {
-        CudaModules::new(open()?).load(request)
+        CudaModules::new(on_demand().open()?).load(request)
     }
 }

@@ -60,5 +60,5 @@ pub use memory::OpenClMemory;
 pub use memory_pool::PoolStatistics;
 pub use module_loader::{OpenClModules, module_of_source};
 pub use native_code::NativeCodeRule;
-pub use on_demand::{OpenClModulesOnDemand, OpenClOnDemand};
+pub use on_demand::{OpenClModulesOnDemand, on_demand};
 pub use stream::OpenClStream;

@@ -10,6 +10,7 @@ mod copy;
 pub mod cpu;
 mod devices;
 mod memory;
+mod on_demand;
 mod state;
 pub(crate) mod target;
 #[cfg(test)]
@@ -23,6 +24,7 @@ pub use copy::copy_by_host;
 pub use cpu::{CpuAllocator, CpuDevice, HostMemory, SystemAllocator};
 pub use devices::Devices;
 pub use memory::{HostAccess, Mapping, Memory};
+pub use on_demand::DeviceOnDemand;
 pub use state::DeviceState;
 pub use target::Target;
 pub use virtual_device::{DeviceDescription, FieldInfo, GLOBAL, VirtualDevice, VirtualDeviceBuilder};

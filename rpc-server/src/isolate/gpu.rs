@@ -52,14 +52,14 @@ pub fn devices(registry: &Registry) -> Devices {
     let devices = {
         rpc_cuda::register(registry);
         registry.add_loader(std::sync::Arc::new(rpc_cuda::CudaModulesOnDemand));
-        devices.with(std::sync::Arc::new(rpc_cuda::CudaOnDemand))
+        devices.with(std::sync::Arc::new(rpc_cuda::on_demand()))
     };
     #[cfg(feature = "opencl")]
     let devices = {
         let rule = crate::modules::takes_any_native_code;
         rpc_opencl::register(registry, rule);
         registry.add_loader(std::sync::Arc::new(rpc_opencl::OpenClModulesOnDemand::new(rule)));
-        devices.with(std::sync::Arc::new(rpc_opencl::OpenClOnDemand))
+        devices.with(std::sync::Arc::new(rpc_opencl::on_demand()))
     };
     _ = registry;
     devices
