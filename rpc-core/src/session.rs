@@ -27,7 +27,7 @@ use bytes::{Bytes, BytesMut};
 use parking_lot::Mutex;
 
 use crate::device::DeviceAttribute;
-use crate::dlpack::{DataType, Device};
+use crate::dlpack::{DataType, Device, DeviceType};
 use crate::handle::Handle;
 use crate::reply::Submission;
 use crate::tensor::Borrow;
@@ -259,6 +259,27 @@ impl Operation {
             Self::LoadModule { .. } => "load_module",
             Self::ModuleFunction { .. } => "module_function",
             Self::Shutdown => "shutdown",
+        }
+    }
+
+    /// Returns the memory in bytes that the operation keeps while it waits, apart from a small
+    /// constant: what it counts for in queues.
+    pub(crate) fn memory(&self) -> usize {
+        match self {
+            Self::Call { args, .. } => args.iter().map(Value::size_hint).sum(),
+            Self::Write { to, data, .. } => data.len() + to.boxed_bytes(),
+            Self::Read { from, .. } if from.device.kind == DeviceType::CPU => from.boxed_bytes(),
+            // The bytes are copied to host memory first.
+            Self::Read { from, len, .. } => {
+                from.boxed_bytes().saturating_add(usize::try_from(*len).unwrap_or(usize::MAX))
+            }
+            Self::Copy { from, to } => from.boxed_bytes() + to.boxed_bytes(),
+            Self::Alloc { shape, scope, .. } => {
+                size_of::<i64>() * shape.capacity() + scope.as_ref().map_or(0, String::capacity)
+            }
+            Self::GetFunction { name } | Self::ModuleFunction { name, .. } => name.capacity(),
+            Self::LoadModule { path, loader } => path.capacity() + loader.as_ref().map_or(0, String::capacity),
+            _ => 0,
         }
     }
 }

@@ -34,7 +34,7 @@ use self::lanes::{AdmittedJob, Lanes, QueueEntry, Removed, WaitingRequest};
 use self::resolve::{PinnedOperation, RunsOn};
 use crate::access_control::AccessControl;
 use crate::device::Devices;
-use crate::dlpack::{Device, DeviceType};
+use crate::dlpack::Device;
 use crate::error::{ErrorKind, RpcError};
 use crate::function::context::WorkspaceFiles;
 use crate::function::object::Object;
@@ -44,7 +44,7 @@ use crate::limits::{OpenFileQuota, SessionLimits};
 use crate::memory_quota::MemoryQuota;
 use crate::panics::drop_each;
 use crate::reply::{Outcome, ReplyControl, Responder, Submission};
-use crate::session::{Operation, Request};
+use crate::session::Request;
 use crate::value::Value;
 
 pub use self::device_gate::{DeviceGate, DeviceUse};
@@ -100,7 +100,7 @@ impl LocalInner {
     }
 
     fn submit(self: &Arc<Self>, request: Request) -> Submission {
-        let bytes = request_bytes(&request.operation);
+        let bytes = request.operation.memory();
         let mut lanes = self.lanes.lock();
         if let Some(error) = &lanes.ended {
             let error = error.clone();
@@ -339,27 +339,6 @@ fn cancelled() -> RpcError {
 
 fn deadline_exceeded() -> RpcError {
     RpcError::new(ErrorKind::DeadlineExceeded, "the request's deadline passed")
-}
-
-/// Returns the bytes that a request counts against the capacity: the memory that it keeps while it
-/// waits, apart from a small constant.
-fn request_bytes(operation: &Operation) -> usize {
-    match operation {
-        Operation::Call { args, .. } => args.iter().map(Value::size_hint).sum(),
-        Operation::Write { to, data, .. } => data.len() + to.boxed_bytes(),
-        Operation::Read { from, .. } if from.device.kind == DeviceType::CPU => from.boxed_bytes(),
-        // The bytes are copied to host memory first.
-        Operation::Read { from, len, .. } => {
-            from.boxed_bytes().saturating_add(usize::try_from(*len).unwrap_or(usize::MAX))
-        }
-        Operation::Copy { from, to } => from.boxed_bytes() + to.boxed_bytes(),
-        Operation::Alloc { shape, scope, .. } => {
-            size_of::<i64>() * shape.capacity() + scope.as_ref().map_or(0, String::capacity)
-        }
-        Operation::GetFunction { name } | Operation::ModuleFunction { name, .. } => name.capacity(),
-        Operation::LoadModule { path, loader } => path.capacity() + loader.as_ref().map_or(0, String::capacity),
-        _ => 0,
-    }
 }
 
 impl Expire for LocalInner {

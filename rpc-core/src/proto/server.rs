@@ -83,14 +83,14 @@ pub struct ServerEndpoint {
     window: u64,
     /// Bytes of `window` that are in use.
     used: u64,
-    /// Part of `used` that belongs to unanswered requests.
+    /// Memory of unanswered requests in bytes.
     unanswered: u64,
     /// Memory of the requests and replies queued here, counted against the limit of all sessions.
     queued: QueuedMemory,
     /// Bytes of large replies that may still be sent.
     reply_window: u64,
     max_reply: u64,
-    in_flight: IdMap<u64>,
+    in_flight: IdMap<RequestCost>,
     /// Number of replies that have not been sent whole. A client that keeps to its credit has not
     /// seen them.
     unsent: usize,
@@ -261,8 +261,10 @@ impl ServerEndpoint {
     /// Answers a request. If the outcome cannot be sent, the caller gets an error instead, and the
     /// value is returned, so that its objects can be freed.
     pub fn reply(&mut self, id: u64, outcome: Outcome) -> Option<Value> {
-        let Some(cost_of_request) = self.in_flight.remove(&id) else { return outcome.ok() };
-        self.unanswered -= cost_of_request;
+        let Some(RequestCost { credit: cost_of_request, memory }) = self.in_flight.remove(&id) else {
+            return outcome.ok();
+        };
+        self.unanswered -= memory;
         if self.closed {
             self.used -= cost_of_request;
             return outcome.ok();
@@ -561,15 +563,20 @@ impl ServerEndpoint {
             }
             Payload::Read(_) => return Err(RpcError::internal("the payload of a request was received as a read")),
             Payload::Refused(error) => {
-                self.in_flight.insert(id, 0);
+                self.in_flight.insert(id, RequestCost::default());
                 drop(self.reply(id, Err(error.context("the request found no room"))));
                 return Ok(());
             }
         };
         let cost = cost(size);
+        let memory = match &event {
+            // Values may take more memory than the credit for them.
+            Ok(ServerEvent::Request { request, .. }) if cost > 0 => cost.max(request.operation.memory() as u64),
+            _ => cost,
+        };
         self.used += cost;
-        self.unanswered += cost;
-        self.in_flight.insert(id, cost);
+        self.unanswered += memory;
+        self.in_flight.insert(id, RequestCost { credit: cost, memory });
         if cost > 0
             && let Err(error) = self.queued.cover(self.queued_bytes())
         {
@@ -586,6 +593,15 @@ impl ServerEndpoint {
         }
         Ok(())
     }
+}
+
+/// Cost of a request that has not been answered; none for a small one.
+#[derive(Clone, Copy, Debug, Default)]
+struct RequestCost {
+    /// Bytes of the client's credit.
+    credit: u64,
+    /// Bytes of memory.
+    memory: u64,
 }
 
 /// Memory that one session has queued, counted against the limit of all sessions.

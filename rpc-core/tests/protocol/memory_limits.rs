@@ -9,7 +9,7 @@ use crate::pair::{Pair, Setup, call, call_with, frame, object};
 use crate::peak_memory::{held_memory, peak_memory_of};
 use bytes::{Bytes, BytesMut};
 use rpc_core::proto::{Admission, ClientEndpoint, ClientEvent, Kind, ServerEvent, decode_value};
-use rpc_core::{ErrorKind, Handle, MemoryQuota, Value};
+use rpc_core::{DataType, Device, ErrorKind, Handle, MemoryQuota, TensorRef, Value};
 
 #[test]
 fn no_memory_is_reserved_for_claimed_lengths() {
@@ -514,6 +514,25 @@ fn requests_without_room_are_refused_without_being_kept_and_the_session_continue
         assert_eq!(pair.requests.keys().copied().collect::<Vec<_>>(), [3, 4]);
         assert!(pair.ended.is_none() && pair.server_error.is_none());
     }
+}
+
+/// A tensor takes twice the memory that the client's credit counts for it.
+#[test]
+fn a_request_counts_for_the_memory_of_its_values() {
+    let (device, dtype) = (Device::cpu(), DataType::F32);
+    let (shape, strides) = (vec![1; 2], Some(vec![1; 2]));
+    let tensor = TensorRef { storage: Handle::from_bits(1), byte_offset: 0, shape, strides, dtype, device };
+    let quota = MemoryQuota::new("max_total_queued", 1 << 20, None);
+    let mut pair = crowded(&quota, 16 << 10);
+    for (id, count) in [(1, 14_000), (2, 6_000)] {
+        pair.submit(id, call_with(0, vec![Value::List(vec![tensor.clone().into(); count])]));
+        pair.run();
+    }
+    assert_eq!(pair.error(1).kind(), ErrorKind::LimitExceeded);
+    assert_eq!(pair.requests.keys().copied().collect::<Vec<_>>(), [2]);
+    pair.reply(2, Ok(Value::Null));
+    pair.run();
+    assert_eq!(quota.used(), 0);
 }
 
 #[test]

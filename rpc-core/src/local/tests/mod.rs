@@ -25,6 +25,7 @@ use crate::function::context::{Context, ThreadPermit};
 use crate::function::convert::Shared as SharedObject;
 use crate::function::handler::Rest;
 use crate::reply::{PendingReply, ReplySink};
+use crate::session::Operation;
 use crate::session::{Lane, RpcSession};
 use crate::value::Reference;
 
