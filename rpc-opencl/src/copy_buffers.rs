@@ -8,6 +8,8 @@
 use std::collections::VecDeque;
 use std::ffi::c_void;
 use std::ptr::{self, NonNull};
+use std::sync::Arc;
+use std::time::Duration;
 
 use opencl3::command_queue::{enqueue_map_buffer, enqueue_unmap_mem_object};
 use opencl3::memory::{CL_MAP_READ, CL_MAP_WRITE, CL_MEM_ALLOC_HOST_PTR, CL_MEM_READ_WRITE, create_buffer};
@@ -32,7 +34,7 @@ struct State {
     /// Buffers that nothing uses.
     idle: Vec<Mapped>,
     /// Buffers that the device uses until an event, the oldest first.
-    submitted: VecDeque<(Mapped, Event)>,
+    submitted: VecDeque<(Mapped, Arc<Event>)>,
     /// Number of all buffers.
     count: usize,
 }
@@ -78,10 +80,19 @@ impl CopyBuffers {
             if let Some((mapped, end)) = state.submitted.pop_front() {
                 drop(state);
                 let buffer = in_use(mapped);
-                end.wait()?;
-                return Ok(buffer);
+                return match end.wait() {
+                    Ok(()) => Ok(buffer),
+                    // The stream reports the error of the command, which is not the caller's.
+                    Err(_) if end.has_ended() => Ok(buffer),
+                    Err(error) => {
+                        buffer.returned_unless_used(&end);
+                        Err(error)
+                    }
+                };
             }
-            self.returned.wait(&mut state);
+            device.listed.check_not_lost()?;
+            // A device that is lost notifies nobody.
+            self.returned.wait_for(&mut state, LOSS_CHECK);
         }
     }
 
@@ -109,7 +120,7 @@ impl CopyBuffer {
     }
 
     /// Returns the buffer when the device has done the work that ends with the event.
-    pub(super) fn submitted(mut self, end: Event) {
+    pub(super) fn submitted(mut self, end: Arc<Event>) {
         if let Some(mapped) = self.mapped.take() {
             let buffers = &self.device.copy_buffers;
             buffers.state.lock().submitted.push_back((mapped, end));
@@ -117,9 +128,16 @@ impl CopyBuffer {
         }
     }
 
-    /// Leaves the buffer to the device for ever, which may still use it.
-    pub(super) fn abandon(mut self) {
+    /// Returns the buffer if the command with it has ended. Otherwise leaves it to the device for
+    /// ever, which may still use it; another may take its place.
+    pub(super) fn returned_unless_used(mut self, end: &Event) {
+        if end.has_ended() {
+            return;
+        }
         std::mem::forget(self.mapped.take());
+        let buffers = &self.device.copy_buffers;
+        buffers.state.lock().count -= 1;
+        buffers.returned.notify_all();
     }
 }
 
@@ -167,6 +185,9 @@ impl Drop for Mapped {
 
 /// Size of a buffer in bytes: that of the chunks in which sessions copy.
 pub(super) const LEN: usize = 1 << 20;
+
+/// Time between two checks that the device is not lost.
+const LOSS_CHECK: Duration = Duration::from_millis(100);
 
 /// Largest number of buffers of a device.
 const COUNT: usize = 64;

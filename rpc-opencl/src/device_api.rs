@@ -73,7 +73,8 @@ impl OpenClDevice {
     ///
     /// As [`stream`](Self::stream).
     pub fn set_cache_limit(&self, index: i32, bytes: u64) -> Result<()> {
-        self.opened(index)?.pool.set_limit(bytes);
+        let opened = self.opened(index)?;
+        opened.pool.set_limit(opened, bytes);
         Ok(())
     }
 

@@ -2,7 +2,6 @@
 
 use std::ffi::{CString, c_void};
 use std::ptr;
-use std::sync::Arc;
 
 use opencl3::command_queue::enqueue_nd_range_kernel;
 use opencl3::device::{CL_DEVICE_EXTENSIONS, CL_DEVICE_LOCAL_MEM_SIZE, CL_DEVICE_MAX_WORK_ITEM_SIZES};
@@ -118,7 +117,6 @@ impl Kernel {
         listed.check_not_lost()?;
         let stream = stream.filter(|stream| ptr::eq(stream.listed(), listed));
         let stream = stream.unwrap_or(&self.device.default_stream);
-        stream.wait_for_room()?;
         stream_order::in_order(self.device, stream, &memories, || {
             let kernel = self.raw.lock();
             let mut parts = Vec::new();
@@ -136,7 +134,7 @@ impl Kernel {
                 enqueue_nd_range_kernel(queue, kernel.raw(), dimensions, offset, global, local, 0, ptr::null())
             };
             drop(kernel);
-            let end = Arc::new(Event::of(listed, "clEnqueueNDRangeKernel", launched)?);
+            let end = stream.note(Event::of(listed, "clEnqueueNDRangeKernel", launched)?);
             stream.note_kernel(&end);
             Ok(end)
         })

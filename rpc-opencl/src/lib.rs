@@ -44,6 +44,7 @@ mod memory;
 mod memory_pool;
 mod module_loader;
 mod native_code;
+mod notifier;
 mod on_demand;
 mod opened_device;
 mod other_stream_work;
@@ -52,6 +53,7 @@ mod release_thread;
 mod source;
 mod stream;
 mod stream_order;
+mod submitted_commands;
 mod transfer;
 
 pub use device_api::OpenClDevice;

@@ -66,6 +66,8 @@ struct HostBuffer {
     buffer: BufferHandle,
     start: NonNull<c_void>,
     len: usize,
+    /// True while the processor has the memory. Held while that changes.
+    is_mapped: Mutex<bool>,
 }
 
 // SAFETY: the memory may be used from any thread; its users keep the promises of `Memory`.
@@ -172,7 +174,13 @@ impl OpenClMemory {
     pub(super) fn lend_to_device<'a>(&'a self, stream: &'a OpenClStream) -> Result<Option<Lent<'a>>> {
         match &self.place {
             Place::Host(host) if host.len > 0 => {
-                host.unmap(stream)?;
+                // Kept from an earlier kernel, if it could not be taken back.
+                let mut is_mapped = host.is_mapped.lock();
+                if *is_mapped {
+                    host.unmap(stream)?;
+                    *is_mapped = false;
+                }
+                drop(is_mapped);
                 Ok(Some(Lent { host, stream, is_back: false }))
             }
             _ => Ok(None),
@@ -191,14 +199,14 @@ impl Lent<'_> {
     /// Waits until the device is done with the memory, and gives it to the processor.
     pub(super) fn take_back(mut self) -> Result<()> {
         self.is_back = true;
-        self.host.map(self.stream)
+        self.host.ensure_mapped(self.stream)
     }
 }
 
 impl Drop for Lent<'_> {
     fn drop(&mut self) {
         if !self.is_back
-            && let Err(error) = self.host.map(self.stream)
+            && let Err(error) = self.host.ensure_mapped(self.stream)
         {
             // Every use of the device reports it.
             tracing::debug!(%error, "host memory did not come back from a device");
@@ -227,7 +235,8 @@ impl SharedMapping {
             // SAFETY: the queue and the buffer are alive, and the range is the buffer's.
             let event =
                 unsafe { enqueue_map_buffer(queue, block.raw(), CL_TRUE, flags, 0, len, &mut start, 0, ptr::null()) };
-            Event::of(listed, "clEnqueueMapBuffer", event)?.wait()?;
+            let waited = Event::of(listed, "clEnqueueMapBuffer", event)?.wait();
+            device.default_stream.take_failure().and(waited)?;
             mapped.start = start.expose_provenance();
         }
         let start = NonNull::new(ptr::with_exposed_provenance_mut(mapped.start));
@@ -247,7 +256,7 @@ impl SharedMapping {
         let stream = &device.default_stream;
         // SAFETY: it is mapped there, and nobody uses that any more.
         let unmapped = unsafe { enqueue_unmap_mem_object(stream.raw(), block.raw(), start, 0, ptr::null()) };
-        Event::of(device.listed, "clEnqueueUnmapMemObject", unmapped)?;
+        stream.note(Event::of(device.listed, "clEnqueueUnmapMemObject", unmapped)?);
         stream.flush()
     }
 }
@@ -255,7 +264,13 @@ impl SharedMapping {
 impl HostBuffer {
     fn empty(device: &'static OpenedDevice, alignment: u64) -> Self {
         let start = ptr::without_provenance_mut((alignment as usize).max(HOST_ALIGNMENT));
-        Self { device, buffer: BufferHandle::none(), start: NonNull::new(start).unwrap_or(NonNull::dangling()), len: 0 }
+        Self {
+            device,
+            buffer: BufferHandle::none(),
+            start: NonNull::new(start).unwrap_or(NonNull::dangling()),
+            len: 0,
+            is_mapped: Mutex::new(true),
+        }
     }
 
     fn new(device: &'static OpenedDevice, len: u64, alignment: u64) -> Result<Self> {
@@ -291,9 +306,24 @@ impl HostBuffer {
             free();
             return device.listed.check("clSetMemObjectDestructorCallback", Err(code));
         }
-        let host = Self { device, buffer, start: start.cast(), len: padded };
-        host.map(&device.copy_stream)?;
+        let host = Self { device, buffer, start: start.cast(), len: padded, is_mapped: Mutex::new(false) };
+        host.ensure_mapped(&device.copy_stream)?;
         Ok(host)
+    }
+
+    /// Gives the memory to the processor, unless it has it: behind the work of the stream.
+    fn ensure_mapped(&self, stream: &OpenClStream) -> Result<()> {
+        let mut is_mapped = self.is_mapped.lock();
+        if !*is_mapped {
+            self.map(stream)?;
+            *is_mapped = true;
+        }
+        Ok(())
+    }
+
+    /// Returns the memory to the processor if that failed behind a kernel.
+    fn reclaim(&self) -> Result<()> {
+        self.ensure_mapped(&self.device.default_stream)
     }
 
     /// Waits until the work of the stream is done, and lets the processor access the memory.
@@ -327,6 +357,7 @@ impl HostBuffer {
 impl Drop for HostBuffer {
     fn drop(&mut self) {
         if self.len > 0
+            && *self.is_mapped.get_mut()
             && let Err(error) = self.unmap(&self.device.copy_stream)
         {
             tracing::debug!(%error, "host memory was not unmapped");
@@ -356,7 +387,8 @@ fn zero(device: &'static OpenedDevice, block: &PoolBlock, len: u64) -> Result<()
         let pattern = ZEROS.as_ptr().cast();
         enqueue_fill_buffer(queue, block.raw(), pattern, ZEROS.len(), 0, len as usize, 0, ptr::null())
     };
-    Event::of(device.listed, "clEnqueueFillBuffer", filled).map(drop)
+    device.default_stream.note(Event::of(device.listed, "clEnqueueFillBuffer", filled)?);
+    Ok(())
 }
 
 // SAFETY: the length and the address never change. Host memory holds zeros from the start, is
@@ -374,9 +406,9 @@ unsafe impl Memory for OpenClMemory {
         }
     }
 
-    /// OpenCL's memory has handles and no addresses, except for host memory.
+    /// OpenCL's memory has handles and no addresses. That of host memory is the processor's.
     fn device_address(&self) -> Option<NonNull<u8>> {
-        self.host()
+        None
     }
 
     /// Returns when `data` has been read. Its last part may still be on the way to the device;
@@ -385,6 +417,7 @@ unsafe impl Memory for OpenClMemory {
         match &self.place {
             Place::Nowhere => self.device.listed.check_not_lost(),
             Place::Host(host) => {
+                host.reclaim()?;
                 // SAFETY: the caller has checked the range and has exclusive access to it.
                 unsafe { ptr::copy_nonoverlapping(data.as_ptr(), host.at(offset), data.len()) };
                 Ok(())
@@ -401,6 +434,7 @@ unsafe impl Memory for OpenClMemory {
         match &self.place {
             Place::Nowhere => self.device.listed.check_not_lost(),
             Place::Host(host) => {
+                host.reclaim()?;
                 // SAFETY: the caller has checked the range and excludes writers.
                 unsafe { ptr::copy_nonoverlapping(host.at(offset), out.as_mut_ptr(), out.len()) };
                 Ok(())
@@ -416,6 +450,9 @@ unsafe impl Memory for OpenClMemory {
     /// Maps device memory as a whole, without a copy where the device works in host memory.
     unsafe fn map(&self, offset: u64, len: usize, access: HostAccess) -> Result<Mapping<'_>> {
         let Place::Device(block) = &self.place else {
+            if let Place::Host(host) = &self.place {
+                host.reclaim()?;
+            }
             let start = self.host().map_or(ptr::dangling_mut(), |start| start.as_ptr().wrapping_add(offset as usize));
             // SAFETY: the caller has checked the range, and keeps others from it.
             return Ok(unsafe {

@@ -4,12 +4,13 @@
 //!   everything that was submitted there before. The default stream first waits for work on the
 //!   memory that other streams had when it came back.
 //! * Memory that the driver gets back stays until the commands that use it are done, as OpenCL
-//!   promises of released buffers.
+//!   promises of released buffers. Until then it counts as used, and an allocation that finds no
+//!   room waits for it.
 //! * Drivers may promise more memory than there is, so the pool refuses what exceeds the device's
 //!   memory, idle blocks included, after returning those.
-//! * The pool's lock is not held during a call of the driver.
+//! * The lock of the pool's state is not held during a call of the driver.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::ptr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -47,6 +48,9 @@ pub struct PoolStatistics {
 
 pub(super) struct Pool {
     state: Mutex<PoolState>,
+    /// Memory that the driver has got back behind unfinished work, the oldest first. Locked before
+    /// `state`.
+    released: Mutex<VecDeque<Released>>,
     /// Size of the device's memory in bytes.
     total: u64,
     /// True while the release thread knows that there is idle memory.
@@ -68,6 +72,12 @@ struct Idle {
     since: Instant,
 }
 
+/// Blocks that the driver frees when the work with them is done.
+struct Released {
+    bytes: u64,
+    ends: Vec<Arc<Event>>,
+}
+
 /// A block of a pool. On drop it returns to the pool.
 pub(super) struct PoolBlock {
     device: &'static OpenedDevice,
@@ -83,7 +93,7 @@ impl Pool {
     /// Creates a pool for a device with `total` bytes, of which `limit` may lie idle.
     pub(super) fn new(total: u64, limit: u64) -> Self {
         let state = PoolState { idle: BTreeMap::new(), statistics: PoolStatistics::default(), limit };
-        Self { state: Mutex::new(state), total, is_watched: AtomicBool::new(false) }
+        Self { state: Mutex::new(state), released: Mutex::default(), total, is_watched: AtomicBool::new(false) }
     }
 
     /// Takes a block of at least `len` bytes, with unspecified contents, for work of the default
@@ -101,18 +111,24 @@ impl Pool {
         let size = block_size(len).filter(|size| *size <= self.total).ok_or_else(too_large)?;
         let block = |buffer| PoolBlock { device, buffer: Some(buffer), size, other_streams: Vec::new() };
         if let Some(idle) = self.take_idle(size) {
-            let block = block(idle.buffer);
-            device.default_stream.wait_events(idle.other_streams.iter().map(|event| &**event))?;
+            let mut block = block(idle.buffer);
+            // On an error the block returns to the pool with its ends.
+            block.other_streams = idle.other_streams;
+            device.default_stream.wait_events(block.other_streams.iter().map(|event| &**event))?;
+            block.other_streams.clear();
             return Ok(block);
         }
         if !self.reserve(size) {
-            self.trim();
-            if !self.reserve(size) {
-                return Err(too_large());
+            self.trim(device);
+            while !self.reserve(size) {
+                if !self.wait_for_released() {
+                    return Err(too_large());
+                }
+                device.listed.check_not_lost()?;
             }
         }
         let created = create(device, size).or_else(|error| {
-            if error.kind() != ErrorKind::OutOfMemory || self.trim() == 0 {
+            if error.kind() != ErrorKind::OutOfMemory || self.trim(device) == 0 {
                 return Err(error);
             }
             create(device, size)
@@ -136,47 +152,51 @@ impl Pool {
     }
 
     /// Sets the largest number of idle bytes, and returns what exceeds it.
-    pub(super) fn set_limit(&self, bytes: u64) {
+    pub(super) fn set_limit(&self, device: &OpenedDevice, bytes: u64) {
         let mut state = self.state.lock();
         state.limit = bytes;
         let excess = state.statistics.cached_bytes > bytes;
         drop(state);
         if excess {
-            self.trim();
+            self.trim(device);
         }
     }
 
     /// Returns all idle blocks to the driver. Returns the number of bytes.
-    pub(super) fn trim(&self) -> u64 {
+    pub(super) fn trim(&self, device: &OpenedDevice) -> u64 {
+        let mut released = self.released.lock();
         let mut state = self.state.lock();
         let idle = std::mem::take(&mut state.idle);
         let bytes = std::mem::take(&mut state.statistics.cached_bytes);
         state.statistics.trims += u64::from(bytes > 0);
         drop(state);
-        drop(idle);
+        let blocks = idle.into_iter().flat_map(|(size, blocks)| blocks.into_iter().map(move |idle| (size, idle)));
+        release(device, &mut released, blocks);
         bytes
     }
 
     /// Returns blocks that have been idle for `time` to the driver. Returns the time of the next
     /// check, if any are left.
-    pub(super) fn release_idle(&self, time: Duration) -> Option<Instant> {
+    pub(super) fn release_idle(&self, device: &OpenedDevice, time: Duration) -> Option<Instant> {
         // Blocks that become idle from here on are reported again.
         self.is_watched.store(false, Ordering::Release);
         let now = Instant::now();
         let is_due = |idle: &Idle| now.duration_since(idle.since) >= time;
         let mut due = Vec::new();
+        let mut released = self.released.lock();
         let mut state = self.state.lock();
         let (mut bytes, mut oldest) = (0, None);
         state.idle.retain(|size, blocks| {
             let count = blocks.iter().take_while(|idle| is_due(idle)).count();
             bytes += *size * count as u64;
-            due.extend(blocks.drain(..count));
+            due.extend(blocks.drain(..count).map(|idle| (*size, idle)));
             oldest = oldest.into_iter().chain(blocks.first().map(|idle| idle.since)).min();
             !blocks.is_empty()
         });
         state.statistics.cached_bytes -= bytes;
         drop(state);
-        drop(due);
+        release(device, &mut released, due);
+        drop(released);
         let at = oldest?.checked_add(time)?;
         self.is_watched.store(true, Ordering::Release);
         Some(at)
@@ -184,15 +204,26 @@ impl Pool {
 
     /// Counts a block of this size as in use, if there is room for it.
     fn reserve(&self, size: u64) -> bool {
+        let mut released = self.released.lock();
+        released.retain(Released::is_in_use);
+        let behind: u64 = released.iter().map(|released| released.bytes).sum();
         let mut state = self.state.lock();
         let statistics = &mut state.statistics;
-        let used = statistics.allocated_bytes + statistics.cached_bytes;
+        let used = statistics.allocated_bytes + statistics.cached_bytes + behind;
         if used.checked_add(size).is_none_or(|all| all > self.total) {
             return false;
         }
         statistics.misses += 1;
         statistics.take(size);
         true
+    }
+
+    /// Waits until the driver has freed the memory that it got back first. Returns false if it has
+    /// freed all.
+    fn wait_for_released(&self) -> bool {
+        let first = self.released.lock().pop_front();
+        // Meanwhile others may take its room, and then the caller waits for the next.
+        first.inspect(|first| first.ends.iter().for_each(|end| _ = end.wait())).is_some()
     }
 
     fn take_idle(&self, size: u64) -> Option<Idle> {
@@ -209,6 +240,7 @@ impl Pool {
     }
 
     fn give_back(&self, device: &'static OpenedDevice, size: u64, idle: Idle) {
+        let mut released = self.released.lock();
         let mut state = self.state.lock();
         state.statistics.allocated_bytes -= size;
         let is_kept = state.statistics.cached_bytes + size <= state.limit && device.listed.check_not_lost().is_ok();
@@ -216,12 +248,13 @@ impl Pool {
             state.statistics.cached_bytes += size;
             state.idle.entry(size).or_default().push(idle);
             drop(state);
+            drop(released);
             if !self.is_watched.swap(true, Ordering::AcqRel) {
                 release_thread::watch(device);
             }
         } else {
             drop(state);
-            drop(idle);
+            release(device, &mut released, [(size, idle)]);
         }
     }
 }
@@ -244,6 +277,24 @@ impl Drop for PoolBlock {
         let Some(buffer) = self.buffer.take() else { return };
         let other_streams = std::mem::take(&mut self.other_streams);
         self.device.pool.give_back(self.device, self.size, Idle { buffer, other_streams, since: Instant::now() });
+    }
+}
+
+impl Released {
+    fn is_in_use(&self) -> bool {
+        self.ends.iter().any(|end| !end.has_ended())
+    }
+}
+
+/// Returns blocks to the driver, and notes those that unfinished work uses.
+fn release(device: &OpenedDevice, released: &mut VecDeque<Released>, blocks: impl IntoIterator<Item = (u64, Idle)>) {
+    let last = device.default_stream.last_command();
+    for (bytes, Idle { buffer, other_streams, .. }) in blocks {
+        let noted = Released { bytes, ends: other_streams.into_iter().chain(last.clone()).collect() };
+        if noted.is_in_use() {
+            released.push_back(noted);
+        }
+        drop(buffer);
     }
 }
 

@@ -70,7 +70,7 @@ impl OpenedDevice {
     /// number of bytes.
     pub(super) fn trim(&self) -> Result<u64> {
         self.default_stream.synchronize()?;
-        Ok(self.pool.trim() + self.copy_buffers.trim()?)
+        Ok(self.pool.trim(self) + self.copy_buffers.trim()?)
     }
 }
 

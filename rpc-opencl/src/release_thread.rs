@@ -37,7 +37,7 @@ fn run(devices: &mpsc::Receiver<&'static OpenedDevice>) {
         };
         let Ok(device) = next else { return };
         let time = *device.idle_time.lock();
-        match device.pool.release_idle(time) {
+        match device.pool.release_idle(device, time) {
             Some(at) => _ = due.insert(device.listed.index, (at, device)),
             None => _ = due.remove(&device.listed.index),
         }

@@ -1,7 +1,6 @@
 //! Streams, which are OpenCL's queues that run commands in order, and the order among them.
 
 use std::any::Any;
-use std::collections::VecDeque;
 use std::fmt;
 use std::ptr;
 use std::sync::Arc;
@@ -17,6 +16,8 @@ use parking_lot::Mutex;
 use crate::device_list::ListedDevice;
 use crate::event::Event;
 use crate::handle::QueueHandle;
+use crate::notifier;
+use crate::submitted_commands::Commands;
 use rpc_core::device::{Stream, StreamTimer, WhenDone};
 use rpc_core::dlpack::Device;
 use rpc_core::error::Result;
@@ -34,9 +35,8 @@ pub struct OpenClStream {
 pub(super) struct Queue {
     device: &'static ListedDevice,
     handle: QueueHandle,
-    /// Kernels that may not be done, the oldest first.
-    submitted: Mutex<VecDeque<Arc<Event>>>,
     times: Mutex<Option<KernelTimes>>,
+    commands: Commands,
 }
 
 /// Times of the kernels of a queue during a measurement.
@@ -57,7 +57,7 @@ impl OpenClStream {
         let raw = unsafe { create_command_queue(context, device.id(), CL_QUEUE_PROFILING_ENABLE) };
         let handle = QueueHandle::new(device.check("clCreateCommandQueue", raw)?);
         Ok(Self {
-            queue: Arc::new(Queue { device, handle, submitted: Mutex::default(), times: Mutex::default() }),
+            queue: Arc::new(Queue { device, handle, times: Mutex::default(), commands: Commands::default() }),
             is_default,
         })
     }
@@ -70,6 +70,22 @@ impl OpenClStream {
         let event = Event::of(self.listed(), "clEnqueueMarkerWithWaitList", marker)?;
         self.flush()?;
         Ok(event)
+    }
+
+    /// Notes a command that has been submitted to the stream, so that its error is reported, and
+    /// waits for earlier ones if there are many.
+    pub(super) fn note(&self, command: Event) -> Arc<Event> {
+        self.queue.commands.add(command)
+    }
+
+    /// Returns the first error of the commands that are done, once.
+    pub(super) fn take_failure(&self) -> Result<()> {
+        self.queue.commands.take_failure()
+    }
+
+    /// Returns the end of all commands; `None` if they are done.
+    pub(super) fn last_command(&self) -> Option<Arc<Event>> {
+        self.queue.commands.last()
     }
 
     /// Has the driver begin with the submitted work.
@@ -85,7 +101,8 @@ impl OpenClStream {
         }
         // SAFETY: the queue and the events are alive, and of one context.
         let barrier = unsafe { enqueue_barrier_with_wait_list(self.raw(), raw.len() as u32, raw.as_ptr()) };
-        Event::of(self.listed(), "clEnqueueBarrierWithWaitList", barrier).map(drop)
+        self.note(Event::of(self.listed(), "clEnqueueBarrierWithWaitList", barrier)?);
+        Ok(())
     }
 
     /// Lets later work begin after all work submitted to `other`, a stream of this device, so far.
@@ -93,26 +110,8 @@ impl OpenClStream {
         if Arc::ptr_eq(&self.queue, &other.queue) { Ok(()) } else { self.wait_events([&other.record()?]) }
     }
 
-    /// Waits until the stream has room for a kernel. Drivers take any number, which a client could
-    /// make them keep behind one that never ends.
-    pub(super) fn wait_for_room(&self) -> Result<()> {
-        loop {
-            let mut submitted = self.queue.submitted.lock();
-            while submitted.front().is_some_and(|kernel| !matches!(kernel.is_done(), Ok(false))) {
-                submitted.pop_front();
-            }
-            if submitted.len() < MAX_SUBMITTED {
-                return Ok(());
-            }
-            let oldest = submitted.front().cloned();
-            drop(submitted);
-            oldest.map_or(Ok(()), |kernel| kernel.wait())?;
-        }
-    }
-
-    /// Notes a kernel that has been submitted to the stream, for its room and for a measurement.
+    /// Notes a kernel that has been submitted to the stream, for a measurement.
     pub(super) fn note_kernel(&self, kernel: &Arc<Event>) {
-        self.queue.submitted.lock().push_back(kernel.clone());
         if let Some(times) = &mut *self.queue.times.lock() {
             times.pending.push(kernel.clone());
             if times.pending.len() >= PENDING_KERNELS {
@@ -143,6 +142,13 @@ impl OpenClStream {
     }
 }
 
+impl Queue {
+    /// Returns the first error of the commands that are done, once.
+    pub(super) fn take_failure(&self) -> Result<()> {
+        self.commands.take_failure()
+    }
+}
+
 impl KernelTimes {
     /// Adds the kernels that are done, up to the first that is not.
     fn take_finished(&mut self) {
@@ -163,7 +169,13 @@ impl Stream for OpenClStream {
 
     fn synchronize(&self) -> Result<()> {
         match self.record() {
-            Ok(event) => event.wait(),
+            Ok(event) => {
+                let waited = event.wait();
+                // The first error says more than that of what came behind.
+                self.take_failure().and(waited)
+            }
+            // Nothing ends any more, and the driver might wait for ever.
+            Err(error) if self.listed().check_not_lost().is_err() => Err(error),
             // The submitted work may still use memory that the caller is about to release.
             Err(error) => self.listed().check("clFinish", finish(self.raw())).and(Err(error)),
         }
@@ -171,7 +183,7 @@ impl Stream for OpenClStream {
 
     fn when_done(&self, done: WhenDone) -> Result<(), WhenDone> {
         match self.record() {
-            Ok(event) => event.when_done(done),
+            Ok(event) => notifier::when_done(event, self.queue.clone(), done),
             Err(error) => {
                 done(Err(error));
                 Ok(())
@@ -234,9 +246,6 @@ impl fmt::Debug for OpenClStream {
             .finish()
     }
 }
-
-/// Largest number of kernels of a stream that may not be done: as many as CUDA's driver takes.
-const MAX_SUBMITTED: usize = 1024;
 
 /// Number of kernels of a measurement whose events are kept before those that are done are added
 /// up.

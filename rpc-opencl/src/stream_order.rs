@@ -6,6 +6,7 @@
 //! that, each memory keeps the events behind which the last work on it is done on other streams
 //! (`other_stream_work.rs`).
 
+use std::ptr;
 use std::sync::Arc;
 
 use crate::event::Event;
@@ -28,7 +29,10 @@ pub(super) fn in_order(
     }
     memories.iter().try_for_each(|memory| memory.other_streams.precede(stream))?;
     // The device may use memory only while the processor does not have it.
-    let lent = memories.iter().filter_map(|memory| memory.lend_to_device(stream).transpose());
+    // One that is given twice is lent once.
+    let is_first = |(at, memory): (usize, &&OpenClMemory)| !memories[..at].iter().any(|other| ptr::eq(*other, *memory));
+    let once = memories.iter().enumerate().filter(|(at, memory)| is_first((*at, memory))).map(|(_, memory)| memory);
+    let lent = once.filter_map(|memory| memory.lend_to_device(stream).transpose());
     let lent: Vec<_> = lent.collect::<Result<_>>()?;
     let submitted = submit();
     if !stream.is_default()
@@ -37,6 +41,11 @@ pub(super) fn in_order(
         memories.iter().for_each(|memory| memory.other_streams.set(stream, done));
     }
     stream.flush()?;
+    if lent.is_empty() {
+        return submitted.map(drop);
+    }
     lent.into_iter().try_for_each(|lent| lent.take_back())?;
-    submitted.map(drop)
+    submitted?;
+    // The work is done.
+    stream.take_failure()
 }

@@ -9,8 +9,9 @@
 use std::collections::VecDeque;
 use std::ptr;
 
-use opencl3::command_queue::{enqueue_copy_buffer, enqueue_read_buffer, enqueue_write_buffer};
-use opencl3::types::{CL_FALSE, cl_mem};
+use opencl3::command_queue::{enqueue_copy_buffer, enqueue_read_buffer, enqueue_write_buffer, finish};
+use opencl3::error_codes::CL_INVALID_VALUE;
+use opencl3::types::{CL_FALSE, CL_TRUE, cl_int, cl_mem};
 
 use crate::copy_buffers::{self, CopyBuffer};
 use crate::event::Event;
@@ -33,7 +34,8 @@ pub(super) unsafe fn upload(device: &'static OpenedDevice, to: cl_mem, offset: u
         let (queue, start) = (device.default_stream.raw(), buffer.start());
         // SAFETY: the caller's promise; and the buffer is reused only after the copy.
         let written = unsafe { enqueue_write_buffer(queue, to, CL_FALSE, at, part.len(), start, 0, ptr::null()) };
-        buffer.submitted(Event::of(device.listed, "clEnqueueWriteBuffer", written)?);
+        let written = Event::of(device.listed, "clEnqueueWriteBuffer", written)?;
+        buffer.submitted(device.default_stream.note(written));
     }
     device.default_stream.flush()
 }
@@ -49,20 +51,41 @@ pub(super) unsafe fn download(device: &'static OpenedDevice, from: cl_mem, offse
         return Ok(());
     }
     if device.has_host_memory {
-        let (start, len) = (out.as_mut_ptr().cast(), out.len());
-        let end = read(device, from, offset as usize, start, len)?;
-        device.default_stream.flush()?;
-        return end.wait();
+        let (queue, start) = (device.default_stream.raw(), out.as_mut_ptr().cast());
+        // Blocking, so that nothing writes to `out` when this returns.
+        // SAFETY: the range is the buffer's, and `out` has as many bytes.
+        let read =
+            unsafe { enqueue_read_buffer(queue, from, CL_TRUE, offset as usize, out.len(), start, 0, ptr::null()) };
+        if let Err(code) = read {
+            end_failed_read(device, code);
+        }
+        let read = Event::of(device.listed, "clEnqueueReadBuffer", read);
+        return device.default_stream.take_failure().and(read.map(drop));
     }
     let mut under_way: VecDeque<(CopyBuffer, Event)> = VecDeque::new();
     let result = download_in_parts(device, from, offset as usize, out, &mut under_way);
     for (buffer, end) in under_way {
-        // The device may still write to the buffer.
-        if end.wait().is_err() {
-            buffer.abandon();
-        }
+        _ = end.wait();
+        buffer.returned_unless_used(&end);
     }
-    result
+    device.default_stream.take_failure().and(result)
+}
+
+/// Makes sure that a read that has failed with this code no longer writes to the caller's memory.
+/// Ends the process if the driver cannot: the memory is about to be used for something else.
+fn end_failed_read(device: &OpenedDevice, code: cl_int) {
+    // With errors of this class nothing has been submitted, or the driver has given up the queue.
+    let is_idle = |code| code <= CL_INVALID_VALUE;
+    if is_idle(code) {
+        return;
+    }
+    if let Err(finished) = finish(device.default_stream.raw())
+        && !is_idle(finished)
+    {
+        let device = device.listed.as_device();
+        tracing::error!(%device, code, finished, "a read cannot be ended, so this process ends");
+        std::process::abort();
+    }
 }
 
 fn download_in_parts(
@@ -80,11 +103,12 @@ fn download_in_parts(
             let part = PART.min(len - requested);
             let buffer = device.copy_buffers.take(device)?;
             let end = read(device, from, offset + requested, buffer.start(), part)?;
-            device.default_stream.flush()?;
             under_way.push_back((buffer, end));
+            device.default_stream.flush()?;
             requested += part;
         }
         if let Some((_, end)) = under_way.front() {
+            // On an error the caller sees to the buffer.
             end.wait()?;
         }
         if let Some((buffer, _)) = under_way.pop_front() {
@@ -176,7 +200,8 @@ unsafe fn copy(device: &'static OpenedDevice, from: DevicePlace, to: DevicePlace
     // SAFETY: the caller's promise.
     let copied =
         unsafe { enqueue_copy_buffer(queue, from.buffer, to.buffer, source, target, len as usize, 0, ptr::null()) };
-    Event::of(device.listed, "clEnqueueCopyBuffer", copied).map(drop)
+    device.default_stream.note(Event::of(device.listed, "clEnqueueCopyBuffer", copied)?);
+    Ok(())
 }
 
 /// Size of a part of a read in bytes: large enough to keep a bus busy, and small beside a chunk.

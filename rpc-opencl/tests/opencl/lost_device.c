@@ -1,5 +1,7 @@
-// A library of OpenCL whose device goes when a kernel is launched, as one that is unplugged. All other
-// calls find the library that this one is linked to.
+// A library of OpenCL whose device goes when a kernel is launched, as one that is unplugged, and which would
+// wait for ever for its work. All other calls find the library that this one is linked to.
+
+#include <stdlib.h>
 
 typedef int cl_int;
 typedef unsigned int cl_uint;
@@ -11,4 +13,8 @@ cl_int clEnqueueNDRangeKernel(
     const unsigned long *local, cl_uint count, void *const *list, void **event
 ) {
     return CL_DEVICE_NOT_AVAILABLE;
+}
+
+cl_int clFinish(void *queue) {
+    abort();
 }

@@ -9,7 +9,7 @@ use std::any::Any;
 use std::path::PathBuf;
 use std::process::Command;
 use std::sync::{Arc, OnceLock, mpsc};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rpc_core::device::{AllocRequest, DeviceApi, HostAccess, Memory};
 use rpc_core::function::{ModuleLoader, Rest};
@@ -77,6 +77,7 @@ fn session_taking(opencl: OpenClDevice, native_code: rpc_opencl::NativeCodeRule)
     registry.add_loader(Arc::new(OpenClModules::new(opencl, native_code)));
     rpc_opencl::register(&registry, native_code);
     registry.add("measured", measured);
+    registry.add("waited", waited);
     let folder = Arc::new(Folder(tempfile::tempdir().unwrap()));
     folder.write("kernels.cl", include_bytes!("kernels.cl"));
     let devices = Devices::new().with(Arc::new(opencl));
@@ -230,10 +231,15 @@ fn mapped_memory_is_read_and_written_in_place() {
 #[test]
 fn streams_wait_for_each_other_and_call_back() {
     let Some(opencl) = opencl() else { return };
-    let (default, side) = (opencl.default_stream(0).unwrap(), opencl.create_stream(0).unwrap());
+    let (session, _folder) = session(opencl);
+    let stream = session.create_stream(Device::opencl(0)).wait().unwrap();
+    session.set_stream(Device::opencl(0), Some(&stream)).wait().unwrap();
+    let (tensor, count_up) = (ints(&session, 64, None), kernel(&session, "count_up"));
+    let waited = session.get_function("waited").wait().unwrap();
+    waited.call::<()>((&count_up, 64, Value::Null, &tensor, 3_000_000)).wait().unwrap();
+
+    let side = opencl.create_stream(0).unwrap();
     let memory = opencl.allocate(0, &AllocRequest::new(64 << 20)).unwrap();
-    side.wait_for(&*default).unwrap();
-    default.wait_for(&*side).unwrap();
     let (sender, done) = mpsc::channel();
     assert!(side.when_done(Box::new(move |outcome| sender.send(outcome).unwrap())).is_ok());
     done.recv_timeout(LONG).unwrap().unwrap();
@@ -376,6 +382,20 @@ fn groups_have_memory_of_their_own() {
         let error = kernel(&session, "group_sums").call::<()>((64, 16, &input, &out, bytes)).wait().unwrap_err();
         assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
         assert!(error.message().contains("bytes of local memory were asked for"), "{error}");
+    }
+}
+
+#[test]
+fn host_memory_is_given_to_a_kernel_twice() {
+    let Some(opencl) = opencl() else { return };
+    let (session, _folder) = session(opencl);
+    let both = session.alloc_in_scope(Device::opencl(0), DataType::F32, &[2], Some("host")).wait().unwrap();
+    session.copy_to_remote(&both, [1.5_f32.to_le_bytes(), 4_f32.to_le_bytes()].concat()).wait().unwrap();
+    let add = kernel(&session, "vector_add");
+    for factor in [2.0, 4.0, 8.0_f32] {
+        add.call::<()>((2, Value::Null, &both, &both, &both, 2)).wait().unwrap();
+        let expected = [(1.5 * factor).to_le_bytes(), (4.0 * factor).to_le_bytes()].concat();
+        assert_eq!(session.copy_from_remote(&both).wait().unwrap()[..], expected[..]);
     }
 }
 
@@ -558,6 +578,24 @@ fn the_device_tells_how_long_its_kernels_took() {
     assert!(long.unwrap() > short.unwrap() && none.is_none(), "{long:?} {none:?} {short:?}");
 }
 
+/// Calls a kernel on the lane's stream, lets the default stream and a third one wait for it in a
+/// chain, and checks that the last is not done before.
+fn waited(context: Context, function: Function, Rest(args): Rest) -> Result<()> {
+    let opencl = OpenClDevice::open()?;
+    let (side, default, third) =
+        (context.stream(Device::opencl(0))?, opencl.default_stream(0)?, opencl.create_stream(0)?);
+    let timer = side.start_timer()?.ok_or_else(|| RpcError::internal("nothing else measures"))?;
+    let start = Instant::now();
+    context.call(&function, args)?;
+    default.wait_for(&*side)?;
+    third.wait_for(&*default)?;
+    third.synchronize()?;
+    let elapsed = start.elapsed();
+    let kernel = timer.stop()?.ok_or_else(|| RpcError::internal("the kernel has a time"))?;
+    assert!(elapsed >= kernel, "{elapsed:?} {kernel:?}");
+    Ok(())
+}
+
 /// Calls a kernel, unless its last argument is 0, and returns the seconds that the device took.
 fn measured(context: Context, function: Function, Rest(args): Rest) -> Result<Option<f64>> {
     let stream = context.stream(Device::opencl(0))?;
@@ -572,31 +610,68 @@ fn measured(context: Context, function: Function, Rest(args): Rest) -> Result<Op
     Ok(took.map(|took| took.as_secs_f64()))
 }
 
-/// In a process of its own, whose library of OpenCL loses the device.
+/// Runs a test again in a process of its own, whose library of OpenCL is made of the source and of
+/// the system's library. Returns true in that process.
+fn is_in_process_with(source: &str, test: &str) -> bool {
+    const CHILD: &str = "RPC_OPENCL_CHILD";
+    if std::env::var_os(CHILD).is_some() {
+        return true;
+    }
+    if opencl().is_none() {
+        return false;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let library = folder.path().join("libOpenCL-other.so");
+    let source = format!("{}/tests/opencl/{source}", env!("CARGO_MANIFEST_DIR"));
+    let mut compiler = Command::new("cc");
+    compiler.args(["-shared", "-fPIC", "-Wl,--no-as-needed", "-o"]).arg(&library);
+    match compiler.args([&source, "-l:libOpenCL.so.1", "-ldl"]).output() {
+        Ok(output) => assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr)),
+        Err(error) => {
+            eprintln!("SKIPPED: no C compiler to make a library with: {error}");
+            return false;
+        }
+    }
+    let mut child = Command::new(std::env::current_exe().unwrap());
+    child.args([test, "--exact", "--nocapture"]);
+    let output = child.env(CHILD, "1").env("OPENCL_DYLIB_PATH", library).output().unwrap();
+    let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success() && out.contains("1 passed"), "{out}\n{err}");
+    false
+}
+
+#[test]
+fn a_kernel_that_fails_later_is_reported_once() {
+    if !is_in_process_with("failing_kernels.c", "a_kernel_that_fails_later_is_reported_once") {
+        return;
+    }
+    let opencl = opencl().unwrap();
+    let (session, _folder) = session(opencl);
+    let (tensor, fill) = (ints(&session, 3, None), kernel(&session, "fill"));
+    let host = ints(&session, 3, Some("host"));
+    let failed = |error: RpcError| assert_eq!(error.application_kind(), Some("CL_OUT_OF_RESOURCES"), "{error}");
+    for turn in 0..3 {
+        fill.call::<()>((3, Value::Null, &tensor, turn)).wait().unwrap();
+        failed(session.stream_wait(Device::opencl(0), None).wait().unwrap_err());
+        session.stream_wait(Device::opencl(0), None).wait().unwrap();
+        fill.call::<()>((3, Value::Null, &tensor, turn)).wait().unwrap();
+        failed(session.copy_from_remote(&tensor).wait().unwrap_err());
+        assert_eq!(read_ints(&session, &tensor), [turn; 3]);
+        // Such a call waits for its kernel.
+        failed(fill.call::<()>((3, Value::Null, &host, turn)).wait().unwrap_err());
+        session.stream_wait(Device::opencl(0), None).wait().unwrap();
+        // On a stream of its own.
+        let stream = session.create_stream(Device::opencl(0)).wait().unwrap();
+        session.set_stream(Device::opencl(0), Some(&stream)).wait().unwrap();
+        fill.call::<()>((3, Value::Null, &tensor, turn)).wait().unwrap();
+        failed(session.stream_wait(Device::opencl(0), Some(&stream)).wait().unwrap_err());
+        session.set_stream(Device::opencl(0), None).wait().unwrap();
+    }
+}
+
 #[test]
 fn a_device_that_goes_is_lost_for_every_later_call() {
-    const CHILD: &str = "RPC_OPENCL_LOST";
-    if std::env::var_os(CHILD).is_none() {
-        if opencl().is_none() {
-            return;
-        }
-        let folder = tempfile::tempdir().unwrap();
-        let library = folder.path().join("libOpenCL-lost.so");
-        let source = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/opencl/lost_device.c");
-        let mut compiler = Command::new("cc");
-        compiler.args(["-shared", "-fPIC", "-Wl,--no-as-needed", "-o"]).arg(&library);
-        match compiler.args([source, "-l:libOpenCL.so.1"]).output() {
-            Ok(output) => assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr)),
-            Err(error) => {
-                eprintln!("SKIPPED: no C compiler to make a library with: {error}");
-                return;
-            }
-        }
-        let mut child = Command::new(std::env::current_exe().unwrap());
-        child.args(["a_device_that_goes_is_lost_for_every_later_call", "--exact", "--nocapture"]);
-        let output = child.env(CHILD, "1").env("OPENCL_DYLIB_PATH", library).output().unwrap();
-        let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-        assert!(output.status.success() && out.contains("1 passed"), "{out}\n{err}");
+    if !is_in_process_with("lost_device.c", "a_device_that_goes_is_lost_for_every_later_call") {
         return;
     }
     let opencl = opencl().unwrap();
@@ -607,7 +682,9 @@ fn a_device_that_goes_is_lost_for_every_later_call() {
         assert_eq!(error.application_kind(), Some("CL_DEVICE_NOT_AVAILABLE"), "{error}");
         assert!(error.message().contains("opencl:0 is lost"), "{error}");
     };
+    let stream = opencl.default_stream(0).unwrap();
     lost(fill.call::<()>((3, Value::Null, &tensor, 1)).wait().unwrap_err());
+    lost(stream.synchronize().unwrap_err());
     lost(session.alloc(Device::opencl(0), DataType::U8, &[1]).wait().unwrap_err());
     lost(session.copy_from_remote(&tensor).wait().unwrap_err());
     lost(session.copy_to_remote(&tensor, vec![0; 12]).wait().unwrap_err());
@@ -626,6 +703,9 @@ fn idle_memory_returns_to_the_driver() {
     let (session, _folder) = session(opencl);
     let memory = opencl.allocate(0, &AllocRequest::new(777 << 10)).unwrap();
     assert!(memory.as_any().is::<OpenClMemory>());
+    // No library finds memory of OpenCL at an address.
+    let host = opencl.allocate(0, &in_host_memory(1)).unwrap();
+    assert!(memory.device_address().is_none() && host.device_address().is_none() && host.host().is_some());
     drop(memory);
     let trim = session.function::<(i32,), u64>("opencl.trim_memory").wait().unwrap();
     assert!(trim.call((0,)).wait().unwrap() >= 777 << 10);
