@@ -76,7 +76,10 @@ impl DeviceApi for AsProcessor {
     }
 
     fn allocate(&self, index: i32, request: &AllocRequest<'_>) -> Result<Box<dyn Memory>> {
-        self.opencl.allocate(index, &AllocRequest { scope: request.scope.or(Some(self.scope)), ..*request })
+        // A driver gives memory of its own what it promises, and host memory more.
+        let Value::Int(most) = self.opencl.attribute(index, DeviceAttribute::MaxAlignment)? else { unreachable!() };
+        let scope = if request.alignment > most as u64 { "host" } else { self.scope };
+        self.opencl.allocate(index, &AllocRequest { scope: request.scope.or(Some(scope)), ..*request })
     }
 
     fn create_stream(&self, index: i32) -> Result<Arc<dyn Stream>> {

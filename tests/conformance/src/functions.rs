@@ -420,7 +420,7 @@ fn tensors(registry: &Registry) {
     registry.add_inline("tensor.shape", |x: Tensor| rpc_core::Shape(x.shape().to_vec()));
     registry.add_inline("tensor.same", |x: Tensor| x);
     registry.add_inline("tensor.misalignment", |x: TensorView, alignment: i64| {
-        x.bytes().map(|bytes| (bytes.as_ptr().addr() % alignment as usize) as i64)
+        x.map::<u8>().map(|bytes| (bytes.as_ptr().addr() % alignment as usize) as i64)
     });
     // The nested call wants to write what its caller reads.
     registry.add("tensor.conflict", |context: Context, x: TensorView| {
