@@ -199,8 +199,9 @@ struct Timer<'a> {
     /// Stream of the lane on the device of the first tensor, if that is not the processor: calls
     /// may only start its work.
     stream: Option<Arc<dyn Stream>>,
-    /// Duration of the last calls, which decides how many calls are made between two checks for
-    /// cancellation: a check would show in functions that take less than a microsecond.
+    /// Time between the beginnings of the last calls, whatever the device says of its part. It
+    /// decides how many calls are made between two checks for cancellation: a check would show in
+    /// functions that take less than a microsecond.
     per_call: Duration,
 }
 
@@ -215,10 +216,10 @@ impl Timer<'_> {
             }
             let batch = (CANCEL_CHECK.as_nanos() / self.per_call.as_nanos().max(1)).clamp(1, 1 << 16) as u64;
             let batch = batch.min(count - done);
-            let took = self.batch(batch)?;
+            let start = Instant::now();
+            elapsed += self.batch(batch)?;
             // Fits: a batch has at most 2^16 calls.
-            self.per_call = took / batch as u32;
-            elapsed += took;
+            self.per_call = start.elapsed() / batch as u32;
             done += batch;
         }
         Ok(elapsed)
