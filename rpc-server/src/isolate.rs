@@ -65,6 +65,7 @@
 //! A signal to the server's process group or service reaches the session processes, too. They
 //! ignore SIGTERM and SIGINT: the server drains them with the other sessions.
 
+mod compiler_cache;
 mod control_link;
 mod exit_cause;
 pub mod gpu;

@@ -17,6 +17,7 @@ use tokio::io::AsyncWriteExt;
 use tokio::net::UnixStream;
 use tokio::sync::Notify;
 
+use super::compiler_cache::CompilerCache;
 use super::exit_cause::ProcessLimits;
 use super::messages::{MESSAGES, SessionSetup};
 use super::process_io::ProcessIo;
@@ -135,7 +136,7 @@ impl Isolation {
         };
         let started = match self.replace_spare(Spare::Missing) {
             Spare::Ready(spare) if can_serve(&spare) => spare,
-            _ => start(self.program.clone(), self.state.clone(), &self.processes, self.grace).await?,
+            _ => start(self.program.clone(), &self.workspaces, self.state.clone(), &self.processes, self.grace).await?,
         };
         self.prepare_spare();
         Ok(started)
@@ -143,9 +144,9 @@ impl Isolation {
 
     fn prepare_spare(&self) {
         let (state, processes, spare) = (self.state.clone(), self.processes.clone(), Arc::downgrade(&self.spare));
-        let (program, grace) = (self.program.clone(), self.grace);
+        let (program, workspaces, grace) = (self.program.clone(), self.workspaces.clone(), self.grace);
         tokio::spawn(async move {
-            match start(program, state, &processes, grace).await {
+            match start(program, &workspaces, state, &processes, grace).await {
                 Ok(started) => {
                     let Some(spare) = spare.upgrade() else { return };
                     let mut spare = spare.lock();
@@ -197,7 +198,7 @@ impl SessionFactory for Isolation {
             _open: open,
             _counted: ProcessCount::enter(&self.processes),
         };
-        let Started { stream, mut process_guard } = self.process().await.map_err(cannot_start)?;
+        let Started { stream, mut process_guard, compiler_cache } = self.process().await.map_err(cannot_start)?;
         let (cleaner, process) = (self.cleaner.clone(), process_guard.process().clone());
         if let Some(leases) = self.state.leases() {
             // Checked here, too: code of the client runs in the process that asks.
@@ -218,6 +219,7 @@ impl SessionFactory for Isolation {
         process_guard.on_exit(move || {
             // A device is free once the process that may still use it has ended.
             ended.end_leases();
+            cleaner.drop_later(compiler_cache);
             cleaner.drop_later(resources);
         });
         stream.set_nonblocking(true)?;
@@ -256,12 +258,13 @@ pub(crate) const FILES_OF_SESSION: u64 = 8;
 /// Starts a process that is counted until it has ended.
 async fn start(
     program: Arc<Program>,
+    workspaces: &WorkspaceRoot,
     state: Arc<ServerState>,
     processes: &Arc<ProcessCount>,
     grace: Duration,
 ) -> std::io::Result<Started> {
     let counted = ProcessCount::enter(processes);
-    let mut started = supervisor::start(program, state, grace).await?;
+    let mut started = supervisor::start(program, CompilerCache::new(workspaces), state, grace).await?;
     started.process_guard.on_exit(move || drop(counted));
     Ok(started)
 }

@@ -27,6 +27,7 @@ use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg}
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, waitid};
 use tokio::sync::{OwnedSemaphorePermit, oneshot, watch};
 
+use super::compiler_cache::CompilerCache;
 use super::exit_cause::ExitCause;
 use super::messages::{ControlAnswer, ControlMessage, LeaseAnswer, SessionNotice, SessionOrder};
 use super::passed_client::{PassJob, PassedClient};
@@ -224,6 +225,8 @@ impl Drop for ProcessGuard {
 pub(super) struct Started {
     pub(super) stream: UnixStream,
     pub(super) process_guard: ProcessGuard,
+    /// Kept until the process has ended, if it has used it.
+    pub(super) compiler_cache: CompilerCache,
 }
 
 /// Starts `program` as a session process, which may ask for the totals of `state`, and has `grace`
@@ -232,9 +235,14 @@ pub(super) struct Started {
 /// # Errors
 ///
 /// The program cannot be executed, or the system is out of processes or files.
-pub(super) async fn start(program: Arc<Program>, state: Arc<ServerState>, grace: Duration) -> io::Result<Started> {
+pub(super) async fn start(
+    program: Arc<Program>,
+    compiler_cache: CompilerCache,
+    state: Arc<ServerState>,
+    grace: Duration,
+) -> io::Result<Started> {
     let (reply, answer) = oneshot::channel();
-    submit(Job::Start { program, state, grace, reply });
+    submit(Job::Start { program, compiler_cache, state, grace, reply });
     // If the caller is gone, the drop of the reply ends the process.
     answer.await.unwrap_or_else(|_| Err(io::Error::other("the thread that starts processes is gone")))
 }
@@ -250,6 +258,7 @@ pub(super) fn kill_all(state: &Arc<ServerState>) {
 pub(super) enum Job {
     Start {
         program: Arc<Program>,
+        compiler_cache: CompilerCache,
         state: Arc<ServerState>,
         grace: Duration,
         reply: oneshot::Sender<io::Result<Started>>,
@@ -476,8 +485,8 @@ impl Supervisor {
 
     fn act(&mut self, job: Job) {
         match job {
-            Job::Start { program, state, grace, reply } => {
-                let started = self.start(&program, state, grace);
+            Job::Start { program, compiler_cache, state, grace, reply } => {
+                let started = self.start(&program, compiler_cache, state, grace);
                 let _ = reply.send(started);
             }
             Job::KillAfterGrace { id, deadline } => {
@@ -526,7 +535,13 @@ impl Supervisor {
         self.children.iter_mut().find(|child| child.process.id == id)
     }
 
-    fn start(&mut self, program: &Program, state: Arc<ServerState>, grace: Duration) -> io::Result<Started> {
+    fn start(
+        &mut self,
+        program: &Program,
+        compiler_cache: CompilerCache,
+        state: Arc<ServerState>,
+        grace: Duration,
+    ) -> io::Result<Started> {
         let (stream, child_stream) = UnixStream::pair()?;
         let (control, reports) = UnixDatagram::pair()?;
         control.set_nonblocking(true)?;
@@ -534,6 +549,7 @@ impl Supervisor {
         command.arg(CHILD_ARGUMENT).arg(process::id().to_string());
         // In a process group of its own, so that the processes that it starts are killed with it.
         command.stdin(OwnedFd::from(child_stream)).stdout(OwnedFd::from(reports)).process_group(0);
+        compiler_cache.give_to(&mut command);
         let child = command.spawn()?;
         // This closes our copies of the child's sockets.
         drop(command);
@@ -567,7 +583,7 @@ impl Supervisor {
             killed: false,
             on_exit: None,
         });
-        Ok(Started { stream, process_guard: ProcessGuard { process, on_exit: None } })
+        Ok(Started { stream, process_guard: ProcessGuard { process, on_exit: None }, compiler_cache })
     }
 }
 

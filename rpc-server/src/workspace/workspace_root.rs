@@ -103,6 +103,13 @@ impl WorkspaceRoot {
         RootInner::open(dir, limits).map(|inner| Self(Arc::new(inner))).map_err(io_at(&shown))
     }
 
+    /// Returns the path of nothing yet, in the folder that this server has to itself and that goes
+    /// with it.
+    pub(crate) fn unused_path(&self, purpose: &str) -> PathBuf {
+        let root = &self.0;
+        root.path.join("private").join(&root.instance).join(root.unique(purpose))
+    }
+
     /// Makes a new workspace, which is removed with all that is in it when the last reference to it
     /// is dropped. That drop blocks while it deletes.
     ///

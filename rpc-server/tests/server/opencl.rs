@@ -2,7 +2,7 @@
 //! prints that and passes; with `RPC_TESTS_REQUIRE_OPENCL=1` it fails instead.
 
 use std::ffi::OsString;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::LazyLock;
 use std::time::{Duration, Instant};
@@ -75,7 +75,7 @@ fn daemon(
 ) -> ServerProcess {
     let first = [command, "--exit-with-stdin", "--listen", "tcp://127.0.0.1:0", "--log-level", "error"];
     let mut command = Command::new(env!("CARGO_BIN_EXE_rpc-server"));
-    command.args(first).args(args).env_clear().env("XDG_STATE_HOME", folder).env("POCL_CACHE_DIR", folder);
+    command.args(first).args(args).env_clear().env("XDG_STATE_HOME", folder).env("POCL_CACHE_DIR", folder.join("pocl"));
     // PoCL runs a linker.
     command.env("PATH", std::env::var_os("PATH").unwrap_or_default());
     // Not the devices of other kinds that this machine may have.
@@ -117,6 +117,32 @@ fn add_on_the_device(session: &Session) {
     assert_eq!(bytes[..], [1.5_f32.to_le_bytes(), 6_f32.to_le_bytes()].concat()[..]);
 }
 
+/// Checks that the compiler of PoCL keeps nothing where the process of another session finds it, or
+/// behind a session.
+fn check_compiler_caches(server: &Server, first: &Session) {
+    let cache_of = |session: &Session| {
+        let variables = std::fs::read(format!("/proc/{}/environ", info(session).pid)).unwrap();
+        let variables = String::from_utf8(variables).unwrap();
+        PathBuf::from(variables.split('\0').find_map(|variable| variable.strip_prefix("POCL_CACHE_DIR=")).unwrap())
+    };
+    let second = server.connect();
+    add_on_the_device(&second);
+    let (of_first, of_second) = (cache_of(first), cache_of(&second));
+    assert!(of_first != of_second && !of_first.starts_with(server.1.path().join("pocl")));
+    if of_second.exists() {
+        assert!(of_first.exists());
+        drop(second);
+        let gone = Instant::now() + LONG;
+        while of_second.exists() {
+            assert!(Instant::now() < gone, "the cache is still there");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        assert!(of_first.exists());
+    } else {
+        eprintln!("SKIPPED: the driver is not PoCL");
+    }
+}
+
 #[test]
 fn sessions_use_devices_in_processes_of_their_own() {
     let Some(vendors) = vendors() else { return };
@@ -130,6 +156,7 @@ fn sessions_use_devices_in_processes_of_their_own() {
     // OpenCL is where it is used, and nowhere else.
     assert!(has_opencl(info(&session).pid));
     assert!(!has_opencl(server.0.id()));
+    check_compiler_caches(&server, &session);
     let devices = info(&session).devices;
     let device = devices.iter().find(|device| device.device == "opencl:0").unwrap();
     assert!(device.absent.is_none() && device.name.is_some() && device.total_memory.is_some(), "{device:?}");
