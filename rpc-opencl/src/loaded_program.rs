@@ -3,8 +3,8 @@
 use std::ptr;
 
 use opencl3::program::{
-    CL_PROGRAM_BINARIES, CL_PROGRAM_BUILD_LOG, CL_PROGRAM_KERNEL_NAMES, build_program, create_program_with_binary,
-    create_program_with_source, get_program_build_data, get_program_data, get_program_info,
+    CL_PROGRAM_BINARIES, CL_PROGRAM_BINARY_SIZES, CL_PROGRAM_BUILD_LOG, CL_PROGRAM_KERNEL_NAMES, build_program,
+    create_program_with_binary, create_program_with_source, get_program_build_data, get_program_data, get_program_info,
 };
 use opencl3::types::cl_program;
 
@@ -80,6 +80,12 @@ impl LoadedProgram {
         let binaries = self.device.listed.check("clGetProgramInfo", found)?.to_vec_vec_uchar();
         let binary = binaries.into_iter().next().filter(|binary| !binary.is_empty());
         binary.ok_or_else(|| RpcError::unsupported(format!("{} has no binaries", self.device.listed.as_device())))
+    }
+
+    /// Returns the size in bytes of what the driver has made of the code; 0 if it does not tell.
+    pub(super) fn size(&self) -> u64 {
+        let found = get_program_info(self.raw(), CL_PROGRAM_BINARY_SIZES).ok();
+        found.map_or(0, |sizes| sizes.to_vec_size().into_iter().map(|size| size as u64).sum())
     }
 
     /// Adds the compiler's log to the error of a build.

@@ -107,8 +107,9 @@ impl ModuleLoader for OpenClModules {
         };
         let takes_native_code = (self.native_code)(request.context);
         let built = Mutex::default();
-        let programs = Programs { opencl: self.opencl, index, code, takes_native_code, built, _lease: Some(lease) };
-        programs.on(index).map_err(|error| error.context(format_args!("'{}'", request.path)))?;
+        let programs =
+            Programs { opencl: self.opencl, index, code, takes_native_code, built, leases: Mutex::new(vec![lease]) };
+        programs.on(index, Some(request.context)).map_err(|error| error.context(format_args!("'{}'", request.path)))?;
         Ok(Arc::new(OpenClModule { name: request.path.to_owned(), programs: Arc::new(programs) }))
     }
 }
@@ -122,8 +123,8 @@ impl ModuleLoader for OpenClModules {
 pub fn module_of_source(opencl: OpenClDevice, index: i32, name: &str, source: &str) -> Result<Arc<dyn Module>> {
     let code = ProgramCode::Source(source.to_owned());
     let built = Mutex::default();
-    let programs = Programs { opencl, index, code, takes_native_code: true, built, _lease: None };
-    programs.on(index).map_err(|error| error.context(format_args!("'{name}'")))?;
+    let programs = Programs { opencl, index, code, takes_native_code: true, built, leases: Mutex::default() };
+    programs.on(index, None).map_err(|error| error.context(format_args!("'{name}'")))?;
     Ok(Arc::new(OpenClModule { name: name.to_owned(), programs: Arc::new(programs) }))
 }
 
@@ -197,9 +198,9 @@ impl Module for OpenClModule {
         let label = format!("kernel '{name}' of '{}'", self.name);
         let kernels =
             KernelOnDevices { programs: self.programs.clone(), name: name.to_owned(), found: Mutex::default() };
-        let first = kernels.on(self.programs.index).map_err(|error| error.context(&label))?;
+        let first = kernels.on(self.programs.index, None).map_err(|error| error.context(&label))?;
         let body = move |context: &Context, args: Vec<LocalValue>, borrows| {
-            let launched = kernels.for_args(&args).and_then(|kernel| {
+            let launched = kernels.for_args(context, &args).and_then(|kernel| {
                 // If the session has no such device, no lane can have set a stream of it.
                 let lane = context.stream(kernel.device()).ok();
                 kernel.launch(lane.as_ref().and_then(|stream| stream.as_any().downcast_ref()), &args)
@@ -212,7 +213,7 @@ impl Module for OpenClModule {
     }
 
     fn functions(&self) -> Vec<(String, Signature)> {
-        let program = self.programs.on(self.programs.index);
+        let program = self.programs.on(self.programs.index, None);
         let names = program.as_ref().map_err(RpcError::clone).and_then(|program| program.kernel_names());
         let named = names.unwrap_or_else(|error| {
             tracing::debug!(%error, module = self.name, "the kernels cannot be listed");
@@ -232,23 +233,23 @@ struct KernelOnDevices {
 }
 
 impl KernelOnDevices {
-    fn for_args(&self, args: &[LocalValue]) -> Result<Arc<Kernel>> {
+    fn for_args(&self, context: &Context, args: &[LocalValue]) -> Result<Arc<Kernel>> {
         let tensor = args.iter().skip(LAUNCH_ARGS).find_map(|arg| match arg {
             Value::Object(Object::Tensor(tensor)) => Some(tensor),
             _ => None,
         });
         match tensor.map(kernel::memory) {
-            Some(Ok(memory)) => self.on(memory.device().index),
+            Some(Ok(memory)) => self.on(memory.device().index, Some(context)),
             // The launch reports the index of the parameter.
-            Some(Err(_)) | None => self.on(self.programs.index),
+            Some(Err(_)) | None => self.on(self.programs.index, Some(context)),
         }
     }
 
-    fn on(&self, index: i32) -> Result<Arc<Kernel>> {
+    fn on(&self, index: i32, context: Option<&Context>) -> Result<Arc<Kernel>> {
         if let Some(kernel) = self.found.lock().get(&index) {
             return Ok(kernel.clone());
         }
-        let program = self.programs.on(index)?;
+        let program = self.programs.on(index, context)?;
         let kernel = Arc::new(Kernel::find(&program, &self.name)?);
         self.found.lock().insert(index, kernel.clone());
         Ok(kernel)
@@ -263,18 +264,23 @@ struct Programs {
     /// True if the code may be machine code for this process.
     takes_native_code: bool,
     built: Mutex<BTreeMap<i32, Arc<LoadedProgram>>>,
-    /// Counts the code as memory of the session that has loaded it.
-    _lease: Option<MemoryLease>,
+    /// Count the code, and what the drivers have made of it, as memory of the session.
+    leases: Mutex<Vec<MemoryLease>>,
 }
 
 impl Programs {
-    fn on(&self, index: i32) -> Result<Arc<LoadedProgram>> {
+    /// Returns the program for a device, built if it was not. One that is built for a session
+    /// counts as memory of that.
+    fn on(&self, index: i32, context: Option<&Context>) -> Result<Arc<LoadedProgram>> {
         // Held during compilation: concurrent callers would only compile the same code.
         let mut built = self.built.lock();
         if let Some(found) = built.get(&index) {
             return Ok(found.clone());
         }
         let found = Arc::new(build(self.opencl.opened(index)?, &self.code, self.takes_native_code)?);
+        if let Some(context) = context {
+            self.leases.lock().push(context.reserve_memory(found.size())?);
+        }
         built.insert(index, found.clone());
         Ok(found)
     }

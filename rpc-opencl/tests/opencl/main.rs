@@ -533,17 +533,24 @@ fn the_code_of_a_module_counts_as_memory_of_its_session() {
     let registry = Registry::new();
     registry.add_loader(Arc::new(OpenClModules::new(opencl, |_| true)));
     let folder = Arc::new(Folder(tempfile::tempdir().unwrap()));
-    let limit = 100_000;
-    folder.write("padded.cl", format!("{}kernel void nothing() {{ }}", " ".repeat(60_000)).as_bytes());
-    let limits = rpc_core::SessionLimits { max_memory: limit, ..rpc_core::SessionLimits::default() };
-    let devices = Devices::new().with(Arc::new(opencl));
-    let session = LocalSession::builder(registry).devices(devices).workspace(folder).limits(limits).build();
-    let session = Session::new(session);
-    let first = session.load_module("padded.cl").wait().unwrap();
-    let error = session.load_module("padded.cl").wait().err().unwrap();
+    let kernel = "kernel void nothing() { }";
+    folder.write("plain.cl", kernel.as_bytes());
+    folder.write("padded.cl", format!("{}{kernel}", " ".repeat(1_000_000)).as_bytes());
+    let session = |max_memory| {
+        let limits = rpc_core::SessionLimits { max_memory, ..rpc_core::SessionLimits::default() };
+        let devices = Devices::new().with(Arc::new(opencl));
+        let session = LocalSession::builder(registry.clone()).devices(devices).workspace(folder.clone());
+        Session::new(session.limits(limits).build())
+    };
+    let two_is_too_much = session(1_500_000);
+    let first = two_is_too_much.load_module("padded.cl").wait().unwrap();
+    let error = two_is_too_much.load_module("padded.cl").wait().err().unwrap();
     assert_eq!(error.kind(), ErrorKind::LimitExceeded, "{error}");
     drop(first);
-    session.load_module("padded.cl").wait().unwrap();
+    two_is_too_much.load_module("padded.cl").wait().unwrap();
+    // There is room for the source, and not for what the driver makes of it.
+    let error = session(kernel.len() as u64 + 10).load_module("plain.cl").wait().err().unwrap();
+    assert_eq!(error.kind(), ErrorKind::LimitExceeded, "{error}");
 }
 
 #[test]
