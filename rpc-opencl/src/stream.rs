@@ -191,7 +191,8 @@ impl Stream for OpenClStream {
         }
     }
 
-    /// Does not block if `other` is a stream of the same device.
+    /// Does not block if `other` is a stream of the same device, unless this one has some hundreds
+    /// of commands that are not done.
     fn wait_for(&self, other: &dyn Stream) -> Result<()> {
         self.listed().check_not_lost()?;
         match other.as_any().downcast_ref::<Self>() {

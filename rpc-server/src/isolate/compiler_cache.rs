@@ -1,4 +1,4 @@
-//! Folder of one process for what compilers of drivers keep, such as PoCL's machine code of kernels.
+//! Folder of one process for what compilers of drivers keep, such as PoCL's kernels.
 
 use std::fs;
 use std::io;
