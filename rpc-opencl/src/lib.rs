@@ -27,9 +27,11 @@
 //! that runs later fails later. The first error of a stream is kept, and reported once: by
 //! [`Stream::synchronize`](rpc_core::device::Stream::synchronize), or by the next download, if the
 //! stream is the default one. A stream takes some hundreds of commands; further ones wait for
-//! those. Once the driver no longer knows the device or its queues, that call and every later one
-//! on the device is [`ErrorKind::DeviceLost`](rpc_core::ErrorKind::DeviceLost), for as long as the
-//! process lives.
+//! those.
+//!
+//! Once the driver no longer knows the device or its queues, that call and every later one on the
+//! device is [`ErrorKind::DeviceLost`](rpc_core::ErrorKind::DeviceLost), for as long as the process
+//! lives.
 
 mod attributes;
 mod copy_buffers;
