@@ -28,7 +28,7 @@ const LOAD_TIMEOUT: Duration = Duration::from_secs(60);
 const MAX_MESSAGE: u64 = 1 << 20;
 
 /// Messages to and from processes that check libraries.
-const MESSAGES: MessageFamily = MessageFamily::new("the messages of library checks", 2);
+const MESSAGES: MessageFamily = MessageFamily::new("the messages of library checks", 3);
 
 /// Request to load libraries, as JSON.
 #[derive(Serialize, Deserialize)]
@@ -153,12 +153,13 @@ mod tests {
 
     #[test]
     fn messages_keep_their_bytes_and_others_are_refused_in_words() {
-        let request = r#"{"version":2,"settings":{"tvm_ffi":null,"runtimes":[],"libraries":[]}}"#;
+        let request =
+            r#"{"version":3,"settings":{"tvm_ffi":null,"runtimes":[],"libraries":[],"allows_modules":false}}"#;
         let settings = NativeSettings::default();
         let made = LoadRequest { version: MESSAGES.version(), settings };
         assert_eq!(serde_json::to_string(&made).unwrap(), request);
         assert_eq!(load(request.as_bytes()), Ok(()));
-        let answer = r#"{"version":2,"outcome":{"Err":"a.so: not found"}}"#;
+        let answer = r#"{"version":3,"outcome":{"Err":"a.so: not found"}}"#;
         let made = LoadAnswer { version: MESSAGES.version(), outcome: Err("a.so: not found".to_owned()) };
         assert_eq!(serde_json::to_string(&made).unwrap(), answer);
         assert_eq!(read_answer(answer.as_bytes()).unwrap(), Err("a.so: not found".to_owned()));
@@ -167,7 +168,7 @@ mod tests {
         assert!(older.contains("the server speaks version 1 of the messages of library checks"), "{older}");
         let older = read_answer(br#"{"Ok":null}"#).unwrap_err().to_string();
         assert!(older.contains("update that process"), "{older}");
-        let newer = read_answer(br#"{"version":3,"loaded":7}"#).unwrap_err().to_string();
+        let newer = read_answer(br#"{"version":4,"loaded":7}"#).unwrap_err().to_string();
         assert!(newer.contains("update this server"), "{newer}");
     }
 }
