@@ -654,9 +654,14 @@ fn tensors_are_allocated_passed_and_returned() {
     }
     let raw = client.handle(ALLOC_BYTES, &[cpu(), int(16), int(64), Val(5, vec![2, 32, 1, 0, 0, 0, 0, 0])]);
     client.copy_to(&header(raw, F64, &[2], 0), &[7; 16]).unwrap();
-    let too_aligned = [cpu(), int(16), int(4096), Val(5, vec![2, 32, 1, 0, 0, 0, 0, 0])];
-    assert!(client.request(ALLOC_BYTES, &too_aligned).unwrap_err().contains("64 bytes"));
     assert_eq!(client.request(FREE_DATA, &[cpu(), pointer(raw)]), Ok(NONE));
+    let aligned = |alignment| [cpu(), int(16), int(alignment), Val(5, vec![2, 32, 1, 0, 0, 0, 0, 0])];
+    let page = client.handle(ALLOC_BYTES, &aligned(4096));
+    assert_eq!(client.request(FREE_DATA, &[cpu(), pointer(page)]), Ok(NONE));
+    for alignment in [4095, i64::MAX] {
+        let error = client.request(ALLOC_BYTES, &aligned(alignment)).unwrap_err();
+        assert!(error.contains("power of two"), "{error}");
+    }
 }
 
 #[test]
