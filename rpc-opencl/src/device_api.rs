@@ -13,7 +13,8 @@ use crate::transfer::{self, DevicePlace};
 use crate::{attributes, release_thread};
 use rpc_core::device::{AllocRequest, DeviceApi, DeviceAttribute, Memory, Stream, copy_by_host, out_of_range};
 use rpc_core::dlpack::{Device, DeviceType};
-use rpc_core::error::Result;
+use rpc_core::error::{Result, RpcError};
+use rpc_core::function::Context;
 use rpc_core::value::Value;
 
 /// The OpenCL devices of this process, from `opencl:0`: GPUs and accelerators of all platforms, in
@@ -93,7 +94,7 @@ impl OpenClDevice {
 
     /// Returns a device, opened.
     pub(super) fn opened(&self, index: i32) -> Result<&'static OpenedDevice> {
-        self.listed(index)?.open()
+        OpenedDevice::get(self.list, self.listed(index)?)
     }
 
     fn listed(&self, index: i32) -> Result<&'static ListedDevice> {
@@ -167,4 +168,15 @@ impl fmt::Debug for OpenClDevice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("OpenClDevice").field("count", &self.list.all.len()).finish()
     }
+}
+
+/// Returns the OpenCL devices, and the index among them of the one that the session offers under
+/// `index`. Loads nothing for a session that offers none.
+pub(super) fn offered_device(context: &Context, index: i32) -> Result<(OpenClDevice, i32)> {
+    let device = Device::opencl(index);
+    let stream = context.devices().get(device)?.default_stream(index)?;
+    let Some(stream) = stream.as_any().downcast_ref::<OpenClStream>() else {
+        return Err(RpcError::unsupported(format!("{device} of this session is not served by rpc-opencl")));
+    };
+    Ok((OpenClDevice::open()?, stream.device().index))
 }

@@ -1,4 +1,4 @@
-//! The list of the process's devices, each opened when it is first used.
+//! The list of the process's devices, and what is known of each without opening it.
 
 use std::sync::OnceLock;
 
@@ -9,9 +9,7 @@ use opencl3::device::{
 use opencl3::error_codes::{CL_PLATFORM_NOT_FOUND_KHR, error_text};
 use opencl3::platform::platform::{CL_PLATFORM_NAME, get_platform_data, get_platform_ids};
 use opencl3::types::{cl_device_id, cl_device_info, cl_int, cl_platform_id};
-use parking_lot::Mutex;
 
-use crate::opened_device::OpenedDevice;
 use crate::{failure, library};
 use rpc_core::dlpack::Device;
 use rpc_core::error::{ErrorKind, Result, RpcError};
@@ -32,8 +30,6 @@ pub(super) struct ListedDevice {
     pub(super) is_processor: bool,
     /// Error of all calls, once the device is lost.
     lost: OnceLock<RpcError>,
-    opening: Mutex<()>,
-    opened: OnceLock<OpenedDevice>,
 }
 
 // SAFETY: the driver's devices live as long as the process, and may be used from any thread.
@@ -91,8 +87,6 @@ impl DeviceList {
             platform,
             is_processor,
             lost: OnceLock::new(),
-            opening: Mutex::default(),
-            opened: OnceLock::new(),
         };
         Ok(Self { all: all.into_iter().enumerate().map(listed).collect() })
     }
@@ -106,20 +100,6 @@ impl ListedDevice {
 
     pub(super) fn as_device(&self) -> Device {
         Device::opencl(self.index)
-    }
-
-    /// Opens the device, unless it is open.
-    pub(super) fn open(&'static self) -> Result<&'static OpenedDevice> {
-        self.check_not_lost()?;
-        if let Some(opened) = self.opened.get() {
-            return Ok(opened);
-        }
-        let _opening = self.opening.lock();
-        if let Some(opened) = self.opened.get() {
-            return Ok(opened);
-        }
-        let opened = OpenedDevice::new(self)?;
-        Ok(self.opened.get_or_init(|| opened))
     }
 
     /// Converts the outcome of OpenCL's `function` to a result, and records the loss of the device

@@ -4,14 +4,12 @@ use std::collections::BTreeMap;
 
 use bytes::Bytes;
 
-use crate::device_api::OpenClDevice;
+use crate::device_api::offered_device;
 use crate::memory_pool::PoolStatistics;
 use crate::module_loader;
 use crate::native_code::NativeCodeRule;
-use crate::stream::OpenClStream;
-use rpc_core::device::Stream;
-use rpc_core::dlpack::{Device, DeviceType};
-use rpc_core::error::{Result, RpcError};
+use rpc_core::dlpack::DeviceType;
+use rpc_core::error::Result;
 use rpc_core::function::{LoadRequest, Registry};
 use rpc_core::{Context, Permission};
 
@@ -23,8 +21,9 @@ use rpc_core::{Context, Permission};
 /// * `opencl.memory_statistics(index)` returns the statistics of a device's memory pool in the
 ///   process that serves the session: a map from the fields of [`PoolStatistics`]. The call opens a
 ///   device that was not in use.
-/// * `opencl.trim_memory(index)` is [`OpenClDevice::trim`]: returns idle memory to the driver, for
-///   other processes, after waiting for the work that uses it. Returns the bytes.
+/// * `opencl.trim_memory(index)` is [`OpenClDevice::trim`](crate::OpenClDevice::trim): returns idle
+///   memory to the driver, for other processes, after waiting for the work that uses it. Returns
+///   the bytes.
 pub fn register(registry: &Registry, native_code: NativeCodeRule) {
     registry.add("opencl.compile", move |context: Context, path: String| -> Result<Bytes> {
         context.authorize(&Permission::Modules)?;
@@ -41,17 +40,6 @@ pub fn register(registry: &Registry, native_code: NativeCodeRule) {
         let (opencl, index) = offered_device(&context, index)?;
         opencl.trim(index)
     });
-}
-
-/// Returns the OpenCL devices, and the index among them of the one that the session offers under
-/// `index`. Loads nothing for a session that offers none.
-pub(super) fn offered_device(context: &Context, index: i32) -> Result<(OpenClDevice, i32)> {
-    let device = Device::opencl(index);
-    let stream = context.devices().get(device)?.default_stream(index)?;
-    let Some(stream) = stream.as_any().downcast_ref::<OpenClStream>() else {
-        return Err(RpcError::unsupported(format!("{device} of this session is not served by rpc-opencl")));
-    };
-    Ok((OpenClDevice::open()?, stream.device().index))
 }
 
 fn fields(statistics: &PoolStatistics) -> BTreeMap<String, u64> {

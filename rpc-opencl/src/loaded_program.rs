@@ -17,7 +17,7 @@ use rpc_core::error::{ErrorKind, Result, RpcError};
 pub(super) enum ProgramCode {
     /// Text in OpenCL C.
     Source(String),
-    /// What the driver of one device has made of a source.
+    /// Result of the driver of one device for a source.
     Binary(Vec<u8>),
 }
 

@@ -7,12 +7,12 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-use crate::device_api::OpenClDevice;
+use crate::device_api::{OpenClDevice, offered_device};
 use crate::kernel::{self, Kernel};
 use crate::loaded_program::{LoadedProgram, ProgramCode};
 use crate::native_code::{self, NativeCodeRule};
 use crate::opened_device::OpenedDevice;
-use crate::{functions, source};
+use crate::source;
 use rpc_core::dlpack::DeviceType;
 use rpc_core::error::{Result, RpcError};
 use rpc_core::function::{Context, Function, LoadRequest, LocalValue, Module, ModuleLoader, Object, Signature};
@@ -102,7 +102,7 @@ impl ModuleLoader for OpenClModules {
         let (code, lease) = read(request)?;
         let chosen = request.context.chosen_device().filter(|device| device.kind == DeviceType::OPENCL);
         let index = match chosen {
-            Some(device) => functions::offered_device(request.context, device.index)?.1,
+            Some(device) => offered_device(request.context, device.index)?.1,
             None => self.index,
         };
         let takes_native_code = (self.native_code)(request.context);

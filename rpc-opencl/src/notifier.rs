@@ -6,7 +6,6 @@
 use std::ffi::c_void;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr;
-use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -15,15 +14,12 @@ use opencl3::types::{cl_event, cl_int};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use crate::event::Event;
-use crate::stream::Queue;
 use rpc_core::device::WhenDone;
 use rpc_core::error::Result;
 
 /// A wait for an event.
 struct PendingWait {
     event: Event,
-    /// The queue of the event, which has the errors of the commands in front of it.
-    queue: Arc<Queue>,
     since: Instant,
     done: WhenDone,
 }
@@ -40,13 +36,12 @@ static STATE: Mutex<NotifierState> =
     Mutex::new(NotifierState { new: Vec::new(), called_back: false, has_thread: false });
 static CHANGED: Condvar = Condvar::new();
 
-/// Calls `done` when the commands up to the event are done, or can no longer be, with their first
-/// error.
+/// Calls `done` when the event has been reached, or can no longer be.
 ///
 /// # Errors
 ///
 /// `done`, if no thread can be started.
-pub(super) fn when_done(event: Event, queue: Arc<Queue>, done: WhenDone) -> Result<(), WhenDone> {
+pub(super) fn when_reached(event: Event, done: WhenDone) -> Result<(), WhenDone> {
     let mut state = lock();
     if !state.has_thread {
         if let Err(error) = thread::Builder::new().name("rpc-opencl-wait".into()).spawn(watch) {
@@ -60,7 +55,7 @@ pub(super) fn when_done(event: Event, queue: Arc<Queue>, done: WhenDone) -> Resu
     if let Err(code) = set_event_callback(event.raw(), CL_COMPLETE, on_reached, ptr::null_mut()) {
         tracing::debug!(code, "the driver does not call back");
     }
-    lock().new.push(PendingWait { event, queue, since: Instant::now(), done });
+    lock().new.push(PendingWait { event, since: Instant::now(), done });
     CHANGED.notify_one();
     Ok(())
 }
@@ -89,7 +84,6 @@ fn watch() {
             match one.event.is_done() {
                 Ok(false) => waiting.push(one),
                 outcome => {
-                    let outcome = one.queue.take_failure().and(outcome);
                     // A panic must not affect other waits.
                     if catch_unwind(AssertUnwindSafe(|| (one.done)(outcome.map(drop)))).is_err() {
                         rpc_core::log_limited!(ERROR, "the callback of a wait for a stream panicked");

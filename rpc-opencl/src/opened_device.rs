@@ -1,7 +1,10 @@
-//! A device in use: its context, its default stream, and the pool of its memory.
+//! Devices in use, opened at their first use: context, default stream, and the pool of the memory.
+//!
+//! The pool, its copy buffers and the thread that frees memory belong to one device and are given
+//! it, so that these files import each other.
 
 use std::ptr;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use opencl3::context::context::create_context;
@@ -10,7 +13,7 @@ use opencl3::types::cl_context;
 use parking_lot::Mutex;
 
 use crate::copy_buffers::CopyBuffers;
-use crate::device_list::ListedDevice;
+use crate::device_list::{DeviceList, ListedDevice};
 use crate::handle::ContextHandle;
 use crate::memory_pool::Pool;
 use crate::stream::OpenClStream;
@@ -35,8 +38,24 @@ pub(super) struct OpenedDevice {
 }
 
 impl OpenedDevice {
-    /// Opens a device.
-    pub(super) fn new(listed: &'static ListedDevice) -> Result<Self> {
+    /// Returns a device of the list, opened.
+    pub(super) fn get(list: &'static DeviceList, listed: &'static ListedDevice) -> Result<&'static Self> {
+        static SLOTS: OnceLock<Box<[Slot]>> = OnceLock::new();
+        listed.check_not_lost()?;
+        let slots = SLOTS.get_or_init(|| list.all.iter().map(|_| Slot::default()).collect());
+        let slot = &slots[listed.index as usize];
+        if let Some(opened) = slot.opened.get() {
+            return Ok(opened);
+        }
+        let _opening = slot.opening.lock();
+        if let Some(opened) = slot.opened.get() {
+            return Ok(opened);
+        }
+        let opened = Self::new(listed)?;
+        Ok(slot.opened.get_or_init(|| opened))
+    }
+
+    fn new(listed: &'static ListedDevice) -> Result<Self> {
         let created = create_context(&[listed.id()], ptr::null(), None, ptr::null_mut());
         let context = ContextHandle::new(listed.check("clCreateContext", created)?);
         let default_stream = Arc::new(OpenClStream::new(listed, context.raw(), true)?);
@@ -72,6 +91,13 @@ impl OpenedDevice {
         self.default_stream.synchronize()?;
         Ok(self.pool.trim(self) + self.copy_buffers.trim()?)
     }
+}
+
+/// Place of one device of the list.
+#[derive(Default)]
+struct Slot {
+    opening: Mutex<()>,
+    opened: OnceLock<OpenedDevice>,
 }
 
 /// Fraction of a device's memory that may lie idle: a quarter, so that other users of the device

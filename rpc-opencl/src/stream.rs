@@ -142,13 +142,6 @@ impl OpenClStream {
     }
 }
 
-impl Queue {
-    /// Returns the first error of the commands that are done, once.
-    pub(super) fn take_failure(&self) -> Result<()> {
-        self.commands.take_failure()
-    }
-}
-
 impl KernelTimes {
     /// Adds the kernels that are done, up to the first that is not.
     fn take_finished(&mut self) {
@@ -183,7 +176,11 @@ impl Stream for OpenClStream {
 
     fn when_done(&self, done: WhenDone) -> Result<(), WhenDone> {
         match self.record() {
-            Ok(event) => notifier::when_done(event, self.queue.clone(), done),
+            Ok(event) => {
+                let queue = self.queue.clone();
+                // The first error says more than that of what came behind.
+                notifier::when_reached(event, Box::new(move |reached| done(queue.commands.take_failure().and(reached))))
+            }
             Err(error) => {
                 done(Err(error));
                 Ok(())

@@ -100,7 +100,7 @@ pub unsafe trait Memory: Send + Sync {
     fn as_any(&self) -> &dyn Any;
 }
 
-/// What the processor does with [mapped](Memory::map) memory.
+/// Use that the processor makes of [mapped](Memory::map) memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HostAccess {
     /// It only reads.

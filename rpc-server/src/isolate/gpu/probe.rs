@@ -34,7 +34,7 @@ const MESSAGES: MessageFamily = MessageFamily::new("the answers of device probes
 struct Answer {
     /// Version of the process: that of [`MESSAGES`].
     version: u32,
-    /// What was found of each kind that the process was asked for, in that order.
+    /// Findings for each kind that the process was asked about, in that order.
     kinds: Vec<FoundKind>,
 }
 
