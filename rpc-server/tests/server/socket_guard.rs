@@ -8,7 +8,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use rpc_server::ServerProcess;
-use rustix::process::{Pid, Signal, getsid, kill_process};
+use rustix::process::{Pid, Signal, kill_process};
 
 use super::cli::command;
 
@@ -115,6 +115,14 @@ fn guard_has_ended(guard: u32) -> bool {
     fs::read_to_string(format!("/proc/{guard}/stat")).map_or(true, |stat| stat.contains(") Z "))
 }
 
+/// Returns the session of the kernel that a process belongs to: 0 if its leader is outside of the
+/// namespace of the tests, as in a container, where `getsid` of rustix panics.
+fn kernel_session(process: u32) -> Option<u32> {
+    let stat = fs::read_to_string(format!("/proc/{process}/stat")).ok()?;
+    // Behind the name, which may hold spaces: state, parent, group, session.
+    stat.rsplit_once(')')?.1.split_whitespace().nth(3)?.parse().ok()
+}
+
 #[test]
 fn a_guard_is_no_child_holds_nothing_of_its_process_and_is_replaced() {
     let folder = tempfile::tempdir().unwrap();
@@ -123,8 +131,7 @@ fn a_guard_is_no_child_holds_nothing_of_its_process_and_is_replaced() {
     let guard = wait_for_guard(server.id());
     assert_eq!(children(server.id()), "");
     // Signals of a terminal go to the sessions of the kernel that have one.
-    let pid = Pid::from_raw(guard as i32);
-    wait_until("it has a session of its own", HANG_LIMIT, || getsid(pid).ok() == pid);
+    wait_until("it has a session of its own", HANG_LIMIT, || kernel_session(guard) == Some(guard));
     wait_until("it keeps three descriptors", HANG_LIMIT, || {
         fs::read_dir(format!("/proc/{guard}/fd")).is_ok_and(|list| list.count() == 3)
     });
