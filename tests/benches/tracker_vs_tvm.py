@@ -4,7 +4,7 @@
     python3 tests/benches/tracker_vs_tvm.py            (--json for a line of JSON for each result)
 
 Makes a virtual environment under target/tvm-venv with apache-tvm, tornado, cloudpickle and psutil, builds our programs in
-release, and starts both trackers and a server of each. Then, in rounds that alternate, one client after the other:
+release, and starts the trackers and a server of each. Then, in rounds that alternate, one client after the other:
 
 * grant: the trackers alone. One process plays a server and a client, each with a connection that stays, and speaks the
   tracker's own protocol; for TVM it is Python with TVM's own helpers, for us the Rust client. The time from the request until the
@@ -18,7 +18,8 @@ and when it ends: two messages of the server, where TVM's has one.
 
 TVM's tracker and its clients write a length and then a message, in two packets, without TCP_NODELAY, so that the second one
 waits for the acknowledgement of the first, which is delayed by 40 ms. `TVM*` is the same with a client that acknowledges at
-once and does not wait itself, which TVM's own clients do not do: what the tracker itself takes.
+once and does not wait itself, which TVM's own clients do not do: what the tracker itself takes. `TVM@ours` is TVM's client at our
+tracker (`--tvm`), with our server for its sessions: the tracker acknowledges the first packet at once.
 
 Everything is on this machine, over loopback TCP. The figures are over all rounds.
 """
@@ -135,20 +136,28 @@ def compare(args):
         start([python, *tvm_server, "--tracker", f"127.0.0.1:{tvm_port}"], stdout=log)
 
         work = stack.enter_context(tempfile.TemporaryDirectory())
-        ours = [server, "tracker", "--listen", "tcp://127.0.0.1:0", "--log-level", "error"]
+        tracker = [server, "tracker", "--listen", "tcp://127.0.0.1:0", "--log-level", "error"]
         # The client under test also plays a server, which is not at its address.
-        process = start([*ours, "--allow-advertise", "tcp://127.0.0.1"], stdout=subprocess.PIPE, text=True)
+        process = start([*tracker, "--allow-advertise", "tcp://127.0.0.1"], stdout=subprocess.PIPE, text=True)
         our_tracker = process.stdout.readline().strip().removeprefix("listening on ")
         if not our_tracker:
             fail("our tracker does not listen")
-        board = ["--tracker", our_tracker, "--tracker-key", "board", "--max-sessions", "1"]
-        start([server, "serve", "--listen", "tcp://127.0.0.1:0", "--log-level", "error", "--workdir", work, *board], stdout=log)
+        process = start([*tracker, "--tvm"], stdout=subprocess.PIPE, text=True)
+        both_dialects = process.stdout.readline().strip().removeprefix("listening on ")
+        if not both_dialects:
+            fail("our tracker for peers of TVM does not listen")
+        for name, of, flags in [("native", our_tracker, []), ("tvm", both_dialects, ["--tvm"])]:
+            board = ["--tracker", of, "--tracker-key", "board", "--max-sessions", "1", "--workdir", pathlib.Path(work) / name]
+            start([server, "serve", "--listen", "tcp://127.0.0.1:0", "--log-level", "error", *board, *flags], stdout=log)
+        both_port = both_dialects.rsplit(":", 1)[1]
 
         sides = {
             ("grant", "TVM"): lambda: rows([python, __file__, "tvm-grants", tvm_port, args.grants]),
             ("grant", "TVM*"): lambda: rows([python, __file__, "tvm-grants-at-once", tvm_port, args.grants]),
+            ("grant", "TVM@ours"): lambda: rows([python, __file__, "tvm-grants", both_port, args.grants]),
             ("grant", "ours"): lambda: rows([bench, "grants", our_tracker, args.grants]),
             ("session", "TVM"): lambda: rows([python, __file__, "tvm-cycles", tvm_port, args.sessions]),
+            ("session", "TVM@ours"): lambda: rows([python, __file__, "tvm-cycles", both_port, args.sessions]),
             ("session", "ours"): lambda: rows([bench, "cycles", our_tracker, args.sessions]),
         }
         results = {name: [] for name in sides}
@@ -160,7 +169,7 @@ def compare(args):
                 results[name] += measured
                 medians[name].append(statistics.median(first for first, _ in measured))
     if not args.json:
-        print(f"{'':8} {'':5} {'median':>10} {'p99':>10} {'+back':>10} {'p99':>10}   µs, {args.rounds} rounds")
+        print(f"{'':8} {'':8} {'median':>10} {'p99':>10} {'+back':>10} {'p99':>10}   µs, {args.rounds} rounds")
     for case in ["grant", "session"]:
         everybody = [who for of, who in sides if of == case]
         for who in everybody:
@@ -171,7 +180,7 @@ def compare(args):
                 names = ["median_us", "p99_us", "back_median_us", "back_p99_us"]
                 print(json.dumps({"suite": "tracker_vs_tvm", "case": case, "who": who, "n": len(measured)} | dict(zip(names, figures))))
             else:
-                print(f"{case:8} {who:5} " + " ".join(f"{figure:10.0f}" for figure in figures))
+                print(f"{case:8} {who:8} " + " ".join(f"{figure:10.0f}" for figure in figures))
         for who in everybody[:-1]:
             ratio = statistics.median(theirs / our for theirs, our in zip(medians[case, who], medians[case, "ours"]))
             if args.json:

@@ -319,6 +319,15 @@ pub(crate) fn probe(socket: BorrowedFd<'_>, keep_alive: Duration) {
     let _ = SockRef::from(&socket).set_tcp_keepalive(&probes);
 }
 
+/// Acknowledges what was read from the socket at once, and leaves the delays of a connection that
+/// asks and answers in turn. Other sockets than those of TCP stay as they are.
+#[cfg_attr(not(target_os = "linux"), allow(unused_variables, reason = "other systems have no such option"))]
+pub(crate) fn acknowledge(socket: BorrowedFd<'_>) {
+    // A socket that refuses its options is dying, or none of TCP.
+    #[cfg(target_os = "linux")]
+    let _ = SockRef::from(&socket).set_tcp_quickack(true);
+}
+
 /// Returns the ports to try: the address's own port first, then the range. Port 0 is left out if
 /// there is a range.
 fn ports_to_try(port: u16, options: &Bind) -> impl Iterator<Item = u16> {
@@ -437,6 +446,27 @@ mod tests {
         assert_eq!(socket.tcp_user_timeout().unwrap(), silence);
         assert_eq!(socket.tcp_keepalive_time().unwrap(), Duration::from_secs(2));
         assert_eq!(socket.tcp_keepalive_interval().unwrap(), Duration::from_secs(2));
+    }
+
+    /// A kernel in this state acknowledges the first half of a message after 40 ms, while the
+    /// peer's keeps the second half until then.
+    #[cfg(target_os = "linux")]
+    #[tokio::test]
+    async fn a_connection_that_asks_and_answers_acknowledges_at_once_when_told_to() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let (accepted, dialed) = tokio::join!(listener.accept(), TcpStream::connect(address));
+        let (mut near, mut far) = (accepted.unwrap().0, dialed.unwrap());
+        let delays = |near: &TcpStream| !SockRef::from(near).tcp_quickack().unwrap();
+        for _ in 0..100 {
+            far.write_all(b"?").await.unwrap();
+            near.read_exact(&mut [0]).await.unwrap();
+            near.write_all(b"!").await.unwrap();
+            far.read_exact(&mut [0]).await.unwrap();
+        }
+        assert!(delays(&near), "acknowledgements travel with the answers by now");
+        acknowledge(near.as_fd());
+        assert!(!delays(&near));
     }
 
     #[tokio::test]

@@ -62,8 +62,11 @@ pub(super) async fn serve(tracker: &Arc<Tracker>, connection: &mut DialectConnec
         }
         if !wire.is_inside_message() {
             receiving = None;
-        } else if receiving.is_none() {
-            receiving = Some(activity.receiving());
+        } else {
+            receiving.get_or_insert_with(|| activity.receiving());
+            // Clients in Python write the length by itself, and their kernel keeps the rest until
+            // the length is acknowledged.
+            connection.acknowledge();
         }
         // A server that is registered and a client that waits have nothing to say.
         match peer.is_served() {

@@ -167,6 +167,18 @@ impl DialectConnection {
         self.sessions.probe_silence(self.stream.channel());
     }
 
+    /// Acknowledges at once what was read, for protocols whose peers wait for that before they send
+    /// the rest of a message: those that write it in pieces and leave Nagle's algorithm on. The
+    /// kernel would wait for 40 ms for an answer that the acknowledgement could travel with. It
+    /// holds until the next write. Does nothing if the channel is no bare TCP socket, and outside
+    /// of Linux.
+    pub fn acknowledge(&self) {
+        #[cfg(feature = "tcp")]
+        if let Some(socket) = self.stream.channel().plain_socket() {
+            crate::transports::tcp::acknowledge(socket.as_fd());
+        }
+    }
+
     /// Gives the peer of a [relay](crate::ServeOptions::relay), which opens no sessions, a place
     /// among the relay's sessions, until the connection ends. The handshake is over then.
     ///
