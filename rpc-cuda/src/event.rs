@@ -9,6 +9,7 @@ use cudarc::driver::sys::{CUevent_flags_enum, CUevent_st, CUstream_st, cudaError
 
 use crate::gpu::PrimaryContext;
 use crate::handle::Handle;
+use rpc_core::device::DeviceEvent;
 use rpc_core::error::Result;
 
 /// A point in the order of a [`CudaStream`](crate::CudaStream), behind all work submitted before it
@@ -80,6 +81,12 @@ impl Event {
         let gpu = waiting.gpu;
         // SAFETY: both are alive. No flags are defined.
         gpu.check(unsafe { gpu.driver.stream_wait_event(stream.0, self.raw.0, 0) })
+    }
+}
+
+impl DeviceEvent for Event {
+    fn is_done(&self) -> Result<bool> {
+        self.is_done()
     }
 }
 

@@ -59,7 +59,6 @@ mod memory;
 mod memory_pool;
 mod module_image;
 mod module_loader;
-mod notifier;
 pub mod nvml;
 mod on_demand;
 mod opened_gpu;

@@ -10,10 +10,17 @@ use cudarc::driver::sys::{CUstream_flags_enum, CUstream_st, cudaError_enum as Co
 use crate::event::Event;
 use crate::gpu::{Gpu, PrimaryContext};
 use crate::handle::Handle;
-use crate::notifier;
-use rpc_core::device::{Stream, WhenDone};
+use rpc_core::device::{EventNotifier, Stream, WhenDone};
 use rpc_core::dlpack::Device;
 use rpc_core::error::Result;
+
+static NOTIFIER: EventNotifier<Event> = EventNotifier::new("rpc-cuda-wait");
+
+/// Callback for the driver, called when a stream has reached an awaited event. It must not call the
+/// driver.
+unsafe extern "C" fn on_reached(_: *mut c_void) {
+    NOTIFIER.wake();
+}
 
 /// A stream of a CUDA device.
 ///
@@ -137,9 +144,9 @@ impl Stream for CudaStream {
                 return Ok(());
             }
         };
-        notifier::when_reached(event, done)?;
+        NOTIFIER.when_reached(event, done)?;
         // SAFETY: the stream is alive, and the function accepts any argument.
-        let outcome = unsafe { self.gpu().driver.launch_host_func(self.raw.0, notifier::on_reached, ptr::null_mut()) };
+        let outcome = unsafe { self.gpu().driver.launch_host_func(self.raw.0, on_reached, ptr::null_mut()) };
         if let Err(error) = self.gpu().check(outcome) {
             tracing::debug!(%error, "a stream is polled, because it cannot call back");
         }

@@ -10,6 +10,7 @@ use opencl3::types::{cl_event, cl_int};
 
 use crate::device_list::{ListedDevice, number};
 use crate::handle::EventHandle;
+use rpc_core::device::DeviceEvent;
 use rpc_core::error::Result;
 
 /// The end of a submitted command.
@@ -62,6 +63,12 @@ impl Event {
     pub(super) fn duration(&self) -> Option<Duration> {
         let at = |point| number(&get_event_profiling_data(self.raw(), point).ok()?);
         Some(Duration::from_nanos(at(CL_PROFILING_COMMAND_END)?.checked_sub(at(CL_PROFILING_COMMAND_START)?)?))
+    }
+}
+
+impl DeviceEvent for Event {
+    fn is_done(&self) -> Result<bool> {
+        self.is_done()
     }
 }
 

@@ -48,7 +48,6 @@ mod memory;
 mod memory_pool;
 mod module_loader;
 mod native_code;
-mod notifier;
 mod on_demand;
 mod opened_device;
 mod other_stream_work;

@@ -1,6 +1,7 @@
 //! Streams, which are OpenCL's queues that run commands in order, and the order among them.
 
 use std::any::Any;
+use std::ffi::c_void;
 use std::fmt;
 use std::ptr;
 use std::sync::Arc;
@@ -10,17 +11,25 @@ use opencl3::command_queue::{
     CL_QUEUE_PROFILING_ENABLE, create_command_queue, enqueue_barrier_with_wait_list, enqueue_marker_with_wait_list,
     finish, flush,
 };
-use opencl3::types::{cl_command_queue, cl_context};
+use opencl3::event::{CL_COMPLETE, set_event_callback};
+use opencl3::types::{cl_command_queue, cl_context, cl_event, cl_int};
 use parking_lot::Mutex;
 
 use crate::device_list::ListedDevice;
 use crate::event::Event;
 use crate::handle::QueueHandle;
-use crate::notifier;
 use crate::submitted_commands::Commands;
-use rpc_core::device::{Stream, StreamTimer, WhenDone};
+use rpc_core::device::{EventNotifier, Stream, StreamTimer, WhenDone};
 use rpc_core::dlpack::Device;
 use rpc_core::error::Result;
+
+static NOTIFIER: EventNotifier<Event> = EventNotifier::new("rpc-opencl-wait");
+
+/// Callback for the driver, called when an awaited event has been reached. It is on a thread of the
+/// driver, which must not wait, as what is notified may.
+extern "C" fn on_reached(_: cl_event, _: cl_int, _: *mut c_void) {
+    NOTIFIER.wake();
+}
 
 /// A stream of an OpenCL device: a queue that runs its commands in order.
 ///
@@ -177,9 +186,13 @@ impl Stream for OpenClStream {
     fn when_done(&self, done: WhenDone) -> Result<(), WhenDone> {
         match self.record() {
             Ok(event) => {
+                // Without the callback the notifier looks from time to time.
+                if let Err(code) = set_event_callback(event.raw(), CL_COMPLETE, on_reached, ptr::null_mut()) {
+                    tracing::debug!(code, "the driver does not call back");
+                }
                 let queue = self.queue.clone();
                 // The first error says more than that of what came behind.
-                notifier::when_reached(event, Box::new(move |reached| done(queue.commands.take_failure().and(reached))))
+                NOTIFIER.when_reached(event, Box::new(move |reached| done(queue.commands.take_failure().and(reached))))
             }
             Err(error) => {
                 done(Err(error));
