@@ -12,7 +12,7 @@ use ::disco::{
 use pyo3::exceptions::{PyBaseException, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
-use rpc_core::{RpcError, Tensor, Value, VirtualDevice};
+use rpc_core::{Devices, RpcError, Tensor, Value, VirtualDevice};
 use rpc_transports::tracker::ServerRequest;
 
 use crate::argument::{Arg, array};
@@ -497,9 +497,14 @@ impl DiscoListener {
         workers_per_node: u32,
         num_groups: u32,
         join_timeout: Option<f64>,
+        controller: Option<&crate::functions::Registry>,
         settings: &Bound<'_, PyDict>,
     ) -> PyResult<Operation> {
         let session = SocketSession::dialled_by(nodes, &self.0, workers_per_node, num_groups);
+        let session = match controller {
+            Some(registry) => session.controller_as_node(registry.registry()?, Devices::new()),
+            None => session,
+        };
         let session = match join_timeout.map(Duration::try_from_secs_f64) {
             Some(limit) => session.join_timeout(limit.map_err(|error| PyValueError::new_err(error.to_string()))?),
             None => session,

@@ -589,6 +589,7 @@ class DiscoListener:
         workers_per_node: int,
         num_groups: int,
         join_timeout: float | None,
+        controller: Registry | None,
         settings: dict[str, Any],
     ) -> Operation[DiscoSession]: ...
 

@@ -612,10 +612,10 @@ class ProcessSession(Session):
 
 
 class SocketSession(Session):
-    """A session whose workers are at nodes that dial the controller.
+    """A session whose workers are at nodes: this process, and others that dial it.
 
-    Start ``rpc-server worker --controller HOST:PORT`` on each, also on this machine if it is to
-    have workers: unlike TVM's, the controller is no node itself.
+    As in TVM, this process is the first node. Start ``rpc-server worker --controller HOST:PORT`` on
+    each of the others.
     """
 
     def __init__(
@@ -628,29 +628,42 @@ class SocketSession(Session):
         *,
         join_timeout: float | None = None,
         on_listen: Callable[[str], None] | None = None,
+        controller_is_node: bool = True,
+        functions: Sequence[Callable[..., Any]] | Registry = (),
         **settings: Any,
     ) -> None:
-        """Wait until all nodes have dialled in, and start the workers.
+        """Wait until all other nodes have dialled in, and start the workers.
 
         Parameters
         ----------
         num_nodes, num_workers_per_node, num_groups : int
-            Number of nodes, of workers of each, and of groups over all.
+            Number of nodes, of workers of each, and of groups over all. This process is one of the
+            nodes.
         host, port : str, int
             Where to listen.
         join_timeout : float, optional
             Seconds to wait for the nodes: 60 by default.
         on_listen : function of str, optional
             Called with the address that nodes dial, as soon as they can.
+        controller_is_node : bool
+            False if all nodes dial in, and this process has no workers.
+        functions : sequence of functions or Registry
+            Functions of the workers of this process, which are threads here (those of TVM are
+            processes).
         **settings
-            As for `ThreadedSession`.
+            As for `ThreadedSession`. `data_addresses` has that of this process first.
         """
+        registry = _worker_registry(functions) if controller_is_node else None
+        if registry is not None and num_nodes < 1:
+            raise ValueError(f"{num_nodes} nodes, of which this process is one")
+        if registry is None and functions:
+            raise ValueError("functions are those of the workers of this process, which is to be no node")
         host = f"[{host}]" if ":" in host else host
         listener: _native.DiscoListener = _native.disco_listen(f"tcp://{host}:{port}").wait()
         if on_listen is not None:
             on_listen(listener.address)
         native: _native.DiscoSession = listener.start_op(
-            num_nodes, num_workers_per_node, num_groups, join_timeout, settings
+            num_nodes - (registry is not None), num_workers_per_node, num_groups, join_timeout, registry, settings
         ).wait()
         super().__init__(native)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import environment
 
 import tensor_rpc as rpc
 from tensor_rpc import disco
@@ -337,6 +338,40 @@ def test_a_module_is_imported_on_workers(tmp_path: Path) -> None:
         timeout=LIMIT,
     )
     assert (done.returncode, done.stdout) == (0, "3\n"), done.stderr
+
+
+def test_this_process_is_the_first_node_of_a_session_that_others_dial() -> None:
+    """Its workers come first and have its functions; without it all nodes dial in."""
+    code = "from tensor_rpc._commands import rpc_server; rpc_server()"
+    nodes: list[subprocess.Popen[bytes]] = []
+
+    def start(address: str) -> None:
+        command = [sys.executable, "-c", code, "worker", "--controller", address]
+        nodes.append(subprocess.Popen(command, env=environment(), stdin=subprocess.DEVNULL))
+
+    data = ["127.0.0.1"] * 2
+    with disco.SocketSession(2, 2, 2, on_listen=start, functions=[process_number], data_addresses=data) as session:
+        assert session.num_workers == 4
+        x = session.empty((2,), "float32")
+        session.sync_all()
+        session.allreduce(x, x)
+        with pytest.raises(disco.WorkersError, match="process_number") as missing:
+            number = session.get_global_func("process_number")()
+            session.sync_all()
+        # The other node is another program, which has no such function.
+        assert "worker 2" in str(missing.value)
+        assert "worker 0" not in str(missing.value)
+        assert number.debug_get_from_remote(1) == os.getpid()
+    with disco.SocketSession(1, 1, on_listen=start, controller_is_node=False) as session:
+        assert session.num_workers == 1
+    with disco.SocketSession(1, 2, functions=[process_number]) as session:
+        assert session.get_global_func("process_number")().debug_get_from_remote(0) == os.getpid()
+    for node in nodes:
+        assert node.wait(LIMIT) == 0
+    with pytest.raises(ValueError, match="this process is one"):
+        disco.SocketSession(0, 1)
+    with pytest.raises(ValueError, match="no node"):
+        disco.SocketSession(1, 1, controller_is_node=False, functions=[process_number])
 
 
 def test_a_program_runs_once_for_each_worker(

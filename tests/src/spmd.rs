@@ -13,8 +13,8 @@ use disco::{
 };
 use rpc_core::function::Rest;
 use rpc_core::{
-    ErrorKind, FunctionModule, LocalSession, Registry, Result, RpcError, Shared, SharedSession, Tensor, TensorView,
-    TensorViewMut,
+    Devices, ErrorKind, FunctionModule, LocalSession, Registry, Result, RpcError, Shared, SharedSession, Tensor,
+    TensorView, TensorViewMut,
 };
 use rpc_transports::{Address, Bind, Connector, OpenRequest, ServeOptions, Server, TokioSpawner};
 use tokio::runtime::Runtime;
@@ -172,6 +172,11 @@ pub enum Launch {
     Chain,
     /// Nodes of this process with one worker each, which dial in.
     DialIn,
+    /// The controller's own process, and servers behind TCP, each with one worker.
+    Controller {
+        /// Data path between the workers.
+        data: Data,
+    },
     /// One node, which runs this program and has its workers in processes of their own.
     NodeOfProcesses(&'static str),
     /// Servers behind TCP, each in a process of its own that runs this program, with one worker.
@@ -299,7 +304,7 @@ impl Fixture {
 }
 
 /// Returns the launches that every operation has to work over. Those with processes run `program`.
-pub fn launches(program: &'static str) -> [Launch; 11] {
+pub fn launches(program: &'static str) -> [Launch; 13] {
     [
         Launch::Threads,
         Launch::Processes(program),
@@ -308,6 +313,8 @@ pub fn launches(program: &'static str) -> [Launch; 11] {
         Launch::Tcp { per_node: 2, data: Data::Relayed },
         Launch::Chain,
         Launch::DialIn,
+        Launch::Controller { data: Data::Shared },
+        Launch::Controller { data: Data::Relayed },
         Launch::NodeOfProcesses(program),
         Launch::Line { data: Data::Shared },
         Launch::Line { data: Data::Tcp },
@@ -430,6 +437,14 @@ impl Launch {
                     });
                 }
                 (SocketSession::dialled_by(num_workers as usize, &listener, 1, num_groups).start(), None)
+            }
+            Self::Controller { data } => {
+                data.set(num_workers, &mut options);
+                let runtime = runtime();
+                let (addresses, servers) = serve(&runtime, num_workers - 1);
+                let session = SocketSession::new(addresses, 1, num_groups).options(options);
+                let session = session.controller_as_node(registry(), Devices::new()).start();
+                (session, Some((servers, runtime)))
             }
             Self::NodeOfProcesses(program) => {
                 options.hosting = Hosting::Processes;

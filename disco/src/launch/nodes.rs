@@ -2,11 +2,12 @@
 
 use std::time::Duration;
 
-use rpc_core::{Result as RpcResult, RpcError, Session};
+use rpc_core::{Devices, Registry, Result as RpcResult, RpcError, Session};
 use rpc_transports::Connector;
 use rpc_transports::tracker::{ServerRequest, TrackerClient};
 
 use super::node_listener::NodeListener;
+use super::threads::this_process;
 use super::{Node, launch};
 use crate::completion::Completion;
 use crate::controller::session::DiscoSession;
@@ -48,6 +49,8 @@ pub struct SocketSession {
     connector: Connector,
     join_timeout: Duration,
     fan_out: Option<usize>,
+    /// Functions and devices of the workers of this process, if it is the first node.
+    controller: Option<(Registry, Devices)>,
     options: Options,
 }
 
@@ -117,6 +120,7 @@ impl SocketSession {
             connector: Connector::new(),
             join_timeout: Duration::from_secs(60),
             fan_out: None,
+            controller: None,
             options: Options::default(),
         }
     }
@@ -127,6 +131,29 @@ impl SocketSession {
     #[must_use]
     pub fn connector(mut self, connector: Connector) -> Self {
         self.connector = connector;
+        self
+    }
+
+    /// Makes this process a node, too: the first one, in front of all others, with as many workers,
+    /// as the controller of TVM is. Its workers have these functions, those of disco, and these
+    /// devices; they are threads of this process where a node would have them as threads
+    /// ([`Options::hosting`]), and get commands without encoding. Their data goes to the first of
+    /// [`Options::data_addresses`], if those are given. It does not count among nodes that dial in
+    /// ([`NodeRank`](crate::NodeRank)). Programs ([`DiscoSession::run_all`]) are run there only if
+    /// `registry` has the function for it, as that of `rpc-server` has.
+    ///
+    /// ```no_run
+    /// # use disco::SocketSession;
+    /// # use rpc_core::{Devices, Registry};
+    /// // Four workers here, and four at each board.
+    /// let boards = ["tcp://board1:9090", "tcp://board2:9090"];
+    /// let session = SocketSession::new(boards, 4, 1);
+    /// let session = session.controller_as_node(Registry::new(), Devices::new()).start().wait()?;
+    /// # Ok::<(), disco::DiscoError>(())
+    /// ```
+    #[must_use]
+    pub fn controller_as_node(mut self, registry: Registry, devices: Devices) -> Self {
+        self.controller = Some((registry, devices));
         self
     }
 
@@ -198,7 +225,8 @@ impl SocketSession {
 
     /// Starts a session whose nodes open others, or else one whose controller opens all of them.
     fn start_as_tree(self) -> Completion<DiscoSession> {
-        let Self { nodes, workers_per_node, num_groups, connector, join_timeout, fan_out: _, options } = self;
+        let Self { nodes, workers_per_node, num_groups, connector, join_timeout, fan_out: _, controller, options } =
+            self;
         let Nodes::At(addresses) = nodes else {
             return Completion::failed(DiscoError::invalid("only nodes at addresses can open each other"));
         };
@@ -210,6 +238,7 @@ impl SocketSession {
                 connector: connector.clone(),
                 join_timeout,
                 fan_out: Some(fan_out),
+                controller: controller.clone(),
                 options: options.clone(),
             };
             match with(FAN_OUT_OF_MANY).start_as_told().await {
@@ -228,7 +257,7 @@ impl SocketSession {
     }
 
     fn start_as_told(self) -> Completion<DiscoSession> {
-        let Self { nodes, workers_per_node, num_groups, connector, join_timeout, fan_out, options } = self;
+        let Self { nodes, workers_per_node, num_groups, connector, join_timeout, fan_out, controller, options } = self;
         let connector = connector.keep_alive(options.keep_alive);
         let count = match &nodes {
             Nodes::At(addresses) => addresses.len(),
@@ -236,35 +265,38 @@ impl SocketSession {
             Nodes::DiallingIn(count, _) => *count,
             Nodes::Over(sessions) => sessions.iter().map(|(_, addresses)| 1 + addresses.len()).sum(),
         };
-        launch((count, workers_per_node, num_groups), Vec::new(), options, async move {
+        let size = (count + usize::from(controller.is_some()), workers_per_node, num_groups);
+        launch(size, Vec::new(), options, async move {
             if fan_out.is_some() && !matches!(nodes, Nodes::At(_) | Nodes::Over(_)) {
                 return Err(DiscoError::invalid(
                     "only nodes at addresses can open each other: fan_out is not for these",
                 ));
             }
-            match nodes {
+            let first = controller.map(|(registry, devices)| this_process(registry, devices, workers_per_node).into());
+            let others = match nodes {
                 Nodes::At(addresses) => {
                     check_file_limit(addresses.len().min(fan_out.unwrap_or(usize::MAX)), "nodes")?;
                     let at = |ChildNode { address, children }| Node {
                         source: Source::Address(Box::new(connector.clone()), address),
                         children,
                     };
-                    Ok(tree(&addresses, fan_out.unwrap_or(usize::MAX)).into_iter().map(at).collect())
+                    tree(&addresses, fan_out.unwrap_or(usize::MAX)).into_iter().map(at).collect()
                 }
-                Nodes::From(tracker, request) => Ok(borrow(connector, &tracker, &request).await?),
+                Nodes::From(tracker, request) => borrow(connector, &tracker, &request).await?,
                 Nodes::DiallingIn(count, listener) => {
                     let sessions = listener.gather(count, &connector, join_timeout).await?;
                     let named = |(session, name)| Source::Ready(session, name).into();
-                    Ok(sessions.into_iter().map(named).collect())
+                    sessions.into_iter().map(named).collect::<Vec<_>>()
                 }
                 Nodes::Over(sessions) => {
                     let over = |(number, (session, addresses)): (usize, (Session, Vec<String>))| Node {
                         source: Source::Ready(session, format!("session {number}")),
                         children: tree(&addresses, fan_out.unwrap_or(usize::MAX)),
                     };
-                    Ok(sessions.into_iter().enumerate().map(over).collect())
+                    sessions.into_iter().enumerate().map(over).collect()
                 }
-            }
+            };
+            Ok(first.into_iter().chain(others).collect())
         })
     }
 }

@@ -76,14 +76,7 @@ impl ThreadedSession {
         if let Err(error) = self.check_default_devices() {
             return Completion::failed(error);
         }
-        register(&self.registry);
-        let mut limits = SessionLimits::default();
-        limits.max_threads = limits.max_threads.saturating_add(self.num_workers as usize);
-        // Its workers read what this process may.
-        let session = LocalSession::builder(self.registry).devices(self.devices).limits(limits);
-        let local = Arc::new(LocalLink::default());
-        let session = session.extension(Arc::new(WeightFolders::anywhere())).extension(Arc::clone(&local));
-        let node = Source::Local(Session::new(session.build()), local);
+        let node = this_process(self.registry, self.devices, self.num_workers);
         let mut options = self.options;
         options.hosting = Hosting::Threads;
         let size = (1, self.num_workers, self.num_groups);
@@ -105,6 +98,18 @@ impl ThreadedSession {
         }
         Ok(())
     }
+}
+
+/// Makes this process a node with so many workers, which have these functions and those of disco.
+pub(super) fn this_process(registry: Registry, devices: Devices, workers: u32) -> Source {
+    register(&registry);
+    let mut limits = SessionLimits::default();
+    limits.max_threads = limits.max_threads.saturating_add(workers as usize);
+    // Its workers read what this process may.
+    let session = LocalSession::builder(registry).devices(devices).limits(limits);
+    let local = Arc::new(LocalLink::default());
+    let session = session.extension(Arc::new(WeightFolders::anywhere())).extension(Arc::clone(&local));
+    Source::Local(Session::new(session.build()), local)
 }
 
 #[cfg(test)]

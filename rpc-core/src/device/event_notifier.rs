@@ -20,8 +20,8 @@ pub trait DeviceEvent: Send + 'static {
     fn is_done(&self) -> Result<bool>;
 }
 
-/// Thread that waits for the events of a driver, for [`Stream::when_done`](super::Stream::when_done)
-/// of a device. A crate has one, in a `static`.
+/// Thread that waits for the events of a driver, for
+/// [`Stream::when_done`](super::Stream::when_done) of a device. A crate has one, in a `static`.
 ///
 /// The thread checks all events when the driver calls back ([`wake`](Self::wake)), and from time to
 /// time: a driver need not call back if the device is lost. Nothing is checked while nobody waits.

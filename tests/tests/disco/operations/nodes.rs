@@ -83,6 +83,29 @@ fn nodes_of_several_machines_use_their_data_addresses_or_the_controller() {
     }
 }
 
+/// It comes before all others, also before those that dial in, which do not count it; and each node
+/// runs what its own program has.
+#[test]
+fn the_controller_is_the_first_node_if_it_is_to_be_one() {
+    let listener = NodeListener::bind("tcp://127.0.0.1:0").wait().unwrap();
+    let address = listener.address();
+    let mut options = disco::JoinOptions::default();
+    options.rank = Some(disco::NodeRank { rank: 0, nodes: 1 });
+    let node = std::thread::spawn(move || disco::join(&rpc_tests::spmd::registry(), &address, options).wait());
+    let registry = rpc_tests::spmd::registry();
+    registry.add("of_the_controller", || 7);
+    let session = SocketSession::dialled_by(1, &listener, 2, 2);
+    let session = session.controller_as_node(registry, rpc_core::Devices::new()).start().wait().unwrap();
+    assert_eq!((session.num_workers(), session.num_groups()), (4, 2));
+    let seven = session.get_global_func("of_the_controller").unwrap().call(()).unwrap();
+    let error = session.sync_all().wait().unwrap_err();
+    let failed: Vec<u32> = error.failures().iter().map(|failure| failure.worker.0).collect();
+    assert_eq!(failed, [2, 3], "{error}");
+    assert_eq!(value(&session, &seven, 1), Value::Int(7));
+    session.shutdown().wait().unwrap();
+    node.join().unwrap().unwrap();
+}
+
 #[test]
 fn impossible_launches_are_refused() {
     let refused = |launch: Launch, workers, groups| match launch.try_start(workers, groups) {
