@@ -4,7 +4,7 @@ use rpc_transports::Transports;
 
 /// Returns the transports that `rpc-server` and `rpc-cli` have: those that `rpc-transports` was
 /// compiled with, and by features that are on by default: `ws://` and `wss://` (`websocket`), and
-/// `tvm://` for servers of TVM (`tvm`). A program of one's own adds to them and calls
+/// `tvm://` and `tvm-tracker://` for servers of TVM (`tvm`). A program of one's own adds to them and calls
 /// [`daemon::main_with`](crate::daemon::main_with) or [`cli::main_with`](crate::cli::main_with).
 #[must_use]
 pub fn transports() -> Transports {
@@ -12,6 +12,9 @@ pub fn transports() -> Transports {
     #[cfg(feature = "websocket")]
     let transports = transports.with(rpc_websocket::WebSocket::new());
     #[cfg(feature = "tvm")]
-    let transports = transports.with_opener(crate::tvm::client::TvmOpener::new());
+    let transports = {
+        let servers = crate::tvm::client::TvmOpener::new();
+        transports.with_opener(servers.clone()).with_opener(crate::tvm::client::TvmTrackerOpener::new(servers))
+    };
     transports
 }

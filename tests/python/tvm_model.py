@@ -5,6 +5,7 @@ The folder with the model and its numbers is that of `RPC_TESTS_MODEL`.
 """
 
 import os
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -31,3 +32,12 @@ def check(session):
         assert classes.tobytes() == (folder / "classes.f32").read_bytes(), "the numbers differ"
     times = machine.time_evaluator("main", cpu, number=2, repeat=3)(*args)
     assert len(times.results) == 3 and min(times.results) > 0, times
+
+
+def check_ours(address):
+    """The same, and calls and copies, by the client of this project: the program of tests/server/tvm_client.rs."""
+    command = [os.environ["RPC_TESTS_CLIENT"], "--exact", "--nocapture", "tvm_client::a_client_of_a_scenario"]
+    environment = {**os.environ, "RPC_TESTS_CLIENT_AT": address}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    is_done = done.returncode == 0 and "the client has done its work" in done.stdout
+    assert is_done, f"{address}: {done.stdout}{done.stderr}"

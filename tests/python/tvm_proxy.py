@@ -103,9 +103,11 @@ def at_our_relay():
             command = [RPC_CLI, "call", f"tvm://{HOST}:{port}/rasp", "rpc.test.addone", "41"]
             printed = subprocess.run(command, check=True, capture_output=True, text=True, timeout=LIMIT).stdout
             assert printed == "42\n", printed
+            tvm_model.check_ours(f"tvm://{HOST}:{port}/rasp")
         with server_of_ours(port, "board"):
             for check in [use, tvm_model.check]:
                 check(rpc.connect(HOST, port, "board", session_timeout=LIMIT))
+            tvm_model.check_ours(f"tvm://{HOST}:{port}/board")
         try:
             import tornado  # noqa: F401
         except ImportError:
@@ -128,6 +130,29 @@ def with_trackers():
         print("SKIPPED: TVM's tracker needs the packages tornado and cloudpickle")
         return
     with_a_tracker(there.port)
+    for tracker_port in [there.port, None]:
+        with contextlib.ExitStack() as stack:
+            a_proxy_of_tvm_with_a_tracker(tracker_port or stack.enter_context(ours("tracker")))
+    there.terminate()
+
+
+def a_proxy_of_tvm_with_a_tracker(tracker_port):
+    """The proxy registers the servers that wait there, and its keys are what only proxies make."""
+    from tvm.rpc.proxy import Proxy
+
+    there = Proxy(HOST, random.randrange(20000, 31000), 32000, tracker_addr=(HOST, tracker_port))
+    tracker = rpc.connect_tracker(HOST, tracker_port)
+
+    def free():
+        return tracker.summary()["queue_info"].get("rasp", {}).get("free", 0)
+
+    with of_tvm(SERVER, there.port, "rasp"):
+        until(lambda: free() == 1)
+        session = tracker.request("rasp", session_timeout=LIMIT)
+        use(session)
+        del session
+        until(lambda: free() == 1)
+        tvm_model.check_ours(f"tvm-tracker://{HOST}:{tracker_port}/rasp")
     there.terminate()
 
 
@@ -142,8 +167,11 @@ def with_a_tracker(tracker_port):
             until(lambda: free() == 2)
             session = tracker.request("rasp", session_timeout=LIMIT)
             use(session)
+            tvm_model.check(session)
             assert free() == 1
             del session
+            until(lambda: free() == 2)
+            tvm_model.check_ours(f"tvm-tracker://{HOST}:{tracker_port}/rasp")
             until(lambda: free() == 2)
         until(lambda: free() == 0)
 
@@ -160,6 +188,9 @@ def at_a_proxy_of_tvm():
     with server_of_ours(there.port, "board"):
         for check in [use, tvm_model.check]:
             check(rpc.connect(HOST, there.port, "board", session_timeout=LIMIT))
+        tvm_model.check_ours(f"tvm://{HOST}:{there.port}/board")
+    with of_tvm(SERVER, there.port, "rasp"):
+        tvm_model.check_ours(f"tvm://{HOST}:{there.port}/rasp")
     there.terminate()
 
 

@@ -20,6 +20,9 @@ from tvm import rpc
 HOST, PORT = sys.argv[1].rsplit(":", 1)
 LIMIT = 60
 
+# TVM's server, with its test functions.
+SERVER = "import runpy, tvm.rpc.testing; runpy.run_module('tvm.exec.rpc_server', None, '__main__')"
+
 
 def demand_tools():
     """Fail if what TVM's tracker and proxy need has been installed, and so must be found."""
@@ -37,11 +40,11 @@ def free(tracker, key):
     return tracker.summary()["queue_info"].get(key, {}).get("free", 0)
 
 
-def start_server(key):
+def start_server(key, tracker):
     # It takes the first port that is free.
     port = random.randrange(20000, 31000)
-    command = [sys.executable, "-m", "tvm.exec.rpc_server", "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--port-end", "32000", "--tracker", f"{HOST}:{PORT}", "--key", key]
+    command = [sys.executable, "-c", SERVER, "--host", "127.0.0.1", "--port", str(port), "--port-end", "32000"]
+    command += ["--tracker", tracker, "--key", key]
     log = subprocess.DEVNULL
     # Its processes end together.
     return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
@@ -56,7 +59,7 @@ def main():
     # Clients of TVM wait without limit.
     faulthandler.dump_traceback_later(2 * LIMIT, exit=True)
     tracker = rpc.connect_tracker(HOST, int(PORT))
-    server = start_server("rasp")
+    server = start_server("rasp", f"{HOST}:{PORT}")
     try:
         ours = tracker.request("ours", session_timeout=LIMIT)
         assert add_one(ours) == 42
@@ -83,6 +86,10 @@ def main():
         waiting.join(LIMIT)
         assert results == ["second"], results
         until(lambda: free(tracker, "rasp") == 1)
+        # Clients of this project, in both protocols of the tracker.
+        for address in [f"tracker://{HOST}:{PORT}/rasp", f"tvm-tracker://{HOST}:{PORT}/rasp"]:
+            tvm_model.check_ours(address)
+            until(lambda: free(tracker, "rasp") == 1)
 
         query = [sys.executable, "-m", "tvm.exec.query_rpc_tracker", "--host", HOST, "--port", PORT]
         printed = subprocess.run(query, check=True, capture_output=True, text=True, timeout=LIMIT).stdout
@@ -109,6 +116,8 @@ def registering(host, port):
             check(session)
             del session
         until(lambda: free(tracker, "board") == 1)
+        tvm_model.check_ours(f"tvm-tracker://{host}:{port}/board?priority=2")
+        until(lambda: free(tracker, "board") == 1)
         assert "server:board" in [info["key"] for info in tracker.summary()["server_info"]]
         server.stdin.close()
         server.wait(LIMIT)
@@ -124,6 +133,13 @@ def at_a_tracker_of_tvm():
         return
     there = Tracker("127.0.0.1", random.randrange(20000, 31000), 32000, silent=True)
     registering("127.0.0.1", there.port)
+    server = start_server("rasp", f"127.0.0.1:{there.port}")
+    try:
+        # It waits for the server, which is about to start.
+        tvm_model.check_ours(f"tvm-tracker://127.0.0.1:{there.port}/rasp?timeout={LIMIT}")
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait(LIMIT)
     there.terminate()
 
 

@@ -275,7 +275,7 @@ impl CommonOptions {
             let request = PoolRequest { address, tracker, wanted, limit: self.timeout() };
             request.connect(&connector, &self.waiting, &self.output()).await
         };
-        if self.timeout.is_none() && is_tracker(address) {
+        if self.timeout.is_none() && may_wait_in_queue(address) {
             // All servers may be in use for hours; --timeout limits the wait.
             return connected.await;
         }
@@ -463,6 +463,11 @@ fn absolute(path: Option<&Path>) -> Result<Option<PathBuf>, Failure> {
 
 pub(super) fn is_tracker(address: &str) -> bool {
     address.parse::<Address>().is_ok_and(|address| address_of(&address).is_some())
+}
+
+/// Returns true for addresses of servers that a tracker gives out, one of ours or of TVM.
+fn may_wait_in_queue(address: &str) -> bool {
+    is_tracker(address) || address.parse::<Address>().is_ok_and(|address| address.scheme() == "tvm-tracker")
 }
 
 /// Shuts a session down, so that the server does not report it as lost. Waits for a second at most.

@@ -41,9 +41,11 @@ mod server_calls;
 mod session;
 mod state;
 mod timer;
+mod tracker_opener;
 mod unwritten;
 mod upload;
 mod values;
 
 pub(crate) use opener::TvmOpener;
+pub(crate) use tracker_opener::TvmTrackerOpener;
 pub use unwritten::finish_requests;

@@ -10,6 +10,7 @@
 //! (`serve --tvm-tracker`), whose clients come with `match_keys`.
 
 mod connection;
+pub(super) mod link;
 mod match_keys;
 mod peer;
 mod registration;

@@ -1106,6 +1106,34 @@ fn runs_a_compiled_model(session: &Session, folder: &Path) {
     assert!(samples.len() == 3 && samples.iter().all(|sample| *sample > 0.0), "{samples:?}");
 }
 
+/// Environment variable with the address at which `a_client_of_a_scenario` works.
+const CLIENT_AT: &str = "RPC_TESTS_CLIENT_AT";
+
+/// Lets the scenarios of a script in `tests/python` run `a_client_of_a_scenario`, as
+/// `tvm_model.check_ours` does.
+pub(crate) fn name_client_to(script: &mut Command) {
+    script.env("RPC_TESTS_CLIENT", std::env::current_exe().unwrap());
+}
+
+/// A client of this project at a server under the test functions of TVM, for scenarios of real
+/// servers, trackers and proxies. Does nothing as a test.
+#[test]
+fn a_client_of_a_scenario() {
+    let Ok(address) = std::env::var(CLIENT_AT) else { return };
+    let model = std::env::var("RPC_TESTS_MODEL").unwrap();
+    let session = connector().handshake_timeout(LIMIT).queue_timeout(LIMIT).connect_blocking(&address).unwrap();
+    assert_eq!(function(&session, "rpc.test.addone").call::<i64>((41_i64,)).wait().unwrap(), 42);
+    let text: String = function(&session, "rpc.test.strcat").call(("abc", 11_i64)).wait().unwrap();
+    assert_eq!(text, "abc:11");
+    let data = rpc_core::dlpack::to_bytes(&vec![0.5_f32; 100_000]);
+    let tensor = session.alloc(Device::cpu(), DataType::F32, &[100_000]).wait().unwrap();
+    session.copy_to_remote(&tensor, data.clone()).wait().unwrap();
+    assert!(session.copy_from_remote(&tensor).wait().unwrap() == data);
+    runs_a_compiled_model(&session, Path::new(&model));
+    session.shutdown().wait().unwrap();
+    println!("the client has done its work");
+}
+
 /// Environment variables of a program that is killed: the server's address, and the file by which
 /// the server says that the call has begun.
 const AT: &str = "RPC_TESTS_KILLED_AT";

@@ -728,6 +728,7 @@ fn servers_and_clients_of_tvm_itself_meet() {
     let Some(environment) = crate::native_modules::tvm_ffi::environment() else { return };
     let Some(mut scenarios) = environment.script("tvm_proxy.py") else { return };
     scenarios.arg(env!("CARGO_BIN_EXE_rpc-server")).arg(env!("CARGO_BIN_EXE_rpc-cli"));
+    crate::tvm_client::name_client_to(&mut scenarios);
     let output = scenarios.output().unwrap();
     assert!(
         output.status.success(),

@@ -609,6 +609,76 @@ fn a_server_registers_at_a_tracker_of_tvm() {
     assert!(end.is_ok() || end == Err(std::io::ErrorKind::ConnectionReset), "the server leaves: {end:?}");
 }
 
+impl FakeTracker {
+    /// Accepts a client at `tvm-tracker://` that asks with priority 1, and gives it this reply.
+    fn answer(&self, key: &str, reply: &str) {
+        let stream = self.0.accept().unwrap().0;
+        stream.set_read_timeout(Some(LIMIT)).unwrap();
+        let mut client = Peer(stream);
+        assert_eq!(client.read(4), [0x71, 0xf2, 2, 0]);
+        client.send(&[0x71, 0xf2, 2, 0]);
+        let request: serde_json::Value = serde_json::from_str(&client.reply()).unwrap();
+        assert_eq!(request, serde_json::json!([4, key, "", 1]));
+        client.say(reply);
+        // The client has its grant, or refuses it.
+        let _ = client.0.read(&mut [0]);
+    }
+}
+
+/// What the tracker knows of a server may be stale: it is gone, or waits for another client.
+#[test]
+fn a_client_of_a_tracker_of_tvm_asks_again_after_a_stale_grant() {
+    let tracker = FakeTracker::new();
+    let (runtime, folder) = (Runtime::new().unwrap(), tempfile::tempdir().unwrap());
+    let config = ServeConfig {
+        listen: vec![any_port()],
+        workdir: folder.path().to_owned(),
+        tvm: true,
+        key: Some("board".to_owned()),
+        ..ServeConfig::default()
+    };
+    let server = runtime.block_on(RpcServer::new(Registry::new()).config(config).start()).unwrap();
+    let port = server.addresses()[0].port().unwrap();
+    let address = format!("tvm-tracker://{}/rasp", tracker.0.local_addr().unwrap());
+    let connector = Connector::new().transports(rpc_server::transports());
+    let client = runtime.spawn(async move { connector.connect(&address).await });
+    let gone = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    tracker.answer("rasp", &granted(gone, "rasp:0.1"));
+    tracker.answer("rasp", &granted(port, "rasp:0.2"));
+    tracker.answer("rasp", &granted(port, "board"));
+    let session = runtime.block_on(client).unwrap().unwrap();
+    let echo = runtime.block_on(session.get_function("rpc.echo").into_future()).unwrap();
+    assert_eq!(runtime.block_on(echo.call::<i64>((7_i64,)).into_future()).unwrap(), 7);
+    drop(session);
+}
+
+#[test]
+fn a_client_says_what_is_wrong_with_a_tracker_of_tvm() {
+    let tracker = FakeTracker::new();
+    let runtime = Runtime::new().unwrap();
+    let address = format!("tvm-tracker://{}/rasp?timeout=9", tracker.0.local_addr().unwrap());
+    let connector = Connector::new().transports(rpc_server::transports());
+    for (reply, kind, text) in [
+        (r#"[-1, "no luck"]"#, ErrorKind::Refused, "no luck"),
+        ("-1", ErrorKind::Refused, "refused the request"),
+        ("0", ErrorKind::Protocol, "malformed grant"),
+        ("[0]", ErrorKind::Protocol, "malformed grant"),
+        (r#"[0, ["127.0.0.1", 70000, "k"]]"#, ErrorKind::Protocol, "malformed grant"),
+        (r#"[0, ["a b", 1, "k"]]"#, ErrorKind::Protocol, "a server at 'a b'"),
+        (r#"[0, ["127.0.0.1", 1, "k -timeout=1"]]"#, ErrorKind::Protocol, "a key with spaces"),
+        ("{", ErrorKind::Protocol, "malformed grant"),
+    ] {
+        let (connector, address) = (connector.clone(), address.clone());
+        let client = runtime.spawn(async move { connector.connect(&address).await });
+        tracker.answer("rasp", reply);
+        let error = runtime.block_on(client).unwrap().unwrap_err().into_rpc_error();
+        assert!(error.kind() == kind && error.to_string().contains(text), "{reply}: {error}");
+    }
+    let impatient = connector.clone().queue_timeout(Duration::from_millis(10));
+    let error = runtime.block_on(impatient.connect(&address)).unwrap_err().into_rpc_error();
+    assert_eq!(error.kind(), ErrorKind::DeadlineExceeded, "{error}");
+}
+
 #[test]
 fn a_server_with_several_places_registers_each_at_another_tracker() {
     let pool = Pool::new();
@@ -696,6 +766,7 @@ fn servers_and_clients_of_tvm_itself_are_served() {
     let pool = Pool::new();
     let _ours = pool.server("ours", |config| config.tvm_self_test = true);
     client.arg(pool.address().strip_prefix("tcp://").unwrap()).arg(env!("CARGO_BIN_EXE_rpc-server"));
+    crate::tvm_client::name_client_to(&mut client);
     let output = client.output().unwrap();
     assert!(
         output.status.success(),

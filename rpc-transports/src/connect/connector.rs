@@ -680,8 +680,10 @@ impl Connector {
         self.dial.keep_alive.saturating_mul(3)
     }
 
-    /// Returns the time to wait for a server of a tracker. `None` for no limit.
-    pub(crate) fn queue_limit(&self) -> Option<Duration> {
+    /// Returns the time to wait for a server of a tracker: that of
+    /// [`queue_timeout`](Self::queue_timeout). `None` for no limit.
+    #[must_use]
+    pub fn queue_limit(&self) -> Option<Duration> {
         self.queue_timeout
     }
 

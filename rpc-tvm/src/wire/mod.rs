@@ -80,5 +80,5 @@ pub use server::{ServerEvent, ServerWire, WireLimits};
 pub use tensor_header::{MAX_DIMENSIONS, TensorHeader};
 pub use tracker::{TrackerEvent, TrackerWire};
 pub use tracker_message::{InfoPort, MAX_TRACKER_MESSAGE, PeerInfo, TrackerMessage};
-pub use tracker_reply::{TrackerAnswer, TrackerReply, TrackerSummary};
+pub use tracker_reply::{TrackerAnswer, TrackerGrant, TrackerReply, TrackerSummary};
 pub use value::{MAX_VALUES, Text, WireValue, encode_values};

@@ -4,7 +4,7 @@
 use std::fmt;
 
 use serde::Deserialize;
-use serde::de::{Deserializer, Error, SeqAccess, Unexpected, Visitor};
+use serde::de::{Deserializer, Error, IgnoredAny, SeqAccess, Unexpected, Visitor};
 
 use super::reader::WireError;
 use super::tracker_message::{InfoPort, MAX_TRACKER_MESSAGE, framed};
@@ -117,6 +117,73 @@ impl<'de> Visitor<'de> for AnswerVisitor {
             keys.push(key);
         }
         Ok(TrackerAnswer::MatchKeys(keys))
+    }
+}
+
+/// Reply of a tracker to the [`Request`](super::TrackerMessage::Request) of a client.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum TrackerGrant {
+    /// The server that the client may use once.
+    Granted {
+        /// Host of the server.
+        host: String,
+        /// Port of the server.
+        port: u16,
+        /// Key that the client has to name there.
+        match_key: String,
+    },
+    /// The request was refused, for this reason; it may be empty.
+    Refused(String),
+}
+
+impl TrackerGrant {
+    /// Decodes the text of a reply.
+    ///
+    /// # Errors
+    ///
+    /// The text is no reply to a request.
+    pub fn decode(text: &[u8]) -> Result<Self, WireError> {
+        serde_json::from_slice(text).map_err(|error| WireError::new(format!("a malformed grant: {error}")))
+    }
+}
+
+// Not derived: serde would collect any value before it looks at its type.
+impl<'de> Deserialize<'de> for TrackerGrant {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_any(GrantVisitor)
+    }
+}
+
+/// Reader of a grant: `[0, [host, port, matchkey]]`, `[-1, reason]`, or the code of an error alone.
+struct GrantVisitor;
+
+impl<'de> Visitor<'de> for GrantVisitor {
+    type Value = TrackerGrant;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a list of a code and a server, or of a code and a reason")
+    }
+
+    fn visit_i64<E: Error>(self, code: i64) -> Result<TrackerGrant, E> {
+        match code {
+            0 => Err(E::invalid_value(Unexpected::Signed(code), &self)),
+            _ => Ok(TrackerGrant::Refused(String::new())),
+        }
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<TrackerGrant, A::Error> {
+        let missing = || A::Error::custom("a reply without its fields");
+        let grant = match seq.next_element::<i64>()?.ok_or_else(missing)? {
+            0 => {
+                let (host, port, match_key) = seq.next_element()?.ok_or_else(missing)?;
+                TrackerGrant::Granted { host, port, match_key }
+            }
+            _ => TrackerGrant::Refused(seq.next_element()?.unwrap_or_default()),
+        };
+        match seq.next_element::<IgnoredAny>()? {
+            None => Ok(grant),
+            Some(_) => Err(A::Error::custom("more fields than a reply has")),
+        }
     }
 }
 

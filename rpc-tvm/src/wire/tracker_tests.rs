@@ -109,6 +109,19 @@ fn replies_to_servers_are_decoded() {
 }
 
 #[test]
+fn grants_are_decoded() {
+    let grant = TrackerGrant::Granted { host: "board".to_owned(), port: 9090, match_key: "k:0.5".to_owned() };
+    assert_eq!(TrackerGrant::decode(br#"[0, ["board", 9090, "k:0.5"]]"#), Ok(grant));
+    for (text, reason) in [("-1", ""), ("[-1]", ""), (r#"[-1, "full"]"#, "full")] {
+        assert_eq!(TrackerGrant::decode(text.as_bytes()), Ok(TrackerGrant::Refused(reason.to_owned())), "{text}");
+    }
+    for text in ["", "0", "[]", "[0]", "[0, []]", r#"[0, ["h", -1, "k"]]"#, r#"[0, ["h", 1, "k"], 2]"#, "[-1, 2]", "{}"]
+    {
+        assert!(TrackerGrant::decode(text.as_bytes()).is_err(), "{text}");
+    }
+}
+
+#[test]
 fn a_summary_is_never_longer_than_its_client_reads() {
     let mut summary = TrackerSummary::new();
     let long = "\u{1}".repeat(1000);

@@ -4,7 +4,8 @@
 use bytes::BufMut;
 use rpc_tvm::wire::{
     ClientEvent, ClientWire, Expected, Hello, HelloAnswer, MAX_KEY, ProxyHello, ProxyWire, Request, ServerEvent,
-    ServerWire, TRACKER_MAGIC, TrackerEvent, TrackerMessage, TrackerWire, WIRE_MAGIC, WireLimits,
+    ServerWire, TRACKER_MAGIC, TrackerAnswer, TrackerEvent, TrackerGrant, TrackerMessage, TrackerReply, TrackerWire,
+    WIRE_MAGIC, WireLimits,
 };
 
 /// Length of the data that requests ask for: more than what is read ahead.
@@ -22,6 +23,7 @@ pub fn tvm_wire(input: &[u8]) {
     let again = events(&encoded, usize::MAX);
     assert_eq!(again, whole, "a request is another one once it was encoded");
     tracker(input);
+    replies_of_a_tracker(input);
     proxy(input);
     let whole = replies(input, usize::MAX, false);
     assert_eq!(replies(input, 7, false), whole, "replies depend on how the bytes were cut");
@@ -96,6 +98,17 @@ fn hello(mut input: &[u8], step: usize) -> Option<Hello> {
                 assert!(held <= MAX_KEY + 9, "{held} bytes are held");
             }
         }
+    }
+}
+
+/// The text of a tracker's reply. A grant is the same once it was encoded.
+fn replies_of_a_tracker(input: &[u8]) {
+    // Replies are decoded, or refused; none of them stops the peer.
+    let _ = TrackerAnswer::decode(input);
+    if let Ok(TrackerGrant::Granted { host, port, match_key }) = TrackerGrant::decode(input) {
+        let encoded = TrackerReply::Granted { host: &host, port, match_key: &match_key }.encode();
+        let again = TrackerGrant::decode(&encoded[4..]);
+        assert_eq!(again, Ok(TrackerGrant::Granted { host, port, match_key }));
     }
 }
 

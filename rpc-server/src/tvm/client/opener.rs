@@ -31,7 +31,7 @@ const MAX_KEY: usize = 1024;
 ///
 /// The protocol has neither identity nor encryption, and a server of TVM takes any client. The last
 /// hop of a chain opens the session, so that one beside the server can guard it.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct TvmOpener {
     memory: Arc<MemoryQuota>,
 }
@@ -83,7 +83,7 @@ impl SessionOpener for TvmOpener {
 }
 
 impl TvmOpener {
-    async fn connect(&self, to: &Address, connector: &Connector) -> Result<Session, ConnectError> {
+    pub(super) async fn connect(&self, to: &Address, connector: &Connector) -> Result<Session, ConnectError> {
         let terms = self.terms(to, connector)?;
         let (at, connector) = way(to, connector)?;
         let channel = connector.open_channel(&at).await?;
@@ -126,7 +126,7 @@ impl TvmOpener {
 
 /// Returns the address of the channel to a server, and the connector that opens it: the system
 /// watches the connection, since the protocol cannot.
-fn way(to: &Address, connector: &Connector) -> Result<(Address, Connector), ConnectError> {
+pub(super) fn way(to: &Address, connector: &Connector) -> Result<(Address, Connector), ConnectError> {
     let (host, port) = to.host_and_port().unwrap_or_default();
     let silence = connector.terms().keep_alive.saturating_mul(SILENT_INTERVALS);
     let dial = Dial { socket_silence: Some(silence), ..connector.terms().clone() };
@@ -134,13 +134,13 @@ fn way(to: &Address, connector: &Connector) -> Result<(Address, Connector), Conn
 }
 
 /// Returns the time-out that an address names.
-fn timeout(at: &Address) -> Result<Option<f64>, ()> {
+pub(super) fn timeout(at: &Address) -> Result<Option<f64>, ()> {
     let Some(text) = at.parameter(TIMEOUT) else { return Ok(None) };
     // What is no number stops a server of TVM for good.
     text.parse().ok().filter(|seconds: &f64| *seconds > 0.0 && *seconds <= MAX_TIMEOUT).map(Some).ok_or(())
 }
 
-fn is_key(key: &str) -> bool {
+pub(super) fn is_key(key: &str) -> bool {
     key.len() <= MAX_KEY && !key.contains(char::is_whitespace) && !key.contains(char::is_control)
 }
 

@@ -9,13 +9,14 @@ use std::time::Duration;
 
 use rpc_core::{ErrorKind, Result, RpcError};
 use rpc_transports::{Address, Backoff};
-use rpc_tvm::wire::{InfoPort, MAX_TRACKER_MESSAGE, PeerInfo, TRACKER_MAGIC, TrackerAnswer, TrackerMessage};
-use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use rpc_tvm::wire::{InfoPort, PeerInfo, TrackerAnswer, TrackerMessage};
+use tokio::io::AsyncReadExt as _;
 use tokio::net::TcpStream;
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
 use super::super::link::lost;
+use super::link::{TrackerLink, malformed, within};
 use super::match_keys::MatchKeys;
 
 /// First and longest pause before the next attempt to reach the tracker.
@@ -23,9 +24,6 @@ const PAUSES: (Duration, Duration) = (Duration::from_millis(100), Duration::from
 
 /// Time between two looks at the match keys that were given out, as of a server of TVM.
 const LOOK_INTERVAL: Duration = Duration::from_secs(2);
-
-/// Time limit of a connect and of a reply.
-const REPLY_LIMIT: Duration = Duration::from_secs(10);
 
 /// Task that keeps a server registered, until dropped. The tracker forgets the server then.
 #[derive(Debug)]
@@ -115,14 +113,14 @@ async fn register(
     is_registered: &mut bool,
 ) -> Result<()> {
     let TvmAdvertisement { host, port } = advertised.clone();
-    let mut link = TrackerLink::connect(tracker).await?;
+    let mut link = connect(tracker).await?;
     let key = Some(format!("server:{name}"));
     let info = PeerInfo { key, address: Some((host.clone(), InfoPort::Number(port))) };
-    link.obey(&TrackerMessage::UpdateInfo(info)).await?;
+    obey(&mut link, &TrackerMessage::UpdateInfo(info)).await?;
     loop {
         while let Some(match_key) = keys.issue()? {
             let (key, host) = (keys.key().to_owned(), host.clone());
-            link.obey(&TrackerMessage::Put { key, port, match_key, host }).await?;
+            obey(&mut link, &TrackerMessage::Put { key, port, match_key, host }).await?;
             if !*is_registered {
                 rpc_core::log_limited!(INFO, %tracker, key = keys.key(), "registered with the tracker of TVM");
                 *is_registered = true;
@@ -131,10 +129,10 @@ async fn register(
         let is_idle = tokio::select! {
             () = keys.freed() => false,
             () = tokio::time::sleep(LOOK_INTERVAL), if keys.has_offered() => true,
-            end = link.end() => return Err(end),
+            end = end_of(&mut link) => return Err(end),
         };
         if is_idle {
-            let TrackerAnswer::MatchKeys(pending) = link.ask(&TrackerMessage::PendingMatchKeys).await? else {
+            let TrackerAnswer::MatchKeys(pending) = ask(&mut link, &TrackerMessage::PendingMatchKeys).await? else {
                 return Err(malformed("its reply has no match keys"));
             };
             if keys.look(&pending) {
@@ -144,68 +142,35 @@ async fn register(
     }
 }
 
-/// Connection to a tracker of TVM.
-struct TrackerLink(TcpStream);
+async fn connect(tracker: &Address) -> Result<TrackerLink<TcpStream>> {
+    let (Some(host), Some(port)) = (tracker.host(), tracker.port()) else {
+        return Err(RpcError::invalid_argument(format!("{tracker} is no address of a tracker of TVM")));
+    };
+    let connected = within("the connect", TcpStream::connect((host, port))).await?;
+    let stream = connected.map_err(|error| RpcError::new(ErrorKind::PeerLost, format!("cannot connect: {error}")))?;
+    // Messages are small, and each waits for its reply. Without this they are only slower.
+    _ = stream.set_nodelay(true);
+    TrackerLink::begin(stream).await
+}
 
-impl TrackerLink {
-    async fn connect(tracker: &Address) -> Result<Self> {
-        let (Some(host), Some(port)) = (tracker.host(), tracker.port()) else {
-            return Err(RpcError::invalid_argument(format!("{tracker} is no address of a tracker of TVM")));
-        };
-        let connected = within("the connect", TcpStream::connect((host, port))).await?;
-        let mut stream =
-            connected.map_err(|error| RpcError::new(ErrorKind::PeerLost, format!("cannot connect: {error}")))?;
-        // Messages are small, and each waits for its reply. Without this they are only slower.
-        _ = stream.set_nodelay(true);
-        let magic = TRACKER_MAGIC.to_le_bytes();
-        stream.write_all(&magic).await.map_err(|error| lost(&error))?;
-        let mut answer = [0; 4];
-        let read = within("the answer", stream.read_exact(&mut answer)).await?;
-        read.map_err(|error| lost(&error))?;
-        if answer != magic {
-            return Err(malformed("it does not answer as a tracker of TVM"));
-        }
-        Ok(Self(stream))
-    }
-
-    /// Sends a message that the tracker has to obey.
-    async fn obey(&mut self, message: &TrackerMessage) -> Result<()> {
-        match self.ask(message).await? {
-            TrackerAnswer::Code(0) => Ok(()),
-            _ => Err(RpcError::new(ErrorKind::Refused, "the tracker of TVM has refused this server")),
-        }
-    }
-
-    async fn ask(&mut self, message: &TrackerMessage) -> Result<TrackerAnswer> {
-        within("the reply", self.exchange(message)).await?
-    }
-
-    async fn exchange(&mut self, message: &TrackerMessage) -> Result<TrackerAnswer> {
-        self.0.write_all(&message.encode()).await.map_err(|error| lost(&error))?;
-        let mut len = [0; 4];
-        self.0.read_exact(&mut len).await.map_err(|error| lost(&error))?;
-        let len = usize::try_from(i32::from_le_bytes(len)).ok();
-        let len = len.filter(|len| (1..=MAX_TRACKER_MESSAGE).contains(len));
-        let mut reply = vec![0; len.ok_or_else(|| malformed("its reply has no possible length"))?];
-        self.0.read_exact(&mut reply).await.map_err(|error| lost(&error))?;
-        TrackerAnswer::decode(&reply).map_err(|error| malformed(&error.to_string()))
-    }
-
-    /// Resolves when the connection ends, or the tracker says what nobody has asked for.
-    async fn end(&mut self) -> RpcError {
-        match self.0.read(&mut [0]).await {
-            Ok(0) => RpcError::new(ErrorKind::PeerLost, "the tracker has closed the connection"),
-            Ok(_) => malformed("it says what nobody has asked for"),
-            Err(error) => lost(&error),
-        }
+/// Sends a message that the tracker has to obey.
+async fn obey(link: &mut TrackerLink<TcpStream>, message: &TrackerMessage) -> Result<()> {
+    match ask(link, message).await? {
+        TrackerAnswer::Code(0) => Ok(()),
+        _ => Err(RpcError::new(ErrorKind::Refused, "the tracker of TVM has refused this server")),
     }
 }
 
-async fn within<T>(what: &str, work: impl Future<Output = T>) -> Result<T> {
-    let late = |_| RpcError::new(ErrorKind::DeadlineExceeded, format!("{what} takes longer than {REPLY_LIMIT:?}"));
-    tokio::time::timeout(REPLY_LIMIT, work).await.map_err(late)
+async fn ask(link: &mut TrackerLink<TcpStream>, message: &TrackerMessage) -> Result<TrackerAnswer> {
+    let reply = within("the reply", link.exchange(message)).await??;
+    TrackerAnswer::decode(&reply).map_err(|error| malformed(&error.to_string()))
 }
 
-fn malformed(what: &str) -> RpcError {
-    RpcError::new(ErrorKind::Protocol, format!("the tracker of TVM breaks its protocol: {what}"))
+/// Resolves when the connection ends, or the tracker says what nobody has asked for.
+async fn end_of(link: &mut TrackerLink<TcpStream>) -> RpcError {
+    match link.0.read(&mut [0]).await {
+        Ok(0) => RpcError::new(ErrorKind::PeerLost, "the tracker has closed the connection"),
+        Ok(_) => malformed("it says what nobody has asked for"),
+        Err(error) => lost(&error),
+    }
 }
