@@ -147,7 +147,13 @@ impl Link {
             version => version?,
         };
         MESSAGES.check(version, "the node", "the program that opens it")?;
-        let (host, info): (RemoteObject, Pack<NodeInfo>) = open.call((Pack(set_up.clone()),)).await?;
+        let opened = open.call((Pack(set_up.clone()),)).await;
+        let (host, info): (RemoteObject, Pack<NodeInfo>) = opened.map_err(|error: RpcError| match error.kind() {
+            ErrorKind::Unsupported => error.context(
+                "the session carries no calls side by side, as Disco needs: reach the node by its native protocol",
+            ),
+            _ => error,
+        })?;
         Ok((host, info.0, DrivingFunctions { submit: submit?, events: events? }))
     }
 

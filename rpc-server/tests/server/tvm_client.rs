@@ -1106,6 +1106,17 @@ fn runs_a_compiled_model(session: &Session, folder: &Path) {
     assert!(samples.len() == 3 && samples.iter().all(|sample| *sample > 0.0), "{samples:?}");
 }
 
+/// The same server is a node by its native protocol.
+#[test]
+fn disco_does_not_go_over_the_protocol_of_tvm_and_says_so() {
+    let fixture = Fixture::new();
+    let start = |address: String| disco::SocketSession::new([address], 1, 1).connector(connector()).start().wait();
+    let error = start(fixture.address()).unwrap_err();
+    assert_eq!(error.cause().kind(), ErrorKind::Unsupported, "{error}");
+    assert!(error.to_string().contains("reach the node by its native protocol"), "{error}");
+    start(fixture.address().replace("tvm://", "tcp://")).unwrap().shutdown().wait().unwrap();
+}
+
 /// Environment variable with the address at which `a_client_of_a_scenario` works.
 const CLIENT_AT: &str = "RPC_TESTS_CLIENT_AT";
 
