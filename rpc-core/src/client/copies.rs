@@ -337,7 +337,7 @@ impl Destination for Pieces<'_> {
 type ReadPiece = (usize, usize, ReadBuffer);
 
 /// Returns the memory of a read that has been answered.
-fn received(buffer: &ReadBuffer, reply: Value) -> Result<BytesMut> {
+pub(super) fn received(buffer: &ReadBuffer, reply: Value) -> Result<BytesMut> {
     let mut piece = buffer.take().ok_or_else(|| RpcError::internal("the session kept a read buffer"))?;
     match reply {
         Value::Null => {}
@@ -350,7 +350,7 @@ fn received(buffer: &ReadBuffer, reply: Value) -> Result<BytesMut> {
     Ok(piece)
 }
 
-fn check_range(tensor: &TensorRef, offset: u64, len: usize) -> Result<()> {
+pub(super) fn check_range(tensor: &TensorRef, offset: u64, len: usize) -> Result<()> {
     let size = tensor.size_bytes()?;
     match offset.checked_add(len as u64) {
         Some(end) if end <= size => Ok(()),

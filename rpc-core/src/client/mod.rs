@@ -1,6 +1,6 @@
 //! The caller's view of a session: [`Session`] with all its operations, references to remote
-//! objects, copies, files, programs, leases, listeners, uploads of modules, and closures that the
-//! session calls back.
+//! objects, copies, files, programs, leases, listeners, uploads of modules, sends to other
+//! sessions, and closures that the session calls back.
 
 pub(crate) mod action;
 mod alloc;
@@ -17,6 +17,7 @@ mod partial_files;
 mod piece_window;
 pub(crate) mod references;
 mod run;
+mod send;
 pub(crate) mod session;
 mod session_module;
 mod window_size;
@@ -33,5 +34,6 @@ pub use module_upload::{Digest, DigestError, Modules};
 pub use partial_files::{RemoteFile, ResumableUpload};
 pub use references::{RemoteFunction, RemoteModule, RemoteObject, RemoteTensor, TypedFunction};
 pub use run::{EndCause, OutputStream, RemoteCommand, RemoteProcess, RunOutput, RunRequest, RunStatus};
+pub use send::SendRoute;
 pub use session::Session;
 pub use session_module::SessionModule;

@@ -119,6 +119,8 @@ macro_rules! conformance {
                 a_cancelled_copy_leaves_the_session_in_order
                 copies_on_several_lanes_run_beside_each_other
                 a_copy_keeps_its_tensor
+                a_tensor_is_sent_to_another_session
+                a_send_within_a_session_is_a_copy_there
             }
             callbacks {
                 a_closure_takes_and_returns_every_value

@@ -3,8 +3,8 @@
 use std::sync::{Arc, LazyLock, Mutex};
 
 use bytes::{Bytes, BytesMut};
-use rpc_core::client::CHUNK;
-use rpc_core::{DataType, Device, ErrorKind, Lane, RemoteTensor, Result, RpcError};
+use rpc_core::client::{CHUNK, SendRoute};
+use rpc_core::{DataType, Device, ErrorKind, Lane, LocalSession, Registry, RemoteTensor, Result, RpcError, Session};
 
 use crate::harness::{Harness, TestClient, on_thread, poll_once};
 
@@ -211,4 +211,56 @@ pub async fn a_copy_keeps_its_tensor(harness: &Harness) {
     let copy = client.session.copy_from_remote(&tensor);
     drop(tensor);
     assert!(client.get(copy).await == data);
+}
+
+/// Any number of bytes arrives at another session, of the same kind or of this process, at its
+/// place and nowhere else, and the route is told.
+pub async fn a_tensor_is_sent_to_another_session(harness: &Harness) {
+    let (client, other) = (harness.client().await, harness.session().await);
+    let here = Session::new(LocalSession::new(Registry::new()));
+    for (at, size) in [0, 1, 9 * CHUNK + 1].into_iter().enumerate() {
+        let (tensor, data) = (bytes(&client, size).await, pattern(size, at));
+        client.get(client.session.copy_to_remote(&tensor, data.clone())).await;
+        for far in [&other, &here] {
+            let to = harness.get(far.alloc(Device::cpu(), DataType::U8, &[size as i64 + 9])).await.unwrap();
+            let seen = Arc::new(Mutex::new(Vec::new()));
+            let seen_too = seen.clone();
+            let send = client.session.send_range(&tensor, None, far, &to, 5);
+            let route = client.get(send.progress(move |sent| seen_too.lock().unwrap().push(sent))).await;
+            assert!(matches!(route, SendRoute::ThroughClient { .. }), "{route}");
+            let arrived = harness.get(far.copy_from_remote(&to)).await.unwrap();
+            assert!(arrived[5..5 + size] == data, "{size} bytes came as others");
+            assert_eq!((&arrived[..5], &arrived[5 + size..]), (&[0; 5][..], &[0; 4][..]));
+            assert_eq!(seen.lock().unwrap().last(), Some(&(size as u64)));
+            // And back, from the other side.
+            let back = bytes(&client, size).await;
+            client.get(far.send_range(&to, 5..5 + size as u64, &client.session, &back, 0)).await;
+            assert!(
+                client.get(client.session.copy_from_remote(&back)).await == data,
+                "{size} bytes came back as others"
+            );
+            let error = refused(harness.get(client.session.send_range(&tensor, None, far, &to, 10)).await);
+            assert!(error.message().contains("the destination"), "{error}");
+        }
+    }
+    let (tensor, foreign) = (bytes(&client, 4).await, bytes(&client, 4).await);
+    let error = harness.get(client.session.send(&tensor, &other, &foreign)).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::InvalidHandle);
+    client.works().await;
+}
+
+/// A send within a session is a copy at its origin, in its place among the requests of the lane.
+pub async fn a_send_within_a_session_is_a_copy_there(harness: &Harness) {
+    let client = harness.client().await;
+    let (from, to) = (bytes(&client, 100).await, bytes(&client, 100).await);
+    client.get(client.session.copy_to_remote(&from, pattern(100, 3))).await;
+    let send = client.session.send_range(&from, 10..30, &client.session, &to, 70);
+    assert_eq!(client.get(send).await, SendRoute::SameSession);
+    let arrived = client.get(client.session.copy_from_remote(&to)).await;
+    assert_eq!(
+        (&arrived[..70], &arrived[70..90], &arrived[90..]),
+        (&[0; 70][..], &pattern(100, 3)[10..30], &[0; 10][..])
+    );
+    let overlapping = harness.get(client.session.send_range(&from, 0..20, &client.session, &from, 10)).await;
+    refused(overlapping);
 }
