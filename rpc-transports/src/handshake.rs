@@ -1,5 +1,6 @@
 //! The handshake: its steps and drivers, the limit on those in progress, and proofs of identity.
 
+pub(crate) mod capability;
 #[cfg(feature = "tls")]
 pub mod certificates;
 pub(crate) mod driver;

@@ -55,6 +55,7 @@ pub use channel::{BlockingChannel, BlockingIo, Channel, ChannelGuard, ChannelIo,
 pub use client::{BlockingClientSession, BlockingSession, Bulk, ClientProtocol, ClientSession};
 pub use connect::{ConnectError, Connector, OpenedBy, SessionOpener, Tunnel};
 pub use error::TransportError;
+pub use handshake::capability::{Capability, CapabilityId, CapabilityTable};
 #[cfg(feature = "tls")]
 pub use handshake::certificates;
 #[cfg(feature = "tls")]
@@ -74,8 +75,8 @@ pub use serve::filter::{FilteredSession, FunctionPatterns, RequestPolicy};
 pub use serve::received::ReceivedSession;
 pub use serve::session_process::{ConnectionState, EndReport, HandoffOffer, PassedConnection, SessionProcess};
 pub use serve::{
-    Authorization, Authorizer, ClientConnection, Onward, OpenRequest, ParkOptions, ServeObserver, ServeOptions, Server,
-    SessionFactory, SessionNote, TokioSpawner,
+    Authorization, Authorizer, CapabilityClient, CapabilityKeeper, ClientConnection, Onward, OpenRequest, ParkOptions,
+    ServeObserver, ServeOptions, Server, SessionFactory, SessionNote, TokioSpawner,
 };
 pub use serve::{
     Dialect, DialectActivity, DialectConnection, DialectRequest, Dialects, FurtherServers, MAX_FIRST_BYTES, Receiving,

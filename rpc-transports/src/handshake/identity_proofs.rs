@@ -7,10 +7,13 @@
 //! have. The dialled side answers with an HMAC of its own under the token that matched. The two
 //! sides use different labels, so that neither's proof can be sent back to it.
 
+use std::sync::Arc;
+
 use ring::{digest, hmac};
 use rpc_core::proto::{Anonymous, Identity, IdentityStep, Transcript};
 use rpc_core::{ErrorKind, RpcError};
 
+use super::capability::{CapabilityProof, CapabilityTable};
 use super::peer_identity::PeerIdentity;
 pub(crate) use super::security::Connection;
 pub use super::security::Security;
@@ -45,6 +48,9 @@ pub(crate) const DIALLER: u64 = 0;
 /// Returns the methods by which the dialling side can prove its identity over a channel, and check
 /// the other side's proof.
 pub(crate) fn of_dialler(tokens: &Tokens, security: &Security) -> Vec<Box<dyn Identity>> {
+    if let Some(capability) = tokens.as_capability() {
+        return vec![Box::new(CapabilityProof::of_dialler(capability, security.binding))];
+    }
     let mut methods: Vec<Box<dyn Identity>> = Vec::new();
     if let Some(peer) = security.proven_earlier(DIALLER) {
         methods.push(Box::new(Known { method: SAME_CONNECTION, peer: peer.name().to_owned() }));
@@ -64,9 +70,11 @@ pub(crate) fn of_dialler(tokens: &Tokens, security: &Security) -> Vec<Box<dyn Id
 }
 
 /// Returns the methods by which clients can prove their identity to a server over a channel.
-/// `earlier` is the identity that is [known](Security::proven_earlier) for the connection.
+/// `earlier` is the identity that is [known](Security::proven_earlier) for the connection, and
+/// `capabilities` are those that the server has made, if it makes any.
 pub(crate) fn of_acceptor(
     access: &Access,
+    capabilities: Option<Arc<dyn CapabilityTable>>,
     earlier: Option<&PeerIdentity>,
     security: &Security,
 ) -> Vec<Box<dyn Identity>> {
@@ -85,6 +93,9 @@ pub(crate) fn of_acceptor(
     }
     if methods.is_empty() {
         methods.push(Box::new(CertificateMissing));
+    }
+    if let Some(table) = capabilities {
+        methods.push(Box::new(CapabilityProof::of_acceptor(table, security.binding)));
     }
     methods
 }

@@ -211,7 +211,7 @@ mod tests {
         let (timeout, security) = (Duration::from_secs(10), Security::default());
         let mut hello = Hello::new(Role::Server);
         hello.keep_alive_ms = INTERVAL.as_millis() as u64;
-        let identities = of_acceptor(&Access::default(), None, &security);
+        let identities = of_acceptor(&Access::default(), None, None, &security);
         let accept = Handshake::accept(HandshakeConfig { hello, identities, hold: true, timeout }, now);
         let mut accept = HandshakeSteps::new(accept, BytesMut::new());
         let (hello, identities) = (Hello::new(Role::Client), of_dialler(&Tokens::default(), &security));

@@ -10,6 +10,7 @@ use rpc_core::{AccessControl, ErrorKind, OpenFileQuota, RpcError, SharedSession}
 
 use super::access_record::SessionNote;
 use super::authorization::Authorizer;
+use super::capabilities::CapabilityKeeper;
 use super::client_connection::ClientConnection;
 use super::dialect::Dialects;
 use super::further_servers::Onward;
@@ -153,6 +154,10 @@ pub struct ServeOptions {
     /// Source of the clients' rights, within those that the other options give. Default: none, and
     /// clients have all rights.
     pub authorizer: Option<Arc<dyn Authorizer>>,
+    /// Keeper of the capabilities that sessions of the server make for other peers. A client that
+    /// proves one gets the session that the keeper opens, whatever [`access`](Self::access) says,
+    /// and nothing else. Default: none, and the method is not offered.
+    pub capabilities: Option<Arc<dyn CapabilityKeeper>>,
     /// True for a relay: servers dial in and wait ([`Server::park`](crate::Server::park)), and
     /// clients are connected to them by key. A relay opens no sessions itself, and does not call
     /// the factory. Default: false.
@@ -229,6 +234,7 @@ impl Default for ServeOptions {
             forward_policy: None,
             trust_proxy: Vec::new(),
             authorizer: None,
+            capabilities: None,
             relay: false,
             onward: Dial::default(),
             transports: Transports::default(),

@@ -29,9 +29,10 @@ use super::state::UNLIMITED;
 use super::task::{SessionParts, SessionTask};
 use crate::channel::Channel;
 use crate::clock;
+use crate::handshake::capability::{CAPABILITY, CapabilityTable};
 use crate::handshake::driver::{KeepAliveSwitch, accept_handshake};
 use crate::handshake::handshake_slots::HandshakePermit;
-use crate::handshake::identity_proofs::{Access, known_by_channel, of_acceptor};
+use crate::handshake::identity_proofs::{Access, DIALLER, known_by_channel, of_acceptor};
 use crate::handshake::peer_identity::{PeerIdentity, ProvenName};
 use crate::shared_memory::features;
 use crate::tracker::PROBE_ANSWERED;
@@ -277,6 +278,12 @@ impl Secured {
         let security = channel.security().duplicate();
         let open = async |hello: &Hello, proven: &ProvenName| {
             connection.check_descriptors()?;
+            if proven.method == CAPABILITY {
+                let client = AuthorizedClient::new(PeerIdentity::without_proof(user), None);
+                let slot = server.slots.take(connection.machine, &client)?;
+                let session = connection.open_capability(hello, &proven.name, security.is_encrypted())?;
+                return Ok((Grant::Session(session), slot));
+            }
             security.may_use(&proven.name, connection.key_to_check(hello))?;
             let identity = PeerIdentity::of_handshake(proven, earlier.as_ref(), user);
             let effective = server.effective_identity(hello, identity.clone());
@@ -320,7 +327,12 @@ impl Secured {
             Ok((negotiated, input, (grant, slot))) => {
                 if let Some(connection) = &channel.security().connection {
                     let proven = ProvenName::of(&negotiated);
-                    connection.prove(generation, PeerIdentity::of_handshake(&proven, earlier.as_ref(), user));
+                    match &earlier {
+                        // A capability is no identity, so that later channels have none by it.
+                        None if proven.method == CAPABILITY => connection.prove(DIALLER, PeerIdentity::Anonymous),
+                        Some(_) if proven.method == CAPABILITY => {}
+                        _ => connection.prove(generation, PeerIdentity::of_handshake(&proven, earlier.as_ref(), user)),
+                    }
                 }
                 let (identity, agent) = (&negotiated.identity, &negotiated.theirs.agent);
                 tracing::debug!(peer, identity, agent, "session opened");
@@ -352,7 +364,8 @@ impl Secured {
         hello.relay = options.relay;
         hello.keep_alive_ms = options.keep_alive.as_millis() as u64;
         options.limits.apply(&mut hello);
-        let identities = of_acceptor(access, earlier, self.channel.security());
+        let capabilities = options.capabilities.clone().map(|keeper| keeper as Arc<dyn CapabilityTable>);
+        let identities = of_acceptor(access, capabilities, earlier, self.channel.security());
         let now = clock::now();
         let timeout = self.deadline.saturating_duration_since(now);
         let handshake = Handshake::accept(HandshakeConfig { hello, identities, hold: true, timeout }, now);
