@@ -49,6 +49,9 @@ pub enum Permission<'a> {
     /// A listener at this address, near the server, whose connections the client serves:
     /// `listen:ADDRESS`.
     Listen(&'a str),
+    /// Connections of the server to another one at this address, to which it sends tensors for the
+    /// client: `peer:ADDRESS`.
+    Peer(&'a str),
     /// Workers of Disco: `disco`.
     Disco,
     /// Leases with this priority: `lease-priority:NUMBER`.
@@ -68,7 +71,7 @@ impl<'a> Permission<'a> {
         let malformed = || {
             RpcError::invalid_argument(format!(
                 "'{text}' is no permission: write call:NAME, device:DEVICE, modules, run:PROGRAM, forward:ADDRESS, \
-                 port:ADDRESS, listen:ADDRESS, disco, logs or lease-priority:NUMBER"
+                 port:ADDRESS, listen:ADDRESS, peer:ADDRESS, disco, logs or lease-priority:NUMBER"
             ))
         };
         match text.split_once(':') {
@@ -82,6 +85,7 @@ impl<'a> Permission<'a> {
             Some(("forward", address)) => Ok(Self::Forward(address)),
             Some(("port", address)) => Ok(Self::Port(address)),
             Some(("listen", address)) => Ok(Self::Listen(address)),
+            Some(("peer", address)) => Ok(Self::Peer(address)),
             Some(("lease-priority", number)) => number.parse().map(Self::LeasePriority).map_err(|_| malformed()),
             Some(_) => Err(malformed()),
         }
@@ -98,6 +102,7 @@ impl fmt::Display for Permission<'_> {
             Self::Forward(address) => write!(f, "forward:{address}"),
             Self::Port(address) => write!(f, "port:{address}"),
             Self::Listen(address) => write!(f, "listen:{address}"),
+            Self::Peer(address) => write!(f, "peer:{address}"),
             Self::Disco => f.write_str("disco"),
             Self::LeasePriority(priority) => write!(f, "lease-priority:{priority}"),
             Self::Logs => f.write_str("logs"),
@@ -119,6 +124,7 @@ mod tests {
             "forward:tcp://10.0.0.5:9090",
             "port:unix:/run/x.sock",
             "listen:tcp://127.0.0.1:0",
+            "peer:tls://10.0.0.6:9090",
             "disco",
             "logs",
             "lease-priority:-3",

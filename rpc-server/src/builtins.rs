@@ -51,6 +51,9 @@
 //! | `rpc.module.add_import` | module, module whose functions it gets beside its own | null |
 //! | `rpc.module.import_tensor` | digest, a tensor whose bytes are the module | null |
 //! | `rpc.module.functions` | module, of any kind | a list of pairs: name, signature |
+//! | `rpc.peer.offer` | tensor, offset, length, terms | an offer, addresses, and a capability |
+//! | `rpc.peer.withdraw` | offer | true if a peer has used it |
+//! | `rpc.peer.send` | tensor, offset, length, offer | true and address, or false and reason |
 //! | `rpc.run.start` | [`RunRequest`](rpc_core::client::RunRequest), packed | a running program |
 //! | `rpc.run.read` | program | number of a stream (1 or 2) and bytes, or null at the end |
 //! | `rpc.run.wait` | program | [`RunStatus`](rpc_core::client::RunStatus), packed, at its end |
@@ -59,16 +62,17 @@
 //!
 //! [`Permission`]: rpc_core::Permission
 //!
-//! Writers, readers, uploads, requests, programs, listeners and connections are objects of the
-//! session and go with it.
+//! Writers, readers, uploads, requests, programs, listeners, connections and offers are objects of
+//! the session and go with it.
 //! [`rpc_core::client::Files`] is the client of the file functions, [`rpc_core::client::Modules`]
 //! that of those for modules, which refuse without `--allow-modules`. With them comes the module
 //! loader `tvm_ffi`. [`Session::lease`](rpc_core::Session::lease) is the client of `rpc.lease.*`.
 //! [`rpc_core::client::RemoteCommand`] is the client of `rpc.run.*`, which refuse without
 //! `--allow-run`, and [`Session::listen`](rpc_core::Session::listen) that of `rpc.listen.*`, which
-//! refuse without `--allow-listen`. `rpc.logs.read` refuses without `--allow-logs`, which is the
-//! default with `--policy`. The functions of Disco nodes, `disco.*`, refuse without `--allow-disco`
-//! where clients need not prove who they are.
+//! refuse without `--allow-listen`. [`Session::send`](rpc_core::Session::send) is the client of
+//! `rpc.peer.*`, of which `rpc.peer.send` connects nowhere without `--allow-peer`. `rpc.logs.read`
+//! refuses without `--allow-logs`, which is the default with `--policy`. The functions of Disco
+//! nodes, `disco.*`, refuse without `--allow-disco` where clients need not prove who they are.
 
 mod disco_sessions;
 mod file_cache;
@@ -78,6 +82,7 @@ mod leases;
 mod listen;
 mod logs;
 mod modules;
+mod peer;
 mod run;
 mod timing;
 mod trace;
@@ -131,6 +136,7 @@ pub fn register(registry: &Registry) {
     listen::register(registry);
     logs::register(registry);
     modules::register(registry);
+    peer::register(registry);
     run::register(registry);
     disco_sessions::register(registry);
     trace::register(registry);

@@ -108,7 +108,8 @@ enum PolicyCommand {
         #[arg(requires = "permission")]
         identity: Option<PeerIdentity>,
         /// Permission that the client wants: call:NAME, device:DEVICE, run:PROGRAM, modules, disco,
-        /// forward:ADDRESS, port:ADDRESS, listen:ADDRESS, logs or lease-priority:NUMBER.
+        /// forward:ADDRESS, port:ADDRESS, listen:ADDRESS, peer:ADDRESS, logs or
+        /// lease-priority:NUMBER.
         permission: Option<String>,
     },
 }

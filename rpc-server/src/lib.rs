@@ -23,6 +23,7 @@ mod leases;
 pub mod logging;
 pub mod modules;
 mod monitor;
+mod offers;
 #[cfg(feature = "otel")]
 mod otel;
 #[cfg(not(feature = "otel"))]

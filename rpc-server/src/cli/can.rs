@@ -11,7 +11,7 @@ use crate::policy::Answer;
 #[derive(Args, Debug)]
 pub(super) struct CanArgs {
     /// Permission: call:NAME, device:DEVICE, run:PROGRAM, modules, disco, forward:ADDRESS,
-    /// port:ADDRESS, listen:ADDRESS, logs or lease-priority:NUMBER
+    /// port:ADDRESS, listen:ADDRESS, peer:ADDRESS, logs or lease-priority:NUMBER
     permission: String,
     /// The server. Default: that of rpc-cli use
     pub(super) address: String,

@@ -29,6 +29,8 @@ const GROUPS: [(&str, &[&str]); 7] = [
             "allow-forward",
             "allow-port",
             "allow-listen",
+            "allow-peer",
+            "peer-address",
             "forward-functions",
             "tvm",
             "tvm-self-test",

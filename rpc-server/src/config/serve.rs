@@ -132,6 +132,17 @@ listener_settings! {
         /// with commas. Default: none
         #[arg(value_name = "PATTERN", value_delimiter = ',')]
         allow_listen: Vec<String> = Vec::new(), "RPC_SERVER_ALLOW_LISTEN";
+        /// Servers to which this one may connect to send tensors for its clients directly, such as
+        /// tls://10.0.0.*:9090, by the rules of --allow-forward; it shows them nothing but what
+        /// they have given the client for that. May be repeated, or given as a list with commas.
+        /// Default: none, and such tensors go through the client
+        #[arg(value_name = "PATTERN", value_delimiter = ',')]
+        allow_peer: Vec<String> = Vec::new(), "RPC_SERVER_ALLOW_PEER";
+        /// Addresses of this server for other servers that send tensors to its clients; may be
+        /// repeated, or given as a list with commas. Default: those that it listens on, but those
+        /// for all interfaces
+        #[arg(value_name = "ADDRESS", value_delimiter = ',')]
+        peer_address: Vec<ListenAddress> = Vec::new(), "RPC_SERVER_PEER_ADDRESS";
         /// Functions that forwarded clients may use, with * for any text, such as rpc.* or
         /// model.run; may be repeated, or given as a list with commas. Default: all. rpc.functions
         /// and rpc.signature, which describe all functions, must be named without *. Requests in a
@@ -465,6 +476,7 @@ impl ServeConfig {
             ("--allow-forward", &self.allow_forward),
             ("--allow-port", &self.allow_port),
             ("--allow-listen", &self.allow_listen),
+            ("--allow-peer", &self.allow_peer),
         ];
         for (setting, patterns) in patterns {
             for pattern in patterns {

@@ -263,6 +263,10 @@ fn the_effective_configuration_reads_back_as_itself() {
         "tcp://127.0.0.1:80",
         "--allow-listen",
         "tcp://127.0.0.1:*",
+        "--allow-peer",
+        "tls://10.0.0.*",
+        "--peer-address",
+        "tls://10.0.0.5:9090,tcp://10.0.0.5:9091",
         "--isolate",
         "process",
         "--isolate-cpu-time",
@@ -380,7 +384,7 @@ fn settings_without_effect_are_refused() {
     }
     flags(&["--relay", "tcp://127.0.0.1:1", "--tracker-key", "board"]).resolve().unwrap();
     for pattern in ["tpc://10.0.0.5", "10.0.0.5:9090", "tcp://10.0.0.5:port"] {
-        for setting in ["--allow-forward", "--allow-port", "--allow-listen"] {
+        for setting in ["--allow-forward", "--allow-port", "--allow-listen", "--allow-peer"] {
             let error = flags(&[setting, pattern]).resolve().unwrap_err();
             assert!(matches!(error, ConfigError::Pattern { .. }), "{error}");
             assert!(error.to_string().contains(setting) && error.source().is_some(), "{error}");

@@ -31,6 +31,7 @@ use crate::config::{ServeConfig, ServeSettings};
 use crate::file_cache::FileCache;
 use crate::leases::{LeaseGate, LeasePolicy, Leases};
 use crate::modules::{ModuleService, Native, Sharing};
+use crate::offers::PeerQuota;
 use crate::policy::{Ceiling, ClientIdentity, session_limits_within};
 use crate::recent_logs::Logs;
 use crate::run::{self, RunPolicy};
@@ -118,6 +119,7 @@ fn serve(
             .extension(state.clone())
             .extension(Arc::new(Leases(link.clone())))
             .extension(listen)
+            .extension(Arc::new(PeerQuota::new(None, None)))
             .extension(Arc::new(ClientIdentity(identity)))
             .extension(Arc::new(Ceiling::new(&config, crate::transports())))
             .spawner(Arc::new(TokioSpawner::current()));

@@ -210,6 +210,7 @@ fn action(permission: &Permission<'_>) -> (&'static str, String) {
         Permission::Forward(address) => ("be forwarded to", quoted(address)),
         Permission::Port(address) => ("reach the port", quoted(address)),
         Permission::Listen(address) => ("listen at", quoted(address)),
+        Permission::Peer(address) => ("have tensors sent to", quoted(address)),
         Permission::Disco => ("have", "workers of Disco".to_owned()),
         Permission::Logs => ("read", "the log of the server".to_owned()),
         Permission::LeasePriority(priority) => ("ask for leases with the priority", priority.to_string()),

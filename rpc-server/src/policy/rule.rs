@@ -40,6 +40,9 @@ pub(super) struct Rule {
     /// Patterns of addresses, in the words of `--allow-listen`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(super) listen: Vec<String>,
+    /// Patterns of addresses, in the words of `--allow-peer`.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(super) peer: Vec<String>,
     #[serde(default)]
     disco: bool,
     #[serde(default)]
@@ -60,8 +63,18 @@ pub(super) struct Rule {
 }
 
 /// Functions that every client with a rule may call: they say what there is, and measure the
-/// connection. Callbacks give the client's own functions to those that it calls.
-const BASIC: &[&str] = &["rpc.info", "rpc.can", "rpc.functions", "rpc.signature", "rpc.echo", "rpc.noop"];
+/// connection. Callbacks give the client's own functions to those that it calls, and offers let it
+/// have its own tensors written by another server.
+const BASIC: &[&str] = &[
+    "rpc.info",
+    "rpc.can",
+    "rpc.functions",
+    "rpc.signature",
+    "rpc.echo",
+    "rpc.noop",
+    "rpc.peer.offer",
+    "rpc.peer.withdraw",
+];
 
 /// Prefix of the functions by which clients lend functions of their own.
 const CALLBACKS: &str = "rpc.callback.";
@@ -79,6 +92,7 @@ impl Rule {
             Permission::Forward(address) => reaches(transports, &self.forward, address),
             Permission::Port(address) => reaches(transports, &self.port, address),
             Permission::Listen(address) => reaches(transports, &self.listen, address),
+            Permission::Peer(address) => reaches(transports, &self.peer, address),
             Permission::Disco => self.disco,
             Permission::Logs => self.logs,
             Permission::LeasePriority(priority) => *priority <= self.lease_priority,
@@ -98,6 +112,7 @@ impl Rule {
             Some(Right::Logs) => self.logs,
             Some(Right::Devices) => !self.devices.is_empty(),
             Some(Right::Listen) => !self.listen.is_empty(),
+            Some(Right::Peer) => !self.peer.is_empty(),
             // Programs need files, and tell about them.
             None if name.starts_with("rpc.file.") => !self.run.is_empty() || is_named(),
             None => BASIC.contains(&name) || name.starts_with(CALLBACKS) || is_named(),
@@ -113,6 +128,7 @@ impl Rule {
             Permission::Forward(_) => self.forward.clone(),
             Permission::Port(_) => self.port.clone(),
             Permission::Listen(_) => self.listen.clone(),
+            Permission::Peer(_) => self.peer.clone(),
             Permission::LeasePriority(_) => vec![format!("up to {}", self.lease_priority)],
             _ => Vec::new(),
         }
@@ -189,6 +205,7 @@ pub(super) enum Right {
     Disco,
     Devices,
     Listen,
+    Peer,
     Logs,
 }
 
@@ -201,6 +218,7 @@ impl Right {
             Self::Disco => "disco",
             Self::Devices => "devices",
             Self::Listen => "listen",
+            Self::Peer => "peer",
             Self::Logs => "logs",
         }
     }
@@ -217,6 +235,7 @@ pub(super) fn right_behind(function: &str) -> Option<Right> {
         ("disco.", Right::Disco),
         ("rpc.lease.", Right::Devices),
         ("rpc.listen.", Right::Listen),
+        ("rpc.peer.send", Right::Peer),
         ("rpc.logs.", Right::Logs),
     ];
     behind.into_iter().find(|(prefix, _)| function.starts_with(prefix)).map(|(_, right)| right)
@@ -310,6 +329,7 @@ mod tests {
             forward = ["tcp://10.0.0.*:9090"]
             port = ["unix:/run/x.sock"]
             listen = ["tcp://127.0.0.1:80*"]
+            peer = ["tls://10.0.0.*"]
             lease-priority = 3
 
             [[rule]]
@@ -352,6 +372,10 @@ mod tests {
             ("listen:tcp://127.0.0.1:8080", [false, true, false]),
             ("listen:tcp://127.0.0.1:9090", [false, false, false]),
             ("listen:unix:/run/x.sock", [false, false, false]),
+            ("peer:tls://10.0.0.5:9090", [false, true, false]),
+            ("peer:tcp://10.0.0.5:9090", [false, false, false]),
+            ("call:rpc.peer.offer", [true, true, true]),
+            ("call:rpc.peer.send", [false, true, false]),
             ("call:rpc.listen.open", [false, true, false]),
             ("modules", [false, false, true]),
             ("disco", [false, false, true]),

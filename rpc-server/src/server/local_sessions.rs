@@ -6,7 +6,9 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use disco::{DataAddress, HostTable, NodeSettings, WeightFolders};
-use rpc_core::{Devices, HandleQuota, LocalSession, Registry, RpcError, SessionLimits, SharedSession, ThreadQuota};
+use rpc_core::{
+    DeviceGate, Devices, HandleQuota, LocalSession, Registry, RpcError, SessionLimits, SharedSession, ThreadQuota,
+};
 use rpc_transports::{OpenRequest, SessionFactory, TokioSpawner};
 
 use super::options::session_limits;
@@ -17,6 +19,7 @@ use crate::config::ServeConfig;
 use crate::file_cache::FileCache;
 use crate::leases::{LeaseGate, LeasePolicy, LeaseService, Leases};
 use crate::modules::{self, ModuleService};
+use crate::offers::{OfferTable, PeerQuota};
 use crate::policy::{Ceiling, ClientIdentity, rights_of, session_limits_within};
 use crate::recent_logs::{self, Logs};
 use crate::workspace::WorkspaceRoot;
@@ -40,6 +43,7 @@ pub(super) struct LocalSessions {
     /// Log lines of the server, if clients may read them.
     logs: Option<Arc<Logs>>,
     ceiling: Option<Arc<Ceiling>>,
+    offers: Arc<OfferTable>,
     file_cache: Option<Arc<FileCache>>,
     /// Workers of Disco in this process.
     disco_hosts: Arc<HostTable>,
@@ -57,11 +61,13 @@ impl LocalSessions {
         cleaner: Arc<Cleaner>,
         state: Arc<ServerState>,
     ) -> Self {
+        let total_threads = ThreadQuota::new(config.max_total_threads);
         Self {
             registry,
             devices,
             limits: session_limits(config),
-            total_threads: ThreadQuota::new(config.max_total_threads),
+            offers: OfferTable::new(total_threads.clone(), state.memory().clone()),
+            total_threads,
             total_handles: HandleQuota::new(config.max_total_handles),
             workspaces,
             cleaner,
@@ -77,6 +83,11 @@ impl LocalSessions {
             file_cache: FileCache::of(config),
             disco_hosts: Arc::default(),
         }
+    }
+
+    /// Returns the offers of the sessions, for the handshakes of other servers.
+    pub(super) fn offers(&self) -> &Arc<OfferTable> {
+        &self.offers
     }
 
     /// Sets the ceiling of the policy, by which functions answer questions about rights.
@@ -152,13 +163,16 @@ impl SessionFactory for LocalSessions {
             .state
             .leases()
             .map(|leases| Arc::new(leases.open_session(&request.peer_identity, request.connection.clone())));
+        let mut gate = None;
         if let Some(leases) = &leases {
             let service: Arc<dyn LeaseService> = Arc::new(Arc::downgrade(leases));
-            if let Some(gate) = LeaseGate::new(&self.lease_policy, service.clone()) {
-                session = session.device_gate(gate);
+            gate = LeaseGate::new(&self.lease_policy, service.clone()).map(|gate| gate as Arc<dyn DeviceGate>);
+            if let Some(gate) = &gate {
+                session = session.device_gate(gate.clone());
             }
             session = session.extension(Arc::new(Leases(service)));
         }
+        session = session.extension(Arc::new(PeerQuota::new(Some(self.offers.clone()), gate)));
         Ok(self.state.count_local(session.build(), leases))
     }
 }

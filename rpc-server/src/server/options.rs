@@ -68,6 +68,8 @@ pub(super) fn serve_options(
         trust_proxy: config.trust_proxy.clone(),
         // Set by the caller, which has read the policy.
         authorizer: None,
+        // Set by the caller, which has the factory of sessions.
+        capabilities: None,
         onward,
         transports,
         dialects,

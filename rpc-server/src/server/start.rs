@@ -8,8 +8,8 @@ use std::time::{Duration, SystemTime};
 use rpc_core::{Devices, Registry};
 use rpc_transports::program::Program;
 use rpc_transports::{
-    AllowedOrigins, Authorizer, Bind, Channel, Connector, Dial, Dialects, ParkOptions, ServeObserver, ServeOptions,
-    Server, SessionFactory, Transports, exec,
+    AllowedOrigins, Authorizer, Bind, CapabilityKeeper, Channel, Connector, Dial, Dialects, ParkOptions, ServeObserver,
+    ServeOptions, Server, SessionFactory, Transports, exec,
 };
 
 use super::advertisement::{Advertisement, named_relays, offered_devices};
@@ -33,6 +33,7 @@ use crate::isolate::Isolation;
 use crate::leases::{LeaseLimits, LeasePolicy, LeaseTable, MAX_REQUESTS, MAX_REQUESTS_PER_SESSION};
 use crate::modules::{DigestList, ModuleService, Native, Sharing};
 use crate::monitor::{DeviceGauges, Gauges, LeaseGauges, Monitoring, Phase};
+use crate::offers::OfferTable;
 use crate::otel::Spans;
 use crate::pki::trust::ServerCredentials;
 use crate::policy::{Ceiling, PolicySource};
@@ -157,6 +158,7 @@ impl Checked {
         let offered = if gate.is_some() { offered_devices(devices.clone()).await } else { Vec::new() };
         let shown_devices = devices.clone();
         let cleaner = Cleaner::start();
+        let mut offers = None;
         let (mut factory, isolation): (Arc<dyn SessionFactory>, _) = if isolated {
             let program = program.unwrap_or_else(Program::this);
             let isolation =
@@ -166,6 +168,7 @@ impl Checked {
         } else {
             let (workspaces, cleaner, state) = (workspaces.clone(), cleaner.clone(), state.clone());
             let sessions = LocalSessions::new(&config, registry, devices, modules, workspaces, cleaner, state);
+            offers = Some(sessions.offers().clone());
             (Arc::new(sessions.with_ceiling(Ceiling::new(&config, transports.clone()))), None)
         };
         if let Some(monitoring) = &monitoring {
@@ -211,7 +214,8 @@ impl Checked {
         let authorizer = policy.clone().map(|policy| policy as Arc<dyn Authorizer>);
         let options =
             serve_options(&config, credentials.access, dial.clone(), transports.clone(), dialects, is_relay, observer);
-        let options = ServeOptions { authorizer, ..options };
+        let capabilities = offers.clone().map(|offers| offers as Arc<dyn CapabilityKeeper>);
+        let options = ServeOptions { authorizer, capabilities, ..options };
         let running = Running {
             server: Server::new(factory, options),
             trust: config.trust(),
@@ -249,6 +253,7 @@ impl Checked {
             stdio,
             running,
             registration,
+            offers,
             #[cfg(feature = "tvm")]
             match_keys,
             #[cfg(feature = "tvm")]
@@ -274,6 +279,8 @@ struct Prepared {
     stdio: Option<Channel>,
     running: Running,
     registration: Option<Registration>,
+    /// Offers of the sessions to other servers, if the sessions are in this process.
+    offers: Option<Arc<OfferTable>>,
     /// Match keys for a tracker of TVM.
     #[cfg(feature = "tvm")]
     match_keys: Option<Arc<MatchKeys>>,
@@ -288,7 +295,7 @@ struct Prepared {
 impl Prepared {
     /// Listens, then waits at the relays and registers with the trackers.
     async fn serve(self) -> Result<Running, ServeError> {
-        let Self { config, transports, stdio, mut running, registration, .. } = self;
+        let Self { config, transports, stdio, mut running, registration, offers, .. } = self;
         #[cfg(feature = "tvm")]
         let (match_keys, tvm_proxy, onward) = (self.match_keys, self.tvm_proxy, self.onward);
         let port_range = config.port_range.as_ref().map(|range| range.0.clone());
@@ -302,6 +309,9 @@ impl Prepared {
             let address = running.server.listen(address, &options).await?;
             tracing::info!(%address, "listening");
             running.addresses.push(address);
+        }
+        if let Some(offers) = offers {
+            offers.set_addresses(&config, &running.addresses, &transports);
         }
         if let Some(channel) = stdio {
             running.server.serve_channel(channel);

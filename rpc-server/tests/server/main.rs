@@ -29,6 +29,7 @@ mod open_files;
 mod opencl;
 mod package;
 mod page;
+mod peer;
 mod place;
 mod relay_cli;
 #[cfg(target_os = "linux")]

@@ -118,6 +118,7 @@ impl Fixture {
             allow_modules: true,
             allow_disco: Some(true),
             allow_listen: vec!["tcp://127.0.0.1:*".into()],
+            allow_peer: vec!["tcp://127.0.0.1:*".into()],
             allow_forward: vec!["tvm://127.0.0.1:*".into(), socket],
             tvm: true,
             ..ServeConfig::default()

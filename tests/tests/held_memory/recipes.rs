@@ -1,7 +1,7 @@
 //! Floods: for each kind of frame, each operation and each built-in function, the frames of a
 //! client that wants its server to hold as much as it can.
 
-use std::net::TcpStream;
+use std::net::{TcpListener, TcpStream};
 use std::sync::Arc;
 
 use bytes::Bytes;
@@ -418,6 +418,29 @@ fn calls(name: &str, peer: &mut Peer) -> Calls {
             let connection = accepted(peer);
             Calls::new(move |_| vec![handle_of(&connection)])
         }
+        "rpc.peer.offer" => {
+            let args = offer_args(peer);
+            Calls::new(move |_| args.clone())
+        }
+        "rpc.peer.withdraw" => {
+            let args = offer_args(peer);
+            let Value::List(offered) = peer.call("rpc.peer.offer", args) else { panic!("no offer") };
+            Calls::new(move |_| vec![offered[0].clone()])
+        }
+        // The destination accepts connections, and says nothing.
+        "rpc.peer.send" => {
+            let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+            let address = text(&format!("tcp://{}", listener.local_addr().unwrap()));
+            let tensor = Value::Object(Reference::Tensor(peer.tensor(LARGE as i64).into()));
+            let capability = text(&rpc_transports::Capability::generate().unwrap().to_text());
+            let (offset, len, encrypted) = (Value::Int(0), Value::Int(LARGE as i64), Value::Bool(false));
+            let args = vec![tensor, offset, len, Value::List(vec![address; 8]), capability, encrypted];
+            Calls::new(move |_| {
+                let _listening = &listener;
+                args.clone()
+            })
+            .answered(Answer::Later)
+        }
         "rpc.lease.request" => Calls::new(|_| lease_args()),
         "rpc.lease.wait" => {
             // The first one holds the device.
@@ -485,6 +508,12 @@ fn run_request() -> Value {
 /// Returns the arguments of a request for a lease on the host.
 fn lease_args() -> Vec<Value> {
     vec![Value::Device(Device::cpu()), Value::Int(0), Value::Null]
+}
+
+/// Returns the arguments of an offer of a tensor.
+fn offer_args(peer: &mut Peer) -> Vec<Value> {
+    let tensor = Value::Object(Reference::Tensor(peer.tensor(LARGE as i64).into()));
+    vec![tensor, Value::Int(0), Value::Int(LARGE as i64), Value::Int(60_000), Value::Bool(false)]
 }
 
 /// Returns a listener of the server, and its address.
