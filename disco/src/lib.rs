@@ -126,6 +126,8 @@ pub use weights::{Part, ShardLoader, TensorInfo, Unreadable, WeightReader};
 pub use wire::command::Scope;
 #[doc(hidden)]
 pub use wire::fuzzing;
+pub use wire::grouping::Grouping;
+pub use wire::mesh::Mesh;
 pub use wire::parameter::ParameterType;
 pub use worker::context::WorkerContext;
 pub use worker::rendezvous::DataAddress;

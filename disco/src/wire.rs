@@ -7,6 +7,8 @@ pub(crate) mod event;
 pub mod fuzzing;
 #[cfg(test)]
 pub(crate) mod golden;
+pub(crate) mod grouping;
+pub(crate) mod mesh;
 pub(crate) mod parameter;
 pub(crate) mod plan;
 pub(crate) mod relayed_pair;

@@ -199,9 +199,13 @@ fn groups(process: &'static Process) {
     options.epoch = 1;
     let mut world = world(process, &options);
     let first = process.rank() / 2 * 2;
-    let mut group = process.join(MpiScope::Group, &[first, first + 1], &key(), &options).expect("to join");
+    let mut group = process.join(MpiScope::Group(0), &[first, first + 1], &key(), &options).expect("to join");
+    // Across those, as the axes of a mesh are.
+    let column = process.rank() % 2;
+    let mut across = process.join(MpiScope::Group(1), &[column, column + 2], &key(), &options).expect("to join");
     for seed in 0..20 {
         random_program(&mut *group, 100 + seed + u64::from(first) * 1000, 3);
+        random_program(&mut *across, 5000 + seed + u64::from(column) * 1000, 2);
         random_program(&mut *world, seed, 2);
     }
 }
@@ -235,7 +239,7 @@ fn missing(process: &'static Process) {
         // Until rank 0 ends the world.
         while ccl.barrier().is_ok() {}
     } else {
-        let mut never = process.join(MpiScope::Group, &[0, 2], &key(), &short).expect("to join");
+        let mut never = process.join(MpiScope::Group(0), &[0, 2], &key(), &short).expect("to join");
         ccl.barrier().expect("all are there");
         if never.rank() == Rank(0) {
             let breakdown = breakdown(allreduce(&mut *never, 10));

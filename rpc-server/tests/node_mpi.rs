@@ -6,8 +6,8 @@
 
 use std::process::{Child, Command, Output, Stdio};
 
-use disco::{CclState, DiscoSession, NodeListener, ReduceOp, Scope, SocketSession};
-use rpc_core::{ErrorKind, Tensor};
+use disco::{CclState, Content, DiscoSession, NodeListener, ReduceOp, Scope, SocketSession, WorkerId};
+use rpc_core::{DataType, ErrorKind, Tensor};
 use rpc_transports::{Access, Bind, Certificate, ClientTls, Connector, ServeOptions, ServerTls, Tokens};
 use tempfile::TempDir;
 
@@ -43,6 +43,24 @@ fn works(session: &DiscoSession) {
     session.sync_all().wait().unwrap();
 }
 
+/// Checks the sums of the workers' numbers along each axis of a mesh.
+fn works_along_axes(session: &DiscoSession) {
+    let mesh = session.mesh(&[("dp", 2), ("tp", 2)]).wait().unwrap();
+    for (axis, sums) in [("dp", [2.0, 4.0, 2.0, 4.0]), ("tp", [1.0, 1.0, 5.0, 5.0_f32])] {
+        let x = session.empty(&[1], DataType::F32, None).unwrap();
+        for worker in 0..4 {
+            let own = Tensor::from_slice([1], &[worker as f32]).unwrap();
+            session.debug_set_register(&x, WorkerId(worker), &own).unwrap();
+        }
+        let sum = session.allreduce(&x, None, ReduceOp::Sum, mesh.group(axis).unwrap()).unwrap();
+        for (worker, expected) in (0..).zip(sums) {
+            let sum = session.debug_get_from_remote(&sum, WorkerId(worker)).wait().unwrap();
+            let Content::Tensor(sum) = sum else { panic!("{sum:?}") };
+            assert_eq!(sum.read().unwrap().as_slice::<f32>().unwrap(), [expected], "{axis}, worker {worker}");
+        }
+    }
+}
+
 #[test]
 fn a_job_of_mpi_is_a_session_with_collectives_over_mpi() {
     let folder = tempfile::tempdir().unwrap();
@@ -52,6 +70,7 @@ fn a_job_of_mpi_is_a_session_with_collectives_over_mpi() {
     works(&session);
     session.init_ccl("mpi", &[]).wait().unwrap();
     works(&session);
+    works_along_axes(&session);
     // A broken session is made anew over MPI, and the processes go on.
     session.abort_ccl("enough").unwrap();
     let x = session.broadcast(&Tensor::from_slice([1], &[1.0_f32]).unwrap(), None, Scope::World);
@@ -60,6 +79,7 @@ fn a_job_of_mpi_is_a_session_with_collectives_over_mpi() {
     assert!(matches!(session.ccl_state(), CclState::Broken(_)));
     session.reinit_ccl().wait().unwrap();
     works(&session);
+    works_along_axes(&session);
     session.init_ccl("host", &[]).wait().unwrap();
     works(&session);
     session.init_ccl("mpi", &[]).wait().unwrap();

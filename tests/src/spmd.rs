@@ -117,6 +117,28 @@ pub fn registry() -> Registry {
             }
             Ok(sum.read()?.as_slice::<f32>()?[0])
         })
+        // Returns the sum of the workers' ids along an axis of a mesh.
+        .add("sum_along", |worker: WorkerContext, axis: String| -> Result<f32> {
+            let sum = Tensor::from_slice([1], &[worker.worker_id().0 as f32])?;
+            worker.allreduce(ReduceOp::Sum, &sum, &sum, worker.axis(&axis)?)?;
+            Ok(sum.read()?.as_slice::<f32>()?[0])
+        })
+        .add("sum_along_unless", |worker: WorkerContext, axis: String, id: u32| -> Result<()> {
+            if worker.worker_id().0 == id {
+                return Err(RpcError::new(ErrorKind::Application, "told to fail"));
+            }
+            let sum = Tensor::from_slice([4], &[1.0_f32; 4])?;
+            worker.allreduce(ReduceOp::Sum, &sum, &sum, worker.axis(&axis)?)
+        })
+        // Returns the worker's coordinates in the first mesh, its rank along an axis, and its size.
+        .add("place_on_mesh", |worker: WorkerContext, axis: String| -> Result<Vec<u32>> {
+            let scope = worker.axis(&axis)?;
+            let meshes = worker.meshes();
+            let mesh = meshes.first().ok_or_else(|| RpcError::internal("no mesh"))?;
+            let mut place = mesh.coordinates(worker.worker_id())?;
+            place.extend([worker.rank_in(scope).0, worker.size_of(scope)]);
+            Ok(place)
+        })
         .add("sum_unless", |worker: WorkerContext, id: u32| -> Result<f32> {
             if worker.worker_id().0 == id {
                 return Err(RpcError::new(ErrorKind::Application, "told to fail"));

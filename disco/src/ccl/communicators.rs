@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{Ccl, Control};
 use crate::options::Options;
+use crate::wire::grouping::Grouping;
 
 /// Time limits of workers that wait for each other.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
@@ -43,16 +44,26 @@ const LONGEST_JOIN: Duration = Duration::from_secs(3600);
 pub(crate) struct Membership {
     pub(crate) epoch: u64,
     pub(crate) world: Box<dyn Ccl>,
-    /// `None` where the world is the one group.
-    pub(crate) group: Option<Box<dyn Ccl>>,
+    /// Those of the worker's groups, each with its grouping.
+    pub(crate) groups: Vec<(Grouping, Box<dyn Ccl>)>,
 }
 
 impl Membership {
-    pub(crate) fn each(&mut self) -> impl Iterator<Item = &mut Box<dyn Ccl>> {
-        [Some(&mut self.world), self.group.as_mut()].into_iter().flatten()
+    /// Returns all communicators, the world's first, without a grouping.
+    pub(crate) fn each(&mut self) -> impl Iterator<Item = (Option<Grouping>, &mut Box<dyn Ccl>)> {
+        let groups = self.groups.iter_mut().map(|(grouping, ccl)| (Some(*grouping), ccl));
+        std::iter::once((None, &mut self.world)).chain(groups)
     }
 
-    pub(crate) fn controls(&self) -> Vec<Arc<dyn Control>> {
-        [Some(&self.world), self.group.as_ref()].into_iter().flatten().map(|ccl| ccl.control()).collect()
+    /// Returns the communicator of the worker's group in a grouping, if the session has that.
+    pub(crate) fn group(&mut self, grouping: Grouping) -> Option<&mut dyn Ccl> {
+        let found = self.groups.iter_mut().find(|(other, _)| *other == grouping);
+        found.map(|(_, ccl)| &mut **ccl as &mut dyn Ccl)
+    }
+
+    /// Returns the controls of all communicators, in the order of [`each`](Self::each).
+    pub(crate) fn controls(&self) -> Vec<(Option<Grouping>, Arc<dyn Control>)> {
+        let groups = self.groups.iter().map(|(grouping, ccl)| (Some(*grouping), ccl.control()));
+        std::iter::once((None, self.world.control())).chain(groups).collect()
     }
 }

@@ -10,9 +10,11 @@ use rpc_core::{DataType, Device, ErrorKind, Result, RpcError};
 use crate::ccl::communicators::{CollectiveTimeouts, Membership};
 use crate::ccl::nccl::{DeviceStream, Library, NcclCcl, OnStuck, Options, UniqueId, Version};
 use crate::ccl::{Buffers, Ccl, CollectiveInput, Rank};
+use crate::error::WorkerId;
+use crate::wire::grouping::Grouping;
 
-/// Turns the control communicators of a worker of group `group_number` into NCCL communicators on
-/// its `device`. All workers call it. `on_stuck` is the callback of NCCL's options.
+/// Turns the control communicators of `worker` into NCCL communicators on its `device`. All workers
+/// call it, with the same groupings. `on_stuck` is the callback of NCCL's options.
 ///
 /// # Errors
 ///
@@ -22,10 +24,10 @@ pub(crate) fn join(
     membership: Membership,
     limits: CollectiveTimeouts,
     device: Device,
-    group_number: u32,
+    worker: WorkerId,
     on_stuck: OnStuck,
 ) -> Result<Membership> {
-    let Membership { epoch, world: mut control, group } = membership;
+    let Membership { epoch, world: mut control, groups } = membership;
     // All ranks learn of one that cannot join.
     let ready = library().and_then(|library| Ok((library, stream(device)?)));
     let own = ready.as_ref().map(|(library, _)| RankFacts::new(library, device)).map_err(Clone::clone);
@@ -36,20 +38,19 @@ pub(crate) fn join(
     let id = share_id(&mut *control, &library)?;
     let (rank, size) = (control.rank(), control.size());
     let mut world = NcclCcl::new(Arc::clone(&library), id, rank, size, control, Arc::clone(&stream), options.clone())?;
-    let group = match group {
+    let mut joined: Vec<(Grouping, Box<dyn Ccl>)> = Vec::with_capacity(groups.len());
+    for (grouping, mut control) in groups {
+        let (rank, size) = (control.rank(), control.size());
         // Older libraries have no `ncclCommSplit`.
-        Some(mut control) if library.version() < SPLITS => {
+        let group = if library.version() < SPLITS {
             let id = share_id(&mut *control, &library)?;
-            let (rank, size) = (control.rank(), control.size());
-            Some(NcclCcl::new(library, id, rank, size, control, stream, options)?)
-        }
-        Some(control) => {
-            let key = control.rank().0;
-            Some(world.split(group_number, key, control)?)
-        }
-        None => None,
-    };
-    Ok(Membership { epoch, world: Box::new(world), group: group.map(|group| Box::new(group) as Box<dyn Ccl>) })
+            NcclCcl::new(Arc::clone(&library), id, rank, size, control, Arc::clone(&stream), options.clone())?
+        } else {
+            world.split(grouping.group(worker), rank.0, control)?
+        };
+        joined.push((grouping, Box::new(group)));
+    }
+    Ok(Membership { epoch, world: Box::new(world), groups: joined })
 }
 
 /// Returns the settings of NCCL under the time limits of the session.
@@ -62,11 +63,12 @@ fn options(limits: CollectiveTimeouts) -> Options {
 }
 
 /// Returns the longest time that [`join`] spends in NCCL, for a controller whose limit for making
-/// collectives is `init_timeout`: NCCL has a limit of its own, for the world's group and for that
-/// within it. If the latter fails, both are aborted.
-pub(crate) fn longest_join(init_timeout: Duration) -> Duration {
+/// collectives is `init_timeout`: NCCL has a limit of its own, for the world's group and for each
+/// of those within it, one for each of so many `groupings`. If one fails, all are aborted.
+pub(crate) fn longest_join(init_timeout: Duration, groupings: usize) -> Duration {
     let Options { join_timeout, abort_timeout, .. } = Options::default();
-    2 * (init_timeout.max(join_timeout) + abort_timeout)
+    let communicators = 1 + u32::try_from(groupings.max(1)).unwrap_or(u32::MAX - 1);
+    communicators * (init_timeout.max(join_timeout) + abort_timeout)
 }
 
 /// The first version with `ncclCommSplit`.
@@ -185,7 +187,8 @@ mod tests {
             let (stall, direct) = (minutes(1), Duration::from_secs(2));
             let limits = CollectiveTimeouts { entry: None, stall, join: init_timeout, direct };
             assert_eq!(options(limits).join_timeout, join);
-            assert_eq!(longest_join(init_timeout), Duration::from_secs(longest));
+            assert_eq!(longest_join(init_timeout, 1), Duration::from_secs(longest));
+            assert_eq!(longest_join(init_timeout, 3), Duration::from_secs(2 * longest));
         }
     }
 }

@@ -19,6 +19,7 @@ use crate::link::relayed_data::ClosedFlag;
 use crate::options::{Hosting, Options};
 use crate::weights::load_progress::ProgressReporter;
 use crate::wire::command::{Command, Queued, Register};
+use crate::wire::mesh::Mesh;
 use crate::wire::plan::Layout;
 
 /// One session, seen from its controller.
@@ -53,6 +54,8 @@ pub(crate) struct ControllerState {
     /// Failures that have not been reported yet.
     pub(crate) failures: UnsyncedFailures,
     pub(crate) collectives: Collectives,
+    /// Meshes that the workers know, the oldest first.
+    pub(super) meshes: Vec<Mesh>,
     pub(crate) ended: Option<RpcError>,
     /// Tasks that wait for credit.
     pub(super) room: Vec<Waker>,
@@ -81,6 +84,7 @@ impl Controller {
             tickets: HashMap::new(),
             failures: UnsyncedFailures::default(),
             collectives: Collectives::default(),
+            meshes: Vec::new(),
             ended: None,
             room: Vec::new(),
         };

@@ -13,6 +13,7 @@ use crate::completion::Completion;
 use crate::controller::dispatch::{Controller, ControllerState};
 use crate::error::{DiscoError, Result};
 use crate::wire::command::Command;
+use crate::wire::mesh::Mesh;
 
 impl Controller {
     /// Returns the default devices of all workers, of this kind and with these ids: one for each
@@ -49,35 +50,65 @@ impl Controller {
     /// Makes the collectives anew, behind all that has been issued, with these default devices for
     /// the workers, or those that they have, and with this backend, or the one that they have.
     pub(crate) fn reinit(self: &Arc<Self>, backend: Option<Backend>, devices: Vec<Device>) -> Completion<()> {
-        let mut state = self.lock();
-        let backend = backend.unwrap_or(state.collectives.backend());
-        let begun = match &state.ended {
-            Some(error) => Err(error.clone()),
-            None => state.collectives.begin(),
-        };
-        drop(state);
-        if let Err(error) = begun {
-            return Completion::failed(error.into());
+        match self.begin(backend, None) {
+            Ok((backend, meshes)) => Completion::spawn(Arc::clone(self).replace_ccl(backend, devices, meshes)),
+            Err(error) => Completion::failed(error.into()),
         }
-        let this = Arc::clone(self);
-        Completion::spawn(async move {
-            let mut outcome = this.make_anew(backend, devices.clone()).await;
-            // Workers begin to join NCCL by returning the idle memory of their pools to the driver.
-            // A second attempt returns the memory that has become idle since, such as that of the
-            // first.
-            if backend == Backend::Nccl
-                && let Err(DiscoError::Workers(failures)) = &outcome
-                && failures.iter().any(|failure| failure.cause.kind() == ErrorKind::OutOfMemory)
-            {
-                tracing::warn!(failure = %failures[0], "a GPU has too little memory for NCCL: trying once more");
-                outcome = this.make_anew(backend, devices).await;
-            }
-            this.lock().collectives.finish();
-            outcome
-        })
     }
 
-    async fn make_anew(self: &Arc<Self>, backend: Backend, devices: Vec<Device>) -> Result<()> {
+    /// Makes the collectives anew with one more mesh, unless the workers know it.
+    pub(crate) fn add_mesh(self: &Arc<Self>, mesh: Mesh) -> Completion<Mesh> {
+        if self.lock().meshes.contains(&mesh) {
+            return Completion::new(std::future::ready(Ok(mesh)));
+        }
+        match self.begin(None, Some(mesh.clone())) {
+            Ok((backend, meshes)) => {
+                let replaced = Arc::clone(self).replace_ccl(backend, Vec::new(), meshes);
+                Completion::spawn(async move { replaced.await.map(|()| mesh) })
+            }
+            Err(error) => Completion::failed(error.into()),
+        }
+    }
+
+    /// Begins to make the collectives anew. Returns the backend that they are to have, and their
+    /// meshes.
+    ///
+    /// # Errors
+    ///
+    /// The session has ended; the mesh does not fit it; another caller has begun already.
+    fn begin(&self, backend: Option<Backend>, mesh: Option<Mesh>) -> rpc_core::Result<(Backend, Vec<Mesh>)> {
+        let mut state = self.lock();
+        if let Some(error) = &state.ended {
+            return Err(error.clone());
+        }
+        let meshes: Vec<Mesh> = state.meshes.iter().cloned().chain(mesh).collect();
+        self.layout.check(&meshes)?;
+        state.collectives.begin()?;
+        Ok((backend.unwrap_or(state.collectives.backend()), meshes))
+    }
+
+    /// Makes the collectives anew, and ends what [`begin`](Self::begin) has begun.
+    async fn replace_ccl(self: Arc<Self>, backend: Backend, devices: Vec<Device>, meshes: Vec<Mesh>) -> Result<()> {
+        let mut outcome = self.make_anew(backend, devices.clone(), &meshes).await;
+        // Workers begin to join NCCL by returning the idle memory of their pools to the driver.
+        // A second attempt returns the memory that has become idle since, such as that of the
+        // first.
+        if backend == Backend::Nccl
+            && let Err(DiscoError::Workers(failures)) = &outcome
+            && failures.iter().any(|failure| failure.cause.kind() == ErrorKind::OutOfMemory)
+        {
+            tracing::warn!(failure = %failures[0], "a GPU has too little memory for NCCL: trying once more");
+            outcome = self.make_anew(backend, devices, &meshes).await;
+        }
+        let mut state = self.lock();
+        state.collectives.finish();
+        if outcome.is_ok() {
+            state.meshes = meshes;
+        }
+        outcome
+    }
+
+    async fn make_anew(self: &Arc<Self>, backend: Backend, devices: Vec<Device>, meshes: &[Mesh]) -> Result<()> {
         let limit = self.options.init_timeout;
         self.drain(limit, "still busy with what was issued before").await?;
         // A future that holds the guard's variable cannot move between threads.
@@ -86,15 +117,17 @@ impl Controller {
             (collectives.next_epoch(), collectives.backend(), !collectives.is_broken())
         };
         let (epoch, before, is_tentative) = attempt(&mut self.lock());
-        let meeting = tokio::time::timeout(limit, self.meet(epoch, backend, devices, is_tentative)).await;
+        let meeting = tokio::time::timeout(limit, self.meet(epoch, backend, devices, meshes, is_tentative)).await;
         let sequence = meeting.unwrap_or_else(|_| {
             let text = format!("the nodes have not said within {limit:?} where their workers can be reached");
             Err(RpcError::new(ErrorKind::DeadlineExceeded, text).into())
         })?;
-        // The workers have the same limit for meeting all others, and for meeting those of their
-        // group, and say more of what went wrong.
-        let nccl = if backend == Backend::Nccl { longest_join(limit) } else { Duration::ZERO };
-        let drained = self.drain(3 * limit + nccl, "not back from making the collectives anew").await;
+        // The workers have the same limit for meeting all others, and for meeting those of each of
+        // their groups, and say more of what went wrong.
+        let groupings = self.layout.groupings(meshes).len().max(1);
+        let nccl = if backend == Backend::Nccl { longest_join(limit, groupings) } else { Duration::ZERO };
+        let meeting = (2 + groupings as u32) * limit;
+        let drained = self.drain(meeting + nccl, "not back from making the collectives anew").await;
         let met = self.outcome_of(sequence, drained);
         if is_tentative {
             self.finish_tentative(epoch, backend, met.is_ok())?;

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::Weak;
 
-use rpc_core::{Device, Pack, Packed, RpcError};
+use rpc_core::{Device, ErrorKind, Pack, Packed, RpcError};
 
 use crate::ccl::backend::Backend;
 use crate::ccl::communicators::CollectiveTimeouts;
@@ -14,6 +14,7 @@ use crate::controller::dispatch::Controller;
 use crate::error::{DiscoError, Result, WorkerId};
 use crate::link::upstream::Upstream;
 use crate::wire::command::Command;
+use crate::wire::mesh::Mesh;
 use crate::wire::plan::{JoinPlan, Plan, WorkerLocation};
 use crate::wire::set_up::WorkerProcess;
 
@@ -24,7 +25,7 @@ impl Controller {
         for (number, link) in self.links.iter().enumerate() {
             link.start(number, &this)?;
         }
-        let sequence = self.meet(0, Backend::default(), devices, false).await?;
+        let sequence = self.meet(0, Backend::default(), devices, &[], false).await?;
         // The first sync tells its failures.
         self.lock().failures.unwatch(sequence);
         Ok(())
@@ -37,17 +38,19 @@ impl Controller {
         epoch: u64,
         backend: Backend,
         devices: Vec<Device>,
+        meshes: &[Mesh],
         is_tentative: bool,
     ) -> Result<u64> {
         let join = match backend {
             // NCCL knows nothing of failures: beside it the ranks have the same means as on host
             // memory.
-            Backend::Host | Backend::Nccl => self.plan(epoch).await?,
+            Backend::Host | Backend::Nccl => self.plan(epoch, meshes).await?,
             Backend::Mpi => self.plan_mpi()?,
         };
         let timeouts = CollectiveTimeouts::of(&self.options);
         let nccl = backend == Backend::Nccl;
-        let plan = Packed::encode(&Plan { epoch, join, nccl, timeouts, devices, is_tentative })?;
+        let meshes = meshes.to_vec();
+        let plan = Packed::encode(&Plan { epoch, join, nccl, timeouts, devices, is_tentative, meshes })?;
         if !is_tentative {
             self.lock().collectives.advance(epoch, backend);
         }
@@ -82,7 +85,7 @@ impl Controller {
         self.links.iter().any(|link| link.is_encrypted)
     }
 
-    async fn plan(&self, epoch: u64) -> Result<JoinPlan> {
+    async fn plan(&self, epoch: u64, meshes: &[Mesh]) -> Result<JoinPlan> {
         let processes: Vec<&WorkerProcess> = self.links.iter().flat_map(|link| &link.info.processes).collect();
         if let [_] = processes[..] {
             return Ok(JoinPlan::Threads);
@@ -96,7 +99,8 @@ impl Controller {
         {
             let (session, host) = self.far_end(0)?;
             let offer = session.get_function("disco.offer").await?;
-            let tickets: Pack<Vec<crate::ccl::host::Ticket>> = offer.call((&host, epoch)).await?;
+            let tickets: Pack<Vec<crate::ccl::host::Ticket>> =
+                offer.call((&host, epoch, Pack(meshes.to_vec()))).await?;
             return Ok(JoinPlan::Segments(tickets.0));
         }
         let nodes = self.links.iter().map(|link| link.nodes).sum();
@@ -116,7 +120,8 @@ impl Controller {
             return Ok(JoinPlan::Unconnected { reason });
         }
         let this: Weak<dyn Upstream> = self.this.clone();
-        let (mut world, mut groups, mut locations) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut world, mut locations) = (Vec::new(), Vec::new());
+        let mut groups = vec![Vec::new(); self.layout.joined_groupings(meshes).len()];
         let machines = machines(&processes);
         let mut addresses = addresses.into_iter();
         let mut asked = Vec::new();
@@ -127,7 +132,7 @@ impl Controller {
             // a relay of their node.
             let listening = these.iter().map(|address| address.unwrap_or(Ipv4Addr::LOCALHOST.into())).collect();
             // All nodes at once.
-            asked.push((link, these, tokio::spawn(link.listen(listening))));
+            asked.push((link, these, tokio::spawn(link.listen(listening, meshes.to_vec()))));
         }
         for (link, these, listening) in asked {
             let listening = listening.await.unwrap_or_else(|_| Err(RpcError::internal("asking a node panicked")))?;
@@ -135,7 +140,13 @@ impl Controller {
             let per_node = link.workers().len() / link.nodes.max(1);
             for (at, (worker, one)) in link.workers().zip(listening).enumerate() {
                 world.push(self.advertised(worker, one.world));
-                groups.extend(one.group.map(|group| self.advertised(worker, group)));
+                if one.groups.len() != groups.len() {
+                    let text = format!("worker {worker} listens for {} groups of {}", one.groups.len(), groups.len());
+                    return Err(RpcError::new(ErrorKind::Protocol, text).into());
+                }
+                for (group, address) in groups.iter_mut().zip(one.groups) {
+                    group.push(self.advertised(worker, address));
+                }
                 let is_local = these.get(at / per_node.max(1)).is_none_or(Option::is_none);
                 locations.push(WorkerLocation { machine: machines[worker as usize], is_local });
             }

@@ -77,7 +77,7 @@ impl Upstream for Controller {
                 Err(RpcError::unsupported("the controller may not relay their data (Options::allow_controller_relay)"))
             }
             None => Err(RpcError::invalid_argument(format!("there is no worker {to}"))),
-            Some(link) => link.destination(to, wanted.between.is_world),
+            Some(link) => link.destination(to, wanted.between.communicator),
         };
         wanted.start(destination, &self.relays);
     }

@@ -17,6 +17,7 @@ use crate::controller::dref::{DModule, DPackedFunc, DRef, IntoArgument, IntoArgu
 use crate::error::{DiscoError, Result, WorkerId};
 use crate::program::recorder::{Program, Recorder};
 use crate::wire::command::{Command, Kind, MAX_INLINE_TENSOR, On, Register, Scope};
+use crate::wire::mesh::Mesh;
 
 /// Number of bytes of a copy that travel in one command.
 const CHUNK: usize = 1 << 20;
@@ -218,10 +219,7 @@ impl DiscoSession {
     ///
     /// As [`copy_to_worker_0`](Self::copy_to_worker_0); and another first dimension.
     pub fn scatter(&self, tensor: &Tensor, to: Option<&DRef>, scope: Scope) -> Result<DRef> {
-        let size = match scope {
-            Scope::Group => self.0.layout.group_size(),
-            Scope::World => self.0.layout.world_size,
-        };
+        let size = self.0.layout.grouping(scope).size();
         if tensor.shape().first() != Some(&i64::from(size)) {
             return Err(DiscoError::invalid(format!(
                 "scatter of {} {:?} among {size} workers: the first dimension must be {size}",
@@ -427,6 +425,42 @@ impl DiscoSession {
         self.0.reinit(None, Vec::new())
     }
 
+    /// Arranges all workers as a grid with these axes, whose sizes multiply to the number of
+    /// workers. Each axis has a [group](Mesh::group) for collectives, and functions on workers find
+    /// it by its name ([`WorkerContext::axis`](crate::WorkerContext::axis)).
+    ///
+    /// ```
+    /// use disco::{ReduceOp, ThreadedSession, WorkerId};
+    /// use rpc_core::Tensor;
+    ///
+    /// let session = ThreadedSession::new(6, 1).start().wait()?;
+    /// let mesh = session.mesh(&[("dp", 2), ("tp", 3)]).wait()?;
+    /// assert_eq!(mesh.coordinates(WorkerId(4))?, [1, 1]);
+    /// let (dp, tp) = (mesh.group("dp")?, mesh.group("tp")?);
+    /// // Each row of three workers divides the elements, and each column adds up its share.
+    /// let x = session.scatter(&Tensor::from_slice([3], &[1.0_f32, 2.0, 3.0])?, None, tp)?;
+    /// let sums = session.allreduce(&x, None, ReduceOp::Sum, dp)?;
+    /// let sum = session.copy_from_worker_0(&session.gather_to_worker0(&sums, None, tp)?).wait()?;
+    /// assert_eq!(sum.read()?.as_slice::<f32>()?, [2.0, 4.0, 6.0]);
+    /// # Ok::<(), disco::DiscoError>(())
+    /// ```
+    ///
+    /// The workers make the collectives anew for that, as in [`reinit_ccl`](Self::reinit_ccl), and
+    /// every later making has the mesh, too. A mesh that the session has already costs nothing. A
+    /// session may have several meshes, such as one whose axis joins two neighbouring ones of
+    /// another; an axis of one name is the same division of the workers in all of them.
+    ///
+    /// Its errors are another number of workers than the session's; names that are empty, longer
+    /// than 64 bytes or there twice; a size of 0; more than 8 axes of a mesh, 16 meshes or 15
+    /// different groupings of a session; and those of [`reinit_ccl`](Self::reinit_ccl). Then the
+    /// session does not have the mesh.
+    pub fn mesh(&self, axes: &[(&str, u32)]) -> Completion<Mesh> {
+        match Mesh::new(axes.iter().copied()) {
+            Ok(mesh) => self.0.add_mesh(mesh),
+            Err(error) => Completion::failed(error.into()),
+        }
+    }
+
     /// Returns the state of the collectives; if they are broken, by whom and how, as far as the
     /// controller has heard. Never waits.
     pub fn ccl_state(&self) -> CclState {
@@ -577,6 +611,7 @@ fn first_of(scope: Scope) -> On {
     match scope {
         Scope::Group => On::FirstOfGroups,
         Scope::World => On::Worker0,
+        Scope::Groups(grouping) => On::FirstOf(grouping),
     }
 }
 

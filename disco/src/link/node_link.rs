@@ -26,6 +26,7 @@ use crate::link::upstream::Upstream;
 use crate::wire::codec::Encoded;
 use crate::wire::command::Queued;
 use crate::wire::event::decode_events;
+use crate::wire::mesh::Mesh;
 use crate::wire::plan::ListenAddresses;
 use crate::wire::relayed_pair::RelayedPair;
 use crate::wire::set_up::{MESSAGES, NodeInfo, SetUp};
@@ -215,9 +216,9 @@ impl Link {
     }
 
     /// Returns the destination of data for a worker there.
-    pub(crate) fn destination(&self, worker: u32, is_world: bool) -> rpc_core::Result<Destination> {
+    pub(crate) fn destination(&self, worker: u32, communicator: u32) -> rpc_core::Result<Destination> {
         let (session, host) = self.far_end().ok_or_else(ended)?;
-        Ok(Destination::RemoteEnd { session, host, worker, is_world })
+        Ok(Destination::RemoteEnd { session, host, worker, communicator })
     }
 
     pub(crate) fn is_remote(&self) -> bool {
@@ -236,12 +237,13 @@ impl Link {
     pub(crate) fn listen(
         &self,
         addresses: Vec<IpAddr>,
+        meshes: Vec<Mesh>,
     ) -> impl Future<Output = rpc_core::Result<Vec<ListenAddresses>>> + Send + use<> {
         let (far_end, count, name) = (self.far_end(), self.count, self.name.clone());
         async move {
             let (session, host) = far_end.ok_or_else(ended)?;
             let listen = session.get_function("disco.listen").await?;
-            let listening: Pack<Vec<ListenAddresses>> = listen.call((&host, Pack(addresses))).await?;
+            let listening: Pack<Vec<ListenAddresses>> = listen.call((&host, Pack(addresses), Pack(meshes))).await?;
             if listening.0.len() != count as usize {
                 let text = format!("a node with {count} workers says where {} listen", listening.0.len());
                 return Err(RpcError::new(ErrorKind::Protocol, text).context(&name));

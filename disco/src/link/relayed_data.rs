@@ -161,7 +161,7 @@ async fn copy_one_way(from: &End, to: &End) -> Result<()> {
 pub(crate) trait WorkerDirectory: Send + Sync {
     /// Returns where the listener of a worker can be dialled, if the worker is at this host or
     /// below it.
-    fn destination(&self, worker: u32, is_world: bool) -> Option<Result<Destination>>;
+    fn destination(&self, worker: u32, communicator: u32) -> Option<Result<Destination>>;
 }
 
 /// Address at which a worker's listener can be dialled.
@@ -169,7 +169,7 @@ pub(crate) enum Destination {
     /// Address of a listener in this process, and the session that the connection is charged to.
     LocalEnd(Address, OpenFiles),
     /// The host at the other end of a link.
-    RemoteEnd { session: Session, host: RemoteObject, worker: u32, is_world: bool },
+    RemoteEnd { session: Session, host: RemoteObject, worker: u32, communicator: u32 },
 }
 
 impl Destination {
@@ -183,9 +183,9 @@ impl Destination {
                 let stream = dialling.await.unwrap_or_else(|error| Err(RpcError::internal(error.to_string())))?;
                 Ok(End::here(stream, None, charged))
             }
-            Self::RemoteEnd { session, host, worker, is_world } => {
+            Self::RemoteEnd { session, host, worker, communicator } => {
                 let connect = session.get_function("disco.connect").await?;
-                let end = connect.call((&host, worker, is_world)).lane(Lane::CONCURRENT).await?;
+                let end = connect.call((&host, worker, communicator)).lane(Lane::CONCURRENT).await?;
                 End::there(&session, end).await
             }
         }
@@ -394,9 +394,9 @@ impl Relays {
     /// Relays a connection: from this host if it knows the other worker, or by the node above or
     /// the controller.
     pub(crate) fn request(&self, wanted: RelayRequest) {
-        let RelayedPair { to, is_world, .. } = wanted.between;
+        let RelayedPair { to, communicator, .. } = wanted.between;
         let directory = self.directory.get().and_then(Weak::upgrade);
-        if let Some(to) = directory.and_then(|host| host.destination(to, is_world)) {
+        if let Some(to) = directory.and_then(|host| host.destination(to, communicator)) {
             return wanted.start(to, &self.open);
         }
         let above = self.above.lock().clone();
@@ -487,14 +487,14 @@ mod tests {
         let relays = Relays::new(&limited(SessionLimits::default()));
         let until = Instant::now() + std::time::Duration::from_secs(60);
         std::thread::scope(|scope| {
-            let waiting = scope.spawn(|| relays.connect(RelayedPair { from: 1, to: 0, is_world: true }, until));
+            let waiting = scope.spawn(|| relays.connect(RelayedPair { from: 1, to: 0, communicator: 0 }, until));
             while relays.permits.available_permits() == MAX_ENDS {
                 std::thread::yield_now();
             }
             relays.close();
             assert_eq!(waiting.join().unwrap().unwrap_err().kind(), ErrorKind::Closed);
         });
-        let late = relays.connect(RelayedPair { from: 1, to: 0, is_world: true }, until).unwrap_err();
+        let late = relays.connect(RelayedPair { from: 1, to: 0, communicator: 0 }, until).unwrap_err();
         assert_eq!(late.kind(), ErrorKind::Closed);
     }
 }

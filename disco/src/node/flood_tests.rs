@@ -169,7 +169,8 @@ fn plan(epoch: u32) -> Packed {
     let timeouts = CollectiveTimeouts { entry: None, stall: second, join: second, direct: second };
     let join = JoinPlan::Unconnected { reason: "none".to_owned() };
     let (epoch, devices) = (epoch.into(), Vec::new());
-    Packed::encode(&Plan { epoch, join, nccl: false, timeouts, devices, is_tentative: false }).unwrap()
+    Packed::encode(&Plan { epoch, join, nccl: false, timeouts, devices, is_tentative: false, meshes: Vec::new() })
+        .unwrap()
 }
 
 /// Sends the flood of these commands, until the node refuses more.

@@ -9,12 +9,12 @@
 //! | `disco.open` | set-up | the host of some workers, and its description |
 //! | `disco.submit` | host, number of the first command, commands, list of bulk | null (2) |
 //! | `disco.events` | host | the next events; an empty list is the end |
-//! | `disco.offer` | host, epoch | tickets to segments for the whole session |
-//! | `disco.listen` | host, IP addresses (3) | addresses of the workers' listeners |
+//! | `disco.offer` | host, epoch, meshes | tickets to segments for the whole session |
+//! | `disco.listen` | host, IP addresses (3), meshes | addresses of the workers' listeners |
 //! | `disco.break_ccl` | host, epoch, kind of error, reason | null (2, 4) |
 //! | `disco.abort` | host | null (2): drops all that is queued |
 //! | `disco.relays` | host | an end, and the pair of workers that it is for (5) |
-//! | `disco.connect` | host, worker, true for the world's | an end, at that worker's listener |
+//! | `disco.connect` | host, worker, communicator (7) | an end, at that worker's listener |
 //! | `disco.answer` | end, reason or null | null (6) |
 //! | `disco.take` | end | the next bytes that come out of it, up to 64 KiB; none at the end |
 //! | `disco.give` | end, bytes | null, once it has taken them; no bytes are the end |
@@ -25,6 +25,7 @@
 //! 4. Ends the collectives of that epoch, also those that workers are in.
 //! 5. Once a worker there or below asks for it; `Closed` when none will any more.
 //! 6. Its worker may begin, or if there is a reason gives up.
+//! 7. Its number in a `RelayedPair`.
 //!
 //! The functions of loaders are called on workers, by commands (`weights/worker.rs`):
 //!
@@ -46,6 +47,7 @@ use crate::link::local::LocalHost;
 use crate::link::relayed_data::{EndObject, RelayRequest, WorkerDirectory};
 use crate::node::host::WorkerHost;
 use crate::weights;
+use crate::wire::mesh::Mesh;
 use crate::wire::set_up::{MESSAGES, SetUp};
 
 /// Adds the functions by which workers are created and driven to `registry`, whose functions they
@@ -74,10 +76,15 @@ pub fn register(registry: &Registry) {
                 }
             }
         })
-        .add("disco.offer", |host: SharedObject<WorkerHost>, epoch: u64| -> Result<_> { host.0.offer(epoch) })
-        .add("disco.listen", |host: SharedObject<WorkerHost>, addresses: Pack<Vec<IpAddr>>| -> Result<_> {
-            host.0.listen(&addresses.0).map(Pack)
+        .add("disco.offer", |host: SharedObject<WorkerHost>, epoch: u64, meshes: Pack<Vec<Mesh>>| -> Result<_> {
+            host.0.offer(epoch, &meshes.0)
         })
+        .add(
+            "disco.listen",
+            |host: SharedObject<WorkerHost>, addresses: Pack<Vec<IpAddr>>, meshes: Pack<Vec<Mesh>>| -> Result<_> {
+                host.0.listen(&addresses.0, &meshes.0).map(Pack)
+            },
+        )
         .add_inline("disco.break_ccl", |host: SharedObject<WorkerHost>, epoch: u64, kind: u16, reason: String| {
             host.0.break_collectives(epoch, &RpcError::new(ErrorKind::from_code(kind), shortened(&reason).to_owned()));
         })
@@ -121,8 +128,8 @@ fn register_relay(registry: &Registry) {
                 Ok::<_, RpcError>((EndObject::share(end), Pack(between)))
             }
         })
-        .add_async("disco.connect", |host: SharedObject<WorkerHost>, worker: u32, is_world: bool| {
-            let to = host.0.destination(worker, is_world);
+        .add_async("disco.connect", |host: SharedObject<WorkerHost>, worker: u32, communicator: u32| {
+            let to = host.0.destination(worker, communicator);
             let permit = host.0.relays().take_permit();
             drop(host);
             async move {

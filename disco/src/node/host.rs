@@ -27,8 +27,9 @@ use crate::node::subtree::Subtree;
 use crate::open_files::OpenFiles;
 use crate::options::Hosting;
 use crate::wire::codec::{decode_batch, split_batch};
-use crate::wire::command::{MAX_HELD, Queued};
+use crate::wire::command::{MAX_HELD, Queued, Scope};
 use crate::wire::event::EventSink;
+use crate::wire::mesh::Mesh;
 use crate::wire::plan::{Layout, ListenAddresses};
 use crate::wire::set_up::{MpiProcess, NodeInfo, SetUp, WorkerProcess};
 use crate::worker::command_feed::{Feed, YIELD};
@@ -225,8 +226,9 @@ impl WorkerHost {
         report.workers_below = self.workers_below;
         if let Some(Threads { workers, feed, .. }) = &self.threads {
             let issued = feed.last();
+            let own = self.layout.grouping(Scope::Group);
             let describe = |worker: &WorkerContext| {
-                WorkerReport::new(worker.worker_id().0, worker.activity(), issued, worker.calls())
+                WorkerReport::new(worker.worker_id().0, worker.activity(), issued, worker.calls(), own)
             };
             report.workers = workers.iter().take(max_workers).map(describe).collect();
         }
@@ -243,23 +245,23 @@ impl WorkerHost {
     }
 
     #[cfg(target_os = "linux")]
-    pub(super) fn offer(&self, epoch: u64) -> Result<Pack<Vec<crate::ccl::host::Ticket>>> {
+    pub(super) fn offer(&self, epoch: u64, meshes: &[Mesh]) -> Result<Pack<Vec<crate::ccl::host::Ticket>>> {
         match (&self.threads, &self.subtree) {
             (Some(Threads { shared, .. }), _) => {
                 let open_files = OpenFiles::of(&self.context);
-                shared.rendezvous().offer(shared.set_up().layout, epoch, &open_files).map(Pack)
+                shared.rendezvous().offer(shared.set_up().layout, meshes, epoch, &open_files).map(Pack)
             }
-            (None, Some(subtree)) => subtree.offer(epoch),
+            (None, Some(subtree)) => subtree.offer(epoch, meshes),
             (None, None) => Err(RpcError::internal("a host without workers")),
         }
     }
 
     #[cfg(not(target_os = "linux"))]
-    pub(super) fn offer(&self, _: u64) -> Result<()> {
+    pub(super) fn offer(&self, _: u64, _: &[Mesh]) -> Result<()> {
         Err(RpcError::unsupported("processes share no memory on this system"))
     }
 
-    pub(super) fn listen(&self, addresses: &[IpAddr]) -> Result<Vec<ListenAddresses>> {
+    pub(super) fn listen(&self, addresses: &[IpAddr], meshes: &[Mesh]) -> Result<Vec<ListenAddresses>> {
         let Some(own) = addresses.first() else {
             return Err(RpcError::invalid_argument("no address to listen at"));
         };
@@ -267,14 +269,17 @@ impl WorkerHost {
         if let Some(Threads { shared, .. }) = &self.threads {
             let SetUp { layout, first, count, .. } = *shared.set_up();
             let open_files = OpenFiles::of(&self.context);
-            all = shared.rendezvous().listen(layout, first..first + count, *own, &open_files)?;
+            all = shared.rendezvous().listen((layout, meshes), first..first + count, *own, &open_files)?;
         }
         // No worker listens there, and none will dial it.
-        let none = ListenAddresses { world: SocketAddr::new(*own, 0), group: None };
+        let nowhere = SocketAddr::new(*own, 0);
+        self.layout.check(meshes)?;
+        let groups = vec![nowhere; self.layout.joined_groupings(meshes).len()];
+        let none = ListenAddresses { world: nowhere, groups };
         let simulated = self.simulated.as_ref().map_or(0, SimulatedHost::count);
         all.extend(std::iter::repeat_n(none, simulated as usize));
         if let Some(subtree) = &self.subtree {
-            all.extend(subtree.listen(addresses)?);
+            all.extend(subtree.listen(addresses, meshes)?);
         }
         Ok(all)
     }
@@ -312,11 +317,11 @@ impl LocalHost for WorkerHost {
 }
 
 impl WorkerDirectory for WorkerHost {
-    fn destination(&self, worker: u32, is_world: bool) -> Option<Result<Destination>> {
-        let listening = |threads: &Threads| threads.shared.rendezvous().address(WorkerId(worker), is_world);
+    fn destination(&self, worker: u32, communicator: u32) -> Option<Result<Destination>> {
+        let listening = |threads: &Threads| threads.shared.rendezvous().address(WorkerId(worker), communicator);
         match self.threads.as_ref().and_then(listening) {
             Some(address) => Some(Ok(Destination::LocalEnd(address, OpenFiles::of(&self.context)))),
-            None => self.subtree.as_ref()?.destination(worker, is_world),
+            None => self.subtree.as_ref()?.destination(worker, communicator),
         }
     }
 }

@@ -10,6 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::ccl::{Flight, Outcome};
 use crate::node::host::WorkerHost;
+use crate::wire::grouping::Grouping;
 use crate::wire::plan::Layout;
 use crate::worker::context::Activity;
 
@@ -91,6 +92,9 @@ pub struct WorkerReport {
 pub struct CallReport {
     /// True in the group of all workers; false in the worker's own group.
     pub is_world: bool,
+    /// Grouping of the worker's group, if that is not one of the session's own groups.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub grouping: Option<Grouping>,
     /// True for a transfer between two workers.
     pub is_transfer: bool,
     /// Number of the call: the [`sequence`](Flight::sequence) of its flight.
@@ -170,7 +174,14 @@ impl HostReport {
 }
 
 impl WorkerReport {
-    pub(super) fn new(worker: u32, activity: Activity, issued: u64, calls: Vec<(bool, Flight)>) -> Self {
+    /// Describes a worker of a session whose own groups are `own`.
+    pub(super) fn new(
+        worker: u32,
+        activity: Activity,
+        issued: u64,
+        calls: Vec<(Option<Grouping>, Flight)>,
+        own: Grouping,
+    ) -> Self {
         let now = Instant::now();
         let Activity { command, sequence, since, executed } = activity;
         let is_busy = sequence > executed;
@@ -180,15 +191,16 @@ impl WorkerReport {
             since_micros: micros(now.saturating_duration_since(since)),
             executed,
             queued: issued.saturating_sub(sequence),
-            calls: calls.into_iter().map(|(is_world, flight)| CallReport::new(is_world, &flight, now)).collect(),
+            calls: calls.into_iter().map(|(of, flight)| CallReport::new(of, own, &flight, now)).collect(),
         }
     }
 }
 
 impl CallReport {
-    fn new(is_world: bool, flight: &Flight, now: Instant) -> Self {
+    fn new(of: Option<Grouping>, own: Grouping, flight: &Flight, now: Instant) -> Self {
         Self {
-            is_world,
+            is_world: of.is_none(),
+            grouping: of.filter(|grouping| *grouping != own),
             is_transfer: flight.collective.operation.peer().is_some(),
             sequence: flight.sequence,
             call: flight.collective.to_string(),

@@ -15,6 +15,7 @@ use super::self_start::WorkerSettings;
 use super::server::server_of;
 use crate::ccl::host::{SessionKey, Ticket};
 use crate::options::Hosting;
+use crate::wire::mesh::Mesh;
 use crate::wire::plan::Layout;
 use crate::wire::set_up::SetUp;
 
@@ -48,7 +49,7 @@ fn await_use(quota: &OpenFileQuota, used: u64) {
 fn segments_are_charged_until_others_are_offered_or_the_session_ends() {
     let offer = |controller: &RawController, epoch: u64| {
         let offer = controller.session.get_function("disco.offer").wait().unwrap();
-        offer.call::<Pack<Vec<Ticket>>>((&controller.host, epoch)).wait()
+        offer.call::<Pack<Vec<Ticket>>>((&controller.host, epoch, Pack(Vec::<Mesh>::new()))).wait()
     };
     let (controller, quota) = open(3, &set_up(0, GROUPS)).unwrap();
     for epoch in 0..10 {
@@ -157,7 +158,7 @@ fn relayed_connections_are_charged_until_they_close() {
     let (controller, quota) = open(3, &set_up(0, PAIR)).unwrap();
     controller.listen().unwrap();
     let connect = controller.session.get_function("disco.connect").wait().unwrap();
-    let connect = || connect.call::<RemoteObject>((&controller.host, 0, true)).wait();
+    let connect = || connect.call::<RemoteObject>((&controller.host, 0, 0)).wait();
     let ends = [connect().unwrap(), connect().unwrap()];
     assert_refused(connect(), "relayed data");
     drop(ends);

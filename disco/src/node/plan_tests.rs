@@ -26,8 +26,15 @@ fn refusal(join: &Json) -> String {
     let mut controller = RawController::of_worker(1, 2, u64::MAX);
     controller.listen().unwrap();
     let timeouts = timeouts(Duration::from_millis(200));
-    let plan =
-        Plan { epoch: 0, join: JoinPlan::Threads, nccl: false, timeouts, devices: Vec::new(), is_tentative: false };
+    let plan = Plan {
+        epoch: 0,
+        join: JoinPlan::Threads,
+        nccl: false,
+        timeouts,
+        devices: Vec::new(),
+        is_tentative: false,
+        meshes: Vec::new(),
+    };
     let mut plan = serde_json::to_value(&plan).unwrap();
     plan["join"] = join.clone();
     controller.submit([Command::InitCcl { plan: Packed::encode(&plan).unwrap() }]).unwrap();
@@ -149,7 +156,15 @@ fn files_that_are_no_segments_are_not_told_apart() {
 /// Returns a plan that lets workers join for ever, as far as the controller may decide.
 fn endless(join: &Json, nccl: bool) -> Packed {
     let timeouts = timeouts(Duration::MAX);
-    let plan = Plan { epoch: 0, join: JoinPlan::Threads, nccl, timeouts, devices: Vec::new(), is_tentative: false };
+    let plan = Plan {
+        epoch: 0,
+        join: JoinPlan::Threads,
+        nccl,
+        timeouts,
+        devices: Vec::new(),
+        is_tentative: false,
+        meshes: Vec::new(),
+    };
     let mut plan = serde_json::to_value(&plan).unwrap();
     plan["join"] = join.clone();
     Packed::encode(&plan).unwrap()

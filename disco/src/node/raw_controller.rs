@@ -18,6 +18,7 @@ use crate::error::Failure;
 use crate::options::Hosting;
 use crate::wire::command::Command;
 use crate::wire::event::{Event, decode_events};
+use crate::wire::mesh::Mesh;
 use crate::wire::plan::{JoinPlan, Layout, ListenAddresses, Plan, WorkerLocation};
 use crate::wire::set_up::{MESSAGES, NodeInfo, SetUp};
 use crate::worker::command_feed::BLOCK;
@@ -72,7 +73,7 @@ pub(super) fn join_sockets(listening: &[ListenAddresses], epoch: u64, is_tentati
     let join = JoinPlan::Sockets { key: key.clone(), encrypt: false, world, groups: Vec::new(), locations };
     let long = Duration::from_secs(60);
     let timeouts = CollectiveTimeouts { entry: None, stall: long, join: long, direct: long };
-    let plan = Plan { epoch, join, nccl: false, timeouts, devices: Vec::new(), is_tentative };
+    let plan = Plan { epoch, join, nccl: false, timeouts, devices: Vec::new(), is_tentative, meshes: Vec::new() };
     Command::InitCcl { plan: Packed::encode(&plan).unwrap() }
 }
 
@@ -116,7 +117,8 @@ impl RawController {
     pub(super) fn listen(&self) -> Result<Vec<ListenAddresses>> {
         let listen = self.session.get_function("disco.listen").wait()?;
         let addresses: Vec<IpAddr> = vec![[127, 0, 0, 1].into()];
-        let listening: Pack<Vec<ListenAddresses>> = listen.call((&self.host, Pack(addresses))).wait()?;
+        let listening: Pack<Vec<ListenAddresses>> =
+            listen.call((&self.host, Pack(addresses), Pack(Vec::<Mesh>::new()))).wait()?;
         Ok(listening.0)
     }
 

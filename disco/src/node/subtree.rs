@@ -26,6 +26,7 @@ use crate::options::Hosting;
 use crate::wire::codec::Encoded;
 use crate::wire::command::Queued;
 use crate::wire::event::{Event, EventSink};
+use crate::wire::mesh::Mesh;
 use crate::wire::plan::{Layout, ListenAddresses};
 use crate::wire::set_up::{ChildNode, SetUp, WorkerProcess};
 use crate::worker::command_feed::out_of_order;
@@ -156,16 +157,17 @@ impl Subtree {
 
     /// Tickets to segments of the first process.
     #[cfg(target_os = "linux")]
-    pub(crate) fn offer(&self, epoch: u64) -> Result<Pack<Vec<crate::ccl::host::Ticket>>> {
+    pub(crate) fn offer(&self, epoch: u64, meshes: &[Mesh]) -> Result<Pack<Vec<crate::ccl::host::Ticket>>> {
         let first = self.above.links.first().ok_or_else(|| RpcError::internal("a node without processes"))?;
         let (session, host) = far_end(first)?;
-        blocking::block_on(async { session.get_function("disco.offer").await?.call((&host, epoch)).await })?
+        let meshes = Pack(meshes.to_vec());
+        blocking::block_on(async { session.get_function("disco.offer").await?.call((&host, epoch, meshes)).await })?
     }
 
     /// Lets the workers listen for each other, and returns the addresses of their listeners, in
     /// their order. The first of `addresses` is that of this node, and the others of those below,
     /// in order.
-    pub(crate) fn listen(&self, addresses: &[IpAddr]) -> Result<Vec<ListenAddresses>> {
+    pub(crate) fn listen(&self, addresses: &[IpAddr], meshes: &[Mesh]) -> Result<Vec<ListenAddresses>> {
         let (own, mut below) = addresses.split_at(addresses.len().min(1));
         let runtime = crate::runtime::runtime()?;
         let mut listening = Vec::new();
@@ -180,7 +182,7 @@ impl Subtree {
                 these
             };
             // All at once.
-            listening.push(runtime.spawn(link.listen(addresses.to_vec())));
+            listening.push(runtime.spawn(link.listen(addresses.to_vec(), meshes.to_vec())));
         }
         let mut all = Vec::new();
         for one in listening {
@@ -191,9 +193,9 @@ impl Subtree {
     }
 
     /// Returns the destination of data for a worker, if it is below.
-    pub(crate) fn destination(&self, worker: u32, is_world: bool) -> Option<Result<Destination>> {
+    pub(crate) fn destination(&self, worker: u32, communicator: u32) -> Option<Result<Destination>> {
         let link = self.above.links.iter().find(|link| link.workers().contains(&worker))?;
-        Some(link.destination(worker, is_world))
+        Some(link.destination(worker, communicator))
     }
 
     /// Ends the collectives of an epoch, also those that workers are in. Never waits.

@@ -19,6 +19,7 @@ use crate::controller::session::{Content, DiscoSession};
 use crate::error::{DiscoError, Result, WorkerId};
 use crate::weights::load_progress::ProgressReporter;
 use crate::wire::command::Scope;
+use crate::wire::grouping::Grouping;
 
 /// Loads tensors of safetensors files to the workers of a session.
 ///
@@ -317,13 +318,13 @@ impl ShardLoader {
             let file = InFile { file: source.file.open()?, path: source.file.path.clone(), start: request.start };
             // All workers get the same bytes if the tensor is not divided, and all groups if each
             // divides it among its workers.
-            let (parts, scope) = match &request.part {
-                Part::Whole | Part::With { .. } => (&slices[..slices.len().min(1)], None),
-                Part::Shard { scope: Scope::World, .. } => (&slices[..], Some(Scope::World)),
-                Part::Shard { scope: Scope::Group, .. } => {
-                    (&slices[..slices.len() / self.session.num_groups() as usize], Some(Scope::Group))
-                }
+            let (members, scope) = match &request.part {
+                Part::Whole | Part::With { .. } => (Grouping::of_blocks(1), None),
+                Part::Shard { scope, .. } => (self.session.controller().layout.grouping(*scope), Some(*scope)),
             };
+            // The first worker is in the first group.
+            let parts = members.members(WorkerId(0)).filter_map(|worker| slices.get(worker.index()));
+            let parts: Vec<&TensorSlice> = parts.collect();
             let each = parts.first().map_or(0, |part| part.size_bytes as usize);
             let tensor = Tensor::zeros([parts.len() as i64, each as i64], DataType::U8)?;
             let mut view = tensor.write()?;

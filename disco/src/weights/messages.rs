@@ -12,6 +12,7 @@ use super::Part;
 use super::tensor_slice::TensorSlice;
 use crate::error::WorkerId;
 use crate::wire::command::Scope;
+use crate::wire::grouping::Grouping;
 use crate::worker::context::WorkerContext;
 
 /// Request to open a file.
@@ -57,12 +58,16 @@ impl LoadRequest {
         let ranges = match &self.part {
             Part::Whole | Part::With { .. } => Vec::new(),
             Part::Shard { dim, scope } => {
-                let group_size = world_size / num_groups.max(1);
-                let (rank, size) = match scope {
-                    Scope::World => (worker.0, world_size),
-                    Scope::Group => (worker.0 % group_size.max(1), group_size),
+                let grouping = match scope {
+                    Scope::World => Grouping::of_blocks(world_size),
+                    Scope::Group => Grouping::of_blocks(world_size / num_groups.max(1)),
+                    Scope::Groups(grouping) => *grouping,
                 };
-                shard(&self.shape, *dim, rank, size)?
+                if !grouping.divides(world_size) {
+                    let text = format!("{world_size} workers do not divide into {grouping}");
+                    return Err(RpcError::invalid_argument(text));
+                }
+                shard(&self.shape, *dim, grouping.rank(worker).0, grouping.size())?
             }
         };
         TensorSlice::new(self.dtype, &self.shape, &ranges)
@@ -109,6 +114,7 @@ pub(crate) fn golden_requests(all: &mut crate::wire::golden::Samples) {
     all.packed("Part With", &Part::With { function: "f".to_owned() });
     all.packed("Scope Group", &Scope::Group);
     all.packed("Scope World", &Scope::World);
+    all.packed("Scope Groups", &Scope::Groups(Grouping::new(2, 3).unwrap()));
     let request = LoadRequest {
         file: 1,
         name: "t".to_owned(),

@@ -22,6 +22,7 @@ use rpc_core::{
 
 use crate::ccl::ReduceOp;
 use crate::wire::command::{Command, HostTensor, Kind, MAX_HELD, On, Operand, Queued, Register, Scope};
+use crate::wire::grouping::Grouping;
 use crate::wire::parameter::ParameterType;
 
 /// The most bytes of one encoded command.
@@ -83,7 +84,7 @@ impl Command {
             Self::DebugSetRegister { worker, to, value } => out.code(10).u32(*worker).u32(*to).operand(value),
             Self::Collective { kind, scope, from, to, fresh } => {
                 let (code, op) = kind_code(*kind);
-                out.code(11).u8(code).u8(op).bool(*scope == Scope::Group).bool(*fresh).u32(*from).u32(*to)
+                out.code(11).u8(code).u8(op).scope(*scope).bool(*fresh).u32(*from).u32(*to)
             }
             Self::SendRecv { from, to, pairs } => {
                 out.code(12).u32(*from).u32(*to).list(pairs, |out, (from, to)| _ = out.u32(*from).u32(*to))
@@ -135,7 +136,7 @@ impl Command {
             10 => Self::DebugSetRegister { worker: input.u32()?, to: input.u32()?, value: input.operand()? },
             11 => {
                 let kind = kind(input.u8()?, input.u8()?).ok_or_else(malformed)?;
-                let scope = if input.bool()? { Scope::Group } else { Scope::World };
+                let scope = input.scope()?;
                 Self::Collective { kind, scope, fresh: input.bool()?, from: input.u32()?, to: input.u32()? }
             }
             12 => {
@@ -306,7 +307,20 @@ impl Writer {
             On::Worker0 => self.u8(1),
             On::FirstOfGroups => self.u8(2),
             On::Worker(worker) => self.u8(3).u32(worker),
+            On::FirstOf(grouping) => self.u8(4).grouping(grouping),
         }
+    }
+
+    fn scope(&mut self, scope: Scope) -> &mut Self {
+        match scope {
+            Scope::World => self.u8(0),
+            Scope::Group => self.u8(1),
+            Scope::Groups(grouping) => self.u8(2).grouping(grouping),
+        }
+    }
+
+    fn grouping(&mut self, grouping: Grouping) -> &mut Self {
+        self.u32(grouping.size()).u32(grouping.stride())
     }
 
     fn bytes(&mut self, bytes: &[u8]) -> &mut Self {
@@ -489,8 +503,22 @@ impl<'a> Reader<'a> {
             1 => On::Worker0,
             2 => On::FirstOfGroups,
             3 => On::Worker(self.u32()?),
+            4 => On::FirstOf(self.grouping()?),
             _ => return Err(malformed()),
         })
+    }
+
+    fn scope(&mut self) -> Result<Scope> {
+        Ok(match self.u8()? {
+            0 => Scope::World,
+            1 => Scope::Group,
+            2 => Scope::Groups(self.grouping()?),
+            _ => return Err(malformed()),
+        })
+    }
+
+    fn grouping(&mut self) -> Result<Grouping> {
+        Grouping::new(self.u32()?, self.u32()?).map_err(|_| malformed())
     }
 
     /// Reads a list of items that take so many bytes at least. A length that the rest cannot hold
@@ -612,6 +640,11 @@ pub(crate) mod tests {
             data: Bytes::from_static(b"bulk"),
             on: On::Worker(3),
         });
+        let grouping = Grouping::new(2, 3).unwrap();
+        let scope = Scope::Groups(grouping);
+        commands.push(Command::Collective { kind: Kind::Allgather, scope, from: 1, to: 2, fresh: false });
+        let on = On::FirstOf(grouping);
+        commands.push(Command::Empty { to: 7, device: None, dtype: DataType::I8, shape: vec![3], on });
         commands
     }
 

@@ -10,6 +10,7 @@ use rpc_core::{DataType, Device, Packed, Value, VirtualDevice};
 use serde::{Deserialize, Serialize};
 
 use crate::ccl::ReduceOp;
+use crate::wire::grouping::Grouping;
 use crate::wire::parameter::ParameterType;
 
 /// The number of a register: the same on every worker.
@@ -47,6 +48,8 @@ pub(crate) enum On {
     Worker0,
     /// The first worker of each group.
     FirstOfGroups,
+    /// The first worker of each group of this grouping.
+    FirstOf(Grouping),
     /// One worker; the others keep what they have.
     Worker(u32),
 }
@@ -54,10 +57,13 @@ pub(crate) enum On {
 /// Workers among which a collective runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Scope {
-    /// The workers of each group among themselves.
+    /// The workers of each of the session's own groups among themselves.
     Group,
     /// All workers.
     World,
+    /// The workers of each group of a grouping among themselves: those along an axis of a
+    /// [`Mesh`](crate::Mesh), whose [`group`](crate::Mesh::group) this is.
+    Groups(Grouping),
 }
 
 /// A collective on registers.

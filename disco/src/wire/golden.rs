@@ -19,6 +19,7 @@ use serde_json::{Value as Json, json};
 
 use super::codec;
 use super::event::{self, Event, LogLine, Report, decode_events};
+use super::mesh::Mesh;
 use super::plan::{JoinPlan, Layout, ListenAddresses, Plan, WorkerLocation};
 use super::relayed_pair::RelayedPair;
 use super::set_up::{ChildNode, MESSAGES, MpiProcess, NodeInfo, SetUp, WorkerProcess};
@@ -124,13 +125,16 @@ fn plans(all: &mut Samples) {
     let timeouts = CollectiveTimeouts { entry: None, stall, join, direct };
     all.packed("CollectiveTimeouts", &timeouts);
     let devices = vec![Device::cpu(), Device::cuda(1)];
-    let plan = Plan { epoch: 1, join: JoinPlan::Threads, nccl: true, timeouts, devices, is_tentative: true };
-    all.packed("Plan", &plan);
+    let mesh = Mesh::new([("dp", 2), ("tp", 3)]).unwrap();
+    all.packed("Mesh", &mesh);
+    all.packed("MeshAxis", mesh.first_axis());
+    let (epoch, join, meshes) = (1, JoinPlan::Threads, vec![mesh]);
+    all.packed("Plan", &Plan { epoch, join, nccl: true, timeouts, devices, is_tentative: true, meshes });
     let key: SessionKey = serde_json::from_value(Json::from(vec![7_u8; 32])).unwrap();
     let [world, group]: [SocketAddr; 2] = ["10.0.0.1:9".parse().unwrap(), "[::1]:9".parse().unwrap()];
     let location = WorkerLocation { machine: 1, is_local: true };
     all.packed("WorkerLocation", &location);
-    all.packed("ListenAddresses", &ListenAddresses { world, group: Some(group) });
+    all.packed("ListenAddresses", &ListenAddresses { world, groups: vec![group] });
     all.packed("JoinPlan Threads", &JoinPlan::Threads);
     #[cfg(target_os = "linux")]
     {
@@ -139,12 +143,12 @@ fn plans(all: &mut Samples) {
         all.packed("Ticket", &ticket);
         all.packed("JoinPlan Segments", &JoinPlan::Segments(vec![ticket]));
     }
-    let (world, groups) = (vec![world], vec![group]);
+    let (world, groups) = (vec![world], vec![vec![group]]);
     let sockets = JoinPlan::Sockets { key: key.clone(), encrypt: true, world, groups, locations: vec![location] };
     all.packed("JoinPlan Sockets", &sockets);
     all.packed("JoinPlan Mpi", &JoinPlan::Mpi { key, encrypt: false, ranks: vec![1, 0] });
     all.packed("JoinPlan Unconnected", &JoinPlan::Unconnected { reason: "no way".to_owned() });
-    all.packed("RelayedPair", &RelayedPair { from: 1, to: 2, is_world: true });
+    all.packed("RelayedPair", &RelayedPair { from: 1, to: 2, communicator: 1 });
 }
 
 fn reports(all: &mut Samples) {

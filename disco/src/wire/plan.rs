@@ -1,17 +1,26 @@
 //! Plan of the data plane: the shape of a session, and how its workers join each other for
 //! collectives.
 
+use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::ops::Range;
 
-use rpc_core::{Device, Packed, Result};
+use rpc_core::{Device, Packed, Result, RpcError};
 use serde::{Deserialize, Serialize};
 
 use crate::ccl::Rank;
 use crate::ccl::communicators::CollectiveTimeouts;
 use crate::ccl::host::{self, SessionKey};
 use crate::error::WorkerId;
-use crate::wire::command::On;
+use crate::wire::command::{On, Scope};
+use crate::wire::grouping::Grouping;
+use crate::wire::mesh::Mesh;
+
+/// The most meshes of a session.
+pub(crate) const MAX_MESHES: usize = 16;
+
+/// The most groupings of a session's workers: each has communicators.
+pub(crate) const MAX_GROUPINGS: usize = 15;
 
 /// The shape of a session: how many workers, in how many groups of equal size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -26,11 +35,75 @@ impl Layout {
     }
 
     pub(crate) fn group(self, worker: WorkerId) -> u32 {
-        worker.0 / self.group_size()
+        self.grouping(Scope::Group).group(worker)
     }
 
     pub(crate) fn rank_in_group(self, worker: WorkerId) -> Rank {
-        Rank(worker.0 % self.group_size())
+        self.grouping(Scope::Group).rank(worker)
+    }
+
+    /// Returns the grouping of a scope: all workers are one group.
+    pub(crate) fn grouping(self, scope: Scope) -> Grouping {
+        match scope {
+            Scope::World => Grouping::of_blocks(self.world_size),
+            Scope::Group => Grouping::of_blocks(self.group_size()),
+            Scope::Groups(grouping) => grouping,
+        }
+    }
+
+    /// Returns the groupings that have communicators beside that of all workers: the session's own,
+    /// if it has several groups, and those along the axes of its meshes, each once.
+    pub(crate) fn groupings(self, meshes: &[Mesh]) -> Vec<Grouping> {
+        let own = self.has_groups().then(|| self.grouping(Scope::Group));
+        let along_axes = meshes.iter().flat_map(Mesh::groupings).map(|(_, grouping)| grouping);
+        let mut groupings = Vec::new();
+        for grouping in own.into_iter().chain(along_axes) {
+            if grouping.size() != self.world_size && !groupings.contains(&grouping) {
+                groupings.push(grouping);
+            }
+        }
+        groupings
+    }
+
+    /// As [`groupings`](Self::groupings), without groups of one worker, which has nobody to meet.
+    pub(crate) fn joined_groupings(self, meshes: &[Mesh]) -> Vec<Grouping> {
+        let mut groupings = self.groupings(meshes);
+        groupings.retain(|grouping| grouping.size() > 1);
+        groupings
+    }
+
+    /// Checks that meshes are of this session.
+    ///
+    /// # Errors
+    ///
+    /// One of them has another number of workers; an axis means one division of the workers in one
+    /// mesh, and another in the next; they are too many, or have too many groupings.
+    pub(crate) fn check(self, meshes: &[Mesh]) -> Result<()> {
+        if meshes.len() > MAX_MESHES {
+            return Err(RpcError::limit("meshes of a session", MAX_MESHES as u64, meshes.len() as u64));
+        }
+        let mut known: HashMap<&str, Grouping> = HashMap::new();
+        for mesh in meshes {
+            let (count, world_size) = (mesh.num_workers(), self.world_size);
+            if count != world_size {
+                let text = format!("the mesh {mesh} has {count} workers, and the session {world_size}");
+                return Err(RpcError::invalid_argument(text));
+            }
+            for (name, grouping) in mesh.groupings() {
+                let known = *known.entry(name).or_insert(grouping);
+                if known != grouping {
+                    return Err(RpcError::invalid_argument(format!(
+                        "the axis {name:?} of the mesh {mesh} is one of {grouping}, and that of another mesh of the \
+                         session one of {known}: give it another name"
+                    )));
+                }
+            }
+        }
+        let groupings = self.groupings(meshes).len();
+        if groupings > MAX_GROUPINGS {
+            return Err(RpcError::limit("groupings of a session's workers", MAX_GROUPINGS as u64, groupings as u64));
+        }
+        Ok(())
     }
 
     /// Returns true if a command that is `on` some workers is for any of these.
@@ -39,10 +112,8 @@ impl Layout {
             On::All => true,
             On::Worker0 => workers.contains(&0),
             On::Worker(worker) => workers.contains(&worker),
-            On::FirstOfGroups => {
-                let first = workers.start.checked_next_multiple_of(self.group_size());
-                first.is_some_and(|first| first < workers.end)
-            }
+            On::FirstOfGroups => self.grouping(Scope::Group).has_first(workers),
+            On::FirstOf(grouping) => grouping.has_first(workers),
         }
     }
 
@@ -65,6 +136,8 @@ pub(crate) struct Plan {
     /// True if the workers stay in their present communicators, which run, until
     /// [`FinishInitCcl`](super::command::Command::FinishInitCcl).
     pub(crate) is_tentative: bool,
+    /// The meshes of the session, whose groups have communicators, too.
+    pub(crate) meshes: Vec<Mesh>,
 }
 
 impl Plan {
@@ -85,15 +158,17 @@ impl Plan {
 pub(crate) enum JoinPlan {
     /// All are threads of one process.
     Threads,
-    /// All are on one machine. First the world's, then those of the groups if there are several.
+    /// All are on one machine. First the world's, then those of the groups of each of the
+    /// [joined groupings](Layout::joined_groupings).
     #[cfg(target_os = "linux")]
     Segments(Vec<host::Ticket>),
-    /// Each worker's address for the world, and for its group if there are several.
+    /// Each worker's address for the world, and for its group in each of the
+    /// [joined groupings](Layout::joined_groupings).
     Sockets {
         key: SessionKey,
         encrypt: bool,
         world: Vec<SocketAddr>,
-        groups: Vec<SocketAddr>,
+        groups: Vec<Vec<SocketAddr>>,
         /// Location of each worker.
         locations: Vec<WorkerLocation>,
     },
@@ -116,7 +191,8 @@ pub(crate) struct WorkerLocation {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct ListenAddresses {
     pub(crate) world: SocketAddr,
-    pub(crate) group: Option<SocketAddr>,
+    /// One for each of the [joined groupings](Layout::joined_groupings).
+    pub(crate) groups: Vec<SocketAddr>,
 }
 
 #[cfg(test)]
@@ -141,7 +217,8 @@ mod tests {
         let longest = Duration::MAX;
         let timeouts = CollectiveTimeouts { entry: Some(longest), stall: longest, join: longest, direct: longest };
         let join = JoinPlan::Threads;
-        let plan = Plan { epoch: 0, join, nccl: true, timeouts, devices: Vec::new(), is_tentative: false };
+        let plan =
+            Plan { epoch: 0, join, nccl: true, timeouts, devices: Vec::new(), is_tentative: false, meshes: Vec::new() };
         let timeouts = Plan::decode(&Packed::encode(&plan).unwrap()).unwrap().timeouts;
         let CollectiveTimeouts { entry, stall, join, direct } = timeouts;
         assert!(Instant::now().checked_add(entry.unwrap() + 2 * stall).is_some());

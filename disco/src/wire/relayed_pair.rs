@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 pub(crate) struct RelayedPair {
     pub(crate) from: u32,
     pub(crate) to: u32,
-    /// True for the communicator of all workers, false for that of their group.
-    pub(crate) is_world: bool,
+    /// Communicator of the connection: 0 is that of all workers, and the others are those of their
+    /// groups, in the order of the joined groupings of the plan.
+    pub(crate) communicator: u32,
 }

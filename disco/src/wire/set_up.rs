@@ -12,7 +12,7 @@ use crate::wire::plan::Layout;
 
 /// All messages between a controller, its nodes and its workers. Version 1 did not carry its
 /// number.
-pub(crate) const MESSAGES: MessageFamily = MessageFamily::new("Disco's messages", 9);
+pub(crate) const MESSAGES: MessageFamily = MessageFamily::new("Disco's messages", 10);
 
 /// Set-up of a node: its workers, and the nodes that it is to open below it.
 #[derive(Clone, Debug, Serialize, Deserialize)]

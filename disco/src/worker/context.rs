@@ -20,6 +20,8 @@ use crate::ccl::{
 use crate::error::WorkerId;
 use crate::wire::command::Scope;
 use crate::wire::event::{Event, EventSink, LogLine, Report};
+use crate::wire::grouping::Grouping;
+use crate::wire::mesh::Mesh;
 use crate::wire::plan::Layout;
 
 /// The worker that runs the calling function. A parameter of this type takes no argument.
@@ -70,6 +72,7 @@ struct ContextState {
     controls: Mutex<Controls>,
     /// Controls of communicators that the worker is joining others over.
     joining: Mutex<Vec<Arc<dyn Control>>>,
+    meshes: Mutex<Arc<[Mesh]>>,
     activity: Mutex<Activity>,
 }
 
@@ -105,7 +108,7 @@ impl fmt::Display for ActivityName {
 #[derive(Default)]
 struct Controls {
     epoch: u64,
-    all: Vec<Arc<dyn Control>>,
+    all: Vec<(Option<Grouping>, Arc<dyn Control>)>,
     /// True once the controller has been told that they are broken.
     told: bool,
     /// Last epoch whose collectives another worker or the controller has ended, and the cause. It
@@ -157,6 +160,7 @@ impl WorkerContext {
             membership: Mutex::new(Err(RpcError::unsupported("it has not joined the others"))),
             controls: Mutex::default(),
             joining: Mutex::default(),
+            meshes: Mutex::new(Arc::default()),
             activity: Mutex::new(Activity { command: None, sequence: 0, since: Instant::now(), executed: 0 }),
         }))
     }
@@ -267,7 +271,8 @@ impl WorkerContext {
         let Ok(membership) = membership.as_mut() else { return Ok(()) };
         let epoch = membership.epoch;
         let mut outcome = Ok(());
-        for (ccl, scope) in membership.each().zip([Scope::World, Scope::Group]) {
+        for (grouping, ccl) in membership.each() {
+            let scope = grouping.map_or(Scope::World, Scope::Groups);
             if let Err(error) = ccl.complete() {
                 let error = match error {
                     CclError::Broken(breakdown) => self.broken(scope, epoch, &breakdown),
@@ -455,13 +460,13 @@ impl WorkerContext {
         lock(&self.0.activity).clone()
     }
 
-    /// Returns the last calls in collectives, each with true if it was one of all workers.
-    pub(crate) fn calls(&self) -> Vec<(bool, Flight)> {
+    /// Returns the last calls in collectives, each with its grouping; those of all workers have
+    /// none.
+    pub(crate) fn calls(&self) -> Vec<(Option<Grouping>, Flight)> {
         let controls = lock(&self.0.controls).all.clone();
-        // The first is the control of the world.
-        let calls = controls.iter().enumerate().flat_map(|(at, control)| {
+        let calls = controls.iter().flat_map(|(grouping, control)| {
             let flights = control.flights().into_iter();
-            flights.map(move |flight| (at == 0, flight))
+            flights.map(move |flight| (*grouping, flight))
         });
         calls.collect()
     }
@@ -514,7 +519,7 @@ impl WorkerContext {
     /// Ends the collective that the worker is in, and all later ones.
     pub(crate) fn abort_collectives(&self, reason: &str) {
         let controls = lock(&self.0.controls).all.clone();
-        controls.iter().for_each(|control| control.abort(reason));
+        controls.iter().for_each(|(_, control)| control.abort(reason));
     }
 
     /// As [`abort_collectives`](Self::abort_collectives), if they are still those of that epoch.
@@ -565,10 +570,14 @@ impl WorkerContext {
         {
             cause = RpcError::new(by.kind(), cause.message().to_owned()).may_have_run(true);
         }
-        if scope == Scope::Group && self.num_groups() > 1 {
-            let group = self.group();
-            let first = group * self.group_size();
-            cause = cause.context(format_args!("in group {group}, whose rank 0 is worker {first}"));
+        let grouping = self.0.layout.grouping(scope);
+        if grouping.size() < self.world_size() {
+            let (group, first) = (grouping.group(self.0.id), grouping.first(self.0.id));
+            cause = if grouping == self.0.layout.grouping(Scope::Group) {
+                cause.context(format_args!("in group {group}, whose rank 0 is worker {first}"))
+            } else {
+                cause.context(format_args!("in {grouping}, in that whose rank 0 is worker {first}"))
+            };
         }
         let culprit = match breakdown.cause {
             BreakCause::Aborted(_) => None,
@@ -582,31 +591,63 @@ impl WorkerContext {
     /// of different ones do not meet.
     pub(crate) fn begin_step(&self, step: u64) {
         if let Ok(membership) = lock(&self.0.membership).as_mut() {
-            membership.each().for_each(|ccl| ccl.set_step(step));
+            membership.each().for_each(|(_, ccl)| ccl.set_step(step));
         }
     }
 
     /// Tells the communicators that the command has failed, and may have left out collectives.
     pub(crate) fn leave_step(&self) {
         if let Ok(membership) = lock(&self.0.membership).as_mut() {
-            membership.each().for_each(|ccl| ccl.leave_step());
+            membership.each().for_each(|(_, ccl)| ccl.leave_step());
         }
+    }
+
+    /// Returns the number of this worker in its group of `scope`: along an axis of a mesh, its
+    /// coordinate there.
+    pub fn rank_in(&self, scope: Scope) -> Rank {
+        self.0.layout.grouping(scope).rank(self.0.id)
+    }
+
+    /// Returns the number of workers in each group of `scope`.
+    pub fn size_of(&self, scope: Scope) -> u32 {
+        self.0.layout.grouping(scope).size()
+    }
+
+    /// Returns the scope of collectives along an axis of a [mesh](crate::DiscoSession::mesh) of the
+    /// session.
+    ///
+    /// # Errors
+    ///
+    /// No mesh has such an axis. The error names those that there are.
+    pub fn axis(&self, name: &str) -> Result<Scope> {
+        let meshes = self.meshes();
+        // An axis means the same in all meshes of a session.
+        if let Some(mesh) = meshes.iter().find(|mesh| mesh.size(name).is_ok()) {
+            return mesh.group(name);
+        }
+        let all: Vec<_> = meshes.iter().map(|mesh| format!("; there is the mesh {mesh}")).collect();
+        let text = format!("no mesh of this session has an axis {name:?}{}", all.concat());
+        Err(RpcError::new(ErrorKind::NotFound, text))
+    }
+
+    /// Returns the [meshes](crate::DiscoSession::mesh) of the session, the oldest first.
+    pub fn meshes(&self) -> Arc<[Mesh]> {
+        Arc::clone(&lock(&self.0.meshes))
+    }
+
+    /// Sets the meshes of the session.
+    pub(crate) fn set_meshes(&self, meshes: Vec<Mesh>) {
+        *lock(&self.0.meshes) = meshes.into();
     }
 
     /// Returns this worker's rank in `scope`, and the number of ranks there.
     pub(crate) fn rank(&self, scope: Scope) -> (Rank, u32) {
-        match scope {
-            Scope::World => (Rank(self.0.id.0), self.world_size()),
-            Scope::Group => (self.rank_in_group(), self.group_size()),
-        }
+        (self.rank_in(scope), self.size_of(scope))
     }
 
     /// Returns the worker that is `rank` in `scope`.
     fn worker_of(&self, scope: Scope, rank: Rank) -> WorkerId {
-        match scope {
-            Scope::World => WorkerId(rank.0),
-            Scope::Group => WorkerId(self.group() * self.group_size() + rank.0),
-        }
+        self.0.layout.grouping(scope).member(self.0.id, rank)
     }
 
     /// Takes part in a collective with a source and a destination, where it needs them; or, where
@@ -627,9 +668,15 @@ impl WorkerContext {
             }
         };
         let epoch = membership.epoch;
-        let ccl: &mut dyn Ccl = match (scope, &mut membership.group) {
-            (Scope::Group, Some(group)) => &mut **group,
-            _ => &mut *membership.world,
+        let grouping = self.0.layout.grouping(scope);
+        let ccl: Option<&mut dyn Ccl> = match grouping == self.0.layout.grouping(Scope::World) {
+            true => Some(&mut *membership.world),
+            false => membership.group(grouping),
+        };
+        let Some(ccl) = ccl else {
+            // On all workers alike: they have the same meshes.
+            let text = format!("{operation} among {grouping}, which are of no mesh of this session");
+            return Err(CollectiveError::Own(RpcError::invalid_argument(text)));
         };
         let checked = tensors.and_then(|(from, to)| {
             let (collective, from, to) = fit(operation, rank, size, from, to)?;

@@ -42,6 +42,8 @@ pub(crate) struct Worker {
     pub(super) running: Option<RunningProgram>,
     /// Communicators that a tentative `init_ccl` has joined.
     pub(super) tentative: Option<JoinedCcl>,
+    /// Number of bytes of the session's meshes, as they are counted in `held`.
+    pub(super) mesh_bytes: usize,
     /// True if collectives leave work to a device.
     pub(super) is_accelerated: bool,
     /// The registers that would be lost with that.
@@ -71,6 +73,7 @@ impl Worker {
             programs: HashMap::new(),
             running: None,
             tentative: None,
+            mesh_bytes: 0,
             is_accelerated: false,
             unsettled: HashMap::new(),
             executed: 0,

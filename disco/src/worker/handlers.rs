@@ -116,6 +116,7 @@ impl Worker {
             On::Worker0 => self.id.0 == 0,
             On::Worker(worker) => self.id.0 == worker,
             On::FirstOfGroups => self.layout.rank_in_group(self.id) == Rank(0),
+            On::FirstOf(grouping) => grouping.rank(self.id) == Rank(0),
         }
     }
 

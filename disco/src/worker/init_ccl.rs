@@ -7,16 +7,18 @@
 
 use std::sync::Arc;
 
-use rpc_core::{ErrorKind, Packed, Permission, Result, RpcError};
+use rpc_core::{Device, ErrorKind, Packed, Permission, Result, RpcError};
 
 use super::executor::Worker;
 use super::joined_ccl::JoinedCcl;
 use super::register_content::Outcome;
+use crate::ccl::communicators::Membership;
 use crate::ccl::join_nccl;
 use crate::ccl::nccl::{OnStuck, end_process_when_stuck};
 use crate::error::WorkerId;
 use crate::open_files::OpenFiles;
 use crate::wire::event::{Event, EventSink, Report};
+use crate::wire::mesh::Mesh;
 use crate::wire::plan::{JoinPlan, Plan};
 
 impl Worker {
@@ -25,24 +27,26 @@ impl Worker {
         // Collectives in progress end first. A lost one is reported, and poisons its registers.
         self.settle();
         let plan = Plan::decode(plan)?;
-        self.tentative = None;
+        self.layout.check(&plan.meshes)?;
+        self.leave_tentative();
         if plan.is_tentative {
             // A worker that waits for this one in an older command waits no more.
             self.this.leave_step();
-            self.tentative = Some(self.join(&plan)?);
+            self.tentative = Some(self.join(plan)?);
             return Ok(());
         }
         // The old communicators are dropped before, so that no worker waits in them.
         self.this.set_membership(Err(RpcError::unsupported("the data plane is being made")));
-        match self.join(&plan) {
+        let (epoch, is_unconnected) = (plan.epoch, matches!(plan.join, JoinPlan::Unconnected { .. }));
+        match self.join(plan) {
             Ok(joined) => self.enter(joined),
             Err(error) => {
                 self.is_accelerated = false;
                 self.this.set_membership(Err(error.clone()));
                 let cause = error.clone().context(format_args!("worker {} has no collectives", self.id));
-                self.this.report_broken(Report { epoch: plan.epoch, culprit: None, cause });
+                self.this.report_broken(Report { epoch, culprit: None, cause });
                 // In a plan without connections, only collectives fail.
-                if !matches!(plan.join, JoinPlan::Unconnected { .. }) {
+                if !is_unconnected {
                     return Err(error.into());
                 }
             }
@@ -52,19 +56,41 @@ impl Worker {
 
     /// Enters the communicators of a tentative `init_ccl`, or lets go of them.
     pub(super) fn finish_init_ccl(&mut self, epoch: u64, enter: bool) -> Outcome {
-        let joined = self.tentative.take();
         if !enter {
+            self.leave_tentative();
             return Ok(());
         }
         self.settle();
-        let joined = joined.filter(|joined| joined.membership.epoch == epoch);
-        let missing = || RpcError::internal(format!("worker {} has joined no collectives of epoch {epoch}", self.id));
-        let joined = joined.ok_or_else(missing)?;
-        self.enter(joined);
+        match self.tentative.take_if(|joined| joined.membership.epoch == epoch) {
+            Some(joined) => self.enter(joined),
+            None => {
+                self.leave_tentative();
+                let text = format!("worker {} has joined no collectives of epoch {epoch}", self.id);
+                return Err(RpcError::internal(text).into());
+            }
+        }
         Ok(())
     }
 
-    fn join(&self, plan: &Plan) -> Result<JoinedCcl> {
+    /// Leaves the communicators of a tentative `init_ccl`, if there are any.
+    fn leave_tentative(&mut self) {
+        if let Some(joined) = self.tentative.take() {
+            self.held.remove(joined.mesh_bytes);
+        }
+    }
+
+    fn join(&mut self, plan: Plan) -> Result<JoinedCcl> {
+        let mesh_bytes = plan.meshes.iter().map(Mesh::cost).sum();
+        self.held.add(mesh_bytes)?;
+        let joined = self.join_others(&plan);
+        if joined.is_err() {
+            self.held.remove(mesh_bytes);
+        }
+        let (membership, device) = joined?;
+        Ok(JoinedCcl { membership, is_accelerated: plan.nccl, device, meshes: plan.meshes, mesh_bytes })
+    }
+
+    fn join_others(&self, plan: &Plan) -> Result<(Membership, Device)> {
         let device = plan.devices.get(self.id.index()).copied().unwrap_or_else(|| self.this.device());
         self.this.context().authorize(&Permission::Device(device))?;
         let (rendezvous, open_files) = (self.shared.rendezvous(), OpenFiles::of(self.this.context()));
@@ -76,19 +102,21 @@ impl Worker {
                 false => end_process_when_stuck(),
             };
             // It begins with collectives of these communicators, which the end of the session ends.
-            self.this.set_joining(membership.controls());
+            self.this.set_joining(membership.controls().into_iter().map(|(_, control)| control).collect());
             if self.feed.is_aborted() {
                 self.this.end_collectives();
             }
-            let joined = join_nccl::join(membership, plan.timeouts, device, self.layout.group(self.id), on_stuck);
+            let joined = join_nccl::join(membership, plan.timeouts, device, self.id, on_stuck);
             self.this.set_joining(Vec::new());
             membership = joined?;
         }
-        Ok(JoinedCcl { membership, is_accelerated: plan.nccl, device })
+        Ok((membership, device))
     }
 
     fn enter(&mut self, joined: JoinedCcl) {
         self.this.set_device(joined.device);
+        self.held.remove(std::mem::replace(&mut self.mesh_bytes, joined.mesh_bytes));
+        self.this.set_meshes(joined.meshes);
         self.is_accelerated = joined.is_accelerated;
         self.this.set_membership(Ok(joined.membership));
         if self.feed.is_aborted() {

@@ -17,6 +17,8 @@ use crate::ccl::{Ccl, Rank};
 use crate::error::WorkerId;
 use crate::link::relayed_data::Relays;
 use crate::open_files::OpenFiles;
+use crate::wire::grouping::Grouping;
+use crate::wire::mesh::Mesh;
 use crate::wire::plan::{JoinPlan, Layout, ListenAddresses, Plan, WorkerLocation};
 use crate::wire::relayed_pair::RelayedPair;
 
@@ -36,29 +38,44 @@ pub(crate) struct Rendezvous {
     has_ended: Arc<AtomicBool>,
 }
 
+/// The communicators of a worker: that of all workers, and those of its groups in the joined
+/// groupings.
+type Communicators = (Box<dyn Ccl>, Vec<Box<dyn Ccl>>);
+
 /// The communicators of threads that have not been taken yet.
 struct Threads {
     epoch: u64,
     world: Vec<Option<Box<dyn Ccl>>>,
-    groups: Vec<Option<Box<dyn Ccl>>>,
+    /// For each of the joined groupings those of all workers, in their order.
+    groups: Vec<Vec<Option<Box<dyn Ccl>>>>,
 }
 
 struct Listeners {
     world: Listener,
-    group: Option<Listener>,
-    /// Charge for both.
+    /// One for each of the joined groupings.
+    groups: Vec<Listener>,
+    /// Charge for all.
     _open_files: Option<OpenFileLease>,
 }
 
 impl Rendezvous {
     /// Makes segments for the whole session, which stay until others are made.
     #[cfg(target_os = "linux")]
-    pub(crate) fn offer(&self, layout: Layout, epoch: u64, open_files: &OpenFiles) -> Result<Vec<host::Ticket>> {
+    pub(crate) fn offer(
+        &self,
+        layout: Layout,
+        meshes: &[Mesh],
+        epoch: u64,
+        open_files: &OpenFiles,
+    ) -> Result<Vec<host::Ticket>> {
+        layout.check(meshes)?;
         let options = host::Options { epoch, open_files: open_files.clone(), ..host::Options::default() };
         // All workers that were to join these have: a controller makes no others before.
         self.offers.lock().clear();
-        let groups = if layout.has_groups() { layout.num_groups as usize } else { 0 };
-        let sizes = [layout.world_size].into_iter().chain(std::iter::repeat_n(layout.group_size(), groups));
+        let world_size = layout.world_size;
+        let groups = layout.joined_groupings(meshes).into_iter();
+        let groups = groups.flat_map(|grouping| (0..grouping.count(world_size)).map(move |_| grouping.size()));
+        let sizes = std::iter::once(world_size).chain(groups);
         let offers = sizes.map(|size| host::Offer::new(size as usize, &options)).collect::<Result<Vec<_>>>()?;
         let tickets = offers.iter().map(host::Offer::ticket).collect();
         *self.offers.lock() = offers;
@@ -68,26 +85,28 @@ impl Rendezvous {
     /// Listens for these workers at an address of this machine that the others can reach.
     pub(crate) fn listen(
         &self,
-        layout: Layout,
+        (layout, meshes): (Layout, &[Mesh]),
         workers: Range<u32>,
         address: IpAddr,
         open_files: &OpenFiles,
     ) -> Result<Vec<ListenAddresses>> {
+        layout.check(meshes)?;
+        let groupings = layout.joined_groupings(meshes).len();
         let mut all = self.listeners.lock();
         let bind = || Listener::bind(&Address::Tcp(SocketAddr::new(address, 0)));
         let bound = |listener: &Listener| match listener.address() {
             Address::Tcp(address) => Ok(*address),
             other => Err(RpcError::internal(format!("a worker listens at {other}"))),
         };
-        let count = if layout.has_groups() { 2 } else { 1 };
         workers
             .map(|worker| {
-                let charged = open_files.reserve(count, format_args!("the data listeners of worker {worker}"))?;
-                let group = layout.has_groups().then(bind).transpose()?;
-                let listeners = Arc::new(Listeners { world: bind()?, group, _open_files: charged });
+                let charged =
+                    open_files.reserve(1 + groupings, format_args!("the data listeners of worker {worker}"))?;
+                let groups = (0..groupings).map(|_| bind()).collect::<Result<_>>()?;
+                let listeners = Arc::new(Listeners { world: bind()?, groups, _open_files: charged });
                 let listening = ListenAddresses {
                     world: bound(&listeners.world)?,
-                    group: listeners.group.as_ref().map(bound).transpose()?,
+                    groups: listeners.groups.iter().map(bound).collect::<Result<_>>()?,
                 };
                 all.insert(WorkerId(worker), listeners);
                 Ok(listening)
@@ -95,11 +114,15 @@ impl Rendezvous {
             .collect()
     }
 
-    /// Returns the address at which a worker of this process listens.
-    pub(crate) fn address(&self, worker: WorkerId, is_world: bool) -> Option<Address> {
+    /// Returns the address at which a worker of this process listens for a
+    /// [communicator](RelayedPair::communicator).
+    pub(crate) fn address(&self, worker: WorkerId, communicator: u32) -> Option<Address> {
         let all = self.listeners.lock();
         let listeners = all.get(&worker)?;
-        let listener = if is_world { Some(&listeners.world) } else { listeners.group.as_ref() };
+        let listener = match communicator.checked_sub(1) {
+            None => Some(&listeners.world),
+            Some(grouping) => listeners.groups.get(grouping as usize),
+        };
         listener.map(|listener| listener.address().clone())
     }
 
@@ -123,20 +146,27 @@ impl Rendezvous {
         let mut options = host::Options { epoch: plan.epoch, has_ended, open_files, ..host::Options::default() };
         (options.entry_timeout, options.stall_timeout, options.join_timeout) = (entry, stall, join);
         options.direct_timeout = direct;
-        let (rank, rank_in_group) = (Rank(worker.0), layout.rank_in_group(worker));
-        match &plan.join {
-            JoinPlan::Threads => self.take_thread(layout, worker, &options),
+        let rank = Rank(worker.0);
+        let groupings = layout.joined_groupings(&plan.meshes);
+        let (world, groups) = match &plan.join {
+            JoinPlan::Threads => self.take_thread(layout, &groupings, worker, &options)?,
             #[cfg(target_os = "linux")]
             JoinPlan::Segments(tickets) => {
                 options.ranks_on_machine = Some(layout.world_size as usize);
-                let (world, groups) =
-                    tickets.split_first().ok_or_else(|| RpcError::internal("a plan without tickets"))?;
+                let missing = || RpcError::internal("a plan without all tickets");
+                let (world, mut others) = tickets.split_first().ok_or_else(missing)?;
                 let world = join_segment(world, rank, &options)?;
-                let group = groups.get(layout.group(worker) as usize);
-                let group = group.map(|group| join_segment(group, rank_in_group, &options)).transpose()?;
-                Ok(Membership { epoch: plan.epoch, world, group })
+                let mut groups = Vec::with_capacity(groupings.len());
+                for grouping in &groupings {
+                    let count = grouping.count(layout.world_size) as usize;
+                    let (these, rest) = others.split_at_checked(count).ok_or_else(missing)?;
+                    let ticket = these.get(grouping.group(worker) as usize).ok_or_else(missing)?;
+                    groups.push(join_segment(ticket, grouping.rank(worker), &options)?);
+                    others = rest;
+                }
+                (world, groups)
             }
-            JoinPlan::Sockets { key, encrypt, world, groups, locations } => {
+            JoinPlan::Sockets { key, encrypt, world, groups: addresses, locations } => {
                 let own = locations.get(worker.index()).map(|location| location.machine);
                 let is_beside = |location: &WorkerLocation| Some(location.machine) == own;
                 options.ranks_on_machine = Some(locations.iter().filter(|location| is_beside(location)).count());
@@ -145,60 +175,81 @@ impl Rendezvous {
                     (!location.is_local || is_beside(location)).then_some(Address::Tcp(*address))
                 };
                 let world: Vec<_> = world.iter().zip(locations).map(reachable).collect();
-                let groups: Vec<_> = groups.iter().zip(locations).map(reachable).collect();
                 let listeners = self.listeners.lock().get(&worker).cloned();
                 let listeners = listeners.ok_or_else(|| RpcError::internal("a worker that does not listen"))?;
                 let fallback = |peer: Rank, until: Instant| {
-                    relays.connect(RelayedPair { from: worker.0, to: peer.0, is_world: true }, until)
+                    relays.connect(RelayedPair { from: worker.0, to: peer.0, communicator: 0 }, until)
                 };
                 let unproven = UnprovenHosts::default();
-                let joined = listeners.world.join_by(rank, &world, key, &options, Some((&fallback, &unproven)))?;
-                let group = match &listeners.group {
-                    Some(listener) => {
-                        let size = layout.group_size() as usize;
-                        let first = layout.group(worker) as usize * size;
-                        let members = groups.get(first..first + size);
-                        let members = members.ok_or_else(|| RpcError::internal("a plan without all addresses"))?;
-                        let fallback = |peer: Rank, until: Instant| {
-                            let to = first as u32 + peer.0;
-                            relays.connect(RelayedPair { from: worker.0, to, is_world: false }, until)
-                        };
-                        let fallback = Some((&fallback as _, &unproven));
-                        Some(listener.join_by(rank_in_group, members, key, &options, fallback)?)
-                    }
-                    None => None,
-                };
-                Ok(Membership { epoch: plan.epoch, world: joined, group })
+                let world = listeners.world.join_by(rank, &world, key, &options, Some((&fallback, &unproven)))?;
+                if listeners.groups.len() != groupings.len() || addresses.len() != groupings.len() {
+                    return Err(RpcError::internal("a worker that does not listen for each of its groups"));
+                }
+                let mut groups = Vec::with_capacity(groupings.len());
+                let each = groupings.iter().zip(addresses).zip(&listeners.groups);
+                for (communicator, ((grouping, addresses), listener)) in (1..).zip(each) {
+                    let members = grouping.members(worker).map(|member| {
+                        let at = member.index();
+                        Some(reachable((addresses.get(at)?, locations.get(at)?)))
+                    });
+                    let members: Option<Vec<_>> = members.collect();
+                    let members = members.ok_or_else(|| RpcError::internal("a plan without all addresses"))?;
+                    let fallback = |peer: Rank, until: Instant| {
+                        let to = grouping.member(worker, peer).0;
+                        relays.connect(RelayedPair { from: worker.0, to, communicator }, until)
+                    };
+                    let fallback = Some((&fallback as _, &unproven));
+                    groups.push(listener.join_by(grouping.rank(worker), &members, key, &options, fallback)?);
+                }
+                (world, groups)
             }
             JoinPlan::Mpi { key, encrypt, ranks } => {
                 options.encrypt = *encrypt;
-                join_mpi(ranks, layout, worker, key, &options)
+                join_mpi(ranks, &groupings, worker, key, &options)?
             }
-            JoinPlan::Unconnected { reason } => Err(RpcError::new(
-                ErrorKind::Unsupported,
-                format!("the workers of this session have no way to each other: {reason}"),
-            )),
+            JoinPlan::Unconnected { reason } => {
+                let text = format!("the workers of this session have no way to each other: {reason}");
+                return Err(RpcError::new(ErrorKind::Unsupported, text));
+            }
+        };
+        let mut groups: Vec<_> = groupings.into_iter().zip(groups).collect();
+        // A group of one worker is the worker's own affair.
+        if let Some(alone) = layout.groupings(&plan.meshes).into_iter().find(|grouping| grouping.size() == 1) {
+            groups.extend(host::threads(1, &options)?.pop().map(|ccl| (alone, ccl)));
         }
+        Ok(Membership { epoch: plan.epoch, world, groups })
     }
 
-    fn take_thread(&self, layout: Layout, worker: WorkerId, options: &host::Options) -> Result<Membership> {
+    fn take_thread(
+        &self,
+        layout: Layout,
+        groupings: &[Grouping],
+        worker: WorkerId,
+        options: &host::Options,
+    ) -> Result<Communicators> {
+        let world_size = layout.world_size;
         let mut threads = self.threads.lock();
         if threads.as_ref().is_none_or(|threads| threads.epoch != options.epoch) {
             let mut options = options.clone();
-            options.ranks_on_machine = Some(layout.world_size as usize);
-            let world = host::threads(layout.world_size as usize, &options)?.into_iter().map(Some).collect();
-            let mut groups = Vec::new();
-            if layout.has_groups() {
-                for _ in 0..layout.num_groups {
-                    groups.extend(host::threads(layout.group_size() as usize, &options)?.into_iter().map(Some));
+            options.ranks_on_machine = Some(world_size as usize);
+            let world = host::threads(world_size as usize, &options)?.into_iter().map(Some).collect();
+            let mut groups = Vec::with_capacity(groupings.len());
+            for grouping in groupings {
+                let mut of_workers: Vec<_> = (0..world_size).map(|_| None).collect();
+                for first in (0..world_size).map(WorkerId).filter(|worker| grouping.rank(*worker) == Rank(0)) {
+                    let ranks = host::threads(grouping.size() as usize, &options)?;
+                    for (member, rank) in grouping.members(first).zip(ranks) {
+                        of_workers[member.index()] = Some(rank);
+                    }
                 }
+                groups.push(of_workers);
             }
             *threads = Some(Threads { epoch: options.epoch, world, groups });
         }
         let taken = threads.as_mut().and_then(|threads| {
             let world = threads.world.get_mut(worker.index())?.take()?;
-            let group = threads.groups.get_mut(worker.index()).and_then(Option::take);
-            Some(Membership { epoch: threads.epoch, world, group })
+            let groups = threads.groups.iter_mut().map(|group| group.get_mut(worker.index())?.take());
+            Some((world, groups.collect::<Option<_>>()?))
         });
         taken.ok_or_else(|| RpcError::internal(format!("worker {worker} has joined already")))
     }
@@ -226,27 +277,27 @@ fn join_segment(ticket: &host::Ticket, rank: Rank, options: &host::Options) -> R
 #[cfg(feature = "mpi")]
 fn join_mpi(
     ranks: &[u32],
-    layout: Layout,
+    groupings: &[Grouping],
     worker: WorkerId,
     key: &SessionKey,
     options: &host::Options,
-) -> Result<Membership> {
+) -> Result<Communicators> {
     use host::mpi::{MpiScope, Process};
 
     let process = Process::started().ok_or_else(|| RpcError::internal("MPI has not been started here"))?;
     let world = process.join(MpiScope::World, ranks, key, options)?;
-    let mut group = None;
-    if layout.has_groups() {
-        let mut groups = ranks.chunks(layout.group_size() as usize);
-        let members =
-            groups.nth(layout.group(worker) as usize).ok_or_else(|| RpcError::internal("a plan without all ranks"))?;
-        group = Some(process.join(MpiScope::Group, members, key, options)?);
+    let mut groups = Vec::with_capacity(groupings.len());
+    for (number, grouping) in (0..).zip(groupings) {
+        let members: Option<Vec<u32>> =
+            grouping.members(worker).map(|member| ranks.get(member.index()).copied()).collect();
+        let members = members.ok_or_else(|| RpcError::internal("a plan without all ranks"))?;
+        groups.push(process.join(MpiScope::Group(number), &members, key, options)?);
     }
-    Ok(Membership { epoch: options.epoch, world, group })
+    Ok((world, groups))
 }
 
 #[cfg(not(feature = "mpi"))]
-fn join_mpi(_: &[u32], _: Layout, _: WorkerId, _: &SessionKey, _: &host::Options) -> Result<Membership> {
+fn join_mpi(_: &[u32], _: &[Grouping], _: WorkerId, _: &SessionKey, _: &host::Options) -> Result<Communicators> {
     Err(RpcError::unsupported("this program was built without MPI"))
 }
 

@@ -3,6 +3,7 @@
 
 mod ends;
 mod many_workers;
+mod meshes;
 mod nodes;
 mod programs;
 
@@ -86,6 +87,12 @@ fn peers(session: &DiscoSession, scope: Scope, worker: u32) -> Vec<u32> {
             let first = worker / size * size;
             (first..first + size).collect()
         }
+        Scope::Groups(grouping) => {
+            // Those in the same block of `size` times `stride` workers, in the same column of it.
+            let (block, stride) = (grouping.size() * grouping.stride(), grouping.stride());
+            let is_peer = |peer: &u32| peer / block == worker / block && peer % stride == worker % stride;
+            (0..session.num_workers()).filter(is_peer).collect()
+        }
     }
 }
 
@@ -149,6 +156,34 @@ fn calls_values_and_registers() {
     });
 }
 
+/// Checks what the controller sends to the first worker of each group of a scope.
+fn check_copies(session: &DiscoSession, scope: Scope) {
+    let n = session.num_workers();
+    let size = peers(session, scope, 0).len() as i64;
+    let host = f32s(&[size, 3], (0..3 * size).map(|i| i as f32));
+    let parts = session.scatter(&host, None, scope).unwrap();
+    let to = session.empty(&[3], DataType::F32, None).unwrap();
+    session.scatter(&host, Some(&to), scope).unwrap();
+    for worker in 0..n {
+        let rank = peers(session, scope, worker).iter().position(|peer| *peer == worker).unwrap();
+        let expected: Vec<f32> = (3 * rank..3 * rank + 3).map(|i| i as f32).collect();
+        assert_eq!(tensor(session, &parts, worker), (vec![3], expected.clone()));
+        assert_eq!(tensor(session, &to, worker).1, expected);
+    }
+    let error = session.scatter(&f32s(&[size + 1], vec![0.0; size as usize + 1]), None, scope).unwrap_err();
+    assert!(error.to_string().contains(&format!("must be {size}")), "{error}");
+    let first = session.empty_on_worker0(&[1], DataType::F32, None, scope).unwrap();
+    for worker in 0..n {
+        let has = matches!(session.debug_get_from_remote(&first, WorkerId(worker)).wait().unwrap(), Content::Tensor(_));
+        assert_eq!(has, peers(session, scope, worker)[0] == worker);
+    }
+    let host = f32s(&[5], (0..5).map(|i| i as f32));
+    let all = session.broadcast(&host, None, scope).unwrap();
+    for worker in 0..n {
+        assert_eq!(tensor(session, &all, worker), (vec![5], elements(&host)));
+    }
+}
+
 #[test]
 fn copies_broadcast_and_scatter() {
     everywhere(NODE, &[(1, 1), (2, 1), (4, 2)], |session| {
@@ -177,29 +212,51 @@ fn copies_broadcast_and_scatter() {
             }
         }
         for scope in [Scope::World, Scope::Group] {
-            let size = peers(session, scope, 0).len() as i64;
-            let host = f32s(&[size, 3], (0..3 * size).map(|i| i as f32));
-            let parts = session.scatter(&host, None, scope).unwrap();
-            let to = session.empty(&[3], DataType::F32, None).unwrap();
-            session.scatter(&host, Some(&to), scope).unwrap();
-            for worker in 0..n {
-                let rank = peers(session, scope, worker).iter().position(|peer| *peer == worker).unwrap();
-                let expected: Vec<f32> = (3 * rank..3 * rank + 3).map(|i| i as f32).collect();
-                assert_eq!(tensor(session, &parts, worker), (vec![3], expected.clone()));
-                assert_eq!(tensor(session, &to, worker).1, expected);
-            }
-            let error = session.scatter(&f32s(&[size + 1], vec![0.0; size as usize + 1]), None, scope).unwrap_err();
-            assert!(error.to_string().contains(&format!("must be {size}")), "{error}");
-            let first = session.empty_on_worker0(&[1], DataType::F32, None, scope).unwrap();
-            for worker in 0..n {
-                let has = matches!(
-                    session.debug_get_from_remote(&first, WorkerId(worker)).wait().unwrap(),
-                    Content::Tensor(_)
-                );
-                assert_eq!(has, peers(session, scope, worker)[0] == worker);
-            }
+            check_copies(session, scope);
         }
     });
+}
+
+/// Checks every collective in a scope against values that are computed here.
+fn check_collectives(session: &DiscoSession, scope: Scope) {
+    let n = session.num_workers();
+    let size = peers(session, scope, 0).len() as u32;
+    let x = by_worker(session, &[size.into(), 2]);
+    let len = 2 * size;
+    let sums = session.allreduce(&x, None, ReduceOp::Sum, scope).unwrap();
+    let max = session.allreduce(&x, Some(&by_worker(session, &[len.into()])), ReduceOp::Max, scope).unwrap();
+    let avg = by_worker(session, &[len.into()]);
+    session.allreduce(&avg, Some(&avg), ReduceOp::Avg, scope).unwrap();
+    let gathered = session.allgather(&x, None, scope).unwrap();
+    let part = session.reduce_scatter(&x, None, ReduceOp::Sum, scope).unwrap();
+    let exchanged = session.all_to_all(&x, None, scope).unwrap();
+    let at_first = session.gather_to_worker0(&x, None, scope).unwrap();
+    let from_first = session.broadcast_from_worker0(&x, None, scope).unwrap();
+    let shares = session.scatter_from_worker0(&x, None, scope).unwrap();
+    session.barrier(scope).unwrap();
+    session.sync_all().wait().unwrap();
+    for worker in 0..n {
+        let peers = peers(session, scope, worker);
+        let rank = peers.iter().position(|peer| *peer == worker).unwrap();
+        let all: Vec<Vec<f32>> = peers.iter().map(|peer| own(*peer, len)).collect();
+        let summed: Vec<f32> = (0..len as usize).map(|i| all.iter().map(|one| one[i]).sum()).collect();
+        let shape = vec![i64::from(size), 2];
+        assert_eq!(tensor(session, &sums, worker), (shape.clone(), summed.clone()));
+        assert_eq!(tensor(session, &max, worker), (vec![len.into()], all[all.len() - 1].clone()));
+        let average: Vec<f32> = summed.iter().map(|sum| sum / size as f32).collect();
+        assert_eq!(tensor(session, &avg, worker).1, average);
+        assert_eq!(tensor(session, &gathered, worker), (vec![size.into(), size.into(), 2], all.concat()));
+        assert_eq!(tensor(session, &part, worker), (vec![2], summed[2 * rank..2 * rank + 2].to_vec()));
+        let mine: Vec<f32> = all.iter().flat_map(|one| one[2 * rank..2 * rank + 2].to_vec()).collect();
+        assert_eq!(tensor(session, &exchanged, worker), (shape.clone(), mine));
+        if rank == 0 {
+            assert_eq!(tensor(session, &at_first, worker).1, all.concat());
+        } else {
+            assert_eq!(value(session, &at_first, worker), Value::Null);
+        }
+        assert_eq!(tensor(session, &from_first, worker), (shape, all[0].clone()));
+        assert_eq!(tensor(session, &shares, worker), (vec![2], all[0][2 * rank..2 * rank + 2].to_vec()));
+    }
 }
 
 #[test]
@@ -207,43 +264,7 @@ fn collectives() {
     everywhere(NODE, &[(1, 1), (2, 1), (4, 1), (4, 2)], |session| {
         let n = session.num_workers();
         for scope in [Scope::World, Scope::Group] {
-            let size = peers(session, scope, 0).len() as u32;
-            let x = by_worker(session, &[size.into(), 2]);
-            let len = 2 * size;
-            let sums = session.allreduce(&x, None, ReduceOp::Sum, scope).unwrap();
-            let max = session.allreduce(&x, Some(&by_worker(session, &[len.into()])), ReduceOp::Max, scope).unwrap();
-            let avg = by_worker(session, &[len.into()]);
-            session.allreduce(&avg, Some(&avg), ReduceOp::Avg, scope).unwrap();
-            let gathered = session.allgather(&x, None, scope).unwrap();
-            let part = session.reduce_scatter(&x, None, ReduceOp::Sum, scope).unwrap();
-            let exchanged = session.all_to_all(&x, None, scope).unwrap();
-            let at_first = session.gather_to_worker0(&x, None, scope).unwrap();
-            let from_first = session.broadcast_from_worker0(&x, None, scope).unwrap();
-            let shares = session.scatter_from_worker0(&x, None, scope).unwrap();
-            session.barrier(scope).unwrap();
-            session.sync_all().wait().unwrap();
-            for worker in 0..n {
-                let peers = peers(session, scope, worker);
-                let rank = peers.iter().position(|peer| *peer == worker).unwrap();
-                let all: Vec<Vec<f32>> = peers.iter().map(|peer| own(*peer, len)).collect();
-                let summed: Vec<f32> = (0..len as usize).map(|i| all.iter().map(|one| one[i]).sum()).collect();
-                let shape = vec![i64::from(size), 2];
-                assert_eq!(tensor(session, &sums, worker), (shape.clone(), summed.clone()));
-                assert_eq!(tensor(session, &max, worker), (vec![len.into()], all[all.len() - 1].clone()));
-                let average: Vec<f32> = summed.iter().map(|sum| sum / size as f32).collect();
-                assert_eq!(tensor(session, &avg, worker).1, average);
-                assert_eq!(tensor(session, &gathered, worker), (vec![size.into(), size.into(), 2], all.concat()));
-                assert_eq!(tensor(session, &part, worker), (vec![2], summed[2 * rank..2 * rank + 2].to_vec()));
-                let mine: Vec<f32> = all.iter().flat_map(|one| one[2 * rank..2 * rank + 2].to_vec()).collect();
-                assert_eq!(tensor(session, &exchanged, worker), (shape.clone(), mine));
-                if rank == 0 {
-                    assert_eq!(tensor(session, &at_first, worker).1, all.concat());
-                } else {
-                    assert_eq!(value(session, &at_first, worker), Value::Null);
-                }
-                assert_eq!(tensor(session, &from_first, worker), (shape, all[0].clone()));
-                assert_eq!(tensor(session, &shares, worker), (vec![2], all[0][2 * rank..2 * rank + 2].to_vec()));
-            }
+            check_collectives(session, scope);
         }
         // Functions of workers can call collectives.
         let sum = session.get_global_func("sum_of_ids").unwrap().call((10,)).unwrap();

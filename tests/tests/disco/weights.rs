@@ -152,6 +152,29 @@ fn the_controller_sends_files_that_no_worker_can_read() {
     });
 }
 
+/// Each axis of a mesh divides a tensor by itself, whether the workers or the controller read it.
+#[test]
+fn axes_of_a_mesh_divide_tensors() {
+    let folder = readable();
+    write_split(folder.path());
+    let fixture = Launch::Threads.start(4, 1);
+    let session = &fixture.session;
+    let mesh = session.mesh(&[("dp", 2), ("tp", 2)]).wait().unwrap();
+    let nobody = readable_folder().join("nobody");
+    for folder_of_workers in [folder.path(), &nobody] {
+        let loader = ShardLoader::open_at(session, folder.path(), folder_of_workers).wait().unwrap();
+        for (at, axis) in [(0, "dp"), (1, "tp")] {
+            let part = Part::Shard { dim: 1, scope: mesh.group(axis).unwrap() };
+            let x = loader.load("x", part, None).unwrap();
+            for worker in 0..4 {
+                let rank = mesh.coordinates(WorkerId(worker)).unwrap()[at] as usize;
+                assert_part(session, &x, worker, &[1024, 520], 1, 260 * rank..260 * (rank + 1));
+            }
+        }
+    }
+    session.shutdown().wait().unwrap();
+}
+
 /// Starts nodes of this process, of which some may read files.
 fn nodes(readers: &[bool], groups: u32, data: Data) -> DiscoSession {
     let sessions = readers.iter().map(|may_read| {

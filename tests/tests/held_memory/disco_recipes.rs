@@ -30,6 +30,17 @@ struct Layout {
 }
 
 #[derive(Serialize)]
+struct Mesh {
+    axes: [MeshAxis; 2],
+}
+
+#[derive(Serialize)]
+struct MeshAxis {
+    name: String,
+    size: u32,
+}
+
+#[derive(Serialize)]
 struct RequestedFile {
     path: String,
     identity: FileIdentity,
@@ -65,11 +76,11 @@ pub(crate) fn calls(name: &str, peer: &mut Peer) -> Calls {
         }
         "disco.offer" => {
             let host = host(peer);
-            Calls::new(move |number| vec![host.clone(), Value::Int(number as i64)])
+            Calls::new(move |number| vec![host.clone(), Value::Int(number as i64), meshes()])
         }
         "disco.listen" => {
             let (host, addresses) = (host(peer), addresses());
-            Calls::new(move |_| vec![host.clone(), addresses.clone()])
+            Calls::new(move |_| vec![host.clone(), addresses.clone(), meshes()])
         }
         "disco.break_ccl" => {
             let host = host(peer);
@@ -82,7 +93,7 @@ pub(crate) fn calls(name: &str, peer: &mut Peer) -> Calls {
         }
         "disco.connect" => {
             let host = listening_host(peer);
-            Calls::new(move |_| vec![host.clone(), Value::Int(0), Value::Bool(true)])
+            Calls::new(move |_| vec![host.clone(), Value::Int(0), Value::Int(0)])
         }
         "disco.answer" => {
             let end = end(peer);
@@ -145,17 +156,25 @@ fn addresses() -> Value {
     packed(&[IpAddr::V4(Ipv4Addr::LOCALHOST)])
 }
 
+/// Returns meshes of both workers, as many as a session may have: an axis of both, and one of each
+/// worker by itself.
+fn meshes() -> Value {
+    let axis = |name: String, size| MeshAxis { name, size };
+    let mesh = |number| Mesh { axes: [axis(format!("{number:064}"), 2), axis(format!("{number:063}"), 1)] };
+    packed(&(0..16).map(mesh).collect::<Vec<_>>())
+}
+
 /// Opens the host of a worker that listens for the data of others.
 fn listening_host(peer: &mut Peer) -> Value {
     let host = host(peer);
-    peer.call("disco.listen", vec![host.clone(), addresses()]);
+    peer.call("disco.listen", vec![host.clone(), addresses(), meshes()]);
     host
 }
 
 /// Opens a connection to a worker, which never reads from it.
 fn end(peer: &mut Peer) -> Value {
     let host = listening_host(peer);
-    peer.call("disco.connect", vec![host, Value::Int(0), Value::Bool(true)])
+    peer.call("disco.connect", vec![host, Value::Int(0), Value::Int(0)])
 }
 
 /// Returns the batch of one command: to load a module whose path is too long, which makes an event.

@@ -49,8 +49,21 @@ pub struct Process {
 pub enum MpiScope {
     /// All workers of a session.
     World,
-    /// One of its groups.
-    Group,
+    /// One of its groups, in the grouping of its workers that has this number; from 15 on the
+    /// numbers begin anew.
+    Group(u8),
+}
+
+impl MpiScope {
+    /// Number of different scopes in tags.
+    const COUNT: u16 = 16;
+
+    fn number(self) -> u16 {
+        match self {
+            Self::World => 0,
+            Self::Group(number) => 1 + u16::from(number) % (Self::COUNT - 1),
+        }
+    }
 }
 
 static PROCESS: OnceLock<Process> = OnceLock::new();
@@ -151,7 +164,7 @@ impl Process {
 /// promises tags up to 32767, of which two groups may have the same: then they do not recognise
 /// each other's hellos.
 fn tag(scope: MpiScope, digest: u64) -> u16 {
-    (digest % (1 << 14)) as u16 * 2 + u16::from(scope == MpiScope::Group)
+    (digest % (1 << 11)) as u16 * MpiScope::COUNT + scope.number()
 }
 
 pub(super) fn lost(text: impl std::fmt::Display) -> RpcError {
@@ -167,7 +180,7 @@ mod tests {
         let keys = [SessionKey::generate().unwrap(), SessionKey::generate().unwrap()];
         let digests = keys.iter().flat_map(|key| (0..50).map(|epoch| key.digest(epoch)));
         let mut tags: Vec<_> =
-            digests.flat_map(|digest| [tag(MpiScope::World, digest), tag(MpiScope::Group, digest)]).collect();
+            digests.flat_map(|digest| [tag(MpiScope::World, digest), tag(MpiScope::Group(0), digest)]).collect();
         assert!(tags.iter().all(|tag| *tag <= 32_767));
         tags.sort_unstable();
         tags.dedup();

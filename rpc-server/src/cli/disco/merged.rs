@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 use std::fmt;
 
-use disco::{CallReport, HostReport, WorkerReport};
+use disco::{CallReport, Grouping, HostReport, WorkerId, WorkerReport};
 use serde::Serialize;
 
 use super::ServerAnswer;
@@ -56,6 +56,9 @@ pub(crate) struct MergedCall {
 pub(crate) struct CollectiveInProgress {
     /// Group of the collective; `None` for all workers.
     pub(super) group: Option<u32>,
+    /// Grouping that the group is one of; `None` for the session's own groups.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) grouping: Option<Grouping>,
     pub(super) sequence: u64,
     pub(super) call: String,
     /// Time since the first of them has entered it.
@@ -70,11 +73,14 @@ pub(crate) struct CollectiveInProgress {
 
 impl fmt::Display for CollectiveInProgress {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { group, sequence, call, for_seconds, entered, missing, unknown } = self;
+        let Self { group, grouping, sequence, call, for_seconds, entered, missing, unknown } = self;
         write!(f, "{call} #{sequence} ")?;
         match group {
             Some(group) => write!(f, "in group {group}")?,
             None => f.write_str("of all workers")?,
+        }
+        if let Some(grouping) = grouping {
+            write!(f, " ({grouping})")?;
         }
         write!(f, " for {}: entered by {}", seconds(*for_seconds), Numbers(entered))?;
         if !missing.is_empty() {
@@ -139,18 +145,25 @@ impl MergedSession {
     /// Returns the collectives that workers are in: those of all workers, and those of each group.
     fn collectives_in_progress(&self) -> Vec<CollectiveInProgress> {
         let size = self.world_size / self.num_groups.max(1);
-        let mut running: BTreeMap<(Option<u32>, u64), (&MergedCall, i64)> = BTreeMap::new();
-        for worker in &self.workers {
-            let group = worker.worker.checked_div(size);
-            for call in worker.calls.iter().filter(|call| call.call.took_micros.is_none() && !call.call.is_transfer) {
-                let group = group.filter(|_| !call.call.is_world);
-                let first = running.entry((group, call.call.sequence)).or_insert((call, call.entered_micros));
-                first.1 = first.1.min(call.entered_micros);
+        let mut running: BTreeMap<GroupAndSequence, (u32, &MergedCall, i64)> = BTreeMap::new();
+        for MergedWorker { worker, calls, .. } in &self.workers {
+            for call in calls.iter().filter(|call| call.call.took_micros.is_none() && !call.call.is_transfer) {
+                let grouping = call.call.grouping;
+                let group = match grouping {
+                    _ if call.call.is_world => None,
+                    Some(grouping) => Some(grouping.group(WorkerId(*worker))),
+                    None => worker.checked_div(size),
+                };
+                let key = (grouping.map(|grouping| (grouping.size(), grouping.stride())), group, call.call.sequence);
+                let first = running.entry(key).or_insert((*worker, call, call.entered_micros));
+                first.2 = first.2.min(call.entered_micros);
             }
         }
-        let describe = |((group, sequence), (call, since)): ((Option<u32>, u64), (&MergedCall, i64))| {
+        let describe = |((_, group, sequence), (worker, call, since)): (GroupAndSequence, (u32, &MergedCall, i64))| {
+            let grouping = call.call.grouping;
             let mut collective = CollectiveInProgress {
                 group,
+                grouping,
                 sequence,
                 call: call.call.call.clone(),
                 for_seconds: self.latest_micros().saturating_sub(since).max(0) as f64 / 1e6,
@@ -158,17 +171,16 @@ impl MergedSession {
                 missing: Vec::new(),
                 unknown: Vec::new(),
             };
-            let members = match group {
-                Some(group) => group * size..(group * size).saturating_add(size),
-                None => 0..self.world_size,
+            let members: Box<dyn Iterator<Item = u32>> = match (grouping, group) {
+                (Some(grouping), Some(_)) => Box::new(grouping.members(WorkerId(worker)).map(|member| member.0)),
+                (None, Some(group)) => Box::new(group * size..(group * size).saturating_add(size)),
+                (_, None) => Box::new(0..self.world_size),
             };
             for member in members.take(MAX_LISTED) {
                 let found = self.workers.binary_search_by_key(&member, |worker| worker.worker);
                 let list = match found.ok().and_then(|at| self.workers.get(at)) {
                     None => &mut collective.unknown,
-                    Some(worker) if worker.last_collective(group.is_none()) >= Some(sequence) => {
-                        &mut collective.entered
-                    }
+                    Some(worker) if worker.last_collective(&call.call) >= Some(sequence) => &mut collective.entered,
                     // Servers are asked one after the other, and sessions go on meanwhile.
                     Some(worker) if worker.reported_micros < since => &mut collective.unknown,
                     Some(_) => &mut collective.missing,
@@ -185,6 +197,10 @@ impl MergedSession {
         self.workers.iter().map(|worker| worker.reported_micros).max().unwrap_or(0)
     }
 }
+
+/// Size and stride of a grouping, unless it is the session's own; the number of a group, unless it
+/// is all workers; and the number of a collective there.
+type GroupAndSequence = (Option<(u32, u32)>, Option<u32>, u64);
 
 /// Maximum number of workers that are looked for. Sizes come from servers.
 const MAX_LISTED: usize = 1 << 16;
@@ -207,10 +223,11 @@ impl MergedWorker {
         }
     }
 
-    /// Returns the number of the last collective that the worker has entered.
-    fn last_collective(&self, is_world: bool) -> Option<u64> {
+    /// Returns the number of the last collective that the worker has entered in the same grouping.
+    fn last_collective(&self, like: &CallReport) -> Option<u64> {
         let calls = self.calls.iter().map(|call| &call.call);
-        calls.filter(|call| call.is_world == is_world && !call.is_transfer).map(|call| call.sequence).max()
+        let is_alike = |call: &&CallReport| (call.is_world, call.grouping) == (like.is_world, like.grouping);
+        calls.filter(is_alike).filter(|call| !call.is_transfer).map(|call| call.sequence).max()
     }
 }
 
@@ -273,6 +290,28 @@ mod tests {
         ];
         let text = MergedSession::merge(&answers)[0].collectives[0].to_string();
         assert_eq!(text, "barrier #9 of all workers for 400.0 ms: entered by 3; MISSING: 4; not known of 0-2, 5");
+    }
+
+    #[test]
+    fn those_who_are_missing_are_found_along_each_axis_of_a_mesh() {
+        // Workers 1, 3 and 5 along an axis, at the same time as the group of workers 3 to 5.
+        let along = |sequence: u64| {
+            let mut call = call(false, sequence, 100_000, None);
+            call["grouping"] = json!({"size": 3, "stride": 2});
+            json!([call])
+        };
+        let own = json!([call(false, 7, 100_000, None)]);
+        let workers = [(1, along(7)), (3, along(6)), (4, own), (5, along(7))];
+        let sessions = MergedSession::merge(&[answer("a", 2_000_000, Some(7), &workers)]);
+        let texts: Vec<_> = sessions[0].collectives.iter().map(ToString::to_string).collect();
+        assert_eq!(
+            texts,
+            [
+                "barrier #7 in group 1 for 100.0 ms: entered by 4; MISSING: 3, 5",
+                "barrier #6 in group 1 (groups of 3 workers, 2 apart) for 100.0 ms: entered by 1, 3, 5",
+                "barrier #7 in group 1 (groups of 3 workers, 2 apart) for 100.0 ms: entered by 1, 5; MISSING: 3",
+            ]
+        );
     }
 
     #[test]

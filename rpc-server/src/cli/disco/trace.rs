@@ -47,7 +47,11 @@ pub(super) fn document(answers: &[ServerAnswer], sessions: &[MergedSession]) -> 
                         "dur": duration,
                         "args": {
                             "sequence": report.sequence,
-                            "of": if report.is_world { "all workers" } else { "the group" },
+                            "of": match report.grouping {
+                                _ if report.is_world => "all workers".to_owned(),
+                                Some(grouping) => format!("{grouping}"),
+                                None => "the group".to_owned(),
+                            },
                             "outcome": outcome,
                         },
                     }));
