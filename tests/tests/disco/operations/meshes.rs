@@ -1,5 +1,5 @@
-//! Collectives along the axes of meshes, over every kind of launch, against values that are computed
-//! here; meshes that cannot be, and what breaks along one axis.
+//! Collectives along the axes of meshes, over every kind of launch, against values computed here;
+//! meshes that cannot be, and what breaks along one axis.
 
 use disco::{CclState, Mesh};
 
