@@ -191,13 +191,13 @@ impl TryFrom<Fields> for Mesh {
     }
 }
 
-/// Writes the sizes by name, such as `dp=2 × tp=4`.
+/// Writes the sizes by name, such as `(dp=2, tp=4)`.
 impl fmt::Display for Mesh {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (at, MeshAxis { name, size }) in self.axes.iter().enumerate() {
-            write!(f, "{}{name}={size}", if at == 0 { "" } else { " × " })?;
+            write!(f, "{}{name}={size}", if at == 0 { "(" } else { ", " })?;
         }
-        Ok(())
+        f.write_str(")")
     }
 }
 
@@ -208,7 +208,7 @@ mod tests {
     #[test]
     fn workers_have_coordinates_in_row_major_order() {
         let mesh = Mesh::new([("dp", 2), ("pp", 1), ("tp", 3)]).unwrap();
-        assert_eq!((mesh.num_workers(), mesh.to_string().as_str()), (6, "dp=2 × pp=1 × tp=3"));
+        assert_eq!((mesh.num_workers(), mesh.to_string().as_str()), (6, "(dp=2, pp=1, tp=3)"));
         let all: Vec<_> = (0..6).map(|worker| mesh.coordinates(WorkerId(worker)).unwrap()).collect();
         assert_eq!(all, [[0, 0, 0], [0, 0, 1], [0, 0, 2], [1, 0, 0], [1, 0, 1], [1, 0, 2]]);
         for (worker, at) in (0..).zip(&all) {
@@ -236,8 +236,8 @@ mod tests {
         assert_eq!(
             texts,
             [
-                "the mesh dp=2 × tp=2 has no axis \"pp\"",
-                "there is no worker 4 in the mesh dp=2 × tp=2",
+                "the mesh (dp=2, tp=2) has no axis \"pp\"",
+                "there is no worker 4 in the mesh (dp=2, tp=2)",
                 "no coordinate on the axis \"tp\"",
                 "no coordinate 2 on the axis \"tp\", which has 2 workers",
                 "two coordinates on the axis \"dp\"",

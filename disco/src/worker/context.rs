@@ -625,8 +625,9 @@ impl WorkerContext {
         if let Some(mesh) = meshes.iter().find(|mesh| mesh.size(name).is_ok()) {
             return mesh.group(name);
         }
-        let all: Vec<_> = meshes.iter().map(|mesh| format!("; there is the mesh {mesh}")).collect();
-        let text = format!("no mesh of this session has an axis {name:?}{}", all.concat());
+        let all: Vec<_> = meshes.iter().map(ToString::to_string).collect();
+        let there = if all.is_empty() { "none".to_owned() } else { all.join(", ") };
+        let text = format!("no mesh of this session has an axis {name:?}; its meshes: {there}");
         Err(RpcError::new(ErrorKind::NotFound, text))
     }
 

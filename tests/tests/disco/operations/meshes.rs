@@ -1,5 +1,5 @@
-//! Collectives along the axes of meshes, over every kind of launch, against values computed here;
-//! meshes that cannot be, and what breaks along one axis.
+//! Collectives along the axes of meshes, over every kind of launch, against values that are
+//! computed here; meshes that cannot be, and what breaks along one axis.
 
 use disco::{CclState, Mesh};
 
@@ -102,8 +102,8 @@ fn meshes_that_do_not_fit_the_session_change_nothing() {
     let session = &fixture.session;
     let mesh = session.mesh(&[("dp", 2), ("tp", 2)]).wait().unwrap();
     for (axes, why) in [
-        (&[("dp", 2), ("tp", 3)][..], "the mesh dp=2 × tp=3 has 6 workers, and the session 4"),
-        (&[("dp", 4), ("x", 1)], "the axis \"dp\" of the mesh dp=4 × x=1 is one of groups of 4 workers, and that of"),
+        (&[("dp", 2), ("tp", 3)][..], "the mesh (dp=2, tp=3) has 6 workers, and the session 4"),
+        (&[("dp", 4), ("x", 1)], "the axis \"dp\" of the mesh (dp=4, x=1) is one of groups of 4 workers, and that of"),
         (&[("a", 2), ("a", 2)], "two axes have the name \"a\""),
         (&[("", 4)], "the name of an axis has 1 to 64 bytes, not 0"),
         (&[("a", 4), ("b", 0)], "the axis \"b\" has no workers"),
@@ -122,7 +122,7 @@ fn meshes_that_do_not_fit_the_session_change_nothing() {
     check_axes(session, &mesh);
     let sums = session.get_global_func("sum_along").unwrap().call(("pp",)).unwrap();
     let error = session.debug_get_from_remote(&sums, WorkerId(3)).wait().unwrap_err().to_string();
-    assert!(error.contains("has an axis \"pp\"; there is the mesh dp=2 × tp=2; there is the mesh all 1=4"), "{error}");
+    assert!(error.contains("has an axis \"pp\"; its meshes: (dp=2, tp=2), (all 1=4, one 1=1), "), "{error}");
     session.sync_all().wait().unwrap_err();
     // A group of another session, whose mesh this one does not have.
     let other = Launch::Threads.start(4, 1);
