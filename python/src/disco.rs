@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use ::disco::{
     Breakage, CclState, Completion, Content, DModule, DPackedFunc, DRef, DiscoError, Hosting, NodeListener, Operand,
-    Options, ProcessSession, ReduceOp, Scope, SocketSession, ThreadedSession, WorkerId,
+    Options, ProcessSession, ReduceOp, SocketSession, ThreadedSession, WorkerId,
 };
 use pyo3::exceptions::{PyBaseException, PyTypeError, PyValueError};
 use pyo3::prelude::*;
@@ -18,6 +18,7 @@ use rpc_transports::tracker::ServerRequest;
 use crate::argument::{Arg, array};
 use crate::array::{Array, DenseArray};
 use crate::connect::connector;
+use crate::disco_mesh::{DiscoMesh, InGroup, pairs};
 use crate::disco_ref::DiscoRef;
 use crate::errors;
 use crate::form::Form;
@@ -78,10 +79,6 @@ fn started(completion: Completion<::disco::DiscoSession>) -> Operation {
     operation(completion, |py, _, session| {
         Ok(Bound::new(py, DiscoSession { session, birth: Birth::now() })?.into_any().unbind())
     })
-}
-
-pub(crate) fn scope(in_group: bool) -> Scope {
-    if in_group { Scope::Group } else { Scope::World }
 }
 
 /// Reads the name of a reduction.
@@ -231,24 +228,30 @@ impl DiscoSession {
         dtype: &Bound<'_, PyAny>,
         device: Option<String>,
         worker0_only: bool,
-        in_group: bool,
+        in_group: InGroup,
     ) -> PyResult<DiscoRef> {
         let (py, dtype) = (dtype.py(), types::data_type(dtype)?);
         let device = constraint(py, device)?;
         self.issue(py, |session| match worker0_only {
-            true => session.empty_on_worker0(&shape, dtype, device, scope(in_group)),
+            true => session.empty_on_worker0(&shape, dtype, device, in_group.scope()),
             false => session.empty(&shape, dtype, device),
         })
     }
 
     /// Sends an array of the controller: to worker 0 (`copy`), all (`broadcast`), or in parts
     /// (`scatter`).
-    fn send(&self, how: &str, source: &Bound<'_, PyAny>, to: Option<&DiscoRef>, in_group: bool) -> PyResult<DiscoRef> {
+    fn send(
+        &self,
+        how: &str,
+        source: &Bound<'_, PyAny>,
+        to: Option<&DiscoRef>,
+        in_group: InGroup,
+    ) -> PyResult<DiscoRef> {
         let tensor = tensor(&array(source)?)?;
         let to = to.map(DiscoRef::reference).transpose()?;
         self.issue(source.py(), |session| match how {
-            "broadcast" => session.broadcast(&tensor, to.as_ref(), scope(in_group)),
-            "scatter" => session.scatter(&tensor, to.as_ref(), scope(in_group)),
+            "broadcast" => session.broadcast(&tensor, to.as_ref(), in_group.scope()),
+            "scatter" => session.scatter(&tensor, to.as_ref(), in_group.scope()),
             _ => session.copy_to_worker_0(&tensor, to.as_ref()),
         })
     }
@@ -260,10 +263,10 @@ impl DiscoSession {
         from: &DiscoRef,
         to: Option<&DiscoRef>,
         op: &str,
-        in_group: bool,
+        in_group: InGroup,
     ) -> PyResult<DiscoRef> {
         let (from, to) = (from.reference()?, to.map(DiscoRef::reference).transpose()?);
-        let (to, scope) = (to.as_ref(), scope(in_group));
+        let (to, scope) = (to.as_ref(), in_group.scope());
         let op = reduction(op)?;
         self.issue(py, |session| match kind {
             "allreduce" => session.allreduce(&from, to, op, scope),
@@ -276,10 +279,10 @@ impl DiscoSession {
         })
     }
 
-    fn barrier(&self, py: Python<'_>, in_group: bool) -> PyResult<()> {
+    fn barrier(&self, py: Python<'_>, in_group: InGroup) -> PyResult<()> {
         self.room(py)?;
         let session = &self.session;
-        py.detach(|| session.barrier(scope(in_group))).map_err(|error| exception(py, &error))
+        py.detach(|| session.barrier(in_group.scope())).map_err(|error| exception(py, &error))
     }
 
     /// Sends tensors between pairs of workers.
@@ -344,6 +347,13 @@ impl DiscoSession {
     fn reinit_ccl_op(&self) -> PyResult<Operation> {
         self.birth.check()?;
         Ok(unit(self.session.reinit_ccl()))
+    }
+
+    fn mesh_op(&self, axes: &Bound<'_, PyDict>) -> PyResult<Operation> {
+        self.birth.check()?;
+        let axes = pairs(Some(axes))?;
+        let axes: Vec<(&str, u32)> = axes.iter().map(|(name, size)| (name.as_str(), *size)).collect();
+        Ok(operation(self.session.mesh(&axes), |py, _, mesh| Ok(Bound::new(py, DiscoMesh(mesh))?.into_any().unbind())))
     }
 
     fn sync_op(&self, worker: Option<u32>) -> PyResult<Operation> {

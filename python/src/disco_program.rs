@@ -6,7 +6,8 @@ use pyo3::exceptions::{PyRuntimeError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
-use crate::disco::{DiscoSession, arguments, constraint, exception, reduction, room, scope};
+use crate::disco::{DiscoSession, arguments, constraint, exception, reduction, room};
+use crate::disco_mesh::InGroup;
 use crate::disco_recorded::DiscoRecorded;
 use crate::disco_ref::DiscoRef;
 use crate::operation::Born;
@@ -129,9 +130,9 @@ impl DiscoRecorder {
         from: &Bound<'_, PyAny>,
         to: Option<&Bound<'_, PyAny>>,
         op: &str,
-        in_group: bool,
+        in_group: InGroup,
     ) -> PyResult<DiscoRecorded> {
-        let (py, scope, op) = (from.py(), scope(in_group), reduction(op)?);
+        let (py, scope, op) = (from.py(), in_group.scope(), reduction(op)?);
         let (from, to) = (Source::new(from)?, to.map(Source::new).transpose()?);
         self.step(py, |recorder| {
             let from = from.recorded(recorder)?;
@@ -149,9 +150,9 @@ impl DiscoRecorder {
         })
     }
 
-    fn barrier(&self, py: Python<'_>, in_group: bool) -> PyResult<()> {
+    fn barrier(&self, py: Python<'_>, in_group: InGroup) -> PyResult<()> {
         self.with(py, |recorder| {
-            recorder.barrier(scope(in_group));
+            recorder.barrier(in_group.scope());
             Ok(())
         })
     }

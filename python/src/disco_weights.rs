@@ -5,13 +5,14 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use ::disco::{DRef, Part, ShardLoader, TensorInfo};
+use ::disco::{DRef, Part, Scope, ShardLoader, TensorInfo};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
 use crate::attach::attached;
 use crate::disco::{DiscoSession, constraint, exception, operation, room};
+use crate::disco_mesh::{InGroup, repr_of};
 use crate::disco_ref::DiscoRef;
 use crate::functions::runtime;
 use crate::operation::{Born, Operation};
@@ -36,12 +37,13 @@ impl DiscoPart {
     /// ----------
     /// dim : int
     ///     Dimension that is divided, from 0. Its length is a multiple of the number of workers.
-    /// in_group : bool
-    ///     The workers of each group share one tensor, and not all workers.
+    /// in_group : bool or Group
+    ///     The workers of each group, such as those along an axis of a mesh, share one tensor, and
+    ///     not all workers.
     #[staticmethod]
-    #[pyo3(signature = (dim, in_group = false))]
-    fn shard(dim: usize, in_group: bool) -> Self {
-        Self(if in_group { Part::shard_in_group(dim) } else { Part::shard(dim) })
+    #[pyo3(signature = (dim, in_group = InGroup::Own(false)), text_signature = "(dim, in_group=False)")]
+    fn shard(dim: usize, in_group: InGroup) -> Self {
+        Self(Part::Shard { dim, scope: in_group.scope() })
     }
 
     /// Return what a function makes, which each worker calls with a `WeightReader`.
@@ -70,8 +72,9 @@ impl DiscoPart {
     fn __repr__(&self) -> String {
         match &self.0 {
             Part::Whole => "Part.whole()".to_owned(),
-            Part::Shard { dim, scope: ::disco::Scope::World } => format!("Part.shard({dim})"),
-            Part::Shard { dim, .. } => format!("Part.shard({dim}, in_group=True)"),
+            Part::Shard { dim, scope: Scope::World } => format!("Part.shard({dim})"),
+            Part::Shard { dim, scope: Scope::Group } => format!("Part.shard({dim}, in_group=True)"),
+            Part::Shard { dim, scope } => format!("Part.shard({dim}, in_group={})", repr_of(*scope)),
             Part::With { function } => format!("Part.by_function({function:?})"),
         }
     }

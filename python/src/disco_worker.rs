@@ -1,11 +1,13 @@
 //! A worker of Disco, as functions of Python that run on it see it.
 
+use ::disco::Scope;
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use rpc_core::{Device, RpcError, Tensor};
 
 use crate::array::DenseArray;
-use crate::disco::{reduction, scope};
+use crate::disco::reduction;
+use crate::disco_mesh::{DiscoGroup, DiscoMesh, InGroup};
 use crate::errors;
 use crate::lent::{Lent, pair};
 use crate::types;
@@ -17,14 +19,15 @@ use crate::types;
 /// a copy; or `out` where one is given: a contiguous array that can be written to, of the type and
 /// the size of the result. It may be the array itself (``worker.allreduce(x, out=x)``), and one of
 /// them may be this worker's share of the other. No other thread may use the arrays meanwhile.
-/// `in_group` is about the workers of this one's group, and not about all.
+/// `in_group` is about the workers of this one's group, and not about all; or about those along an
+/// axis of a mesh, which `axis` gives.
 #[pyclass(frozen, subclass, module = "tensor_rpc.disco")]
 pub(crate) struct WorkerContext(::disco::WorkerContext);
 
 impl WorkerContext {
     /// Number of workers that take part.
-    fn count(&self, in_group: bool) -> i64 {
-        i64::from(if in_group { self.0.group_size() } else { self.0.world_size() })
+    fn count(&self, scope: Scope) -> i64 {
+        i64::from(self.0.size_of(scope))
     }
 
     /// Runs a collective, detached from the interpreter, and returns what it has filled: `out`, or
@@ -119,6 +122,29 @@ impl WorkerContext {
         self.0.rank_in_group().0
     }
 
+    /// Meshes of the session, the oldest first.
+    #[getter]
+    fn meshes(&self) -> Vec<DiscoMesh> {
+        self.0.meshes().iter().cloned().map(DiscoMesh).collect()
+    }
+
+    /// Return the groups along an axis of a mesh of the session, for `in_group`.
+    fn axis(&self, py: Python<'_>, name: &str) -> PyResult<DiscoGroup> {
+        self.0.axis(name).map(DiscoGroup).map_err(|error| errors::exception(py, &error))
+    }
+
+    /// Return the number of this worker in its group: along an axis, its coordinate there.
+    #[pyo3(signature = (in_group = InGroup::Own(true)), text_signature = "($self, in_group=True)")]
+    fn rank_in(&self, in_group: InGroup) -> u32 {
+        self.0.rank_in(in_group.scope()).0
+    }
+
+    /// Return the number of workers in each group.
+    #[pyo3(signature = (in_group = InGroup::Own(true)), text_signature = "($self, in_group=True)")]
+    fn size_of(&self, in_group: InGroup) -> u32 {
+        self.0.size_of(in_group.scope())
+    }
+
     /// Device of tensors for which no device is named.
     #[getter]
     fn device(&self) -> types::Device {
@@ -126,55 +152,69 @@ impl WorkerContext {
     }
 
     /// Reduce the arrays of all workers, which have the same shape, element by element.
-    #[pyo3(signature = (array, op = "sum", in_group = true, *, out = None))]
+    #[pyo3(
+        signature = (array, op = "sum", in_group = InGroup::Own(true), *, out = None),
+        text_signature = "($self, array, op='sum', in_group=True, *, out=None)"
+    )]
     fn allreduce<'py>(
         &self,
         array: &Bound<'py, PyAny>,
         op: &str,
-        in_group: bool,
+        in_group: InGroup,
         out: Option<Bound<'py, PyAny>>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let (op, scope) = (reduction(op)?, scope(in_group));
+        let (op, scope) = (reduction(op)?, in_group.scope());
         self.run(array, out, |shape| Ok(shape.to_vec()), |worker, from, to| worker.allreduce(op, from, to, scope))
     }
 
     /// Reduce the arrays of all workers, and return this worker's share of the result: that of its
     /// number, along the first dimension.
-    #[pyo3(signature = (array, op = "sum", in_group = true, *, out = None))]
+    #[pyo3(
+        signature = (array, op = "sum", in_group = InGroup::Own(true), *, out = None),
+        text_signature = "($self, array, op='sum', in_group=True, *, out=None)"
+    )]
     fn reduce_scatter<'py>(
         &self,
         array: &Bound<'py, PyAny>,
         op: &str,
-        in_group: bool,
+        in_group: InGroup,
         out: Option<Bound<'py, PyAny>>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let (op, scope, count) = (reduction(op)?, scope(in_group), self.count(in_group));
+        let (op, scope) = (reduction(op)?, in_group.scope());
+        let count = self.count(scope);
         let work = |worker: &::disco::WorkerContext, from: &_, to: &_| worker.reduce_scatter(op, from, to, scope);
         self.run(array, out, |shape| share(shape, count), work)
     }
 
     /// Return the arrays of all workers, stacked along a new first dimension.
-    #[pyo3(signature = (array, in_group = true, *, out = None))]
+    #[pyo3(
+        signature = (array, in_group = InGroup::Own(true), *, out = None),
+        text_signature = "($self, array, in_group=True, *, out=None)"
+    )]
     fn allgather<'py>(
         &self,
         array: &Bound<'py, PyAny>,
-        in_group: bool,
+        in_group: InGroup,
         out: Option<Bound<'py, PyAny>>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let (scope, count) = (scope(in_group), self.count(in_group));
+        let scope = in_group.scope();
+        let count = self.count(scope);
         let stacked = |shape: &[i64]| Ok([&[count], shape].concat());
         self.run(array, out, stacked, |worker, from, to| worker.allgather(from, to, scope))
     }
 
     /// Return the array of worker 0; the others give one of the same shape and type.
-    #[pyo3(signature = (array, in_group = true, *, out = None))]
+    #[pyo3(
+        signature = (array, in_group = InGroup::Own(true), *, out = None),
+        text_signature = "($self, array, in_group=True, *, out=None)"
+    )]
     fn broadcast_from_worker0<'py>(
         &self,
         array: &Bound<'py, PyAny>,
-        in_group: bool,
+        in_group: InGroup,
         out: Option<Bound<'py, PyAny>>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let scope = scope(in_group);
+        let scope = in_group.scope();
         let work =
             |worker: &::disco::WorkerContext, from: &_, to: &_| worker.broadcast_from_worker0(Some(from), to, scope);
         self.run(array, out, |shape| Ok(shape.to_vec()), work)
@@ -182,14 +222,18 @@ impl WorkerContext {
 
     /// Return this worker's share of the array of worker 0; the others give one of the same shape
     /// and type.
-    #[pyo3(signature = (array, in_group = true, *, out = None))]
+    #[pyo3(
+        signature = (array, in_group = InGroup::Own(true), *, out = None),
+        text_signature = "($self, array, in_group=True, *, out=None)"
+    )]
     fn scatter_from_worker0<'py>(
         &self,
         array: &Bound<'py, PyAny>,
-        in_group: bool,
+        in_group: InGroup,
         out: Option<Bound<'py, PyAny>>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let (scope, count) = (scope(in_group), self.count(in_group));
+        let scope = in_group.scope();
+        let count = self.count(scope);
         let work =
             |worker: &::disco::WorkerContext, from: &_, to: &_| worker.scatter_from_worker0(Some(from), to, scope);
         self.run(array, out, |shape| share(shape, count), work)
@@ -197,16 +241,19 @@ impl WorkerContext {
 
     /// Return the arrays of all workers, stacked along a new first dimension, on worker 0 (of the
     /// group); `None` on the others, which need no `out`.
-    #[pyo3(signature = (array, in_group = true, *, out = None))]
+    #[pyo3(
+        signature = (array, in_group = InGroup::Own(true), *, out = None),
+        text_signature = "($self, array, in_group=True, *, out=None)"
+    )]
     fn gather_to_worker0<'py>(
         &self,
         array: &Bound<'py, PyAny>,
-        in_group: bool,
+        in_group: InGroup,
         out: Option<Bound<'py, PyAny>>,
     ) -> PyResult<Option<Bound<'py, PyAny>>> {
-        let (scope, count) = (scope(in_group), self.count(in_group));
-        let rank = if in_group { self.0.rank_in_group().0 } else { self.0.worker_id().0 };
-        if rank == 0 {
+        let scope = in_group.scope();
+        let count = self.count(scope);
+        if self.0.rank_in(scope).0 == 0 {
             let stacked = |shape: &[i64]| Ok([&[count], shape].concat());
             return self
                 .run(array, out, stacked, |worker, from, to| worker.gather_to_worker0(from, Some(to), scope))
@@ -218,14 +265,18 @@ impl WorkerContext {
     }
 
     /// Send share j of the array to worker j, and return what the others send to this one.
-    #[pyo3(signature = (array, in_group = true, *, out = None))]
+    #[pyo3(
+        signature = (array, in_group = InGroup::Own(true), *, out = None),
+        text_signature = "($self, array, in_group=True, *, out=None)"
+    )]
     fn all_to_all<'py>(
         &self,
         array: &Bound<'py, PyAny>,
-        in_group: bool,
+        in_group: InGroup,
         out: Option<Bound<'py, PyAny>>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let (scope, count) = (scope(in_group), self.count(in_group));
+        let scope = in_group.scope();
+        let count = self.count(scope);
         let same = |shape: &[i64]| share(shape, count).map(|_| shape.to_vec());
         self.run(array, out, same, |worker, from, to| worker.all_to_all(from, to, scope))
     }
@@ -258,8 +309,8 @@ impl WorkerContext {
     }
 
     /// Wait until all workers have come here.
-    #[pyo3(signature = (in_group = true))]
-    fn barrier(&self, py: Python<'_>, in_group: bool) -> PyResult<()> {
-        py.detach(|| self.0.barrier(scope(in_group))).map_err(|error| errors::exception(py, &error))
+    #[pyo3(signature = (in_group = InGroup::Own(true)), text_signature = "($self, in_group=True)")]
+    fn barrier(&self, py: Python<'_>, in_group: InGroup) -> PyResult<()> {
+        py.detach(|| self.0.barrier(in_group.scope())).map_err(|error| errors::exception(py, &error))
     }
 }

@@ -18,6 +18,7 @@ mod callback;
 mod child;
 mod connect;
 mod disco;
+mod disco_mesh;
 mod disco_program;
 mod disco_recorded;
 mod disco_ref;
@@ -94,6 +95,8 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<disco_ref::DiscoRef>()?;
     module.add_class::<disco::DiscoListener>()?;
     module.add_class::<disco_worker::WorkerContext>()?;
+    module.add_class::<disco_mesh::DiscoGroup>()?;
+    module.add_class::<disco_mesh::DiscoMesh>()?;
     module.add_class::<disco_recorded::DiscoRecorded>()?;
     module.add_class::<disco_weight_reader::DiscoWeightReader>()?;
     module.add_class::<disco_weights::DiscoPart>()?;

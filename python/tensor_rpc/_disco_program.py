@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from tensor_rpc import _native
-from tensor_rpc._native import DataType, Device, Recorded
+from tensor_rpc._native import DataType, Device, Group, Recorded
 from tensor_rpc._types import Shape
 
 # Names of types alone: a session makes programs, and what they return are references of that session.
@@ -80,44 +80,48 @@ class Program:
         return self._recorder.empty(list(shape), dtype, device)
 
     def broadcast_from_worker0(
-        self, src: DRef | Recorded, dst: DRef | Recorded | None = None, in_group: bool = True
+        self, src: DRef | Recorded, dst: DRef | Recorded | None = None, in_group: bool | Group = True
     ) -> Recorded:
         """Copy the tensor of worker 0 (or of the first worker of each group) to the others."""
         return self._recorder.collective("broadcast", src, dst, "sum", in_group)
 
     def scatter_from_worker0(
-        self, from_array: DRef | Recorded, to_array: DRef | Recorded | None = None, in_group: bool = True
+        self, from_array: DRef | Recorded, to_array: DRef | Recorded | None = None, in_group: bool | Group = True
     ) -> Recorded:
         """Give each worker its part of the tensor of worker 0."""
         return self._recorder.collective("scatter", from_array, to_array, "sum", in_group)
 
     def gather_to_worker0(
-        self, from_array: DRef | Recorded, to_array: DRef | Recorded | None = None, in_group: bool = True
+        self, from_array: DRef | Recorded, to_array: DRef | Recorded | None = None, in_group: bool | Group = True
     ) -> Recorded:
         """Collect the tensors of all workers in that of worker 0, one behind the other."""
         return self._recorder.collective("gather", from_array, to_array, "sum", in_group)
 
     def allreduce(
-        self, src: DRef | Recorded, dst: DRef | Recorded | None = None, op: str = "sum", in_group: bool = True
+        self, src: DRef | Recorded, dst: DRef | Recorded | None = None, op: str = "sum", in_group: bool | Group = True
     ) -> Recorded:
         """Reduce the tensors of all workers, element by element; see `Session.allreduce`."""
         return self._recorder.collective("allreduce", src, dst, op, in_group)
 
-    def allgather(self, src: DRef | Recorded, dst: DRef | Recorded | None = None, in_group: bool = True) -> Recorded:
+    def allgather(
+        self, src: DRef | Recorded, dst: DRef | Recorded | None = None, in_group: bool | Group = True
+    ) -> Recorded:
         """Give every worker the tensors of all, one behind the other."""
         return self._recorder.collective("allgather", src, dst, "sum", in_group)
 
     def reduce_scatter(
-        self, src: DRef | Recorded, dst: DRef | Recorded | None = None, op: str = "sum", in_group: bool = True
+        self, src: DRef | Recorded, dst: DRef | Recorded | None = None, op: str = "sum", in_group: bool | Group = True
     ) -> Recorded:
         """Reduce the tensors of all workers, and give each worker its part of the result."""
         return self._recorder.collective("reduce_scatter", src, dst, op, in_group)
 
-    def all_to_all(self, src: DRef | Recorded, dst: DRef | Recorded | None = None, in_group: bool = True) -> Recorded:
+    def all_to_all(
+        self, src: DRef | Recorded, dst: DRef | Recorded | None = None, in_group: bool | Group = True
+    ) -> Recorded:
         """Give the part number j of the tensor of worker i to worker j, as its part i."""
         return self._recorder.collective("all_to_all", src, dst, "sum", in_group)
 
-    def barrier(self, in_group: bool = True) -> None:
+    def barrier(self, in_group: bool | Group = True) -> None:
         """Let no worker go on before all have come here."""
         self._recorder.barrier(in_group)
 

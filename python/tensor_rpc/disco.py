@@ -31,7 +31,7 @@ from tensor_rpc._disco_program import Program
 from tensor_rpc._disco_weights import ShardLoader, TensorInfo, Unreadable
 from tensor_rpc._errors import RpcError
 from tensor_rpc._functions import Registry, registry_of
-from tensor_rpc._native import Part, Recorded, WeightReader, WorkerContext
+from tensor_rpc._native import Group, Mesh, Part, Recorded, WeightReader, WorkerContext
 from tensor_rpc._types import RunResult
 
 __all__ = [
@@ -40,6 +40,8 @@ __all__ = [
     "DPackedFunc",
     "DRef",
     "Failure",
+    "Group",
+    "Mesh",
     "Part",
     "ProcessSession",
     "Program",
@@ -202,6 +204,9 @@ class Session:
     """A controller and its workers: what the constructors of this module return.
 
     As a context manager it shuts the workers down. Any number of threads may issue commands.
+
+    The `in_group` of an operation is about the workers of each of the session's own groups, and not
+    about all workers; or about those along an axis, as ``mesh.group("tp")`` gives it.
     """
 
     _native_session: _native.DiscoSession
@@ -230,7 +235,7 @@ class Session:
         dtype: Any = "float32",
         device: Any = None,
         worker0_only: bool = False,
-        in_group: bool = True,
+        in_group: bool | Group = True,
     ) -> DRef:
         """Allocate a tensor on every worker; it is zeroed.
 
@@ -288,7 +293,31 @@ class Session:
         """Make the collectives anew, whether they have broken or not."""
         self._native_session.reinit_ccl_op().wait()
 
-    def broadcast(self, src: Any, dst: DRef | None = None, in_group: bool = True) -> DRef:
+    def mesh(self, **axes: int) -> Mesh:
+        """Arrange all workers as a grid with named axes, whose groups operations take as `in_group`.
+
+        The collectives are made anew for that, and it waits until all workers have met. Functions on
+        workers find an axis by ``WorkerContext.axis``. TVM has no such.
+
+        Parameters
+        ----------
+        **axes : int
+            Size of each axis; they multiply to the number of workers, which have their numbers in
+            row-major order.
+
+        Examples
+        --------
+        >>> session = ThreadedSession(4)
+        >>> mesh = session.mesh(dp=2, tp=2)
+        >>> x = session.scatter(np.arange(2, dtype="float32"), in_group=mesh.group("tp"))
+        >>> total = session.allreduce(x, in_group=mesh.group("dp"))
+        >>> [float(total.debug_get_from_remote(worker)) for worker in range(4)]
+        [0.0, 2.0, 0.0, 2.0]
+        >>> session.shutdown()
+        """
+        return self._native_session.mesh_op(axes).wait()
+
+    def broadcast(self, src: Any, dst: DRef | None = None, in_group: bool | Group = True) -> DRef:
         """Give every worker a copy of an array of the controller.
 
         The array may be changed at once: its content is taken before this returns.
@@ -300,28 +329,28 @@ class Session:
         """
         return self._ref(self._native_session.send("broadcast", src, dst, in_group), dst)
 
-    def broadcast_from_worker0(self, src: DRef, dst: DRef, in_group: bool = True) -> DRef:
+    def broadcast_from_worker0(self, src: DRef, dst: DRef, in_group: bool | Group = True) -> DRef:
         """Copy the tensor of worker 0 (or of the first worker of each group) to the others."""
         return self._ref(self._native_session.collective("broadcast", src, dst, "sum", in_group), dst)
 
-    def scatter(self, src: Any, dst: DRef | None = None, in_group: bool = True) -> DRef:
+    def scatter(self, src: Any, dst: DRef | None = None, in_group: bool | Group = True) -> DRef:
         """Give each worker its part of an array of the controller.
 
         The first dimension of `src` is the number of workers (of a group, with `in_group`).
         """
         return self._ref(self._native_session.send("scatter", src, dst, in_group), dst)
 
-    def scatter_from_worker0(self, from_array: DRef, to_array: DRef, in_group: bool = True) -> DRef:
+    def scatter_from_worker0(self, from_array: DRef, to_array: DRef, in_group: bool | Group = True) -> DRef:
         """Give each worker its part of the tensor of worker 0."""
         native = self._native_session.collective("scatter", from_array, to_array, "sum", in_group)
         return self._ref(native, to_array)
 
-    def gather_to_worker0(self, from_array: DRef, to_array: DRef, in_group: bool = True) -> DRef:
+    def gather_to_worker0(self, from_array: DRef, to_array: DRef, in_group: bool | Group = True) -> DRef:
         """Collect the tensors of all workers in that of worker 0, one behind the other."""
         native = self._native_session.collective("gather", from_array, to_array, "sum", in_group)
         return self._ref(native, to_array)
 
-    def allreduce(self, src: DRef, dst: DRef | None = None, op: str = "sum", in_group: bool = True) -> DRef:
+    def allreduce(self, src: DRef, dst: DRef | None = None, op: str = "sum", in_group: bool | Group = True) -> DRef:
         """Reduce the tensors of all workers, element by element.
 
         Parameters
@@ -335,19 +364,21 @@ class Session:
         """
         return self._ref(self._native_session.collective("allreduce", src, dst, op, in_group), dst)
 
-    def allgather(self, src: DRef, dst: DRef | None = None, in_group: bool = True) -> DRef:
+    def allgather(self, src: DRef, dst: DRef | None = None, in_group: bool | Group = True) -> DRef:
         """Give every worker the tensors of all, one behind the other."""
         return self._ref(self._native_session.collective("allgather", src, dst, "sum", in_group), dst)
 
-    def reduce_scatter(self, src: DRef, dst: DRef | None = None, op: str = "sum", in_group: bool = True) -> DRef:
+    def reduce_scatter(
+        self, src: DRef, dst: DRef | None = None, op: str = "sum", in_group: bool | Group = True
+    ) -> DRef:
         """Reduce the tensors of all workers, and give each worker its part of the result."""
         return self._ref(self._native_session.collective("reduce_scatter", src, dst, op, in_group), dst)
 
-    def all_to_all(self, src: DRef, dst: DRef | None = None, in_group: bool = True) -> DRef:
+    def all_to_all(self, src: DRef, dst: DRef | None = None, in_group: bool | Group = True) -> DRef:
         """Give the part number j of the tensor of worker i to worker j, as its part i."""
         return self._ref(self._native_session.collective("all_to_all", src, dst, "sum", in_group), dst)
 
-    def barrier(self, in_group: bool = True) -> None:
+    def barrier(self, in_group: bool | Group = True) -> None:
         """Let no worker go on before all have come here."""
         self._native_session.barrier(in_group)
 

@@ -55,6 +55,17 @@ def meet(x: np.ndarray) -> Any:
 
 
 @rpc.function
+def along(axis: str) -> Any:
+    """Return the numbers of the workers along an axis, and this one's among them."""
+    worker = disco.WorkerContext.current()
+    group = worker.axis(axis)
+    assert worker.meshes[0].coordinates(worker.worker_id)[axis] == worker.rank_in(group)
+    assert worker.size_of(group) == 2
+    numbers = np.from_dlpack(worker.allgather(np.array([worker.worker_id]), in_group=group)).ravel()
+    return np.append(numbers, worker.rank_in(group))
+
+
+@rpc.function
 def collect() -> None:
     """Call all collectives, with and without a place for the result."""
     worker = disco.WorkerContext.current()
@@ -149,6 +160,7 @@ FUNCTIONS: list[Callable[..., Any]] = [
     worker_number,
     process_number,
     fail_on_worker_1,
+    along,
     meet,
     collect,
     total,
@@ -198,6 +210,40 @@ def test_tensors_go_around(session: disco.Session) -> None:
     copied.debug_copy_from(2, large)
     assert (copied.debug_get_from_remote(2) == large).all()
     assert copied.debug_get_from_remote(3).tolist() == [7, 7]
+
+
+def test_axes_of_a_mesh_are_groups(session: disco.Session) -> None:
+    """Every operation that takes a group takes an axis of a mesh, here and on workers."""
+    mesh = session.mesh(dp=2, tp=2)
+    assert (mesh.axes, mesh.num_workers, repr(mesh)) == ({"dp": 2, "tp": 2}, 4, "<mesh (dp=2, tp=2)>")
+    assert mesh == session.mesh(**mesh.axes)
+    assert mesh.coordinates(2) == {"dp": 1, "tp": 0}
+    assert mesh.worker(tp=0, dp=1) == 2
+    dp, tp = mesh.group("dp"), mesh.group("tp")
+    assert (dp != tp, repr(dp), dp == mesh.group("dp")) == (True, "<groups of 2 workers, 2 apart>", True)
+    x = session.scatter(np.array([[1, 2], [3, 4]], "float32"), in_group=tp)
+    total = session.allreduce(x, in_group=dp)
+    assert [total.debug_get_from_remote(worker).tolist() for worker in range(4)] == [[2, 4], [6, 8]] * 2
+    first = session.empty((1,), worker0_only=True, in_group=dp)
+    assert [first.debug_get_from_remote(worker) is None for worker in range(4)] == [False, False, True, True]
+    with session.record() as program:
+        program.returns(program.allgather(program.tensor_parameter(), in_group=dp))
+    (all_of_dp,) = program.run(x)
+    assert all_of_dp.debug_get_from_remote(3).tolist() == [[3, 4], [3, 4]]
+    along = session.get_global_func("along")
+    for axis, expected in (("dp", [[0, 2, 0], [1, 3, 0], [0, 2, 1], [1, 3, 1]]), ("tp", [[0, 1, 0], [0, 1, 1]])):
+        found = along(axis)
+        for worker, ranks in enumerate(expected):
+            assert found.debug_get_from_remote(worker).tolist() == ranks
+    session.sync_all()
+    assert repr(disco.Part.shard(1, dp)) == "Part.shard(1, in_group=<groups of 2 workers, 2 apart>)"
+    assert disco.Part.shard(1, dp) != disco.Part.shard(1, tp)
+    with pytest.raises(rpc.InvalidArgumentError, match="has 6 workers, and the session 4"):
+        session.mesh(dp=2, tp=3)
+    with pytest.raises(rpc.InvalidArgumentError, match=r"the mesh .* has no axis"):
+        mesh.group("pp")
+    with pytest.raises(TypeError):
+        session.barrier(in_group="dp")  # type: ignore[arg-type]
 
 
 def test_tensors_are_sent_between_pairs(session: disco.Session) -> None:
