@@ -13,6 +13,7 @@ use super::held_memory_tests::UNCHARGED;
 use super::raw_controller::RawController;
 use crate::ccl::communicators::CollectiveTimeouts;
 use crate::wire::command::{Command, Kind, OWN, On, Operand, Scope};
+use crate::wire::mesh::Mesh;
 use crate::wire::plan::{JoinPlan, Plan};
 
 /// Memory that the controller's session may hold.
@@ -169,8 +170,9 @@ fn plan(epoch: u32) -> Packed {
     let timeouts = CollectiveTimeouts { entry: None, stall: second, join: second, direct: second };
     let join = JoinPlan::Unconnected { reason: "none".to_owned() };
     let (epoch, devices) = (epoch.into(), Vec::new());
-    Packed::encode(&Plan { epoch, join, nccl: false, timeouts, devices, is_tentative: false, meshes: Vec::new() })
-        .unwrap()
+    let names: Vec<String> = (0..8).map(|number| format!("{number:064}")).collect();
+    let meshes = vec![Mesh::new(names.iter().map(|name| (name.as_str(), 1))).unwrap()];
+    Packed::encode(&Plan { epoch, join, nccl: false, timeouts, devices, is_tentative: false, meshes }).unwrap()
 }
 
 /// Sends the flood of these commands, until the node refuses more.

@@ -2,12 +2,11 @@
 
 use std::collections::HashMap;
 
-use disco::Scope;
 use rpc_core::ErrorKind;
 
 use super::collective::collective;
 use super::data::{Data, Layout};
-use super::program::{Kind, Program, Step, between, scattered, uses_variable};
+use super::program::{Among, Kind, Program, Step, between, scattered, uses_variable};
 use super::session::{Fault, Seen};
 use super::slot::{ModelTensor, Slot, Trouble, WRONG};
 
@@ -67,17 +66,21 @@ impl Model {
     }
 
     /// Returns the groups of workers that a collective runs in.
-    pub(crate) fn scopes(&self, scope: Scope) -> Vec<Vec<u32>> {
-        let size = if scope == Scope::World { self.n } else { self.n / self.groups };
+    pub(crate) fn scopes(&self, scope: Among) -> Vec<Vec<u32>> {
+        let size = scope.size((self.n, self.groups));
+        if scope == Among::Across {
+            let stride = self.n / self.groups;
+            return (0..stride).map(|first| (0..size).map(|rank| first + rank * stride).collect()).collect();
+        }
         (0..self.n).collect::<Vec<_>>().chunks(size as usize).map(<[u32]>::to_vec).collect()
     }
 
-    pub(crate) fn first_of(&self, scope: Scope) -> Vec<u32> {
+    pub(crate) fn first_of(&self, scope: Among) -> Vec<u32> {
         self.scopes(scope).iter().map(|members| members[0]).collect()
     }
 
     /// Places the controller's tensor on the first workers of a scope.
-    pub(crate) fn bring(&mut self, layout: &Layout, seed: u32, scope: Scope) -> Vec<Slot> {
+    pub(crate) fn bring(&mut self, layout: &Layout, seed: u32, scope: Among) -> Vec<Slot> {
         let firsts = self.first_of(scope);
         let slot = |worker| match firsts.contains(&worker) {
             true => Slot::Tensor(ModelTensor::new(layout.data(seed), &layout.shape)),
@@ -86,22 +89,26 @@ impl Model {
         (0..self.n).map(slot).collect()
     }
 
-    pub(crate) fn collective(&mut self, kind: Kind, scope: Scope, from: &[Slot], to: Option<usize>) {
-        let mut outcomes = Vec::new();
+    pub(crate) fn collective(&mut self, kind: Kind, scope: Among, from: &[Slot], to: Option<usize>) {
+        let mut outcomes: Vec<_> = (0..self.n).map(|_| None).collect();
         for members in self.scopes(scope) {
             let sources: Vec<&Slot> = members.iter().map(|worker| &from[*worker as usize]).collect();
             let targets = to.map(|to| members.iter().map(|worker| &self.vars[to][*worker as usize]).collect());
-            outcomes.extend(collective(kind, &members, &sources, targets));
+            let made = collective(kind, &members, &sources, targets);
             if members.len() > 1 {
                 // On the other workers a gather leaves the output unchanged.
-                let first = &outcomes[outcomes.len() - members.len()];
+                let first = &made[0];
                 let moved = matches!(first, Ok(Slot::Tensor(made)) if made.len() > 0);
                 let failed = first.is_err();
                 let counts = self.collectives.entry(kind.command()).or_default();
                 counts[0] += u32::from(moved);
                 counts[1] += u32::from(failed);
             }
+            for (worker, outcome) in members.into_iter().zip(made) {
+                outcomes[worker as usize] = Some(outcome);
+            }
         }
+        let outcomes = outcomes.into_iter().map(|outcome| outcome.expect("each worker is in one group")).collect();
         let slots = self.settle(kind.command(), outcomes);
         match to {
             Some(to) => self.vars[to] = slots,
@@ -187,7 +194,7 @@ impl Model {
                     })
                 }))
             }
-            Step::CopyIn { layout, seed, to: None } => Some(self.bring(layout, *seed, Scope::World)),
+            Step::CopyIn { layout, seed, to: None } => Some(self.bring(layout, *seed, Among::World)),
             Step::CopyIn { layout, seed, to: Some(to) } => {
                 let to = self.at(*to);
                 let slots = self.each("copy_to_worker_0", |model, worker| {

@@ -1,6 +1,6 @@
 //! Programs: their steps, and the strategies that generate them.
 
-use disco::{ReduceOp, Scope};
+use disco::{Mesh, ReduceOp, Scope};
 use proptest::prelude::*;
 
 use super::data::Layout;
@@ -37,6 +37,40 @@ impl Kind {
     }
 }
 
+/// Workers among which an operation runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Among {
+    World,
+    /// The session's own groups.
+    Group,
+    /// Those with the same place in each of the session's groups: along the first axis of a mesh.
+    Across,
+}
+
+impl Among {
+    /// Returns the number of workers of each group.
+    pub(crate) fn size(self, (n, groups): (u32, u32)) -> u32 {
+        match self {
+            Self::World => n,
+            Self::Group => n / groups,
+            Self::Across => groups,
+        }
+    }
+
+    /// Returns the axes of the mesh.
+    pub(crate) fn axes((n, groups): (u32, u32)) -> [(&'static str, u32); 2] {
+        [("across", groups), ("within", n / groups)]
+    }
+
+    pub(crate) fn scope(self, mesh: &Mesh) -> Scope {
+        match self {
+            Self::World => Scope::World,
+            Self::Group => Scope::Group,
+            Self::Across => mesh.group("across").unwrap(),
+        }
+    }
+}
+
 /// One line of a program. Variables and workers are numbers, taken modulo the existing ones.
 #[derive(Clone, Debug)]
 pub(crate) enum Step {
@@ -50,7 +84,7 @@ pub(crate) enum Step {
     },
     EmptyOnFirst {
         layout: Layout,
-        scope: Scope,
+        scope: Among,
     },
     CopyIn {
         layout: Layout,
@@ -61,13 +95,13 @@ pub(crate) enum Step {
         layout: Layout,
         seed: u32,
         to: Option<usize>,
-        scope: Scope,
+        scope: Among,
     },
     Scatter {
         rest: Layout,
         seed: u32,
         to: Option<usize>,
-        scope: Scope,
+        scope: Among,
     },
     CopyOut {
         from: usize,
@@ -105,12 +139,12 @@ pub(crate) enum Step {
     },
     Collective {
         kind: Kind,
-        scope: Scope,
+        scope: Among,
         from: usize,
         to: Option<usize>,
     },
     Barrier {
-        scope: Scope,
+        scope: Among,
     },
     SendRecv {
         from: usize,
@@ -162,8 +196,8 @@ pub(crate) fn between(pairs: &[(u32, u32)], n: u32) -> Vec<(u32, u32)> {
     pairs.iter().map(|(from, to)| (from % n, to % n)).filter(|(from, to)| from != to).collect()
 }
 
-pub(crate) fn scattered(rest: &Layout, (n, groups): (u32, u32), scope: Scope) -> Layout {
-    let size = if scope == Scope::World { n } else { n / groups };
+pub(crate) fn scattered(rest: &Layout, (n, groups): (u32, u32), scope: Among) -> Layout {
+    let size = scope.size((n, groups));
     Layout { float: rest.float, shape: [&[i64::from(size)], &rest.shape[..]].concat() }
 }
 
@@ -187,8 +221,8 @@ pub(crate) fn small() -> impl Strategy<Value = Layout> {
     layout().prop_filter("small", |layout| layout.len() < 100)
 }
 
-pub(crate) fn scope() -> impl Strategy<Value = Scope> {
-    prop_oneof![Just(Scope::World), Just(Scope::Group)]
+pub(crate) fn scope() -> impl Strategy<Value = Among> {
+    prop_oneof![Just(Among::World), Just(Among::Group), Just(Among::Across)]
 }
 
 pub(crate) fn kind() -> impl Strategy<Value = Kind> {

@@ -4,7 +4,7 @@ use disco::{Content, DRef, DiscoError, DiscoSession, Failure, WorkerId};
 use rpc_core::{DataType, ErrorKind, Tensor, Value};
 
 use super::data::Data;
-use super::program::{Kind, Program, Step, between, scattered, uses_variable};
+use super::program::{Among, Kind, Program, Step, between, scattered, uses_variable};
 
 /// Observations of a session.
 #[derive(Clone, Debug, PartialEq)]
@@ -61,6 +61,8 @@ pub(crate) fn seen_end(end: Result<(), DiscoError>) -> Result<Seen, DiscoError> 
 
 pub(crate) fn perform(session: &DiscoSession, program: &Program) -> Result<Vec<Seen>, DiscoError> {
     let n = session.num_workers();
+    // Made once for each session.
+    let mesh = session.mesh(&Among::axes(program.shape)).wait()?;
     let mut vars: Vec<DRef> = Vec::new();
     let mut trace = Vec::new();
     let call = |name: &str| session.get_global_func(name);
@@ -78,19 +80,21 @@ pub(crate) fn perform(session: &DiscoSession, program: &Program) -> Result<Vec<S
             }
             Step::Empty { layout } => Some(session.empty(&layout.shape, layout.dtype(), None)?),
             Step::EmptyOnFirst { layout, scope } => {
-                Some(session.empty_on_worker0(&layout.shape, layout.dtype(), None, *scope)?)
+                Some(session.empty_on_worker0(&layout.shape, layout.dtype(), None, scope.scope(&mesh))?)
             }
             Step::CopyIn { layout, seed, to } => {
                 let made = session.copy_to_worker_0(&layout.data(*seed).tensor(&layout.shape), to.map(var))?;
                 to.is_none().then_some(made)
             }
             Step::Broadcast { layout, seed, to, scope } => {
-                let made = session.broadcast(&layout.data(*seed).tensor(&layout.shape), to.map(var), *scope)?;
+                let made =
+                    session.broadcast(&layout.data(*seed).tensor(&layout.shape), to.map(var), scope.scope(&mesh))?;
                 to.is_none().then_some(made)
             }
             Step::Scatter { rest, seed, to, scope } => {
                 let layout = scattered(rest, program.shape, *scope);
-                let made = session.scatter(&layout.data(*seed).tensor(&layout.shape), to.map(var), *scope)?;
+                let made =
+                    session.scatter(&layout.data(*seed).tensor(&layout.shape), to.map(var), scope.scope(&mesh))?;
                 to.is_none().then_some(made)
             }
             Step::CopyOut { from } => {
@@ -116,7 +120,7 @@ pub(crate) fn perform(session: &DiscoSession, program: &Program) -> Result<Vec<S
             Step::TensorUnless { worker } => Some(call("tensor_unless")?.call((worker % (n + 1),))?),
             Step::SumOfIds { rounds } => Some(call("sum_of_ids")?.call((*rounds,))?),
             Step::Collective { kind, scope, from, to } => {
-                let (from, into, scope) = (var(*from), to.map(var), *scope);
+                let (from, into, scope) = (var(*from), to.map(var), scope.scope(&mesh));
                 let made = match kind {
                     Kind::Allreduce(op) => session.allreduce(from, into, *op, scope),
                     Kind::ReduceScatter(op) => session.reduce_scatter(from, into, *op, scope),
@@ -129,7 +133,7 @@ pub(crate) fn perform(session: &DiscoSession, program: &Program) -> Result<Vec<S
                 to.is_none().then_some(made)
             }
             Step::Barrier { scope } => {
-                session.barrier(*scope)?;
+                session.barrier(scope.scope(&mesh))?;
                 None
             }
             Step::SendRecv { from, to, pairs } => {

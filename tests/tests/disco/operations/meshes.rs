@@ -47,6 +47,12 @@ fn every_collective_runs_along_every_axis() {
         let sums = session.get_global_func("sum_along").unwrap().call(("dp",)).unwrap();
         assert_eq!(value(session, &sums, 3), Value::Float(4.0));
     });
+    for launch in [Launch::Processes(NODE), Launch::Tcp { per_node: 2, data: Data::Tcp }] {
+        let fixture = launch.start(6, 1);
+        let mesh = fixture.session.mesh(&[("dp", 2), ("tp", 3)]).wait().unwrap();
+        check_axes(&fixture.session, &mesh);
+        fixture.session.shutdown().wait().unwrap();
+    }
     // Axes of other sizes, some of them the session's own groups, and one of a single worker.
     for (workers, groups, axes) in [
         (6, 1, &[("dp", 2), ("tp", 3)][..]),
