@@ -529,6 +529,39 @@ fn loss_on_a_gpu_is_reported_by_a_sync_and_poisons_its_results() {
     session.shutdown().wait().unwrap();
 }
 
+/// Each axis of a mesh is a split of NCCL's communicator, whether the mesh or NCCL comes first.
+#[test]
+fn axes_of_a_mesh_are_splits() {
+    let Some(folder) = driver() else { return };
+    let server = daemon_with(&folder, "serve", &[], &[("FAKE_CUDA_DEVICES", "4")]);
+    for is_mesh_first in [false, true] {
+        let session = SocketSession::new([server.address()], 4, 1).options(as_threads()).start().wait().unwrap();
+        let axes = [("dp", 2), ("pp", 1), ("tp", 2)];
+        if is_mesh_first {
+            session.mesh(&axes).wait().unwrap();
+        }
+        session.init_ccl("nccl", &[0, 1, 2, 3]).wait().unwrap();
+        let mesh = session.mesh(&axes).wait().unwrap();
+        let rows = Tensor::from_slice([4, 2], &[0.0_f32, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5]).unwrap();
+        let x = session.scatter(&rows, None, Scope::World).unwrap();
+        for (axis, peers) in [("dp", [[0, 2], [1, 3], [0, 2], [1, 3]]), ("tp", [[0, 1], [0, 1], [2, 3], [2, 3]])] {
+            let scope = mesh.group(axis).unwrap();
+            let sum = session.allreduce(&x, None, ReduceOp::Sum, scope).unwrap();
+            let gathered = session.allgather(&x, None, scope).unwrap();
+            session.barrier(scope).unwrap();
+            for (worker, [one, other]) in (0..).zip(peers) {
+                let (one, other) = (one as f32, other as f32);
+                assert_eq!(fetch(&session, &sum, worker), [one + other, one + other + 1.0], "{axis}, {worker}");
+                assert_eq!(fetch(&session, &gathered, worker), [one, one + 0.5, other, other + 0.5]);
+            }
+        }
+        let alone = session.allreduce(&x, None, ReduceOp::Sum, mesh.group("pp").unwrap()).unwrap();
+        assert_eq!(fetch(&session, &alone, 3), [3.0, 3.5]);
+        session.sync_all().wait().unwrap();
+        session.shutdown().wait().unwrap();
+    }
+}
+
 #[test]
 fn groups_are_split_and_unsupported_operations_are_errors() {
     let Some(folder) = driver() else { return };
