@@ -234,6 +234,25 @@ fn a_worker_that_joins_nccl_alone_ends_with_its_session() {
     await_end_of_thread(worker);
 }
 
+/// Ranks and addresses are computed from the meshes of a plan, so that they are checked where it
+/// arrives.
+#[test]
+fn a_plan_whose_meshes_do_not_fit_is_refused() {
+    let mut controller = RawController::of_worker(1, 2, u64::MAX);
+    let mesh = |size: u32| json!({"axes": [{"name": "a", "size": size}]});
+    for (meshes, why) in [
+        (vec![mesh(3)], "the mesh (a=3) has 3 workers, and the session 2"),
+        (vec![mesh(2); 17], "meshes of a session"),
+        (vec![mesh(0)], "the axis \"a\" has no workers"),
+    ] {
+        let mut plan: Json = endless(&json!("Threads"), false).decode().unwrap();
+        plan["meshes"] = meshes.into();
+        controller.submit([Command::InitCcl { plan: Packed::encode(&plan).unwrap() }]).unwrap();
+        let failures = controller.sync();
+        assert!(failures.len() == 1 && failures[0].cause.message().contains(why), "{why}: {failures:?}");
+    }
+}
+
 /// Returns the memory file of an offer of another session, and the offer, which keeps it.
 fn memory_file() -> (File, host::Offer) {
     let offer = host::Offer::new(2, &host::Options::default()).unwrap();
