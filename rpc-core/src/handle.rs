@@ -1,8 +1,10 @@
 //! Handles of objects that a peer owns, and the table that creates and resolves them.
 
 use std::fmt;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::hash::{BuildHasher, RandomState};
+use std::num::NonZeroU64;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use serde::{Deserialize, Serialize};
 
@@ -26,6 +28,52 @@ impl Handle {
     pub const fn to_bits(self) -> u64 {
         self.0
     }
+
+    /// Returns true if the handle is a [`PipeId`]: one that the client has chosen.
+    pub const fn is_pipe(self) -> bool {
+        self.0 >> (SLOT_BITS + GENERATION_BITS) == PIPE_TAG
+    }
+}
+
+/// Handle that the client chooses, for the result of a request that it makes. Later requests of the
+/// same lane name the result by it before it is there.
+///
+/// Such handles have a tag of their own, which no [`HandleTable`] has. They cross any number of
+/// hops unchanged, as all handles do.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub struct PipeId(NonZeroU64);
+
+impl PipeId {
+    /// Returns the id with a number, of which the lowest 48 bits count.
+    pub const fn new(number: u64) -> Self {
+        let number = number & ((1 << (SLOT_BITS + GENERATION_BITS)) - 1);
+        // The tag makes it positive.
+        Self(NonZeroU64::MIN.saturating_add((number | PIPE_TAG << (SLOT_BITS + GENERATION_BITS)) - 1))
+    }
+
+    /// Returns an id that this process has not returned before. It begins at a random number, so
+    /// that clients which share a session do not meet.
+    pub fn unused() -> Self {
+        static NEXT: OnceLock<AtomicU64> = OnceLock::new();
+        let next = NEXT.get_or_init(|| AtomicU64::new(RandomState::new().hash_one(0)));
+        Self::new(next.fetch_add(1, Ordering::Relaxed))
+    }
+
+    /// Returns the id with these bits, if they are those of one.
+    pub fn from_handle(handle: Handle) -> Option<Self> {
+        NonZeroU64::new(handle.0).filter(|_| handle.is_pipe()).map(Self)
+    }
+
+    /// Returns the handle by which requests name the result.
+    pub const fn handle(self) -> Handle {
+        Handle(self.0.get())
+    }
+}
+
+impl fmt::Debug for PipeId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "PipeId({:016x})", self.0)
+    }
 }
 
 impl fmt::Debug for Handle {
@@ -46,6 +94,8 @@ const GENERATION_BITS: u32 = 24;
 const TAG_BITS: u32 = 16;
 const SLOT_MASK: u64 = (1 << SLOT_BITS) - 1;
 const GENERATION_MASK: u64 = (1 << GENERATION_BITS) - 1;
+/// Tag of the handles that clients choose.
+const PIPE_TAG: u64 = (1 << TAG_BITS) - 1;
 
 /// Table of one session's objects by handle.
 ///
@@ -81,9 +131,10 @@ impl<T> HandleTable<T> {
     /// Creates an empty table that holds at most `max_live` objects. The tag is derived from
     /// `seed`: pass a value that an outsider cannot guess and that differs from session to session.
     pub fn new(seed: u64, max_live: usize) -> Self {
+        let tag = (seed ^ (seed >> 16) ^ (seed >> 32) ^ (seed >> 48)) & ((1 << TAG_BITS) - 1);
         Self {
             within: None,
-            tag: (seed ^ (seed >> 16) ^ (seed >> 32) ^ (seed >> 48)) & ((1 << TAG_BITS) - 1),
+            tag: if tag == PIPE_TAG { 0 } else { tag },
             slots: Vec::new(),
             vacant: Vec::new(),
             live: 0,
@@ -108,6 +159,23 @@ impl<T> HandleTable<T> {
     pub fn reserve(&mut self, count: usize) -> Result<()> {
         self.check_room(count)?;
         self.within.as_ref().map_or(Ok(()), |quota| quota.take(count))
+    }
+
+    /// Counts `count` objects that are kept outside of the table, against its limit and its quota.
+    ///
+    /// # Errors
+    ///
+    /// As [`reserve`](Self::reserve).
+    pub(crate) fn charge(&mut self, count: usize) -> Result<()> {
+        self.reserve(count)?;
+        self.live += count;
+        Ok(())
+    }
+
+    /// Returns what [`charge`](Self::charge) has counted.
+    pub(crate) fn discharge(&mut self, count: usize) {
+        self.live -= count;
+        self.give_back(count);
     }
 
     fn give_back(&self, count: usize) {
@@ -287,6 +355,36 @@ mod tests {
         assert_eq!(quota.used(), 2);
         drop((first, second));
         assert_eq!(quota.used(), 0);
+    }
+
+    #[test]
+    fn no_table_has_the_handles_that_clients_choose() {
+        // A seed whose tag would be all ones.
+        let mut table = HandleTable::new(0xffff, 10);
+        let handle = table.insert(()).unwrap();
+        assert!(!handle.is_pipe() && PipeId::from_handle(handle).is_none());
+        for number in [0, 1, (1 << 48) - 1, u64::MAX] {
+            let handle = PipeId::new(number).handle();
+            assert!(handle.is_pipe() && table.get(handle).is_err() && table.remove(handle).is_err());
+            assert_eq!(PipeId::from_handle(handle), Some(PipeId::new(number)));
+            assert_eq!(handle.to_bits() & ((1 << 48) - 1), number & ((1 << 48) - 1));
+        }
+        assert_ne!(PipeId::unused(), PipeId::unused());
+    }
+
+    #[test]
+    fn what_is_kept_outside_of_a_table_counts_against_its_limits() {
+        let quota = HandleQuota::new(3);
+        let mut table = HandleTable::new(1, 4).within(quota.clone());
+        table.charge(2).unwrap();
+        table.reserve(1).unwrap();
+        let handle = table.insert(()).unwrap();
+        assert_eq!((table.len(), quota.used()), (3, 3));
+        assert!(table.charge(1).unwrap_err().message().contains("max_total_handles"));
+        table.discharge(2);
+        table.remove(handle).unwrap();
+        assert_eq!((table.len(), quota.used()), (0, 0));
+        assert!(table.charge(5).unwrap_err().message().contains("max_handles"));
     }
 
     #[test]

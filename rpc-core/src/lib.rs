@@ -47,14 +47,14 @@ pub mod value;
 pub use dlpack::{DataType, DataTypeCode, Device, DeviceType, Element};
 pub use error::{ErrorKind, Fault, Result, RpcError};
 pub use free_memory::give_back_free_memory;
-pub use handle::{Handle, HandleQuota, HandleTable};
+pub use handle::{Handle, HandleQuota, HandleTable, PipeId};
 pub use printable::{printable, printable_line};
 pub use trace::TraceContext;
 pub use value::{Packed, Reference, TensorRef, Value};
 
 // For clients.
 pub use client::{
-    Action, AllocDevice, CallbackHandler, CallbackReturn, Pending, RemoteCallback, RemoteFunction, RemoteModule,
+    Action, AllocDevice, CallbackHandler, CallbackReturn, Pending, Pipe, RemoteCallback, RemoteFunction, RemoteModule,
     RemoteObject, RemoteTensor, ScopedAction, ScopedPending, Session, SessionModule, TypedFunction,
 };
 pub use function::{FromReply, IntoArg, IntoArgs, Pack, Shape};

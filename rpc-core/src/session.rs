@@ -15,7 +15,11 @@
 //! 4. **Errors** are data ([`RpcError`](crate::RpcError)) and keep all their facts over every hop.
 //! 5. **Copies** are many [`Operation::Write`] and [`Operation::Read`] requests, none larger than a
 //!    chunk.
-//! 6. **Ends.** Peer death, a cut link, a silent peer, an orderly shutdown and draining are
+//! 6. **Results that are kept.** With [`Request::pipe`] the result stays in the session, and later
+//!    requests of the same lane name it before it is there, by the handle that the client has
+//!    chosen. If the request fails, so do those that name its result, before they begin, with its
+//!    kind of error. The result is freed as an object is, and with the session.
+//! 7. **Ends.** Peer death, a cut link, a silent peer, an orderly shutdown and draining are
 //!    different errors, and every pending request gets the error at once. All objects of a session
 //!    are freed when it ends.
 
@@ -28,7 +32,7 @@ use parking_lot::Mutex;
 
 use crate::device::DeviceAttribute;
 use crate::dlpack::{DataType, Device, DeviceType};
-use crate::handle::Handle;
+use crate::handle::{Handle, PipeId};
 use crate::reply::Submission;
 use crate::tensor::Borrow;
 use crate::trace::TraceContext;
@@ -63,6 +67,9 @@ pub struct Request {
     /// Trace context of the span in which the request is made. It crosses hops unchanged; a write
     /// that is received [in place](RpcSession::write_in_place) carries none.
     pub trace: Option<TraceContext>,
+    /// Handle under which the session keeps the result for later requests of the same lane; the
+    /// reply is null then. `None` replies with the result.
+    pub pipe: Option<PipeId>,
     /// The operation to perform.
     pub operation: Operation,
 }
@@ -70,7 +77,7 @@ pub struct Request {
 impl Request {
     /// Returns a request on the default lane, without a deadline or a trace context.
     pub fn new(operation: Operation) -> Self {
-        Self { lane: Lane::DEFAULT, deadline: None, trace: None, operation }
+        Self { lane: Lane::DEFAULT, deadline: None, trace: None, pipe: None, operation }
     }
 
     /// Moves the request to `lane`.
@@ -205,6 +212,12 @@ pub enum Operation {
         /// Name of the function in the module.
         name: String,
     },
+    /// Reads a result that the session keeps. The reply is the result, whose objects have handles
+    /// of their own.
+    Fetch {
+        /// Handle of the result, a [`PipeId`].
+        handle: Handle,
+    },
     /// Shuts the session down: requests admitted before complete and are answered, then this one
     /// is.
     Shutdown,
@@ -258,15 +271,63 @@ impl Operation {
             Self::StreamWaitFor { .. } => "stream_wait_for",
             Self::LoadModule { .. } => "load_module",
             Self::ModuleFunction { .. } => "module_function",
+            Self::Fetch { .. } => "fetch",
             Self::Shutdown => "shutdown",
         }
+    }
+
+    /// Calls `visit` with every handle that the operation names.
+    pub fn for_each_handle(&self, visit: &mut impl FnMut(Handle)) {
+        match self {
+            Self::Call { function, args } => {
+                visit(*function);
+                args.iter().for_each(|arg| arg.for_each_object(&mut |object| visit(object.handle())));
+            }
+            Self::Write { to: tensor, .. } | Self::Read { from: tensor, .. } => visit(tensor.storage),
+            Self::Copy { from, to } => {
+                visit(from.storage);
+                visit(to.storage);
+            }
+            Self::Free { handle } | Self::Fetch { handle } | Self::ModuleFunction { module: handle, .. } => {
+                visit(*handle);
+            }
+            Self::Release { handles } => handles.iter().copied().for_each(visit),
+            Self::SetStream { stream, .. } | Self::StreamWait { stream, .. } => stream.iter().copied().for_each(visit),
+            Self::StreamWaitFor { stream, other, .. } => stream.iter().chain(other).copied().for_each(visit),
+            Self::GetFunction { .. }
+            | Self::Alloc { .. }
+            | Self::Attribute { .. }
+            | Self::CreateStream { .. }
+            | Self::LoadModule { .. }
+            | Self::Shutdown => {}
+        }
+    }
+
+    /// Returns true if the operation names a result that the session keeps.
+    pub(crate) fn names_pipes(&self) -> bool {
+        let mut names = false;
+        self.for_each_handle(&mut |handle| names |= handle.is_pipe());
+        names
     }
 
     /// Returns the memory in bytes that the operation keeps while it waits, apart from a small
     /// constant: what it counts for in queues.
     pub(crate) fn memory(&self) -> usize {
         match self {
-            Self::Call { args, .. } => args.iter().map(Value::size_hint).sum(),
+            Self::Call { function, args } => {
+                let (mut objects, mut names_pipes) = (0, function.is_pipe());
+                let mut of_arg = |arg: &Value| {
+                    if arg.may_hold_objects() {
+                        arg.for_each_object(&mut |object| {
+                            objects += 1;
+                            names_pipes |= object.handle().is_pipe();
+                        });
+                    }
+                    arg.size_hint()
+                };
+                let values: usize = args.iter().map(&mut of_arg).sum();
+                values + if names_pipes { objects * PIN_BYTES } else { 0 }
+            }
             Self::Write { to, data, .. } => data.len() + to.boxed_bytes(),
             Self::Read { from, .. } if from.device.kind == DeviceType::CPU => from.boxed_bytes(),
             // The bytes are copied to host memory first.
@@ -283,6 +344,10 @@ impl Operation {
         }
     }
 }
+
+/// Memory in bytes that an object takes in a call that waits and names kept results, beside the
+/// argument: such a call keeps its arguments as they came, and its objects in a map.
+const PIN_BYTES: usize = 128;
 
 /// A session: an environment in which functions run and memory lives.
 ///
@@ -317,6 +382,13 @@ pub trait RpcSession: Send + Sync + 'static {
     /// first peer on the way to the objects. Makes no statement about the links behind that peer.
     fn is_encrypted(&self) -> bool {
         self.inner().is_some_and(|inner| inner.is_encrypted())
+    }
+
+    /// Returns true if the session keeps results for later requests ([`Request::pipe`]), as far as
+    /// this process can know: a server further on that does not refuses each such request with
+    /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported).
+    fn keeps_results(&self) -> bool {
+        self.inner().is_some_and(|inner| inner.keeps_results())
     }
 
     /// Offers memory to receive an [`Operation::Write`] in place, instead of taking its bytes. Used

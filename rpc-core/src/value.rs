@@ -60,6 +60,10 @@ pub enum Reference {
     Module(Handle),
     /// An object of a type that the application defines.
     Object(Handle),
+    /// The whole result of an earlier request of the same lane, of any type, which the session
+    /// keeps under the handle ([`PipeId`](crate::handle::PipeId)). Only in arguments: the session
+    /// puts the result in its place when the call begins.
+    Pipe(Handle),
     /// A tensor, or a view of one. In a box, so that values, most of which are numbers, stay small.
     Tensor(Box<TensorRef>),
 }
@@ -68,7 +72,7 @@ impl Reference {
     /// Returns the handle that keeps the object alive.
     pub fn handle(&self) -> Handle {
         match self {
-            Self::Function(handle) | Self::Module(handle) | Self::Object(handle) => *handle,
+            Self::Function(handle) | Self::Module(handle) | Self::Object(handle) | Self::Pipe(handle) => *handle,
             Self::Tensor(tensor) => tensor.storage,
         }
     }
@@ -210,6 +214,15 @@ impl<O> Value<O> {
     /// It contains one.
     pub(crate) fn map_plain<P>(self) -> Result<Value<P>> {
         self.try_map(&mut |_| Err(RpcError::internal("a plain value held an object")))
+    }
+
+    /// Returns the number of lists and maps that are nested in the value.
+    pub(crate) fn depth(&self) -> usize {
+        match self {
+            Self::List(values) => 1 + values.iter().map(Self::depth).max().unwrap_or(0),
+            Self::Map(pairs) => 1 + pairs.iter().map(|(key, value)| key.depth().max(value.depth())).max().unwrap_or(0),
+            _ => 0,
+        }
     }
 
     /// Returns true if a value of this type can contain objects; other values need no search.

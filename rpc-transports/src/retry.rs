@@ -197,6 +197,10 @@ impl RpcSession for RetrySession {
             inner.forget(&handles);
             return Submission::ready(Ok(Value::Null));
         }
+        if request.pipe.is_some() {
+            let text = "a retrying session keeps no results for later requests: it could not repeat a part of a chain";
+            return Submission::ready(Err(RpcError::unsupported(text)));
+        }
         let mut state = inner.state.lock();
         let Some(in_progress) = state.in_progress.clone() else { return Submission::ready(Err(closed())) };
         let id = inner.next_id.fetch_add(1, Ordering::Relaxed);

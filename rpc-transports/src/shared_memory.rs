@@ -1,15 +1,16 @@
 //! Sessions that share memory with a peer on this machine: who has the feature, and the way of each
 //! side to its window.
 
-use rpc_core::proto::{ClientEndpoint, Negotiated, SHARED_MEMORY, ServerEndpoint};
+use rpc_core::proto::{ClientEndpoint, Negotiated, PIPES, SHARED_MEMORY, ServerEndpoint};
 
 #[cfg(target_os = "linux")]
 use crate::shared_window;
 
-/// Returns the features of this side of a handshake. `shares_memory` is true if the peer is a known
-/// process of this machine.
+/// Returns the features of this side of a handshake for a session. `shares_memory` is true if the
+/// peer is a known process of this machine.
 pub(crate) fn features(shares_memory: bool) -> Vec<String> {
-    (shares_memory && cfg!(target_os = "linux")).then(|| SHARED_MEMORY.to_owned()).into_iter().collect()
+    let shared = (shares_memory && cfg!(target_os = "linux")).then_some(SHARED_MEMORY);
+    shared.into_iter().chain([PIPES]).map(str::to_owned).collect()
 }
 
 /// Lets a client's endpoint offer a window, if both sides have the feature.

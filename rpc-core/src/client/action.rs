@@ -15,10 +15,11 @@ use crate::blocking;
 use crate::client::lane_deadlock;
 use crate::error::{ErrorKind, Result, RpcError};
 use crate::function::convert::FromReply;
+use crate::handle::{Handle, PipeId};
 use crate::reply::{PendingReply, Submission};
 use crate::session::{Lane, Operation, Request, SharedSession};
 use crate::trace::{self, TraceContext};
-use crate::value::Value;
+use crate::value::{TensorRef, Value};
 
 /// An operation that borrows nothing: the usual kind of [`ScopedAction`].
 pub type Action<T> = ScopedAction<'static, T>;
@@ -61,6 +62,8 @@ enum Task<'a, T> {
     /// Several requests that yield a reference, and its conversion: `T` may have a shorter lifetime
     /// than the future.
     Reference(StartSteps<'a, PinnedReference>, fn(PinnedReference) -> Result<T>),
+    /// Nothing: the operation is known to fail.
+    Failed(RpcError),
 }
 
 type StartSteps<'a, T> = Box<dyn FnOnce(Options<'a>) -> Steps<'a, T> + Send + 'a>;
@@ -70,7 +73,7 @@ pub(crate) struct OneRequest<T> {
     session: SharedSession,
     operation: Result<Operation>,
     pins: Pins,
-    frees: Option<Arc<dyn Freed>>,
+    on_reply: Option<Arc<dyn OnReply>>,
     before: Option<fn(&SharedSession)>,
     convert: fn(Value, &SharedSession) -> Result<T>,
 }
@@ -88,10 +91,42 @@ pub(crate) struct Pins {
 /// A reference that is kept until the reply.
 pub(crate) type PinnedReference = Arc<dyn Any + Send + Sync>;
 
-/// Reference whose object an operation frees.
-pub(crate) trait Freed: Send + Sync {
-    /// Records that the object is freed, so that dropping the reference does nothing.
-    fn mark_freed(&self);
+/// Observer of a request's reply.
+pub(crate) trait OnReply: Send + Sync {
+    /// Records that the request has succeeded.
+    fn succeeded(&self);
+
+    /// Returns the error to report in place of the request's own.
+    fn failed(&self, error: RpcError) -> RpcError {
+        error
+    }
+}
+
+/// Pin of a request that has to be on this lane, because it names a result of that lane.
+pub(crate) struct LaneBound(pub(crate) Lane);
+
+/// A submitted request whose result the session keeps.
+pub(crate) struct KeptRequest {
+    pub(crate) session: SharedSession,
+    pub(crate) handle: Handle,
+    pub(crate) lane: Lane,
+    pub(crate) pending: Pending<()>,
+    /// Layout of the result, if the request is an allocation.
+    pub(crate) tensor: Option<TensorRef>,
+}
+
+impl Pins {
+    /// Checks that the request is on the lane of the results that it names.
+    fn check_lane(&self, lane: Lane) -> Result<()> {
+        let bound = self.others.iter().filter_map(|pin| (**pin).downcast_ref::<LaneBound>());
+        match bound.map(|bound| bound.0).find(|bound| *bound != lane) {
+            None => Ok(()),
+            Some(bound) => Err(RpcError::new(
+                ErrorKind::ApiMisuse,
+                format!("the result of an operation of lane {bound} is not known on lane {lane}: fetch it first"),
+            )),
+        }
+    }
 }
 
 impl<T: FromReply> OneRequest<T> {
@@ -100,7 +135,7 @@ impl<T: FromReply> OneRequest<T> {
             session: session.clone(),
             operation,
             pins: Pins::default(),
-            frees: None,
+            on_reply: None,
             before: None,
             convert: T::from_reply,
         }
@@ -118,9 +153,9 @@ impl<T: FromReply> OneRequest<T> {
         self
     }
 
-    /// Marks the reference when the operation has succeeded: its object is freed then.
-    pub(crate) fn frees(mut self, reference: Arc<dyn Freed>) -> Self {
-        self.frees = Some(reference);
+    /// Shows the reply to an observer.
+    pub(crate) fn on_reply(mut self, observer: Arc<dyn OnReply>) -> Self {
+        self.on_reply = Some(observer);
         self
     }
 }
@@ -138,7 +173,7 @@ impl<'a> Options<'a> {
 
     /// Returns the request for one of the operation's steps.
     pub(crate) fn request(&self, operation: Operation) -> Request {
-        Request { lane: self.lane, deadline: self.deadline, trace: self.trace, operation }
+        Request { lane: self.lane, deadline: self.deadline, trace: self.trace, pipe: None, operation }
     }
 
     /// Applies the lane, the deadline and the trace of the whole operation to a step.
@@ -162,6 +197,11 @@ impl<'a> Options<'a> {
 }
 
 impl<'a, T> ScopedAction<'a, T> {
+    /// Creates an operation that fails without a request.
+    pub(crate) fn failed(error: RpcError) -> Self {
+        Self { options: Options::new(Lane::DEFAULT), task: Task::Failed(error) }
+    }
+
     /// Creates an operation of several requests. `steps` receives the caller's options.
     pub(crate) fn steps<F>(steps: impl FnOnce(Options<'a>) -> F + Send + 'a) -> Self
     where
@@ -241,6 +281,55 @@ impl<'a, T> ScopedAction<'a, T> {
         pending
     }
 
+    /// Submits a request whose result the session keeps.
+    ///
+    /// # Errors
+    ///
+    /// The operation was not submitted: [`ErrorKind::ApiMisuse`] if it cannot be such a request,
+    /// [`ErrorKind::Unsupported`] if the session keeps no results.
+    pub(crate) fn submit_kept(mut self) -> Result<KeptRequest> {
+        let misuse = |text: &'static str| RpcError::new(ErrorKind::ApiMisuse, text);
+        self.options.trace = self.options.trace.or_else(trace::current);
+        let request = match self.task {
+            Task::One(request) => request,
+            Task::Failed(error) => return Err(error),
+            Task::Many(_) | Task::Reference(..) => {
+                return Err(misuse("an operation of several requests has no result that a session could keep"));
+            }
+        };
+        let OneRequest { session, operation, pins, on_reply, before, .. } = request;
+        let lane = self.options.lane;
+        let operation = operation?;
+        if on_reply.is_some() || before.is_some() {
+            return Err(misuse("this operation has no result that a session could keep"));
+        }
+        if lane == Lane::CONCURRENT {
+            return Err(misuse("a concurrent operation has no lane on which a later one could name its result"));
+        }
+        if !session.keeps_results() {
+            let text = "this session keeps no results for later requests: await each one, and pass it on";
+            return Err(RpcError::unsupported(text));
+        }
+        lane_deadlock::check(&session, lane)?;
+        pins.check_lane(lane)?;
+        let pipe = PipeId::unused();
+        let tensor = match &operation {
+            Operation::Alloc { device, dtype, shape, .. } => Some(TensorRef {
+                storage: pipe.handle(),
+                byte_offset: 0,
+                shape: shape.clone(),
+                strides: None,
+                dtype: *dtype,
+                device: *device,
+            }),
+            _ => None,
+        };
+        let submission = session.submit(Request { pipe: Some(pipe), ..self.options.request(operation) });
+        let reply = Reply { session: session.clone(), convert: <()>::from_reply, _pins: pins, on_reply: None };
+        let pending = ScopedPending(Stage::Submitted(submission, reply));
+        Ok(KeptRequest { session, handle: pipe.handle(), lane, pending, tensor })
+    }
+
     /// Performs the operation on the calling thread.
     ///
     /// # Errors
@@ -255,9 +344,10 @@ impl<'a, T> ScopedAction<'a, T> {
     fn prepare(mut self) -> ScopedPending<'a, T> {
         self.options.trace = self.options.trace.or_else(trace::current);
         ScopedPending(match self.task {
-            Task::One(OneRequest { session, operation, pins, frees, before, convert }) => {
+            Task::One(OneRequest { session, operation, pins, on_reply, before, convert }) => {
                 let allowed = operation.and_then(|operation| {
                     lane_deadlock::check(&session, self.options.lane)?;
+                    pins.check_lane(self.options.lane)?;
                     Ok(operation)
                 });
                 match allowed {
@@ -266,7 +356,7 @@ impl<'a, T> ScopedAction<'a, T> {
                             before(&session);
                         }
                         let submission = session.submit(self.options.request(operation));
-                        let reply = Reply { session, convert, _pins: pins, frees };
+                        let reply = Reply { session, convert, _pins: pins, on_reply };
                         Stage::Submitted(submission, reply)
                     }
                     Err(error) => Stage::Done(Err(error)),
@@ -274,6 +364,7 @@ impl<'a, T> ScopedAction<'a, T> {
             }
             Task::Many(steps) => Stage::Steps(steps(self.options)),
             Task::Reference(steps, convert) => Stage::Reference(steps(self.options), convert),
+            Task::Failed(error) => Stage::Done(Err(error)),
         })
     }
 }
@@ -291,7 +382,7 @@ impl<T> fmt::Debug for ScopedAction<'_, T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let operation = match &self.task {
             Task::One(OneRequest { operation: Ok(operation), .. }) => operation.name(),
-            Task::One(OneRequest { operation: Err(_), .. }) => "invalid",
+            Task::One(OneRequest { operation: Err(_), .. }) | Task::Failed(_) => "invalid",
             Task::Many(_) | Task::Reference(..) => "several requests",
         };
         write!(f, "Action({operation})")
@@ -317,14 +408,17 @@ struct Reply<T> {
     session: SharedSession,
     convert: fn(Value, &SharedSession) -> Result<T>,
     _pins: Pins,
-    frees: Option<Arc<dyn Freed>>,
+    on_reply: Option<Arc<dyn OnReply>>,
 }
 
 impl<T> Reply<T> {
     fn take(&self, outcome: Result<Value>) -> Result<T> {
-        let value = outcome?;
-        if let Some(freed) = &self.frees {
-            freed.mark_freed();
+        let value = outcome.map_err(|error| match &self.on_reply {
+            Some(observer) => observer.failed(error),
+            None => error,
+        })?;
+        if let Some(observer) = &self.on_reply {
+            observer.succeeded();
         }
         (self.convert)(value, &self.session)
     }

@@ -93,6 +93,7 @@ impl Session {
             .0
             .handle_in(self.shared())
             .and_then(|function| Ok(Operation::Call { function, args: args.into_args(&mut scope)? }));
+        function.0.pin_lane_into(&mut scope.pins);
         let pins = Pins { function: Some(function.0.pin()), others: scope.pins };
         OneRequest::new(self.shared(), operation).pinned(pins).into()
     }
@@ -104,7 +105,9 @@ impl Session {
     ///
     /// [`ErrorKind::InvalidArgument`] if dtype or size differ, or if the two overlap.
     pub fn copy_among_remote(&self, from: &RemoteTensor, to: &RemoteTensor) -> Action<()> {
-        let pins = Pins { function: None, others: vec![from.0.pin(), to.0.pin()] };
+        let mut others = Vec::new();
+        [from, to].iter().for_each(|tensor| tensor.0.pin_into(&mut others));
+        let pins = Pins { function: None, others };
         let operation = from
             .reference_in(self.shared())
             .and_then(|from| Ok(Operation::Copy { from: from.into(), to: to.reference_in(self.shared())?.into() }));

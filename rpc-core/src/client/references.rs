@@ -5,13 +5,14 @@ use std::marker::PhantomData;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use crate::client::action::{Action, Freed, OneRequest, PinnedReference, Pins};
+use crate::client::action::{Action, OnReply, OneRequest, PinnedReference, Pins};
+use crate::client::promise::Promise;
 use crate::client::session::Session;
 use crate::dlpack::{DataType, Device};
 use crate::error::{ErrorKind, Result, RpcError};
 use crate::function::convert::{ArgScope, FromReply, IntoArg, IntoArgs};
 use crate::handle::Handle;
-use crate::session::{Operation, Request, SharedSession, is_same, release};
+use crate::session::{Lane, Operation, Request, SharedSession, is_same, release};
 use crate::value::{Reference, TensorRef, Value};
 
 /// One handle and its session. The last reference frees the object.
@@ -20,11 +21,62 @@ pub(crate) struct Owned {
     handle: Handle,
     /// True once the object was freed explicitly, so that dropping has nothing left to do.
     freed: AtomicBool,
+    /// Request that the object is the result of, if it may not be there yet.
+    promise: Option<Box<Promise>>,
 }
 
 impl Owned {
     pub(crate) fn new(handle: Handle, session: &SharedSession) -> Arc<Self> {
-        Arc::new(Self { session: session.clone(), handle, freed: AtomicBool::new(false) })
+        Arc::new(Self { session: session.clone(), handle, freed: AtomicBool::new(false), promise: None })
+    }
+
+    /// Creates the reference to a result that the session keeps.
+    pub(crate) fn promised(handle: Handle, session: &SharedSession, promise: Promise) -> Arc<Self> {
+        let (session, freed) = (session.clone(), AtomicBool::new(false));
+        Arc::new(Self { session, handle, freed, promise: Some(Box::new(promise)) })
+    }
+
+    pub(crate) fn handle(&self) -> Handle {
+        self.handle
+    }
+
+    pub(crate) fn session(&self) -> &SharedSession {
+        &self.session
+    }
+
+    /// Returns the lane of a result that may not be there yet.
+    pub(crate) fn lane(&self) -> Option<Lane> {
+        self.promise.as_ref().map(|promise| promise.lane())
+    }
+
+    /// Returns the layout of a tensor that is being allocated.
+    pub(crate) fn promised_tensor(&self) -> Option<&TensorRef> {
+        self.promise.as_ref().and_then(|promise| promise.tensor.as_ref())
+    }
+
+    /// Returns the error of the request that the object was to be the result of, once it is known.
+    pub(crate) fn promised_error(&self) -> Option<RpcError> {
+        self.promise.as_ref().and_then(|promise| promise.error())
+    }
+
+    /// Returns the handle of a kept result in a request to `session`.
+    pub(crate) fn kept_in(&self, session: &SharedSession) -> Result<Handle> {
+        if is_same(&self.session, session) {
+            Ok(self.handle)
+        } else {
+            Err(RpcError::new(ErrorKind::ApiMisuse, "the result belongs to another session: fetch it first"))
+        }
+    }
+
+    /// Adds the pins of a request that names the object.
+    pub(crate) fn pin_into(self: &Arc<Self>, pins: &mut Vec<PinnedReference>) {
+        pins.push(self.pin());
+        self.pin_lane_into(pins);
+    }
+
+    /// Adds the pin of the lane, for a request that is pinned otherwise.
+    pub(crate) fn pin_lane_into(&self, pins: &mut Vec<PinnedReference>) {
+        pins.extend(self.promise.as_ref().map(|promise| promise.lane_pin()));
     }
 
     pub(crate) fn handle_in(&self, session: &SharedSession) -> Result<Handle> {
@@ -40,7 +92,7 @@ impl Owned {
     pub(crate) fn free_in(self: &Arc<Self>, session: &SharedSession) -> Action<()> {
         let operation = self.handle_in(session).map(|handle| Operation::Free { handle });
         // The operation keeps the reference, as the one that it frees.
-        OneRequest::new(session, operation).frees(self.clone()).into()
+        OneRequest::new(session, operation).on_reply(self.clone()).into()
     }
 
     pub(crate) fn pin(self: &Arc<Self>) -> PinnedReference {
@@ -48,8 +100,9 @@ impl Owned {
     }
 }
 
-impl Freed for Owned {
-    fn mark_freed(&self) {
+impl OnReply for Owned {
+    fn succeeded(&self) {
+        // The object is freed, so that dropping the reference does nothing.
         self.freed.store(true, Ordering::Relaxed);
     }
 }
@@ -108,7 +161,7 @@ macro_rules! references {
 
                 fn into_arg(self, scope: &mut ArgScope<'_>) -> Result<Value> {
                     let handle = self.0.handle_in(scope.session)?;
-                    scope.pins.push(self.0.pin());
+                    self.0.pin_into(&mut scope.pins);
                     Ok(Value::Object(Reference::$variant(handle)))
                 }
             }
@@ -180,7 +233,9 @@ impl RemoteModule {
     /// [`ErrorKind::NotFound`].
     pub fn function(&self, name: &str) -> Action<RemoteFunction> {
         let operation = Operation::ModuleFunction { module: self.0.handle, name: name.to_owned() };
-        let pins = Pins { function: None, others: vec![self.0.pin()] };
+        let mut others = Vec::new();
+        self.0.pin_into(&mut others);
+        let pins = Pins { function: None, others };
         OneRequest::new(&self.0.session, Ok(operation)).pinned(pins).into()
     }
 }
@@ -234,6 +289,11 @@ impl<A: IntoArgs, R: FromReply> FromReply for TypedFunction<A, R> {
 pub struct RemoteTensor(pub(crate) Arc<Owned>, TensorRef);
 
 impl RemoteTensor {
+    /// Returns the tensor that is, or will be, under the handle of `owned`.
+    pub(crate) fn of_layout(owned: Arc<Owned>, layout: TensorRef) -> Self {
+        Self(owned, layout)
+    }
+
     /// Returns the handle of the storage, still owned by this reference.
     pub fn handle(&self) -> Handle {
         self.0.handle
@@ -321,7 +381,7 @@ impl IntoArg for &RemoteTensor {
 
     fn into_arg(self, scope: &mut ArgScope<'_>) -> Result<Value> {
         let reference = self.reference_in(scope.session)?;
-        scope.pins.push(self.0.pin());
+        self.0.pin_into(&mut scope.pins);
         Ok(reference.into())
     }
 }

@@ -162,6 +162,7 @@ fn inward(value: Value, session: &Session) -> Result<LocalValue> {
             Reference::Module(_) => Object::Module(Arc::new(InnerModule(RemoteModule::from_reply(taken, shared)?))),
             Reference::Tensor(_) => Object::Opaque(Opaque::new(Arc::new(RemoteTensor::from_reply(taken, shared)?))),
             Reference::Object(_) => Object::Opaque(Opaque::new(Arc::new(RemoteObject::from_reply(taken, shared)?))),
+            Reference::Pipe(_) => return Err(RpcError::internal("a result is the name of another one")),
         })
     })
 }

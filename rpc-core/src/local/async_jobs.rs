@@ -12,6 +12,7 @@ use super::LocalInner;
 use super::device_gate::DeviceUses;
 use super::job::LaneKey;
 use super::lane_runner::{FirstOutcome, LaneHandoff};
+use super::pipes::Piped;
 use super::spawner::Spawner;
 use crate::device::Stream;
 use crate::error::{Result, RpcError};
@@ -28,6 +29,9 @@ const BEGUN: u8 = 1;
 /// Stage of a job that ended while it was being started: the starter continues the lane.
 const ENDED: u8 = 2;
 
+/// What a job holds until it ends: its uses of devices, and its share in kept results.
+pub(super) type Held = (DeviceUses, Option<Box<Piped>>);
+
 impl LocalInner {
     /// Gives a future to the spawner. Its lane continues when it ends.
     pub(super) fn run_future(
@@ -36,10 +40,10 @@ impl LocalInner {
         key: LaneKey,
         responder: Option<Responder>,
         bytes: usize,
-        uses: DeviceUses,
+        held: Held,
         future: CatchPanic,
     ) -> (Option<FirstOutcome>, LaneHandoff) {
-        self.begin_later(key, responder, bytes, uses, |completion| {
+        self.begin_later(key, responder, bytes, held, |completion| {
             let task = Box::pin(AsyncTask { future: Some(future), completion });
             if catch_unwind(AssertUnwindSafe(|| spawner.spawn(task))).is_err() {
                 tracing::error!("the spawner panicked");
@@ -55,9 +59,9 @@ impl LocalInner {
         key: LaneKey,
         responder: Option<Responder>,
         bytes: usize,
-        uses: DeviceUses,
+        held: Held,
     ) -> (Option<FirstOutcome>, LaneHandoff) {
-        self.begin_later(key, responder, bytes, uses, |mut completion| {
+        self.begin_later(key, responder, bytes, held, |mut completion| {
             let done = Box::new(move |outcome: Result<()>| completion.complete(outcome.map(|()| Value::Null)));
             if let Err(done) = stream.when_done(done) {
                 done(stream.synchronize());
@@ -71,7 +75,7 @@ impl LocalInner {
         key: LaneKey,
         responder: Option<Responder>,
         bytes: usize,
-        uses: DeviceUses,
+        (uses, piped): Held,
         begin: impl FnOnce(Completion),
     ) -> (Option<FirstOutcome>, LaneHandoff) {
         let (submission, responder) = match responder {
@@ -84,7 +88,7 @@ impl LocalInner {
         };
         let stage = Arc::new(AtomicU8::new(BEGINNING));
         let (session, responder) = (self.clone(), Some(responder));
-        begin(Completion { session, key, bytes, uses, responder, stage: stage.clone() });
+        begin(Completion { session, key, bytes, uses, piped, responder, stage: stage.clone() });
         // Work that has ended already leaves the lane to this thread: if it continued the lane
         // itself, a spawner that runs or drops its futures at once would recurse as deep as the
         // lane is long.
@@ -129,6 +133,7 @@ struct Completion {
     key: LaneKey,
     bytes: usize,
     uses: DeviceUses,
+    piped: Option<Box<Piped>>,
     /// `None` once the request has been completed.
     responder: Option<Responder>,
     stage: Arc<AtomicU8>,
@@ -137,7 +142,7 @@ struct Completion {
 impl Completion {
     fn complete(&mut self, outcome: Result<LocalValue>) {
         let Some(responder) = self.responder.take() else { return };
-        let outcome = outcome.and_then(|value| self.session.name_objects(value));
+        let outcome = self.session.conclude(self.piped.take(), Some(&responder), outcome);
         self.uses.clear();
         responder.complete(outcome);
         if self.stage.swap(ENDED, Ordering::AcqRel) == BEGUN {

@@ -161,7 +161,7 @@ impl LocalInner {
             Ok(uses) => GateTurn::Begin(job, borrows, uses),
             Err(error) => {
                 drop(borrows);
-                let (outcome, handoff) = self.finish(job.responder, job.bytes, Err(error));
+                let (outcome, handoff) = self.refuse(job, error);
                 GateTurn::NotNow(outcome, handoff)
             }
         }

@@ -108,10 +108,15 @@ impl LocalInner {
         thread: Option<&CurrentThread>,
     ) -> (Option<FirstOutcome>, LaneHandoff) {
         if job.responder.as_ref().is_some_and(Responder::is_over) {
-            return self.finish(job.responder, job.bytes, Err(self.not_begun()));
+            return self.refuse(job, self.not_begun());
         }
         if job.deadline.is_some_and(|deadline| deadline <= crate::clock::now()) {
-            return self.finish(job.responder, job.bytes, Err(deadline_exceeded()));
+            return self.refuse(job, deadline_exceeded());
+        }
+        if let PinnedOperation::Piped(piped) = &mut job.work
+            && let Err(error) = self.begin_piped(piped)
+        {
+            return self.finish(job.responder, job.bytes, Err(error));
         }
         let required = job.work.required_borrows();
         if required.is_empty() {
@@ -138,7 +143,7 @@ impl LocalInner {
             }
         });
         match borrow_all(required, resume) {
-            Err(error) => self.finish(job.responder, job.bytes, Err(error)),
+            Err(error) => self.refuse(job, error),
             Ok(Some(borrows)) => self.run_borrowed(key, job, borrows, thread),
             Ok(None) => {
                 let submission = self.defer(&mut job);
@@ -194,7 +199,7 @@ impl LocalInner {
         // The job may have waited for its tensors, or for its thread.
         if job.responder.as_ref().is_some_and(Responder::is_over) {
             drop(borrows);
-            return self.finish(job.responder, job.bytes, Err(self.not_begun()));
+            return self.refuse(job, self.not_begun());
         }
         let (job, borrows, uses) = match self.pass_gate(key, job, borrows) {
             GateTurn::Begin(job, borrows, uses) => (job, borrows, uses),
@@ -207,6 +212,13 @@ impl LocalInner {
             return self.hand_over(Parked { key, job, borrows });
         }
         let Job { work, responder, deadline, trace, bytes } = job;
+        let (work, piped) = match work {
+            PinnedOperation::Piped(piped) => {
+                let (work, piped) = piped.into_operation();
+                (work, Some(Box::new(piped)))
+            }
+            work => (work, None),
+        };
         let context = || Context::new(self.clone(), key.lane(), deadline, trace, responder.clone());
         let outcome = match work {
             PinnedOperation::Call { function, args } => {
@@ -220,7 +232,9 @@ impl LocalInner {
                 match function.start(Invocation::new(args, borrows, context())) {
                     Started::Done(outcome) => outcome,
                     Started::Future(future) => match &self.spawner {
-                        Some(spawner) => return self.run_future(&**spawner, key, responder, bytes, uses, future),
+                        Some(spawner) => {
+                            return self.run_future(&**spawner, key, responder, bytes, (uses, piped), future);
+                        }
                         None => blocking::block_on(future).and_then(|outcome| outcome),
                     },
                 }
@@ -228,13 +242,13 @@ impl LocalInner {
             PinnedOperation::StreamWait { device, stream } => {
                 let named = stream.map(|stream| Ok(stream.0.clone()));
                 match named.unwrap_or_else(|| self.stream(key.lane(), device)) {
-                    Ok(stream) => return self.wait_for_stream(&*stream, key, responder, bytes, uses),
+                    Ok(stream) => return self.wait_for_stream(&*stream, key, responder, bytes, (uses, piped)),
                     Err(error) => Err(error),
                 }
             }
             work => self.execute_operation(work, borrows, key, &context()),
         };
-        let outcome = outcome.and_then(|value| self.name_objects(value));
+        let outcome = self.conclude(piped, responder.as_ref(), outcome);
         // Before the reply, so that a caller that has it finds the device unused.
         drop(uses);
         self.finish(responder, bytes, outcome)
@@ -262,7 +276,7 @@ impl LocalInner {
                     self.strand(stranded, &error);
                     if let Some(Parked { job, borrows, .. }) = own {
                         drop(borrows);
-                        return self.finish(job.responder, job.bytes, Err(error));
+                        return self.refuse(job, error);
                     }
                 }
             }
@@ -348,6 +362,12 @@ impl LocalInner {
         ended.unwrap_or_else(cancelled)
     }
 
+    /// Ends a job that is not performed.
+    pub(super) fn refuse(&self, job: Job<PinnedOperation>, error: RpcError) -> (Option<FirstOutcome>, LaneHandoff) {
+        job.work.fail(&error);
+        self.finish(job.responder, job.bytes, Err(error))
+    }
+
     /// Gives the outcome of a job to its responder, or returns it.
     pub(super) fn finish(
         &self,
@@ -401,7 +421,7 @@ impl LocalInner {
         if lanes.ended.is_some() || !lanes.has_room(bytes) || !lanes.is_idle(lane) {
             return None;
         }
-        let tensor = resolve::tensor(&self.table.lock(), to).ok()?;
+        let tensor = resolve::tensor(&*self.table.lock(), to).ok()?;
         let start = usize::try_from(tensor.byte_range(offset, len).ok()?.start).ok()?;
         let uncounted = |turn| matches!(turn, Poll::Ready(Ok(used)) if !DeviceUse::is_counted(&used));
         if self.gate.as_ref().is_some_and(|gate| !uncounted(gate.poll_device(tensor.device()))) {

@@ -120,6 +120,10 @@ impl RpcSession for EndOnDrop {
         true
     }
 
+    fn keeps_results(&self) -> bool {
+        true
+    }
+
     fn write_in_place(&self, lane: Lane, to: &TensorRef, offset: u64, len: u64) -> Option<InPlaceWrite> {
         self.0.write_in_place(lane, to, offset, len)
     }
@@ -299,6 +303,7 @@ impl LocalSessionBuilder {
             spawner: self.spawner,
             gate: self.gate.map(|gate| SessionGate::new(gate, this.clone())),
             table: Mutex::new(table),
+            pipes: Mutex::default(),
             lanes: sync::Mutex::new(Lanes::new(capacity, threads)),
             deadlines: Mutex::new(Deadlines::new()),
             streams: Mutex::default(),

@@ -10,6 +10,7 @@ mod lane_runner;
 mod lanes;
 mod local_session;
 mod operations;
+mod pipes;
 mod resolve;
 mod spawner;
 mod sync;
@@ -31,6 +32,7 @@ use self::deadlines::{Deadlines, Expire};
 use self::job::{Job, LaneKey, Parked};
 use self::lane_runner::FirstOutcome;
 use self::lanes::{AdmittedJob, Lanes, QueueEntry, Removed, WaitingRequest};
+use self::pipes::{PipeSlot, Pipes};
 use self::resolve::{PinnedOperation, RunsOn};
 use crate::access_control::AccessControl;
 use crate::device::Devices;
@@ -79,9 +81,11 @@ struct LocalInner {
     extensions: HashMap<TypeId, Arc<dyn Any + Send + Sync>>,
     spawner: Option<Arc<dyn Spawner>>,
     gate: Option<device_gate::SessionGate>,
-    /// Locked alone, or inside of `lanes`.
+    /// Locked alone, or inside of `lanes` or `pipes`.
     table: Mutex<HandleTable<Object>>,
-    lanes: sync::Mutex<Lanes<Request, PinnedOperation>>,
+    /// Locked alone, or inside of `lanes`.
+    pipes: Mutex<Pipes>,
+    lanes: sync::Mutex<Lanes<Submitted, PinnedOperation>>,
     /// Locked alone, or inside of `lanes`.
     deadlines: Mutex<Deadlines>,
     /// Current streams that lanes have set, by lane and device. A lane for one request has none.
@@ -90,6 +94,12 @@ struct LocalInner {
     /// Set at the end, before the table is emptied: nothing is stored in the table from then on.
     gone: AtomicBool,
     next_id: AtomicU64,
+}
+
+/// A request, and the cell for its result.
+struct Submitted {
+    request: Request,
+    slot: Option<PipeSlot>,
 }
 
 impl LocalInner {
@@ -111,14 +121,21 @@ impl LocalInner {
             drop(lanes);
             return Submission::ready(Err(deadline_exceeded()));
         }
+        let slot = match self.open_pipe(&request) {
+            Ok(slot) => slot,
+            Err(error) => {
+                drop(lanes);
+                return Submission::ready(Err(error));
+            }
+        };
         if !lanes.has_room(bytes) {
             let (submission, responder) = self.pending();
             self.watch_deadline(request.deadline, &responder);
-            lanes.wait(WaitingRequest { request, responder, bytes });
+            lanes.wait(WaitingRequest { request: Submitted { request, slot }, responder, bytes });
             return submission;
         }
-        let Request { lane, deadline, trace, operation } = request;
-        let (work, garbage) = resolve::resolve(&mut self.table.lock(), operation);
+        let Request { lane, deadline, trace, operation, pipe: _ } = request;
+        let (work, garbage) = self.pin(lane, operation, slot);
         let work = match work {
             Ok(work) => work,
             Err(error) => {
@@ -129,7 +146,8 @@ impl LocalInner {
         };
         // A future outlives the submission: its function needs a responder from the start, to see
         // cancellation.
-        let here = work.runs_on() == RunsOn::AnyThread && !work.is_async() && lanes.is_idle(lane);
+        let here =
+            work.may_run_in_place() && work.runs_on() == RunsOn::AnyThread && !work.is_async() && lanes.is_idle(lane);
         let (submission, responder) = if here { (None, None) } else { unzip(self.pending()) };
         let turn = lanes.admit(lane, Job { work, responder: responder.clone(), deadline, trace, bytes });
         drop(lanes);
@@ -194,7 +212,7 @@ impl LocalInner {
         let _leave = Leave;
         loop {
             let mut lanes = self.lanes.lock();
-            let WaitingRequest { request, responder, bytes } = match lanes.next_waiting() {
+            let WaitingRequest { request: Submitted { request, slot }, responder, bytes } = match lanes.next_waiting() {
                 Some(QueueEntry::Request(waiting)) => waiting,
                 Some(QueueEntry::Release(handles)) => {
                     drop(lanes);
@@ -203,8 +221,8 @@ impl LocalInner {
                 }
                 None => return,
             };
-            let Request { lane, deadline, trace, operation } = request;
-            let (work, garbage) = resolve::resolve(&mut self.table.lock(), operation);
+            let Request { lane, deadline, trace, operation, pipe: _ } = request;
+            let (work, garbage) = self.pin(lane, operation, slot);
             let turn = match work {
                 Ok(work) => {
                     let job = Job { work, responder: Some(responder.clone()), deadline, trace, bytes };
@@ -233,10 +251,11 @@ impl LocalInner {
     fn release(&self, handles: Vec<Handle>) {
         let mut lanes = self.lanes.lock();
         if lanes.has_waiting() {
-            let table = self.table.lock();
+            let (pipes, table) = (self.pipes.lock(), self.table.lock());
             // Only live handles, so that a client cannot fill the queue with handles that name
             // nothing.
-            lanes.release_later(handles.into_iter().filter(|handle| table.get(*handle).is_ok()));
+            let is_live = |handle: &Handle| table.get(*handle).is_ok() || pipes.contains(*handle);
+            lanes.release_later(handles.into_iter().filter(is_live));
             return;
         }
         drop(lanes);
@@ -244,6 +263,9 @@ impl LocalInner {
     }
 
     fn free(&self, handles: Vec<Handle>) {
+        if handles.iter().any(|handle| handle.is_pipe()) {
+            drop_each(self.take_pipes(handles.iter().copied().filter(|handle| handle.is_pipe())));
+        }
         let mut table = self.table.lock();
         let freed: Vec<_> = handles.into_iter().map(|handle| table.remove(handle)).collect();
         drop(table);
@@ -263,12 +285,19 @@ impl LocalInner {
         found
     }
 
-    fn drop_removed(self: &Arc<Self>, removed: Removed<Request, PinnedOperation>, error: RpcError) {
+    fn drop_removed(self: &Arc<Self>, removed: Removed<Submitted, PinnedOperation>, error: RpcError) {
         let (responder, admitted) = match removed {
-            Removed::Waiting(waiting) => (Some(waiting.responder), None),
-            Removed::Queued(job) => (job.responder, Some((job.bytes, None))),
+            Removed::Waiting(waiting) => {
+                waiting.request.slot.iter().for_each(|slot| slot.fail(&error));
+                (Some(waiting.responder), None)
+            }
+            Removed::Queued(job) => {
+                job.work.fail(&error);
+                (job.responder, Some((job.bytes, None)))
+            }
             Removed::Parked(Parked { key, job, borrows }) => {
                 drop(borrows);
+                job.work.fail(&error);
                 (job.responder, Some((job.bytes, Some(key))))
             }
         };
@@ -289,8 +318,10 @@ impl LocalInner {
             self.drop_removed(removed, error.clone());
         }
         self.gone.store(true, Ordering::Release);
+        let results = self.pipes.lock().drain();
         let objects = self.table.lock().drain();
         let streams = std::mem::take(&mut *self.streams.lock());
+        drop_each(results);
         drop_each(objects);
         drop_each(streams);
         // Running requests keep their deadlines.

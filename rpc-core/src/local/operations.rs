@@ -75,7 +75,8 @@ impl LocalInner {
                 Ok(Value::Bytes(Bytes::from(bytes)))
             }
             PinnedOperation::Copy { from, to } => self.copy(&from, &to, borrows).map(|()| Value::Null),
-            PinnedOperation::Freed => Ok(Value::Null),
+            PinnedOperation::Freed | PinnedOperation::Released(_) => Ok(Value::Null),
+            PinnedOperation::Fetch(value) => Ok(value),
             PinnedOperation::Attribute { device, attribute } => self
                 .devices
                 .attribute(device, attribute)?
@@ -121,7 +122,7 @@ impl LocalInner {
                 self.authorize(&Permission::Modules)?;
                 module.function(&name).map(|function| Value::Object(Object::Function(function)))
             }
-            PinnedOperation::Call { .. } | PinnedOperation::StreamWait { .. } => {
+            PinnedOperation::Call { .. } | PinnedOperation::StreamWait { .. } | PinnedOperation::Piped(_) => {
                 Err(RpcError::internal("calls and stream waits are not performed here"))
             }
         }

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 
+use super::pipes::{PipedWork, ReleasedPipe};
 use crate::device::{DeviceAttribute, Stream};
 use crate::dlpack::{DataType, Device, DeviceType};
 use crate::error::{Result, RpcError};
@@ -51,6 +52,13 @@ pub(super) enum PinnedOperation {
     },
     /// An object that has been removed from the table already.
     Freed,
+    /// A kept result that the client has freed.
+    #[allow(dead_code, reason = "held for its drop")]
+    Released(ReleasedPipe),
+    /// A result that the session keeps.
+    Fetch(LocalValue),
+    /// An operation that names kept results, or whose result is kept.
+    Piped(Box<PipedWork>),
     Attribute {
         device: Device,
         attribute: DeviceAttribute,
@@ -96,8 +104,22 @@ pub(super) enum RunsOn {
 }
 
 impl PinnedOperation {
+    /// Returns true if the submitter may wait for the job on its own thread, without a responder.
+    pub(super) fn may_run_in_place(&self) -> bool {
+        !matches!(self, Self::Piped(_))
+    }
+
+    /// Records the error of a request that ends without being performed, for those that name its
+    /// result.
+    pub(super) fn fail(&self, error: &RpcError) {
+        if let Self::Piped(piped) = self {
+            piped.fail(error);
+        }
+    }
+
     pub(super) fn runs_on(&self) -> RunsOn {
         match self {
+            Self::Piped(piped) => piped.operation().map_or(RunsOn::AnyThread, Self::runs_on),
             // Only host memory never blocks.
             Self::Write { storage, .. } | Self::Read { storage, .. } if storage.device().kind != DeviceType::CPU => {
                 RunsOn::LaneThread
@@ -126,7 +148,11 @@ impl PinnedOperation {
 
     /// Returns true if the work continues as a future.
     pub(super) fn is_async(&self) -> bool {
-        matches!(self, Self::Call { function, .. } if function.kind() == FunctionKind::Async)
+        match self {
+            Self::Call { function, .. } => function.kind() == FunctionKind::Async,
+            Self::Piped(piped) => piped.operation().is_some_and(Self::is_async),
+            _ => false,
+        }
     }
 
     /// Visits the devices that the work uses, other than to free memory or to ask about them. One
@@ -153,8 +179,15 @@ impl PinnedOperation {
                     }
                 });
             }),
+            Self::Piped(piped) => {
+                if let Some(operation) = piped.operation() {
+                    operation.for_each_device(visit);
+                }
+            }
             Self::Get { .. }
             | Self::Freed
+            | Self::Released(_)
+            | Self::Fetch(_)
             | Self::Attribute { .. }
             | Self::LoadModule { .. }
             | Self::ModuleFunction { .. } => {}
@@ -164,6 +197,7 @@ impl PinnedOperation {
     /// Returns the storages that must be borrowed while the work is done.
     pub(super) fn required_borrows(&self) -> Vec<(Arc<Storage>, Access)> {
         match self {
+            Self::Piped(piped) => piped.operation().map_or_else(Vec::new, Self::required_borrows),
             Self::Write { storage, .. } => vec![(storage.clone(), Access::Write)],
             Self::Read { storage, .. } => vec![(storage.clone(), Access::Read)],
             Self::Copy { from, to } if Arc::ptr_eq(from.storage(), to.storage()) => {
@@ -181,27 +215,50 @@ impl PinnedOperation {
     }
 }
 
+/// Source of the objects that operations name.
+pub(super) trait Objects {
+    /// Returns the object that `handle` names.
+    fn object(&self, handle: Handle) -> Result<&Object>;
+
+    /// Removes the object that `handle` names.
+    fn take(&mut self, handle: Handle) -> Result<Object>;
+
+    /// Returns the kept result that `handle` names, to be put into a value at `depth`.
+    fn result(&self, handle: Handle, depth: usize) -> Result<LocalValue>;
+}
+
+impl Objects for HandleTable<Object> {
+    fn object(&self, handle: Handle) -> Result<&Object> {
+        self.get(handle)
+    }
+
+    fn take(&mut self, handle: Handle) -> Result<Object> {
+        self.remove(handle)
+    }
+
+    fn result(&self, handle: Handle, _: usize) -> Result<LocalValue> {
+        Err(invalid(handle))
+    }
+}
+
 /// Resolves and pins the objects that `operation` names, and removes those that it frees.
 ///
 /// The second value holds released values, to be dropped by the caller outside of its locks.
-pub(super) fn resolve(
-    table: &mut HandleTable<Object>,
-    operation: Operation,
-) -> (Result<PinnedOperation>, Vec<LocalValue>) {
+pub(super) fn resolve(table: &mut impl Objects, operation: Operation) -> (Result<PinnedOperation>, Vec<LocalValue>) {
     let mut garbage = Vec::new();
     let work = try_resolve(table, operation, &mut garbage);
     (work, garbage)
 }
 
 fn try_resolve(
-    table: &mut HandleTable<Object>,
+    table: &mut impl Objects,
     operation: Operation,
     garbage: &mut Vec<LocalValue>,
 ) -> Result<PinnedOperation> {
     Ok(match operation {
         Operation::GetFunction { name } => PinnedOperation::Get { name },
         Operation::Call { function, args } => {
-            let Object::Function(function) = table.get(function)?.clone() else { return Err(invalid(function)) };
+            let Object::Function(function) = table.object(function)?.clone() else { return Err(invalid(function)) };
             if !args.iter().any(Value::may_hold_objects) {
                 // The same vector serves again.
                 let args = args.into_iter().map(Value::map_plain).collect::<Result<_>>()?;
@@ -209,7 +266,7 @@ fn try_resolve(
             }
             let mut resolved = Vec::with_capacity(args.len());
             for (index, arg) in args.into_iter().enumerate() {
-                match arg.try_map(&mut |reference| object(table, reference)) {
+                match argument(table, arg, 0) {
                     Ok(arg) => resolved.push(arg),
                     Err(error) => {
                         garbage.append(&mut resolved);
@@ -238,7 +295,7 @@ fn try_resolve(
             PinnedOperation::Copy { from: Box::new(from), to: Box::new(to) }
         }
         Operation::Free { handle } => {
-            garbage.push(Value::Object(table.remove(handle)?));
+            garbage.push(Value::Object(table.take(handle)?));
             PinnedOperation::Freed
         }
         Operation::Attribute { device, attribute } => PinnedOperation::Attribute { device, attribute },
@@ -257,16 +314,36 @@ fn try_resolve(
         },
         Operation::LoadModule { path, loader } => PinnedOperation::LoadModule { path, loader },
         Operation::ModuleFunction { module, name } => {
-            let Object::Module(module) = table.get(module)?.clone() else { return Err(invalid(module)) };
+            let Object::Module(module) = table.object(module)?.clone() else { return Err(invalid(module)) };
             PinnedOperation::ModuleFunction { module, name }
         }
+        Operation::Fetch { handle } => PinnedOperation::Fetch(table.result(handle, 0)?),
         other => return Err(RpcError::internal(format!("{} is not resolved here", other.name()))),
     })
 }
 
-fn object(table: &HandleTable<Object>, reference: Reference) -> Result<Object> {
+/// Returns an argument with its objects, and with the results of earlier requests in their places.
+fn argument(table: &impl Objects, value: Value, depth: usize) -> Result<LocalValue> {
+    match value {
+        Value::Object(Reference::Pipe(handle)) => table.result(handle, depth),
+        Value::Object(reference) => object(table, reference).map(Value::Object),
+        Value::List(values) => {
+            let values = values.into_iter().map(|value| argument(table, value, depth + 1));
+            values.collect::<Result<_>>().map(Value::List)
+        }
+        Value::Map(pairs) => {
+            let pairs = pairs
+                .into_iter()
+                .map(|(key, value)| Ok((argument(table, key, depth + 1)?, argument(table, value, depth + 1)?)));
+            pairs.collect::<Result<_>>().map(Value::Map)
+        }
+        plain => plain.map_plain(),
+    }
+}
+
+fn object(table: &impl Objects, reference: Reference) -> Result<Object> {
     let handle = reference.handle();
-    match (&reference, table.get(handle)?) {
+    match (&reference, table.object(handle)?) {
         (Reference::Tensor(reference), Object::Tensor(_)) => tensor(table, reference).map(Object::Tensor),
         (Reference::Function(_), object @ Object::Function(_))
         | (Reference::Module(_), object @ Object::Module(_))
@@ -276,8 +353,8 @@ fn object(table: &HandleTable<Object>, reference: Reference) -> Result<Object> {
 }
 
 /// Returns the view that `reference` describes, checked against the storage.
-pub(super) fn tensor(table: &HandleTable<Object>, reference: &TensorRef) -> Result<Tensor> {
-    let Object::Tensor(owner) = table.get(reference.storage)? else { return Err(invalid(reference.storage)) };
+pub(super) fn tensor(table: &impl Objects, reference: &TensorRef) -> Result<Tensor> {
+    let Object::Tensor(owner) = table.object(reference.storage)? else { return Err(invalid(reference.storage)) };
     if owner.device() != reference.device {
         let (is, said) = (owner.device(), reference.device);
         return Err(RpcError::invalid_argument(format!("the tensor is on {is}, but the request names {said}")));
@@ -286,9 +363,9 @@ pub(super) fn tensor(table: &HandleTable<Object>, reference: &TensorRef) -> Resu
     Tensor::new(owner.storage().clone(), reference.byte_offset, shape, strides, reference.dtype)
 }
 
-fn stream(table: &HandleTable<Object>, device: Device, handle: Option<Handle>) -> Result<Option<Arc<StreamObject>>> {
+fn stream(table: &impl Objects, device: Device, handle: Option<Handle>) -> Result<Option<Arc<StreamObject>>> {
     let Some(handle) = handle else { return Ok(None) };
-    let Object::Opaque(object) = table.get(handle)? else { return Err(invalid(handle)) };
+    let Object::Opaque(object) = table.object(handle)? else { return Err(invalid(handle)) };
     let stream = object.downcast::<StreamObject>().ok_or_else(|| invalid(handle))?;
     if stream.0.device() != device {
         let is = stream.0.device();

@@ -15,7 +15,7 @@ use self::unsent::Unsent;
 use super::credit_frame::{cost, encode_credit, parse_credit};
 use super::endpoint::{BulkRead, EndpointCommon, EndpointConfig, Incoming, Payload, PayloadTarget};
 use super::frame::{FrameHeader, Kind};
-use super::handshake::Negotiated;
+use super::handshake::{Negotiated, PIPES};
 use super::id_map::IdMap;
 use super::message::{is_bytes_reply, read_reply, write_request};
 use super::output::{Message, VALUE_SIZE};
@@ -93,6 +93,8 @@ pub struct ClientEndpoint<T> {
     /// Limit of the peer, in bytes.
     max_message: u64,
     max_requests: usize,
+    /// True if the server keeps results for later requests.
+    keeps_results: bool,
     window: u64,
     in_flight: IdMap<InFlight<T>>,
     queued: AdmissionQueue<T>,
@@ -126,6 +128,7 @@ impl<T: Clone> ClientEndpoint<T> {
             state: SessionState::Open,
             max_message: negotiated.theirs.max_message,
             max_requests: negotiated.theirs.max_requests as usize,
+            keeps_results: negotiated.has_feature(PIPES),
             window: negotiated.theirs.window,
             in_flight: IdMap::default(),
             queued: AdmissionQueue::default(),
@@ -308,6 +311,10 @@ impl<T: Clone> ClientEndpoint<T> {
         let writer = write_request(&request, now, self.common.output.take_body());
         if let Some(invalid) = writer.invalid {
             return Admission::Refused(token, RpcError::invalid_argument(invalid));
+        }
+        if writer.has_pipes && !self.keeps_results {
+            let text = "the server is too old to keep results for later requests (feature 'pipes')";
+            return Admission::Refused(token, RpcError::unsupported(text));
         }
         let message = Message::new(Kind::Request, id, request.lane.0, writer.body, writer.payload, writer.values);
         if message.size as u64 > self.max_message {
@@ -512,6 +519,11 @@ impl<T: Clone> ClientEndpoint<T> {
     /// Returns the error with which the session ended, if it has ended.
     pub fn ended(&self) -> Option<&RpcError> {
         if let SessionState::Ended(error) = &self.state { Some(error) } else { None }
+    }
+
+    /// Returns true if the server has the feature [`PIPES`]: it keeps results for later requests.
+    pub fn keeps_results(&self) -> bool {
+        self.keeps_results
     }
 
     /// Returns true if no request is in flight or waits for credit.

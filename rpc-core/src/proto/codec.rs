@@ -16,6 +16,7 @@
 //! | 7 | module | u64 handle |
 //! | 8 | object | u64 handle |
 //! | 9 | tensor | u64 handle, u64 byte offset, dtype, device, u8 dimensions, u8 strided, i64 each |
+//! | 10 | pipe | u64 handle |
 //!
 //! The i64 numbers of a tensor are one for each dimension of the shape and, if `strided` is 1, one
 //! stride for each dimension; otherwise `strided` is 0.
@@ -105,12 +106,15 @@ const EXT_FUNCTION: u8 = 6;
 const EXT_MODULE: u8 = 7;
 const EXT_OBJECT: u8 = 8;
 const EXT_TENSOR: u8 = 9;
+const EXT_PIPE: u8 = 10;
 
 /// Writer of one message: its body and the pieces of its payload.
 #[derive(Debug, Default)]
 pub(crate) struct Writer {
     pub(crate) body: Vec<u8>,
     pub(crate) payload: Vec<Bytes>,
+    /// True if the message names a result that the session keeps by its place in the arguments.
+    pub(crate) has_pipes: bool,
     /// Reason why the message must not be sent: a part of it would be refused by every receiver.
     pub(crate) invalid: Option<&'static str>,
     pub(super) depth: usize,
@@ -291,6 +295,10 @@ impl Writer {
             Value::Object(Reference::Module(handle)) => self.reference(EXT_MODULE, *handle),
             Value::Object(Reference::Object(handle)) => self.reference(EXT_OBJECT, *handle),
             Value::Object(Reference::Tensor(tensor)) => self.tensor(tensor),
+            Value::Object(Reference::Pipe(handle)) => {
+                self.has_pipes = true;
+                self.reference(EXT_PIPE, *handle);
+            }
         }
     }
 
@@ -610,6 +618,7 @@ impl<'a> Reader<'a> {
                     EXT_MODULE => Value::Object(Reference::Module(content.reference_content()?)),
                     EXT_OBJECT => Value::Object(Reference::Object(content.reference_content()?)),
                     EXT_TENSOR => Value::Object(Reference::Tensor(content.tensor_content()?.into())),
+                    EXT_PIPE => Value::Object(Reference::Pipe(content.reference_content()?)),
                     other => return Err(CodecError::Unexpected(other)),
                 }
             }

@@ -25,6 +25,10 @@ pub const VERSION_MIN: u16 = 1;
 /// Newest version of the protocol that this crate speaks.
 pub const VERSION_MAX: u16 = 1;
 
+/// Name of the feature of peers that keep results for later requests
+/// ([`Request::pipe`](crate::Request::pipe)).
+pub const PIPES: &str = "pipes";
+
 /// Longest body of a frame during the handshake, in bytes.
 const MAX_BODY: usize = 64 << 10;
 

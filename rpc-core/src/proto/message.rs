@@ -2,9 +2,10 @@
 //!
 //! A request's body is an array of three: the operation's number, nil or a map of extras, and an
 //! array of the operation's fields in the order below. A receiver skips extras that it does not
-//! know. Extra `d` is the time left until the deadline, in microseconds. A request made in a span
-//! has a fourth element, a `bin` of 25 bytes: trace id (16), span id (8) and flags (1) of W3C Trace
-//! Context. The ids are not all zero.
+//! know. Extra `d` is the time left until the deadline, in microseconds. Extra `p` is the handle
+//! under which the session keeps the result. A request made in a span has a fourth element, a `bin`
+//! of 25 bytes: trace id (16), span id (8) and flags (1) of W3C Trace Context. The ids are not all
+//! zero.
 //!
 //! | number | operation | fields |
 //! | --- | --- | --- |
@@ -23,6 +24,7 @@
 //! | 13 | module function | module, name |
 //! | 14 | stream wait for | device, stream or nil, device of the other, other stream or nil |
 //! | 15 | alloc aligned | device, dtype, shape, scope or nil, alignment |
+//! | 16 | fetch | handle |
 //!
 //! An allocation whose alignment is zero is sent as operation 3, which every peer knows.
 //!
@@ -35,6 +37,7 @@ use bytes::Bytes;
 use super::codec::{CodecError, Reader, Writer};
 use crate::device::DeviceAttribute;
 use crate::error::{ErrorKind, RpcError};
+use crate::handle::PipeId;
 use crate::session::{Lane, Operation, Request};
 use crate::trace::TraceContext;
 use crate::value::Value;
@@ -52,14 +55,19 @@ pub(super) fn write_request(request: &Request, now: Instant, body: Vec<u8>) -> W
     let begin = |writer: &mut Writer, number: u64, fields: usize| {
         writer.array(if request.trace.is_some() { 4 } else { 3 });
         writer.uint(number);
-        match request.deadline {
-            None => writer.nil(),
-            Some(deadline) => {
-                let left = deadline.saturating_duration_since(now).as_micros();
-                writer.map(1);
-                writer.str("d");
-                writer.uint(u64::try_from(left).unwrap_or(u64::MAX));
-            }
+        match usize::from(request.deadline.is_some()) + usize::from(request.pipe.is_some()) {
+            0 => writer.nil(),
+            extras => writer.map(extras),
+        }
+        if let Some(deadline) = request.deadline {
+            let left = deadline.saturating_duration_since(now).as_micros();
+            writer.str("d");
+            writer.uint(u64::try_from(left).unwrap_or(u64::MAX));
+        }
+        if let Some(pipe) = request.pipe {
+            writer.str("p");
+            writer.handle(pipe.handle());
+            writer.has_pipes = true;
         }
         writer.array(fields);
     };
@@ -145,6 +153,11 @@ pub(super) fn write_request(request: &Request, now: Instant, body: Vec<u8>) -> W
             writer.handle(*module);
             writer.str(name);
         }
+        Operation::Fetch { handle } => {
+            begin(&mut writer, 16, 1);
+            writer.handle(*handle);
+            writer.has_pipes = true;
+        }
         Operation::Release { .. } | Operation::Shutdown => return writer,
     }
     if let Some(trace) = request.trace {
@@ -184,7 +197,7 @@ pub(super) fn read_request(
     now: Instant,
 ) -> Result<(Request, usize), CodecError> {
     let mut reader = Reader::new(body, payload);
-    let Head { number, deadline, traced } = read_head(&mut reader, now)?;
+    let Head { number, deadline, pipe, traced } = read_head(&mut reader, now)?;
     reader.values = 0;
     let fields = reader.array()?;
     let expect = |count: usize| if fields == count { Ok(()) } else { Err(CodecError::OutOfRange) };
@@ -258,12 +271,16 @@ pub(super) fn read_request(
             let (other_device, other) = (reader.device()?, optionally(&mut reader, Reader::handle)?);
             Operation::StreamWaitFor { device, stream, other_device, other }
         }
+        16 => {
+            expect(1)?;
+            Operation::Fetch { handle: reader.handle()? }
+        }
         other => return Err(CodecError::UnknownOperation(other)),
     };
     let values = reader.values;
     let trace = if traced { Some(read_trace(&mut reader)?) } else { None };
     reader.finish()?;
-    Ok((Request { lane, deadline, trace, operation }, values))
+    Ok((Request { lane, deadline, trace, pipe, operation }, values))
 }
 
 /// The part of a request in front of the operation's fields.
@@ -271,6 +288,8 @@ struct Head {
     /// Number of the operation.
     number: u64,
     deadline: Option<Instant>,
+    /// Handle under which the session keeps the result.
+    pipe: Option<PipeId>,
     /// True if a trace context follows the fields.
     traced: bool,
 }
@@ -282,19 +301,21 @@ fn read_head(reader: &mut Reader<'_>, now: Instant) -> Result<Head, CodecError> 
         _ => return Err(CodecError::OutOfRange),
     };
     let number = reader.uint()?;
-    let mut deadline = None;
+    let (mut deadline, mut pipe) = (None, None);
     if !reader.nil()? {
         for _ in 0..reader.map()? {
             let key = reader.str()?;
             if key == "d" {
                 // A deadline beyond the clock's range counts as none.
                 deadline = now.checked_add(Duration::from_micros(reader.uint()?));
+            } else if key == "p" {
+                pipe = Some(PipeId::from_handle(reader.handle()?).ok_or(CodecError::OutOfRange)?);
             } else {
                 reader.value(0)?;
             }
         }
     }
-    Ok(Head { number, deadline, traced })
+    Ok(Head { number, deadline, pipe, traced })
 }
 
 fn read_trace(reader: &mut Reader<'_>) -> Result<TraceContext, CodecError> {
@@ -305,9 +326,10 @@ fn read_trace(reader: &mut Reader<'_>) -> Result<TraceContext, CodecError> {
 /// length in bytes. Returns `None` for any other request.
 pub(super) fn peek_write(body: &[u8], now: Instant) -> Option<(crate::value::TensorRef, u64, u64)> {
     let mut reader = Reader::new(body, Bytes::new());
-    let Head { number, deadline, traced } = read_head(&mut reader, now).ok()?;
-    // A write with a deadline takes the ordinary path, where deadlines are watched.
-    if number != 4 || deadline.is_some() || reader.array().ok()? != 3 {
+    let Head { number, deadline, pipe, traced } = read_head(&mut reader, now).ok()?;
+    // A write with a deadline takes the ordinary path, where deadlines are watched. So does one
+    // whose end later requests ask for.
+    if number != 4 || deadline.is_some() || pipe.is_some() || reader.array().ok()? != 3 {
         return None;
     }
     let (tensor, offset) = (reader.tensor().ok()?, reader.uint().ok()?);

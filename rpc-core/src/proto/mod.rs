@@ -35,7 +35,7 @@ pub use codec::{CodecError, decode_value, encode_value};
 pub use endpoint::{BulkRead, EndpointConfig};
 pub use frame::{FrameError, FrameHeader, HEADER_LEN, Kind, MAX_BODY_PART};
 pub use handshake::{
-    ANONYMOUS, Anonymous, Handshake, HandshakeConfig, Hello, Identity, IdentityStep, MAGIC, Negotiated, Role,
+    ANONYMOUS, Anonymous, Handshake, HandshakeConfig, Hello, Identity, IdentityStep, MAGIC, Negotiated, PIPES, Role,
     Transcript, VERSION_MAX, VERSION_MIN,
 };
 pub use keep_alive_defaults::{KEEP_ALIVE, SILENT_INTERVALS};

@@ -5,9 +5,9 @@ use std::time::Duration;
 
 use crate::pair::{Arrived, Cut, Frame, Pair, Rng, Setup, call, call_with, frame, object};
 use bytes::Bytes;
-use rpc_core::proto::{Admission, Kind};
-use rpc_core::session::Operation;
-use rpc_core::{ErrorKind, Handle, Lane, RpcError, Value};
+use rpc_core::proto::{Admission, Kind, PIPES};
+use rpc_core::session::{Operation, Request};
+use rpc_core::{ErrorKind, Handle, Lane, LocalSession, PipeId, Reference, Registry, RpcError, Value};
 
 const KIB: usize = 1 << 10;
 
@@ -658,4 +658,69 @@ fn a_request_that_was_not_sent_whole_has_not_run() {
     pair.run();
     assert_eq!(pair.error(1).kind(), ErrorKind::PeerLost);
     assert!(pair.error(1).is_retryable());
+}
+
+#[test]
+fn only_a_server_with_the_feature_is_asked_to_keep_results() {
+    let pipe = PipeId::new(1);
+    let requests = || {
+        let result = Value::Object(Reference::Pipe(pipe.handle()));
+        [
+            Request { pipe: Some(pipe), ..call(1, 1) },
+            call_with(1, vec![Value::List(vec![1.into(), result])]),
+            Request::new(Operation::Fetch { handle: pipe.handle() }).on(Lane(1)),
+        ]
+    };
+    let features = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect::<Vec<_>>();
+    for (client, server, keeps) in
+        [(&[PIPES][..], &[PIPES][..], true), (&[PIPES], &[], false), (&[], &[PIPES], false), (&[], &[], false)]
+    {
+        let mut setup = Setup::default();
+        (setup.client.features, setup.server.features) = (features(client), features(server));
+        let mut pair = Pair::new(setup);
+        assert_eq!(pair.client.keeps_results(), keeps);
+        for (id, request) in (1..).zip(requests()) {
+            let admission = pair.submit(id, request);
+            assert_eq!(matches!(admission, Admission::Now), keeps, "{id}");
+        }
+        pair.run();
+        if keeps {
+            assert_eq!(pair.requests_in_order(), [1, 2, 3]);
+            assert_eq!((pair.requests[&1].pipe, pair.requests[&2].pipe), (Some(pipe), None));
+        } else {
+            assert!(pair.arrived.is_empty());
+            for id in 1..=3 {
+                let error = pair.error(id);
+                assert_eq!((error.kind(), error.request_may_have_run()), (ErrorKind::Unsupported, false), "{error}");
+            }
+        }
+        // Handles in the range of pipes are no more than handles of a server without the feature.
+        assert!(matches!(pair.submit(9, call_with(1, vec![object(pipe.handle().to_bits())])), Admission::Now));
+    }
+}
+
+/// Eight calls, each of which takes the result of the one before, take as long as one.
+#[test]
+fn a_chain_of_calls_takes_one_round_trip() {
+    let registry = Registry::new();
+    registry.add_inline("add", |a: i64, b: i64| a + b);
+    let mut setup = Setup::default();
+    (setup.client.features, setup.server.features) = (vec![PIPES.into()], vec![PIPES.into()]);
+    setup.delay = Duration::from_millis(25);
+    let mut pair = Pair::new(setup).served_by(LocalSession::new(registry));
+    pair.submit(1, Request::new(Operation::GetFunction { name: "add".into() }));
+    pair.run();
+    let Ok(Value::Object(Reference::Function(add))) = pair.outcomes[&1] else { panic!("{:?}", pair.outcomes) };
+    let (begun, mut result) = (pair.now, Value::Int(0));
+    for id in 2..=9 {
+        let pipe = (id < 9).then(|| PipeId::new(id));
+        let call = Operation::Call { function: add, args: vec![result, 1.into()] };
+        pair.submit(id, Request { pipe, ..Request::new(call) });
+        result = Value::Object(Reference::Pipe(PipeId::new(id).handle()));
+    }
+    pair.run();
+    assert_eq!(pair.outcomes[&9], Ok(Value::Int(8)));
+    // There and back once, on a link of 25 ms each way. The clock is made up.
+    assert_eq!(pair.now - begun, Duration::from_millis(50));
+    assert_eq!(pair.answered, [1, 2, 3, 4, 5, 6, 7, 8, 9]);
 }

@@ -14,7 +14,7 @@ use rpc_core::proto::{
 };
 use rpc_core::session::{Operation, ReadBuffer, Request};
 use rpc_core::{
-    DataType, Device, ErrorKind, Handle, Lane, Packed, Reference, RpcError, TensorRef, TraceContext, Value,
+    DataType, Device, ErrorKind, Handle, Lane, Packed, PipeId, Reference, RpcError, TensorRef, TraceContext, Value,
 };
 
 /// Seeds of histories that failed in the past.
@@ -33,7 +33,7 @@ fn for_seeds(explicit: &[u64], count: u64, mut run: impl FnMut(u64)) {
 
 fn random_value(rng: &mut Rng, depth: usize) -> Value {
     let handle = Handle::from_bits(rng.next());
-    match rng.below(if depth > 3 { 14 } else { 16 }) {
+    match rng.below(if depth > 3 { 15 } else { 17 }) {
         0 => Value::Null,
         1 => Value::Bool(rng.one_in(2)),
         2 => Value::Int(rng.next() as i64 >> rng.below(64)),
@@ -53,7 +53,8 @@ fn random_value(rng: &mut Rng, depth: usize) -> Value {
         11 => Value::Object(Reference::Function(handle)),
         12 => Value::Object(Reference::Module(handle)),
         13 => Value::Object(Reference::Tensor(random_tensor(rng).into())),
-        14 => Value::List((0..rng.below(20)).map(|_| random_value(rng, depth + 1)).collect()),
+        14 => Value::Object(Reference::Pipe(handle)),
+        15 => Value::List((0..rng.below(20)).map(|_| random_value(rng, depth + 1)).collect()),
         _ => {
             let pairs = 0..rng.below(10);
             Value::Map(pairs.map(|_| (random_value(rng, depth + 1), random_value(rng, depth + 1))).collect())
@@ -78,7 +79,7 @@ fn random_tensor(rng: &mut Rng) -> TensorRef {
 
 fn random_operation(rng: &mut Rng) -> Operation {
     let handle = Handle::from_bits(rng.next());
-    match rng.below(9) {
+    match rng.below(10) {
         0 => Operation::GetFunction { name: "f".repeat(rng.below(300)) },
         1 => Operation::Alloc {
             device: Device::cpu(),
@@ -104,6 +105,7 @@ fn random_operation(rng: &mut Rng) -> Operation {
             }
         }
         6 => Operation::ModuleFunction { module: handle, name: "n".into() },
+        8 => Operation::Fetch { handle },
         _ => Operation::Call { function: handle, args: (0..rng.below(5)).map(|_| random_value(rng, 0)).collect() },
     }
 }
@@ -146,6 +148,7 @@ fn requests_round_trip_and_mutated_ones_do_not_panic() {
         let now = Instant::now();
         let mut request = Request::new(random_operation(&mut rng));
         request.deadline = rng.one_in(2).then(|| now + Duration::from_micros(rng.next() >> 20));
+        request.pipe = rng.one_in(2).then(|| PipeId::new(rng.next()));
         request.trace = if rng.one_in(2) { random_trace(&mut rng) } else { None };
         let (body, payload) = encode_request(&request, now);
         let payload = Bytes::from(payload.concat());

@@ -105,6 +105,12 @@ pub trait ClientProtocol: Send + Sized + 'static {
     /// Puts back what [`take_bulk`](Self::take_bulk) returned, of which nothing was read.
     fn put_idle_bulk(&mut self, bulk: Self::Bulk);
 
+    /// Returns true if the peer keeps results for later requests
+    /// ([`Request::pipe`](rpc_core::Request::pipe)); others refuse such requests.
+    fn keeps_results(&self) -> bool {
+        false
+    }
+
     /// Returns true once the channel can be closed. A protocol may go on with it after the end of
     /// the session, of which callers have been told.
     fn is_over(&self) -> bool {
@@ -211,6 +217,10 @@ impl ClientProtocol for ClientEndpoint<Responder> {
 
     fn is_paused(&self) -> bool {
         Self::is_paused(self)
+    }
+
+    fn keeps_results(&self) -> bool {
+        Self::keeps_results(self)
     }
 
     fn take_bulk(&mut self) -> Option<BulkRead> {

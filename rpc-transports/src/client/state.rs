@@ -322,6 +322,10 @@ impl<P: Pump> RpcSession for LastReference<P> {
         self.state().is_encrypted
     }
 
+    fn keeps_results(&self) -> bool {
+        self.state().lock().endpoint.keeps_results()
+    }
+
     fn submit(&self, request: Request) -> Submission {
         let state = self.state();
         match request.operation {

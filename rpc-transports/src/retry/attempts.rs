@@ -104,8 +104,8 @@ impl Attempts {
 
     /// Makes one attempt.
     async fn attempt(&self, request: &Request) -> Outcome {
-        let Request { lane, deadline, trace, ref operation } = *request;
-        let with = |operation| Request { lane, deadline, trace, operation };
+        let Request { lane, deadline, trace, pipe, ref operation } = *request;
+        let with = |operation| Request { lane, deadline, trace, pipe, operation };
         let opened = self.unless_given_up(deadline, self.inner.current()).await?;
         // Neither the opening nor a look-up below is the request.
         let not_begun = |error: RpcError| error.may_have_run(false);

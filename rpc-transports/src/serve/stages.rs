@@ -360,7 +360,9 @@ impl Secured {
         let options = &self.connection.server.options;
         let mut hello = Hello::new(Role::Server);
         hello.key.clone_from(&self.connection.key);
-        hello.features = features(self.channel.process().is_some());
+        if !options.relay {
+            hello.features = features(self.channel.process().is_some());
+        }
         hello.relay = options.relay;
         hello.keep_alive_ms = options.keep_alive.as_millis() as u64;
         options.limits.apply(&mut hello);

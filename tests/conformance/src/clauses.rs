@@ -13,5 +13,6 @@ pub mod handles;
 pub mod modules;
 pub mod order;
 pub mod pipelining;
+pub mod pipes;
 pub mod tensors;
 pub mod threads;

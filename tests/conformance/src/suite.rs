@@ -83,6 +83,16 @@ macro_rules! conformance {
                 every_request_gets_exactly_one_reply
                 copies_pass_a_small_queue
             }
+            pipes {
+                calls_take_the_results_of_earlier_ones
+                results_may_be_objects
+                an_error_is_carried_along_the_chain
+                a_cancelled_request_has_no_result
+                a_result_belongs_to_its_lane_and_session
+                a_dropped_pipe_frees_its_result
+                names_of_no_result_are_refused
+                results_that_are_kept_are_bounded
+            }
             deadlines {
                 the_deadline_of_a_running_call_fails_the_caller_at_once
                 the_deadline_does_not_wait_for_the_function
@@ -238,6 +248,7 @@ mod tests {
             include_str!("clauses/modules.rs"),
             include_str!("clauses/order.rs"),
             include_str!("clauses/pipelining.rs"),
+            include_str!("clauses/pipes.rs"),
             include_str!("clauses/tensors.rs"),
             include_str!("clauses/threads.rs"),
         ];

@@ -6,6 +6,7 @@ mod admission;
 mod device_gate;
 mod lifetimes;
 pub(super) mod models;
+mod pipes;
 mod streams;
 mod thread_quota;
 mod threads;

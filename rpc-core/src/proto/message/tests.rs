@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::dlpack::{DataType, Device};
-use crate::handle::Handle;
+use crate::handle::{Handle, PipeId};
 use crate::proto::codec::{MAX_VALUES, decode_value, encode_value};
 use crate::value::{Packed, Reference, TensorRef};
 use proptest::prelude::*;
@@ -97,6 +97,13 @@ fn golden_requests() {
         "93 0e c0 94 d704 02000000 01000000 c0 d704 01000000 00000000 cdfeed",
         0,
     );
+    let pipe = PipeId::new(7).handle();
+    check(
+        Operation::Call { function, args: vec![Value::Object(Reference::Pipe(pipe))] },
+        "93 02 c0 92 cdfeed 91 d70a 070000000000ffff",
+        0,
+    );
+    check(Operation::Fetch { handle: pipe }, "93 10 c0 91 cfffff000000000007", 0);
     check(Operation::LoadModule { path: "m.so".into(), loader: None }, "93 0c c0 92 a46d2e736f c0", 0);
     check(Operation::ModuleFunction { module: function, name: "f".into() }, "93 0d c0 92 cdfeed a166", 0);
 }
@@ -111,6 +118,38 @@ fn golden_deadline_travels_as_time_remaining() {
     let later = now + Duration::from_secs(100);
     let back = decode_request(Lane::DEFAULT, &body, Bytes::new(), later).unwrap();
     assert_eq!(back.deadline, Some(later + Duration::from_millis(2)));
+}
+
+#[test]
+fn golden_result_that_is_kept_is_an_extra() {
+    let now = Instant::now();
+    let mut request = Request::new(Operation::GetFunction { name: "f".into() });
+    request.pipe = Some(PipeId::new(7));
+    let (body, _) = encode_request(&request, now);
+    assert_eq!(hex(&body), "93 01 81 a170 cfffff000000000007 91 a166".replace(' ', ""));
+    let back = decode_request(Lane::DEFAULT, &body, Bytes::new(), now).unwrap();
+    assert_eq!((back.pipe, back.deadline), (request.pipe, None));
+    request.deadline = Some(now + Duration::from_millis(2));
+    let (body, _) = encode_request(&request, now);
+    assert_eq!(hex(&body), "93 01 82 a164 cd07d0 a170 cfffff000000000007 91 a166".replace(' ', ""));
+    let back = decode_request(Lane::DEFAULT, &body, Bytes::new(), now).unwrap();
+    assert_eq!((back.pipe, back.deadline), (request.pipe, request.deadline));
+    // A handle that is not the client's to choose, and no handle.
+    for extra in ["cffffe000000000007", "07", "c0"] {
+        let body = unhex(&format!("93 01 81 a170 {extra} 91 a166"));
+        let error = decode_request(Lane::DEFAULT, &body, Bytes::new(), now).unwrap_err();
+        assert_eq!(RpcError::from(error).kind(), ErrorKind::Protocol, "{extra}");
+    }
+}
+
+#[test]
+fn a_write_whose_end_is_awaited_is_not_received_in_place() {
+    let now = Instant::now();
+    let mut request =
+        Request::new(Operation::Write { to: tensor().into(), offset: 0, data: Bytes::from_static(b"ab") });
+    assert!(peek_write(&encode_request(&request, now).0, now).is_some());
+    request.pipe = Some(PipeId::new(7));
+    assert_eq!(peek_write(&encode_request(&request, now).0, now), None);
 }
 
 const TRACED: &str = "94 01 c0 91 a166 c419 0af7651916cd43dd8448eb211c80319c b7ad6b7169203331 01";
@@ -279,6 +318,7 @@ fn reference() -> impl Strategy<Value = Reference> {
         handle.clone().prop_map(Reference::Function),
         handle.clone().prop_map(Reference::Module),
         handle.clone().prop_map(Reference::Object),
+        handle.clone().prop_map(Reference::Pipe),
         (handle, any::<u64>(), shape, any::<bool>()).prop_map(|(storage, byte_offset, shape, strided)| {
             let strides = strided.then(|| shape.clone());
             let (dtype, device) = (DataType::BF16, Device::cuda(3));
@@ -318,11 +358,13 @@ proptest! {
     fn requests_round_trip(
         args in prop::collection::vec(value(), 0..5),
         left in proptest::option::of(any::<u32>()),
+        pipe in proptest::option::of(any::<u64>()),
         trace in proptest::option::of((any::<[u8; 16]>(), any::<[u8; 8]>(), any::<u8>())),
     ) {
         let now = Instant::now();
         let mut request = Request::new(Operation::Call { function: Handle::from_bits(7), args });
         request.deadline = left.map(|micros| now + Duration::from_micros(micros.into()));
+        request.pipe = pipe.map(PipeId::new);
         request.trace = trace.and_then(|(trace_id, span_id, flags)| TraceContext::new(trace_id, span_id, flags));
         let (body, payload) = encode_request(&request, now);
         let back = decode_request(request.lane, &body, payload.concat().into(), now).unwrap();

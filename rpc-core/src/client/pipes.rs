@@ -1,0 +1,225 @@
+//! Results that are not there yet, as arguments of later operations: [`Pipe`].
+
+use std::fmt;
+use std::future::IntoFuture;
+use std::marker::PhantomData;
+use std::sync::Arc;
+
+use crate::client::action::{Action, KeptRequest, OnReply, OneRequest, Pending, Pins, ScopedAction};
+use crate::client::promise::Promise;
+use crate::client::references::{Owned, RemoteFunction, RemoteModule, RemoteTensor};
+use crate::dlpack::{DataType, Device};
+use crate::error::{ErrorKind, Result, RpcError};
+use crate::function::convert::{ArgScope, FromReply, IntoArg};
+use crate::session::Operation;
+use crate::value::{Reference, TensorRef, Value};
+
+/// Result of an operation that is in progress, as an argument of later operations of the same lane.
+/// Made by [`Action::pipe`](ScopedAction::pipe).
+///
+/// The session keeps the result, and puts it in place of the pipe when the later operation begins.
+/// Nothing waits for a reply in between: a chain of calls, each of which takes the result of the
+/// one before, takes one round trip.
+///
+/// ```
+/// use rpc_core::{ErrorKind, LocalSession, Registry, Session};
+///
+/// let registry = Registry::new();
+/// registry.add("half", |n: i64| if n % 2 == 0 { Ok(n / 2) } else { Err(format!("{n} is odd")) });
+/// let session = Session::new(LocalSession::new(registry));
+/// let half = session.get_function("half").wait()?;
+///
+/// let a = half.call::<i64>((12,)).pipe();
+/// let b = half.call::<i64>((&a,)).pipe();
+/// let c = half.call::<i64>((&b,)).start();
+/// assert_eq!(b.wait()?, 3);
+/// let error = c.wait().unwrap_err();
+/// assert_eq!((error.kind(), error.request_may_have_run()), (ErrorKind::Application, true));
+///
+/// let failed = half.call::<i64>((1,)).pipe();
+/// let error = half.call::<i64>((&failed,)).wait().unwrap_err();
+/// assert!(error.message().ends_with("the earlier 'half' failed: 1 is odd"), "{error}");
+/// assert!(!error.request_may_have_run());
+/// # Ok::<(), rpc_core::RpcError>(())
+/// ```
+///
+/// **Order.** The result is known when a later operation of its lane begins, because a lane runs
+/// its requests one after the other. So a pipe belongs to the lane and the session of its
+/// operation, and a concurrent operation has none. Others are refused before they are sent, with
+/// [`ErrorKind::ApiMisuse`].
+///
+/// **Errors.** If the operation fails, so does each one that names its result, before it begins:
+/// with the same kind, and a message that names the operation which has failed. It has not run then
+/// ([`request_may_have_run`](RpcError::request_may_have_run) is false). The error of the operation
+/// itself is that of [`fetch`](Self::fetch).
+///
+/// **Ownership.** The session keeps the result as long as a clone of the pipe lives, or an
+/// operation in progress names it; dropping the last one frees it. A result counts as an object of
+/// the session, and so do the objects in it; its bytes count against what the session may have
+/// queued, and do so once more in each call that it is put into. A session keeps 4,096 at most.
+///
+/// **Cancellation.** Dropping all clones cancels the operation, if it has not begun. An operation
+/// that names the pipe keeps a clone until its reply.
+///
+/// Servers that are older, and those of TVM, keep no results: [`fetch`](Self::fetch) and each
+/// operation that names the pipe fail with [`ErrorKind::Unsupported`]. A
+/// [retrying session](https://docs.rs/rpc-transports) keeps none either, because a part of a chain
+/// cannot be repeated.
+pub struct Pipe<T> {
+    /// The result, or the reason for which the operation was not submitted.
+    kept: Result<Arc<Owned>>,
+    converted: PhantomData<fn() -> T>,
+}
+
+impl<T: FromReply> ScopedAction<'static, T> {
+    /// Starts the operation, and leaves its result in the session for [later
+    /// operations](Pipe) of the same lane, which may name it from now on. Only an operation of one
+    /// request has a pipe; calls, look-ups of functions and modules, and allocations are such.
+    ///
+    /// Never fails: an operation that cannot have a pipe fails when the pipe is used.
+    pub fn pipe(self) -> Pipe<T> {
+        let kept = self.submit_kept();
+        let kept = kept.map(|KeptRequest { session, handle, lane, pending, tensor }| {
+            Owned::promised(handle, &session, Promise::new(lane, pending, tensor))
+        });
+        Pipe { kept, converted: PhantomData }
+    }
+}
+
+impl<T: FromReply> Pipe<T> {
+    /// Fetches the result. It stays in the session, and objects in it are fetched as references of
+    /// their own.
+    ///
+    /// # Errors
+    ///
+    /// That of the operation, if it has failed. [`ErrorKind::ApiMisuse`] on another lane than the
+    /// operation's, which is the default here.
+    pub fn fetch(&self) -> Action<T> {
+        let kept = match &self.kept {
+            Ok(kept) => kept,
+            Err(error) => return Action::failed(error.clone()),
+        };
+        let mut others = Vec::new();
+        kept.pin_into(&mut others);
+        let fetch = OneRequest::new(kept.session(), Ok(Operation::Fetch { handle: kept.handle() }));
+        let fetch = fetch.pinned(Pins { function: None, others }).on_reply(Arc::new(Fetched(kept.clone())));
+        Action::from(fetch).lane(kept.lane().unwrap_or_default())
+    }
+
+    /// [Fetches](Self::fetch) the result on the calling thread.
+    ///
+    /// # Errors
+    ///
+    /// As there, and [`ErrorKind::ApiMisuse`] inside an async runtime.
+    pub fn wait(&self) -> Result<T> {
+        self.fetch().wait()
+    }
+}
+
+impl Pipe<RemoteFunction> {
+    /// Returns the function that the operation looks up, to be called on the lane of the pipe.
+    ///
+    /// # Errors
+    ///
+    /// The operation was not submitted, for this reason.
+    pub fn function(&self) -> Result<RemoteFunction> {
+        self.kept.clone().map(RemoteFunction)
+    }
+}
+
+impl Pipe<RemoteModule> {
+    /// Returns the module that the operation loads, for look-ups on the lane of the pipe.
+    ///
+    /// # Errors
+    ///
+    /// The operation was not submitted, for this reason.
+    pub fn module(&self) -> Result<RemoteModule> {
+        self.kept.clone().map(RemoteModule)
+    }
+}
+
+impl Pipe<RemoteTensor> {
+    /// Returns the tensor that the operation allocates, for copies and calls on the lane of the
+    /// pipe.
+    ///
+    /// # Errors
+    ///
+    /// The operation was not submitted, for this reason; [`ErrorKind::ApiMisuse`] if it is no
+    /// allocation, so that the layout of the tensor is not known here.
+    pub fn tensor(&self) -> Result<RemoteTensor> {
+        let kept = self.kept.clone()?;
+        let Some(layout) = kept.promised_tensor() else {
+            let text = "the layout of a tensor that a function returns is not known before: name it (tensor_of)";
+            return Err(RpcError::new(ErrorKind::ApiMisuse, text));
+        };
+        let layout = TensorRef { storage: kept.handle(), ..layout.clone() };
+        Ok(RemoteTensor::of_layout(kept, layout))
+    }
+
+    /// Returns the tensor that the operation returns, like [`tensor`](Self::tensor), as a view of
+    /// this layout from its first byte on. The session checks the layout when it is used.
+    ///
+    /// # Errors
+    ///
+    /// The operation was not submitted, for this reason.
+    pub fn tensor_of(&self, device: Device, dtype: DataType, shape: &[i64]) -> Result<RemoteTensor> {
+        let kept = self.kept.clone()?;
+        let (storage, shape) = (kept.handle(), shape.to_vec());
+        Ok(RemoteTensor::of_layout(kept, TensorRef { storage, byte_offset: 0, shape, strides: None, dtype, device }))
+    }
+}
+
+impl<T> IntoArg for &Pipe<T> {
+    fn into_arg(self, scope: &mut ArgScope<'_>) -> Result<Value> {
+        let kept = match &self.kept {
+            Ok(kept) => kept,
+            Err(error) => return Err(error.clone().context("the result of an operation that was not submitted")),
+        };
+        let handle = kept.kept_in(scope.session)?;
+        kept.pin_into(&mut scope.pins);
+        Ok(Value::Object(Reference::Pipe(handle)))
+    }
+}
+
+/// Kept until the reply, and freed then if this was the last clone.
+impl<T> IntoArg for Pipe<T> {
+    fn into_arg(self, scope: &mut ArgScope<'_>) -> Result<Value> {
+        (&self).into_arg(scope)
+    }
+}
+
+/// [Fetches](Pipe::fetch) the result.
+impl<T: FromReply> IntoFuture for Pipe<T> {
+    type Output = Result<T>;
+    type IntoFuture = Pending<T>;
+
+    fn into_future(self) -> Pending<T> {
+        self.fetch().into_future()
+    }
+}
+
+impl<T> Clone for Pipe<T> {
+    fn clone(&self) -> Self {
+        Self { kept: self.kept.clone(), converted: PhantomData }
+    }
+}
+
+impl<T> fmt::Debug for Pipe<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.kept {
+            Ok(kept) => write!(f, "Pipe({})", kept.handle()),
+            Err(error) => write!(f, "Pipe({error})"),
+        }
+    }
+}
+
+/// A fetched result, whose error is that of its operation.
+struct Fetched(Arc<Owned>);
+
+impl OnReply for Fetched {
+    fn succeeded(&self) {}
+
+    fn failed(&self, error: RpcError) -> RpcError {
+        self.0.promised_error().unwrap_or(error)
+    }
+}

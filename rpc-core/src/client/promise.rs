@@ -1,0 +1,57 @@
+//! The part of a reference to a result that is not there yet: the lane that it is bound to, and the
+//! request that it comes from.
+
+use std::future::Future as _;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, Waker};
+
+use parking_lot::Mutex;
+
+use crate::blocking;
+use crate::client::action::{LaneBound, Pending, PinnedReference};
+use crate::error::RpcError;
+use crate::session::Lane;
+use crate::value::TensorRef;
+
+/// A request whose result the session keeps. Dropping it cancels the request if it has not begun.
+pub(crate) struct Promise {
+    lane: Arc<LaneBound>,
+    outcome: Mutex<Outcome>,
+    /// Layout of the result, if the request is an allocation.
+    pub(crate) tensor: Option<TensorRef>,
+}
+
+enum Outcome {
+    Pending(Pending<()>),
+    Succeeded,
+    Failed(RpcError),
+}
+
+impl Promise {
+    pub(crate) fn new(lane: Lane, pending: Pending<()>, tensor: Option<TensorRef>) -> Self {
+        Self { lane: Arc::new(LaneBound(lane)), outcome: Mutex::new(Outcome::Pending(pending)), tensor }
+    }
+
+    /// Returns a pin that keeps requests which name the result on its lane.
+    pub(crate) fn lane_pin(&self) -> PinnedReference {
+        self.lane.clone()
+    }
+
+    pub(crate) fn lane(&self) -> Lane {
+        self.lane.0
+    }
+
+    /// Returns the error of the request, if its reply has arrived. Replies of one lane arrive in
+    /// order, so it has when a request that names the result is answered.
+    pub(crate) fn error(&self) -> Option<RpcError> {
+        let mut outcome = self.outcome.lock();
+        if let Outcome::Pending(pending) = &mut *outcome
+            && let Poll::Ready(ended) =
+                blocking::apart(|| Pin::new(pending).poll(&mut Context::from_waker(Waker::noop())))
+        {
+            *outcome = ended.map_or_else(Outcome::Failed, |()| Outcome::Succeeded);
+        }
+        if let Outcome::Failed(error) = &*outcome { Some(error.clone()) } else { None }
+    }
+}
