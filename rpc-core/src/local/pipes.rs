@@ -14,6 +14,8 @@ use std::collections::HashMap;
 use std::mem::size_of;
 use std::sync::{Arc, OnceLock};
 
+use bytes::Bytes;
+
 use super::LocalInner;
 use super::resolve::{self, Objects, PinnedOperation};
 use crate::error::{ErrorKind, Result, RpcError};
@@ -25,7 +27,7 @@ use crate::panics::drop_each;
 use crate::reply::{Outcome, Responder};
 use crate::session::{Lane, Operation, Request};
 use crate::tensor::Tensor;
-use crate::value::{MAX_DEPTH, Reference, Value};
+use crate::value::{MAX_DEPTH, Packed, Reference, Value};
 
 /// Largest number of results that a session keeps.
 const MAX_PIPES: usize = 4096;
@@ -386,11 +388,7 @@ impl LocalInner {
         } else {
             self.staging.reserve(bytes).map_err(|error| error.context("the result cannot be kept"))
         };
-        let kept = lease.map(|lease| Kept { value, bytes, depth, objects, _lease: lease });
-        let kept = match kept {
-            Ok(kept) => kept,
-            Err(error) => return Err(error),
-        };
+        let kept = Kept { value: detached(value), bytes, depth, objects, _lease: lease? };
         let pipes = self.pipes.lock();
         // Released, or the session has ended: nothing is counted for a cell that is not listed.
         let is_listed = pipes.0.get(&slot.handle).is_some_and(|cell| Arc::ptr_eq(cell, &slot.cell));
@@ -418,6 +416,20 @@ impl LocalInner {
         self.table.lock().discharge(objects);
         drop(pipes);
         cells.into_iter().map(ReleasedPipe).collect()
+    }
+}
+
+/// Returns a value that has its bytes for itself: those of a read borrow its tensor, and those of a
+/// request may be a small part of what had come with it.
+fn detached(value: LocalValue) -> LocalValue {
+    match value {
+        Value::Bytes(bytes) => Value::Bytes(Bytes::copy_from_slice(&bytes)),
+        Value::Packed(packed) => Value::Packed(Packed::from_bytes(Bytes::copy_from_slice(packed.as_bytes()))),
+        Value::List(values) => Value::List(values.into_iter().map(detached).collect()),
+        Value::Map(pairs) => {
+            Value::Map(pairs.into_iter().map(|(key, value)| (detached(key), detached(value))).collect())
+        }
+        other => other,
     }
 }
 

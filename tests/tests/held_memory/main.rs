@@ -372,6 +372,11 @@ fn a_client_that_reads_nothing_makes_its_server_hold_no_more_than_the_limits_say
     for number in operations {
         fixture.flood(&format!("operation {number}"), |peer| recipes::of_operation(number, peer));
     }
+    for (name, arg) in [("large", recipes::large()), ("small", rpc_core::Value::Null)] {
+        fixture.flood(&format!("{name} results that are kept"), |peer| recipes::of_kept_results(peer, arg));
+    }
+    fixture.flood("calls that take a large result several times", recipes::of_named_results);
+    fixture.flood("calls that wait and name results", recipes::of_waiting_names);
     fixture.flood("reads of a device", recipes::of_device_reads);
     fixture.flood("loads of missing modules", recipes::of_failing_loads);
     fixture.flood("reads of what a listener's peer sends", recipes::of_listened_bytes);

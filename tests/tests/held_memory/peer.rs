@@ -8,8 +8,10 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use rpc_conformance::threads::all_others_wait;
-use rpc_core::proto::{FrameHeader, HEADER_LEN, Hello, Kind, MAGIC, Role, SHARED_MEMORY, decode_reply, encode_request};
-use rpc_core::{Handle, Lane, Operation, Packed, Request, Result, TensorRef, Value};
+use rpc_core::proto::{
+    FrameHeader, HEADER_LEN, Hello, Kind, MAGIC, PIPES, Role, SHARED_MEMORY, decode_reply, encode_request,
+};
+use rpc_core::{Handle, Lane, Operation, Packed, PipeId, Request, Result, TensorRef, Value};
 use rpc_tvm::wire;
 use rustix::io::Errno;
 use rustix::net::RecvFlags;
@@ -68,7 +70,7 @@ impl Peer {
         let mut hello = Hello::new(Role::Client);
         hello.identities = vec!["none".into()];
         hello.forward = forward;
-        hello.features = vec![SHARED_MEMORY.into()];
+        hello.features = vec![SHARED_MEMORY.into(), PIPES.into()];
         (hello.window, hello.max_message, hello.chunk) = (1 << 40, 1 << 40, 1 << 20);
         let body = Packed::encode(&hello).unwrap();
         let accept = FrameHeader::control(Kind::Accept, 0).encode();
@@ -217,9 +219,18 @@ impl Peer {
 
     /// Returns the frame of a request with a new id.
     pub(crate) fn request(&mut self, lane: u32, operation: Operation) -> Vec<u8> {
-        let id = self.next;
+        self.request_of(Request::new(operation).on(Lane(lane)))
+    }
+
+    /// Returns the frame of a request whose result the server keeps.
+    pub(crate) fn kept(&mut self, pipe: PipeId, operation: Operation) -> Vec<u8> {
+        self.request_of(Request { pipe: Some(pipe), ..Request::new(operation).on(Lane(1)) })
+    }
+
+    fn request_of(&mut self, request: Request) -> Vec<u8> {
+        let (id, Lane(lane)) = (self.next, request.lane);
         self.next += 1;
-        let (body, payload) = encode_request(&Request::new(operation).on(Lane(lane)), Instant::now());
+        let (body, payload) = encode_request(&request, Instant::now());
         let payload = payload.concat();
         let (body_len, payload_len) = (body.len() as u32, payload.len() as u32);
         let header = FrameHeader { body_len, payload_len, id, lane, ..FrameHeader::control(Kind::Request, 0) };

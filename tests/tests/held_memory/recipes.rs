@@ -9,7 +9,7 @@ use rpc_core::client::RunRequest;
 use rpc_core::proto::{CodecError, FrameHeader, HEADER_LEN, Kind, decode_request};
 use rpc_core::{
     DataType, Device, DeviceAttribute, ErrorKind, FunctionModule, Handle, Lane, LoadRequest, Module, ModuleLoader,
-    Operation, Packed, Reference, Result, Value,
+    Operation, Packed, PipeId, Reference, Result, Value,
 };
 use rpc_tests::accelerator::Accelerator;
 
@@ -189,6 +189,10 @@ pub(crate) fn of_operation(number: u8, peer: &mut Peer) -> Recipe {
             let (dtype, alignment) = (DataType::U8, LARGE.next_power_of_two() as u64);
             (1, Operation::Alloc { device: cpu, dtype, shape: vec![1], scope: None, alignment })
         }),
+        16 => {
+            let pipe = kept_text(peer);
+            Box::new(move |_| (1, Operation::Fetch { handle: pipe.handle() }))
+        }
         other => panic!("operation {other} has no recipe here: add one"),
     };
     let frames = Box::new(move |peer: &mut Peer, number| {
@@ -196,6 +200,52 @@ pub(crate) fn of_operation(number: u8, peer: &mut Peer) -> Recipe {
         peer.request(lane, operation)
     });
     Recipe { frames, answer }
+}
+
+/// Has the server keep a large text as a result of lane 1.
+fn kept_text(peer: &mut Peer) -> PipeId {
+    let (function, pipe) = (peer.function("rpc.echo"), PipeId::unused());
+    let frame = peer.kept(pipe, Operation::Call { function, args: vec![text(&"x".repeat(LONG))] });
+    peer.reply_to(&frame).unwrap();
+    pipe
+}
+
+/// Returns the flood of calls whose results are kept and never freed.
+pub(crate) fn of_kept_results(peer: &mut Peer, arg: Value) -> Recipe {
+    let function = peer.function("rpc.echo");
+    let frames = Box::new(move |peer: &mut Peer, _| {
+        peer.kept(PipeId::unused(), Operation::Call { function, args: vec![arg.clone()] })
+    });
+    Recipe { frames, answer: Answer::Value }
+}
+
+/// Returns the flood of calls that each take one large result several times.
+pub(crate) fn of_named_results(peer: &mut Peer) -> Recipe {
+    let (function, pipe) = (peer.function("rpc.echo"), kept_text(peer));
+    let frames = Box::new(move |peer: &mut Peer, _| {
+        let result = Value::Object(Reference::Pipe(pipe.handle()));
+        peer.request(1, Operation::Call { function, args: vec![Value::List(vec![result; 16])] })
+    });
+    Recipe { frames, answer: Answer::Value }
+}
+
+/// Returns the flood of calls that wait in their lane, and name results and other objects.
+pub(crate) fn of_waiting_names(peer: &mut Peer) -> Recipe {
+    let (function, pipe) = (peer.function("rpc.echo"), kept_text(peer));
+    let sleep = peer.function("rpc.sleep");
+    // As many as make a message without cost.
+    let objects = (0..30).map(|_| Value::Object(Reference::Function(peer.function("rpc.echo"))));
+    let result = Value::Object(Reference::Pipe(pipe.handle()));
+    let args = Value::List(objects.chain(vec![result; 30]).collect());
+    let mut has_begun = false;
+    let frames = Box::new(move |peer: &mut Peer, _| {
+        let (function, arg) = match std::mem::replace(&mut has_begun, true) {
+            false => (sleep, Value::Float(3600.0)),
+            true => (function, args.clone()),
+        };
+        peer.request(1, Operation::Call { function, args: vec![arg] })
+    });
+    Recipe { frames, answer: Answer::Later }
 }
 
 /// Returns the flood of requests for modules that are not there, each by another path.

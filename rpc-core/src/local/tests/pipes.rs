@@ -116,6 +116,37 @@ fn a_deadline_that_passes_while_the_request_runs_fails_those_that_name_its_resul
 }
 
 #[test]
+fn a_result_has_its_bytes_for_itself() {
+    let (session, ..) = session(SessionLimits::default());
+    let (echo, device, dtype) = (handle(&session, "echo"), crate::Device::cpu(), crate::DataType::U8);
+    let fetched = |pipe: PipeId| {
+        let fetch = Request::new(Operation::Fetch { handle: pipe.handle() });
+        match session.submit(fetch).reply().wait().unwrap() {
+            Value::List(mut values) => values.pop().unwrap(),
+            value => value,
+        }
+    };
+    // A part of something large.
+    let (large, pipe) = (Bytes::from(vec![7; 1 << 20]), PipeId::unused());
+    let part = Value::List(vec![Value::Bytes(large.slice(..8))]);
+    session.submit(kept(pipe, call(echo, vec![part]))).reply().wait().unwrap();
+    let Value::Bytes(bytes) = fetched(pipe) else { panic!("no bytes") };
+    assert!(bytes[..] == [7; 8] && !large.as_ptr_range().contains(&bytes.as_ptr()));
+
+    // Bytes that were read: the tensor can be written.
+    let alloc = Operation::Alloc { device, dtype, shape: vec![8], scope: None, alignment: 0 };
+    let Value::Object(Reference::Tensor(tensor)) = session.submit(Request::new(alloc)).reply().wait().unwrap() else {
+        panic!("no tensor")
+    };
+    let pipe = PipeId::unused();
+    let read = Operation::Read { from: tensor.clone(), offset: 0, len: 8, into: None };
+    session.submit(kept(pipe, Request::new(read))).reply().wait().unwrap();
+    let write = Operation::Write { to: tensor, offset: 0, data: large.slice(..8) };
+    session.submit(Request::new(write)).reply().wait().unwrap();
+    assert_eq!(fetched(pipe), Value::Bytes(Bytes::from(vec![0; 8])));
+}
+
+#[test]
 fn results_cannot_double_themselves_without_end() {
     let limits = SessionLimits { max_queued_bytes: 1 << 20, ..SessionLimits::default() };
     let (session, ..) = session(limits);
