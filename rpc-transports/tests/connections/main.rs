@@ -13,6 +13,7 @@ mod dialect;
 #[cfg(all(target_os = "linux", feature = "tcp"))]
 mod handoff;
 mod limits;
+mod pipes;
 #[cfg(feature = "quic")]
 mod relay;
 mod retry;

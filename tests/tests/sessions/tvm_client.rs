@@ -82,6 +82,9 @@ clauses! { contract = Tvm::new(), in rpc_conformance::clauses;
     pipelining {
         copies_pass_a_small_queue
     }
+    pipes {
+        calls_take_the_results_of_earlier_ones
+    }
     deadlines {
         a_deadline_that_is_kept_does_nothing
     }
