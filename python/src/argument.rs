@@ -20,7 +20,8 @@ use crate::disco_recorded::DiscoRecorded;
 use crate::disco_ref::DiscoRef;
 use crate::form::shape_class;
 use crate::packed;
-use crate::references::{Callback, Function, Module, Object, Tensor};
+use crate::references::{Callback, Function, Module, Object, Pipe, Tensor};
+use crate::reply::Reply;
 
 /// An argument of a call, or a part of one.
 pub(crate) enum Arg {
@@ -32,6 +33,7 @@ pub(crate) enum Arg {
     Function(rpc_core::RemoteFunction),
     Module(rpc_core::RemoteModule),
     Object(rpc_core::RemoteObject),
+    Pipe(rpc_core::Pipe<Reply>),
     Callback(Arc<rpc_core::client::RemoteCallback>),
     /// A value that the workers of Disco have, or that a program of theirs makes.
     Disco(Operand),
@@ -235,6 +237,8 @@ impl Arg {
             Self::Function(function.get().function()?)
         } else if let Ok(module) = object.cast::<Module>() {
             Self::Module(module.get().module()?)
+        } else if let Ok(pipe) = object.cast::<Pipe>() {
+            Self::Pipe(pipe.get().pipe()?)
         } else if let Ok(callback) = object.cast::<Callback>() {
             Self::Callback(callback.get().callback()?)
         } else if let Ok(reference) = object.cast::<DiscoRef>() {
@@ -302,6 +306,7 @@ impl IntoArg for Arg {
             Self::Function(function) => function.into_arg(scope),
             Self::Module(module) => module.into_arg(scope),
             Self::Object(object) => object.into_arg(scope),
+            Self::Pipe(pipe) => pipe.into_arg(scope),
             Self::Callback(callback) => {
                 let value = callback.function().into_arg(scope)?;
                 scope.pins.push(callback);

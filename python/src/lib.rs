@@ -60,6 +60,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<references::Function>()?;
     module.add_class::<references::Module>()?;
     module.add_class::<references::Object>()?;
+    module.add_class::<references::Pipe>()?;
     module.add_class::<references::Callback>()?;
     module.add_class::<session::Session>()?;
     module.add_class::<functions::Registry>()?;

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use pyo3::exceptions::PyValueError;
+use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 use rpc_core::client::Modules;
@@ -15,7 +15,7 @@ use crate::buffer::{self, NewBytes};
 use crate::form::Form;
 use crate::operation::{Operation, Options, UserCalls};
 use crate::prepare::prepare;
-use crate::references::{Callback, Function, Module, Object, Origin, Tensor};
+use crate::references::{Callback, Function, Module, Object, Origin, Pipe, Tensor};
 use crate::reply::Reply;
 use crate::types::{DataType, Device};
 
@@ -56,6 +56,18 @@ impl Function {
             limits.apply(function.call::<Reply>(args)).await
         };
         Ok(Operation::new(work, reply).heavy())
+    }
+
+    /// Starts a call, whose result stays in the session for later calls.
+    #[pyo3(signature = (args, timeout = None, lane = None))]
+    fn pipe_call(&self, args: &Bound<'_, PyTuple>, timeout: Option<f64>, lane: Option<u32>) -> PyResult<Pipe> {
+        let (function, options) = (self.remote.get()?, Options::new(timeout, lane)?);
+        let args = Args::new(args, false)?;
+        if args.needs_session() {
+            let text = "arrays and functions of this process take several requests: make a tensor or a callback first";
+            return Err(PyTypeError::new_err(text));
+        }
+        Ok(Pipe::of(options.apply(function.call::<Reply>(args)).pipe()))
     }
 
     /// Asks for the signature as text; `None` if the session does not tell.
@@ -336,6 +348,20 @@ impl Object {
     fn free_op(&self) -> PyResult<Operation> {
         let object = self.object()?;
         Ok(Operation::unit(async move { object.free().await }))
+    }
+}
+
+#[pymethods]
+impl Pipe {
+    #[new]
+    fn new(other: &Bound<'_, Self>) -> Self {
+        Self { remote: other.get().remote.clone() }
+    }
+
+    #[pyo3(signature = (timeout = None))]
+    fn result_op(&self, timeout: Option<f64>) -> PyResult<Operation> {
+        let options = Options::new(timeout, None)?;
+        Ok(Operation::action(options, self.pipe()?.fetch(), reply))
     }
 }
 

@@ -7,6 +7,7 @@ use pyo3::prelude::*;
 use rpc_core::{RemoteFunction, RemoteModule, RemoteObject, RemoteTensor};
 
 use crate::operation::Born;
+use crate::reply::Reply;
 
 macro_rules! reference {
     ($($(#[$doc:meta])* $name:ident($remote:ty) $get:ident $({ $field:ident: $field_type:ty })?;)*) => {
@@ -41,6 +42,8 @@ reference! {
     Tensor(RemoteTensor) tensor;
     /// An object of a type that the application defines.
     Object(RemoteObject) object;
+    /// The result of a call, which later calls of its lane take before it is there.
+    Pipe(rpc_core::Pipe<Reply>) pipe;
     /// A function of this process as a function of a session.
     Callback(Arc<rpc_core::RemoteCallback>) callback;
 }
@@ -80,6 +83,12 @@ impl Tensor {
 
 impl Object {
     pub(crate) fn of(remote: RemoteObject) -> Self {
+        Self { remote: Born::new(remote) }
+    }
+}
+
+impl Pipe {
+    pub(crate) fn of(remote: rpc_core::Pipe<Reply>) -> Self {
         Self { remote: Born::new(remote) }
     }
 }

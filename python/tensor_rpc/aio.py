@@ -70,6 +70,26 @@ class Function(_native.Function):
         """
         return _call(self, args, timeout, lane)
 
+    def pipe(self, *args: Any, timeout: float | None = None, lane: int | None = None) -> Pipe:
+        """Start the call, and leave its result in the session for later calls of the same lane.
+
+        Parameters
+        ----------
+        *args
+            As for calls, but for arrays and functions of this process: make tensors and callbacks
+            of them first.
+        timeout : float, optional
+            As for calls.
+        lane : int, optional
+            As for calls, but not `CONCURRENT`.
+
+        Returns
+        -------
+        Pipe
+            What later calls take as an argument.
+        """
+        return Pipe(self.pipe_call(args, timeout, lane))
+
     @property
     def signature(self) -> Pending[str | None]:
         """Types of the parameters and of the result, such as ``(i64, i64) -> i64``.
@@ -82,6 +102,35 @@ class Function(_native.Function):
     def __repr__(self) -> str:
         """Return the name."""
         return f"<function {self.name or 'without a name'} of a session>"
+
+
+class Pipe(_native.Pipe):
+    """The result of a call in progress, as an argument of later calls of the same lane.
+
+    The server keeps the result, and puts it in place when the later call begins: a chain of calls
+    takes one round trip. If the call fails, so does each that takes its result, before it begins,
+    with the same class of error. The last reference frees the result.
+    """
+
+    def result(self, *, timeout: float | None = None) -> Pending[Any]:
+        """Fetch the result, which stays in the session.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds after which fetching it fails.
+
+        Returns
+        -------
+        object
+            What the function returned: a value, or an object of the session.
+
+        Raises
+        ------
+        RpcError
+            The error of the call, if it has failed.
+        """
+        return _begin(self.result_op(timeout))
 
 
 class Tensor(_native.Tensor):
@@ -1217,6 +1266,7 @@ __all__ = [
     "Object",
     "Opening",
     "Pending",
+    "Pipe",
     "Process",
     "RemoteFile",
     "Session",

@@ -126,6 +126,47 @@ def test_objects_of_a_session_are_arguments_and_results(anywhere: Form) -> None:
     anywhere.run(body)
 
 
+def test_calls_take_the_results_of_earlier_ones(anywhere: Form) -> None:
+    def body(session: Any) -> Steps:
+        echo = yield session.get_function("rpc.echo")
+        first = echo.pipe([1, "two"])
+        assert isinstance(first, anywhere.module.Pipe)
+        second = echo.pipe(first)
+        assert (yield echo({"both": [first, (second,)]})) == {"both": [[1, "two"], [[1, "two"]]]}
+        assert (yield second.result()) == [1, "two"]
+        assert (yield echo.pipe(5, lane=2).result(timeout=20)) == 5
+
+        new = yield session.get_function("rpc.new_object")
+        made = new.pipe()
+        assert isinstance((yield echo(made)), anywhere.module.Object)
+        assert isinstance((yield made.result()), anywhere.module.Object)
+
+        with pytest.raises(rpc.ApiMisuseError, match="lane"):
+            yield echo(first, lane=3)
+        with pytest.raises(rpc.ApiMisuseError, match="concurrent"):
+            yield echo.pipe(1, lane=rpc.CONCURRENT).result()
+        for alive in [np.zeros(3), lambda: 1]:
+            with pytest.raises(TypeError, match="several requests"):
+                echo.pipe(alive)
+
+    anywhere.run(body)
+
+
+def test_an_error_is_carried_to_the_calls_that_take_the_result(functions: Form) -> None:
+    def body(session: Any) -> Steps:
+        add = yield session.get_function("add")
+        failed = add.pipe("one", 2)
+        last = add.pipe(add.pipe(failed, 1), 1)
+        with pytest.raises(rpc.RpcError) as own:
+            yield failed.result()
+        with pytest.raises(type(own.value), match="the earlier 'add' failed") as carried:
+            yield last.result()
+        assert not carried.value.may_have_run
+        assert (yield add(add.pipe(1, 1), 1)) == 3
+
+    functions.run(body)
+
+
 def test_functions_have_names_and_signatures(anywhere: Form) -> None:
     def body(session: Any) -> Steps:
         functions = yield session.functions()
