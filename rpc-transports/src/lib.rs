@@ -22,6 +22,7 @@ mod clock;
 mod connect;
 mod error;
 mod handshake;
+mod hang_up;
 mod listener;
 // Unsafe code maps and unmaps memory files.
 #[cfg(target_os = "linux")]

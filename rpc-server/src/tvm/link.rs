@@ -87,15 +87,21 @@ impl Link<'_> {
     /// Waits for `work`, and meanwhile for the end of the connection.
     pub(super) async fn until<T>(&mut self, work: impl Future<Output = T>) -> Result<T, End> {
         let mut work = std::pin::pin!(work);
-        let mut can_read = true;
+        let Self { connection, wire, notices, deadline, .. } = self;
         loop {
-            can_read &= self.wire.can_read_ahead();
-            let mut input = self.wire.input();
+            let input = async {
+                if wire.can_read_ahead() {
+                    return connection.io().read_buf(&mut wire.input()).await;
+                }
+                // The rest stays with the client. Its end is seen nevertheless.
+                connection.hung_up().await;
+                Ok(0)
+            };
             let read = tokio::select! {
                 biased;
                 done = &mut work => return Ok(done),
-                end = ended(&mut self.notices, self.deadline) => return Err(end),
-                read = self.connection.io().read_buf(&mut input), if can_read => read,
+                end = ended(notices, *deadline) => return Err(end),
+                read = input => read,
             };
             match read {
                 // Nobody waits for the reply.

@@ -1099,12 +1099,16 @@ type KillPoint = (&'static str, fn(&mut Client, u64, u64));
 
 const KILLED_LEN: i64 = 32 << 20;
 
-const KILL_POINTS: [KillPoint; 7] = [
+const KILL_POINTS: [KillPoint; 8] = [
     ("in a request", |client, never, _| client.send(&call_frame(never, &[])[..15])),
     ("in a call", |client, never, _| client.send(&call_frame(never, &[]))),
     ("in a call, with more behind it", |client, never, data| {
         client.send(&call_frame(never, &[]).repeat(3));
         client.send(&copy_to_frame(&header(data, U8, &[KILLED_LEN], 0), &[1; 5000]));
+    }),
+    ("in a call, with more behind it than is read ahead", |client, never, _| {
+        client.send(&call_frame(never, &[]));
+        client.send(&frame(GET_FUNCTION, &sequence(&[text("testing.echo")])).repeat(500));
     }),
     ("in a copy's header", |client, _, data| {
         client.send(&copy_to_frame(&header(data, U8, &[KILLED_LEN], 0), &[1; 100])[..30]);

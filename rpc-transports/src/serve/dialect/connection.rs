@@ -16,6 +16,7 @@ use super::stream::{UnreadStream, WatchedStream};
 use crate::channel::{Channel, ChannelIo, Machine};
 use crate::handshake::handshake_slots::HandshakePermit;
 use crate::handshake::peer_identity::PeerIdentity;
+use crate::hang_up::{LOOK_INTERVAL, has_hung_up};
 use crate::runtime::free;
 use crate::serve::access_record::SessionNote;
 use crate::serve::mailbox::Command;
@@ -165,6 +166,21 @@ impl DialectConnection {
     /// nothing if the channel is no bare socket.
     pub fn probe_silence(&self) {
         self.sessions.probe_silence(self.stream.channel());
+    }
+
+    /// Resolves when the peer has hung up, although input of it is left that nobody reads: its
+    /// connection is broken, or its sending half is closed. A dialect that has read as far ahead as
+    /// it wants waits for this in the place of input. The socket is looked at now and then. Never
+    /// resolves if the channel is no bare socket. Cancel-safe.
+    pub async fn hung_up(&mut self) {
+        loop {
+            tokio::time::sleep(LOOK_INTERVAL).await;
+            match self.stream.channel().plain_socket().map(|socket| has_hung_up(socket.as_fd())) {
+                Some(true) => return,
+                Some(false) => {}
+                None => std::future::pending().await,
+            }
+        }
     }
 
     /// Acknowledges at once what was read, for protocols whose peers wait for that before they send
