@@ -144,6 +144,10 @@ fn functions_are_called_with_values_of_every_kind() {
     let error = function(&session, "rpc.test.except").call::<()>(("no such luck",)).wait().unwrap_err();
     assert_eq!((error.kind(), error.message()), (ErrorKind::Application, "no such luck"));
     assert!(error.peer().is_some() && error.request_may_have_run());
+    // The same with the text by which servers say that the time of the session is over.
+    let said = "RPCSessionTimeoutError: not this session";
+    let error = function(&session, "rpc.test.except").call::<()>((said,)).wait().unwrap_err();
+    assert_eq!((error.kind(), error.message()), (ErrorKind::SessionTimeout, said));
     assert_eq!(kind_of(session.get_function("missing").wait()), ErrorKind::NotFound);
     // What the protocol has no form for is refused here.
     let packed = Value::Packed(rpc_core::Packed::encode(&1).unwrap());

@@ -16,7 +16,6 @@ use rpc_transports::{Bulk, ClientProtocol};
 use rpc_tvm::wire::{ClientWire, LargeBody};
 
 use super::farewell::LINGER;
-use super::link::lost;
 use super::replies::Replies;
 use super::session::work;
 use super::state::ClientCore;
@@ -273,7 +272,7 @@ impl ClientProtocol for TvmProtocol {
     }
 
     fn broken(&self, error: &io::Error) -> RpcError {
-        lost(error)
+        self.replies.broken(error)
     }
 }
 

@@ -16,11 +16,14 @@ pub(super) struct Replies {
     pub(super) wire: ClientWire,
     /// Charge for the reply that is being collected.
     charged: Option<MemoryLease>,
+    /// The last reply, if it says that the time of the session is over. A function may say so, too:
+    /// the server closes the connection if it is true.
+    timeout: Option<RpcError>,
 }
 
 impl Replies {
     pub(super) fn new(wire: ClientWire) -> Self {
-        Self { wire, charged: None }
+        Self { wire, charged: None, timeout: None }
     }
 
     /// Gives the replies that have arrived to their requests.
@@ -39,10 +42,10 @@ impl Replies {
                     Err(_) => self.wire.refuse(),
                 },
                 Some(ClientEvent::Reply(reply)) => {
-                    match checked(reply, core) {
-                        Err(error) if error.kind() == ErrorKind::SessionTimeout => return Err(error),
-                        reply => core.link.answer(reply),
-                    }
+                    let reply = checked(reply, core);
+                    let timeout = reply.as_ref().err().filter(|error| error.kind() == ErrorKind::SessionTimeout);
+                    self.timeout = timeout.cloned();
+                    core.link.answer(reply);
                     drop(self.charged.take());
                 }
                 Some(ClientEvent::Unasked(text)) => {
@@ -63,10 +66,18 @@ impl Replies {
 
     /// Returns the error for the end of the stream.
     pub(super) fn end_of_stream(&self) -> RpcError {
+        if let Some(timeout) = &self.timeout {
+            return timeout.clone();
+        }
         let is_cut = self.wire.is_inside_message();
         let text =
             if is_cut { "the connection ended inside a message" } else { "the server has closed the connection" };
         RpcError::new(ErrorKind::PeerLost, text)
+    }
+
+    /// Returns the error for a connection that broke.
+    pub(super) fn broken(&self, error: &std::io::Error) -> RpcError {
+        self.timeout.clone().unwrap_or_else(|| lost(error))
     }
 }
 
@@ -79,7 +90,7 @@ pub(super) async fn read(core: &ClientCore, io: &mut (impl AsyncRead + Unpin), m
         match io.read_buf(&mut replies.wire.input()).await {
             Ok(0) => return replies.end_of_stream(),
             Ok(_) => {}
-            Err(error) => return lost(&error),
+            Err(error) => return replies.broken(&error),
         }
     }
 }
