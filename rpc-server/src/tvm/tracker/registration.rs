@@ -14,6 +14,7 @@ use tokio::io::AsyncReadExt as _;
 use tokio::net::TcpStream;
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
+use tokio::time::{Instant, Interval, MissedTickBehavior, interval_at};
 
 use super::super::link::lost;
 use super::link::{TrackerLink, malformed, within};
@@ -117,6 +118,7 @@ async fn register(
     let key = Some(format!("server:{name}"));
     let info = PeerInfo { key, address: Some((host.clone(), InfoPort::Number(port))) };
     obey(&mut link, &TrackerMessage::UpdateInfo(info)).await?;
+    let mut looks = looks();
     loop {
         while let Some(match_key) = keys.issue()? {
             let (key, host) = (keys.key().to_owned(), host.clone());
@@ -126,12 +128,11 @@ async fn register(
                 *is_registered = true;
             }
         }
-        let is_idle = tokio::select! {
-            () = keys.freed() => false,
-            () = tokio::time::sleep(LOOK_INTERVAL), if keys.has_offered() => true,
+        let is_time_to_look = tokio::select! {
+            is_time_to_look = next_turn(keys, &mut looks) => is_time_to_look,
             end = end_of(&mut link) => return Err(end),
         };
-        if is_idle {
+        if is_time_to_look {
             let TrackerAnswer::MatchKeys(pending) = ask(&mut link, &TrackerMessage::PendingMatchKeys).await? else {
                 return Err(malformed("its reply has no match keys"));
             };
@@ -139,6 +140,24 @@ async fn register(
                 tracing::debug!(%tracker, "a client was given this server, and does not come: offering it again");
             }
         }
+    }
+}
+
+/// Returns the times of the looks at the match keys that the tracker has not given out.
+fn looks() -> Interval {
+    let mut looks = interval_at(Instant::now() + LOOK_INTERVAL, LOOK_INTERVAL);
+    looks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    looks
+}
+
+/// Waits for a place that is to be offered, or for the time of the next look, whatever else becomes
+/// free before: places whose clients do not come must not wait for that. Returns true if it is time
+/// to look, and there is something to look for. Cancel-safe.
+async fn next_turn(keys: &MatchKeys, looks: &mut Interval) -> bool {
+    tokio::select! {
+        biased;
+        _ = looks.tick() => keys.has_offered(),
+        () = keys.freed() => false,
     }
 }
 
@@ -172,5 +191,28 @@ async fn end_of(link: &mut TrackerLink<TcpStream>) -> RpcError {
         Ok(0) => RpcError::new(ErrorKind::PeerLost, "the tracker has closed the connection"),
         Ok(_) => malformed("it says what nobody has asked for"),
         Err(error) => lost(&error),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn places_that_become_free_do_not_put_off_the_looks() {
+        let keys = MatchKeys::new("rasp", 2);
+        let (busy, _given_out) = (keys.issue().unwrap().unwrap(), keys.issue().unwrap().unwrap());
+        let mut used = keys.take(&busy);
+        let (mut looks, begun) = (looks(), Instant::now());
+        let mut turns = Vec::new();
+        while turns.len() < 12 {
+            // The session of one place ends each time.
+            tokio::time::sleep(LOOK_INTERVAL * 2 / 3).await;
+            drop(used.take());
+            turns.push(next_turn(&keys, &mut looks).await);
+            used = keys.issue().unwrap().and_then(|key| keys.take(&key));
+        }
+        let seen = turns.iter().filter(|is_time_to_look| **is_time_to_look).count();
+        assert!(seen >= 4 && seen < turns.len(), "{turns:?} in {:?}", begun.elapsed());
     }
 }
