@@ -13,9 +13,9 @@ use std::time::{Duration, Instant};
 use bytes::{BufMut as _, Bytes};
 use rpc_core::client::{Files, Modules};
 use rpc_core::{
-    DataType, Device, DeviceAttribute, DeviceType, ErrorKind, Handle, Operation, Reference, Registry, RemoteFunction,
-    RemoteModule, RemoteTensor, Request, Result, RpcSession as _, Session, Tensor, TensorRef, TensorView, Value,
-    VirtualDevice,
+    DataType, DataTypeCode, Device, DeviceAttribute, DeviceType, ErrorKind, Handle, Operation, Reference, Registry,
+    RemoteFunction, RemoteModule, RemoteTensor, Request, Result, RpcSession as _, Session, Tensor, TensorRef,
+    TensorView, Value, VirtualDevice,
 };
 use rpc_server::builtins::{TimeOptions, time_function};
 use rpc_server::config::ServeConfig;
@@ -758,6 +758,65 @@ fn copies_go_in_pieces_of_what_the_server_takes() {
     assert_eq!(session.copy_from_remote(&tensor).wait().unwrap(), data);
     session.shutdown().wait().unwrap();
     assert_eq!(board.join().unwrap(), [64, 64, 64, 8].repeat(2));
+}
+
+/// Turns the bytes of each element around, as a server with the other order of bytes does by the
+/// type that a copy names.
+fn swapped(dtype: DataType, data: &[u8]) -> Vec<u8> {
+    let element = (usize::from(dtype.bits) * usize::from(dtype.lanes)).div_ceil(8);
+    data.chunks(element).flat_map(|element| element.iter().rev().copied()).collect()
+}
+
+#[test]
+fn pieces_of_a_copy_are_of_whole_elements() {
+    let vector = |code, bits, lanes| DataType { lanes, ..DataType::new(code, bits) };
+    let (int, float) = (DataTypeCode::INT, DataTypeCode::FLOAT);
+    for (dtype, count) in [
+        (DataType::U8, 200),
+        (DataType::BOOL, 200),
+        (DataType::F16, 100),
+        (DataType::F64, 25),
+        (vector(float, 32, 3), 17),
+        (vector(float, 16, 5), 21),
+        (vector(float, 64, 8), 3),
+        (vector(int, 8, 7), 30),
+        (vector(int, 4, 1), 401),
+    ] {
+        let (address, board) = Board::begun(Some(120), move |mut board| {
+            let mut memory = vec![0; 256];
+            while let Some(event) = board.next() {
+                match event {
+                    ServerEvent::Request(wire::Request::Alloc { header, .. }) => {
+                        assert_eq!((header.dtype, &header.shape[..]), (dtype, &[count][..]));
+                        board.value(WireValue::Pointer(64));
+                    }
+                    ServerEvent::CopyTo { to, len } => {
+                        assert_eq!(to.size_bytes(), Some(len));
+                        let (at, data) = (to.byte_offset as usize, board.payload());
+                        memory[at..at + data.len()].copy_from_slice(&swapped(to.dtype, &data));
+                        board.value(WireValue::None);
+                    }
+                    ServerEvent::Request(wire::Request::CopyFrom { from, len }) => {
+                        let at = from.byte_offset as usize;
+                        board.send(&wire::copy_ack_header(len));
+                        let data = swapped(from.dtype, &memory[at..at + len as usize]);
+                        board.send(&data);
+                    }
+                    ServerEvent::Request(wire::Request::Shutdown) => break,
+                    _ => board.value(WireValue::None),
+                }
+            }
+            memory
+        });
+        let session = connect(&address).unwrap();
+        let tensor = session.alloc(Device::cpu(), dtype, &[count]).wait().unwrap();
+        let len = dtype.size_bytes(count as u64).unwrap();
+        let data: Vec<u8> = (1..=len).map(|at| at as u8).collect();
+        session.copy_to_remote(&tensor, data.clone()).wait().unwrap();
+        assert_eq!(session.copy_from_remote(&tensor).wait().unwrap(), data);
+        session.shutdown().wait().unwrap();
+        assert_eq!(board.join().unwrap()[..data.len()], swapped(dtype, &data), "{dtype}");
+    }
 }
 
 #[test]

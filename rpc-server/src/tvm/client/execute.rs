@@ -268,7 +268,7 @@ impl ClientCore {
         }
         let waits_for_device = header.device != Device::cpu();
         // One at a time, as there is room: a small server takes small frames, and many of them.
-        let frames = self.pieces(len)?.map(|(at, size)| {
+        let frames = self.pieces(&header, len)?.map(|(at, size)| {
             let part = data.slice(at as usize..(at + size) as usize);
             let head = Request::encode_copy_to_header(&piece(&header, offset + at, size), size);
             Frame { parts: vec![head.into(), part], expected: Expected::Value, waits_for_device, lease: None }
@@ -288,7 +288,7 @@ impl ClientCore {
             frame.expected = Expected::Data { len: size };
             frame
         };
-        let pieces = self.pieces(len)?;
+        let pieces = self.pieces(&header, len)?;
         if pieces.len() == 1 && header.device == Device::cpu() {
             let (core, frame) = (self.clone(), ask(0, len));
             self.room(id, frame.len()).await?;
@@ -316,14 +316,19 @@ impl ClientCore {
         Ok(())
     }
 
-    /// Returns the offsets and lengths of the pieces in which `len` bytes are copied.
-    fn pieces(&self, len: u64) -> Result<impl ExactSizeIterator<Item = (u64, u64)> + use<>, RpcError> {
+    /// Returns the offsets and lengths of the pieces in which `len` bytes of a tensor are copied.
+    fn pieces(
+        &self,
+        tensor: &TensorHeader,
+        len: u64,
+    ) -> Result<impl ExactSizeIterator<Item = (u64, u64)> + use<>, RpcError> {
         let largest = self.max_packet.saturating_sub(COPY_HEADER);
         if largest < MIN_PIECE {
             return Err(RpcError::unsupported(format!("the server takes frames of {} bytes only", self.max_packet)));
         }
-        // Pieces of whole elements, of whatever type.
-        let largest = largest - largest % 16;
+        // Pieces of whole elements. An element that is larger than a frame has to be divided.
+        let step = values::element_size(tensor.dtype).filter(|size| !16_u64.is_multiple_of(*size) && *size <= largest);
+        let largest = largest - largest % step.unwrap_or(16);
         let count = usize::try_from(len.div_ceil(largest)).map_err(|_| RpcError::internal("a copy beyond memory"))?;
         Ok((0..count).map(move |at| (at as u64 * largest, largest.min(len - at as u64 * largest))))
     }

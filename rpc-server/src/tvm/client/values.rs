@@ -97,11 +97,15 @@ pub(super) fn header(objects: &Objects, tensor: &TensorRef) -> Result<TensorHead
 /// Returns the header of `len` bytes at an offset in a tensor. The element type stays if the bytes
 /// are whole elements, because servers of another byte order swap by elements.
 pub(super) fn piece(tensor: &TensorHeader, offset: u64, len: u64) -> TensorHeader {
-    let bits = u64::from(tensor.dtype.bits) * u64::from(tensor.dtype.lanes);
-    let item = if bits > 0 && bits % 8 == 0 { bits / 8 } else { 1 };
-    let is_whole = offset.is_multiple_of(item) && len.is_multiple_of(item);
-    let (dtype, count) = if is_whole && bits % 8 == 0 { (tensor.dtype, len / item) } else { (DataType::U8, len) };
+    let item = element_size(tensor.dtype).filter(|item| offset.is_multiple_of(*item) && len.is_multiple_of(*item));
+    let (dtype, count) = item.map_or((DataType::U8, len), |item| (tensor.dtype, len / item));
     TensorHeader { dtype, shape: vec![count.cast_signed()], byte_offset: tensor.byte_offset + offset, ..tensor.clone() }
+}
+
+/// Returns the bytes of an element; `None` if they are not whole ones.
+pub(super) fn element_size(dtype: DataType) -> Option<u64> {
+    let bits = u64::from(dtype.bits) * u64::from(dtype.lanes);
+    (bits > 0 && bits.is_multiple_of(8)).then_some(bits / 8)
 }
 
 /// Result of a call: a plain value, or an object that is to be stored.
