@@ -21,7 +21,7 @@ use rpc_server::builtins::{TimeOptions, time_function};
 use rpc_server::config::ServeConfig;
 use rpc_server::{RpcServer, Running};
 use rpc_transports::Connector;
-use rpc_tvm::wire::{self, HelloAnswer, ServerEvent, ServerWire, WireLimits, WireValue};
+use rpc_tvm::wire::{self, HelloAnswer, ServerEvent, ServerWire, TensorHeader, WireLimits, WireValue};
 use tokio::runtime::Runtime;
 
 use super::cli::{cli, failing_cli};
@@ -817,6 +817,31 @@ fn pieces_of_a_copy_are_of_whole_elements() {
         session.shutdown().wait().unwrap();
         assert_eq!(board.join().unwrap()[..data.len()], swapped(dtype, &data), "{dtype}");
     }
+}
+
+#[test]
+fn a_tensor_of_an_impossible_size_is_freed() {
+    let (address, board) = Board::begun(UNLIMITED, |mut board| {
+        assert!(matches!(board.request(), Some(wire::Request::GetFunction { .. })));
+        board.value(WireValue::Pointer(5));
+        assert!(matches!(board.request(), Some(wire::Request::Call { function: 5, .. })));
+        let shape = vec![i64::MAX, i64::MAX];
+        let header = TensorHeader { data: 6, device: Device::cpu(), dtype: DataType::F32, shape, byte_offset: 0 };
+        board.send(&wire::returned_call(wire::CallResult::Tensor(header, 77)));
+        let mut freed = Vec::new();
+        while let Some(wire::Request::Free { handle }) = board.request() {
+            freed.push(handle);
+            board.value(WireValue::None);
+        }
+        freed
+    });
+    let session = connect(&address).unwrap();
+    let large = find(&session, "large").unwrap();
+    let error = large.call::<Value>(()).deadline(Instant::now() + LIMIT).wait().unwrap_err();
+    assert!(error.request_may_have_run(), "{error}");
+    drop(large);
+    session.shutdown().wait().unwrap();
+    assert_eq!(board.join().unwrap(), [77, 5]);
 }
 
 #[test]

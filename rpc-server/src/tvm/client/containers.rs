@@ -8,7 +8,6 @@ use rpc_tvm::wire::ServerReply;
 
 use super::server_calls::{optional_function, unexpected};
 use super::state::ClientCore;
-use super::values;
 
 /// Maximum number of containers in the arguments of one call. Each takes a trip to the server.
 const MAX_CONTAINERS: usize = 256;
@@ -75,7 +74,7 @@ fn built<'a>(
         let ServerReply::Call(result) = core.link.ask(frame).await? else {
             return Err(unexpected("the result of a call"));
         };
-        let object = core.keep(values::received(result)?)?;
+        let object = core.receive(result)?;
         if let Value::Object(Reference::Object(handle)) = object {
             objects.push(handle);
             return Ok(object);

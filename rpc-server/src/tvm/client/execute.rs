@@ -211,7 +211,7 @@ impl ClientCore {
         self.link.send(frame, move |reply| {
             core.release(built);
             let outcome = reply.and_then(|reply| match reply {
-                ServerReply::Call(result) => core.keep(values::received(result)?),
+                ServerReply::Call(result) => core.receive(result),
                 _ => Err(unexpected("the result of a call")),
             });
             core.complete(id, outcome);
@@ -403,7 +403,7 @@ impl ClientCore {
         let path = files::module_path(self, path)?;
         let load = server_function(self, "tvm.rpc.server.load_module").await?;
         let result = call(self, load, vec![WireValue::Str(path)]).await?;
-        self.complete(id, self.keep(values::received(result)?));
+        self.complete(id, self.receive(result));
         Ok(())
     }
 

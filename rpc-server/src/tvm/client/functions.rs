@@ -13,7 +13,7 @@ use super::client_function::ClientFunction;
 use super::link::Frame;
 use super::server_calls::{optional_function, unexpected};
 use super::state::ClientCore;
-use super::{files, info, measure, values};
+use super::{files, info, measure};
 
 /// Calls the function for the request `id`.
 pub(super) async fn call(function: ClientFunction, core: &Arc<ClientCore>, id: u64, args: Vec<Value>) -> Outcome {
@@ -57,7 +57,7 @@ async fn echo_objects(core: &Arc<ClientCore>, value: Value) -> Outcome {
     };
     let frame = core.call_frame(echo, vec![value])?;
     match core.link.ask(frame).await? {
-        ServerReply::Call(result) => core.keep(values::received(result)?),
+        ServerReply::Call(result) => core.receive(result),
         _ => Err(unexpected("the result of a call")),
     }
 }

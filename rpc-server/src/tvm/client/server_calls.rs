@@ -8,7 +8,7 @@ use rpc_tvm::wire::{CallResult, Expected, Request, ServerReply, WireValue};
 use super::link::Frame;
 use super::objects::Held;
 use super::state::ClientCore;
-use super::values::Received;
+use super::values::{self, Received};
 
 /// Length from which a frame is charged: smaller ones are a part of what a session takes anyway.
 const CHARGED: u64 = 16 << 10;
@@ -32,6 +32,24 @@ impl ClientCore {
     pub(super) fn free(&self, held: &Held) {
         if let Some(request) = held.freeing() {
             self.link.send(Frame::of(&request), |_| {});
+        }
+    }
+
+    /// Returns the result of a call for the caller. An object that is refused is freed at the
+    /// server.
+    pub(super) fn receive(&self, result: CallResult) -> Outcome {
+        let handle = match result {
+            CallResult::Tensor(_, handle) | CallResult::Object(_, handle) => Some(handle),
+            _ => None,
+        };
+        match values::received(result) {
+            Ok(received) => self.keep(received),
+            Err(error) => {
+                if let Some(handle) = handle {
+                    self.free(&Held::Object(handle));
+                }
+                Err(error.may_have_run(true))
+            }
         }
     }
 
