@@ -153,31 +153,42 @@ impl Link<'_> {
     }
 
     pub(super) async fn write(&mut self, bytes: &[u8]) -> Result<(), End> {
-        self.connection.io().write_all(bytes).await.map_err(|error| End::Lost(lost(&error)))
+        let Self { connection, deadline, .. } = self;
+        written(connection.io().write_all(bytes), *deadline).await
     }
 
     pub(super) async fn flush(&mut self) -> Result<(), End> {
-        self.connection.io().flush().await.map_err(|error| End::Lost(lost(&error)))
+        let Self { connection, deadline, .. } = self;
+        written(connection.io().flush(), *deadline).await
     }
 }
 
 /// Resolves when the server ends the connection, or the client's own time is over.
 async fn ended(notices: &mut ServerNotices, deadline: Option<(Instant, Duration)>) -> End {
-    let expired = async {
-        match deadline {
-            Some((at, length)) => {
-                tokio::time::sleep_until(at.into()).await;
-                length
-            }
-            None => std::future::pending().await,
-        }
-    };
     tokio::select! {
         reason = notices.stopped() => End::Told(error_text(&reason), reason),
-        length = expired => {
-            let reason = format!("the client's session has lasted for {length:?}, as it has asked for");
-            End::Told(timeout_text(length), RpcError::new(ErrorKind::SessionTimeout, reason))
-        }
+        (length, reason) = expired(deadline) => End::Told(timeout_text(length), reason),
+    }
+}
+
+/// Resolves when the client's own time is over, to its length and the error that says so.
+async fn expired(deadline: Option<(Instant, Duration)>) -> (Duration, RpcError) {
+    let Some((at, length)) = deadline else { return std::future::pending().await };
+    tokio::time::sleep_until(at.into()).await;
+    let reason = format!("the client's session has lasted for {length:?}, as it has asked for");
+    (length, RpcError::new(ErrorKind::SessionTimeout, reason))
+}
+
+/// Waits until output is written, or until the client's own time is over. The client is not told
+/// then: a part of an answer may be out.
+async fn written(
+    output: impl Future<Output = std::io::Result<()>>,
+    deadline: Option<(Instant, Duration)>,
+) -> Result<(), End> {
+    tokio::select! {
+        biased;
+        written = output => written.map_err(|error| End::Lost(lost(&error))),
+        (_, reason) = expired(deadline) => Err(End::Lost(reason)),
     }
 }
 

@@ -1270,7 +1270,41 @@ fn the_time_that_a_client_has_asked_for_ends_its_session() {
         .unwrap_err();
     assert!(error.starts_with("RPCSessionTimeoutError: Your 1.5s session has expired"), "{error}");
     assert!(client.is_at_end());
+    // The time begins with the hello, whether or not a request follows.
+    let (mut client, code, _) = Client::hello(&fixture.address(), "client: -timeout=0.1");
+    assert_eq!(code, 0xff271);
+    let error = client.reply().unwrap_err();
+    assert!(error.starts_with("RPCSessionTimeoutError: Your 0.1s session has expired"), "{error}");
     fixture.has_sessions(0);
+}
+
+#[test]
+fn the_time_that_a_client_has_asked_for_ends_its_session_while_it_reads_nothing() {
+    let fixture = Fixture::new(|config| {
+        config.write_timeout = Span(10 * LIMIT);
+        config.min_rate = rpc_server::config::ByteSize(0);
+    });
+    let mut seconds = 0.2;
+    let mut client = loop {
+        let (mut client, code, _) = Client::hello(&fixture.address(), &format!("client: -timeout={seconds}"));
+        assert_eq!(code, 0xff271);
+        let begun = client.ask(&init_frame(&[]));
+        if let Ok(Val(4, data)) = begun.and_then(|_| client.request(ALLOC, &[tensor(0, U8, &[KILLED_LEN], 0), NONE])) {
+            let header = header(number(&data), U8, &[KILLED_LEN], 0);
+            client.send(&frame(COPY_FROM, &[&header[..], &KILLED_LEN.to_le_bytes()].concat()));
+            let (len, code) = (number(&client.read(8)), client.read(4));
+            if code == COPY_ACK.to_le_bytes() {
+                assert_eq!(len, KILLED_LEN as u64 + 4);
+                break client;
+            }
+        }
+        // On a slow machine the time was over before.
+        seconds *= 2.0;
+    };
+    fixture.has_sessions(0);
+    let mut rest = Vec::new();
+    let _ = client.0.read_to_end(&mut rest);
+    assert!(rest.len() < KILLED_LEN as usize, "the answer is cut off");
 }
 
 #[test]
