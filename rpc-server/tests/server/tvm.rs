@@ -4,8 +4,11 @@
 use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::path::Path;
+use std::sync::atomic::{AtomicI64, Ordering};
+use std::thread;
 use std::time::{Duration, Instant};
 
+use rpc_core::function::Rest;
 use rpc_core::{DataType, ErrorKind, Registry, Result, Tensor};
 use rpc_server::config::{ConfigError, ServeConfig, ServeError, Span};
 use rpc_server::{RpcServer, Running, ServerProcess};
@@ -318,6 +321,8 @@ impl Fixture {
             });
         registry.add("list", || vec![vec![1_i64, 2], vec![3]]);
         registry.add_async("never", std::future::pending::<()>);
+        let calls = AtomicI64::new(0);
+        registry.add("count", move |_: Rest| calls.fetch_add(1, Ordering::Relaxed));
         let folder = tempfile::tempdir().unwrap();
         let mut config = config(folder.path());
         change(&mut config);
@@ -487,7 +492,11 @@ fn errors_are_texts_and_the_session_goes_on() {
     let (kind, Val(4, library)) = client.call_by_name("ffi.SystemLib", &[]).unwrap() else { panic!() };
     assert_eq!(kind, 73);
     let library = number(&library);
-    assert_eq!(client.call(get, &[module(library), text("f"), Val(2, vec![1, 0, 0, 0, 0, 0, 0, 0])]), Ok((0, NONE)));
+    // Clients may send a number for the flag, or leave it out.
+    for flag in [vec![boolean(true)], vec![boolean(false)], vec![int(1)], Vec::new()] {
+        let args = [vec![module(library), text("f")], flag].concat();
+        assert_eq!(client.call(get, &args), Ok((0, NONE)));
+    }
     let echo = client.function("testing.echo");
     for (args, expected) in [
         (vec![module(0)], "the module that stands for the session"),
@@ -640,6 +649,36 @@ fn tensors_are_allocated_passed_and_returned() {
     let zeros = result[1].clone();
     assert_eq!(client.request(FREE, &[pointer(array)]), Ok(NONE), "the tensor outlives its function");
     assert_eq!(client.call(element, &[zeros, int(9)]), Ok((3, float(0.0))));
+    let own_element = function(&mut client, "get_elem");
+    assert_eq!(client.call(own_element, &[int(9)]), Ok((3, float(0.0))));
+    for beyond in [10, -1] {
+        let error = client.call(own_element, &[int(beyond)]).unwrap_err();
+        assert!(error.contains("there is no element"), "{error}");
+    }
+    // The function itself refers to its tensor, and so does each handle that the client has.
+    let both = client.call(name, &[text("neither")]).unwrap_err();
+    assert!(both.contains("get_arr, get_elem, get_arr_elem or ref_count"), "{both}");
+    let count = function(&mut client, "ref_count");
+    assert_eq!(client.call(count, &[]), Ok((1, int(1))));
+    assert_eq!(client.call_by_name("rpc.test2.addone", &[int(41)]), Ok((1, int(42))));
+    let joined = client.call_by_name("rpc.test.runtime_str_concat", &[text("ab"), boxed(65, 65, b"cd")]);
+    assert_eq!(joined, Ok((65, text("abcd"))));
+    // Elements of less than a byte are packed: the last byte may have room left.
+    for (dtype, count, len) in [((0, 4), 5, 3), ((0, 4), 4, 2), ((1, 1), 9, 2), ((1, 2), 3, 1)] {
+        let data = client.alloc(dtype, &[count]);
+        let content: Vec<u8> = (1..=len).collect();
+        let head = header(data, dtype, &[count], 0);
+        client.copy_to(&head, &content).unwrap();
+        assert_eq!(client.copy_from(&head, len.into()).unwrap(), content, "{dtype:?}");
+        assert!(client.copy_from(&head, u64::from(len) + 1).is_err(), "{dtype:?}");
+        let result = client.ask(&call_frame(echo, &[tensor(data, dtype, &[count], 0)])).unwrap();
+        assert_eq!(result[1].1[16..32], head[16..32], "the type and the shape stay");
+        assert_eq!(client.copy_from(&result[1].1, len.into()).unwrap(), content, "{dtype:?}");
+        let other = client.alloc(dtype, &[count]);
+        let among = [tensor(data, dtype, &[count], 0), tensor(other, dtype, &[count], 0), pointer(0)];
+        assert_eq!(client.request(COPY_AMONG, &among), Ok(NONE));
+        assert_eq!(client.copy_from(&header(other, dtype, &[count], 0), len.into()).unwrap(), content);
+    }
     // Scopes, sizes and devices that do not exist.
     for (values, expected) in [
         (vec![tensor(0, F32, &[-1], 0), NONE], "invalid argument"),
@@ -1042,6 +1081,18 @@ fn functions_are_measured_with_all_options() {
         assert!(wrong.contains("expected int or float"), "{wrong}");
         assert_eq!(client.request(FREE, &[Val(4, handle)]), Ok(NONE));
     }
+    // The function that comes first is called before each measurement, and never within one.
+    let made = client.call(evaluator, &options("rpc.test.addone", 3, 4, 0, 0, "count")).unwrap();
+    client.call(number(&made.1.1), &[int(1)]).unwrap();
+    assert_eq!(client.call_by_name("count", &[]), Ok((1, int(4))));
+    // A pause is made after every second measurement, and not after the last one.
+    let started = Instant::now();
+    for (repeat, cooldown) in [(4, 50), (2, 1_000_000)] {
+        let made = client.call(evaluator, &options("rpc.noop", 1, repeat, 0, cooldown, "")).unwrap();
+        let (66, samples) = client.call(number(&made.1.1), &[]).unwrap() else { panic!() };
+        assert_eq!(number(&samples.1), repeat as u64 * 8);
+    }
+    assert!(started.elapsed() >= Duration::from_millis(50));
     for (values, expected) in [
         (options("missing", 1, 1, 0, 0, ""), "missing"),
         (options("rpc.noop", 1, 1, 0, 0, "missing"), "missing"),
@@ -1178,7 +1229,8 @@ fn server_process(folder: &Path, isolate: &str) -> ServerProcess {
     let mut command = crate::server_program();
     command.args(["serve", "--listen", "tcp://127.0.0.1:0", "--exit-with-stdin", "--log-level", "error", "--workdir"]);
     // All clients are this one machine, for which fewer are allowed where few files may be open.
-    command.arg(folder).args(["--tvm", "--tvm-self-test", "--isolate", isolate, "--max-sessions-per-peer", "256"]);
+    command.arg(folder).args(["--allow-forward", "tvm://127.0.0.1:*"]);
+    command.args(["--tvm", "--tvm-self-test", "--isolate", isolate, "--max-sessions-per-peer", "256"]);
     ServerProcess::spawn(command).unwrap()
 }
 
@@ -1223,6 +1275,37 @@ fn a_server_or_the_process_of_a_session_that_is_killed_is_an_error_to_its_client
         }
         first.has_sessions(0);
     }
+}
+
+/// The server is killed, and the hop in the middle of a chain.
+#[test]
+fn a_server_that_is_killed_at_any_point_is_the_end_of_its_clients_and_of_nobody_else() {
+    let folder = tempfile::tempdir().unwrap();
+    let far = Fixture::new(|_| {});
+    for (at, (name, point)) in KILL_POINTS.iter().enumerate() {
+        let mut middle = server_process(&folder.path().join(at.to_string()), "none");
+        let direct = Client::connect(middle.address(), "");
+        let chained = through(middle.address(), &stop(&far.address(), ""));
+        let mut clients = [direct, chained];
+        // The far server alone has a function that never returns. Calls of the other are over.
+        for (client, function) in clients.iter_mut().zip(["rpc.noop", "never"]) {
+            let (function, data) = (client.function(function), client.alloc(U8, &[KILLED_LEN]));
+            point(client, function, data);
+        }
+        let mut half_open = Client(TcpStream::connect(middle.address().strip_prefix("tcp://").unwrap()).unwrap());
+        half_open.0.set_read_timeout(Some(LIMIT)).unwrap();
+        half_open.send(&0xff271_i32.to_le_bytes());
+        middle.kill().unwrap();
+        for client in clients.iter_mut().chain([&mut half_open]) {
+            // Answers may be on their way, or the end of the connection is that of the system.
+            let end = client.0.read_to_end(&mut Vec::new()).map_err(|error| error.kind());
+            assert!(end.is_ok() || end == Err(std::io::ErrorKind::ConnectionReset), "{name}: {end:?}");
+        }
+        far.has_sessions(0);
+        assert_eq!(far.connect().call_by_name("rpc.test.addone", &[int(1)]), Ok((1, int(2))), "{name}");
+        far.has_sessions(0);
+    }
+    far.runtime.block_on(far.running.idle());
 }
 
 #[test]
@@ -1317,6 +1400,91 @@ fn an_idle_session_ends_with_the_error_that_clients_know() {
     assert!(error.starts_with("RPCSessionTimeoutError: "), "{error}");
     assert!(client.is_at_end());
     fixture.has_sessions(0);
+}
+
+#[test]
+fn a_hello_that_does_not_come_in_time_ends_its_own_connection_alone() {
+    let fixture = Fixture::new(|config| config.handshake_timeout = Span(Duration::from_secs(2)));
+    let dial = || TcpStream::connect(fixture.address().strip_prefix("tcp://").unwrap()).unwrap();
+    let mut silent = Client(dial());
+    silent.0.set_read_timeout(Some(LIMIT)).unwrap();
+    // Each byte of this one comes early enough after the one before.
+    let mut slow = dial();
+    let trickle = thread::spawn(move || {
+        let hello = [&0xff271_i32.to_le_bytes()[..], &1000_i32.to_le_bytes(), &[b'c'; 999]].concat();
+        let sent = hello.iter().take_while(|byte| {
+            thread::sleep(Duration::from_millis(50));
+            slow.write_all(&[**byte]).is_ok()
+        });
+        sent.count()
+    });
+    // Others are served beside many that are in their handshakes.
+    let mut half_open: Vec<_> = (0..64).map(|_| dial()).collect();
+    for stream in &mut half_open {
+        stream.write_all(&0xff271_i32.to_le_bytes()).unwrap();
+    }
+    assert_eq!(fixture.connect().call_by_name("rpc.test.addone", &[int(1)]), Ok((1, int(2))));
+    assert!(silent.is_at_end());
+    let sent = trickle.join().unwrap();
+    assert!(sent < 1007, "{sent}");
+    for stream in half_open {
+        let mut client = Client(stream);
+        client.0.set_read_timeout(Some(LIMIT)).unwrap();
+        assert!(client.is_at_end());
+    }
+    assert_eq!(fixture.connect().call_by_name("rpc.test.addone", &[int(1)]), Ok((1, int(2))));
+}
+
+#[test]
+fn a_client_that_neither_reads_nor_sends_what_it_owes_is_cut_off() {
+    // The one takes nothing of its answer; of the other a part of a copy comes, and no more.
+    let reads_nothing: fn(&mut Client, u64) = |client, data| {
+        let header = header(data, U8, &[KILLED_LEN], 0);
+        client.send(&frame(COPY_FROM, &[&header[..], &KILLED_LEN.to_le_bytes()].concat()));
+    };
+    let sends_a_part: fn(&mut Client, u64) = |client, data| {
+        let copy = copy_to_frame(&header(data, U8, &[KILLED_LEN], 0), &vec![1; KILLED_LEN as usize]);
+        client.send(&copy[..1 << 20]);
+    };
+    let fixture = Fixture::new(|config| {
+        config.write_timeout = Span(Duration::from_millis(500));
+        config.min_rate = rpc_server::config::ByteSize(1 << 20);
+    });
+    for owes in [reads_nothing, sends_a_part] {
+        let mut client = fixture.connect();
+        let data = client.alloc(U8, &[KILLED_LEN]);
+        owes(&mut client, data);
+        fixture.has_sessions(0);
+        assert_eq!(fixture.connect().call_by_name("rpc.test.addone", &[int(1)]), Ok((1, int(2))));
+        fixture.has_sessions(0);
+    }
+}
+
+#[test]
+fn handles_of_one_session_name_nothing_in_another() {
+    let fixture = Fixture::new(|_| {});
+    let (mut owner, mut other) = (fixture.connect(), fixture.connect());
+    let (add, data) = (owner.function("rpc.test.addone"), owner.alloc(U8, &[4]));
+    let stream = owner.handle(CREATE_STREAM, &[cpu()]);
+    let (71, Val(4, list)) = owner.call_by_name("list", &[]).unwrap() else { panic!() };
+    let (list, header) = (number(&list), header(data, U8, &[4], 0));
+    owner.copy_to(&header, b"mine").unwrap();
+    assert!(other.call(add, &[int(1)]).unwrap_err().contains("names no function"));
+    assert!(other.copy_from(&header, 4).is_err() && other.copy_to(&header, b"evil").is_err());
+    assert!(other.request(STREAM_SYNC, &[cpu(), pointer(stream)]).is_err());
+    assert!(other.request(FREE_DATA, &[cpu(), pointer(data)]).is_err());
+    for handle in [add, data, stream, list] {
+        assert!(other.request(FREE, &[pointer(handle)]).is_err());
+    }
+    let echo = other.function("testing.echo");
+    for arg in [object(list), tensor(data, U8, &[4], 0)] {
+        assert!(other.call(echo, &[arg]).is_err());
+    }
+    assert_eq!(owner.call(add, &[int(1)]), Ok((1, int(2))));
+    assert_eq!(owner.copy_from(&header, 4).unwrap(), b"mine");
+    for handle in [add, data, stream, list] {
+        assert_eq!(owner.request(FREE, &[pointer(handle)]), Ok(NONE));
+    }
 }
 
 #[test]

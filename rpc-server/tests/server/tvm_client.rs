@@ -909,6 +909,16 @@ fn the_command_line_works_at_a_server_of_tvm() {
     assert!(run.code == 0 && run.stdout.contains("TVM RPC 0.8.0") && run.stdout.contains("cpu:0"), "{}", run.stdout);
     let run = cli(&["doctor", address]);
     assert!(run.code == 0 && run.stdout.contains("works"), "{}{}", run.stdout, run.stderr);
+    // A file that is put is there for as long as the session.
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("file.bin");
+    let (file, copy) = (file.to_str().unwrap(), folder.path().join("copy.bin"));
+    std::fs::write(file, [7; 100_000]).unwrap();
+    let run = cli(&["put", address, file]);
+    assert!(run.code == 0 && run.stderr.starts_with("file.bin: 97.66 KiB in "), "{}{}", run.stdout, run.stderr);
+    let run = failing_cli(&["get", address, "file.bin", copy.to_str().unwrap()]);
+    assert!(run.code != 0 && run.stderr.contains("file.bin"), "{}", run.stderr);
+    assert!(!copy.exists());
     let run = failing_cli(&["functions", address]);
     assert!(run.code != 0 && run.stderr.contains("the server cannot list its functions"), "{}", run.stderr);
     let run = failing_cli(&["call", address, "rpc.test.except", "no such luck"]);

@@ -10,7 +10,7 @@ use rpc_core::{ErrorKind, Registry, Session};
 use rpc_server::config::{ConfigError, RelayConfig, ServeConfig, Span, TrackerConfig, TvmProxyAddress};
 use rpc_server::server::Relay;
 use rpc_server::tracker::{RunningTracker, Tracker};
-use rpc_server::{RpcServer, Running};
+use rpc_server::{RpcServer, Running, ServerProcess};
 use rpc_transports::Connector;
 use tokio::runtime::Runtime;
 
@@ -268,6 +268,33 @@ fn what_no_peer_says_ends_its_own_connection_alone() {
     proxy.until_sessions(1);
     proxy.hello("client:a").expect_accepted("server:a");
     waiting.expect_accepted("client:a");
+}
+
+#[test]
+fn a_relay_that_is_killed_is_the_end_of_those_who_wait_and_of_pairs() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut program = crate::server_program();
+    program.args(["relay", "--listen", "tcp://127.0.0.1:0", "--tvm", "--exit-with-stdin", "--log-level", "error"]);
+    program.env("XDG_STATE_HOME", folder.path());
+    let mut relay = ServerProcess::spawn(program).unwrap();
+    let port = relay.address().rsplit_once(':').unwrap().1.parse().unwrap();
+    let say = |bytes: &[u8]| {
+        let mut peer = Peer::dial(port);
+        peer.send(bytes);
+        peer
+    };
+    let (mut server, mut client) = (say(&hello("server:rasp")), say(&hello("client:rasp")));
+    server.expect_accepted("client:rasp");
+    client.expect_accepted("server:rasp");
+    // In the middle of a message.
+    client.send(&[1, 0, 0, 0, 0, 0]);
+    assert_eq!(server.read(6), [1, 0, 0, 0, 0, 0]);
+    let waits = ["server:board", "client:nobody"].map(|key| say(&hello(key)));
+    let in_hello = say(&hello("server:board")[..7]);
+    relay.kill().unwrap();
+    for mut peer in [server, client, in_hello].into_iter().chain(waits) {
+        assert!(peer.is_at_end());
+    }
 }
 
 #[test]

@@ -11,7 +11,7 @@ use rpc_server::config::{
     ConfigError, ListenAddress, ServeConfig, Span, TrackerAddress, TrackerConfig, TvmTrackerAddress,
 };
 use rpc_server::tracker::{RunningTracker, Tracker};
-use rpc_server::{RpcServer, Running};
+use rpc_server::{RpcServer, Running, ServerProcess};
 use rpc_transports::tracker::{Grant, HolderState, Returned, ServerRequest, Summary, TrackerClient, functions};
 use rpc_transports::{Address, Connector};
 use rpc_tvm::wire;
@@ -264,6 +264,51 @@ fn a_server_that_a_native_client_was_given_comes_back_when_the_server_says_so() 
 }
 
 #[test]
+fn a_server_that_refuses_the_match_key_that_was_granted_is_asked_for_again() {
+    let pool = Pool::new();
+    let board = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = board.local_addr().unwrap().port();
+    let mut server = Peer::connect(&pool);
+    server.put("rasp", port, "rasp:0.1");
+    let serves = std::thread::spawn(move || {
+        let mut keys = Vec::new();
+        for at in 1..=2 {
+            let (stream, _) = board.accept().unwrap();
+            stream.set_read_timeout(Some(LIMIT)).unwrap();
+            let mut client = Peer(stream);
+            let len = i32::from_le_bytes(client.read(8)[4..].try_into().unwrap());
+            keys.push(String::from_utf8(client.read(len as usize)).unwrap());
+            if at == 1 {
+                // As a server that has a session with another client, or has restarted.
+                client.send(&wire::HelloAnswer::Mismatch.encode());
+                drop(client);
+                server.put("rasp", port, "rasp:0.2");
+                continue;
+            }
+            client.send(&wire::HelloAnswer::Accepted("server:rasp").encode());
+            let none = wire::returned(&[wire::WireValue::None]);
+            // The reply to the first request, and to the one for the size of packets.
+            for _ in 0..2 {
+                let len = u64::from_le_bytes(client.read(8).try_into().unwrap());
+                client.read(usize::try_from(len).unwrap());
+                client.send(&none);
+            }
+            _ = std::io::copy(&mut client.0, &mut std::io::sink());
+        }
+        keys
+    });
+    let connector = Connector::new().transports(rpc_server::transports());
+    let request = ServerRequest::new("rasp").timeout(LIMIT);
+    let loan = pool.runtime.block_on(async {
+        TrackerClient::connect_with(connector, &pool.address()).await.unwrap().request(&request).await.unwrap()
+    });
+    assert!(loan.grant().address[0].ends_with("/rasp:0.2"), "{:?}", loan.grant());
+    pool.runtime.block_on(async { drop(loan) });
+    let keys = serves.join().unwrap();
+    assert_eq!(keys, ["client:rasp:0.1", "client:rasp:0.2"]);
+}
+
+#[test]
 fn a_client_of_tvm_gets_a_server_of_this_project_that_serves_it() {
     let pool = Pool::new();
     // Servers that such a client could not use.
@@ -312,6 +357,33 @@ fn hello(port: u16, key: &str) -> (TcpStream, i32) {
     let mut code = [0; 4];
     stream.read_exact(&mut code).unwrap();
     (stream, i32::from_le_bytes(code))
+}
+
+#[test]
+fn a_tracker_that_is_killed_is_the_end_of_requests_that_wait() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut program = crate::server_program();
+    program.args(["tracker", "--listen", "tcp://127.0.0.1:0", "--tvm", "--exit-with-stdin", "--log-level", "error"]);
+    program.env("XDG_STATE_HOME", folder.path());
+    let mut tracker = ServerProcess::spawn(program).unwrap();
+    let dial = || {
+        let stream = TcpStream::connect(tracker.address().strip_prefix("tcp://").unwrap()).unwrap();
+        stream.set_read_timeout(Some(LIMIT)).unwrap();
+        let mut peer = Peer(stream);
+        peer.send(&[0x71, 0xf2, 2, 0]);
+        assert_eq!(peer.read(4), [0x71, 0xf2, 2, 0]);
+        peer
+    };
+    let (mut server, mut waits, mut in_message) = (dial(), dial(), dial());
+    server.put("rasp", 9090, "rasp:0.1");
+    // A connection's messages are taken in their order: with the summary the request is queued.
+    waits.request("board", 1);
+    assert!(waits.ask("[6]").contains("board"));
+    in_message.send(&framed("[1]")[..6]);
+    tracker.kill().unwrap();
+    for mut peer in [server, waits, in_message] {
+        assert!(peer.is_at_end());
+    }
 }
 
 #[test]
