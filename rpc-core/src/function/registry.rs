@@ -14,6 +14,7 @@ use crate::function::handler::{AsyncHandler, Handler};
 use crate::function::loader::{LoadRequest, ModuleLoader, NamedModules};
 use crate::function::object::Module;
 use crate::function::signature_check;
+use crate::printable::beginning;
 
 /// Functions and module loaders, shared by all sessions of a program. Cheap to clone; clones are
 /// the same registry.
@@ -93,7 +94,7 @@ impl Registry {
         contents.functions.get(name).cloned().ok_or_else(|| {
             let near = contents.functions.keys().find(|known| is_near(known, name) && may_be_named(known));
             let hint = near.map_or_else(String::new, |near| format!("; did you mean '{near}'?"));
-            RpcError::not_found(format!("no function is registered as '{}'{hint}", clip(name)))
+            RpcError::not_found(format!("no function is registered as '{}'{hint}", beginning(name, QUOTED_LEN)))
         })
     }
 
@@ -119,11 +120,14 @@ impl Registry {
             (None, Some(name)) => {
                 let known: Vec<_> = loaders.iter().map(|loader| loader.name()).collect();
                 let known = known.join(", ");
-                Err(RpcError::not_found(format!("no module loader is called '{}'; there are: {known}", clip(name))))
+                Err(RpcError::not_found(format!(
+                    "no module loader is called '{}'; there are: {known}",
+                    beginning(name, QUOTED_LEN)
+                )))
             }
             (None, None) => Err(RpcError::not_found(format!(
                 "no module is called '{0}', and no loader here takes a file named '{0}'",
-                clip(request.path)
+                beginning(request.path, QUOTED_LEN)
             ))),
         }
     }
@@ -188,11 +192,8 @@ impl fmt::Debug for Registry {
     }
 }
 
-/// Returns the beginning of a name that a peer chose, so that error messages stay small.
-fn clip(name: &str) -> &str {
-    let end = (0..=name.len().min(120)).rev().find(|end| name.is_char_boundary(*end)).unwrap_or(0);
-    &name[..end]
-}
+/// Length in bytes of the beginning of a name that errors quote.
+const QUOTED_LEN: usize = 120;
 
 /// Returns true if two names are equal except for case, or for one character added, omitted or
 /// replaced.

@@ -24,6 +24,7 @@ use crate::function::object::{LocalValue, Object};
 use crate::handle::{Handle, PipeId, invalid};
 use crate::limits::MemoryLease;
 use crate::panics::drop_each;
+use crate::printable::beginning;
 use crate::reply::{Outcome, Responder};
 use crate::session::{Lane, Operation, Request};
 use crate::tensor::Tensor;
@@ -99,11 +100,10 @@ impl Drop for PipeSlot {
 /// Returns the error of requests that name the result of a request that has failed.
 fn cause(name: &str, error: &RpcError) -> RpcError {
     let text = error.message();
-    let text = &text[..text.floor_char_boundary(MAX_MESSAGE)];
-    let name = &name[..name.floor_char_boundary(MAX_MESSAGE)];
+    let (text, name) = (beginning(text, MAX_MESSAGE), beginning(name, MAX_MESSAGE));
     let mut kept = RpcError::new(error.kind(), format!("no result, because the earlier '{name}' failed: {text}"));
     if let Some(kind) = error.application_kind() {
-        kept = kept.with_application_kind(&kind[..kind.floor_char_boundary(MAX_MESSAGE)]);
+        kept = kept.with_application_kind(beginning(kind, MAX_MESSAGE));
     }
     kept
 }
