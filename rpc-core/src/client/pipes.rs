@@ -62,9 +62,9 @@ use crate::value::{Reference, TensorRef, Value};
 /// that names the pipe keeps a clone until its reply.
 ///
 /// Servers that are older, and those of TVM, keep no results: [`fetch`](Self::fetch) and each
-/// operation that names the pipe fail with [`ErrorKind::Unsupported`]. A
-/// [retrying session](https://docs.rs/rpc-transports) keeps none either, because a part of a chain
-/// cannot be repeated.
+/// operation that names the pipe fail with [`ErrorKind::Unsupported`]. So it is in sessions that
+/// repeat requests (`RetrySession` of `rpc-transports`), because a part of a chain cannot be
+/// repeated.
 pub struct Pipe<T> {
     /// The result, or the reason for which the operation was not submitted.
     kept: Result<Arc<Owned>>,

@@ -140,7 +140,7 @@ impl LocalInner {
             Ok(work) => work,
             Err(error) => {
                 drop(lanes);
-                drop_each(garbage);
+                garbage.discard();
                 return Submission::ready(Err(error));
             }
         };
@@ -151,7 +151,7 @@ impl LocalInner {
         let (submission, responder) = if here { (None, None) } else { unzip(self.pending()) };
         let turn = lanes.admit(lane, Job { work, responder: responder.clone(), deadline, trace, bytes });
         drop(lanes);
-        drop_each(garbage);
+        garbage.discard();
         if let Some(responder) = &responder {
             responder.admit();
             self.watch_deadline(deadline, responder);
@@ -231,7 +231,7 @@ impl LocalInner {
                 Err(error) => Err(error),
             };
             drop(lanes);
-            drop_each(garbage);
+            garbage.discard();
             responder.admit();
             match turn {
                 Ok(AdmittedJob::Run(key, job)) => drop(self.run_lane(key, job, None)),

@@ -234,28 +234,31 @@ impl LocalInner {
         Ok(Some(PipeSlot { handle, cell, name: request.operation.name().to_owned() }))
     }
 
-    /// Resolves and pins what an admitted request names. The second value is to be dropped outside
-    /// of locks.
+    /// Resolves and pins what an admitted request names. The second value is to be discarded
+    /// outside of locks.
     pub(super) fn pin(
         &self,
         lane: Lane,
         operation: Operation,
         slot: Option<PipeSlot>,
-    ) -> (Result<PinnedOperation>, Vec<LocalValue>) {
+    ) -> (Result<PinnedOperation>, Garbage) {
         let names_pipes = operation.names_pipes();
         if slot.is_none() && !names_pipes {
-            return resolve::resolve(&mut *self.table.lock(), operation);
+            let (work, values) = resolve::resolve(&mut *self.table.lock(), operation);
+            return (work, Garbage { values, pins: None });
         }
-        let (work, garbage) = match operation {
+        let mut garbage = Garbage::default();
+        let work = match operation {
             Operation::Free { handle } if handle.is_pipe() => match self.take_pipes([handle]).pop() {
                 // The last request that names the result frees it.
-                Some(cell) => (Ok(Stage::Ready(Some(PinnedOperation::Released(cell)))), Vec::new()),
-                None => (Err(invalid(handle)), Vec::new()),
+                Some(cell) => Ok(Stage::Ready(Some(PinnedOperation::Released(cell)))),
+                None => Err(invalid(handle)),
             },
-            operation if names_pipes => (self.pin_pipes(lane, operation), Vec::new()),
+            operation if names_pipes => self.pin_pipes(lane, operation, &mut garbage),
             operation => {
-                let (work, garbage) = resolve::resolve(&mut *self.table.lock(), operation);
-                (work.map(|work| Stage::Ready(Some(work))), garbage)
+                let (work, values) = resolve::resolve(&mut *self.table.lock(), operation);
+                garbage.values = values;
+                work.map(|work| Stage::Ready(Some(work)))
             }
         };
         let mut slot = slot;
@@ -268,7 +271,7 @@ impl LocalInner {
         (work, garbage)
     }
 
-    fn pin_pipes(&self, lane: Lane, operation: Operation) -> Result<Stage> {
+    fn pin_pipes(&self, lane: Lane, operation: Operation, garbage: &mut Garbage) -> Result<Stage> {
         if lane == Lane::CONCURRENT {
             return Err(of_concurrent());
         }
@@ -297,7 +300,10 @@ impl LocalInner {
         });
         drop((pipes, table));
         match first_error {
-            Some(error) => Err(error),
+            Some(error) => {
+                garbage.pins = Some(Pins(pins));
+                Err(error)
+            }
             None => Ok(Stage::Pinned(operation, Pins(pins))),
         }
     }
@@ -341,11 +347,14 @@ impl LocalInner {
             Operation::Fetch { handle } => count(&Reference::Pipe(*handle)),
             _ => {}
         }
-        let lease = if bytes == 0 { None } else { Some(self.staging.reserve(bytes)?) };
-        let (work, garbage) = resolve::resolve(&mut pins, operation);
-        drop_each(garbage);
+        let lease = if bytes == 0 { Ok(None) } else { self.staging.reserve(bytes).map(Some) };
+        let started = lease.and_then(|lease| {
+            let (work, garbage) = resolve::resolve(&mut pins, operation);
+            drop_each(garbage);
+            Ok((work?, lease))
+        });
         drop_each(pins.0);
-        Ok((work?, lease))
+        started
     }
 
     /// Ends a request: keeps its result, or names the objects in it for the client.
@@ -430,6 +439,23 @@ fn detached(value: LocalValue) -> LocalValue {
             Value::Map(pairs.into_iter().map(|(key, value)| (detached(key), detached(value))).collect())
         }
         other => other,
+    }
+}
+
+/// What is left over when a request is pinned, to be dropped outside of locks.
+#[derive(Default)]
+pub(super) struct Garbage {
+    values: Vec<LocalValue>,
+    /// What a request that failed had pinned.
+    pins: Option<Pins>,
+}
+
+impl Garbage {
+    pub(super) fn discard(self) {
+        drop_each(self.values);
+        if let Some(pins) = self.pins {
+            drop_each(pins.0);
+        }
     }
 }
 
