@@ -798,9 +798,8 @@ fn pieces_of_a_copy_are_of_whole_elements() {
                     }
                     ServerEvent::Request(wire::Request::CopyFrom { from, len }) => {
                         let at = from.byte_offset as usize;
-                        board.send(&wire::copy_ack_header(len));
                         let data = swapped(from.dtype, &memory[at..at + len as usize]);
-                        board.send(&data);
+                        board.send(&[&wire::copy_ack_header(len)[..], &data].concat());
                     }
                     ServerEvent::Request(wire::Request::Shutdown) => break,
                     _ => board.value(WireValue::None),
