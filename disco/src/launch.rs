@@ -30,8 +30,8 @@ impl DiscoSession {
     /// of this process behind a local one, devices behind a chain of hops. The program there must
     /// have [registered](crate::register) disco's functions.
     ///
-    /// Commands are encoded for all of them. Only [`ThreadedSession`] hands them to workers of this
-    /// process as they are.
+    /// Commands are encoded for all of them. Only [`ThreadedSession`] and
+    /// [`SocketSession::controller_as_node`] hand them to workers of this process as they are.
     pub fn over(
         sessions: impl IntoIterator<Item = Session>,
         workers_per_session: u32,

@@ -671,7 +671,8 @@ class SocketSession(Session):
             Number of nodes, of workers of each, and of groups over all. This process is one of the
             nodes.
         host, port : str, int
-            Where to listen.
+            Where to listen. An address that other machines reach is also where the data of the
+            workers of this process goes.
         join_timeout : float, optional
             Seconds to wait for the nodes: 60 by default.
         on_listen : function of str, optional

@@ -28,8 +28,8 @@ pub fn printable_line(text: &str) -> Cow<'_, str> {
     escape(text, is_terminal_control)
 }
 
-/// Returns the beginning of a text that a peer chose, of `max_len` bytes at most, so that what quotes
-/// it stays small. No character is cut.
+/// Returns the beginning of a text that a peer chose, of `max_len` bytes at most, so that what
+/// quotes it stays small. No character is cut.
 pub(crate) fn beginning(text: &str, max_len: usize) -> &str {
     let end = (0..=text.len().min(max_len)).rev().find(|end| text.is_char_boundary(*end)).unwrap_or(0);
     &text[..end]

@@ -1,5 +1,6 @@
 //! Workers at nodes: servers that are dialled, that a tracker hands out, or that dial in.
 
+use std::net::IpAddr;
 use std::time::Duration;
 
 use rpc_core::{Devices, Registry, Result as RpcResult, RpcError, Session};
@@ -51,6 +52,8 @@ pub struct SocketSession {
     fan_out: Option<usize>,
     /// Functions and devices of the workers of this process, if it is the first node.
     controller: Option<(Registry, Devices)>,
+    /// Address at which the workers of this process listen for data.
+    controller_data: Option<IpAddr>,
     options: Options,
 }
 
@@ -62,6 +65,16 @@ enum Nodes {
     DiallingIn(usize, NodeListener),
     /// The far ends of sessions, with the addresses of the nodes that each of them opens.
     Over(Vec<(Session, Vec<String>)>),
+}
+
+impl Nodes {
+    /// Returns the IP address that nodes dial, if other machines may reach it.
+    fn listening_ip(&self) -> Option<IpAddr> {
+        let Self::DiallingIn(_, listener) = self else { return None };
+        let address: rpc_transports::Address = listener.address().parse().ok()?;
+        let ip: IpAddr = address.host()?.parse().ok()?;
+        (!ip.is_unspecified() && !ip.is_loopback()).then_some(ip)
+    }
 }
 
 impl SocketSession {
@@ -121,6 +134,7 @@ impl SocketSession {
             join_timeout: Duration::from_secs(60),
             fan_out: None,
             controller: None,
+            controller_data: None,
             options: Options::default(),
         }
     }
@@ -137,10 +151,9 @@ impl SocketSession {
     /// Makes this process a node, too: the first one, in front of all others, with as many workers,
     /// as the controller of TVM is. Its workers have these functions, those of disco, and these
     /// devices; they are threads of this process where a node would have them as threads
-    /// ([`Options::hosting`]), and get commands without encoding. Their data goes to the first of
-    /// [`Options::data_addresses`], if those are given. It does not count among nodes that dial in
-    /// ([`NodeRank`](crate::NodeRank)). Programs ([`DiscoSession::run_all`]) are run there only if
-    /// `registry` has the function for it, as that of `rpc-server` has.
+    /// ([`Options::hosting`]), and get commands without encoding. It does not count among nodes
+    /// that dial in ([`NodeRank`](crate::NodeRank)). Programs ([`DiscoSession::run_all`]) are run
+    /// there only if `registry` has the function for it, as that of `rpc-server` has.
     ///
     /// ```no_run
     /// # use disco::SocketSession;
@@ -154,6 +167,16 @@ impl SocketSession {
     #[must_use]
     pub fn controller_as_node(mut self, registry: Registry, devices: Devices) -> Self {
         self.controller = Some((registry, devices));
+        self
+    }
+
+    /// Sets the address at which the workers of this process listen for the data of others, if it
+    /// is [a node](Self::controller_as_node) and the others are on other machines. The first of
+    /// [`Options::data_addresses`] goes before it. Default: the address of the listener that nodes
+    /// dial, if that names one of this machine that others reach, and else none.
+    #[must_use]
+    pub fn controller_data_address(mut self, address: IpAddr) -> Self {
+        self.controller_data = Some(address);
         self
     }
 
@@ -225,8 +248,8 @@ impl SocketSession {
 
     /// Starts a session whose nodes open others, or else one whose controller opens all of them.
     fn start_as_tree(self) -> Completion<DiscoSession> {
-        let Self { nodes, workers_per_node, num_groups, connector, join_timeout, fan_out: _, controller, options } =
-            self;
+        let Self { nodes, workers_per_node, num_groups, connector, join_timeout, controller, options, .. } = self;
+        let controller_data = self.controller_data;
         let Nodes::At(addresses) = nodes else {
             return Completion::failed(DiscoError::invalid("only nodes at addresses can open each other"));
         };
@@ -239,6 +262,7 @@ impl SocketSession {
                 join_timeout,
                 fan_out: Some(fan_out),
                 controller: controller.clone(),
+                controller_data,
                 options: options.clone(),
             };
             match with(FAN_OUT_OF_MANY).start_as_told().await {
@@ -257,7 +281,9 @@ impl SocketSession {
     }
 
     fn start_as_told(self) -> Completion<DiscoSession> {
-        let Self { nodes, workers_per_node, num_groups, connector, join_timeout, fan_out, controller, options } = self;
+        let data = self.controller_data.or_else(|| self.nodes.listening_ip());
+        let Self { nodes, workers_per_node, num_groups, connector, join_timeout, fan_out, controller, options, .. } =
+            self;
         let connector = connector.keep_alive(options.keep_alive);
         let count = match &nodes {
             Nodes::At(addresses) => addresses.len(),
@@ -272,7 +298,8 @@ impl SocketSession {
                     "only nodes at addresses can open each other: fan_out is not for these",
                 ));
             }
-            let first = controller.map(|(registry, devices)| this_process(registry, devices, workers_per_node).into());
+            let first =
+                controller.map(|(registry, devices)| this_process(registry, devices, workers_per_node, data).into());
             let others = match nodes {
                 Nodes::At(addresses) => {
                     check_file_limit(addresses.len().min(fan_out.unwrap_or(usize::MAX)), "nodes")?;

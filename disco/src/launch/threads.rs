@@ -1,5 +1,6 @@
 //! Workers as threads of the controller's process.
 
+use std::net::IpAddr;
 use std::sync::Arc;
 
 use rpc_core::{
@@ -15,6 +16,7 @@ use crate::link::session_source::Source;
 use crate::node::functions::register;
 use crate::options::{Hosting, Options};
 use crate::weights::folders::WeightFolders;
+use crate::worker::rendezvous::DataAddress;
 
 /// A session whose workers are threads of this process.
 #[derive(Debug)]
@@ -76,7 +78,7 @@ impl ThreadedSession {
         if let Err(error) = self.check_default_devices() {
             return Completion::failed(error);
         }
-        let node = this_process(self.registry, self.devices, self.num_workers);
+        let node = this_process(self.registry, self.devices, self.num_workers, None);
         let mut options = self.options;
         options.hosting = Hosting::Threads;
         let size = (1, self.num_workers, self.num_groups);
@@ -100,15 +102,19 @@ impl ThreadedSession {
     }
 }
 
-/// Makes this process a node with so many workers, which have these functions and those of disco.
-pub(super) fn this_process(registry: Registry, devices: Devices, workers: u32) -> Source {
+/// Makes this process a node with so many workers, which have these functions and those of disco,
+/// and listen for data at `data`.
+pub(super) fn this_process(registry: Registry, devices: Devices, workers: u32, data: Option<IpAddr>) -> Source {
     register(&registry);
     let mut limits = SessionLimits::default();
     limits.max_threads = limits.max_threads.saturating_add(workers as usize);
     // Its workers read what this process may.
     let session = LocalSession::builder(registry).devices(devices).limits(limits);
     let local = Arc::new(LocalLink::default());
-    let session = session.extension(Arc::new(WeightFolders::anywhere())).extension(Arc::clone(&local));
+    let mut session = session.extension(Arc::new(WeightFolders::anywhere())).extension(Arc::clone(&local));
+    if let Some(data) = data {
+        session = session.extension(Arc::new(DataAddress(data)));
+    }
     Source::Local(Session::new(session.build()), local)
 }
 

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex};
 
 use super::api::WhenDone;
-use crate::error::Result;
+use crate::error::{Result, RpcError};
 
 /// Point in the work of a stream, as a driver has it.
 pub trait DeviceEvent: Send + 'static {
@@ -97,10 +97,11 @@ impl<E: DeviceEvent> EventNotifier<E> {
             waiting.append(&mut state.new);
             drop(state);
             for one in std::mem::take(&mut waiting) {
-                match one.event.is_done() {
+                // A panic must not affect other waits.
+                let checked = catch_unwind(AssertUnwindSafe(|| one.event.is_done()));
+                match checked.unwrap_or_else(|_| Err(RpcError::internal("the check of an event panicked"))) {
                     Ok(false) => waiting.push(one),
                     outcome => {
-                        // A panic must not affect other waits.
                         if catch_unwind(AssertUnwindSafe(|| (one.done)(outcome.map(drop)))).is_err() {
                             crate::log_limited!(ERROR, "the callback of a wait for a stream panicked");
                         }
@@ -133,14 +134,15 @@ mod tests {
     use std::sync::mpsc;
 
     use super::*;
-    use crate::error::{ErrorKind, RpcError};
+    use crate::error::ErrorKind;
 
-    /// Event that says these answers, one at each check.
+    /// Event that says these answers, one at each check, and panics when it is told to.
     struct Scripted(mpsc::Receiver<Result<bool>>);
 
     impl DeviceEvent for Scripted {
         fn is_done(&self) -> Result<bool> {
-            self.0.try_recv().unwrap_or(Ok(false))
+            let answer = self.0.try_recv().unwrap_or(Ok(false));
+            answer.inspect_err(|error| assert_ne!(error.kind(), ErrorKind::Cancelled, "on purpose"))
         }
     }
 
@@ -163,6 +165,9 @@ mod tests {
         assert_eq!(wait(&NOTIFIER, scripted([Ok(false), Ok(false), Ok(true)])), Ok(()));
         let lost = || Err(RpcError::new(ErrorKind::DeviceLost, "the device is gone"));
         assert_eq!(wait(&NOTIFIER, scripted([Ok(false), lost(), Ok(true)])).unwrap_err().kind(), ErrorKind::DeviceLost);
+        let panics = || Err(RpcError::new(ErrorKind::Cancelled, "the driver panics"));
+        assert_eq!(wait(&NOTIFIER, scripted([panics()])).unwrap_err().kind(), ErrorKind::Internal);
+        assert_eq!(wait(&NOTIFIER, scripted([Ok(true)])), Ok(()));
     }
 
     #[test]

@@ -85,7 +85,7 @@ impl SessionOpener for TvmOpener {
 impl TvmOpener {
     pub(super) async fn connect(&self, to: &Address, connector: &Connector) -> Result<Session, ConnectError> {
         let terms = self.terms(to, connector)?;
-        let (at, connector) = way(to, connector)?;
+        let (at, connector) = dial_plan(to, connector)?;
         let channel = connector.open_channel(&at).await?;
         let session = begin(channel, terms).await.map_err(|error| error.with_peer(to.to_string()))?;
         Ok(Session::new(session))
@@ -94,7 +94,7 @@ impl TvmOpener {
     fn connect_blocking(&self, to: &Address, connector: &Connector) -> Result<Option<Session>, ConnectError> {
         rpc_core::blocking::check_may_block()?;
         let terms = self.terms(to, connector)?;
-        let (at, connector) = way(to, connector)?;
+        let (at, connector) = dial_plan(to, connector)?;
         let Some(channel) = connector.open_channel_blocking(&at)? else { return Ok(None) };
         match begin_blocking(&channel, terms) {
             Ok(protocol) => Ok(Some(Session::new(connector.start_blocking(channel, protocol)?))),
@@ -126,7 +126,7 @@ impl TvmOpener {
 
 /// Returns the address of the channel to a server, and the connector that opens it: the system
 /// watches the connection, since the protocol cannot.
-pub(super) fn way(to: &Address, connector: &Connector) -> Result<(Address, Connector), ConnectError> {
+pub(super) fn dial_plan(to: &Address, connector: &Connector) -> Result<(Address, Connector), ConnectError> {
     let (host, port) = to.host_and_port().unwrap_or_default();
     let silence = connector.terms().keep_alive.saturating_mul(SILENT_INTERVALS);
     let dial = Dial { socket_silence: Some(silence), ..connector.terms().clone() };

@@ -1,13 +1,13 @@
 //! The opener of `tvm-tracker://` addresses: sessions with servers that a tracker of TVM gives out.
 
 use rpc_core::{ErrorKind, Fault, RpcError, Session};
-use rpc_transports::{Address, AddressError, BoxFuture, ConnectError, Connector, Properties, SessionOpener};
+use rpc_transports::{Address, AddressError, BoxFuture, ConnectError, Connector, Properties, Reach, SessionOpener};
 use rpc_tvm::wire::{TrackerGrant, TrackerMessage};
-use tokio::time::timeout_at;
+use tokio::time::{Instant, timeout_at};
 
 use super::super::chain::{SCHEME as SERVER_SCHEME, TIMEOUT};
 use super::super::tracker::link::{TrackerLink, malformed};
-use super::opener::{TvmOpener, is_key, timeout, way};
+use super::opener::{TvmOpener, dial_plan, is_key, timeout};
 
 /// Scheme of the addresses of trackers of TVM.
 const SCHEME: &str = "tvm-tracker";
@@ -56,7 +56,7 @@ impl SessionOpener for TvmTrackerOpener {
             () if priority(at).is_err() => "the priority is no whole number",
             () if at.key().is_some_and(|key| !is_key(key)) => "the key has spaces, or is too long",
             // The servers may be anywhere.
-            () => return Ok(Properties::default()),
+            () => return Ok(Properties::plain(Reach::Network)),
         };
         Err(AddressError::invalid(at, format!("{problem}; write for example tvm-tracker://pool.lan:9190/KEY")))
     }
@@ -74,9 +74,10 @@ impl SessionOpener for TvmTrackerOpener {
 
 impl TvmTrackerOpener {
     async fn connect(&self, to: &Address, connector: &Connector) -> Result<Session, ConnectError> {
+        let end = connector.queue_limit().and_then(|limit| Instant::now().checked_add(limit));
         let mut attempt = 1;
         loop {
-            let (server, key) = granted(to, connector).await?;
+            let (server, key) = granted(to, connector, end).await?;
             let error = match self.servers.connect(&server, &connector.clone().key(&key)).await {
                 Ok(session) => return Ok(session),
                 Err(error) => error.into_rpc_error(),
@@ -92,10 +93,10 @@ impl TvmTrackerOpener {
     }
 }
 
-/// Waits until the tracker grants a server. Returns its address, and the key for this client there.
-async fn granted(to: &Address, connector: &Connector) -> Result<(Address, String), ConnectError> {
-    let limit = connector.queue_limit().and_then(|limit| tokio::time::Instant::now().checked_add(limit));
-    let (at, dialling) = way(to, connector)?;
+/// Waits until the tracker grants a server, up to `end`. Returns its address, and the key for this
+/// client there.
+async fn granted(to: &Address, connector: &Connector, end: Option<Instant>) -> Result<(Address, String), ConnectError> {
+    let (at, dialling) = dial_plan(to, connector)?;
     let mut channel = dialling.open_channel(&at).await?;
     let asked = async {
         let mut link = TrackerLink::begin(channel.io_mut()).await?;
@@ -103,8 +104,8 @@ async fn granted(to: &Address, connector: &Connector) -> Result<(Address, String
         let priority = priority(to).unwrap_or(DEFAULT_PRIORITY);
         link.exchange(&TrackerMessage::Request { key, user: String::new(), priority }).await
     };
-    let reply = match limit {
-        Some(limit) => timeout_at(limit, asked).await.unwrap_or_else(|_| {
+    let reply = match end {
+        Some(end) => timeout_at(end, asked).await.unwrap_or_else(|_| {
             let text = "the time to wait for a server is over, and the tracker of TVM has granted none";
             Err(RpcError::new(ErrorKind::DeadlineExceeded, text))
         }),
@@ -146,7 +147,7 @@ mod tests {
         let opener = TvmTrackerOpener::new(TvmOpener::new());
         let check = |text: &str| opener.check(&text.parse().unwrap());
         for right in ["tvm-tracker://127.0.0.1:9190", "tvm-tracker://pool:9190/rasp?priority=-3&timeout=0.5"] {
-            assert_eq!(check(right).unwrap(), Properties::default(), "{right}");
+            assert_eq!(check(right).unwrap(), Properties::plain(Reach::Network), "{right}");
         }
         for wrong in [
             "tvm-tracker://pool",

@@ -83,6 +83,33 @@ fn nodes_of_several_machines_use_their_data_addresses_or_the_controller() {
     }
 }
 
+/// The controller's process is a node with a data address of its own, as other nodes have.
+#[test]
+fn the_controllers_own_node_has_a_data_address_beside_those_of_other_machines() {
+    let Some(node) = Node::apart(NODE, Some("127.0.0.1")) else {
+        assert!(std::env::var_os("RPC_TESTS_REQUIRE_NETNS").is_none(), "namespaces are demanded");
+        println!("SKIPPED: namespaces of processes cannot be made here");
+        return;
+    };
+    let start = |data: Option<&str>| {
+        let session = SocketSession::new([node.address()], 1, 1);
+        let session = session.controller_as_node(rpc_tests::spmd::registry(), rpc_core::Devices::new());
+        let session = match data {
+            Some(data) => session.controller_data_address(data.parse().unwrap()),
+            None => session,
+        };
+        let session = session.start().wait().unwrap();
+        session.barrier(Scope::World).unwrap();
+        (session.sync_all().wait(), session)
+    };
+    let (outcome, _session) = start(None);
+    let told = outcome.unwrap_err().to_string();
+    assert!(told.contains("the data addresses of 1 of 2 nodes are known"), "{told}");
+    let (outcome, session) = start(Some("127.0.0.1"));
+    outcome.unwrap();
+    session.shutdown().wait().unwrap();
+}
+
 /// It comes before all others, also before those that dial in, which do not count it; and each node
 /// runs what its own program has.
 #[test]
