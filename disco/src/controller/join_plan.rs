@@ -33,6 +33,11 @@ impl Controller {
 
     /// Lets the workers join each other in this epoch; if that is tentative they stay where they
     /// are. Returns the number of the command; after an error none was issued.
+    ///
+    /// # Errors
+    ///
+    /// Those of making the plan; and, after the first epoch, [`ErrorKind::Unsupported`]: the
+    /// workers have no way to each other.
     pub(crate) async fn meet(
         &self,
         epoch: u64,
@@ -47,6 +52,13 @@ impl Controller {
             Backend::Host | Backend::Nccl => self.plan(epoch, meshes).await?,
             Backend::Mpi => self.plan_mpi()?,
         };
+        // A session begins without collectives then. A later attempt would only say that it has
+        // made some.
+        if epoch > 0
+            && let JoinPlan::Unconnected { reason } = &join
+        {
+            return Err(JoinPlan::unconnected(reason).into());
+        }
         let timeouts = CollectiveTimeouts::of(&self.options);
         let nccl = backend == Backend::Nccl;
         let meshes = meshes.to_vec();

@@ -418,6 +418,7 @@ impl DiscoSession {
     ///   answer for as long: the collectives stay as they were. Or workers are not back from
     ///   meeting the others, after three times as long. Try again when those workers are back.
     /// * [`Busy`](ErrorKind::Busy): they are being made anew already.
+    /// * [`Unsupported`](ErrorKind::Unsupported): the workers have no way to each other.
     /// * failures of workers that have not met the others: the collectives are as they were,
     ///   running or broken, with the same default devices.
     /// * what has ended the session.

@@ -178,6 +178,13 @@ pub(crate) enum JoinPlan {
     Unconnected { reason: String },
 }
 
+impl JoinPlan {
+    /// Returns the error of a plan without connections, which has this reason.
+    pub(crate) fn unconnected(reason: &str) -> RpcError {
+        RpcError::unsupported(format!("the workers of this session have no way to each other: {reason}"))
+    }
+}
+
 /// Location of a worker, seen from the others.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub(crate) struct WorkerLocation {

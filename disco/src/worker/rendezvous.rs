@@ -207,10 +207,7 @@ impl Rendezvous {
                 options.encrypt = *encrypt;
                 join_mpi(ranks, &groupings, worker, key, &options)?
             }
-            JoinPlan::Unconnected { reason } => {
-                let text = format!("the workers of this session have no way to each other: {reason}");
-                return Err(RpcError::new(ErrorKind::Unsupported, text));
-            }
+            JoinPlan::Unconnected { reason } => return Err(JoinPlan::unconnected(reason)),
         };
         let mut groups: Vec<_> = groupings.into_iter().zip(groups).collect();
         // A group of one worker is the worker's own affair.

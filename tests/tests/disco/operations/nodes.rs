@@ -14,7 +14,17 @@ fn workers_without_a_path_to_each_other_run_all_but_collectives() {
     session.sync_all().wait().unwrap();
     session.barrier(Scope::World).unwrap();
     let error = session.sync_all().wait().unwrap_err();
-    assert!(error.to_string().contains("the data addresses of 1 of 2 nodes are known"), "{error}");
+    let why = "the data addresses of 1 of 2 nodes are known";
+    assert!(error.to_string().contains(why), "{error}");
+    // The controller knows by now that there are none. Regression: then a mesh was granted that no
+    // worker had.
+    assert!(session.ccl_state().breakage().is_some());
+    for outcome in [session.mesh(&[("dp", 2)]).wait().map(|_| ()), session.reinit_ccl().wait()] {
+        let error = outcome.unwrap_err();
+        assert!(error.to_string().contains(why), "{error}");
+    }
+    assert!(session.ccl_state().breakage().is_some());
+    session.sync_all().wait().unwrap();
     session.shutdown().wait().unwrap();
 }
 
