@@ -6,6 +6,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::{Ccl, Control};
+use crate::held_memory::HeldMemory;
 use crate::options::Options;
 use crate::wire::grouping::Grouping;
 
@@ -46,6 +47,8 @@ pub(crate) struct Membership {
     pub(crate) world: Box<dyn Ccl>,
     /// Those of the worker's groups, each with its grouping.
     pub(crate) groups: Vec<(Grouping, Box<dyn Ccl>)>,
+    /// Charge for the memory of communicators between threads, which all of them share.
+    pub(crate) charge: Option<Arc<HeldMemory>>,
 }
 
 impl Membership {

@@ -136,6 +136,17 @@ pub fn threads(size: usize, options: &Options) -> Result<Vec<Box<dyn Ccl>>, RpcE
     Ok((0..size).map(|number| Box::new(rank(number)) as Box<dyn Ccl>).collect())
 }
 
+/// Returns the bytes of memory that a group of [`threads`] takes before its collectives carry any
+/// data, about.
+pub(crate) fn cost_of_threads(size: usize) -> usize {
+    let segment = Segment::bytes_at_once(size, true).unwrap_or(usize::MAX);
+    segment.saturating_add(size.saturating_mul(size_of::<SharedCcl>() + RANK_COST))
+}
+
+/// Bytes that a rank takes beside its communicator, about: those of its recorder, of its own parts
+/// of tables, and of allocations.
+const RANK_COST: usize = 512;
+
 /// Returns the bytes of the segment of a group.
 fn segment_bytes(size: usize, in_one_process: bool) -> Result<usize, RpcError> {
     if size == 0 || size > MAX_SHARED_RANKS {

@@ -27,7 +27,7 @@ pub(crate) fn join(
     worker: WorkerId,
     on_stuck: OnStuck,
 ) -> Result<Membership> {
-    let Membership { epoch, world: mut control, groups } = membership;
+    let Membership { epoch, world: mut control, groups, charge } = membership;
     // All ranks learn of one that cannot join.
     let ready = library().and_then(|library| Ok((library, stream(device)?)));
     let own = ready.as_ref().map(|(library, _)| RankFacts::new(library, device)).map_err(Clone::clone);
@@ -50,7 +50,7 @@ pub(crate) fn join(
         };
         joined.push((grouping, Box::new(group)));
     }
-    Ok(Membership { epoch, world: Box::new(world), groups: joined })
+    Ok(Membership { epoch, world: Box::new(world), groups: joined, charge })
 }
 
 /// Returns the settings of NCCL under the time limits of the session.

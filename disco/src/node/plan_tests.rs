@@ -8,14 +8,15 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::net::UnixListener;
 use std::time::{Duration, Instant};
 
-use rpc_core::{Device, DeviceType, ErrorKind, Packed};
+use rpc_core::{Device, DeviceType, ErrorKind, Packed, SessionLimits};
 use serde_json::{Value as Json, json};
 
-use super::raw_controller::RawController;
+use super::raw_controller::{RawController, session, set_up};
 use crate::ccl::communicators::CollectiveTimeouts;
 use crate::ccl::host;
 use crate::wire::command::Command;
-use crate::wire::plan::{JoinPlan, Plan};
+use crate::wire::plan::{JoinPlan, Layout, Plan};
+use crate::wire::set_up::SetUp;
 
 const KEY: [u8; 32] = [7; 32];
 const NONCE: [u8; 16] = [1; 16];
@@ -228,10 +229,59 @@ fn a_worker_alone_in_a_segment_ends_with_its_session() {
 #[test]
 fn a_worker_that_joins_nccl_alone_ends_with_its_session() {
     let worker = 4;
+    let offer = host::Offer::new(5, &host::Options::default()).unwrap();
     let mut controller = RawController::of_worker(worker, 5, u64::MAX);
-    begin(&mut controller, endless(&json!("Threads"), true));
+    begin(&mut controller, endless(&json!({"Segments": [offer.ticket()]}), true));
+    // The others join the segment, and do no more.
+    let join = |rank| offer.ticket().join(crate::ccl::Rank(rank), &host::Options::default()).unwrap();
+    let _others: Vec<_> = std::thread::scope(|scope| {
+        let joining: Vec<_> = (0..worker).map(|rank| scope.spawn(move || join(rank))).collect();
+        joining.into_iter().map(|one| one.join().unwrap()).collect()
+    });
+    assert!(has_thread(worker));
     drop(controller);
     await_end_of_thread(worker);
+}
+
+/// Opens a host with all workers of a session, which are threads.
+fn threads(count: u32, max_memory: u64) -> RawController {
+    let limits = SessionLimits { max_memory, ..SessionLimits::default() };
+    let set_up = SetUp { count, ..set_up(0, Layout { world_size: count, num_groups: 1 }) };
+    RawController::open(session().limits(limits), &set_up).unwrap()
+}
+
+/// Regression: communicators for all workers of a session were made on a node that had one of them,
+/// and none were charged.
+#[test]
+fn communicators_of_threads_are_made_where_all_workers_are_and_are_charged() {
+    let plan = |epoch: u64, meshes: &[Json]| {
+        let mut plan: Json = endless(&json!("Threads"), false).decode().unwrap();
+        (plan["epoch"], plan["meshes"]) = (epoch.into(), meshes.into());
+        Command::InitCcl { plan: Packed::encode(&plan).unwrap() }
+    };
+    let mut controller = RawController::of_worker(0, 16, u64::MAX);
+    controller.submit([plan(0, &[])]).unwrap();
+    let failures = controller.sync();
+    assert_eq!(failures.len(), 1);
+    assert!(failures[0].cause.message().contains("all 16 workers are threads of one process"), "{failures:?}");
+
+    let axes: Vec<Json> = ["a", "b", "c", "d"].iter().map(|name| json!({"name": name, "size": 2})).collect();
+    let mesh = json!({"axes": axes});
+    // A page at least for each of eight groups along each of four axes.
+    let least = 4 * 8 * 4096;
+    let mut limited = threads(16, least);
+    limited.submit([plan(0, &[]), plan(1, &[mesh.clone()])]).unwrap();
+    let failures = limited.sync();
+    assert_eq!(failures.len(), 16);
+    assert!(failures.iter().all(|failure| failure.cause.kind() == ErrorKind::LimitExceeded), "{failures:?}");
+
+    let mut controller = threads(16, u64::MAX);
+    controller.submit([plan(0, &[mesh])]).unwrap();
+    assert!(controller.sync().is_empty());
+    assert!(controller.held() >= least, "{}", controller.held());
+    controller.submit([plan(1, &[])]).unwrap();
+    assert!(controller.sync().is_empty());
+    assert!(controller.held() < least, "{}", controller.held());
 }
 
 /// Ranks and addresses are computed from the meshes of a plan, so that they are checked where it

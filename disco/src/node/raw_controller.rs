@@ -77,12 +77,14 @@ pub(super) fn join_sockets(listening: &[ListenAddresses], epoch: u64, is_tentati
     Command::InitCcl { plan: Packed::encode(&plan).unwrap() }
 }
 
-/// A controller of one worker, which sends whatever a test wants.
+/// A controller of one host, which sends whatever a test wants.
 pub(super) struct RawController {
     pub(super) session: Session,
     submit: RemoteFunction,
     pub(super) events: RemoteFunction,
     pub(super) host: RemoteObject,
+    /// Number of workers of the host.
+    workers: u32,
     sequence: u64,
     ticket: u64,
 }
@@ -110,7 +112,7 @@ impl RawController {
         let function = |name: &str| session.get_function(name).wait().unwrap();
         let (host, _): (RemoteObject, Pack<NodeInfo>) = function("disco.open").call((Pack(set_up),)).wait()?;
         let (submit, events) = (function("disco.submit"), function("disco.events"));
-        Ok(Self { session, submit, events, host, sequence: 1, ticket: 0 })
+        Ok(Self { session, submit, events, host, workers: set_up.count, sequence: 1, ticket: 0 })
     }
 
     /// Lets the workers listen for data on this machine; returns their addresses.
@@ -137,7 +139,7 @@ impl RawController {
         Ok(())
     }
 
-    /// Waits until the worker has executed everything. Returns the failures on the way.
+    /// Waits until the workers have executed everything. Returns the failures on the way.
     pub(super) fn sync(&mut self) -> Vec<Failure> {
         self.sync_before([])
     }
@@ -148,15 +150,18 @@ impl RawController {
         let wanted = self.ticket;
         let sync = Command::SyncWorker { ticket: wanted, worker: None };
         self.submit([sync].into_iter().chain(next)).unwrap();
-        let mut failures = Vec::new();
+        let (mut failures, mut behind) = (Vec::new(), self.workers);
         loop {
             let events = self.events.call::<Value>((&self.host,)).wait().unwrap();
             for event in decode_events(events).unwrap() {
                 match event {
                     Event::Failed(failure) => failures.push(failure),
-                    Event::Reached { ticket } if ticket == wanted => return failures,
+                    Event::Reached { ticket } if ticket == wanted => behind -= 1,
                     _ => {}
                 }
+            }
+            if behind == 0 {
+                return failures;
             }
         }
     }

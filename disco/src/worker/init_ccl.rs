@@ -16,7 +16,6 @@ use crate::ccl::communicators::Membership;
 use crate::ccl::join_nccl;
 use crate::ccl::nccl::{OnStuck, end_process_when_stuck};
 use crate::error::WorkerId;
-use crate::open_files::OpenFiles;
 use crate::wire::event::{Event, EventSink, Report};
 use crate::wire::mesh::Mesh;
 use crate::wire::plan::{JoinPlan, Plan};
@@ -93,8 +92,8 @@ impl Worker {
     fn join_others(&self, plan: &Plan) -> Result<(Membership, Device)> {
         let device = plan.devices.get(self.id.index()).copied().unwrap_or_else(|| self.this.device());
         self.this.context().authorize(&Permission::Device(device))?;
-        let (rendezvous, open_files) = (self.shared.rendezvous(), OpenFiles::of(self.this.context()));
-        let mut membership = rendezvous.join(plan, self.layout, self.id, self.shared.relays(), open_files)?;
+        let (rendezvous, relays) = (self.shared.rendezvous(), self.shared.relays());
+        let mut membership = rendezvous.join(plan, self.shared.set_up(), self.id, relays, self.this.context())?;
         if plan.nccl {
             // Elsewhere the process is the worker's alone, or that of one session.
             let on_stuck = match self.shared.is_beside_controller() {

@@ -9,18 +9,20 @@ use std::time::Instant;
 
 use parking_lot::Mutex;
 use rpc_core::limits::OpenFileLease;
-use rpc_core::{ErrorKind, Result, RpcError};
+use rpc_core::{Context, ErrorKind, Result, RpcError};
 
 use crate::ccl::communicators::{CollectiveTimeouts, Membership};
 use crate::ccl::host::{self, Address, Listener, SessionKey, UnprovenHosts};
 use crate::ccl::{Ccl, Rank};
 use crate::error::WorkerId;
+use crate::held_memory::HeldMemory;
 use crate::link::relayed_data::Relays;
 use crate::open_files::OpenFiles;
 use crate::wire::grouping::Grouping;
 use crate::wire::mesh::Mesh;
 use crate::wire::plan::{JoinPlan, Layout, ListenAddresses, Plan, WorkerLocation};
 use crate::wire::relayed_pair::RelayedPair;
+use crate::wire::set_up::SetUp;
 
 /// Address at which the workers of a node listen for the data of others, as its operator says: an
 /// [extension](rpc_core::Context::extension) of the sessions that a node serves.
@@ -42,12 +44,16 @@ pub(crate) struct Rendezvous {
 /// groupings.
 type Communicators = (Box<dyn Ccl>, Vec<Box<dyn Ccl>>);
 
+/// Charge for the memory of the communicators of threads, which all of them share.
+type Charge = Arc<HeldMemory>;
+
 /// The communicators of threads that have not been taken yet.
 struct Threads {
     epoch: u64,
     world: Vec<Option<Box<dyn Ccl>>>,
     /// For each of the joined groupings those of all workers, in their order.
     groups: Vec<Vec<Option<Box<dyn Ccl>>>>,
+    charge: Charge,
 }
 
 struct Listeners {
@@ -132,15 +138,17 @@ impl Rendezvous {
     }
 
     /// Joins the session's communicators as `worker`, and waits until all workers have. Where
-    /// others cannot be dialled their data is relayed.
+    /// others cannot be dialled their data is relayed. What the communicators take is charged to
+    /// the session of `context`.
     pub(crate) fn join(
         &self,
         plan: &Plan,
-        layout: Layout,
+        set_up: &SetUp,
         worker: WorkerId,
         relays: &Relays,
-        open_files: OpenFiles,
+        context: &Context,
     ) -> Result<Membership> {
+        let (layout, open_files) = (set_up.layout, OpenFiles::of(context));
         let CollectiveTimeouts { entry, stall, join, direct } = plan.timeouts;
         let has_ended = Arc::clone(&self.has_ended);
         let mut options = host::Options { epoch: plan.epoch, has_ended, open_files, ..host::Options::default() };
@@ -148,8 +156,13 @@ impl Rendezvous {
         options.direct_timeout = direct;
         let rank = Rank(worker.0);
         let groupings = layout.joined_groupings(&plan.meshes);
+        let mut charge = None;
         let (world, groups) = match &plan.join {
-            JoinPlan::Threads => self.take_thread(layout, &groupings, worker, &options)?,
+            JoinPlan::Threads => {
+                let (communicators, shared) = self.take_thread(set_up, &groupings, worker, &options, context)?;
+                charge = Some(shared);
+                communicators
+            }
             #[cfg(target_os = "linux")]
             JoinPlan::Segments(tickets) => {
                 options.ranks_on_machine = Some(layout.world_size as usize);
@@ -214,19 +227,31 @@ impl Rendezvous {
         if let Some(alone) = layout.groupings(&plan.meshes).into_iter().find(|grouping| grouping.size() == 1) {
             groups.extend(host::threads(1, &options)?.pop().map(|ccl| (alone, ccl)));
         }
-        Ok(Membership { epoch: plan.epoch, world, groups })
+        Ok(Membership { epoch: plan.epoch, world, groups, charge })
     }
 
+    /// Takes the communicators of a worker, which are made for all workers if there are none of
+    /// this epoch yet.
     fn take_thread(
         &self,
-        layout: Layout,
+        set_up: &SetUp,
         groupings: &[Grouping],
         worker: WorkerId,
         options: &host::Options,
-    ) -> Result<Communicators> {
-        let world_size = layout.world_size;
+        context: &Context,
+    ) -> Result<(Communicators, Charge)> {
+        let SetUp { first, count, layout: Layout { world_size, .. }, .. } = *set_up;
+        if first != 0 || count != world_size {
+            return Err(RpcError::invalid_argument(format!(
+                "a plan by which all {world_size} workers are threads of one process, which has {count} of them"
+            )));
+        }
         let mut threads = self.threads.lock();
         if threads.as_ref().is_none_or(|threads| threads.epoch != options.epoch) {
+            // Those of an earlier epoch that no worker has taken, with their charge.
+            *threads = None;
+            let mut held = HeldMemory::new(context.detached());
+            held.add(cost_of_threads(world_size, groupings))?;
             let mut options = options.clone();
             options.ranks_on_machine = Some(world_size as usize);
             let world = host::threads(world_size as usize, &options)?.into_iter().map(Some).collect();
@@ -241,15 +266,26 @@ impl Rendezvous {
                 }
                 groups.push(of_workers);
             }
-            *threads = Some(Threads { epoch: options.epoch, world, groups });
+            *threads = Some(Threads { epoch: options.epoch, world, groups, charge: Arc::new(held) });
         }
         let taken = threads.as_mut().and_then(|threads| {
             let world = threads.world.get_mut(worker.index())?.take()?;
             let groups = threads.groups.iter_mut().map(|group| group.get_mut(worker.index())?.take());
-            Some((world, groups.collect::<Option<_>>()?))
+            Some(((world, groups.collect::<Option<_>>()?), Arc::clone(&threads.charge)))
         });
         taken.ok_or_else(|| RpcError::internal(format!("worker {worker} has joined already")))
     }
+}
+
+/// Returns the bytes that the communicators of so many threads take: those of all, and those of
+/// the groups of each grouping.
+fn cost_of_threads(world_size: u32, groupings: &[Grouping]) -> usize {
+    let of_groups = |grouping: &Grouping| {
+        let one = host::cost_of_threads(grouping.size() as usize);
+        one.saturating_mul(grouping.count(world_size) as usize)
+    };
+    let all = groupings.iter().map(of_groups);
+    all.fold(host::cost_of_threads(world_size as usize), usize::saturating_add)
 }
 
 /// Joins the group of a ticket, which a controller has named.

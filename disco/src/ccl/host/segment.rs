@@ -196,6 +196,12 @@ impl Segment {
         SegmentLayout::new(size, in_one_process).map(|layout| layout.end)
     }
 
+    /// Returns how many of these bytes take room from the beginning, or from the first collective
+    /// on: those of the head, the words and the announcements.
+    pub(super) fn bytes_at_once(size: usize, in_one_process: bool) -> Option<usize> {
+        SegmentLayout::new(size, in_one_process).map(|layout| layout.blocks)
+    }
+
     /// Writes the head into fresh memory of [`bytes`](Self::bytes).
     pub(super) fn create(memory: Memory, size: usize, in_one_process: bool, epoch: u64, nonce: [u8; 16]) -> Self {
         let this = Self::over(memory, size, in_one_process, epoch);
