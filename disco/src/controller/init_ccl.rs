@@ -133,6 +133,9 @@ impl Controller {
             self.finish_tentative(epoch, backend, met.is_ok())?;
         } else if met.is_err() {
             self.lock().collectives.restore(before);
+            // Those that have entered the new ones have the meshes of this attempt. If this cannot
+            // be issued, the session has ended.
+            _ = self.push(Command::FinishInitCcl { epoch, enter: false });
         }
         met
     }

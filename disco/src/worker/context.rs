@@ -637,8 +637,8 @@ impl WorkerContext {
     }
 
     /// Sets the meshes of the session.
-    pub(crate) fn set_meshes(&self, meshes: Vec<Mesh>) {
-        *lock(&self.0.meshes) = meshes.into();
+    pub(crate) fn set_meshes(&self, meshes: Arc<[Mesh]>) {
+        *lock(&self.0.meshes) = meshes;
     }
 
     /// Returns this worker's rank in `scope`, and the number of ranks there.

@@ -9,7 +9,7 @@ use rpc_core::{ErrorKind, RpcError};
 
 use super::command_feed::{Feed, Reader};
 use super::context::{ActivityName, WorkerContext};
-use super::joined_ccl::JoinedCcl;
+use super::joined_ccl::{FormerMeshes, JoinedCcl};
 use super::process_state::ProcessState;
 use super::recorded_program::{RunningProgram, StoredProgram};
 use super::register_content::{Fault, Outcome, Slot, UnsettledCommand};
@@ -42,6 +42,8 @@ pub(crate) struct Worker {
     pub(super) running: Option<RunningProgram>,
     /// Communicators that a tentative `init_ccl` has joined.
     pub(super) tentative: Option<JoinedCcl>,
+    /// Meshes that come back if the last `init_ccl` has failed on another worker.
+    pub(super) former: Option<FormerMeshes>,
     /// Number of bytes of the session's meshes, as they are counted in `held`.
     pub(super) mesh_bytes: usize,
     /// True if collectives leave work to a device.
@@ -73,6 +75,7 @@ impl Worker {
             programs: HashMap::new(),
             running: None,
             tentative: None,
+            former: None,
             mesh_bytes: 0,
             is_accelerated: false,
             unsettled: HashMap::new(),

@@ -3,14 +3,16 @@
 //!
 //! While the present ones run, that takes two commands: with the first all workers join the new
 //! ones and stay in the old ones, and with the second, once the controller knows that all have
-//! joined, they change over. So an attempt that fails on one worker changes nothing on any.
+//! joined, they change over. So an attempt that fails on one worker changes nothing on any. In
+//! place of broken ones they enter the new ones at once. If that fails on one, a second command has
+//! the others return to the meshes that they had.
 
 use std::sync::Arc;
 
 use rpc_core::{Device, ErrorKind, Packed, Permission, Result, RpcError};
 
 use super::executor::Worker;
-use super::joined_ccl::JoinedCcl;
+use super::joined_ccl::{FormerMeshes, JoinedCcl};
 use super::register_content::Outcome;
 use crate::ccl::communicators::Membership;
 use crate::ccl::join_nccl;
@@ -28,6 +30,9 @@ impl Worker {
         let plan = Plan::decode(plan)?;
         self.layout.check(&plan.meshes)?;
         self.leave_tentative();
+        if let Some(former) = self.former.take() {
+            self.held.remove(former.bytes);
+        }
         if plan.is_tentative {
             // A worker that waits for this one in an older command waits no more.
             self.this.leave_step();
@@ -38,7 +43,11 @@ impl Worker {
         self.this.set_membership(Err(RpcError::unsupported("the data plane is being made")));
         let (epoch, is_unconnected) = (plan.epoch, matches!(plan.join, JoinPlan::Unconnected { .. }));
         match self.join(plan) {
-            Ok(joined) => self.enter(joined),
+            Ok(joined) => {
+                let bytes = std::mem::take(&mut self.mesh_bytes);
+                self.former = Some(FormerMeshes { epoch, meshes: self.this.meshes(), bytes });
+                self.enter(joined);
+            }
             Err(error) => {
                 self.is_accelerated = false;
                 self.this.set_membership(Err(error.clone()));
@@ -53,10 +62,15 @@ impl Worker {
         Ok(())
     }
 
-    /// Enters the communicators of a tentative `init_ccl`, or lets go of them.
+    /// Enters the communicators of a tentative `init_ccl`, or lets go of them; or returns to the
+    /// meshes before one that was not tentative, and has failed on another worker.
     pub(super) fn finish_init_ccl(&mut self, epoch: u64, enter: bool) -> Outcome {
         if !enter {
             self.leave_tentative();
+            if let Some(former) = self.former.take_if(|former| former.epoch == epoch) {
+                self.this.set_meshes(former.meshes);
+                self.held.remove(std::mem::replace(&mut self.mesh_bytes, former.bytes));
+            }
             return Ok(());
         }
         self.settle();
@@ -115,7 +129,7 @@ impl Worker {
     fn enter(&mut self, joined: JoinedCcl) {
         self.this.set_device(joined.device);
         self.held.remove(std::mem::replace(&mut self.mesh_bytes, joined.mesh_bytes));
-        self.this.set_meshes(joined.meshes);
+        self.this.set_meshes(joined.meshes.into());
         self.is_accelerated = joined.is_accelerated;
         self.this.set_membership(Ok(joined.membership));
         if self.feed.is_aborted() {

@@ -1,7 +1,11 @@
 //! Collectives along the axes of meshes, over every kind of launch, against values that are
 //! computed here; meshes that cannot be, and what breaks along one axis.
 
+use std::any::Any;
+use std::sync::atomic::{AtomicBool, Ordering};
+
 use disco::{CclState, Mesh};
+use rpc_core::{AccessControl, Permission};
 
 use super::*;
 
@@ -173,4 +177,50 @@ fn failures_stay_along_their_axis_until_one_breaks_it() {
         check_collectives(session, dp);
         session.shutdown().wait().unwrap();
     }
+}
+
+/// Rights of a session that may do everything, but for one use of a device.
+#[derive(Debug, Default)]
+struct RefuseOnce(AtomicBool);
+
+impl AccessControl for RefuseOnce {
+    fn check(&self, permission: &Permission<'_>) -> rpc_core::Result<()> {
+        if matches!(permission, Permission::Device(_)) && self.0.swap(false, Ordering::Relaxed) {
+            return Err(rpc_core::RpcError::new(ErrorKind::Refused, "told to refuse"));
+        }
+        Ok(())
+    }
+
+    fn to_text(&self) -> Option<String> {
+        None
+    }
+
+    fn into_any(self: Arc<Self>) -> Arc<dyn Any + Send + Sync> {
+        self
+    }
+}
+
+/// Regression: in place of broken collectives each worker enters the new ones without waiting for
+/// the others, and kept a mesh that the session does not have if another one had failed.
+#[test]
+fn a_mesh_that_fails_on_one_worker_is_on_none() {
+    let access = Arc::new(RefuseOnce::default());
+    let node = LocalSession::builder(rpc_tests::spmd::registry()).access_control(Arc::<RefuseOnce>::clone(&access));
+    let session = DiscoSession::over([Session::new(node.build())], 2, 1, disco::Options::default()).wait().unwrap();
+    let mesh = session.mesh(&[("both", 2)]).wait().unwrap();
+    session.abort_ccl("enough").unwrap();
+    access.0.store(true, Ordering::Relaxed);
+    let error = session.mesh(&[("dp", 2), ("one", 1)]).wait().unwrap_err();
+    assert_eq!(error.failures().len(), 1, "{error}");
+    assert!(error.to_string().contains("told to refuse"), "{error}");
+    let place = session.get_global_func("place_on_mesh").unwrap().call(("dp",)).unwrap();
+    for worker in 0..2 {
+        let error = session.debug_get_from_remote(&place, WorkerId(worker)).wait().unwrap_err().to_string();
+        assert!(error.contains("has an axis \"dp\"; its meshes: (both=2)"), "worker {worker}: {error}");
+    }
+    session.sync_all().wait().unwrap_err();
+    let other = session.mesh(&[("dp", 1), ("tp", 2)]).wait().unwrap();
+    check_axes(&session, &mesh);
+    check_collectives(&session, other.group("tp").unwrap());
+    session.shutdown().wait().unwrap();
 }
