@@ -58,7 +58,11 @@ impl Controller {
 
     /// Makes the collectives anew with one more mesh, unless the workers know it.
     pub(crate) fn add_mesh(self: &Arc<Self>, mesh: Mesh) -> Completion<Mesh> {
-        if self.lock().meshes.contains(&mesh) {
+        let is_known = {
+            let state = self.lock();
+            state.ended.is_none() && state.meshes.contains(&mesh)
+        };
+        if is_known {
             return Completion::new(std::future::ready(Ok(mesh)));
         }
         match self.begin(None, Some(mesh.clone())) {

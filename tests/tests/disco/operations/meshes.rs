@@ -104,6 +104,10 @@ fn a_session_has_several_meshes_and_programs_use_them() {
     assert_eq!(session.ccl_state(), CclState::Running);
     assert_eq!(again.wait().unwrap(), plane);
     session.sync_all().wait().unwrap();
+    // It has none when it has ended.
+    session.shutdown().wait().unwrap();
+    let error = session.mesh(&[("replica", 4), ("tp", 2)]).wait().unwrap_err();
+    assert_eq!(error.cause().kind(), ErrorKind::Closed, "{error}");
 }
 
 #[test]
