@@ -16,6 +16,7 @@ use crate::client::lane_deadlock;
 use crate::error::{ErrorKind, Result, RpcError};
 use crate::function::convert::FromReply;
 use crate::handle::{Handle, PipeId};
+use crate::panics::drop_each;
 use crate::reply::{PendingReply, Submission};
 use crate::session::{Lane, Operation, Request, SharedSession};
 use crate::trace::{self, TraceContext};
@@ -116,6 +117,11 @@ pub(crate) struct KeptRequest {
 }
 
 impl Pins {
+    /// Drops the references. A panic in one of them affects neither the others nor the caller.
+    fn discard(self) {
+        drop_each(self.function.into_iter().chain(self.others));
+    }
+
     /// Checks that the request is on the lane of the results that it names.
     fn check_lane(&self, lane: Lane) -> Result<()> {
         let bound = self.others.iter().filter_map(|pin| (**pin).downcast_ref::<LaneBound>());
@@ -325,6 +331,10 @@ impl<'a, T> ScopedAction<'a, T> {
             _ => None,
         };
         let submission = session.submit(Request { pipe: Some(pipe), ..self.options.request(operation) });
+        // The references go with the reply, however long the result lives: each result of a loop
+        // would keep the one before it otherwise.
+        let submission = submission.inspect(move |_| pins.discard());
+        let pins = Pins::default();
         let reply = Reply { session: session.clone(), convert: <()>::from_reply, _pins: pins, on_reply: None };
         let pending = ScopedPending(Stage::Submitted(submission, reply));
         Ok(KeptRequest { session, handle: pipe.handle(), lane, pending, tensor })

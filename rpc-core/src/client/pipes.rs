@@ -223,3 +223,62 @@ impl OnReply for Fetched {
         self.0.promised_error().unwrap_or(error)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::{Mutex, mpsc};
+    use std::thread;
+    use std::time::{Duration, Instant};
+
+    use super::*;
+    use crate::{LocalSession, Registry, Session};
+
+    /// Session with `step`, which adds one, and `hold`, which holds its lane until the sender is
+    /// used.
+    fn session() -> (Arc<LocalSession>, Session, mpsc::Sender<()>) {
+        let (registry, (release, held)) = (Registry::new(), mpsc::channel::<()>());
+        let held = Mutex::new(held);
+        registry.add_inline("step", |n: i64| n + 1);
+        registry.add("hold", move || held.lock().is_ok_and(|held| held.recv().is_ok()));
+        let local = Arc::new(LocalSession::new(registry));
+        (local.clone(), Session::new(local), release)
+    }
+
+    #[test]
+    fn a_loop_that_keeps_one_pipe_keeps_one_result() {
+        let (local, session, _) = session();
+        let step = session.get_function("step").wait().unwrap();
+        let mut last: Pipe<i64> = step.call((0,)).pipe();
+        for n in 2..=10_000 {
+            last = step.call((&last,)).pipe();
+            // The function, and the result. The one before has gone with the reply.
+            assert_eq!(local.usage().handles, 2, "after {n} steps");
+            if n % 1000 == 0 {
+                assert_eq!(last.wait().unwrap(), n);
+            }
+        }
+        drop(last);
+        assert_eq!(local.usage().handles, 1);
+    }
+
+    #[test]
+    fn a_long_chain_of_requests_that_have_not_begun_is_dropped_on_a_small_stack() {
+        let (local, session, release) = session();
+        let [step, hold] = ["step", "hold"].map(|name| session.get_function(name).wait().unwrap());
+        let held = hold.call::<bool>(()).start();
+        let mut last: Pipe<i64> = step.call((0,)).pipe();
+        for _ in 0..3000 {
+            last = step.call((&last,)).pipe();
+        }
+        assert_eq!(local.usage().handles, 2 + 3001);
+        let dropping = thread::Builder::new().stack_size(256 << 10).spawn(move || drop(last)).unwrap();
+        dropping.join().unwrap();
+        release.send(()).unwrap();
+        assert!(held.wait().unwrap());
+        let start = Instant::now();
+        while local.usage().handles != 2 {
+            assert!(start.elapsed() < Duration::from_secs(20), "{:?}", local.usage());
+            thread::sleep(Duration::from_millis(1));
+        }
+    }
+}

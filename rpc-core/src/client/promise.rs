@@ -1,6 +1,7 @@
 //! The part of a reference to a result that is not there yet: the lane that it is bound to, and the
 //! request that it comes from.
 
+use std::cell::RefCell;
 use std::future::Future as _;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -42,8 +43,7 @@ impl Promise {
         self.lane.0
     }
 
-    /// Returns the error of the request, if its reply has arrived. Replies of one lane arrive in
-    /// order, so it has when a request that names the result is answered.
+    /// Returns the error of the request, if its reply has arrived.
     pub(crate) fn error(&self) -> Option<RpcError> {
         let mut outcome = self.outcome.lock();
         if let Outcome::Pending(pending) = &mut *outcome
@@ -53,5 +53,47 @@ impl Promise {
             *outcome = ended.map_or_else(Outcome::Failed, |()| Outcome::Succeeded);
         }
         if let Outcome::Failed(error) = &*outcome { Some(error.clone()) } else { None }
+    }
+}
+
+thread_local! {
+    /// Promises whose last reference has gone while this thread drops another one. `None` while it
+    /// drops none.
+    static DROPPED: RefCell<Option<Vec<Box<Promise>>>> = const { RefCell::new(None) };
+}
+
+/// Drops a promise.
+///
+/// Its request may hold the last reference to the result of an earlier one, whose request holds
+/// that of another: they are dropped one after the other, so that a long chain does not exhaust the
+/// stack.
+pub(crate) fn drop_promise(promise: Box<Promise>) {
+    /// Ends the list of this thread, also after a panic.
+    struct Leave;
+
+    impl Drop for Leave {
+        fn drop(&mut self) {
+            let rest = DROPPED.with_borrow_mut(Option::take);
+            // Outside of the borrow, which the drop of a promise takes.
+            drop(rest);
+        }
+    }
+
+    let mut next = Some(promise);
+    let mut list = |dropped: &mut Option<Vec<_>>| match dropped {
+        Some(dropped) => dropped.extend(next.take()),
+        None => *dropped = Some(Vec::new()),
+    };
+    if DROPPED.try_with(|dropped| list(&mut dropped.borrow_mut())).is_err() {
+        // The thread ends, and has no list any more.
+        return;
+    }
+    if next.is_none() {
+        return;
+    }
+    let _leave = Leave;
+    while let Some(promise) = next {
+        drop(promise);
+        next = DROPPED.with_borrow_mut(|dropped| dropped.as_mut().and_then(Vec::pop));
     }
 }

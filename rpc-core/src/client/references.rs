@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::client::action::{Action, OnReply, OneRequest, PinnedReference, Pins};
-use crate::client::promise::Promise;
+use crate::client::promise::{Promise, drop_promise};
 use crate::client::session::Session;
 use crate::dlpack::{DataType, Device};
 use crate::error::{ErrorKind, Result, RpcError};
@@ -112,6 +112,9 @@ impl Drop for Owned {
         if !*self.freed.get_mut() {
             let release = Request::new(Operation::Release { handles: vec![self.handle] });
             self.session.submit(release).reply().detach();
+        }
+        if let Some(promise) = self.promise.take() {
+            drop_promise(promise);
         }
     }
 }

@@ -259,6 +259,20 @@ pub async fn a_dropped_pipe_frees_its_result(harness: &Harness) {
     assert_eq!(dropped.reach(50).await, 50);
     client.settles_at(baseline).await;
 
+    // A loop that keeps the last pipe keeps one result.
+    let mut last: Pipe<i64> = client.call("add", (0, 1)).pipe();
+    for n in 2..=100 {
+        last = client.call("add", (&last, 1)).pipe();
+        if n % 20 == 0 {
+            assert_eq!(client.get(last.fetch()).await, n);
+        }
+    }
+    let mut one_more = baseline;
+    one_more.handles += 1;
+    client.settles_at(one_more).await;
+    drop(last);
+    client.settles_at(baseline).await;
+
     // Dropped right behind a call that uses it, which waits in its lane.
     let (gate, lane) = (client.gate().await, Lane(1));
     let held = gate.wait(lane);
