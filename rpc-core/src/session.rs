@@ -32,7 +32,9 @@ use parking_lot::Mutex;
 
 use crate::device::DeviceAttribute;
 use crate::dlpack::{DataType, Device, DeviceType};
+use crate::error::RpcError;
 use crate::handle::{Handle, PipeId};
+use crate::printable::beginning;
 use crate::reply::Submission;
 use crate::tensor::Borrow;
 use crate::trace::TraceContext;
@@ -343,6 +345,20 @@ impl Operation {
             _ => 0,
         }
     }
+}
+
+/// Largest part of an error's message that goes into those of dependent requests, in bytes.
+const MAX_MESSAGE: usize = 1024;
+
+/// Returns the error of requests that name the result of a request that has failed.
+pub(crate) fn no_result(name: &str, error: &RpcError) -> RpcError {
+    let text = error.message();
+    let (text, name) = (beginning(text, MAX_MESSAGE), beginning(name, MAX_MESSAGE));
+    let mut kept = RpcError::new(error.kind(), format!("no result, because the earlier '{name}' failed: {text}"));
+    if let Some(kind) = error.application_kind() {
+        kept = kept.with_application_kind(beginning(kind, MAX_MESSAGE));
+    }
+    kept
 }
 
 /// Memory in bytes that an object takes in a call that waits and names kept results, beside the

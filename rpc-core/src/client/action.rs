@@ -5,7 +5,7 @@ use std::any::Any;
 use std::fmt;
 use std::future::{Future, IntoFuture};
 use std::pin::Pin;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
@@ -13,6 +13,7 @@ use parking_lot::Mutex;
 
 use crate::blocking;
 use crate::client::lane_deadlock;
+use crate::client::references::Owned;
 use crate::error::{ErrorKind, Result, RpcError};
 use crate::function::convert::FromReply;
 use crate::handle::{Handle, PipeId};
@@ -82,7 +83,6 @@ pub(crate) struct OneRequest<T> {
 /// References that a request names, kept until its reply, because the request may not have reached
 /// the session before.
 #[derive(Default)]
-#[allow(dead_code, reason = "held for their drops")]
 pub(crate) struct Pins {
     /// Reference of a call's function. Nearly every call has this one, and no other.
     pub(crate) function: Option<PinnedReference>,
@@ -106,12 +106,27 @@ pub(crate) trait OnReply: Send + Sync {
 /// Pin of a request that has to be on this lane, because it names a result of that lane.
 pub(crate) struct LaneBound(pub(crate) Lane);
 
+/// Reason for which a request has failed that names a result: the failure of an earlier one, which
+/// the session did not know.
+#[derive(Default)]
+struct AbsentResult(OnceLock<RpcError>);
+
+impl OnReply for AbsentResult {
+    fn succeeded(&self) {}
+
+    fn failed(&self, error: RpcError) -> RpcError {
+        self.0.get().cloned().unwrap_or(error)
+    }
+}
+
 /// A submitted request whose result the session keeps.
 pub(crate) struct KeptRequest {
     pub(crate) session: SharedSession,
     pub(crate) handle: Handle,
     pub(crate) lane: Lane,
     pub(crate) pending: Pending<()>,
+    /// Name of the operation.
+    pub(crate) name: &'static str,
     /// Layout of the result, if the request is an allocation.
     pub(crate) tensor: Option<TensorRef>,
 }
@@ -120,6 +135,17 @@ impl Pins {
     /// Drops the references. A panic in one of them affects neither the others nor the caller.
     fn discard(self) {
         drop_each(self.function.into_iter().chain(self.others));
+    }
+
+    /// Returns the error of the first named result that is not there because its request has failed.
+    fn absence(&self) -> Option<RpcError> {
+        let mut named = self.function.iter().chain(&self.others).filter_map(|pin| (**pin).downcast_ref::<Owned>());
+        named.find_map(Owned::absence)
+    }
+
+    /// Returns true if the request names results that may not be there yet.
+    fn names_results(&self) -> bool {
+        self.others.iter().any(|pin| (**pin).is::<LaneBound>())
     }
 
     /// Checks that the request is on the lane of the results that it names.
@@ -330,14 +356,25 @@ impl<'a, T> ScopedAction<'a, T> {
             }),
             _ => None,
         };
+        let name = operation.name();
+        let absent = pins.names_results().then(Arc::<AbsentResult>::default);
+        let on_reply = absent.clone().map(|absent| absent as Arc<dyn OnReply>);
         let submission = session.submit(Request { pipe: Some(pipe), ..self.options.request(operation) });
         // The references go with the reply, however long the result lives: each result of a loop
         // would keep the one before it otherwise.
-        let submission = submission.inspect(move |_| pins.discard());
+        let submission = submission.inspect(move |outcome| {
+            if let (Some(absent), Err(error)) = (absent, outcome)
+                && error.kind() == ErrorKind::InvalidHandle
+                && let Some(error) = pins.absence()
+            {
+                _ = absent.0.set(error);
+            }
+            pins.discard();
+        });
         let pins = Pins::default();
-        let reply = Reply { session: session.clone(), convert: <()>::from_reply, _pins: pins, on_reply: None };
+        let reply = Reply { session: session.clone(), convert: <()>::from_reply, pins, on_reply };
         let pending = ScopedPending(Stage::Submitted(submission, reply));
-        Ok(KeptRequest { session, handle: pipe.handle(), lane, pending, tensor })
+        Ok(KeptRequest { session, handle: pipe.handle(), lane, pending, name, tensor })
     }
 
     /// Performs the operation on the calling thread.
@@ -366,7 +403,7 @@ impl<'a, T> ScopedAction<'a, T> {
                             before(&session);
                         }
                         let submission = session.submit(self.options.request(operation));
-                        let reply = Reply { session, convert, _pins: pins, on_reply };
+                        let reply = Reply { session, convert, pins, on_reply };
                         Stage::Submitted(submission, reply)
                     }
                     Err(error) => Stage::Done(Err(error)),
@@ -417,15 +454,21 @@ enum Stage<'a, T> {
 struct Reply<T> {
     session: SharedSession,
     convert: fn(Value, &SharedSession) -> Result<T>,
-    _pins: Pins,
+    pins: Pins,
     on_reply: Option<Arc<dyn OnReply>>,
 }
 
 impl<T> Reply<T> {
     fn take(&self, outcome: Result<Value>) -> Result<T> {
-        let value = outcome.map_err(|error| match &self.on_reply {
-            Some(observer) => observer.failed(error),
-            None => error,
+        let value = outcome.map_err(|error| {
+            let error = match error.kind() {
+                ErrorKind::InvalidHandle => self.pins.absence().unwrap_or(error),
+                _ => error,
+            };
+            match &self.on_reply {
+                Some(observer) => observer.failed(error),
+                None => error,
+            }
         })?;
         if let Some(observer) = &self.on_reply {
             observer.succeeded();

@@ -5,13 +5,14 @@
 //! interleave, memory stays bounded, and progress can be shown.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use bytes::{Bytes, BytesMut};
 
-use crate::client::action::{Action, Options, PinnedReference, ScopedAction};
+use crate::client::action::{Action, Options, ScopedAction};
 use crate::client::lane_deadlock;
 use crate::client::piece_window::PieceWindow;
-use crate::client::references::RemoteTensor;
+use crate::client::references::{Owned, RemoteTensor};
 use crate::client::session::Session;
 use crate::dlpack::{self, Device, Element};
 use crate::error::{Result, RpcError};
@@ -150,7 +151,7 @@ impl Session {
 struct CopyTo {
     session: SharedSession,
     tensor: Result<TensorRef>,
-    pin: PinnedReference,
+    pin: Arc<Owned>,
     offset: u64,
     data: Bytes,
 }
@@ -158,11 +159,17 @@ struct CopyTo {
 impl CopyTo {
     fn new(session: &Session, tensor: &RemoteTensor, offset: u64, data: Bytes) -> Self {
         let session = session.shared().clone();
-        Self { tensor: tensor.reference_in(&session), pin: tensor.0.pin(), session, offset, data }
+        Self { tensor: tensor.reference_in(&session), pin: tensor.0.clone(), session, offset, data }
     }
 
-    async fn run(self, mut options: Options<'_>) -> Result<()> {
-        let Self { session, tensor, pin, offset, data } = self;
+    async fn run(self, options: Options<'_>) -> Result<()> {
+        // Kept until the last reply.
+        let pin = self.pin.clone();
+        self.write(options).await.map_err(|error| pin.explained(error))
+    }
+
+    async fn write(self, mut options: Options<'_>) -> Result<()> {
+        let Self { session, tensor, offset, data, .. } = self;
         let tensor = tensor?;
         lane_deadlock::check(&session, options.lane)?;
         check_range(&tensor, offset, data.len())?;
@@ -200,7 +207,6 @@ impl CopyTo {
             done += piece.len();
             options.report(done as u64);
         }
-        drop(pin);
         Ok(())
     }
 }
@@ -209,19 +215,25 @@ impl CopyTo {
 struct CopyFrom {
     session: SharedSession,
     tensor: Result<TensorRef>,
-    pin: PinnedReference,
+    pin: Arc<Owned>,
     range: Option<Range<u64>>,
 }
 
 impl CopyFrom {
     fn new(session: &Session, tensor: &RemoteTensor, range: Option<Range<u64>>) -> Self {
         let session = session.shared().clone();
-        Self { tensor: tensor.reference_in(&session), pin: tensor.0.pin(), session, range }
+        Self { tensor: tensor.reference_in(&session), pin: tensor.0.clone(), session, range }
     }
 
     /// Copies to the destination that `into` makes for the size of the range.
-    async fn run<D: Destination>(self, mut options: Options<'_>, into: impl FnOnce(usize) -> D) -> Result<D> {
-        let Self { session, tensor, pin, range } = self;
+    async fn run<D: Destination>(self, options: Options<'_>, into: impl FnOnce(usize) -> D) -> Result<D> {
+        // Kept until the last reply.
+        let pin = self.pin.clone();
+        self.read(options, into).await.map_err(|error| pin.explained(error))
+    }
+
+    async fn read<D: Destination>(self, mut options: Options<'_>, into: impl FnOnce(usize) -> D) -> Result<D> {
+        let Self { session, tensor, range, .. } = self;
         let tensor = tensor?;
         lane_deadlock::check(&session, options.lane)?;
         let range = match range {
@@ -259,7 +271,6 @@ impl CopyFrom {
             done += size;
             options.report(done as u64);
         }
-        drop(pin);
         Ok(destination)
     }
 }

@@ -79,8 +79,8 @@ impl<T: FromReply> ScopedAction<'static, T> {
     /// Never fails: an operation that cannot have a pipe fails when the pipe is used.
     pub fn pipe(self) -> Pipe<T> {
         let kept = self.submit_kept();
-        let kept = kept.map(|KeptRequest { session, handle, lane, pending, tensor }| {
-            Owned::promised(handle, &session, Promise::new(lane, pending, tensor))
+        let kept = kept.map(|KeptRequest { session, handle, lane, pending, name, tensor }| {
+            Owned::promised(handle, &session, Promise::new(lane, pending, tensor, name))
         });
         Pipe { kept, converted: PhantomData }
     }
@@ -259,6 +259,49 @@ mod tests {
         }
         drop(last);
         assert_eq!(local.usage().handles, 1);
+    }
+
+    #[test]
+    fn a_request_that_was_refused_is_the_reason_for_those_that_name_its_result() {
+        let registry = Registry::new();
+        registry.add_inline("step", |n: i64| n + 1);
+        let limits = crate::SessionLimits { max_handles: 2, ..Default::default() };
+        let session = Session::new(LocalSession::builder(registry).limits(limits).build());
+        let step = session.get_function("step").wait().unwrap();
+        let first: Pipe<i64> = step.call((0,)).pipe();
+        let refused: Pipe<i64> = step.call((0,)).pipe();
+        let tensor: Pipe<RemoteTensor> = session.alloc(Device::cpu(), DataType::F32, &[1]).pipe();
+        drop(first);
+        // There is room for this one.
+        let dependent: Pipe<i64> = step.call((&refused,)).pipe();
+        let tensor = tensor.tensor().unwrap();
+        let errors = [
+            step.call::<i64>((&refused,)).wait().unwrap_err(),
+            dependent.wait().unwrap_err(),
+            step.call::<i64>((&dependent,)).wait().unwrap_err(),
+            session.copy_to_remote(&tensor, vec![0; 4]).wait().unwrap_err(),
+            session.copy_from_remote(&tensor).wait().unwrap_err(),
+            session.copy_among_remote(&tensor, &tensor).wait().unwrap_err(),
+            session.send(&tensor, &session, &tensor).wait().unwrap_err(),
+            tensor.free().wait().unwrap_err(),
+        ];
+        for (at, error) in errors.into_iter().enumerate() {
+            let (kind, may_have_run) = (error.kind(), error.request_may_have_run());
+            assert_eq!((kind, may_have_run), (ErrorKind::LimitExceeded, false), "{at}: {error}");
+            assert!(error.message().contains("failed: ") && error.message().contains("max_handles"), "{at}: {error}");
+        }
+        // The reason of others is their own.
+        let error = session.free_handle(crate::Handle::from_bits(0)).wait().unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InvalidHandle);
+    }
+
+    #[test]
+    fn a_deadline_that_has_passed_before_is_the_reason_for_those_that_name_the_result() {
+        let (_, session, _) = session();
+        let step = session.get_function("step").wait().unwrap();
+        let late: Pipe<i64> = step.call((0,)).deadline(Instant::now()).pipe();
+        let error = step.call::<i64>((&late,)).wait().unwrap_err();
+        assert_eq!((error.kind(), error.request_may_have_run()), (ErrorKind::DeadlineExceeded, false), "{error}");
     }
 
     #[test]

@@ -21,6 +21,8 @@ pub(crate) struct Promise {
     outcome: Mutex<Outcome>,
     /// Layout of the result, if the request is an allocation.
     pub(crate) tensor: Option<TensorRef>,
+    /// Name of the operation, for errors.
+    pub(crate) name: &'static str,
 }
 
 enum Outcome {
@@ -30,8 +32,8 @@ enum Outcome {
 }
 
 impl Promise {
-    pub(crate) fn new(lane: Lane, pending: Pending<()>, tensor: Option<TensorRef>) -> Self {
-        Self { lane: Arc::new(LaneBound(lane)), outcome: Mutex::new(Outcome::Pending(pending)), tensor }
+    pub(crate) fn new(lane: Lane, pending: Pending<()>, tensor: Option<TensorRef>, name: &'static str) -> Self {
+        Self { lane: Arc::new(LaneBound(lane)), outcome: Mutex::new(Outcome::Pending(pending)), tensor, name }
     }
 
     /// Returns a pin that keeps requests which name the result on its lane.
@@ -43,7 +45,8 @@ impl Promise {
         self.lane.0
     }
 
-    /// Returns the error of the request, if its reply has arrived.
+    /// Returns the error of the request, if its reply has arrived. A request that was refused has
+    /// been answered before the session admits one that names its result.
     pub(crate) fn error(&self) -> Option<RpcError> {
         let mut outcome = self.outcome.lock();
         if let Outcome::Pending(pending) = &mut *outcome

@@ -12,7 +12,7 @@ use crate::dlpack::{DataType, Device};
 use crate::error::{ErrorKind, Result, RpcError};
 use crate::function::convert::{ArgScope, FromReply, IntoArg, IntoArgs};
 use crate::handle::Handle;
-use crate::session::{Lane, Operation, Request, SharedSession, is_same, release};
+use crate::session::{Lane, Operation, Request, SharedSession, is_same, no_result, release};
 use crate::value::{Reference, TensorRef, Value};
 
 /// One handle and its session. The last reference frees the object.
@@ -57,6 +57,22 @@ impl Owned {
     /// Returns the error of the request that the object was to be the result of, once it is known.
     pub(crate) fn promised_error(&self) -> Option<RpcError> {
         self.promise.as_ref().and_then(|promise| promise.error())
+    }
+
+    /// Returns the error of a request that names the object, if there is none because the request
+    /// that it was to be the result of has failed.
+    pub(crate) fn absence(&self) -> Option<RpcError> {
+        let promise = self.promise.as_ref()?;
+        promise.error().map(|error| no_result(promise.name, &error))
+    }
+
+    /// Returns the error to report for a request that names the object and has failed with `error`.
+    /// A session that has refused a request does not know that its result was to be kept.
+    pub(crate) fn explained(&self, error: RpcError) -> RpcError {
+        match error.kind() {
+            ErrorKind::InvalidHandle => self.absence().unwrap_or(error),
+            _ => error,
+        }
     }
 
     /// Returns the handle of a kept result in a request to `session`.
@@ -104,6 +120,10 @@ impl OnReply for Owned {
     fn succeeded(&self) {
         // The object is freed, so that dropping the reference does nothing.
         self.freed.store(true, Ordering::Relaxed);
+    }
+
+    fn failed(&self, error: RpcError) -> RpcError {
+        self.explained(error)
     }
 }
 

@@ -152,7 +152,13 @@ enum Direct {
 }
 
 impl Send {
-    async fn run(self, mut options: Options<'_>) -> Result<SendRoute> {
+    async fn run(self, options: Options<'_>) -> Result<SendRoute> {
+        let ends = [&self.source, &self.destination].map(|end| end.tensor.clone());
+        let outcome = self.transfer(options).await;
+        outcome.map_err(|error| ends.iter().fold(error, |error, tensor| tensor.0.explained(error)))
+    }
+
+    async fn transfer(self, mut options: Options<'_>) -> Result<SendRoute> {
         let (from, to) = (self.source.reference()?, self.destination.reference()?);
         lane_deadlock::check(self.source.session.shared(), options.lane)?;
         lane_deadlock::check(self.destination.session.shared(), options.lane)?;

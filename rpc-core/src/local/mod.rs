@@ -117,10 +117,6 @@ impl LocalInner {
             drop(lanes);
             return Submission::ready(Err(error));
         }
-        if request.deadline.is_some_and(|deadline| deadline <= crate::clock::now()) {
-            drop(lanes);
-            return Submission::ready(Err(deadline_exceeded()));
-        }
         let slot = match self.open_pipe(&request) {
             Ok(slot) => slot,
             Err(error) => {
@@ -128,6 +124,12 @@ impl LocalInner {
                 return Submission::ready(Err(error));
             }
         };
+        if request.deadline.is_some_and(|deadline| deadline <= crate::clock::now()) {
+            drop(lanes);
+            // Requests that name the result fail for the same reason.
+            slot.iter().for_each(|slot| slot.fail(&deadline_exceeded()));
+            return Submission::ready(Err(deadline_exceeded()));
+        }
         if !lanes.has_room(bytes) {
             let (submission, responder) = self.pending();
             self.watch_deadline(request.deadline, &responder);

@@ -24,17 +24,13 @@ use crate::function::object::{LocalValue, Object};
 use crate::handle::{Handle, PipeId, invalid};
 use crate::limits::MemoryLease;
 use crate::panics::drop_each;
-use crate::printable::beginning;
 use crate::reply::{Outcome, Responder};
-use crate::session::{Lane, Operation, Request};
+use crate::session::{Lane, Operation, Request, no_result};
 use crate::tensor::Tensor;
 use crate::value::{MAX_DEPTH, Packed, Reference, Value};
 
 /// Largest number of results that a session keeps.
 const MAX_PIPES: usize = 4096;
-
-/// Largest part of an error's message that is kept for later requests, in bytes.
-const MAX_MESSAGE: usize = 1024;
 
 /// All results that a session keeps, by their handles.
 #[derive(Default)]
@@ -85,7 +81,7 @@ impl PipeSlot {
 
     pub(super) fn fail(&self, error: &RpcError) {
         // First in its lane or not: an error is set once, when the request ends.
-        let _ = self.cell.result.set(Err(cause(&self.name, error)));
+        let _ = self.cell.result.set(Err(no_result(&self.name, error)));
     }
 }
 
@@ -95,17 +91,6 @@ impl Drop for PipeSlot {
             self.fail(&RpcError::new(ErrorKind::Cancelled, "it did not run"));
         }
     }
-}
-
-/// Returns the error of requests that name the result of a request that has failed.
-fn cause(name: &str, error: &RpcError) -> RpcError {
-    let text = error.message();
-    let (text, name) = (beginning(text, MAX_MESSAGE), beginning(name, MAX_MESSAGE));
-    let mut kept = RpcError::new(error.kind(), format!("no result, because the earlier '{name}' failed: {text}"));
-    if let Some(kind) = error.application_kind() {
-        kept = kept.with_application_kind(beginning(kind, MAX_MESSAGE));
-    }
-    kept
 }
 
 /// Work of a request that names results, or whose result is kept.
