@@ -43,6 +43,13 @@ struct Cell {
     result: OnceLock<Result<Kept>>,
 }
 
+/// An object that panics when it is dropped ends neither the lane nor the caller.
+impl Drop for Cell {
+    fn drop(&mut self) {
+        drop_each(self.result.take());
+    }
+}
+
 /// Result of a request that has succeeded.
 struct Kept {
     value: LocalValue,
@@ -382,7 +389,15 @@ impl LocalInner {
         } else {
             self.staging.reserve(bytes).map_err(|error| error.context("the result cannot be kept"))
         };
-        let kept = Kept { value: detached(value), bytes, depth, objects, _lease: lease? };
+        let lease = match lease {
+            Ok(lease) => lease,
+            Err(error) => {
+                drop_each([value]);
+                return Err(error);
+            }
+        };
+        // The copy is made once there is room for it.
+        let kept = Kept { value: detached(value), bytes, depth, objects, _lease: lease };
         let pipes = self.pipes.lock();
         // Released, or the session has ended: nothing is counted for a cell that is not listed.
         let is_listed = pipes.0.get(&slot.handle).is_some_and(|cell| Arc::ptr_eq(cell, &slot.cell));

@@ -219,3 +219,58 @@ fn there_are_so_many_results_of_a_session_and_their_bytes_count_for_all_sessions
     assert!(error.message().contains("max_pipes") && count == 4096, "{count}: {error}");
     assert_eq!(session.usage().handles, 4097);
 }
+
+#[test]
+fn a_result_that_panics_when_it_is_dropped_leaves_its_lane_alone() {
+    struct Panics;
+    impl Drop for Panics {
+        fn drop(&mut self) {
+            panic!("dropped");
+        }
+    }
+
+    let (registry, gate) = (Registry::new(), Arc::new(Gate::default()));
+    let (held, waits) = (gate.clone(), Arc::new(AtomicBool::new(false)));
+    let wait = waits.clone();
+    registry.add_inline("echo", |value: crate::LocalValue| value);
+    registry.add("make", move || {
+        if wait.load(Ordering::Relaxed) {
+            held.pass();
+        }
+        SharedObject(Arc::new(Panics))
+    });
+    registry.add("large", || {
+        let object = crate::LocalValue::Object(Object::Opaque(crate::function::object::Opaque::new(Arc::new(Panics))));
+        crate::LocalValue::List(vec![object, Value::Bytes(Bytes::from(vec![0; 2 << 20]))])
+    });
+    let limits = SessionLimits { max_queued_bytes: 1 << 20, ..SessionLimits::default() };
+    let session = LocalSession::builder(registry).limits(limits).build();
+    let [echo, make, large] = ["echo", "make", "large"].map(|name| handle(&session, name));
+    let works = |what: &str| {
+        let reply = session.submit(call(echo, vec![1.into()])).reply();
+        assert_eq!(reply.wait().unwrap(), 1.into(), "after {what}");
+    };
+    let pipe = PipeId::unused();
+    session.submit(kept(pipe, call(make, Vec::new()))).reply().wait().unwrap();
+    let free = Request::new(Operation::Free { handle: pipe.handle() });
+    assert_eq!(session.submit(free).reply().wait().unwrap(), Value::Null);
+    works("an explicit free");
+
+    session.submit(kept(pipe, call(make, Vec::new()))).reply().wait().unwrap();
+    release(&session, pipe);
+    works("a release");
+
+    waits.store(true, Ordering::Relaxed);
+    let running = session.submit(kept(pipe, call(make, Vec::new()))).reply();
+    eventually("the call runs", || gate.waiting() == 1);
+    release(&session, pipe);
+    gate.open(1);
+    assert_eq!(running.wait().unwrap(), Value::Null);
+    works("a release while the request ran");
+
+    let error = session.submit(kept(pipe, call(large, Vec::new()))).reply().wait().unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::LimitExceeded, "{error}");
+    works("a result without room");
+    release(&session, pipe);
+    assert_eq!((session.usage().handles, session.local_inner().staging.used()), (3, 0));
+}
