@@ -150,14 +150,20 @@ impl Pins {
 
     /// Checks that the request is on the lane of the results that it names.
     fn check_lane(&self, lane: Lane) -> Result<()> {
-        let bound = self.others.iter().filter_map(|pin| (**pin).downcast_ref::<LaneBound>());
-        match bound.map(|bound| bound.0).find(|bound| *bound != lane) {
-            None => Ok(()),
-            Some(bound) => Err(RpcError::new(
-                ErrorKind::ApiMisuse,
-                format!("the result of an operation of lane {bound} is not known on lane {lane}: fetch it first"),
-            )),
+        let mut bound = self.others.iter().filter_map(|pin| (**pin).downcast_ref::<LaneBound>());
+        bound.try_for_each(|bound| bound.check(lane))
+    }
+}
+
+impl LaneBound {
+    /// Checks that a request is on this lane.
+    pub(crate) fn check(&self, lane: Lane) -> Result<()> {
+        if self.0 == lane {
+            return Ok(());
         }
+        let bound = self.0;
+        let text = format!("the result of an operation of lane {bound} is not known on lane {lane}: fetch it first");
+        Err(RpcError::new(ErrorKind::ApiMisuse, text))
     }
 }
 

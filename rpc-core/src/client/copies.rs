@@ -169,8 +169,9 @@ impl CopyTo {
     }
 
     async fn write(self, mut options: Options<'_>) -> Result<()> {
-        let Self { session, tensor, offset, data, .. } = self;
+        let Self { session, tensor, pin, offset, data } = self;
         let tensor = tensor?;
+        pin.check_lane(options.lane)?;
         lane_deadlock::check(&session, options.lane)?;
         check_range(&tensor, offset, data.len())?;
         let mut window = PieceWindow::of_writes();
@@ -233,8 +234,9 @@ impl CopyFrom {
     }
 
     async fn read<D: Destination>(self, mut options: Options<'_>, into: impl FnOnce(usize) -> D) -> Result<D> {
-        let Self { session, tensor, range, .. } = self;
+        let Self { session, tensor, pin, range } = self;
         let tensor = tensor?;
+        pin.check_lane(options.lane)?;
         lane_deadlock::check(&session, options.lane)?;
         let range = match range {
             Some(range) => range,

@@ -305,6 +305,33 @@ mod tests {
     }
 
     #[test]
+    fn copies_and_sends_on_another_lane_are_refused_before_they_are_sent() {
+        let (_, session, _) = session();
+        let (lane, cpu) = (crate::Lane(5), Device::cpu());
+        let (_, other, _) = self::session();
+        let there = other.alloc(cpu, DataType::F32, &[1]).wait().unwrap();
+        let tensor: Pipe<RemoteTensor> = session.alloc(cpu, DataType::F32, &[1]).pipe();
+        let tensor = tensor.tensor().unwrap();
+        let mut out = [0; 4];
+        let errors = [
+            session.copy_to_remote(&tensor, vec![0; 4]).lane(lane).wait().unwrap_err(),
+            session.copy_from_remote(&tensor).lane(lane).wait().unwrap_err(),
+            session.copy_from_remote_to_slice(&tensor, 0, &mut out).lane(lane).wait().unwrap_err(),
+            session.copy_among_remote(&tensor, &tensor).lane(lane).wait().unwrap_err(),
+            session.download::<f32>(&tensor).lane(lane).wait().unwrap_err(),
+            session.send(&tensor, &session, &tensor).lane(lane).wait().unwrap_err(),
+            session.send(&tensor, &other, &there).lane(lane).wait().unwrap_err(),
+            other.send(&there, &session, &tensor).concurrent().wait().unwrap_err(),
+        ];
+        for (at, error) in errors.into_iter().enumerate() {
+            assert_eq!((error.kind(), error.hop()), (ErrorKind::ApiMisuse, 0), "{at}: {error}");
+        }
+        session.copy_to_remote(&tensor, 1.5_f32.to_le_bytes().to_vec()).wait().unwrap();
+        session.send(&tensor, &other, &there).wait().unwrap();
+        assert_eq!(other.download::<f32>(&there).wait().unwrap(), [1.5]);
+    }
+
+    #[test]
     fn a_long_chain_of_requests_that_have_not_begun_is_dropped_on_a_small_stack() {
         let (local, session, release) = session();
         let [step, hold] = ["step", "hold"].map(|name| session.get_function(name).wait().unwrap());

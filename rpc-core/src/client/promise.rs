@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 
 use crate::blocking;
 use crate::client::action::{LaneBound, Pending, PinnedReference};
-use crate::error::RpcError;
+use crate::error::{Result, RpcError};
 use crate::session::Lane;
 use crate::value::TensorRef;
 
@@ -39,6 +39,11 @@ impl Promise {
     /// Returns a pin that keeps requests which name the result on its lane.
     pub(crate) fn lane_pin(&self) -> PinnedReference {
         self.lane.clone()
+    }
+
+    /// Checks that a request which names the result is on its lane.
+    pub(crate) fn check_lane(&self, lane: Lane) -> Result<()> {
+        self.lane.check(lane)
     }
 
     pub(crate) fn lane(&self) -> Lane {

@@ -49,6 +49,11 @@ impl Owned {
         self.promise.as_ref().map(|promise| promise.lane())
     }
 
+    /// Checks that a request which names the object is on the lane of its result.
+    pub(crate) fn check_lane(&self, lane: Lane) -> Result<()> {
+        self.promise.as_ref().map_or(Ok(()), |promise| promise.check_lane(lane))
+    }
+
     /// Returns the layout of a tensor that is being allocated.
     pub(crate) fn promised_tensor(&self) -> Option<&TensorRef> {
         self.promise.as_ref().and_then(|promise| promise.tensor.as_ref())

@@ -160,8 +160,10 @@ impl Send {
 
     async fn transfer(self, mut options: Options<'_>) -> Result<SendRoute> {
         let (from, to) = (self.source.reference()?, self.destination.reference()?);
-        lane_deadlock::check(self.source.session.shared(), options.lane)?;
-        lane_deadlock::check(self.destination.session.shared(), options.lane)?;
+        for end in [&self.source, &self.destination] {
+            end.tensor.0.check_lane(options.lane)?;
+            lane_deadlock::check(end.session.shared(), options.lane)?;
+        }
         let range = match &self.range {
             Some(range) => range.clone(),
             None => 0..from.size_bytes()?,
