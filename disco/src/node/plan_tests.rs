@@ -270,7 +270,7 @@ fn communicators_of_threads_are_made_where_all_workers_are_and_are_charged() {
     // A page at least for each of eight groups along each of four axes.
     let least = 4 * 8 * 4096;
     let mut limited = threads(16, least);
-    limited.submit([plan(0, &[]), plan(1, &[mesh.clone()])]).unwrap();
+    limited.submit([plan(0, &[]), plan(1, std::slice::from_ref(&mesh))]).unwrap();
     let failures = limited.sync();
     assert_eq!(failures.len(), 16);
     assert!(failures.iter().all(|failure| failure.cause.kind() == ErrorKind::LimitExceeded), "{failures:?}");

@@ -137,7 +137,8 @@ impl Pins {
         drop_each(self.function.into_iter().chain(self.others));
     }
 
-    /// Returns the error of the first named result that is not there because its request has failed.
+    /// Returns the error of the first named result that is not there because its request has
+    /// failed.
     fn absence(&self) -> Option<RpcError> {
         let mut named = self.function.iter().chain(&self.others).filter_map(|pin| (**pin).downcast_ref::<Owned>());
         named.find_map(Owned::absence)

@@ -67,7 +67,7 @@ impl Promise {
 thread_local! {
     /// Promises whose last reference has gone while this thread drops another one. `None` while it
     /// drops none.
-    static DROPPED: RefCell<Option<Vec<Box<Promise>>>> = const { RefCell::new(None) };
+    static DROPPED: RefCell<Option<Vec<Promise>>> = const { RefCell::new(None) };
 }
 
 /// Drops a promise.
@@ -87,7 +87,7 @@ pub(crate) fn drop_promise(promise: Box<Promise>) {
         }
     }
 
-    let mut next = Some(promise);
+    let mut next = Some(*promise);
     let mut list = |dropped: &mut Option<Vec<_>>| match dropped {
         Some(dropped) => dropped.extend(next.take()),
         None => *dropped = Some(Vec::new()),
