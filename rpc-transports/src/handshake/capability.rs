@@ -132,6 +132,12 @@ impl Tokens {
         Self([Token { name: id.to_string(), secret, capability: Some(id) }].into())
     }
 
+    /// Returns true if these credentials are a capability, which is good for one connection.
+    #[cfg(feature = "quic")]
+    pub(crate) fn is_capability(&self) -> bool {
+        self.0.iter().any(|token| token.capability.is_some())
+    }
+
     /// Returns the capability that these credentials are, if they are one.
     pub(super) fn as_capability(&self) -> Option<Capability> {
         self.0.iter().find_map(|token| token.capability.map(|id| Capability { id, secret: token.secret.clone() }))

@@ -24,7 +24,8 @@ use crate::transport::Dial;
 use crate::transports::tls::insecure;
 
 /// Time for which a client keeps a connection that no channel uses, so that the last bytes still
-/// arrive.
+/// arrive. One that was made by a capability has no further channel, and its client waits for the
+/// last answers: it is closed at once.
 const LINGER: Duration = Duration::from_secs(1);
 
 /// Time for which a client waits for a connection to have room for one more channel.
@@ -98,26 +99,29 @@ pub(super) async fn dial(address: &Address, options: &Dial) -> Result<Channel, T
         // A connection that has as many channels as the server allows goes on, and a new one takes
         // its place in the pool.
         if let Some(pooled) = pooled(&key)
-            && let Ok(Ok(mut channel)) = tokio::time::timeout(ROOM, open(address, &pooled)).await
+            && let Ok(Ok(mut channel)) = tokio::time::timeout(ROOM, open(address, pooled)).await
         {
             let security = Security { reuses_connection: true, ..channel.take_security() };
             return Ok(channel.with_security(security));
         }
         let pooled = connect(address, options, tls, key).await?;
-        open(address, &pooled).await.map_err(|error| unconnected(address, options, error))
+        open(address, pooled).await.map_err(|error| unconnected(address, options, error))
     };
     let limit = options.limit();
     let outcome = tokio::time::timeout(limit, open).await;
     outcome.unwrap_or_else(|_| Err(TransportError::TimedOut { address: address.to_string(), limit }))
 }
 
-async fn open(address: &Address, pooled: &Arc<Pooled>) -> Result<Channel, quinn::ConnectionError> {
+async fn open(address: &Address, pooled: Arc<Pooled>) -> Result<Channel, quinn::ConnectionError> {
+    // An attempt that is given up releases the connection as well.
+    let guard = Guard { released: pooled.released.clone(), pooled: Some(pooled) };
+    let Some(pooled) = &guard.pooled else { return Err(quinn::ConnectionError::LocallyClosed) };
     let (send, recv) = pooled.connection.open_bi().await?;
-    let guard = Guard { pooled: Some(pooled.clone()), released: pooled.released.clone() };
     let machine = Machine::At(pooled.connection.remote_address().ip().to_canonical());
     let io = QuicIo { send, recv, port: pooled.port.clone(), wait: None };
     let channel = Channel::new(io, Peer::new(address.to_string()).on(machine));
-    Ok(channel.with_security(pooled.security.duplicate()).with_guard(Box::new(guard)))
+    let channel = channel.with_security(pooled.security.duplicate());
+    Ok(channel.with_guard(Box::new(guard)))
 }
 
 async fn connect(
@@ -194,18 +198,19 @@ fn pool_connection(
     };
     let released = Arc::new(Notify::new());
     let (endpoint, port) = (client.endpoint.clone(), client.port.clone());
+    let linger = if trust.1.is_capability() { Duration::ZERO } else { LINGER };
     let pooled = Arc::new(Pooled { connection, _trust: trust, security, port, released });
     let mut pool = pool().lock();
     pool.retain(|_, pooled| pooled.strong_count() > 0);
     pool.insert(key, Arc::downgrade(&pooled));
     drop(pool);
     tokio::spawn(client.watch(pooled.connection.clone()));
-    tokio::spawn(keep(pooled.clone(), endpoint));
+    tokio::spawn(keep(pooled.clone(), endpoint, linger));
     Ok(pooled)
 }
 
-/// Holds a connection until no channel has used it for the time `LINGER`, and then closes it.
-async fn keep(pooled: Arc<Pooled>, endpoint: Endpoint) {
+/// Holds a connection until no channel has used it for the time `linger`, and then closes it.
+async fn keep(pooled: Arc<Pooled>, endpoint: Endpoint, linger: Duration) {
     loop {
         tokio::select! {
             _ = pooled.connection.closed() => return,
@@ -216,7 +221,7 @@ async fn keep(pooled: Arc<Pooled>, endpoint: Endpoint) {
         }
         tokio::select! {
             _ = pooled.connection.closed() => return,
-            () = tokio::time::sleep(LINGER) => {}
+            () = tokio::time::sleep(linger) => {}
         }
         let pool = pool().lock();
         let unused = Arc::strong_count(&pooled) == 1;
