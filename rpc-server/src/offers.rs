@@ -9,11 +9,12 @@ mod offered_range;
 
 use std::collections::HashMap;
 use std::fmt;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use rpc_core::limits::MemoryLease;
+use rpc_core::tensor::Access;
 use rpc_core::{
     DeviceGate, Devices, ErrorKind, LocalSession, MemoryQuota, Registry, Result, RpcError, SessionLimits,
     SharedSession, Tensor, ThreadQuota,
@@ -22,7 +23,7 @@ use rpc_transports::{
     Address, Capability, CapabilityClient, CapabilityId, CapabilityKeeper, CapabilityTable, ClientConnection,
     Transports,
 };
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
 
 use self::offered_range::OfferedRange;
 use crate::config::{ListenAddress, ServeConfig};
@@ -34,6 +35,10 @@ pub(crate) const MAX_OFFERS: usize = 64;
 
 /// Maximum number of sends of a session at one time.
 pub(crate) const MAX_SENDS: usize = 16;
+
+/// Longest wait of a withdrawal for writes that have begun. They end with their connection, but for
+/// those that wait for a device.
+const WITHDRAW_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Bytes that an offer counts against the memory of its session.
 const OFFER_BYTES: u64 = 2048;
@@ -52,13 +57,15 @@ pub(crate) struct PeerQuota {
     pub(crate) sends: Arc<Semaphore>,
     /// Gate of the session's devices, which writers of its tensors pass as it does.
     gate: Option<Arc<dyn DeviceGate>>,
+    /// Silence after which the connection of a send is tested.
+    pub(crate) keep_alive: Duration,
 }
 
 impl PeerQuota {
     /// Returns the quota of a session whose tensors other servers reach by `table`.
-    pub(crate) fn new(table: Option<Arc<OfferTable>>, gate: Option<Arc<dyn DeviceGate>>) -> Self {
+    pub(crate) fn new(table: Option<Arc<OfferTable>>, gate: Option<Arc<dyn DeviceGate>>, keep_alive: Duration) -> Self {
         let (offers, sends) = (Arc::new(Semaphore::new(MAX_OFFERS)), Arc::new(Semaphore::new(MAX_SENDS)));
-        Self { table, offers, sends, gate }
+        Self { table, offers, sends, gate, keep_alive }
     }
 }
 
@@ -85,12 +92,12 @@ struct OfferState {
     holder: Mutex<Holder>,
 }
 
-/// Holder of a capability.
+/// Use of a capability.
 enum Holder {
     /// No peer has used the capability yet.
-    Nobody,
-    /// A peer has used it, by this connection.
-    Connected(ClientConnection),
+    Unused,
+    /// A peer has used it, by this connection, and has this session.
+    Connected(ClientConnection, Weak<OfferedRange>),
     /// The offer has ended.
     Ended,
 }
@@ -155,7 +162,7 @@ impl OfferTable {
             devices,
             limits,
             gate: quota.gate.clone(),
-            holder: Mutex::new(Holder::Nobody),
+            holder: Mutex::new(Holder::Unused),
         };
         self.offers.lock().insert(capability.id(), Arc::new(state));
         let offer = Offer { table: self.clone(), id: capability.id(), _permit: permit, _memory: memory };
@@ -196,8 +203,6 @@ impl CapabilityKeeper for OfferTable {
         if state.must_be_encrypted && !client.is_encrypted {
             return Err(refused("the capability is for an encrypted connection"));
         }
-        *holder = Holder::Connected(client.connection.clone());
-        drop(holder);
         let registry = Registry::new();
         let range = state.range.clone();
         registry.add_inline(GET_RANGE, move || range.clone());
@@ -215,7 +220,9 @@ impl CapabilityKeeper for OfferTable {
             session = session.device_gate(gate.clone());
         }
         tracing::debug!(peer = client.peer, capability = %id, "another server writes to an offered tensor");
-        Ok(Arc::new(OfferedRange::new(session.build(), &state.range, client.peer.clone())))
+        let session = Arc::new(OfferedRange::new(session.build(), &state.range, client.peer.clone()));
+        *holder = Holder::Connected(client.connection.clone(), Arc::downgrade(&session));
+        Ok(session)
     }
 }
 
@@ -229,10 +236,12 @@ impl OfferState {
     /// Checks that the capability may be used.
     fn check(&self, holder: &Holder) -> Result<()> {
         match holder {
-            Holder::Connected(_) => Err(refused("the capability has been used before, and is good for one connection")),
+            Holder::Connected(..) => {
+                Err(refused("the capability has been used before, and is good for one connection"))
+            }
             Holder::Ended => Err(refused("the capability was withdrawn")),
-            Holder::Nobody if rpc_core::clock::now() >= self.expires => Err(refused("the capability has expired")),
-            Holder::Nobody => Ok(()),
+            Holder::Unused if rpc_core::clock::now() >= self.expires => Err(refused("the capability has expired")),
+            Holder::Unused => Ok(()),
         }
     }
 }
@@ -250,27 +259,49 @@ impl Offer {
     pub(crate) const BYTES: u64 = OFFER_BYTES;
 
     /// Ends the offer, and the connection of the peer that has used it. Returns true if there was
-    /// one, now or in an earlier call.
-    pub(crate) fn withdraw(&self) -> bool {
-        let Ok(state) = self.table.get(self.id) else { return false };
+    /// one, now or in an earlier call. No write of the peer begins after that, and those that have
+    /// begun have ended, unless they take longer than [`WITHDRAW_TIMEOUT`].
+    pub(crate) async fn withdraw(&self) -> bool {
+        let Some((range, session)) = self.end() else { return false };
+        let writes = async {
+            if let Some(session) = session.upgrade() {
+                session.writes_ended().await;
+            }
+            // A write of a session that is gone holds the tensor until it is done.
+            let (free, freed) = oneshot::channel();
+            let resume = Box::new(move |borrow| drop(free.send(borrow)));
+            if range.storage().borrow_or_wait(Access::Read, resume).is_err() {
+                drop(freed.await);
+            }
+        };
+        let _ = tokio::time::timeout(WITHDRAW_TIMEOUT, writes).await;
+        true
+    }
+
+    /// Ends the offer, and the session of the peer that has used it. Returns the range and that
+    /// session if there was a peer.
+    fn end(&self) -> Option<(Tensor, Weak<OfferedRange>)> {
+        let state = self.table.get(self.id).ok()?;
         let mut holder = state.holder.lock();
-        match &*holder {
-            Holder::Connected(connection) => {
-                connection.end(RpcError::new(ErrorKind::Closed, "the offered tensor was withdrawn").may_have_run(true));
-                true
-            }
-            Holder::Nobody => {
-                *holder = Holder::Ended;
-                false
-            }
-            Holder::Ended => false,
+        let Holder::Connected(connection, session) = &*holder else {
+            *holder = Holder::Ended;
+            return None;
+        };
+        let (connection, session) = (connection.clone(), session.clone());
+        drop(holder);
+        let reason = RpcError::new(ErrorKind::Closed, "the offered tensor was withdrawn").may_have_run(true);
+        // The connection ends a moment later, and its next write must not begin.
+        if let Some(session) = session.upgrade() {
+            session.close(reason.clone());
         }
+        connection.end(reason);
+        Some((state.range.clone(), session))
     }
 }
 
 impl Drop for Offer {
     fn drop(&mut self) {
-        self.withdraw();
+        let _ = self.end();
         self.table.offers.lock().remove(&self.id);
     }
 }

@@ -260,7 +260,8 @@ impl Channel {
     }
 
     /// Keeps `other` alive for as long as the channel, in addition to the guard.
-    pub(crate) fn with_additional_guard(mut self, other: impl Send + Sync + 'static) -> Self {
+    #[must_use]
+    pub fn with_additional_guard(mut self, other: impl Send + Sync + 'static) -> Self {
         let guard = self.guard.take();
         self.with_guard(Box::new((guard, other)))
     }

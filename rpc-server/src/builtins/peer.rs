@@ -4,22 +4,28 @@
 //! session, which the client gives the capability, connects to the destination and writes.
 
 use std::collections::VecDeque;
+use std::io::{self, IoSlice};
 use std::ops::Range;
+use std::pin::Pin;
 use std::sync::Arc;
-use std::time::Duration;
+use std::task::{self, Poll};
+use std::time::{Duration, Instant};
 
 use bytes::{Bytes, BytesMut};
 use rpc_core::client::CHUNK;
+use rpc_core::limits::{MemoryLease, OpenFileLease};
 use rpc_core::tensor::Borrow;
 use rpc_core::{
     Context, DataType, ErrorKind, Permission, Registry, RemoteTensor, Result, RpcError, Session, Shared, Tensor,
-    TensorView,
+    TensorView, ThreadPermit,
 };
-use rpc_transports::{Address, Capability, ConnectError, Connector, Dial, Tokens};
+use rpc_transports::{Address, Capability, ChannelIo, ConnectError, Connector, Dial, Tokens, WireLimits};
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::sync::{OwnedSemaphorePermit, oneshot};
 
 use super::cancellable;
 use crate::offers::{GET_RANGE, MAX_OFFERS, MAX_SENDS, Offer, OfferTerms, PeerQuota};
-use crate::policy;
+use crate::policy::{self, Ceiling};
 
 /// Longest time for which a capability is good.
 const MAX_LIFETIME: Duration = Duration::from_secs(60);
@@ -27,9 +33,18 @@ const MAX_LIFETIME: Duration = Duration::from_secs(60);
 /// Maximum number of addresses that one send tries.
 const MAX_ADDRESSES: usize = 8;
 
-/// Time limit for connecting to one address, and for the handshake there. The client sends through
-/// itself after that.
+/// Time limit for the session at one address. The next one is tried after that.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Time limit for all addresses together, which is less than the time for which the client has a
+/// capability live. The client sends through itself after that.
+const CONNECT_LIMIT: Duration = Duration::from_secs(10);
+
+/// Time limit for the orderly end of a connection over which all was written.
+const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// Largest reply that a destination may send, in bytes: a tensor's shape, or an error.
+const MAX_REPLY: u64 = 64 << 10;
 
 /// Bytes that a send counts against the memory of its session: the buffers of its connection.
 const SEND_BYTES: u64 = 1 << 20;
@@ -48,7 +63,7 @@ pub(super) fn register(registry: &Registry) {
                 offer(&context, &to, (offset, len), lifetime_ms, encrypted)
             },
         )
-        .add_inline("rpc.peer.withdraw", |Shared(offer): Shared<Offer>| offer.withdraw())
+        .add_async("rpc.peer.withdraw", |Shared(offer): Shared<Offer>| async move { offer.withdraw().await })
         .add_async(
             "rpc.peer.send",
             |context: Context,
@@ -109,16 +124,35 @@ async fn send(
 ) -> Result<(bool, String)> {
     let quota = context.extension::<PeerQuota>();
     let quota = quota.ok_or_else(|| RpcError::unsupported("this session belongs to no server that sends"))?;
-    let permit = quota.sends.clone().try_acquire_owned();
-    let _permit = permit.map_err(|_| RpcError::limit("sends", MAX_SENDS as u64, MAX_SENDS as u64 + 1))?;
-    let (_memory, _files) = (context.reserve_memory(SEND_BYTES)?, context.reserve_open_files(1)?);
+    let (_, borrow) = from.into_parts();
+    // Nothing is connected before all is reserved, so that the client can still send by itself.
+    let (reserved, data) = match reserve(context, &quota, borrow) {
+        Ok(reserved) => reserved,
+        Err(error) if error.kind() == ErrorKind::LimitExceeded => {
+            return Ok((false, format!("the source: {}", error.message())));
+        }
+        Err(error) => return Err(error),
+    };
+    let deadline = Instant::now() + CONNECT_LIMIT;
     let mut reasons = Vec::new();
     for address in addresses.iter().take(MAX_ADDRESSES) {
-        match connect(context, address, capability, must_be_encrypted).await {
-            Ok(session) => {
-                write(context, &session, from, range).await?;
+        let limit = deadline.saturating_duration_since(Instant::now()).min(CONNECT_TIMEOUT);
+        if limit.is_zero() {
+            reasons.push(format!("{address}: no time was left, of {CONNECT_LIMIT:?} for all addresses"));
+            break;
+        }
+        let connecting =
+            Connecting { context, quota: &quota, reserved: &reserved, capability, must_be_encrypted, limit };
+        let connected = tokio::time::timeout(limit, connecting.connect(address)).await;
+        let connected = connected.unwrap_or_else(|_| {
+            Err(RpcError::new(ErrorKind::DeadlineExceeded, format!("no session within {limit:?}")))
+        });
+        match connected {
+            // The connection is cut when this function returns, or its future is dropped.
+            Ok((session, _cut)) => {
+                write(&session, data, range).await?;
                 // All is answered; the end only tells the destination that there will be no more.
-                let _ = session.shutdown().await;
+                let _ = tokio::time::timeout(SHUTDOWN_TIMEOUT, session.shutdown()).await;
                 return Ok((true, address.clone()));
             }
             Err(reason) => reasons.push(format!("{address}: {}", reason.message())),
@@ -127,49 +161,182 @@ async fn send(
     Ok((false, reasons.join("; ")))
 }
 
-/// Opens the session of the capability at `address`, if the client may have it opened there.
-async fn connect(
-    context: &Context,
-    address: &str,
-    capability: &Capability,
-    must_be_encrypted: bool,
-) -> Result<Session> {
-    let malformed = |error: rpc_transports::AddressError| RpcError::invalid_argument(error.to_string());
-    let address: Address = address.parse().map_err(malformed)?;
-    policy::check(context, &Permission::Peer(&address.to_string()))?;
-    let transports = crate::transports();
-    let properties = transports.check(&address).map_err(|error| RpcError::unsupported(error.to_string()))?;
-    if properties.starts_programs || transports.get(address.scheme()).is_none() {
-        return Err(RpcError::unsupported("no server is sent to at such an address"));
-    }
-    if must_be_encrypted && !properties.encrypted {
-        return Err(RpcError::new(ErrorKind::Refused, "a session of the client is encrypted, and this address is not"));
-    }
-    let dial = Dial {
-        tokens: Tokens::capability(capability.clone()),
-        connect_timeout: CONNECT_TIMEOUT,
-        may_prompt: false,
-        ..Dial::default()
+/// What a send counts against limits. The connection keeps it for as long as it lives.
+struct Reserved {
+    _permit: OwnedSemaphorePermit,
+    _memory: MemoryLease,
+    _files: OpenFileLease,
+}
+
+/// Reserves all that a send needs.
+///
+/// # Errors
+///
+/// [`ErrorKind::LimitExceeded`].
+fn reserve(context: &Context, quota: &PeerQuota, borrow: Borrow) -> Result<(Arc<Reserved>, SendData)> {
+    let permit = quota.sends.clone().try_acquire_owned();
+    let permit = permit.map_err(|_| RpcError::limit("sends", MAX_SENDS as u64, MAX_SENDS as u64 + 1))?;
+    let is_host = borrow.bytes().is_some();
+    let buffers = if is_host { 0 } else { (PIECES * CHUNK) as u64 };
+    let reserved = Arc::new(Reserved {
+        _permit: permit,
+        _memory: context.reserve_memory(SEND_BYTES + buffers)?,
+        _files: context.reserve_open_files(1)?,
+    });
+    let data = match is_host {
+        true => SendData::Host(borrow),
+        false => SendData::Device(Box::new(DeviceReader {
+            borrow,
+            _thread: context.reserve_thread()?,
+            _reserved: reserved.clone(),
+        })),
     };
-    let connector = Connector::new().transports(transports).dial(dial).handshake_timeout(CONNECT_TIMEOUT);
-    connector.connect(&address).await.map_err(ConnectError::into_rpc_error)
+    Ok((reserved, data))
+}
+
+/// Source of the bytes of a send.
+enum SendData {
+    /// Memory of the host.
+    Host(Borrow),
+    /// Memory that the host cannot access.
+    Device(Box<DeviceReader>),
+}
+
+/// Attempt to open the session of a capability.
+struct Connecting<'a> {
+    context: &'a Context,
+    quota: &'a PeerQuota,
+    reserved: &'a Arc<Reserved>,
+    capability: &'a Capability,
+    must_be_encrypted: bool,
+    limit: Duration,
+}
+
+impl Connecting<'_> {
+    /// Opens the session at `address`, if the client may have it opened there. The connection ends
+    /// when the returned [`Cut`] is dropped.
+    async fn connect(&self, address: &str) -> Result<(Session, Cut)> {
+        let malformed = |error: rpc_transports::AddressError| RpcError::invalid_argument(error.to_string());
+        let address: Address = address.parse().map_err(malformed)?;
+        policy::check(self.context, &Permission::Peer(&address.to_string()))?;
+        let ceiling = self.context.extension::<Ceiling>();
+        let transports = ceiling.map_or_else(crate::transports, |ceiling| ceiling.transports().clone());
+        let properties = transports.check(&address).map_err(|error| RpcError::unsupported(error.to_string()))?;
+        if properties.starts_programs || transports.get(address.scheme()).is_none() {
+            return Err(RpcError::unsupported("no server is sent to at such an address"));
+        }
+        let unencrypted =
+            || RpcError::new(ErrorKind::Refused, "a session of the client is encrypted, and this address is not");
+        if self.must_be_encrypted && !properties.encrypted {
+            return Err(unencrypted());
+        }
+        let dial = Dial {
+            tokens: Tokens::capability(self.capability.clone()),
+            connect_timeout: self.limit,
+            keep_alive: self.quota.keep_alive,
+            may_prompt: false,
+            ..Dial::default()
+        };
+        let dialled = transports.dial(&address, &dial).await;
+        let channel = dialled.map_err(|error| ConnectError::from(error).into_rpc_error())?;
+        if properties.encrypted && !channel.security().is_encrypted() {
+            return Err(unencrypted());
+        }
+        let (cut, ended) = oneshot::channel();
+        let channel = channel.map_io(|io| SeverableIo { io, send: Some(ended) });
+        let channel = channel.with_additional_guard(self.reserved.clone());
+        let connector = Connector::new()
+            .transports(transports)
+            .dial(dial)
+            .key(address.key().unwrap_or_default())
+            .handshake_timeout(self.limit)
+            .limits(WireLimits { max_message: MAX_REPLY, window: 2 * MAX_REPLY, ..WireLimits::default() })
+            // It would count against no limit.
+            .shared_memory(false);
+        let session = connector.connect_channel(channel).await.map_err(ConnectError::into_rpc_error)?;
+        Ok((session, Cut(cut)))
+    }
+}
+
+/// Owner of a connection: it is cut when this is dropped, whatever its session still waits for.
+struct Cut(#[allow(dead_code, reason = "held for its drop")] oneshot::Sender<()>);
+
+/// Bytes of a connection that ends with its send.
+struct SeverableIo {
+    io: Box<dyn ChannelIo>,
+    /// Completes when the send has ended; `None` after that.
+    send: Option<oneshot::Receiver<()>>,
+}
+
+impl SeverableIo {
+    /// Returns the connection.
+    ///
+    /// # Errors
+    ///
+    /// The send has ended.
+    fn io(&mut self, cx: &mut task::Context<'_>) -> io::Result<Pin<&mut Box<dyn ChannelIo>>> {
+        if self.send.as_mut().is_some_and(|send| Pin::new(send).poll(cx).is_ready()) {
+            self.send = None;
+        }
+        match self.send {
+            Some(_) => Ok(Pin::new(&mut self.io)),
+            None => Err(io::Error::new(io::ErrorKind::ConnectionAborted, "the send has ended")),
+        }
+    }
+}
+
+impl AsyncRead for SeverableIo {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut task::Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        self.io(cx)?.poll_read(cx, buffer)
+    }
+}
+
+impl AsyncWrite for SeverableIo {
+    fn poll_write(mut self: Pin<&mut Self>, cx: &mut task::Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        self.io(cx)?.poll_write(cx, bytes)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        cx: &mut task::Context<'_>,
+        slices: &[IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        self.io(cx)?.poll_write_vectored(cx, slices)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.io.is_write_vectored()
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut task::Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.io).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut task::Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.io).poll_shutdown(cx)
+    }
 }
 
 /// Writes the bytes `range` of the storage to the range that the session has.
-async fn write(context: &Context, session: &Session, from: TensorView, range: Range<u64>) -> Result<()> {
+async fn write(session: &Session, data: SendData, range: Range<u64>) -> Result<()> {
     let to: RemoteTensor = session.get_function(GET_RANGE).await?.call(()).await?;
     let len = range.end - range.start;
     if to.size_bytes() != len {
         let text = format!("the destination offers {} bytes, and {len} were to be sent", to.size_bytes());
         return Err(RpcError::invalid_argument(text));
     }
-    let (_, borrow) = from.into_parts();
-    if borrow.bytes().is_some() {
-        let bytes = borrow.into_bytes(range).ok_or_else(|| RpcError::internal("a checked range was out of bounds"))?;
-        return session.copy_to_remote(&to, bytes).await;
-    }
-    let _pieces = context.reserve_memory((PIECES * CHUNK) as u64)?;
-    let mut borrow = Some(borrow);
+    let mut reader = match data {
+        SendData::Host(borrow) => {
+            let bytes = borrow.into_bytes(range);
+            let bytes = bytes.ok_or_else(|| RpcError::internal("a checked range was out of bounds"))?;
+            return session.copy_to_remote(&to, bytes).await;
+        }
+        SendData::Device(reader) => reader,
+    };
     let mut in_flight = VecDeque::with_capacity(PIECES);
     for at in (0..len).step_by(CHUNK) {
         if in_flight.len() == PIECES
@@ -177,8 +344,9 @@ async fn write(context: &Context, session: &Session, from: TensorView, range: Ra
         {
             oldest.await?;
         }
-        let piece = read(&mut borrow, range.start + at, CHUNK.min((len - at) as usize)).await?;
-        in_flight.push_back(session.copy_to_remote_at(&to, at, piece).start());
+        let piece;
+        (reader, piece) = reader.read(range.start + at, CHUNK.min((len - at) as usize)).await?;
+        in_flight.push_back(session.copy_to_remote_at(&to, at, piece?).start());
     }
     for pending in in_flight {
         pending.await?;
@@ -186,19 +354,25 @@ async fn write(context: &Context, session: &Session, from: TensorView, range: Ra
     Ok(())
 }
 
-/// Reads a piece of memory that the host cannot access, on a thread that may block.
-async fn read(borrow: &mut Option<Borrow>, at: u64, len: usize) -> Result<Bytes> {
-    let taken = borrow.take().ok_or_else(|| RpcError::internal("the borrow of a send is lost"))?;
-    let read = move || {
-        let mut piece = BytesMut::zeroed(len);
-        let copied = taken.copy_out(at, &mut piece);
-        (taken, copied.map(|()| piece.freeze()))
-    };
-    let (back, piece) = tokio::task::spawn_blocking(read)
-        .await
-        .map_err(|_| RpcError::internal("reading a device for a send has failed"))?;
-    *borrow = Some(back);
-    piece
+/// Reader of memory that the host cannot access. It counts as a thread of the session, also while a
+/// read goes on whose send is over.
+struct DeviceReader {
+    borrow: Borrow,
+    _thread: ThreadPermit,
+    _reserved: Arc<Reserved>,
+}
+
+impl DeviceReader {
+    /// Reads a piece, on a thread that may block. Returns the reader, too.
+    async fn read(self: Box<Self>, at: u64, len: usize) -> Result<(Box<Self>, Result<Bytes>)> {
+        let read = move || {
+            let mut piece = BytesMut::zeroed(len);
+            let copied = self.borrow.copy_out(at, &mut piece);
+            (self, copied.map(|()| piece.freeze()))
+        };
+        let done = tokio::task::spawn_blocking(read).await;
+        done.map_err(|_| RpcError::internal("reading a device for a send has failed"))
+    }
 }
 
 /// Returns the range in the storage of these bytes of a densely packed tensor.

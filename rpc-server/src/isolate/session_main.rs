@@ -119,7 +119,7 @@ fn serve(
             .extension(state.clone())
             .extension(Arc::new(Leases(link.clone())))
             .extension(listen)
-            .extension(Arc::new(PeerQuota::new(None, None)))
+            .extension(Arc::new(PeerQuota::new(None, None, config.keep_alive.0)))
             .extension(Arc::new(ClientIdentity(identity)))
             .extension(Arc::new(Ceiling::new(&config, crate::transports())))
             .spawner(Arc::new(TokioSpawner::current()));

@@ -22,6 +22,16 @@ impl OfferedRange {
         Self { session, byte_offset: range.byte_offset(), shape: range.shape().to_vec(), peer }
     }
 
+    /// Ends the session now: no further write begins.
+    pub(super) fn close(&self, reason: RpcError) {
+        self.session.close(reason);
+    }
+
+    /// Returns once all writes have ended, after [`close`](Self::close).
+    pub(super) async fn writes_ended(&self) {
+        let _ = self.session.submit(Request::new(Operation::Shutdown)).reply().await;
+    }
+
     /// Returns true if a request may name this view of the storage. Offsets count from its start,
     /// and the session checks that they do not reach beyond it.
     fn is_range(&self, tensor: &TensorRef) -> bool {

@@ -38,6 +38,11 @@ impl Ceiling {
         }
     }
 
+    /// Returns the transports of the server.
+    pub(crate) fn transports(&self) -> &Transports {
+        &self.transports
+    }
+
     /// Returns true if a client that may be forwarded to a server may have a tunnel there.
     pub(super) fn forwards_tunnels(&self) -> bool {
         self.forwards_tunnels

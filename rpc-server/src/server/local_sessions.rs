@@ -3,6 +3,7 @@
 use std::net::IpAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
 
 use async_trait::async_trait;
 use disco::{DataAddress, HostTable, NodeSettings, WeightFolders};
@@ -44,6 +45,7 @@ pub(super) struct LocalSessions {
     logs: Option<Arc<Logs>>,
     ceiling: Option<Arc<Ceiling>>,
     offers: Arc<OfferTable>,
+    keep_alive: Duration,
     file_cache: Option<Arc<FileCache>>,
     /// Workers of Disco in this process.
     disco_hosts: Arc<HostTable>,
@@ -67,6 +69,7 @@ impl LocalSessions {
             devices,
             limits: session_limits(config),
             offers: OfferTable::new(total_threads.clone(), state.memory().clone()),
+            keep_alive: config.keep_alive.0,
             total_threads,
             total_handles: HandleQuota::new(config.max_total_handles),
             workspaces,
@@ -172,7 +175,7 @@ impl SessionFactory for LocalSessions {
             }
             session = session.extension(Arc::new(Leases(service)));
         }
-        session = session.extension(Arc::new(PeerQuota::new(Some(self.offers.clone()), gate)));
+        session = session.extension(Arc::new(PeerQuota::new(Some(self.offers.clone()), gate, self.keep_alive)));
         Ok(self.state.count_local(session.build(), leases))
     }
 }

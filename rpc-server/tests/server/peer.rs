@@ -175,6 +175,14 @@ fn what_cannot_go_directly_goes_through_the_client() {
 }
 
 #[test]
+fn a_source_at_its_limits_sends_through_the_client() {
+    // The tensor has room in the session, and the buffers of a connection have none.
+    let pair = Pair::new(&[SENDS, &["--max-memory", "512KiB"]].concat(), RECEIVES, 300 << 10);
+    let reason = pair.send_through_client();
+    assert!(reason.contains("max_memory"), "{reason}");
+}
+
+#[test]
 fn a_policy_gives_the_right_to_send_by_address() {
     for (peers, is_direct) in [("tcp://127.0.0.1:*", true), ("tcp://127.0.0.2:*", false)] {
         let folder = tempfile::tempdir().unwrap();
@@ -469,8 +477,12 @@ impl Stall {
 
 /// Returns servers between which a send stops in the middle.
 fn stalling() -> (Stall, Pair) {
+    stalling_with(SENDS)
+}
+
+fn stalling_with(source: &[&str]) -> (Stall, Pair) {
     let (stall, target) = Stall::new();
-    let pair = Pair::new(SENDS, &["--isolate", "none", "--peer-address", &stall.address], 64 * CHUNK);
+    let pair = Pair::new(source, &["--isolate", "none", "--peer-address", &stall.address], 64 * CHUNK);
     target.send(pair.destination.address().trim_start_matches("tcp://").to_owned()).unwrap();
     (stall, pair)
 }
@@ -524,6 +536,14 @@ fn the_end_of_a_client_or_of_its_session_in_the_middle_ends_the_send() {
 
     // The client drops the operation.
     let (stall, pair) = stalling();
+    drop_in_the_middle(stall, &pair);
+    // The lane of the source is free again.
+    assert_eq!(content(&pair.from), pair.data);
+}
+
+/// Sends, drops the operation once it has stopped, and waits until the source has closed its
+/// connection.
+fn drop_in_the_middle(stall: Stall, pair: &Pair) {
     let mut pending = pair.from.session().send(&pair.from, &pair.to.session(), &pair.to).start();
     let waiter = thread::spawn(move || {
         stall.stopped.recv_timeout(HANG_LIMIT).unwrap();
@@ -539,6 +559,29 @@ fn the_end_of_a_client_or_of_its_session_in_the_middle_ends_the_send() {
     assert!(outcome.unwrap().is_none());
     drop(pending);
     waiter.join().unwrap().source_gone.recv_timeout(HANG_LIMIT).unwrap();
-    // The lane of the source is free again.
-    assert_eq!(content(&pair.from), pair.data);
+}
+
+/// A destination that says nothing more is given up with the send, not by its silence.
+#[test]
+fn the_connection_of_a_dropped_send_is_cut() {
+    let (stall, pair) = stalling_with(&[SENDS, &["--keep-alive", "1h"]].concat());
+    drop_in_the_middle(stall, &pair);
+    // Nothing of the connection holds the tensor any more.
+    let (from, len) = (&pair.from, pair.data.len());
+    from.session().copy_to_remote(from, vec![9; len]).timeout(HANG_LIMIT).wait().unwrap();
+}
+
+#[test]
+fn no_write_lands_after_a_withdrawal() {
+    let server = Fixture::new(RECEIVES);
+    for _ in 0..20 {
+        let offered = Offered::new(&server, 30_000, false);
+        let holder = offered.connect().unwrap();
+        let range: RemoteTensor = function(&holder, "rpc.peer.range").call(()).wait().unwrap();
+        let writer = thread::spawn(move || while holder.copy_to_remote(&range, vec![7; 8]).wait().is_ok() {});
+        assert!(offered.withdraw());
+        offered.session.copy_to_remote(&offered.to, vec![9; 16]).wait().unwrap();
+        writer.join().unwrap();
+        assert_eq!(content(&offered.to), [9; 16]);
+    }
 }
