@@ -20,6 +20,7 @@ use crate::client::references::{RemoteFunction, RemoteObject, RemoteTensor};
 use crate::client::session::Session;
 use crate::dlpack::{DataType, dense_strides};
 use crate::error::{ErrorKind, Result, RpcError};
+use crate::printable_line;
 use crate::session::{Operation, ReadBuffer, is_same};
 use crate::value::TensorRef;
 
@@ -27,7 +28,7 @@ use crate::value::TensorRef;
 /// idle when the destination makes it.
 const CAPABILITY_LIFETIME_MS: i64 = 30_000;
 
-/// Longest reason of a server that is passed on to the caller, in characters.
+/// Longest text of a server that is passed on to the caller, in characters before escapes.
 const MAX_REASON: usize = 1024;
 
 /// Route that the bytes of a [send](Session::send) have taken.
@@ -96,7 +97,7 @@ impl Session {
         to: &RemoteTensor,
         offset: u64,
     ) -> Action<SendRoute> {
-        let send = Send {
+        let send = SendOperation {
             source: End { session: self.clone(), tensor: from.clone() },
             destination: End { session: to_session.clone(), tensor: to.clone() },
             range: range.into(),
@@ -133,7 +134,7 @@ impl End {
 }
 
 /// A send, before it begins.
-struct Send {
+struct SendOperation {
     source: End,
     destination: End,
     range: Option<Range<u64>>,
@@ -151,7 +152,7 @@ enum Direct {
     },
 }
 
-impl Send {
+impl SendOperation {
     async fn run(self, options: Options<'_>) -> Result<SendRoute> {
         let ends = [&self.source, &self.destination].map(|end| end.tensor.clone());
         let outcome = self.transfer(options).await;
@@ -229,14 +230,14 @@ impl Send {
             Err(error) => return impossible("the destination", error),
         };
         if addresses.is_empty() {
-            let (needed, hint) = if encrypted { ("encrypted ", "tls:// or quic://") } else { ("", "--advertise") };
+            let (needed, hint) = if encrypted { ("encrypted ", "tls:// or quic://") } else { ("", "--peer-address") };
             let reason = format!("the destination has no {needed}address for other servers ({hint})");
             return Ok(Direct::Impossible { reason });
         }
         let terms = (&self.source.tensor, start, len, addresses, capability, encrypted);
         let sent: Result<(bool, String)> = options.apply(send.call(terms)).await;
         let reason = match sent {
-            Ok((true, address)) => return Ok(Direct::Sent { address }),
+            Ok((true, address)) => return Ok(Direct::Sent { address: limited(&address) }),
             Ok((false, reason)) => reason,
             Err(error) => return Err(error.context("the source could not send directly")),
         };
@@ -349,7 +350,8 @@ fn impossible(which: &str, error: RpcError) -> Result<Direct> {
     }
 }
 
-/// Returns the text of a server, cut to a length for people.
+/// Returns the text of a server, cut to a length for people and safe to print.
 fn limited(text: &str) -> String {
-    text.chars().take(MAX_REASON).collect()
+    let end = text.char_indices().nth(MAX_REASON).map_or(text.len(), |(at, _)| at);
+    printable_line(&text[..end]).into_owned()
 }
