@@ -13,6 +13,7 @@ use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
+use rpc_core::client::CHUNK;
 use rpc_core::limits::MemoryLease;
 use rpc_core::tensor::Access;
 use rpc_core::{
@@ -20,7 +21,7 @@ use rpc_core::{
     SharedSession, Tensor, ThreadQuota,
 };
 use rpc_transports::{
-    Address, Capability, CapabilityClient, CapabilityId, CapabilityKeeper, CapabilityTable, ClientConnection,
+    Address, Capability, CapabilityClient, CapabilityId, CapabilitySessions, CapabilityTable, ClientConnection,
     Transports,
 };
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
@@ -46,8 +47,14 @@ const OFFER_BYTES: u64 = 2048;
 /// Handles that the holder of a capability may have: the function, and the range.
 const HOLDER_HANDLES: usize = 8;
 
+/// Requests of the holder of a capability at one time.
+const HOLDER_REQUESTS: usize = 64;
+
+/// Bytes of those requests: a few pieces of a copy.
+const HOLDER_QUEUED_BYTES: usize = 8 * CHUNK;
+
 /// Threads that write for the holder of a capability.
-const HOLDER_THREADS: usize = 4;
+const HOLDER_THREADS: usize = 2;
 
 /// Part of a session in direct sends: what it may still offer and send.
 pub(crate) struct PeerQuota {
@@ -59,24 +66,38 @@ pub(crate) struct PeerQuota {
     gate: Option<Arc<dyn DeviceGate>>,
     /// Silence after which the connection of a send is tested.
     pub(crate) keep_alive: Duration,
+    /// True if the client's connection is encrypted, and so has to be that of a send.
+    pub(crate) is_encrypted: bool,
 }
 
 impl PeerQuota {
     /// Returns the quota of a session whose tensors other servers reach by `table`.
-    pub(crate) fn new(table: Option<Arc<OfferTable>>, gate: Option<Arc<dyn DeviceGate>>, keep_alive: Duration) -> Self {
+    pub(crate) fn new(
+        table: Option<Arc<OfferTable>>,
+        gate: Option<Arc<dyn DeviceGate>>,
+        keep_alive: Duration,
+        is_encrypted: bool,
+    ) -> Self {
         let (offers, sends) = (Arc::new(Semaphore::new(MAX_OFFERS)), Arc::new(Semaphore::new(MAX_SENDS)));
-        Self { table, offers, sends, gate, keep_alive }
+        Self { table, offers, sends, gate, keep_alive, is_encrypted }
     }
 }
 
 /// Offers of all sessions of a server.
 pub(crate) struct OfferTable {
-    /// Addresses for other servers, and true for those that are encrypted. Known once the server
-    /// listens.
-    addresses: OnceLock<Vec<(String, bool)>>,
+    /// Addresses for other servers. Known once the server listens.
+    addresses: OnceLock<Vec<PeerAddress>>,
     offers: Mutex<HashMap<CapabilityId, Arc<OfferState>>>,
     total_threads: Arc<ThreadQuota>,
     total_memory: Arc<MemoryQuota>,
+}
+
+/// Address for other servers.
+struct PeerAddress {
+    text: String,
+    is_encrypted: bool,
+    /// True if other machines cannot reach it, and no operator has named it.
+    is_local: bool,
 }
 
 /// An offer as the handshakes of other servers find it.
@@ -127,17 +148,21 @@ impl OfferTable {
             .chain(listening.iter().filter(|address| config.peer_address.is_empty() && names_host(address)))
             .filter_map(|address| {
                 let properties = transports.check(address).ok().filter(|properties| !properties.starts_programs)?;
-                Some((address.to_string(), properties.encrypted))
+                let is_local = config.peer_address.is_empty() && properties.is_local();
+                Some(PeerAddress { text: address.to_string(), is_encrypted: properties.encrypted, is_local })
             })
             .collect();
         // The server listens once.
         let _ = self.addresses.set(found);
     }
 
-    /// Returns the addresses for other servers.
-    pub(crate) fn addresses(&self, must_be_encrypted: bool) -> Vec<String> {
-        let all = self.addresses.get().into_iter().flatten();
-        all.filter(|(_, encrypted)| *encrypted || !must_be_encrypted).map(|(address, _)| address.clone()).collect()
+    /// Returns the addresses for other servers. Those that only this machine reaches are for
+    /// clients of this machine, whose other servers may be here, too.
+    pub(crate) fn addresses(&self, must_be_encrypted: bool, client_is_local: bool) -> Vec<String> {
+        let suits = |address: &&PeerAddress| {
+            (address.is_encrypted || !must_be_encrypted) && (client_is_local || !address.is_local)
+        };
+        self.addresses.get().into_iter().flatten().filter(suits).map(|address| address.text.clone()).collect()
     }
 
     /// Makes a capability for a range of a tensor.
@@ -195,7 +220,7 @@ impl CapabilityTable for OfferTable {
     }
 }
 
-impl CapabilityKeeper for OfferTable {
+impl CapabilitySessions for OfferTable {
     fn open(&self, id: CapabilityId, client: &CapabilityClient) -> Result<SharedSession> {
         let state = self.get(id)?;
         let mut holder = state.holder.lock();
@@ -208,6 +233,8 @@ impl CapabilityKeeper for OfferTable {
         registry.add_inline(GET_RANGE, move || range.clone());
         let limits = SessionLimits {
             max_handles: HOLDER_HANDLES,
+            max_requests: HOLDER_REQUESTS.min(state.limits.max_requests),
+            max_queued_bytes: HOLDER_QUEUED_BYTES.min(state.limits.max_queued_bytes),
             max_threads: HOLDER_THREADS.min(state.limits.max_threads),
             ..state.limits.clone()
         };

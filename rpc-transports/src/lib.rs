@@ -76,8 +76,8 @@ pub use serve::filter::{FilteredSession, FunctionPatterns, RequestPolicy};
 pub use serve::received::ReceivedSession;
 pub use serve::session_process::{ConnectionState, EndReport, HandoffOffer, PassedConnection, SessionProcess};
 pub use serve::{
-    Authorization, Authorizer, CapabilityClient, CapabilityKeeper, ClientConnection, Onward, OpenRequest, ParkOptions,
-    ServeObserver, ServeOptions, Server, SessionFactory, SessionNote, TokioSpawner,
+    Authorization, Authorizer, CapabilityClient, CapabilitySessions, ClientConnection, Onward, OpenRequest,
+    ParkOptions, ServeObserver, ServeOptions, Server, SessionFactory, SessionNote, TokioSpawner,
 };
 pub use serve::{
     Dialect, DialectActivity, DialectConnection, DialectRequest, Dialects, FurtherServers, MAX_FIRST_BYTES, Receiving,

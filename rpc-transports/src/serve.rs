@@ -25,7 +25,7 @@ mod task;
 
 pub use self::access_record::SessionNote;
 pub use self::authorization::{Authorization, Authorizer};
-pub use self::capabilities::{CapabilityClient, CapabilityKeeper};
+pub use self::capabilities::{CapabilityClient, CapabilitySessions};
 pub use self::client_connection::ClientConnection;
 pub use self::dialect::activity::{DialectActivity, Receiving, Working};
 pub use self::dialect::connection::{DialectConnection, DialectRequest, FurtherServers, ServerNotices};

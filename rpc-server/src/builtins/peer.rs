@@ -19,13 +19,14 @@ use rpc_core::{
     Context, DataType, ErrorKind, Permission, Registry, RemoteTensor, Result, RpcError, Session, Shared, Tensor,
     TensorView, ThreadPermit,
 };
-use rpc_transports::{Address, Capability, ChannelIo, ConnectError, Connector, Dial, Tokens, WireLimits};
+use rpc_transports::{Address, Capability, ChannelIo, ConnectError, Connector, Dial, Machine, Tokens, WireLimits};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::sync::{OwnedSemaphorePermit, oneshot};
 
 use super::cancellable;
 use crate::offers::{GET_RANGE, MAX_OFFERS, MAX_SENDS, Offer, OfferTerms, PeerQuota};
 use crate::policy::{self, Ceiling};
+use crate::server::Client;
 
 /// Longest time for which a capability is good.
 const MAX_LIFETIME: Duration = Duration::from_secs(60);
@@ -90,6 +91,8 @@ fn offer(
     must_be_encrypted: bool,
 ) -> Result<(Shared<Offer>, Vec<String>, String)> {
     let range = byte_range(to, range)?;
+    let client = context.extension::<Client>();
+    let client_is_local = client.is_some_and(|client| !client.through_hop && is_this_machine(client.machine));
     let quota = context.extension::<PeerQuota>();
     let unavailable =
         || RpcError::unsupported("other servers cannot send to this session, which has a process of its own");
@@ -101,6 +104,7 @@ fn offer(
     let lifetime = Duration::from_millis(u64::try_from(lifetime_ms).unwrap_or_default()).min(MAX_LIFETIME);
     // A range that was checked fits.
     let len = (range.end - range.start) as i64;
+    let must_be_encrypted = must_be_encrypted || quota.is_encrypted;
     let terms = OfferTerms {
         range: Tensor::new(to.storage().clone(), range.start, [len], None, DataType::U8)?,
         lifetime,
@@ -109,7 +113,15 @@ fn offer(
         limits: context.limits().clone(),
     };
     let (offer, capability) = table.offer(terms, &quota, permit, memory)?;
-    Ok((Shared(Arc::new(offer)), table.addresses(must_be_encrypted), capability.to_text()))
+    Ok((Shared(Arc::new(offer)), table.addresses(must_be_encrypted, client_is_local), capability.to_text()))
+}
+
+fn is_this_machine(machine: Machine) -> bool {
+    match machine {
+        Machine::This => true,
+        Machine::At(ip) => ip.to_canonical().is_loopback(),
+        Machine::Unknown => false,
+    }
 }
 
 /// Sends the bytes `range` of the storage to the offer behind `capability`. Returns true and the
@@ -124,6 +136,7 @@ async fn send(
 ) -> Result<(bool, String)> {
     let quota = context.extension::<PeerQuota>();
     let quota = quota.ok_or_else(|| RpcError::unsupported("this session belongs to no server that sends"))?;
+    let must_be_encrypted = must_be_encrypted || quota.is_encrypted;
     let (_, borrow) = from.into_parts();
     // Nothing is connected before all is reserved, so that the client can still send by itself.
     let (reserved, data) = match reserve(context, &quota, borrow) {

@@ -140,7 +140,8 @@ listener_settings! {
         allow_peer: Vec<String> = Vec::new(), "RPC_SERVER_ALLOW_PEER";
         /// Addresses of this server for other servers that send tensors to its clients; may be
         /// repeated, or given as a list with commas. Default: those that it listens on, but those
-        /// for all interfaces
+        /// for all interfaces, and those of the loopback interface for clients elsewhere. Without
+        /// effect where sessions have processes of their own (--isolate), which are not sent to
         #[arg(value_name = "ADDRESS", value_delimiter = ',')]
         peer_address: Vec<ListenAddress> = Vec::new(), "RPC_SERVER_PEER_ADDRESS";
         /// Functions that forwarded clients may use, with * for any text, such as rpc.* or

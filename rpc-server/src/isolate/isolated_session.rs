@@ -190,6 +190,7 @@ impl SessionFactory for Isolation {
             uptime: self.state.started().elapsed(),
             module_digests: self.module_digests.clone(),
             identity: request.peer_identity.to_string(),
+            is_encrypted: request.is_encrypted,
             rights: rights.as_ref().map(|rights| rights.passed()),
         };
         let resources = SessionResources {

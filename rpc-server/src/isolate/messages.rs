@@ -24,7 +24,7 @@ use crate::versioned_json;
 use crate::workspace::WorkspaceLoan;
 
 /// Messages between a server and its session processes.
-pub(super) const MESSAGES: MessageFamily = MessageFamily::new("the messages of session processes", 7);
+pub(super) const MESSAGES: MessageFamily = MessageFamily::new("the messages of session processes", 8);
 
 /// Settings of a session process.
 #[derive(Debug, Serialize, Deserialize)]
@@ -41,6 +41,8 @@ pub(super) struct SessionSetup {
     pub(super) module_digests: Option<DigestList>,
     /// Identity of the client, as text with the kind of its proof.
     pub(super) identity: String,
+    /// True if the client's connection to the server is encrypted.
+    pub(super) is_encrypted: bool,
     /// Rights of the client; `None` if the server has no policy.
     pub(super) rights: Option<PassedRights>,
 }
@@ -495,12 +497,12 @@ mod tests {
 
     #[test]
     fn messages_keep_their_bytes() {
-        assert_eq!(MESSAGES.version(), 7);
+        assert_eq!(MESSAGES.version(), 8);
         for name in ["setup", "setup with digests and rights"] {
             let bytes = framed(golden(name));
             let setup = SessionSetup::read(&mut &bytes[..]).unwrap().unwrap();
             assert_eq!(setup.to_bytes().unwrap(), bytes, "{name}");
-            assert_eq!((setup.version, setup.config.as_str()), (7, "max-handles = 7\n"));
+            assert_eq!((setup.version, setup.config.as_str()), (8, "max-handles = 7\n"));
             assert_eq!(setup.uptime, Duration::new(3, 5));
             assert_eq!((setup.module_digests.is_some(), setup.rights.is_some()), (name != "setup", name != "setup"));
         }
@@ -518,7 +520,7 @@ mod tests {
         for (text, expected) in [
             (r#"{"workspace":1}"#, "speaks version 1 of the messages of session processes"),
             (r#"{"workspace":1}"#, "update the server, and start the server again"),
-            (r#"{"version":8,"others":[]}"#, "update this session process, and start the server again"),
+            (r#"{"version":9,"others":[]}"#, "update this session process, and start the server again"),
         ] {
             let error = SessionSetup::read(&mut &framed(text)[..]).unwrap_err();
             assert!(error.to_string().contains(expected), "{error}");

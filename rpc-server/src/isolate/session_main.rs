@@ -71,7 +71,7 @@ fn serve(
     }
     let (mut connection, control) = (UnixStream::from(read), UnixDatagram::from(write));
     let Some(setup) = SessionSetup::read(&mut connection)? else { return Ok(()) };
-    let SessionSetup { config, workspace, uptime, module_digests, identity, rights, .. } = setup;
+    let SessionSetup { config, workspace, uptime, module_digests, identity, is_encrypted, rights, .. } = setup;
     let rights = rights.map(|rights| Arc::new(rights.restore(crate::transports())));
     let config = ServeSettings::from_toml(&config, "of the server".as_ref())?.resolve()?;
     logging::init(&config.log_level, config.log_format);
@@ -119,7 +119,7 @@ fn serve(
             .extension(state.clone())
             .extension(Arc::new(Leases(link.clone())))
             .extension(listen)
-            .extension(Arc::new(PeerQuota::new(None, None, config.keep_alive.0)))
+            .extension(Arc::new(PeerQuota::new(None, None, config.keep_alive.0, is_encrypted)))
             .extension(Arc::new(ClientIdentity(identity)))
             .extension(Arc::new(Ceiling::new(&config, crate::transports())))
             .spawner(Arc::new(TokioSpawner::current()));

@@ -175,7 +175,12 @@ impl SessionFactory for LocalSessions {
             }
             session = session.extension(Arc::new(Leases(service)));
         }
-        session = session.extension(Arc::new(PeerQuota::new(Some(self.offers.clone()), gate, self.keep_alive)));
+        session = session.extension(Arc::new(PeerQuota::new(
+            Some(self.offers.clone()),
+            gate,
+            self.keep_alive,
+            request.is_encrypted,
+        )));
         Ok(self.state.count_local(session.build(), leases))
     }
 }

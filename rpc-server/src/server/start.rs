@@ -8,8 +8,8 @@ use std::time::{Duration, SystemTime};
 use rpc_core::{Devices, Registry};
 use rpc_transports::program::Program;
 use rpc_transports::{
-    AllowedOrigins, Authorizer, Bind, CapabilityKeeper, Channel, Connector, Dial, Dialects, ParkOptions, ServeObserver,
-    ServeOptions, Server, SessionFactory, Transports, exec,
+    AllowedOrigins, Authorizer, Bind, CapabilitySessions, Channel, Connector, Dial, Dialects, ParkOptions,
+    ServeObserver, ServeOptions, Server, SessionFactory, Transports, exec,
 };
 
 use super::advertisement::{Advertisement, named_relays, offered_devices};
@@ -214,7 +214,7 @@ impl Checked {
         let authorizer = policy.clone().map(|policy| policy as Arc<dyn Authorizer>);
         let options =
             serve_options(&config, credentials.access, dial.clone(), transports.clone(), dialects, is_relay, observer);
-        let capabilities = offers.clone().map(|offers| offers as Arc<dyn CapabilityKeeper>);
+        let capabilities = offers.clone().map(|offers| offers as Arc<dyn CapabilitySessions>);
         let options = ServeOptions { authorizer, capabilities, ..options };
         let running = Running {
             server: Server::new(factory, options),

@@ -183,6 +183,23 @@ fn a_source_at_its_limits_sends_through_the_client() {
 }
 
 #[test]
+fn addresses_of_this_machine_are_for_clients_of_this_machine() {
+    let (hop, server) = (Fixture::new(&[RECEIVES, &["--allow-forward", "*"]].concat()), Fixture::new(RECEIVES));
+    let named = Fixture::new(&[RECEIVES, &["--peer-address", "tcp://127.0.0.1:1"]].concat());
+    let addresses = |session: &Session| {
+        let terms = (&bytes(session, 8), 0, 8, 30_000, false);
+        let (_, addresses, _): (RemoteObject, Vec<String>, String) =
+            function(session, "rpc.peer.offer").call(terms).wait().unwrap();
+        addresses
+    };
+    assert_eq!(addresses(&connect(server.address())), [server.address()]);
+    // The machine of a client behind a hop is not known.
+    let through = |server: &Fixture| Connector::new().via(hop.address()).connect_blocking(server.address()).unwrap();
+    assert_eq!(addresses(&through(&server)), [""; 0]);
+    assert_eq!(addresses(&through(&named)), ["tcp://127.0.0.1:1"]);
+}
+
+#[test]
 fn a_policy_gives_the_right_to_send_by_address() {
     for (peers, is_direct) in [("tcp://127.0.0.1:*", true), ("tcp://127.0.0.2:*", false)] {
         let folder = tempfile::tempdir().unwrap();
@@ -232,6 +249,15 @@ fn what_the_client_encrypts_is_encrypted_between_the_servers() {
     let route = near.send(&from, &far, &to).wait().unwrap();
     assert_eq!(route, SendRoute::Direct { address: secure.address().to_owned() });
     assert_eq!(content(&to), data);
+    // The server offers only encrypted addresses, whatever the client asks for.
+    let mixed = ["--listen", "tls://127.0.0.1:0,tcp://127.0.0.1:0", "--token-file", &token, "--isolate", "none"];
+    let mixed = Fixture::listening(&mixed);
+    let tokens = Tokens::parse(&std::fs::read_to_string(&token).unwrap()).unwrap();
+    let session = Connector::new().tokens(tokens).connect_blocking(mixed.address()).unwrap();
+    let offer = function(&session, "rpc.peer.offer");
+    let (_offer, addresses, _): (RemoteObject, Vec<String>, String) =
+        offer.call((&bytes(&session, 8), 0, 8, 30_000, false)).wait().unwrap();
+    assert_eq!(addresses, [mixed.address()]);
     // Back to a server that has no encrypted address.
     let sending = ["--listen", "tls://127.0.0.1:0", "--token-file", &token];
     let sending = Fixture::listening(&[&sending, SENDS].concat());

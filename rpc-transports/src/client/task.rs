@@ -42,7 +42,7 @@ impl ClientSession {
     pub(crate) fn spawn(channel: Channel, negotiated: &Negotiated, input: BytesMut, config: SessionConfig) -> Self {
         let SessionConfig { endpoint: config, spin } = config;
         let (connection, end) = (channel.security().connection.clone(), channel.end().cloned());
-        let is_encrypted = channel.security().is_encrypted() || channel.security().first_link_encrypted;
+        let is_encrypted = channel.security().is_protected();
         let (io, peer, guard) = channel.into_session_parts(spin);
         let endpoint = ClientEndpoint::new(negotiated, config, clock::now());
         let endpoint = shared_memory::offered_by(endpoint, negotiated);

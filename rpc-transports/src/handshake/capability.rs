@@ -31,8 +31,8 @@ const BY_ACCEPTOR: &[u8] = b"rpc capability 1: acceptor knows";
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct CapabilityId([u8; ID]);
 
-/// A secret by which one connection is served; see [`CapabilityKeeper`](crate::CapabilityKeeper).
-/// `Debug` shows the id alone.
+/// A secret by which one connection is served; see
+/// [`CapabilitySessions`](crate::CapabilitySessions). `Debug` shows the id alone.
 #[derive(Clone)]
 pub struct Capability {
     id: CapabilityId,
@@ -146,15 +146,15 @@ impl Tokens {
 
 /// Method by which both sides prove that they have the same capability.
 pub(super) struct CapabilityProof {
-    holder: Holder,
+    side: ProofSide,
     binding: Option<[u8; LEN]>,
     /// Digest of the hellos of both sides and of the channel binding.
     context: digest::Context,
     state: ProofState,
 }
 
-/// A side of the proof.
-enum Holder {
+/// Side of the proof, with what it proves by.
+enum ProofSide {
     Dialler(Capability),
     Acceptor(Arc<dyn CapabilityTable>),
 }
@@ -170,15 +170,15 @@ enum ProofState {
 
 impl CapabilityProof {
     pub(super) fn of_dialler(capability: Capability, binding: Option<[u8; LEN]>) -> Self {
-        Self::new(Holder::Dialler(capability), binding)
+        Self::new(ProofSide::Dialler(capability), binding)
     }
 
     pub(super) fn of_acceptor(table: Arc<dyn CapabilityTable>, binding: Option<[u8; LEN]>) -> Self {
-        Self::new(Holder::Acceptor(table), binding)
+        Self::new(ProofSide::Acceptor(table), binding)
     }
 
-    fn new(holder: Holder, binding: Option<[u8; LEN]>) -> Self {
-        Self { holder, binding, context: digest::Context::new(&digest::SHA256), state: ProofState::Begin }
+    fn new(side: ProofSide, binding: Option<[u8; LEN]>) -> Self {
+        Self { side, binding, context: digest::Context::new(&digest::SHA256), state: ProofState::Begin }
     }
 
     /// Returns the subject of the proofs, given both challenges.
@@ -206,24 +206,24 @@ impl Identity for CapabilityProof {
     }
 
     fn step(&mut self, received: Option<&[u8]>) -> rpc_core::Result<IdentityStep> {
-        match (std::mem::replace(&mut self.state, ProofState::Done), &self.holder, received) {
-            (ProofState::Begin, Holder::Dialler(_), None) => {
+        match (std::mem::replace(&mut self.state, ProofState::Done), &self.side, received) {
+            (ProofState::Begin, ProofSide::Dialler(_), None) => {
                 self.state = ProofState::Begin;
                 Ok(IdentityStep::Wait)
             }
-            (ProofState::Begin, Holder::Acceptor(_), None) => {
+            (ProofState::Begin, ProofSide::Acceptor(_), None) => {
                 let challenge = random()?;
                 self.state = ProofState::Challenged(challenge);
                 Ok(IdentityStep::Send(challenge.to_vec()))
             }
-            (ProofState::Begin, Holder::Dialler(capability), Some(theirs)) if theirs.len() == LEN => {
+            (ProofState::Begin, ProofSide::Dialler(capability), Some(theirs)) if theirs.len() == LEN => {
                 let ours = random()?;
                 let subject = self.subject(theirs, &ours);
                 let proof = prove(capability, BY_DIALLER, &subject);
                 self.state = ProofState::Proved(subject);
                 Ok(IdentityStep::Send([&ours[..], &capability.id.0, proof.as_ref()].concat()))
             }
-            (ProofState::Challenged(challenge), Holder::Acceptor(table), Some(received)) => {
+            (ProofState::Challenged(challenge), ProofSide::Acceptor(table), Some(received)) => {
                 let Some((theirs, rest)) = received.split_first_chunk::<LEN>() else { return Err(malformed()) };
                 let Some((id, proof)) = rest.split_first_chunk::<ID>() else { return Err(malformed()) };
                 if proof.len() != LEN {
@@ -238,7 +238,7 @@ impl Identity for CapabilityProof {
                 let last = prove(&capability, BY_ACCEPTOR, &subject).as_ref().to_vec();
                 Ok(IdentityStep::Proven { peer: capability.id.to_string(), last: Some(last) })
             }
-            (ProofState::Proved(subject), Holder::Dialler(capability), Some(proof)) => {
+            (ProofState::Proved(subject), ProofSide::Dialler(capability), Some(proof)) => {
                 if proves(capability, BY_ACCEPTOR, &subject, proof) {
                     return Ok(IdentityStep::Proven { peer: "server".to_owned(), last: None });
                 }
@@ -293,7 +293,7 @@ mod tests {
     }
 
     fn begun(mut proof: CapabilityProof, hello: &[u8]) -> CapabilityProof {
-        let dialler = matches!(proof.holder, Holder::Dialler(_));
+        let dialler = matches!(proof.side, ProofSide::Dialler(_));
         proof.begin(Transcript { dialler, dialler_hello: hello, acceptor_hello: b"answer" });
         proof
     }

@@ -82,6 +82,11 @@ impl Security {
     pub fn is_encrypted(&self) -> bool {
         self.binding.is_some()
     }
+
+    /// Returns true if the channel is encrypted, at least as far as a hop that forwards it.
+    pub(crate) fn is_protected(&self) -> bool {
+        self.is_encrypted() || self.first_link_encrypted
+    }
 }
 
 impl fmt::Debug for Security {

@@ -7,12 +7,12 @@ use super::client_connection::ClientConnection;
 use super::connection::Connection;
 use crate::handshake::capability::{CapabilityId, CapabilityTable};
 
-/// Keeper of the capabilities that a server has made, which opens the sessions of their holders.
+/// Capabilities that a server has made, and the sessions of their holders.
 ///
 /// A capability is a secret for one connection of a peer whom the server does not know otherwise. A
 /// session of the server makes it, and passes it to its client; the client passes it to the peer,
 /// which [dials by it](crate::Tokens::capability).
-pub trait CapabilityKeeper: CapabilityTable {
+pub trait CapabilitySessions: CapabilityTable {
     /// Opens the session of a client that has proven the capability with this id, and uses it up.
     /// Of several calls for one capability at most one succeeds. Must not block.
     ///
@@ -40,7 +40,8 @@ impl Connection {
     ///
     /// # Errors
     ///
-    /// [`ErrorKind::Refused`] if the client asks for anything else, and errors of the keeper.
+    /// [`ErrorKind::Refused`] if the client asks for anything else, and errors of
+    /// [`CapabilitySessions::open`].
     pub(super) fn open_capability(
         &self,
         hello: &Hello,
@@ -50,11 +51,11 @@ impl Connection {
         self.takes_sessions()?;
         let asks_for_more = !hello.forward.is_empty() || hello.tunnel || hello.role != Role::Client;
         let is_relayed = self.park.is_some() || self.server.options.relay;
-        let Some(keeper) = self.server.options.capabilities.as_ref().filter(|_| !asks_for_more && !is_relayed) else {
+        let Some(sessions) = self.server.options.capabilities.as_ref().filter(|_| !asks_for_more && !is_relayed) else {
             let text = "a capability is for one session at the server that has made it, and no tunnel or hop";
             return Err(RpcError::new(ErrorKind::Refused, text));
         };
         let connection = ClientConnection::new(&self.mailbox);
-        keeper.open(id.parse()?, &CapabilityClient { peer: self.peer.clone(), is_encrypted, connection })
+        sessions.open(id.parse()?, &CapabilityClient { peer: self.peer.clone(), is_encrypted, connection })
     }
 }

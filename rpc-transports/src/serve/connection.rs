@@ -51,6 +51,7 @@ pub(super) struct SessionRequest<'a> {
     pub(super) ticket: &'a str,
     /// Servers that the client has come through.
     pub(super) path: &'a [String],
+    pub(super) is_encrypted: bool,
 }
 
 impl Connection {
@@ -112,6 +113,7 @@ impl Connection {
         let request = OpenRequest {
             peer: self.peer.clone(),
             machine: self.machine,
+            is_encrypted: request.is_encrypted,
             identity: client.identity.name().to_owned(),
             peer_identity: client.identity.clone(),
             access: client.access().cloned(),

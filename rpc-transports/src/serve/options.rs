@@ -10,7 +10,7 @@ use rpc_core::{AccessControl, ErrorKind, OpenFileQuota, RpcError, SharedSession}
 
 use super::access_record::SessionNote;
 use super::authorization::Authorizer;
-use super::capabilities::CapabilityKeeper;
+use super::capabilities::CapabilitySessions;
 use super::client_connection::ClientConnection;
 use super::dialect::Dialects;
 use super::further_servers::Onward;
@@ -32,6 +32,9 @@ pub struct OpenRequest {
     pub peer: String,
     /// Machine that the client is on, as the transport knows it.
     pub machine: Machine,
+    /// True if the client's connection can neither be read nor changed on its route, at least as
+    /// far as a relay in front of this server.
+    pub is_encrypted: bool,
     /// Identity of the client: the one that it has proven, `anonymous` without proof, or the one
     /// that a trusted hop asserts.
     pub identity: String,
@@ -157,7 +160,7 @@ pub struct ServeOptions {
     /// Keeper of the capabilities that sessions of the server make for other peers. A client that
     /// proves one gets the session that the keeper opens, whatever [`access`](Self::access) says,
     /// and nothing else. Default: none, and the method is not offered.
-    pub capabilities: Option<Arc<dyn CapabilityKeeper>>,
+    pub capabilities: Option<Arc<dyn CapabilitySessions>>,
     /// True for a relay: servers dial in and wait ([`Server::park`](crate::Server::park)), and
     /// clients are connected to them by key. A relay opens no sessions itself, and does not call
     /// the factory. Default: false.

@@ -302,7 +302,7 @@ impl Secured {
                 (None, None) => Ok::<_, RpcError>(slot),
             };
             if hello.role == Role::Client {
-                let grant = Grant::open(&connection, hello, &client).await?;
+                let grant = Grant::open(&connection, hello, &client, security.is_protected()).await?;
                 return Ok((grant, placed(slot)?));
             }
             let slot = placed(slot)?;
@@ -377,7 +377,12 @@ impl Secured {
 
 impl Grant {
     /// Opens the session or the channel that a client asks for.
-    async fn open(connection: &Connection, hello: &Hello, client: &AuthorizedClient) -> Result<Self, RpcError> {
+    async fn open(
+        connection: &Connection,
+        hello: &Hello,
+        client: &AuthorizedClient,
+        is_encrypted: bool,
+    ) -> Result<Self, RpcError> {
         let server = &connection.server;
         connection.takes_sessions()?;
         if let Some(next) = hello.forward.first() {
@@ -395,7 +400,7 @@ impl Grant {
             return server.parked.claim(&hello.key).await.map(Self::ParkedServer);
         }
         let Hello { key, workspace, ticket, path, .. } = hello;
-        let request = SessionRequest { key, workspace, ticket, path };
+        let request = SessionRequest { key, workspace, ticket, path, is_encrypted };
         connection.open_session(request, client).await.map(Self::Session)
     }
 }

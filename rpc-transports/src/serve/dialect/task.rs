@@ -76,7 +76,7 @@ impl SessionSource for DialectClient {
         self.security.may_use(self.served.identity.name(), own_key)?;
         let slot = server.slots.take(self.connection.machine, &self.served)?;
         let DialectRequest { key, workspace, ticket } = request;
-        let request = SessionRequest { key, workspace, ticket, path: &[] };
+        let request = SessionRequest { key, workspace, ticket, path: &[], is_encrypted: self.security.is_protected() };
         let session = self.connection.open_session(request, &self.served).await?;
         let unproven = self.end_handshake();
         let entry = self.connection.entry.clone();
