@@ -473,6 +473,45 @@ mod tests {
     }
 
     #[test]
+    fn calls_by_a_handle_that_is_still_looked_up_count_for_its_function() {
+        let (registry, (release, held)) = (Registry::new(), std::sync::mpsc::channel::<()>());
+        let held = std::sync::Mutex::new(held);
+        registry.add_inline("one", || 1_i64);
+        registry.add("hold", move || held.lock().is_ok_and(|held| held.recv().is_ok()));
+        let monitor = monitor(&registry);
+        let session = metered(&registry, &monitor);
+        let hold = get(&session, "hold");
+        let pipes = [(); 3].map(|()| rpc_core::PipeId::unused());
+        let [found, missing, freed] = pipes;
+        let look_up = |pipe, name: &str| {
+            let get = Request::new(Operation::GetFunction { name: name.to_owned() });
+            session.submit(Request { pipe: Some(pipe), ..get }).reply()
+        };
+        let call = |function| session.submit(Request::new(Operation::Call { function, args: Vec::new() })).reply();
+        let release_pipe = |pipe: rpc_core::PipeId| {
+            let release = Request::new(Operation::Release { handles: vec![pipe.handle()] });
+            session.submit(release).reply().wait().unwrap();
+        };
+        let held = call(hold);
+        let replies = [look_up(found, "one"), look_up(missing, "two"), look_up(freed, "one"), call(found.handle())];
+        release_pipe(freed);
+        release.send(()).unwrap();
+        held.wait().unwrap();
+        let outcomes = replies.map(|reply| reply.wait().is_ok());
+        assert_eq!(outcomes, [true, false, true, true]);
+        let calls = |function, outcome| {
+            value(&monitor, &format!("rpc_calls_total{{function=\"{function}\",outcome=\"{outcome}\"}}"))
+        };
+        assert_eq!((calls("one", "ok"), calls("other", "ok")), (Some(1.0), Some(0.0)));
+        // That of the function which holds the lane, and one more.
+        assert_eq!(session.tracked(), 2);
+        call(found.handle()).wait().unwrap();
+        assert_eq!(calls("one", "ok"), Some(2.0));
+        release_pipe(found);
+        assert_eq!(session.tracked(), 1);
+    }
+
+    #[test]
     fn the_handles_remembered_for_a_session_are_bounded() {
         let registry = Registry::new();
         registry.add_inline("one", || 1_i64);

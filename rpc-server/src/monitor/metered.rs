@@ -6,7 +6,9 @@ use std::time::Instant;
 use async_trait::async_trait;
 use rpc_core::reply::Outcome;
 use rpc_core::session::InPlaceWrite;
-use rpc_core::{ErrorKind, Lane, Operation, Request, RpcError, RpcSession, SharedSession, Submission, TensorRef};
+use rpc_core::{
+    ErrorKind, Handle, Lane, Operation, Request, RpcError, RpcSession, SharedSession, Submission, TensorRef,
+};
 use rpc_transports::{OpenRequest, SessionFactory};
 
 use super::{FunctionMetrics, Monitor};
@@ -64,13 +66,19 @@ impl RpcSession for MeteredSession {
         self.functions.forget(&request.operation);
         match &request.operation {
             Operation::Call { function, .. } => {
-                let function = self.functions.get(*function).unwrap_or_else(|| self.monitor.other.clone());
-                let call = Call::begin(self.monitor.clone(), function);
+                let handle = *function;
+                let function = self.functions.get(handle);
+                let unknown = (function.is_none() && handle.is_pipe()).then(|| (self.functions.clone(), handle));
+                let function = function.unwrap_or_else(|| self.monitor.other.clone());
+                let call = Call::begin(self.monitor.clone(), function, unknown);
                 self.inner.submit(request).inspect(move |outcome| call.end(outcome))
             }
             Operation::GetFunction { name } => {
                 let (name, monitor, functions) = (name.clone(), self.monitor.clone(), self.functions.clone());
-                self.inner.submit(request).inspect(move |outcome| functions.learn(outcome, || monitor.function(&name)))
+                let pipe = request.pipe;
+                functions.expect(pipe);
+                let learn = move |outcome: &Outcome| functions.learn(pipe, outcome, || monitor.function(&name));
+                self.inner.submit(request).inspect(learn)
             }
             Operation::Write { data, .. } => {
                 let (len, bytes) = (data.len() as u64, self.monitor.bytes_in.clone());
@@ -111,14 +119,21 @@ impl RpcSession for MeteredSession {
 struct Call {
     monitor: Arc<Monitor>,
     function: Arc<FunctionMetrics>,
+    /// Table and handle of a function that was still being looked up when the call arrived. It is
+    /// known when the call ends.
+    unknown: Option<(Arc<Functions<Arc<FunctionMetrics>>>, Handle)>,
     start: Instant,
     ended: bool,
 }
 
 impl Call {
-    fn begin(monitor: Arc<Monitor>, function: Arc<FunctionMetrics>) -> Self {
+    fn begin(
+        monitor: Arc<Monitor>,
+        function: Arc<FunctionMetrics>,
+        unknown: Option<(Arc<Functions<Arc<FunctionMetrics>>>, Handle)>,
+    ) -> Self {
         monitor.calls_in_progress.increment(1.0);
-        Self { monitor, function, start: Instant::now(), ended: false }
+        Self { monitor, function, unknown, start: Instant::now(), ended: false }
     }
 
     fn end(mut self, outcome: &Outcome) {
@@ -128,6 +143,10 @@ impl Call {
     fn count(&mut self, error: Option<ErrorKind>) {
         self.ended = true;
         self.monitor.calls_in_progress.decrement(1.0);
+        let found = self.unknown.take().and_then(|(functions, handle)| functions.get(handle));
+        if let Some(function) = found {
+            self.function = function;
+        }
         self.monitor.called(&self.function, error, self.start.elapsed());
     }
 }

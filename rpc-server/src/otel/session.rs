@@ -11,7 +11,8 @@ use opentelemetry_sdk::trace::{SdkTracer, Span as SdkSpan};
 use rpc_core::reply::Outcome;
 use rpc_core::session::InPlaceWrite;
 use rpc_core::{
-    ErrorKind, Lane, Operation, Request, RpcError, RpcSession, SharedSession, Submission, TensorRef, TraceContext,
+    ErrorKind, Handle, Lane, Operation, Request, RpcError, RpcSession, SharedSession, Submission, TensorRef,
+    TraceContext,
 };
 use rpc_transports::{OpenRequest, SessionFactory};
 
@@ -50,13 +51,18 @@ impl RpcSession for TracedSession {
         self.functions.forget(&request.operation);
         match &request.operation {
             Operation::Call { function, .. } => {
-                let call = Call::begin(&self.tracer, self.functions.get(*function), request.trace);
+                let handle = *function;
+                let function = self.functions.get(handle);
+                let unknown = (function.is_none() && handle.is_pipe()).then(|| (self.functions.clone(), handle));
+                let call = Call::begin(&self.tracer, function, unknown, request.trace);
                 request.trace = call.context().or(request.trace);
                 self.inner.submit(request).inspect(move |outcome| call.end(outcome))
             }
             Operation::GetFunction { name } | Operation::ModuleFunction { name, .. } => {
                 let (name, functions) = (Arc::from(name.as_str()), self.functions.clone());
-                self.inner.submit(request).inspect(move |outcome| functions.learn(outcome, || name))
+                let pipe = request.pipe;
+                functions.expect(pipe);
+                self.inner.submit(request).inspect(move |outcome| functions.learn(pipe, outcome, || name))
             }
             _ => self.inner.submit(request),
         }
@@ -74,11 +80,19 @@ impl RpcSession for TracedSession {
 /// A call in progress.
 struct Call {
     span: SdkSpan,
+    /// Table and handle of a function that was still being looked up when the call arrived. It is
+    /// known when the call ends.
+    unknown: Option<(Arc<Functions<Arc<str>>>, Handle)>,
     ended: bool,
 }
 
 impl Call {
-    fn begin(tracer: &SdkTracer, function: Option<Arc<str>>, parent: Option<TraceContext>) -> Self {
+    fn begin(
+        tracer: &SdkTracer,
+        function: Option<Arc<str>>,
+        unknown: Option<(Arc<Functions<Arc<str>>>, Handle)>,
+        parent: Option<TraceContext>,
+    ) -> Self {
         let mut attributes = vec![KeyValue::new("rpc.system", "rpc")];
         let builder = match function {
             Some(name) => {
@@ -93,7 +107,7 @@ impl Call {
             Some(parent) => Context::new().with_remote_span_context(remote(parent)),
             None => Context::new(),
         };
-        Self { span: tracer.build_with_context(builder, &above), ended: false }
+        Self { span: tracer.build_with_context(builder, &above), unknown, ended: false }
     }
 
     /// Returns the trace context for the requests of this call; `None` after the end of the
@@ -109,6 +123,10 @@ impl Call {
 
     fn finish(&mut self, error: Option<ErrorKind>) {
         self.ended = true;
+        if let Some(name) = self.unknown.take().and_then(|(functions, handle)| functions.get(handle)) {
+            self.span.update_name(name.as_ref().to_owned());
+            self.span.set_attribute(KeyValue::new("rpc.method", name));
+        }
         let outcome = error.map_or("ok", ErrorKind::name);
         self.span.set_attribute(KeyValue::new("rpc.outcome", outcome));
         if error.is_some() {
