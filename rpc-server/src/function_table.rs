@@ -32,8 +32,8 @@ impl<T> Functions<T> {
         }
     }
 
-    /// Stores the value of `function` if `outcome` is that of a look-up that has found it. `pipe` is
-    /// the handle of the client's that was [expected](Self::expect), if it has chosen one.
+    /// Stores the value of `function` if `outcome` is that of a look-up that has found it. `pipe`
+    /// is the handle of the client's that was [expected](Self::expect), if it has chosen one.
     pub(crate) fn learn(&self, pipe: Option<PipeId>, outcome: &Outcome, function: impl FnOnce() -> T) {
         match (pipe, outcome) {
             (Some(pipe), Ok(_)) => {

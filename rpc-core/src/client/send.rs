@@ -69,10 +69,14 @@ impl Session {
     /// bytes go through this client, which holds a window of pieces and not the whole tensor.
     /// Between tensors of one session this is [`copy_among_remote`](Self::copy_among_remote).
     ///
-    /// It begins when the earlier requests of its lane have completed, at both sessions, and later
-    /// ones of the lane of this session wait for a direct send. Requests to `to_session` are not
-    /// ordered with it until it is done. A send that is cancelled or fails leaves the destination
+    /// It begins when the earlier requests of its lane have completed, at both sessions. Later
+    /// requests are not ordered with it until it is done, at either: a send takes several, and its
+    /// place is where the transfer begins. A send that is cancelled or fails leaves the destination
     /// unspecified.
+    ///
+    /// A direct send reads the tensor, which nothing can write to meanwhile. So two sends at one
+    /// time in opposite directions between the same two tensors, or a ring of such, wait for each
+    /// other until a deadline or the end of a session.
     ///
     /// # Errors
     ///
