@@ -305,9 +305,8 @@ impl Operation {
         }
     }
 
-    /// Returns true if the operation names a result that the session keeps, by a handle that the
-    /// client has [chosen](PipeId).
-    pub fn names_pipes(&self) -> bool {
+    /// Returns true if the operation names a result that the session keeps.
+    pub(crate) fn names_pipes(&self) -> bool {
         let mut names = false;
         self.for_each_handle(&mut |handle| names |= handle.is_pipe());
         names

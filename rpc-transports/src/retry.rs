@@ -197,7 +197,7 @@ impl RpcSession for RetrySession {
             inner.forget(&handles);
             return Submission::ready(Ok(Value::Null));
         }
-        if request.pipe.is_some() || request.operation.names_pipes() {
+        if request.pipe.is_some() {
             let text = "a retrying session keeps no results for later requests: it could not repeat a part of a chain";
             return Submission::ready(Err(RpcError::unsupported(text)));
         }

@@ -146,9 +146,9 @@ impl ClientCore {
     ///
     /// # Errors
     ///
-    /// The error with which the session has ended; a request that keeps a result or names one.
+    /// The error with which the session has ended; a request whose result is to be kept.
     pub(super) fn enqueue(&self, id: u64, request: Request, responder: Responder) -> Result<(), (Responder, RpcError)> {
-        if request.pipe.is_some() || request.operation.names_pipes() {
+        if request.pipe.is_some() {
             let text = "TVM's protocol keeps no results for later requests: await each one, and pass it on";
             return Err((responder, RpcError::unsupported(text)));
         }
