@@ -31,7 +31,7 @@ impl Grouping {
     ///
     /// # Errors
     ///
-    /// A size or stride of 0, or a product of both beyond 2^32.
+    /// A size or stride of 0, or a product of both of 2^32 or more.
     pub(crate) fn new(size: u32, stride: u32) -> Result<Self, RpcError> {
         if size == 0 || stride == 0 || size.checked_mul(stride).is_none() {
             return Err(RpcError::invalid_argument(format!("no groups of {size} workers, {stride} apart")));

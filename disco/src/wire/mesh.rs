@@ -47,8 +47,8 @@ impl Mesh {
     ///
     /// # Errors
     ///
-    /// No axes, or too many; a name that is empty, too long, or there twice; a size of 0; more than
-    /// 2^32 workers.
+    /// No axes, or too many; a name that is empty, too long, or there twice; a size of 0; 2^32
+    /// workers or more.
     pub(crate) fn new<'a>(axes: impl IntoIterator<Item = (&'a str, u32)>) -> Result<Self> {
         Self::checked(axes.into_iter().map(|(name, size)| MeshAxis { name: name.to_owned(), size }).collect())
     }
@@ -71,7 +71,7 @@ impl Mesh {
         }
         let product = axes.iter().try_fold(1_u32, |product, axis| product.checked_mul(axis.size));
         if product.is_none() {
-            return refused("its axes have more than 2^32 workers together".to_owned());
+            return refused("its axes have 2^32 workers or more together".to_owned());
         }
         Ok(Self { axes })
     }
@@ -116,14 +116,7 @@ impl Mesh {
         if worker.0 >= self.num_workers() {
             return Err(RpcError::invalid_argument(format!("there is no worker {worker} in the mesh {self}")));
         }
-        Ok((0..self.axes.len())
-            .map(|at| self.grouping(at))
-            .zip(&self.axes)
-            .map(|(grouping, axis)| {
-                // The stride of an axis of one worker is none, and its coordinate is 0.
-                if axis.size == 1 { 0 } else { grouping.rank(worker).0 }
-            })
-            .collect())
+        Ok((0..self.axes.len()).map(|at| self.grouping(at).rank(worker).0).collect())
     }
 
     /// Returns the worker that has these coordinates: one for each axis, in any order.
@@ -256,7 +249,7 @@ mod tests {
             (vec![(&long, 2)], "the name of an axis has 1 to 64 bytes, not 65"),
             (vec![("a", 0)], "the axis \"a\" has no workers"),
             (vec![("a", 1), ("b", 2), ("a", 2)], "two axes have the name \"a\""),
-            (vec![("a", 1 << 16), ("b", 1 << 16)], "more than 2^32 workers"),
+            (vec![("a", 1 << 16), ("b", 1 << 16)], "2^32 workers or more"),
         ];
         for (axes, why) in wrong {
             let error = Mesh::new(axes.iter().copied()).unwrap_err();
