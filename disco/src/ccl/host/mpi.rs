@@ -141,7 +141,7 @@ impl Process {
             let text = format!("process {} of {} cannot join a group of {members:?}", self.rank, self.size);
             return Err(RpcError::invalid_argument(text));
         };
-        let tag = tag(scope, key.digest(options.epoch));
+        let tag = tag(scope, key, options.epoch);
         let open = |peer: usize| MessageStream::new(&self.library, members[peer], tag);
         by_messages(&Member { rank: Rank::of(own), size: members.len(), key, options }, open)
     }
@@ -160,12 +160,18 @@ impl Process {
 }
 
 /// Returns the tag of a group's messages between two processes, made of its key and epoch, so that
-/// sessions that share processes, and leftovers of an earlier group, are told apart. The standard
-/// promises tags up to 32767, of which two groups may have the same: then they do not recognise
+/// sessions that share processes, and leftovers of an earlier group, are told apart. Those of an
+/// epoch differ from those of the last [`EPOCHS`] - 1, of which one may still run. The standard
+/// promises tags up to 32767, of which other groups may have the same: then they do not recognise
 /// each other's hellos.
-fn tag(scope: MpiScope, digest: u64) -> u16 {
-    (digest % (1 << 11)) as u16 * MpiScope::COUNT + scope.number()
+fn tag(scope: MpiScope, key: &SessionKey, epoch: u64) -> u16 {
+    const DIGESTS: u64 = (1 << 15) / (EPOCHS * MpiScope::COUNT as u64);
+    let group = key.digest(epoch) % DIGESTS * EPOCHS + epoch % EPOCHS;
+    group as u16 * MpiScope::COUNT + scope.number()
 }
+
+/// Number of consecutive epochs that have different tags.
+const EPOCHS: u64 = 4;
 
 pub(super) fn lost(text: impl std::fmt::Display) -> RpcError {
     RpcError::new(ErrorKind::PeerLost, format!("MPI: {text}"))
@@ -178,13 +184,30 @@ mod tests {
     #[test]
     fn groups_have_messages_of_their_own() {
         let keys = [SessionKey::generate().unwrap(), SessionKey::generate().unwrap()];
-        let digests = keys.iter().flat_map(|key| (0..50).map(|epoch| key.digest(epoch)));
-        let mut tags: Vec<_> =
-            digests.flat_map(|digest| [tag(MpiScope::World, digest), tag(MpiScope::Group(0), digest)]).collect();
+        let groups = keys.iter().flat_map(|key| (0..50).map(move |epoch| (key, epoch)));
+        let of_both = |(key, epoch)| [tag(MpiScope::World, key, epoch), tag(MpiScope::Group(0), key, epoch)];
+        let mut tags: Vec<_> = groups.flat_map(of_both).collect();
         assert!(tags.iter().all(|tag| *tag <= 32_767));
         tags.sort_unstable();
         tags.dedup();
         // Some may meet by chance; twenty of a hundred pairs do not.
         assert!(tags.len() > 160, "{}", tags.len());
+    }
+
+    /// Regression: by chance a group had the tag of the one that still ran, and could not be made.
+    #[test]
+    fn a_group_has_another_tag_than_those_of_the_epochs_before() {
+        let scopes = || std::iter::once(MpiScope::World).chain((0..15).map(MpiScope::Group));
+        for epoch in 0..500 {
+            // Each epoch has another key.
+            let tags = (epoch..epoch + EPOCHS).flat_map(|epoch| {
+                let key = SessionKey::generate().unwrap();
+                scopes().map(move |scope| tag(scope, &key, epoch))
+            });
+            let mut tags: Vec<_> = tags.collect();
+            tags.sort_unstable();
+            tags.dedup();
+            assert_eq!(tags.len(), EPOCHS as usize * 16);
+        }
     }
 }
