@@ -74,7 +74,7 @@ type StartSteps<'a, T> = Box<dyn FnOnce(Options<'a>) -> Steps<'a, T> + Send + 'a
 pub(crate) struct OneRequest<T> {
     session: SharedSession,
     operation: Result<Operation>,
-    pins: Pins,
+    pins: RequestPins,
     on_reply: Option<Arc<dyn OnReply>>,
     before: Option<fn(&SharedSession)>,
     convert: fn(Value, &SharedSession) -> Result<T>,
@@ -83,7 +83,7 @@ pub(crate) struct OneRequest<T> {
 /// References that a request names, kept until its reply, because the request may not have reached
 /// the session before.
 #[derive(Default)]
-pub(crate) struct Pins {
+pub(crate) struct RequestPins {
     /// Reference of a call's function. Nearly every call has this one, and no other.
     pub(crate) function: Option<PinnedReference>,
     pub(crate) others: Vec<PinnedReference>,
@@ -131,7 +131,7 @@ pub(crate) struct KeptRequest {
     pub(crate) tensor: Option<TensorRef>,
 }
 
-impl Pins {
+impl RequestPins {
     /// Drops the references. A panic in one of them affects neither the others nor the caller.
     fn discard(self) {
         drop_each(self.function.into_iter().chain(self.others));
@@ -173,7 +173,7 @@ impl<T: FromReply> OneRequest<T> {
         Self {
             session: session.clone(),
             operation,
-            pins: Pins::default(),
+            pins: RequestPins::default(),
             on_reply: None,
             before: None,
             convert: T::from_reply,
@@ -187,7 +187,7 @@ impl<T: FromReply> OneRequest<T> {
     }
 
     /// Keeps the references that the request names.
-    pub(crate) fn pinned(mut self, pins: Pins) -> Self {
+    pub(crate) fn pinned(mut self, pins: RequestPins) -> Self {
         self.pins = pins;
         self
     }
@@ -378,7 +378,7 @@ impl<'a, T> ScopedAction<'a, T> {
             }
             pins.discard();
         });
-        let pins = Pins::default();
+        let pins = RequestPins::default();
         let reply = Reply { session: session.clone(), convert: <()>::from_reply, pins, on_reply };
         let pending = ScopedPending(Stage::Submitted(submission, reply));
         Ok(KeptRequest { session, handle: pipe.handle(), lane, pending, name, tensor })
@@ -461,7 +461,7 @@ enum Stage<'a, T> {
 struct Reply<T> {
     session: SharedSession,
     convert: fn(Value, &SharedSession) -> Result<T>,
-    pins: Pins,
+    pins: RequestPins,
     on_reply: Option<Arc<dyn OnReply>>,
 }
 

@@ -1,6 +1,6 @@
 //! The operations of a [`Session`]: functions, tensors, devices, modules, and its end.
 
-use crate::client::action::{Action, OneRequest, Options, PinnedReference, Pins, ScopedAction};
+use crate::client::action::{Action, OneRequest, Options, PinnedReference, RequestPins, ScopedAction};
 use crate::client::callbacks;
 use crate::client::references::{RemoteFunction, RemoteModule, RemoteObject, RemoteTensor, TypedFunction};
 use crate::client::session::Session;
@@ -94,7 +94,7 @@ impl Session {
             .handle_in(self.shared())
             .and_then(|function| Ok(Operation::Call { function, args: args.into_args(&mut scope)? }));
         function.0.pin_lane_into(&mut scope.pins);
-        let pins = Pins { function: Some(function.0.pin()), others: scope.pins };
+        let pins = RequestPins { function: Some(function.0.pin()), others: scope.pins };
         OneRequest::new(self.shared(), operation).pinned(pins).into()
     }
 
@@ -107,7 +107,7 @@ impl Session {
     pub fn copy_among_remote(&self, from: &RemoteTensor, to: &RemoteTensor) -> Action<()> {
         let mut others = Vec::new();
         [from, to].iter().for_each(|tensor| tensor.0.pin_into(&mut others));
-        let pins = Pins { function: None, others };
+        let pins = RequestPins { function: None, others };
         let operation = from
             .reference_in(self.shared())
             .and_then(|from| Ok(Operation::Copy { from: from.into(), to: to.reference_in(self.shared())?.into() }));
@@ -173,7 +173,7 @@ impl Session {
             Ok(Operation::StreamWaitFor { device, stream: handle(to.1)?, other_device, other })
         });
         let others = [from.1, to.1].into_iter().flatten().map(|stream| stream.0.pin()).collect();
-        OneRequest::new(self.shared(), operation).pinned(Pins { function: None, others }).into()
+        OneRequest::new(self.shared(), operation).pinned(RequestPins { function: None, others }).into()
     }
 
     /// Loads a module: a file of the session's workspace, or one that the server registered by
@@ -207,7 +207,7 @@ impl Session {
         operation: impl FnOnce(Option<Handle>) -> Operation,
     ) -> Action<()> {
         let handle = stream.map(|stream| stream.0.handle_in(self.shared())).transpose();
-        let pins = Pins { function: None, others: stream.map(|stream| stream.0.pin()).into_iter().collect() };
+        let pins = RequestPins { function: None, others: stream.map(|stream| stream.0.pin()).into_iter().collect() };
         OneRequest::new(self.shared(), handle.map(operation)).pinned(pins).into()
     }
 }

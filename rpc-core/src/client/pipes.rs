@@ -5,7 +5,7 @@ use std::future::IntoFuture;
 use std::marker::PhantomData;
 use std::sync::Arc;
 
-use crate::client::action::{Action, KeptRequest, OnReply, OneRequest, Pending, Pins, ScopedAction};
+use crate::client::action::{Action, KeptRequest, OnReply, OneRequest, Pending, RequestPins, ScopedAction};
 use crate::client::promise::Promise;
 use crate::client::references::{Owned, RemoteFunction, RemoteModule, RemoteTensor};
 use crate::dlpack::{DataType, Device};
@@ -102,7 +102,7 @@ impl<T: FromReply> Pipe<T> {
         let mut others = Vec::new();
         kept.pin_into(&mut others);
         let fetch = OneRequest::new(kept.session(), Ok(Operation::Fetch { handle: kept.handle() }));
-        let fetch = fetch.pinned(Pins { function: None, others }).on_reply(Arc::new(Fetched(kept.clone())));
+        let fetch = fetch.pinned(RequestPins { function: None, others }).on_reply(Arc::new(Fetched(kept.clone())));
         Action::from(fetch).lane(kept.lane().unwrap_or_default())
     }
 

@@ -5,7 +5,7 @@ use std::marker::PhantomData;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use crate::client::action::{Action, OnReply, OneRequest, PinnedReference, Pins};
+use crate::client::action::{Action, OnReply, OneRequest, PinnedReference, RequestPins};
 use crate::client::promise::{Promise, drop_promise};
 use crate::client::session::Session;
 use crate::dlpack::{DataType, Device};
@@ -263,7 +263,7 @@ impl RemoteModule {
         let operation = Operation::ModuleFunction { module: self.0.handle, name: name.to_owned() };
         let mut others = Vec::new();
         self.0.pin_into(&mut others);
-        let pins = Pins { function: None, others };
+        let pins = RequestPins { function: None, others };
         OneRequest::new(&self.0.session, Ok(operation)).pinned(pins).into()
     }
 }

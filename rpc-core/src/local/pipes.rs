@@ -34,17 +34,17 @@ const MAX_PIPES: usize = 4096;
 
 /// All results that a session keeps, by their handles.
 #[derive(Default)]
-pub(super) struct Pipes(HashMap<Handle, Arc<Cell>>);
+pub(super) struct Pipes(HashMap<Handle, Arc<ResultCell>>);
 
 /// Result of one request. Requests that name it share the cell.
-struct Cell {
+struct ResultCell {
     lane: Lane,
     /// Set when the request has ended.
     result: OnceLock<Result<Kept>>,
 }
 
 /// An object that panics when it is dropped ends neither the lane nor the caller.
-impl Drop for Cell {
+impl Drop for ResultCell {
     fn drop(&mut self) {
         drop_each(self.result.take());
     }
@@ -75,7 +75,7 @@ impl Pipes {
 /// Obligation of a request to fill its cell. Dropping it says that the request has not run.
 pub(super) struct PipeSlot {
     handle: Handle,
-    cell: Arc<Cell>,
+    cell: Arc<ResultCell>,
     /// Name of the operation or the function, for errors.
     name: String,
 }
@@ -87,7 +87,7 @@ impl PipeSlot {
     }
 
     pub(super) fn fail(&self, error: &RpcError) {
-        // First in its lane or not: an error is set once, when the request ends.
+        // The first error counts: a request that has failed may be failed again when it is dropped.
         let _ = self.cell.result.set(Err(no_result(&self.name, error)));
     }
 }
@@ -117,7 +117,7 @@ pub(super) struct Piped {
 
 enum Stage {
     /// The operation as it came, and what it names.
-    Pinned(Operation, Pins),
+    Pinned(Operation, PinnedNames),
     /// The operation to be performed. `None` once it has been taken.
     Ready(Option<PinnedOperation>),
 }
@@ -156,14 +156,14 @@ impl PipedWork {
 }
 
 /// Objects and results that a request names, kept from its admission until it begins.
-struct Pins(HashMap<Handle, Pinned>);
+struct PinnedNames(HashMap<Handle, Pinned>);
 
 enum Pinned {
     Object(Object),
-    Cell(Arc<Cell>),
+    Cell(Arc<ResultCell>),
 }
 
-impl Pins {
+impl PinnedNames {
     fn cell(&self, handle: Handle) -> Result<&Kept> {
         let Some(Pinned::Cell(cell)) = self.0.get(&handle) else { return Err(invalid(handle)) };
         match cell.result.get() {
@@ -177,7 +177,7 @@ impl Pins {
     }
 }
 
-impl Objects for Pins {
+impl Objects for PinnedNames {
     fn object(&self, handle: Handle) -> Result<&Object> {
         match self.0.get(&handle) {
             Some(Pinned::Object(object)) => Ok(object),
@@ -221,7 +221,7 @@ impl LocalInner {
             return Err(RpcError::limit("max_pipes", MAX_PIPES as u64, pipes.0.len() as u64 + 1));
         }
         self.table.lock().charge(1)?;
-        let cell = Arc::new(Cell { lane: request.lane, result: OnceLock::new() });
+        let cell = Arc::new(ResultCell { lane: request.lane, result: OnceLock::new() });
         pipes.0.insert(handle, cell.clone());
         Ok(Some(PipeSlot { handle, cell, name: request.operation.name().to_owned() }))
     }
@@ -293,10 +293,10 @@ impl LocalInner {
         drop((pipes, table));
         match first_error {
             Some(error) => {
-                garbage.pins = Some(Pins(pins));
+                garbage.pins = Some(PinnedNames(pins));
                 Err(error)
             }
-            None => Ok(Stage::Pinned(operation, Pins(pins))),
+            None => Ok(Stage::Pinned(operation, PinnedNames(pins))),
         }
     }
 
@@ -325,7 +325,11 @@ impl LocalInner {
         }
     }
 
-    fn with_results(&self, operation: Operation, mut pins: Pins) -> Result<(PinnedOperation, Option<MemoryLease>)> {
+    fn with_results(
+        &self,
+        operation: Operation,
+        mut pins: PinnedNames,
+    ) -> Result<(PinnedOperation, Option<MemoryLease>)> {
         let mut bytes = 0_u64;
         let mut count = |reference: &Reference| {
             if let Reference::Pipe(handle) = reference
@@ -419,8 +423,9 @@ impl LocalInner {
             return Vec::new();
         }
         let cells: Vec<_> = handles.into_iter().filter_map(|handle| pipes.0.remove(&handle)).collect();
-        let kept =
-            |cell: &Arc<Cell>| cell.result.get().and_then(|kept| kept.as_ref().ok()).map_or(0, |kept| kept.objects);
+        let kept = |cell: &Arc<ResultCell>| {
+            cell.result.get().and_then(|kept| kept.as_ref().ok()).map_or(0, |kept| kept.objects)
+        };
         let objects: usize = cells.iter().map(|cell| 1 + kept(cell)).sum();
         self.table.lock().discharge(objects);
         drop(pipes);
@@ -447,7 +452,7 @@ fn detached(value: LocalValue) -> LocalValue {
 pub(super) struct Garbage {
     values: Vec<LocalValue>,
     /// What a request that failed had pinned.
-    pins: Option<Pins>,
+    pins: Option<PinnedNames>,
 }
 
 impl Garbage {
@@ -460,7 +465,7 @@ impl Garbage {
 }
 
 /// A result that the client has released, to be dropped outside of locks.
-pub(super) struct ReleasedPipe(#[allow(dead_code, reason = "held for its drop")] Arc<Cell>);
+pub(super) struct ReleasedPipe(#[allow(dead_code, reason = "held for its drop")] Arc<ResultCell>);
 
 fn of_concurrent() -> RpcError {
     RpcError::invalid_argument("a concurrent request has a lane of its own, so that no later one can name its result")
