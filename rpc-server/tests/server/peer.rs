@@ -5,6 +5,7 @@ use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::ops::Range;
 use std::pin::Pin;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::task::Poll;
@@ -467,6 +468,7 @@ struct Stall {
 
 impl Stall {
     /// `passes_end` makes the end of the destination's answers that of the source's input, too.
+    /// Without it the source hears nothing from the stop on.
     fn new(passes_end: bool) -> (Self, Sender<String>) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = format!("tcp://{}", listener.local_addr().unwrap());
@@ -477,8 +479,15 @@ impl Stall {
             let mut source = listener.accept().unwrap().0;
             let server = TcpStream::connect(to.recv().unwrap()).unwrap();
             let (mut answers, mut back) = (server.try_clone().unwrap(), source.try_clone().unwrap());
+            let is_silent = Arc::new(AtomicBool::new(false));
+            let was_stopped = is_silent.clone();
             thread::spawn(move || {
-                let _ = std::io::copy(&mut answers, &mut back);
+                let mut piece = vec![0; 64 << 10];
+                while let Ok(count @ 1..) = answers.read(&mut piece) {
+                    if !was_stopped.load(Ordering::Acquire) && back.write_all(&piece[..count]).is_err() {
+                        break;
+                    }
+                }
                 // A source that is still writing reads the last message all the same.
                 if passes_end {
                     let _ = back.shutdown(Shutdown::Write);
@@ -493,6 +502,7 @@ impl Stall {
                 if passed < 2 * CHUNK {
                     let _ = server.as_mut().unwrap().write_all(&piece[..count]);
                 } else if was_below {
+                    is_silent.store(!passes_end, Ordering::Release);
                     stops.send(()).unwrap();
                     // Reads on, so that the end of the source is noticed; the server gets no more.
                 }
@@ -607,10 +617,11 @@ fn no_write_lands_after_a_withdrawal() {
         let offered = Offered::new(&server, 30_000, false);
         let holder = offered.connect().unwrap();
         let range: RemoteTensor = function(&holder, "rpc.peer.range").call(()).wait().unwrap();
-        let writer = thread::spawn(move || while holder.copy_to_remote(&range, vec![7; 8]).wait().is_ok() {});
+        // Some of these have been read by the server, and some are on their way.
+        let writes: Vec<_> = (0..200).map(|_| holder.copy_to_remote(&range, vec![7; 8]).start()).collect();
         assert!(offered.withdraw());
         offered.session.copy_to_remote(&offered.to, vec![9; 16]).wait().unwrap();
-        writer.join().unwrap();
+        drop((writes, holder));
         assert_eq!(content(&offered.to), [9; 16]);
     }
 }
