@@ -8,6 +8,7 @@ pub(crate) mod files;
 pub(crate) mod handshake_slots;
 pub mod identity_proofs;
 pub(crate) mod peer_identity;
+mod secret_proof;
 mod security;
 mod steps;
 mod tokens;

@@ -10,11 +10,12 @@ use std::fmt;
 use std::str::FromStr;
 use std::sync::Arc;
 
-use ring::{digest, hmac};
 use rpc_core::proto::{Identity, IdentityStep, Transcript};
 use rpc_core::{ErrorKind, RpcError};
 
+use super::secret_proof::{ProofContext, ProofState, prove, proves};
 use super::tokens::{LEN, Token, Tokens, random};
+
 /// First part of the text of a capability.
 const FORM: &str = "c1";
 
@@ -129,27 +130,26 @@ impl Tokens {
     #[must_use]
     pub fn capability(capability: Capability) -> Self {
         let Capability { id, secret } = capability;
-        Self([Token { name: id.to_string(), secret, capability: Some(id) }].into())
+        Self([Token { name: id.to_string(), secret, is_capability: true }].into())
     }
 
     /// Returns true if these credentials are a capability, which is good for one connection.
     #[cfg(feature = "quic")]
     pub(crate) fn is_capability(&self) -> bool {
-        self.0.iter().any(|token| token.capability.is_some())
+        self.0.iter().any(|token| token.is_capability)
     }
 
     /// Returns the capability that these credentials are, if they are one.
     pub(super) fn as_capability(&self) -> Option<Capability> {
-        self.0.iter().find_map(|token| token.capability.map(|id| Capability { id, secret: token.secret.clone() }))
+        let token = self.0.iter().find(|token| token.is_capability)?;
+        Some(Capability { id: token.name.parse().ok()?, secret: token.secret.clone() })
     }
 }
 
 /// Method by which both sides prove that they have the same capability.
 pub(super) struct CapabilityProof {
     side: ProofSide,
-    binding: Option<[u8; LEN]>,
-    /// Digest of the hellos of both sides and of the channel binding.
-    context: digest::Context,
+    context: ProofContext,
     state: ProofState,
 }
 
@@ -157,15 +157,6 @@ pub(super) struct CapabilityProof {
 enum ProofSide {
     Dialler(Capability),
     Acceptor(Arc<dyn CapabilityTable>),
-}
-
-enum ProofState {
-    Begin,
-    /// State of the dialled side, which has sent this challenge.
-    Challenged([u8; LEN]),
-    /// State of the dialling side, which waits for a proof over this subject.
-    Proved([u8; LEN]),
-    Done,
 }
 
 impl CapabilityProof {
@@ -178,17 +169,7 @@ impl CapabilityProof {
     }
 
     fn new(side: ProofSide, binding: Option<[u8; LEN]>) -> Self {
-        Self { side, binding, context: digest::Context::new(&digest::SHA256), state: ProofState::Begin }
-    }
-
-    /// Returns the subject of the proofs, given both challenges.
-    fn subject(&self, of_acceptor: &[u8], of_dialler: &[u8]) -> [u8; LEN] {
-        let mut context = self.context.clone();
-        context.update(of_acceptor);
-        context.update(of_dialler);
-        let mut subject = [0; LEN];
-        subject.copy_from_slice(context.finish().as_ref());
-        subject
+        Self { side, context: ProofContext::new(binding), state: ProofState::Begin }
     }
 }
 
@@ -198,11 +179,7 @@ impl Identity for CapabilityProof {
     }
 
     fn begin(&mut self, transcript: Transcript<'_>) {
-        let binding = self.binding.as_ref().map_or(&[][..], |binding| binding);
-        for part in [transcript.dialler_hello, transcript.acceptor_hello, binding] {
-            self.context.update(&(part.len() as u64).to_le_bytes());
-            self.context.update(part);
-        }
+        self.context.begin(&transcript);
     }
 
     fn step(&mut self, received: Option<&[u8]>) -> rpc_core::Result<IdentityStep> {
@@ -218,8 +195,8 @@ impl Identity for CapabilityProof {
             }
             (ProofState::Begin, ProofSide::Dialler(capability), Some(theirs)) if theirs.len() == LEN => {
                 let ours = random()?;
-                let subject = self.subject(theirs, &ours);
-                let proof = prove(capability, BY_DIALLER, &subject);
+                let subject = self.context.subject(theirs, &ours);
+                let proof = prove(&capability.secret, BY_DIALLER, &subject);
                 self.state = ProofState::Proved(subject);
                 Ok(IdentityStep::Send([&ours[..], &capability.id.0, proof.as_ref()].concat()))
             }
@@ -230,16 +207,16 @@ impl Identity for CapabilityProof {
                     return Err(malformed());
                 }
                 let capability = table.find(CapabilityId(*id))?;
-                let subject = self.subject(&challenge, theirs);
-                if !proves(&capability, BY_DIALLER, &subject, proof) {
+                let subject = self.context.subject(&challenge, theirs);
+                if !proves(&capability.secret, BY_DIALLER, &subject, proof) {
                     let text = format!("the client does not have the secret of the capability {}", capability.id);
                     return Err(RpcError::new(ErrorKind::Unauthenticated, text));
                 }
-                let last = prove(&capability, BY_ACCEPTOR, &subject).as_ref().to_vec();
+                let last = prove(&capability.secret, BY_ACCEPTOR, &subject).as_ref().to_vec();
                 Ok(IdentityStep::Proven { peer: capability.id.to_string(), last: Some(last) })
             }
             (ProofState::Proved(subject), ProofSide::Dialler(capability), Some(proof)) => {
-                if proves(capability, BY_ACCEPTOR, &subject, proof) {
+                if proves(&capability.secret, BY_ACCEPTOR, &subject, proof) {
                     return Ok(IdentityStep::Proven { peer: "server".to_owned(), last: None });
                 }
                 let text = "the server does not have the capability, or the connection is intercepted";
@@ -248,19 +225,6 @@ impl Identity for CapabilityProof {
             _ => Err(malformed()),
         }
     }
-}
-
-fn prove(capability: &Capability, label: &[u8], subject: &[u8; LEN]) -> hmac::Tag {
-    hmac::sign(&key(capability), &[label, subject].concat())
-}
-
-fn proves(capability: &Capability, label: &[u8], subject: &[u8; LEN], proof: &[u8]) -> bool {
-    // Takes constant time, wherever the two differ.
-    hmac::verify(&key(capability), &[label, subject].concat(), proof).is_ok()
-}
-
-fn key(capability: &Capability) -> hmac::Key {
-    hmac::Key::new(hmac::HMAC_SHA256, capability.secret.as_bytes())
 }
 
 fn hex(bytes: &[u8]) -> String {
@@ -390,8 +354,9 @@ mod tests {
     #[test]
     fn proofs_are_what_the_protocol_says() {
         let proof = near(capability(7, "ab"), None);
-        let subject = proof.subject(&[1; LEN], &[2; LEN]);
-        let proofs = [BY_DIALLER, BY_ACCEPTOR].map(|label| hex(prove(&capability(7, "ab"), label, &subject).as_ref()));
+        let subject = proof.context.subject(&[1; LEN], &[2; LEN]);
+        let proofs =
+            [BY_DIALLER, BY_ACCEPTOR].map(|label| hex(prove(&capability(7, "ab").secret, label, &subject).as_ref()));
         let expected = [
             "4f302fe0911d5e18adbbc5fbd2b1347d3fcf63e8aa0e7cffc2611b1bee57ed8a",
             "c6eba6c938cdc4b3de785043bc541027151f80c376eb6cb7d400ab39261bd505",

@@ -9,12 +9,12 @@
 
 use std::sync::Arc;
 
-use ring::{digest, hmac};
 use rpc_core::proto::{Anonymous, Identity, IdentityStep, Transcript};
 use rpc_core::{ErrorKind, RpcError};
 
 use super::capability::{CapabilityProof, CapabilityTable};
 use super::peer_identity::PeerIdentity;
+use super::secret_proof::{ProofContext, ProofState, prove, proves};
 pub(crate) use super::security::Connection;
 pub use super::security::Security;
 #[cfg(feature = "quic")]
@@ -150,60 +150,29 @@ impl Identity for CertificateMissing {
 /// Method by which both sides prove that they know the same token.
 struct TokenProof {
     tokens: Tokens,
-    binding: Option<[u8; 32]>,
     dialler: bool,
-    /// Digest of the hellos of both sides and of the channel binding.
-    context: digest::Context,
+    context: ProofContext,
     state: ProofState,
-}
-
-enum ProofState {
-    Begin,
-    /// State of the dialled side, which has sent this challenge.
-    Challenged([u8; LEN]),
-    /// State of the dialling side, which waits for a proof over this subject.
-    Proved([u8; LEN]),
-    Done,
 }
 
 impl TokenProof {
     fn new(tokens: Tokens, binding: Option<[u8; 32]>) -> Self {
-        let context = digest::Context::new(&digest::SHA256);
-        Self { tokens, binding, dialler: false, context, state: ProofState::Begin }
+        Self { tokens, dialler: false, context: ProofContext::new(binding), state: ProofState::Begin }
     }
 
     /// Describes a proof that does not hold: `what`, or a party in between. Over TLS that may be a
     /// proxy of the operator's own, which has two connections with bindings of their own.
     fn mismatch(&self, what: &str) -> String {
-        let proxy = match self.binding {
-            Some(_) => ", for example by a proxy that ends TLS and encrypts again: have it pass TLS through",
-            None => "",
+        let proxy = match self.context.is_bound() {
+            true => ", for example by a proxy that ends TLS and encrypts again: have it pass TLS through",
+            false => "",
         };
         format!("{what}, or the connection is intercepted{proxy}")
-    }
-
-    /// Returns the subject of the proofs, given both challenges.
-    fn subject(&self, of_acceptor: &[u8], of_dialler: &[u8]) -> [u8; LEN] {
-        let mut context = self.context.clone();
-        context.update(of_acceptor);
-        context.update(of_dialler);
-        let mut subject = [0; LEN];
-        subject.copy_from_slice(context.finish().as_ref());
-        subject
     }
 }
 
 const BY_DIALLER: &[u8] = b"rpc token 1: dialler knows";
 const BY_ACCEPTOR: &[u8] = b"rpc token 1: acceptor knows";
-
-fn prove(token: &Token, label: &[u8], subject: &[u8; LEN]) -> hmac::Tag {
-    hmac::sign(&hmac::Key::new(hmac::HMAC_SHA256, token.secret.as_bytes()), &[label, subject].concat())
-}
-
-fn proves(token: &Token, label: &[u8], subject: &[u8; LEN], proof: &[u8]) -> bool {
-    let key = hmac::Key::new(hmac::HMAC_SHA256, token.secret.as_bytes());
-    hmac::verify(&key, &[label, subject].concat(), proof).is_ok()
-}
 
 fn malformed() -> RpcError {
     RpcError::new(ErrorKind::Protocol, "a malformed proof of a token")
@@ -216,11 +185,7 @@ impl Identity for TokenProof {
 
     fn begin(&mut self, transcript: Transcript<'_>) {
         self.dialler = transcript.dialler;
-        let binding = self.binding.as_ref().map_or(&[][..], |binding| binding);
-        for part in [transcript.dialler_hello, transcript.acceptor_hello, binding] {
-            self.context.update(&(part.len() as u64).to_le_bytes());
-            self.context.update(part);
-        }
+        self.context.begin(&transcript);
     }
 
     fn step(&mut self, received: Option<&[u8]>) -> rpc_core::Result<IdentityStep> {
@@ -239,9 +204,9 @@ impl Identity for TokenProof {
                     return Err(malformed());
                 }
                 let ours = random()?;
-                let subject = self.subject(theirs, &ours);
+                let subject = self.context.subject(theirs, &ours);
                 self.state = ProofState::Proved(subject);
-                let proofs = self.tokens.0.iter().map(|token| prove(token, BY_DIALLER, &subject));
+                let proofs = self.tokens.0.iter().map(|token| prove(&token.secret, BY_DIALLER, &subject));
                 Ok(IdentityStep::Send(proofs.fold(ours.to_vec(), |mut all, proof| {
                     all.extend_from_slice(proof.as_ref());
                     all
@@ -252,22 +217,23 @@ impl Identity for TokenProof {
                 if proofs.len() % LEN != 0 || proofs.len() / LEN > MAX_TOKENS {
                     return Err(malformed());
                 }
-                let subject = self.subject(&challenge, theirs);
+                let subject = self.context.subject(&challenge, theirs);
                 // Timing may show which of the tokens matched, which is no secret. Each comparison
                 // takes constant time.
-                let proven =
-                    |token: &&Token| proofs.chunks_exact(LEN).any(|proof| proves(token, BY_DIALLER, &subject, proof));
+                let proven = |token: &&Token| {
+                    proofs.chunks_exact(LEN).any(|proof| proves(&token.secret, BY_DIALLER, &subject, proof))
+                };
                 let Some(token) = self.tokens.0.iter().find(proven) else {
                     return Err(RpcError::new(
                         ErrorKind::Unauthenticated,
                         self.mismatch("the client's token is not one of the server's"),
                     ));
                 };
-                let last = prove(token, BY_ACCEPTOR, &subject).as_ref().to_vec();
+                let last = prove(&token.secret, BY_ACCEPTOR, &subject).as_ref().to_vec();
                 Ok(IdentityStep::Proven { peer: token.name.clone(), last: Some(last) })
             }
             (ProofState::Proved(subject), Some(proof)) => {
-                let token = self.tokens.0.iter().find(|token| proves(token, BY_ACCEPTOR, &subject, proof));
+                let token = self.tokens.0.iter().find(|token| proves(&token.secret, BY_ACCEPTOR, &subject, proof));
                 match token {
                     Some(_) => Ok(IdentityStep::Proven { peer: "server".to_owned(), last: None }),
                     None => Err(RpcError::new(
@@ -283,6 +249,8 @@ impl Identity for TokenProof {
 
 #[cfg(test)]
 mod tests {
+    use ring::digest;
+
     use super::*;
 
     const SECRET: &str = "0123456789abcdef0123456789abcdef";
@@ -370,18 +338,14 @@ mod tests {
     #[test]
     fn proofs_are_what_the_protocol_says() {
         let hex = |bytes: &[u8]| bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
-        let mut context = digest::Context::new(&digest::SHA256);
-        for part in [&b"hello"[..], b"answer", b""] {
-            context.update(&(part.len() as u64).to_le_bytes());
-            context.update(part);
-        }
-        let by_hand = TokenProof { context, ..TokenProof::new(tokens(SECRET), None) };
+        let parts = [&b"hello"[..], b"answer", b""].map(|part| [&(part.len() as u64).to_le_bytes(), part].concat());
+        let by_hand = digest::digest(&digest::SHA256, &[&parts.concat()[..], &[1; LEN], &[2; LEN]].concat());
         let begun = proof(SECRET, true, b"hello", None);
-        let subject = begun.subject(&[1; LEN], &[2; LEN]);
-        assert_eq!(subject, by_hand.subject(&[1; LEN], &[2; LEN]));
+        let subject = begun.context.subject(&[1; LEN], &[2; LEN]);
+        assert_eq!(subject, by_hand.as_ref());
         assert_eq!(hex(&subject), "3d98887b9e0efe5ae1b93b514c108dab41bc43caff7eaea51f3835e7b5602f72");
         let token: Token = SECRET.parse().unwrap();
-        let proofs = [BY_DIALLER, BY_ACCEPTOR].map(|label| hex(prove(&token, label, &subject).as_ref()));
+        let proofs = [BY_DIALLER, BY_ACCEPTOR].map(|label| hex(prove(&token.secret, label, &subject).as_ref()));
         assert_eq!(proofs[0], "f3ea23f756f7f1bffcb5c53c50a7d276b5cbc147fbdd2b7c9f7ca3034fae546f");
         assert_eq!(proofs[1], "a384280065e023a75e91ff42f0c11e56b2cfbfbf939fcb145eb57533d56e8a18");
     }

@@ -8,8 +8,6 @@ use ring::rand::{SecureRandom, SystemRandom};
 use rpc_core::RpcError;
 use rpc_core::proto::ANONYMOUS;
 
-use super::capability::CapabilityId;
-
 /// Number of tokens that one side may have at a time.
 pub const MAX_TOKENS: usize = 16;
 
@@ -33,8 +31,8 @@ const DEFAULT_NAME: &str = "token";
 pub struct Token {
     pub(super) name: String,
     pub(super) secret: String,
-    /// Id, if the secret is that of a capability.
-    pub(super) capability: Option<CapabilityId>,
+    /// True if the secret is that of a capability, whose id is the name.
+    pub(super) is_capability: bool,
 }
 
 impl Token {
@@ -46,7 +44,7 @@ impl Token {
     pub fn generate() -> Result<Self, TokenError> {
         let random = random().map_err(|_| TokenError::NoRandomness)?;
         let hex: String = random.iter().map(|byte| format!("{byte:02x}")).collect();
-        Ok(Self { name: DEFAULT_NAME.to_owned(), secret: format!("{PREFIX}{hex}"), capability: None })
+        Ok(Self { name: DEFAULT_NAME.to_owned(), secret: format!("{PREFIX}{hex}"), is_capability: false })
     }
 
     /// Returns the name by which the holder of the token is known.
@@ -79,7 +77,7 @@ impl FromStr for Token {
         if secret.len() < MIN_SECRET {
             return Err(TokenError::TooShort);
         }
-        Ok(Self { name: name.to_owned(), secret: secret.to_owned(), capability: None })
+        Ok(Self { name: name.to_owned(), secret: secret.to_owned(), is_capability: false })
     }
 }
 

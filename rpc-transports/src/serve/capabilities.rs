@@ -1,10 +1,8 @@
 //! Sessions for the holders of capabilities that the server has made.
 
-use rpc_core::proto::{Hello, Role};
-use rpc_core::{ErrorKind, RpcError, SharedSession};
+use rpc_core::{RpcError, SharedSession};
 
 use super::client_connection::ClientConnection;
-use super::connection::Connection;
 use crate::handshake::capability::{CapabilityId, CapabilityTable};
 
 /// Capabilities that a server has made, and the sessions of their holders.
@@ -32,30 +30,4 @@ pub struct CapabilityClient {
     pub is_encrypted: bool,
     /// Connection of the client.
     pub connection: ClientConnection,
-}
-
-impl Connection {
-    /// Opens the session of a client that has proven the capability named `id`, which is all that
-    /// it may ask for.
-    ///
-    /// # Errors
-    ///
-    /// [`ErrorKind::Refused`] if the client asks for anything else, and errors of
-    /// [`CapabilitySessions::open`].
-    pub(super) fn open_capability(
-        &self,
-        hello: &Hello,
-        id: &str,
-        is_encrypted: bool,
-    ) -> Result<SharedSession, RpcError> {
-        self.takes_sessions()?;
-        let asks_for_more = !hello.forward.is_empty() || hello.tunnel || hello.role != Role::Client;
-        let is_relayed = self.park.is_some() || self.server.options.relay;
-        let Some(sessions) = self.server.options.capabilities.as_ref().filter(|_| !asks_for_more && !is_relayed) else {
-            let text = "a capability is for one session at the server that has made it, and no tunnel or hop";
-            return Err(RpcError::new(ErrorKind::Refused, text));
-        };
-        let connection = ClientConnection::new(&self.mailbox);
-        sessions.open(id.parse()?, &CapabilityClient { peer: self.peer.clone(), is_encrypted, connection })
-    }
 }

@@ -6,12 +6,13 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use rpc_core::proto::Hello;
+use rpc_core::proto::{Hello, Role};
 use rpc_core::{ErrorKind, OpenFileQuota, RpcError, SharedSession};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 use super::access_record::SessionNote;
 use super::authorization::AuthorizedClient;
+use super::capabilities::CapabilityClient;
 use super::client_connection::ClientConnection;
 use super::further_servers::Onward;
 use super::mailbox::Mailbox;
@@ -55,6 +56,30 @@ pub(super) struct SessionRequest<'a> {
 }
 
 impl Connection {
+    /// Opens the session of a client that has proven the capability named `id`, which is all that
+    /// it may ask for.
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::Refused`] if the client asks for anything else, and errors of
+    /// [`CapabilitySessions::open`](super::capabilities::CapabilitySessions::open).
+    pub(super) fn open_capability(
+        &self,
+        hello: &Hello,
+        id: &str,
+        is_encrypted: bool,
+    ) -> Result<SharedSession, RpcError> {
+        self.takes_sessions()?;
+        let asks_for_more = !hello.forward.is_empty() || hello.tunnel || hello.role != Role::Client;
+        let is_relayed = self.park.is_some() || self.server.options.relay;
+        let Some(sessions) = self.server.options.capabilities.as_ref().filter(|_| !asks_for_more && !is_relayed) else {
+            let text = "a capability is for one session at the server that has made it, and no tunnel or hop";
+            return Err(RpcError::new(ErrorKind::Refused, text));
+        };
+        let connection = ClientConnection::new(&self.mailbox);
+        sessions.open(id.parse()?, &CapabilityClient { peer: self.peer.clone(), is_encrypted, connection })
+    }
+
     /// Returns the key that the client has to be allowed to use. Empty for none.
     pub(super) fn key_to_check<'a>(&'a self, hello: &'a Hello) -> &'a str {
         if hello.tunnel && !self.leads_to_parked(hello) {
