@@ -13,7 +13,6 @@ use parking_lot::Mutex;
 
 use crate::blocking;
 use crate::client::lane_deadlock;
-use crate::client::references::Owned;
 use crate::error::{ErrorKind, Result, RpcError};
 use crate::function::convert::FromReply;
 use crate::handle::{Handle, PipeId};
@@ -103,8 +102,17 @@ pub(crate) trait OnReply: Send + Sync {
     }
 }
 
-/// Pin of a request that has to be on this lane, because it names a result of that lane.
-pub(crate) struct LaneBound(pub(crate) Lane);
+/// Result that a request names, and that may not be there yet.
+pub(crate) trait NamedResult: Send + Sync {
+    /// Checks that the request is on the lane of the result.
+    fn check_lane(&self, lane: Lane) -> Result<()>;
+
+    /// Returns the error of the request, if there is no result because its own request has failed.
+    fn absence(&self) -> Option<RpcError>;
+}
+
+/// Pin of a request that names such a result.
+pub(crate) struct ResultPin(pub(crate) Arc<dyn NamedResult>);
 
 /// Reason for which a request has failed that names a result: the failure of an earlier one, which
 /// the session did not know.
@@ -140,31 +148,22 @@ impl RequestPins {
     /// Returns the error of the first named result that is not there because its request has
     /// failed.
     fn absence(&self) -> Option<RpcError> {
-        let mut named = self.function.iter().chain(&self.others).filter_map(|pin| (**pin).downcast_ref::<Owned>());
-        named.find_map(Owned::absence)
+        self.named_results().find_map(NamedResult::absence)
     }
 
     /// Returns true if the request names results that may not be there yet.
     fn names_results(&self) -> bool {
-        self.others.iter().any(|pin| (**pin).is::<LaneBound>())
+        self.named_results().next().is_some()
     }
 
     /// Checks that the request is on the lane of the results that it names.
     fn check_lane(&self, lane: Lane) -> Result<()> {
-        let mut bound = self.others.iter().filter_map(|pin| (**pin).downcast_ref::<LaneBound>());
-        bound.try_for_each(|bound| bound.check(lane))
+        self.named_results().try_for_each(|result| result.check_lane(lane))
     }
-}
 
-impl LaneBound {
-    /// Checks that a request is on this lane.
-    pub(crate) fn check(&self, lane: Lane) -> Result<()> {
-        if self.0 == lane {
-            return Ok(());
-        }
-        let bound = self.0;
-        let text = format!("the result of an operation of lane {bound} is not known on lane {lane}: fetch it first");
-        Err(RpcError::new(ErrorKind::ApiMisuse, text))
+    fn named_results(&self) -> impl Iterator<Item = &dyn NamedResult> {
+        let pins = self.others.iter().filter_map(|pin| (**pin).downcast_ref());
+        pins.map(|ResultPin(result)| &**result)
     }
 }
 

@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use bytes::{Bytes, BytesMut};
 
-use crate::client::action::{Action, Options, ScopedAction};
+use crate::client::action::{Action, NamedResult as _, Options, ScopedAction};
 use crate::client::lane_deadlock;
 use crate::client::piece_window::PieceWindow;
 use crate::client::references::{Owned, RemoteTensor};

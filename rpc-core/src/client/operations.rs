@@ -93,7 +93,7 @@ impl Session {
             .0
             .handle_in(self.shared())
             .and_then(|function| Ok(Operation::Call { function, args: args.into_args(&mut scope)? }));
-        function.0.pin_lane_into(&mut scope.pins);
+        function.0.pin_result_into(&mut scope.pins);
         let pins = RequestPins { function: Some(function.0.pin()), others: scope.pins };
         OneRequest::new(self.shared(), operation).pinned(pins).into()
     }

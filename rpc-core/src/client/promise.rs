@@ -4,20 +4,19 @@
 use std::cell::RefCell;
 use std::future::Future as _;
 use std::pin::Pin;
-use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
 use parking_lot::Mutex;
 
 use crate::blocking;
-use crate::client::action::{LaneBound, Pending, PinnedReference};
-use crate::error::{Result, RpcError};
+use crate::client::action::Pending;
+use crate::error::{ErrorKind, Result, RpcError};
 use crate::session::Lane;
 use crate::value::TensorRef;
 
 /// A request whose result the session keeps. Dropping it cancels the request if it has not begun.
 pub(crate) struct Promise {
-    lane: Arc<LaneBound>,
+    lane: Lane,
     outcome: Mutex<Outcome>,
     /// Layout of the result, if the request is an allocation.
     pub(crate) tensor: Option<TensorRef>,
@@ -33,21 +32,21 @@ enum Outcome {
 
 impl Promise {
     pub(crate) fn new(lane: Lane, pending: Pending<()>, tensor: Option<TensorRef>, name: &'static str) -> Self {
-        Self { lane: Arc::new(LaneBound(lane)), outcome: Mutex::new(Outcome::Pending(pending)), tensor, name }
-    }
-
-    /// Returns a pin that keeps requests which name the result on its lane.
-    pub(crate) fn lane_pin(&self) -> PinnedReference {
-        self.lane.clone()
+        Self { lane, outcome: Mutex::new(Outcome::Pending(pending)), tensor, name }
     }
 
     /// Checks that a request which names the result is on its lane.
     pub(crate) fn check_lane(&self, lane: Lane) -> Result<()> {
-        self.lane.check(lane)
+        if self.lane == lane {
+            return Ok(());
+        }
+        let bound = self.lane;
+        let text = format!("the result of an operation of lane {bound} is not known on lane {lane}: fetch it first");
+        Err(RpcError::new(ErrorKind::ApiMisuse, text))
     }
 
     pub(crate) fn lane(&self) -> Lane {
-        self.lane.0
+        self.lane
     }
 
     /// Returns the error of the request, if its reply has arrived. A request that was refused has

@@ -5,7 +5,7 @@ use std::marker::PhantomData;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use crate::client::action::{Action, OnReply, OneRequest, PinnedReference, RequestPins};
+use crate::client::action::{Action, NamedResult, OnReply, OneRequest, PinnedReference, RequestPins, ResultPin};
 use crate::client::promise::{Promise, drop_promise};
 use crate::client::session::Session;
 use crate::dlpack::{DataType, Device};
@@ -49,11 +49,6 @@ impl Owned {
         self.promise.as_ref().map(|promise| promise.lane())
     }
 
-    /// Checks that a request which names the object is on the lane of its result.
-    pub(crate) fn check_lane(&self, lane: Lane) -> Result<()> {
-        self.promise.as_ref().map_or(Ok(()), |promise| promise.check_lane(lane))
-    }
-
     /// Returns the layout of a tensor that is being allocated.
     pub(crate) fn promised_tensor(&self) -> Option<&TensorRef> {
         self.promise.as_ref().and_then(|promise| promise.tensor.as_ref())
@@ -62,13 +57,6 @@ impl Owned {
     /// Returns the error of the request that the object was to be the result of, once it is known.
     pub(crate) fn promised_error(&self) -> Option<RpcError> {
         self.promise.as_ref().and_then(|promise| promise.error())
-    }
-
-    /// Returns the error of a request that names the object, if there is none because the request
-    /// that it was to be the result of has failed.
-    pub(crate) fn absence(&self) -> Option<RpcError> {
-        let promise = self.promise.as_ref()?;
-        promise.error().map(|error| no_result(promise.name, &error))
     }
 
     /// Returns the error to report for a request that names the object and has failed with `error`.
@@ -92,12 +80,15 @@ impl Owned {
     /// Adds the pins of a request that names the object.
     pub(crate) fn pin_into(self: &Arc<Self>, pins: &mut Vec<PinnedReference>) {
         pins.push(self.pin());
-        self.pin_lane_into(pins);
+        self.pin_result_into(pins);
     }
 
-    /// Adds the pin of the lane, for a request that is pinned otherwise.
-    pub(crate) fn pin_lane_into(&self, pins: &mut Vec<PinnedReference>) {
-        pins.extend(self.promise.as_ref().map(|promise| promise.lane_pin()));
+    /// Adds the pin of a result that may not be there yet, for a request that pins the object
+    /// otherwise.
+    pub(crate) fn pin_result_into(self: &Arc<Self>, pins: &mut Vec<PinnedReference>) {
+        if self.promise.is_some() {
+            pins.push(Arc::new(ResultPin(self.clone())));
+        }
     }
 
     pub(crate) fn handle_in(&self, session: &SharedSession) -> Result<Handle> {
@@ -118,6 +109,17 @@ impl Owned {
 
     pub(crate) fn pin(self: &Arc<Self>) -> PinnedReference {
         self.clone()
+    }
+}
+
+impl NamedResult for Owned {
+    fn check_lane(&self, lane: Lane) -> Result<()> {
+        self.promise.as_ref().map_or(Ok(()), |promise| promise.check_lane(lane))
+    }
+
+    fn absence(&self) -> Option<RpcError> {
+        let promise = self.promise.as_ref()?;
+        promise.error().map(|error| no_result(promise.name, &error))
     }
 }
 

@@ -12,7 +12,7 @@ use std::ops::Range;
 
 use bytes::{Bytes, BytesMut};
 
-use crate::client::action::{Action, Options, ScopedAction};
+use crate::client::action::{Action, NamedResult as _, Options, ScopedAction};
 use crate::client::copies::{CHUNK, check_range, received};
 use crate::client::lane_deadlock;
 use crate::client::piece_window::PieceWindow;
