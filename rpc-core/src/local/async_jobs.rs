@@ -29,7 +29,7 @@ const BEGUN: u8 = 1;
 /// Stage of a job that ended while it was being started: the starter continues the lane.
 const ENDED: u8 = 2;
 
-/// What a job holds until it ends: its uses of devices, and its share in kept results.
+/// Holdings of a job until it ends: its uses of devices, and its share in kept results.
 pub(super) type Held = (DeviceUses, Option<Box<Piped>>);
 
 impl LocalInner {

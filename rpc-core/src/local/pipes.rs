@@ -6,6 +6,9 @@
 //! a cell. A request that names its own result, or that of a later one, finds an empty cell, which
 //! is an error.
 //!
+//! This file and `resolve` use each other by their nature: an operation that names results is one
+//! of the operations that a lane performs, and holds the one that it becomes when it begins.
+//!
 //! A cell and the objects in its result count as objects of the session. The content counts against
 //! the bytes that the session may have queued, and what is put into a call counts once more while
 //! the call lasts.
@@ -447,11 +450,11 @@ fn detached(value: LocalValue) -> LocalValue {
     }
 }
 
-/// What is left over when a request is pinned, to be dropped outside of locks.
+/// Remains of a request that was pinned, to be dropped outside of locks.
 #[derive(Default)]
 pub(super) struct Garbage {
     values: Vec<LocalValue>,
-    /// What a request that failed had pinned.
+    /// Objects and results that a request had pinned before it failed.
     pins: Option<PinnedNames>,
 }
 

@@ -174,7 +174,7 @@ async fn send(
     Ok((false, reasons.join("; ")))
 }
 
-/// What a send counts against limits. The connection keeps it for as long as it lives.
+/// Share of a send in the limits. The connection keeps it for as long as it lives.
 struct Reserved {
     _permit: OwnedSemaphorePermit,
     _memory: MemoryLease,

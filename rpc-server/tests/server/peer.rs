@@ -142,7 +142,7 @@ fn bytes_go_from_one_server_to_the_other() {
         expected[at..at + part.len()].copy_from_slice(part);
         assert!(content(&pair.to) == expected, "{range:?} at {offset}");
     }
-    // What does not fit is refused before anything is sent.
+    // A copy that does not fit is refused before anything is sent.
     for (range, offset) in [(0..len as u64 + 1, 0), (0..10, len as u64 - 9), (Range { start: 7, end: 3 }, 0)] {
         let error = near.send_range(&pair.from, range, &far, &pair.to, offset).wait().unwrap_err();
         assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");

@@ -765,7 +765,8 @@ fn through(first: &str, stops: &[Val]) -> Client {
 fn is_served(client: &mut Client) {
     assert_eq!(client.call_by_name("rpc.test.addone", &[int(41)]), Ok((1, int(42))));
     assert_eq!(client.function("no.such.function"), 0);
-    // What a function says is no end of the session, also where a server would end it by that.
+    // The error of a function is no end of the session, also where a server would end it by that
+    // text.
     for said in ["abc", "RPCSessionTimeoutError: Your 1.5s session has expired"] {
         assert_eq!(client.call_by_name("rpc.test.except", &[text(said)]), Err(said.to_owned()));
     }

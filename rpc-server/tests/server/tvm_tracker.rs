@@ -697,7 +697,7 @@ impl FakeTracker {
     }
 }
 
-/// What the tracker knows of a server may be stale: it is gone, or waits for another client.
+/// A grant may be stale: the server is gone, or waits for another client.
 #[test]
 fn a_client_of_a_tracker_of_tvm_asks_again_after_a_stale_grant() {
     let tracker = FakeTracker::new();

@@ -48,18 +48,16 @@ impl SessionOpener for TvmOpener {
     }
 
     fn check(&self, at: &Address) -> Result<Properties, AddressError> {
-        let problem = match () {
-            () if at.host().is_none() => "two slashes and a host are missing",
-            () if at.port().is_none() => "no port follows the host",
-            () if at.user().is_some() => "there are no users",
-            () if at.parameters().any(|name| !matches!(name, TIMEOUT | THEN)) => "timeout and then are its parameters",
-            () if timeout(at).is_err() => "the timeout is no number of seconds above 0, of 1000000 at most",
-            () if at.key().is_some_and(|key| !is_key(key)) => "the key has spaces, or is too long",
-            () if Stops::of_address(at).is_err() => "'then' is no list of servers such as a:9090/KEY;b:9090",
-            () if at.has_loopback_host() && at.parameter(THEN).is_none() => {
+        let problem = match problem_of(at) {
+            Some(problem) => problem,
+            None if at.parameters().any(|name| !matches!(name, TIMEOUT | THEN)) => {
+                "timeout and then are its parameters"
+            }
+            None if Stops::of_address(at).is_err() => "'then' is no list of servers such as a:9090/KEY;b:9090",
+            None if at.has_loopback_host() && at.parameter(THEN).is_none() => {
                 return Ok(Properties::plain(Reach::Machine));
             }
-            () => return Ok(Properties::plain(Reach::Network)),
+            None => return Ok(Properties::plain(Reach::Network)),
         };
         Err(AddressError::invalid(at, format!("{problem}; write for example tvm://board.lan:9090/KEY?timeout=60")))
     }
@@ -131,6 +129,19 @@ pub(super) fn dial_plan(to: &Address, connector: &Connector) -> Result<(Address,
     let silence = connector.terms().keep_alive.saturating_mul(SILENT_INTERVALS);
     let dial = Dial { socket_silence: Some(silence), ..connector.terms().clone() };
     Ok((Address::tcp(host, port)?, connector.clone().dial(dial)))
+}
+
+/// Returns the fault of an address of a server of TVM, or of a tracker of such, in the parts that
+/// both have.
+pub(super) fn problem_of(at: &Address) -> Option<&'static str> {
+    match () {
+        () if at.host().is_none() => Some("two slashes and a host are missing"),
+        () if at.port().is_none() => Some("no port follows the host"),
+        () if at.user().is_some() => Some("there are no users"),
+        () if timeout(at).is_err() => Some("the timeout is no number of seconds above 0, of 1000000 at most"),
+        () if at.key().is_some_and(|key| !is_key(key)) => Some("the key has spaces, or is too long"),
+        () => None,
+    }
 }
 
 /// Returns the time-out that an address names.

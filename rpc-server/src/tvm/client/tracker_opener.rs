@@ -7,7 +7,7 @@ use tokio::time::{Instant, timeout_at};
 
 use super::super::chain::{SCHEME as SERVER_SCHEME, TIMEOUT};
 use super::super::tracker::link::{TrackerLink, malformed};
-use super::opener::{TvmOpener, dial_plan, is_key, timeout};
+use super::opener::{TvmOpener, dial_plan, is_key, problem_of, timeout};
 
 /// Scheme of the addresses of trackers of TVM.
 const SCHEME: &str = "tvm-tracker";
@@ -45,18 +45,14 @@ impl SessionOpener for TvmTrackerOpener {
     }
 
     fn check(&self, at: &Address) -> Result<Properties, AddressError> {
-        let problem = match () {
-            () if at.host().is_none() => "two slashes and a host are missing",
-            () if at.port().is_none() => "no port follows the host",
-            () if at.user().is_some() => "there are no users",
-            () if at.parameters().any(|name| !matches!(name, TIMEOUT | PRIORITY)) => {
+        let problem = match problem_of(at) {
+            Some(problem) => problem,
+            None if at.parameters().any(|name| !matches!(name, TIMEOUT | PRIORITY)) => {
                 "timeout and priority are its parameters"
             }
-            () if timeout(at).is_err() => "the timeout is no number of seconds above 0, of 1000000 at most",
-            () if priority(at).is_err() => "the priority is no whole number",
-            () if at.key().is_some_and(|key| !is_key(key)) => "the key has spaces, or is too long",
+            None if priority(at).is_err() => "the priority is no whole number",
             // The servers may be anywhere.
-            () => return Ok(Properties::plain(Reach::Network)),
+            None => return Ok(Properties::plain(Reach::Network)),
         };
         Err(AddressError::invalid(at, format!("{problem}; write for example tvm-tracker://pool.lan:9190/KEY")))
     }
