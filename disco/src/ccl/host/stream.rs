@@ -131,6 +131,7 @@ impl StreamCcl {
             }
             if looks < self.looks {
                 looks += 1;
+                links.expect_input();
                 std::thread::yield_now();
                 continue;
             }
@@ -443,6 +444,7 @@ impl Agreement for StreamCcl {
 
     fn check(&mut self) -> Result<(), CclError> {
         let links = &mut *self.shared.lock();
+        links.expect_input();
         self.shared.move_bytes(links);
         if self.shared.broken.get().is_some() {
             return Err(self.shared.end(links));

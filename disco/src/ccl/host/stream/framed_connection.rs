@@ -131,6 +131,9 @@ pub(super) struct Link {
     /// Bytes that were read and not yet looked at.
     buffer: Box<[u8]>,
     filled: std::ops::Range<usize>,
+    /// True if all that had come has been read, so that another attempt would find nothing. `poll`
+    /// says when that has changed.
+    is_drained: bool,
     /// The frame that is being read: its kind and how much is left.
     frame: Option<(FrameKind, usize)>,
     /// A frame that is not data, while it comes in.
@@ -164,6 +167,7 @@ impl Link {
             is_write_closed: false,
             buffer: vec![0; 32 * 1024].into(),
             filled: 0..0,
+            is_drained: false,
             frame: None,
             partial: Vec::new(),
             notes: VecDeque::new(),
@@ -185,6 +189,11 @@ impl Link {
     /// Returns the readiness source of the connection, if there is one.
     pub(super) fn file(&self) -> Option<BorrowedFd<'_>> {
         self.socket.file()
+    }
+
+    /// Makes the next [`Link::read`] ask the socket, because more may have come.
+    pub(super) fn expect_input(&mut self) {
+        self.is_drained = false;
     }
 
     /// Queues a frame.
@@ -356,13 +365,17 @@ impl Link {
         }
     }
 
-    /// Reads as much as has come and there is room for; says whether that was anything.
+    /// Reads as much as has come and there is room for; says whether that was anything. A socket
+    /// that has been drained is not asked again before [`Link::expect_input`].
     pub(super) fn read(&mut self) -> bool {
         let mut moved = false;
         while self.wants_input() {
             if self.consume() {
                 moved = true;
                 continue;
+            }
+            if self.is_drained {
+                break;
             }
             // Either the buffer is empty, or it holds a part of a head.
             let straight = match (self.frame, self.awaited()) {
@@ -372,6 +385,7 @@ impl Link {
                 }
                 _ => None,
             };
+            let mut asked = None;
             let result = match straight {
                 Some((place, len)) => {
                     // SAFETY: room in a buffer that the call was lent, which no other code touches
@@ -381,20 +395,29 @@ impl Link {
                 None => {
                     self.buffer.copy_within(self.filled.clone(), 0);
                     self.filled = 0..self.filled.len();
-                    self.socket.read(&mut self.buffer[self.filled.end..])
+                    let room = &mut self.buffer[self.filled.end..];
+                    asked = Some(room.len());
+                    self.socket.read(room)
                 }
             };
             match result {
                 Ok(0) => self.lose("the connection ended"),
                 Ok(read) => {
                     moved = true;
-                    if straight.is_some() {
-                        self.has_received(read);
-                    } else {
-                        self.filled.end += read;
+                    match asked {
+                        // Large data keeps coming while it is read, so that the next attempt is
+                        // better than a call of `poll`.
+                        None => self.has_received(read),
+                        Some(asked) => {
+                            self.filled.end += read;
+                            self.is_drained = read < asked && self.socket.is_drained_by_short_reads();
+                        }
                     }
                 }
-                Err(error) if error.kind() == ErrorKind::WouldBlock => break,
+                Err(error) if error.kind() == ErrorKind::WouldBlock => {
+                    self.is_drained = self.socket.file().is_some();
+                    break;
+                }
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Err(error) => self.lose(&error.to_string()),
             }

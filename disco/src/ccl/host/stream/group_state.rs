@@ -86,13 +86,18 @@ impl Links {
         use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
         let mut at_most = SLEEP;
-        let links = self.peers.iter().flatten().filter_map(|link| {
+        let mut ranks = Vec::with_capacity(self.peers.len());
+        let links = self.peers.iter().enumerate().filter_map(|(rank, link)| {
+            let link = link.as_ref()?;
             let mut flags = PollFlags::empty();
             flags.set(PollFlags::IN, link.wants_input());
             flags.set(PollFlags::OUT, link.wants_output());
             let wants = !flags.is_empty();
             match link.file().filter(|_| wants) {
-                Some(file) => Some(PollFd::from_borrowed_fd(file, flags)),
+                Some(file) => {
+                    ranks.push(rank);
+                    Some(PollFd::from_borrowed_fd(file, flags))
+                }
                 None => {
                     at_most = if wants { NAP } else { at_most };
                     None
@@ -102,8 +107,23 @@ impl Links {
         let mut files: Vec<_> = links.collect();
         files.push(PollFd::new(&self.wake, PollFlags::IN));
         let at_most = Timespec { tv_sec: 0, tv_nsec: at_most.subsec_nanos().into() };
-        // Interrupted or not, the caller looks for itself.
+        // Interrupted or not, the caller goes on.
         _ = poll(&mut files, Some(&at_most));
+        // All but the readiness to write: an error or the end of a connection are read, too.
+        ranks.retain({
+            let mut files = files.iter();
+            move |_| files.next().is_some_and(|file| !file.revents().difference(PollFlags::OUT).is_empty())
+        });
+        for rank in ranks {
+            if let Some(link) = &mut self.peers[rank] {
+                link.expect_input();
+            }
+        }
+    }
+
+    /// Makes the next attempt read from all sockets, because more may have come.
+    pub(super) fn expect_input(&mut self) {
+        self.each().for_each(|(_, link)| link.expect_input());
     }
 
     /// Tells all ranks that the group is broken, and lets go of the connections and of the buffers
@@ -131,8 +151,8 @@ impl GroupState {
         }
     }
 
-    /// Reads and writes all that can be moved, and finds out if another rank has broken the group.
-    /// Returns true if anything moved.
+    /// Reads and writes all that can be moved, but from sockets that have been drained, and finds
+    /// out if another rank has broken the group. Returns true if anything moved.
     pub(super) fn move_bytes(&self, links: &mut Links) -> bool {
         let mut moved = false;
         for (rank, link) in links.each() {

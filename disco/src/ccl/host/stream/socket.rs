@@ -11,6 +11,12 @@ pub(in super::super) trait Socket: Read + Write + Send {
     /// be read or written.
     fn file(&self) -> Option<BorrowedFd<'_>>;
 
+    /// Returns true if a read that returns less than was asked for has taken all that had come, so
+    /// that the next one waits for the system's `poll`.
+    fn is_drained_by_short_reads(&self) -> bool {
+        false
+    }
+
     /// Returns true if bytes that were written have yet to leave, by a flush or the next write.
     fn holds_back(&self) -> bool {
         false
@@ -30,10 +36,18 @@ impl Socket for TcpStream {
     fn file(&self) -> Option<BorrowedFd<'_>> {
         Some(self.as_fd())
     }
+
+    fn is_drained_by_short_reads(&self) -> bool {
+        true
+    }
 }
 
 impl Socket for UnixStream {
     fn file(&self) -> Option<BorrowedFd<'_>> {
         Some(self.as_fd())
+    }
+
+    fn is_drained_by_short_reads(&self) -> bool {
+        true
     }
 }
