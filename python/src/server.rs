@@ -12,12 +12,13 @@ use rpc_server::config::{ConfigError, ServeConfig, ServeError};
 use rpc_server::isolate::gpu;
 use rpc_server::logging;
 use rpc_server::{RpcServer, Running, ServeSettings};
+use tokio::task::{JoinError, JoinHandle};
 
 use crate::child::program_of;
 use crate::connect::chain;
 use crate::errors;
 use crate::functions::{Registry, runtime};
-use crate::operation::{Birth, wait};
+use crate::operation::{Birth, Operation};
 
 /// Name of the settings in errors, where programs have that of their configuration file.
 const SOURCE: &str = "of this server";
@@ -25,38 +26,83 @@ const SOURCE: &str = "of this server";
 /// Level of events of session processes, if the program has not chosen one.
 const LEVEL_OF_PROCESSES: &str = "warn";
 
-/// A server of functions, which runs between `start` and `stop`.
+/// A server of functions, which runs between its start and its end.
 #[pyclass(frozen, subclass, module = "tensor_rpc._native")]
 pub(crate) struct Server {
     registry: rpc_core::Registry,
     config: ServeConfig,
     /// True if events go to standard error: a program says so by the setting of their level.
     logs: bool,
-    running: Mutex<ServerState>,
+    state: Arc<Mutex<ServerState>>,
     birth: Birth,
 }
 
 enum ServerState {
     New,
+    Starting,
     Running(Arc<Running>),
     Stopped,
+}
+
+/// A start in progress. Dropping it lets the server be started again.
+struct Start(Arc<Mutex<ServerState>>);
+
+impl Start {
+    fn begin(state: &Arc<Mutex<ServerState>>) -> PyResult<Self> {
+        let mut locked = state.lock();
+        if !matches!(*locked, ServerState::New) {
+            return Err(PyRuntimeError::new_err("a server is started once"));
+        }
+        *locked = ServerState::Starting;
+        Ok(Self(state.clone()))
+    }
+
+    /// Records the server that runs now, unless it was stopped meanwhile: it ends then.
+    fn succeed(self, running: Running) -> PyResult<()> {
+        let mut state = self.0.lock();
+        if !matches!(*state, ServerState::Starting) {
+            return Err(stopped());
+        }
+        *state = ServerState::Running(Arc::new(running));
+        Ok(())
+    }
+}
+
+impl Drop for Start {
+    fn drop(&mut self) {
+        let mut state = self.0.lock();
+        if matches!(*state, ServerState::Starting) {
+            *state = ServerState::New;
+        }
+    }
+}
+
+/// A task of the package's runtime, which ends with the last reference.
+struct AbortOnDrop<T>(JoinHandle<T>);
+
+impl<T> Drop for AbortOnDrop<T> {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
 }
 
 impl Server {
     fn running(&self) -> PyResult<Arc<Running>> {
         self.birth.check()?;
-        match &*self.running.lock() {
+        match &*self.state.lock() {
             ServerState::Running(running) => Ok(running.clone()),
-            ServerState::New => Err(PyRuntimeError::new_err("the server has not been started")),
-            ServerState::Stopped => Err(PyRuntimeError::new_err("the server has been stopped")),
+            ServerState::New | ServerState::Starting => Err(PyRuntimeError::new_err("the server has not been started")),
+            ServerState::Stopped => Err(stopped()),
         }
     }
+}
 
-    /// Waits for `work`, which runs on the package's runtime.
-    fn wait_for<T: Send + 'static>(py: Python<'_>, work: impl Future<Output = T> + Send + 'static) -> PyResult<T> {
-        let task = runtime()?.spawn(work);
-        wait(py, async move { task.await.map_err(|_| RpcError::internal("a task of the server has failed")) })
-    }
+fn stopped() -> PyErr {
+    PyRuntimeError::new_err("the server has been stopped")
+}
+
+fn task_failed<T>(_: T) -> RpcError {
+    RpcError::internal("a task of the server has failed")
 }
 
 #[pymethods]
@@ -72,28 +118,36 @@ impl Server {
         }
         let config = settings.resolve().map_err(wrong_settings)?;
         let registry = registry.get().registry()?;
-        Ok(Self { registry, config, logs, running: Mutex::new(ServerState::New), birth: Birth::now() })
+        Ok(Self { registry, config, logs, state: Arc::new(Mutex::new(ServerState::New)), birth: Birth::now() })
     }
 
-    /// Starts to serve: when this returns, all addresses are listened on. `program` are the words
-    /// of the command that processes of sessions run.
+    /// Starts to serve: after this all addresses are listened on. `program` are the words of the
+    /// command that processes of sessions run. An operation that is dropped ends what has started.
     #[pyo3(signature = (program = None))]
-    fn start(&self, py: Python<'_>, program: Option<Vec<OsString>>) -> PyResult<()> {
+    fn start_op(&self, program: Option<Vec<OsString>>) -> PyResult<Operation> {
         self.birth.check()?;
-        if !matches!(*self.running.lock(), ServerState::New) {
-            return Err(PyRuntimeError::new_err("a server is started once"));
-        }
+        let (program, runtime) = (program.map(program_of).transpose()?, runtime()?);
+        let start = Start::begin(&self.state)?;
         if self.logs {
             logging::init(&self.config.log_level, self.config.log_format);
         }
-        let devices = py.detach(|| gpu::for_server(&self.config));
-        let mut server = RpcServer::new(self.registry.clone()).devices(devices).config(self.config.clone());
-        if let Some(words) = program {
-            server = server.program(program_of(words)?);
-        }
-        let running = Self::wait_for(py, server.start())?.map_err(|error| cannot_serve(py, &error))?;
-        *self.running.lock() = ServerState::Running(Arc::new(running));
-        Ok(())
+        let (registry, config) = (self.registry.clone(), self.config.clone());
+        let work = async move {
+            let mut task = AbortOnDrop(runtime.spawn(async move {
+                let of_devices = config.clone();
+                let devices = tokio::task::spawn_blocking(move || gpu::for_server(&of_devices)).await?;
+                let mut server = RpcServer::new(registry).devices(devices).config(config);
+                if let Some(program) = program {
+                    server = server.program(program);
+                }
+                Ok::<_, JoinError>(server.start().await)
+            }));
+            (&mut task.0).await.map_err(task_failed)?.map_err(task_failed)
+        };
+        Ok(Operation::new(work, move |py, _, outcome| {
+            start.succeed(outcome.map_err(|error| cannot_serve(py, &error))?)?;
+            Ok(py.None())
+        }))
     }
 
     /// Addresses that the server listens on, with the ports that were chosen.
@@ -114,10 +168,10 @@ impl Server {
         Ok(self.running()?.sessions())
     }
 
-    /// True between `start` and the end.
+    /// True between the start and the end.
     #[getter]
     fn is_running(&self) -> bool {
-        matches!(*self.running.lock(), ServerState::Running(_))
+        matches!(*self.state.lock(), ServerState::Running(_))
     }
 
     /// Reads certificates, tokens and the policy again.
@@ -127,20 +181,39 @@ impl Server {
     }
 
     /// Ends all sessions, and waits until their clients know. Does nothing if the server does not
-    /// run.
-    fn stop(&self, py: Python<'_>) -> PyResult<()> {
-        let Ok(running) = self.running() else { return Ok(()) };
-        *self.running.lock() = ServerState::Stopped;
-        Self::wait_for(py, async move { running.end().await })
+    /// run. It goes on if nothing waits for it.
+    fn stop_op(&self) -> PyResult<Operation> {
+        let running = if self.birth.is_here() { self.take_running() } else { None };
+        let Some(running) = running else { return Ok(Operation::unit(async { Ok(()) })) };
+        let end = runtime()?.spawn(async move { running.end().await });
+        Ok(Operation::unit(async move { end.await.map_err(task_failed) }))
     }
 
     /// Refuses new sessions, tells clients to leave, waits for their sessions within the drain
-    /// timeout, and ends those that are left.
-    fn drain(&self, py: Python<'_>) -> PyResult<()> {
-        let running = self.running()?;
-        Self::wait_for(py, async move { running.drain().await })?;
-        *self.running.lock() = ServerState::Stopped;
-        Ok(())
+    /// timeout, and ends those that are left. It goes on if nothing waits for it.
+    fn drain_op(&self) -> PyResult<Operation> {
+        let (running, state) = (self.running()?, self.state.clone());
+        let drain = runtime()?.spawn(async move { running.drain().await });
+        Ok(Operation::new(async move { drain.await.map_err(task_failed) }, move |py, _, ()| {
+            *state.lock() = ServerState::Stopped;
+            Ok(py.None())
+        }))
+    }
+}
+
+impl Server {
+    /// Returns the server that runs, if one does: it counts as stopped from now on, and so does one
+    /// that is starting.
+    fn take_running(&self) -> Option<Arc<Running>> {
+        let mut state = self.state.lock();
+        match std::mem::replace(&mut *state, ServerState::Stopped) {
+            ServerState::Running(running) => Some(running),
+            ServerState::New => {
+                *state = ServerState::New;
+                None
+            }
+            ServerState::Starting | ServerState::Stopped => None,
+        }
     }
 }
 
@@ -148,8 +221,7 @@ impl Drop for Server {
     fn drop(&mut self) {
         if !self.birth.is_here() {
             // The threads of the server are those of the parent.
-            let state = std::mem::replace(self.running.get_mut(), ServerState::Stopped);
-            std::mem::forget(state);
+            std::mem::forget(self.state.clone());
         }
     }
 }

@@ -18,7 +18,65 @@ from tensor_rpc import _child, _native
 from tensor_rpc._functions import Registry, registry_of
 
 
-class Server:
+class BaseServer:
+    """What servers of both forms have: settings, addresses, and their state."""
+
+    def __init__(
+        self,
+        *functions: Callable[..., Any] | types.ModuleType | Registry,
+        listen: str | Sequence[str] = "tcp://127.0.0.1:0",
+        **settings: Any,
+    ) -> None:
+        """Check the settings; nothing is started yet."""
+        self._registry = registry_of(functions)
+        addresses = [listen] if isinstance(listen, str) else list(listen)
+        if "python" in settings:
+            raise TypeError("the setting python is for rpc-server: give the modules themselves")
+        # Foreign code of clients runs in processes of its own, as with rpc-server.
+        isolate = "auto" if any(settings.get(name) for name in _FOREIGN_CODE) else "none"
+        settings = {"listen": addresses, "isolate": isolate, **settings}
+        self._has_processes = settings["isolate"] != "none"
+        self._native = _native.Server(self._registry, as_toml(settings))
+
+    @property
+    def addresses(self) -> list[str]:
+        """Addresses that the server listens on, with the ports that were chosen."""
+        return self._native.addresses
+
+    @property
+    def address(self) -> str:
+        """The first of `addresses`."""
+        return self.addresses[0]
+
+    @property
+    def metrics_address(self) -> str | None:
+        """Address of metrics and health (``metrics="127.0.0.1:0"``)."""
+        return self._native.metrics_address
+
+    @property
+    def sessions(self) -> int:
+        """Number of open sessions."""
+        return self._native.sessions
+
+    @property
+    def is_running(self) -> bool:
+        """True from `start` to `stop` or `drain`."""
+        return self._native.is_running
+
+    def reload(self) -> None:
+        """Read certificates, tokens and the policy again."""
+        self._native.reload()
+
+    def _announce(self) -> None:
+        for address in self.addresses:
+            print(f"listening on {address}", flush=True)
+
+    def __repr__(self) -> str:
+        """Return the addresses."""
+        return f"<server on {', '.join(self.addresses)}>" if self.is_running else "<server, not running>"
+
+
+class Server(BaseServer):
     """A server of functions.
 
     Parameters
@@ -64,43 +122,10 @@ class Server:
         **settings: Any,
     ) -> None:
         """Check the settings; nothing is started yet."""
-        self._registry = registry_of(functions)
-        addresses = [listen] if isinstance(listen, str) else list(listen)
-        if "python" in settings:
-            raise TypeError("the setting python is for rpc-server: give the modules themselves")
-        # Foreign code of clients runs in processes of its own, as with rpc-server.
-        isolate = "auto" if any(settings.get(name) for name in _FOREIGN_CODE) else "none"
-        settings = {"listen": addresses, "isolate": isolate, **settings}
-        self._has_processes = settings["isolate"] != "none"
-        self._native = _native.Server(self._registry, as_toml(settings))
+        super().__init__(*functions, listen=listen, **settings)
         self._ended = threading.Event()
         # What `serve` waits for, and the end that wakes it.
         self._wakes: tuple[socket.socket, socket.socket] | None = None
-
-    @property
-    def addresses(self) -> list[str]:
-        """Addresses that the server listens on, with the ports that were chosen."""
-        return self._native.addresses
-
-    @property
-    def address(self) -> str:
-        """The first of `addresses`."""
-        return self.addresses[0]
-
-    @property
-    def metrics_address(self) -> str | None:
-        """Address of metrics and health (``metrics="127.0.0.1:0"``)."""
-        return self._native.metrics_address
-
-    @property
-    def sessions(self) -> int:
-        """Number of open sessions."""
-        return self._native.sessions
-
-    @property
-    def is_running(self) -> bool:
-        """True from `start` to `stop` or `drain`."""
-        return self._native.is_running
 
     def start(self) -> Server:
         """Start to serve in the background, on threads of the package.
@@ -120,20 +145,20 @@ class Server:
             They have failed to import the functions; or this process is one of them.
         """
         _child.refuse_while_importing()
-        self._native.start(_child.set_up(self._registry) if self._has_processes else None)
+        self._native.start_op(_child.set_up(self._registry) if self._has_processes else None).wait()
         return self
 
     def stop(self) -> None:
         """End all sessions, and stop. A function that runs goes on, and its result is dropped."""
         try:
-            self._native.stop()
+            self._native.stop_op().wait()
         finally:
             self._end()
 
     def drain(self) -> None:
         """Refuse new sessions, wait for the open ones (``drain_timeout``), and stop."""
         try:
-            self._native.drain()
+            self._native.drain_op().wait()
         finally:
             self._end()
 
@@ -144,10 +169,6 @@ class Server:
             # `serve` may have closed it meanwhile, or not have read what is in it.
             with contextlib.suppress(OSError):
                 wakes[1].send(b"\0")
-
-    def reload(self) -> None:
-        """Read certificates, tokens and the policy again."""
-        self._native.reload()
 
     def serve(self, *, announce: bool = True) -> None:
         """Serve until SIGTERM or Ctrl-C, or until another thread stops the server.
@@ -216,8 +237,7 @@ class Server:
         if not self.is_running:
             self.start()
         if announce:
-            for address in self.addresses:
-                print(f"listening on {address}", flush=True)
+            self._announce()
 
     def __enter__(self) -> Server:
         """Start to serve, unless the server serves already."""
@@ -226,10 +246,6 @@ class Server:
     def __exit__(self, *error: object) -> None:
         """Stop."""
         self.stop()
-
-    def __repr__(self) -> str:
-        """Return the addresses."""
-        return f"<server on {', '.join(self.addresses)}>" if self.is_running else "<server, not running>"
 
 
 _FOREIGN_CODE = ("allow_modules", "allow_run", "library", "runtime_library")
@@ -269,4 +285,4 @@ def _text(text: str) -> str:
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-__all__ = ["Server"]
+__all__ = ["BaseServer", "Server"]

@@ -28,6 +28,7 @@ from typing import Any
 
 from tensor_rpc import _arrays, _native, _types
 from tensor_rpc._aio import Opening, Pending, _begin, _call, _open
+from tensor_rpc._aio_server import Server
 from tensor_rpc._blocking import CONCURRENT
 from tensor_rpc._errors import DeadlineExceededError
 from tensor_rpc._functions import Registry, client_types, registry_of
@@ -1269,6 +1270,7 @@ __all__ = [
     "Pipe",
     "Process",
     "RemoteFile",
+    "Server",
     "Session",
     "Tensor",
     "connect",

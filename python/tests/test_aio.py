@@ -34,8 +34,8 @@ def test_both_forms_have_the_same_operations() -> None:
             if callable(blocking):
                 assert parameters(blocking) == parameters(asyncio_form), name
             continue
-        members = {m for m in vars(blocking) if not m.startswith("__")}
-        assert members == {m for m in vars(asyncio_form) if not m.startswith("__")}, name
+        members = {m for m in vars(blocking) if not m.startswith("_")}
+        assert members == {m for m in vars(asyncio_form) if not m.startswith("_")}, name
         for member in members:
             one, other = getattr(blocking, member), getattr(asyncio_form, member)
             if callable(one):

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import pytest
+from forms import TIME_LIMIT
 
 import tensor_rpc as rpc
 
@@ -220,3 +223,89 @@ def test_a_second_signal_stops_a_server_at_once(
         assert process.wait(20) == 0
         caller.join(20)
         assert isinstance(failed[0], ConnectionError)
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    """Run a coroutine on an event loop of its own."""
+    asyncio.run(asyncio.wait_for(work, TIME_LIMIT))
+
+
+def test_an_event_loop_serves_and_calls() -> None:
+    async def work() -> None:
+        server = rpc.aio.Server(add)
+        assert not server.is_running
+        async with server as entered:
+            assert entered is server and server.is_running and server.sessions == 0
+            async with rpc.aio.connect(server.address) as session:
+                # The sessions of this server and the wait for the call are of one thread.
+                assert await asyncio.gather(*(session.call("add", n, 1) for n in range(8))) == list(range(1, 9))
+                assert server.sessions == 1
+                address = server.address
+                with pytest.raises(RuntimeError, match="started once"):
+                    await server.start()
+        assert not server.is_running
+        with pytest.raises(ConnectionError):
+            await rpc.aio.connect(address)
+        with pytest.raises(RuntimeError, match="started once"):
+            await server.start()
+        # It has stopped already.
+        await server.stop()
+
+    run(work())
+
+
+def test_a_server_of_an_event_loop_serves_until_it_is_drained_or_cancelled(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async def ends(server: rpc.aio.Server, end: Callable[[asyncio.Task[None]], Awaitable[None]]) -> None:
+        await server.start()
+        serving = asyncio.create_task(server.serve())
+        async with rpc.aio.connect(server.address) as session:
+            assert await session.call("add", 1, 2) == 3
+        assert not serving.done()
+        await end(serving)
+        assert not server.is_running
+
+    async def drain(serving: asyncio.Task[None]) -> None:
+        await drained.drain()
+        await serving
+
+    async def cancel(serving: asyncio.Task[None]) -> None:
+        serving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await serving
+
+    drained = rpc.aio.Server(add)
+    run(ends(drained, drain))
+    run(ends(rpc.aio.Server(add), cancel))
+    assert capsys.readouterr().out.count("listening on tcp://127.0.0.1:") == 2
+
+
+def test_a_start_that_is_cancelled_takes_no_address_and_may_be_repeated() -> None:
+    async def work() -> None:
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            taken.listen()
+            address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+            server = rpc.aio.Server(add, listen=address)
+            with pytest.raises(rpc.RemoteIOError):
+                await server.start()
+        starting = asyncio.create_task(server.start())
+        await asyncio.sleep(0)
+        # The start has begun, and its outcome comes by the loop.
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        assert not server.is_running
+        while True:
+            try:
+                await server.start()
+                break
+            except rpc.RemoteIOError:
+                # The socket of the start that was cancelled closes on a thread of the package.
+                await asyncio.sleep(0.001)
+        async with rpc.aio.connect(address) as session:
+            assert await session.call("add", 1, 2) == 3
+        await server.stop()
+
+    run(work())
