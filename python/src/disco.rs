@@ -364,6 +364,15 @@ impl DiscoSession {
         }))
     }
 
+    /// Waits until a command can be issued without waiting.
+    fn room_op(&self) -> PyResult<Operation> {
+        let session = self.session()?.clone();
+        Ok(Operation::new(async move { Ok(session.room().await) }, |py, _, room: ::disco::Result<()>| {
+            room.map_err(|error| exception(py, &error))?;
+            Ok(py.None())
+        }))
+    }
+
     fn shutdown_op(&self) -> PyResult<Operation> {
         self.birth.check()?;
         Ok(unit(self.session.shutdown()))

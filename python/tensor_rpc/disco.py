@@ -18,21 +18,27 @@ were issued. What fails on a worker is raised by the next ``sync_…``, ``copy_f
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from tensor_rpc import _arrays, _blocking, _native
+from tensor_rpc import _arrays, _disco_start, _native
 from tensor_rpc._disco_program import Program
+from tensor_rpc._disco_start import install
 from tensor_rpc._disco_weights import ShardLoader, TensorInfo, Unreadable
 from tensor_rpc._errors import RpcError
-from tensor_rpc._functions import Registry, registry_of
+from tensor_rpc._functions import Registry
 from tensor_rpc._native import Group, Mesh, Part, Recorded, WeightReader, WorkerContext
 from tensor_rpc._types import RunResult
+
+if TYPE_CHECKING:
+    from tensor_rpc._aio_disco import AsyncSession, Starting
+
+P = ParamSpec("P")
+S = TypeVar("S", bound="Session")
 
 __all__ = [
     "CclState",
@@ -56,8 +62,10 @@ __all__ = [
     "WorkerContext",
     "WorkersError",
     "from_tracker",
+    "install",
     "over",
     "servers",
+    "start",
 ]
 
 
@@ -198,6 +206,15 @@ def _array(value: Any) -> Any:
         return _arrays.to_numpy(value)
     except ImportError:
         return value
+
+
+def _filled(target: Any, copied: Any) -> Any:
+    """Return the array that was copied, or the given one with its elements."""
+    copied = _array(copied)
+    if target is None:
+        return copied
+    target[...] = copied
+    return target
 
 
 class Session:
@@ -417,11 +434,8 @@ class Session:
         with the remote tensor alone, it returns a new array.
         """
         remote = host_array if remote_array is None else remote_array
-        copied = _array(self._native_session.copy_from_worker_0_op(remote).wait())
-        if remote_array is None:
-            return copied
-        host_array[...] = copied
-        return host_array
+        copied = self._native_session.copy_from_worker_0_op(remote).wait()
+        return _filled(None if remote_array is None else host_array, copied)
 
     def copy_to_worker_0(self, host_array: Any, remote_array: DRef | None = None) -> DRef:
         """Copy an array of the controller to worker 0: into `remote_array`, or into a new tensor.
@@ -533,12 +547,34 @@ class Session:
         >>> for result in session.run_all("python3", "train.py"):  # doctest: +SKIP
         ...     result.check()
         """
+        return self._run_all_op(program, args, env, time_limit, output_limit, on_line).wait()
+
+    def _run_all_op(
+        self,
+        program: str,
+        args: Sequence[str],
+        env: Mapping[str, str] | None,
+        time_limit: float | None,
+        output_limit: int | None,
+        on_line: Callable[[int, str, bytes], object] | None,
+    ) -> _native.Operation[list[RunResult]]:
         variables = [] if env is None else list(env.items())
         line = _print_line if on_line is None else on_line
         operation = _native.run_all_op(
             self._native_session, program, list(args), variables, line, time_limit, output_limit
         )
-        return [RunResult(*facts) for facts in operation.wait()]
+        return operation.then(lambda results: [RunResult(*facts) for facts in results])
+
+    @property
+    def aio(self) -> AsyncSession:
+        """What waits of this session, to be awaited: ``await session.aio.sync_all()``.
+
+        Commands, which return at once, have one form. As a context manager, ``async with session``
+        awaits the shutdown.
+        """
+        from tensor_rpc._aio_disco import AsyncSession
+
+        return AsyncSession(self)
 
     def shutdown(self) -> None:
         """Let the workers finish what was issued, and end the session."""
@@ -557,6 +593,23 @@ class Session:
         """Shut the workers down; what fails then does not hide an exception that is raised."""
         try:
             self.shutdown()
+        except RpcError:
+            if kind is None:
+                raise
+
+    async def __aenter__(self) -> Session:
+        """Return the session."""
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Shut the workers down; what fails then does not hide an exception that is raised."""
+        try:
+            await self.aio.shutdown()
         except RpcError:
             if kind is None:
                 raise
@@ -596,9 +649,9 @@ class ThreadedSession(Session):
             `direct_timeout`, `shutdown_timeout` (seconds), `pin_workers`, `hosting`,
             `data_addresses` (IP address of each node), `allow_controller_relay`.
         """
-        registry = _worker_registry(functions)
-        native: _native.DiscoSession = _native.disco_threads(num_workers, num_groups, registry, settings).wait()
-        super().__init__(native)
+        super().__init__(
+            _disco_start.wait(_disco_start.threads(num_workers, num_groups, functions=functions, **settings))
+        )
 
 
 class ProcessSession(Session):
@@ -630,16 +683,8 @@ class ProcessSession(Session):
             Functions of the workers, which they must be able to import: not lambdas, functions in
             functions, or those of a notebook.
         """
-        if entrypoint is None:
-            from tensor_rpc import _child
-
-            entrypoint = [*_child.command(functions), "--disco-worker"]
-        elif functions:
-            raise ValueError("another program has functions of its own: give functions or entrypoint")
-        native: _native.DiscoSession = _native.disco_processes(
-            num_workers, num_groups, list(entrypoint), settings
-        ).wait()
-        super().__init__(native)
+        steps = _disco_start.processes(num_workers, num_groups, entrypoint, functions=functions, **settings)
+        super().__init__(_disco_start.wait(steps))
 
 
 class SocketSession(Session):
@@ -685,19 +730,19 @@ class SocketSession(Session):
         **settings
             As for `ThreadedSession`. `data_addresses` has that of this process first.
         """
-        registry = _worker_registry(functions) if controller_is_node else None
-        if registry is not None and num_nodes < 1:
-            raise ValueError(f"{num_nodes} nodes, of which this process is one")
-        if registry is None and functions:
-            raise ValueError("functions are those of the workers of this process, which is to be no node")
-        host = f"[{host}]" if ":" in host else host
-        listener: _native.DiscoListener = _native.disco_listen(f"tcp://{host}:{port}").wait()
-        if on_listen is not None:
-            on_listen(listener.address)
-        native: _native.DiscoSession = listener.start_op(
-            num_nodes - (registry is not None), num_workers_per_node, num_groups, join_timeout, registry, settings
-        ).wait()
-        super().__init__(native)
+        steps = _disco_start.nodes(
+            num_nodes,
+            num_workers_per_node,
+            num_groups,
+            host,
+            port,
+            join_timeout=join_timeout,
+            on_listen=on_listen,
+            controller_is_node=controller_is_node,
+            functions=functions,
+            **settings,
+        )
+        super().__init__(_disco_start.wait(steps))
 
 
 def servers(
@@ -721,10 +766,8 @@ def servers(
     **settings
         As for `ThreadedSession`.
     """
-    native: _native.DiscoSession = _native.disco_servers(
-        list(addresses), workers_per_server, num_groups, connect or {}, settings
-    ).wait()
-    return Session(native)
+    steps = _disco_start.servers(addresses, workers_per_server, num_groups, connect=connect, **settings)
+    return Session(_disco_start.wait(steps))
 
 
 def from_tracker(
@@ -741,36 +784,71 @@ def from_tracker(
 
     The other parameters are those of `servers`. TVM has no such.
     """
-    native: _native.DiscoSession = _native.disco_from_tracker(
-        tracker, key, count, workers_per_server, num_groups, connect or {}, settings
-    ).wait()
-    return Session(native)
+    steps = _disco_start.from_tracker(tracker, key, count, workers_per_server, num_groups, connect=connect, **settings)
+    return Session(_disco_start.wait(steps))
 
 
 def over(
-    sessions: Sequence[_blocking.Session],
+    sessions: Sequence[_native.Session],
     workers_per_session: int = 1,
     num_groups: int = 1,
     **settings: Any,
 ) -> Session:
-    """Start workers at the far ends of any sessions, such as ones behind hops. TVM has no such."""
-    native: _native.DiscoSession = _native.disco_over(list(sessions), workers_per_session, num_groups, settings).wait()
-    return Session(native)
+    """Start workers at the far ends of any sessions, such as ones behind hops. TVM has no such.
+
+    Sessions of `tensor_rpc.aio` are as good as others.
+    """
+    return Session(_disco_start.wait(_disco_start.over(sessions, workers_per_session, num_groups, **settings)))
 
 
-def _worker_registry(functions: Sequence[Callable[..., Any]] | Registry) -> Registry:
-    given = functions if isinstance(functions, Registry) else registry_of(functions)
-    # A registry of its own: what workers may import, clients of a server with the same functions may not.
-    registry = registry_of([given, Registry()])
-    install(registry)
-    return registry
+def start(constructor: Callable[P, S], *args: P.args, **kwargs: P.kwargs) -> Starting[S]:
+    """Start a session from an event loop of asyncio, which runs meanwhile.
+
+    If it is cancelled, the start goes on in the background, and its workers end once it is complete.
+
+    Parameters
+    ----------
+    constructor
+        `ThreadedSession`, `ProcessSession`, `SocketSession`, `servers`, `from_tracker` or `over`.
+    *args, **kwargs
+        Those of the constructor.
+
+    Returns
+    -------
+    Starting
+        What is awaited, or entered by ``async with``, which awaits the shutdown behind it.
+
+    Examples
+    --------
+    >>> import asyncio
+    >>> async def main() -> None:
+    ...     async with start(ThreadedSession, 4) as session:
+    ...         await session.aio.init_ccl("host")
+    ...         x = session.broadcast(np.ones(2, "float32"))
+    ...         print(await session.aio.copy_from_worker_0(session.allreduce(x)))
+    >>> asyncio.run(main())
+    [4. 4.]
+    """
+    from tensor_rpc._aio_disco import Starting
+
+    steps: Any = _STEPS.get(constructor)
+    if steps is None:
+        raise TypeError(f"{constructor!r} is no constructor of sessions of Disco")
+
+    def make(native: _native.DiscoSession) -> S:
+        kind: Any = constructor if isinstance(constructor, type) else Session
+        session: S = kind.__new__(kind)
+        Session.__init__(session, native)
+        return session
+
+    return Starting(steps(*args, **kwargs), make)
 
 
-def install(registry: Registry) -> None:
-    """Add what sessions of Disco need on workers of Python to their functions."""
-
-    def import_module(name: str) -> None:
-        """Import a module, and register its functions."""
-        registry.add_module(importlib.import_module(name))
-
-    registry.add("tensor_rpc.import_module", import_module)
+_STEPS: dict[Any, Callable[..., _disco_start.Steps]] = {
+    ThreadedSession: _disco_start.threads,
+    ProcessSession: _disco_start.processes,
+    SocketSession: _disco_start.nodes,
+    servers: _disco_start.servers,
+    from_tracker: _disco_start.from_tracker,
+    over: _disco_start.over,
+}
