@@ -6,14 +6,14 @@ use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 use rpc_core::client::Modules;
-use rpc_core::{ErrorKind, RemoteTensor};
+use rpc_core::{ErrorKind, RemoteFunction, RemoteTensor};
 
 use crate::argument::{self, Args};
 use crate::array::{DenseArray, WritableArray};
 use crate::array_memory;
 use crate::buffer::{self, NewBytes};
 use crate::form::Form;
-use crate::operation::{Operation, Options, UserCalls};
+use crate::operation::{Operation, Options, UserCalls, wait_for};
 use crate::prepare::prepare;
 use crate::references::{Callback, Function, Module, Object, Origin, Pipe, Tensor};
 use crate::reply::Reply;
@@ -36,6 +36,19 @@ impl Function {
         }
     }
 
+    /// Calls the function, and waits on this thread. It makes no operation, because a call of a
+    /// small function takes little longer than that would.
+    #[pyo3(signature = (*args, timeout = None, lane = None))]
+    fn __call__(&self, args: &Bound<'_, PyTuple>, timeout: Option<f64>, lane: Option<u32>) -> PyResult<Py<PyAny>> {
+        let (py, options) = (args.py(), Options::new(timeout, lane)?);
+        let function = self.remote.get()?;
+        let args = Args::new(args, false)?;
+        if args.needs_session() {
+            return prepared_call(function.clone(), args, options).wait(py);
+        }
+        wait_for(py, options, function.call::<Reply>(args))?.into_object(py, Form::Blocking)
+    }
+
     #[pyo3(signature = (args, timeout = None, lane = None, on_loop = false))]
     pub(crate) fn call_op(
         &self,
@@ -49,13 +62,7 @@ impl Function {
         if !args.needs_session() {
             return Ok(Operation::action(options, function.call::<Reply>(args), reply));
         }
-        let function = function.clone();
-        let work = async move {
-            let limits = options.begin();
-            let args = prepare(args, &function.session(), &limits).await?;
-            limits.apply(function.call::<Reply>(args)).await
-        };
-        Ok(Operation::new(work, reply).heavy())
+        Ok(prepared_call(function.clone(), args, options))
     }
 
     /// Starts a call, whose result stays in the session for later calls.
@@ -105,6 +112,16 @@ impl Function {
         };
         Ok(Operation::new(work, |py, _, text| Ok(text.into_pyobject(py)?.unbind())))
     }
+}
+
+/// Returns a call behind the requests that make its tensors and callbacks.
+fn prepared_call(function: RemoteFunction, args: Args, options: Options) -> Operation {
+    let work = async move {
+        let limits = options.begin();
+        let args = prepare(args, &function.session(), &limits).await?;
+        limits.apply(function.call::<Reply>(args)).await
+    };
+    Operation::new(work, reply).heavy()
 }
 
 /// Makes the object that a call returns.

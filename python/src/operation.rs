@@ -223,7 +223,7 @@ impl Operation {
 #[pymethods]
 impl Operation {
     /// Performs the operation. A signal whose handler raises, such as Ctrl-C, cancels it.
-    fn wait(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
+    pub(crate) fn wait(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
         let work = self.take()?;
         wait(py, work)?(py, Form::Blocking)
     }
@@ -301,6 +301,18 @@ pub(crate) fn wait<T: Send>(py: Python<'_>, work: impl Future<Output = Result<T>
             Err(error) => return Err(errors::exception(py, &error)),
         }
     }
+}
+
+/// Performs an operation of one action, such as a call, and returns its outcome.
+///
+/// # Errors
+///
+/// As [`wait`].
+pub(crate) fn wait_for<T: Send + 'static>(py: Python<'_>, options: Options, action: Action<T>) -> PyResult<T> {
+    // A handler of a signal may fork, and the child then raise here: it must not cancel the
+    // parent's operation.
+    let mut pending = Born::new(options.apply(action).into_future());
+    wait(py, poll_fn(|cx| Pin::new(&mut *pending.part).poll(cx)))
 }
 
 /// Number of times that a session asks if a wait should stop before it waits for the first time. To

@@ -19,35 +19,20 @@ CONCURRENT = 0xFFFF_FFFF
 class Function(_native.Function):
     """A function of a session.
 
-    Calling it blocks until it has returned. Arguments are values (see the guide), objects of the
-    session, arrays, and functions of this process; arrays and functions become tensors and
-    callbacks for the time of the call, and what the function writes into such a tensor is lost.
+    Calling it blocks until it has returned: ``f(*args, timeout=None, lane=None)``. Arguments are
+    values (see the guide), objects of the session, arrays, and functions of this process; arrays
+    and functions become tensors and callbacks for the time of the call, and what the function
+    writes into such a tensor is lost. The result is a value, or an object of the session. Errors
+    are an `RpcError`, or one of its subclasses, which say what went wrong.
+
+    Parameters
+    ----------
+    timeout : float, optional
+        Seconds after which a call fails with `DeadlineExceededError`, and is cancelled there.
+    lane : int, optional
+        Calls of one lane run one after the other, and those of different lanes side by side. 0 is
+        the lane of all operations that name none; `CONCURRENT` is a new one.
     """
-
-    def __call__(self, *args: Any, timeout: float | None = None, lane: int | None = None) -> Any:
-        """Call the function.
-
-        Parameters
-        ----------
-        *args
-            Its arguments.
-        timeout : float, optional
-            Seconds after which the call fails with `DeadlineExceededError`, and is cancelled there.
-        lane : int, optional
-            Calls of one lane run one after the other, and those of different lanes side by side.
-            0 is the lane of all operations that name none; `CONCURRENT` is a new one.
-
-        Returns
-        -------
-        object
-            What the function returned: a value, or an object of the session.
-
-        Raises
-        ------
-        RpcError
-            It, or one of its subclasses, which say what went wrong.
-        """
-        return self.call_op(args, timeout, lane).wait()
 
     def pipe(self, *args: Any, timeout: float | None = None, lane: int | None = None) -> Pipe:
         """Start the call, and leave its result in the session for later calls of the same lane.
