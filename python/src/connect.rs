@@ -8,24 +8,42 @@ use pyo3::types::PyDict;
 use rpc_core::{RpcError, VirtualDevice};
 use rpc_server::cli::resolve_named_servers;
 use rpc_server::pki::trust::ClientTrust;
-use rpc_transports::Connector;
 use rpc_transports::tracker::ServerRequest;
+use rpc_transports::{Connector, RetryPolicy};
 
+use crate::functions::runtime;
 use crate::operation::{Operation, seconds, use_threads};
 use crate::session::Session;
 
-/// Opens a session. `options` are those of `tensor_rpc.connect`.
+/// Terms on which requests are repeated: attempts, first and longest pause in seconds, and names of
+/// idempotent functions.
+type RetryTerms = (u32, f64, f64, Vec<String>);
+
+/// Opens a session. `options` are those of `tensor_rpc.connect`. With `retry` it repeats requests.
 #[pyfunction]
-pub(crate) fn connect(address: String, options: &Bound<'_, PyDict>) -> PyResult<Operation> {
+#[pyo3(signature = (address, options, retry = None))]
+pub(crate) fn connect(address: String, options: &Bound<'_, PyDict>, retry: Option<RetryTerms>) -> PyResult<Operation> {
     let (connector, address) = connector(address, options)?;
     use_threads()?;
+    let retry = match retry {
+        Some((attempts, first, longest, idempotent)) => {
+            let policy = RetryPolicy::default().attempts(attempts).pauses(seconds(first)?, seconds(longest)?);
+            // The attempts are tasks of this runtime.
+            Some((policy.idempotent(idempotent), runtime()?))
+        }
+        None => None,
+    };
     let work = async move {
         // The dialling itself blocks a thread of its own, so that neither an event loop nor Ctrl-C
         // waits for it.
         let (send, receive) = tokio::sync::oneshot::channel();
         let dialled = address.clone();
         let dial = move || {
-            let _ = send.send(connector.connect_blocking(dialled.as_str()).map_err(|error| error.into_rpc_error()));
+            let session = match retry {
+                Some((policy, runtime)) => runtime.block_on(connector.connect_retrying(dialled.as_str(), policy)),
+                None => connector.connect_blocking(dialled.as_str()),
+            };
+            let _ = send.send(session.map_err(|error| error.into_rpc_error()));
         };
         std::thread::Builder::new()
             .name("rpc-connect".to_owned())

@@ -37,6 +37,7 @@ mod listeners;
 mod objects;
 mod operation;
 mod packed;
+mod pipes;
 mod prepare;
 mod programs;
 mod references;
@@ -85,6 +86,10 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<listeners::Listener>()?;
     module.add_class::<listeners::Connection>()?;
     module.add_function(wrap_pyfunction!(connect::connect, module)?)?;
+    module.add_function(wrap_pyfunction!(pipes::pipe_function, module)?)?;
+    module.add_function(wrap_pyfunction!(pipes::pipe_module_function, module)?)?;
+    module.add_function(wrap_pyfunction!(pipes::pipe_module, module)?)?;
+    module.add_function(wrap_pyfunction!(pipes::pipe_empty, module)?)?;
     module.add_function(wrap_pyfunction!(programs::run_op, module)?)?;
     module.add_function(wrap_pyfunction!(programs::start_op, module)?)?;
     module.add_function(wrap_pyfunction!(leases::lease_op, module)?)?;

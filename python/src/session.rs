@@ -452,7 +452,12 @@ impl Session {
     }
 }
 
-fn load(session: &rpc_core::Session, path: &str, loader: Option<&str>) -> rpc_core::Action<rpc_core::RemoteModule> {
+/// Returns the loading of a module by a path of the server.
+pub(crate) fn load(
+    session: &rpc_core::Session,
+    path: &str,
+    loader: Option<&str>,
+) -> rpc_core::Action<rpc_core::RemoteModule> {
     match loader {
         Some(loader) => session.load_module_with(loader, path),
         None => session.load_module(path),
@@ -470,7 +475,7 @@ fn tensor(py: Python<'_>, form: Form, tensor: RemoteTensor) -> PyResult<Py<PyAny
 }
 
 /// Place of an allocation, as a caller in Python names it.
-struct AllocPlace {
+pub(crate) struct AllocPlace {
     on: Place,
     alignment: u64,
 }
@@ -483,7 +488,7 @@ enum Place {
 impl AllocPlace {
     /// Reads a device, or the text of a constraint, which has a comma or an asterisk. `cpu:0` is
     /// the default.
-    fn new(device: Option<&Bound<'_, PyAny>>, scope: Option<String>, alignment: u64) -> PyResult<Self> {
+    pub(crate) fn new(device: Option<&Bound<'_, PyAny>>, scope: Option<String>, alignment: u64) -> PyResult<Self> {
         let invalid = |error: RpcError| PyValueError::new_err(error.message().to_owned());
         let text = device.and_then(|device| device.cast::<PyString>().ok()).map(ToString::to_string);
         let constraint = match text.filter(|text| text.contains([',', '*'])) {
@@ -509,7 +514,7 @@ impl AllocPlace {
         Ok(Self { on, alignment })
     }
 
-    fn alloc(&self, session: &rpc_core::Session, dtype: DataType, shape: &[i64]) -> Action<RemoteTensor> {
+    pub(crate) fn alloc(&self, session: &rpc_core::Session, dtype: DataType, shape: &[i64]) -> Action<RemoteTensor> {
         match &self.on {
             Place::Device(device, None) => session.alloc_aligned(*device, dtype, shape, self.alignment),
             Place::Device(device, scope) => session.alloc_in_scope(*device, dtype, shape, scope.as_deref()),

@@ -10,7 +10,7 @@ from typing import Any
 from tensor_rpc import _arrays, _native, _types
 from tensor_rpc._errors import DeadlineExceededError
 from tensor_rpc._native import Callback, DataType, DenseArray, Device
-from tensor_rpc._types import FileEntry, FunctionInfo, RunResult, Timing
+from tensor_rpc._types import FileEntry, FunctionInfo, RetryPolicy, RunResult, Timing
 
 CONCURRENT = 0xFFFF_FFFF
 """The lane of requests that wait for no other request, and for which none waits."""
@@ -320,6 +320,10 @@ class Module(_native.Module):
         """
         made: Function = self.get_function_op(name, timeout, lane).wait()
         return made
+
+    def pipe_function(self, name: str, *, timeout: float | None = None, lane: int | None = None) -> Function:
+        """Start to look a function up, and return it at once; see `Session.pipe_function`."""
+        return Function(_native.pipe_module_function(self, name, timeout, lane))
 
     def functions(self, *, timeout: float | None = None, lane: int | None = None) -> list[FunctionInfo]:
         """Return the functions of the module, with their signatures."""
@@ -791,6 +795,59 @@ class Session(_native.Session):
         made: Module = operation.wait()
         return made
 
+    def pipe_function(self, name: str, *, timeout: float | None = None, lane: int | None = None) -> Function:
+        """Start to look a function up, and return it at once, for calls of the same lane.
+
+        Neither this nor its calls by `Function.pipe` wait for an answer, so that a look-up and the
+        calls behind it take one round trip. If there is no such function, its calls fail.
+
+        Parameters
+        ----------
+        name : str
+            Its name.
+        timeout, lane
+            As for calls of functions, but not `CONCURRENT`.
+        """
+        return Function(_native.pipe_function(self, name, timeout, lane))
+
+    def pipe_module(
+        self, path: str, loader: str | None = None, *, timeout: float | None = None, lane: int | None = None
+    ) -> Module:
+        """Start to load a module that the server has, and return it at once; see `pipe_function`.
+
+        Parameters
+        ----------
+        path : str
+            ``remote:PATH`` or ``sha256:DIGITS``, as for `load`. Local files are sent by that.
+        loader, timeout, lane
+            As for `load`, but not `CONCURRENT`.
+        """
+        if not path.startswith(("remote:", "sha256:")):
+            raise ValueError(f"{path!r} is a file of this machine: load sends it; remote:PATH is one of the server")
+        return Module(_native.pipe_module(self, path.removeprefix("remote:"), loader, timeout, lane))
+
+    def pipe_empty(
+        self,
+        shape: Sequence[int],
+        dtype: Any = "float32",
+        device: Any = None,
+        scope: str | None = None,
+        *,
+        alignment: int = 0,
+        timeout: float | None = None,
+        lane: int | None = None,
+    ) -> Tensor:
+        """Start to allocate a tensor, and return it at once; see `pipe_function`.
+
+        Copies to it and calls with it go on the same lane. If it cannot be allocated, they fail.
+
+        Parameters
+        ----------
+        shape, dtype, device, scope, alignment, timeout, lane
+            As for `empty`, but not `CONCURRENT`.
+        """
+        return Tensor(_native.pipe_empty(self, list(shape), dtype, device, scope, alignment, timeout, lane))
+
     def import_module(self, path: str, *, timeout: float | None = None, lane: int | None = None) -> str:
         """Make the server keep a file of its own as a module.
 
@@ -1151,6 +1208,7 @@ def connect(
     keep_alive: float | None = None,
     spin: float | None = None,
     shared_memory: bool = True,
+    retry: RetryPolicy | None = None,
 ) -> Session:
     """Open a session, and wait for it.
 
@@ -1191,6 +1249,10 @@ def connect(
         Seconds for which a thread polls before it sleeps; 0 by default.
     shared_memory : bool
         Let copies go through shared memory if the server runs on this machine.
+    retry : RetryPolicy, optional
+        Repeat requests, and open the next session when this one was lost: functions that were found
+        by their names go on there, and all other objects went with it. Requests of one lane then
+        wait for each other, and `Function.pipe` and its like fail.
 
     Returns
     -------
@@ -1224,7 +1286,7 @@ def connect(
         "spin": spin,
         "shared_memory": shared_memory,
     }
-    made: Session = _native.connect(address, options).wait()
+    made: Session = _native.connect(address, options, None if retry is None else retry._terms()).wait()
     return made
 
 

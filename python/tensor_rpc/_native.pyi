@@ -378,7 +378,26 @@ class Connection:
     def write_op(self, data: Any, timeout: float | None = None) -> Operation[None]: ...
     def finish_op(self) -> Operation[None]: ...
 
-def connect(address: str, options: dict[str, Any]) -> Operation[Any]: ...
+def connect(
+    address: str, options: dict[str, Any], retry: tuple[int, float, float, list[str]] | None = None
+) -> Operation[Any]: ...
+def pipe_function(session: Session, name: str, timeout: float | None = None, lane: int | None = None) -> Function: ...
+def pipe_module_function(
+    module: Module, name: str, timeout: float | None = None, lane: int | None = None
+) -> Function: ...
+def pipe_module(
+    session: Session, path: str, loader: str | None = None, timeout: float | None = None, lane: int | None = None
+) -> Module: ...
+def pipe_empty(
+    session: Session,
+    shape: list[int],
+    dtype: Any,
+    device: Any = None,
+    scope: str | None = None,
+    alignment: int = 0,
+    timeout: float | None = None,
+    lane: int | None = None,
+) -> Tensor: ...
 def run_op(
     session: Session,
     program: str,

@@ -126,6 +126,36 @@ class ProgramError(Exception):
 
 
 @dataclass(frozen=True)
+class RetryPolicy:
+    """Terms on which a session repeats requests: ``connect(…, retry=RetryPolicy(…))``.
+
+    A request is repeated if its session was lost or is going away, or if what it needs is busy, and
+    if a second run does no harm: it certainly did not run; it only asks or makes objects; or it
+    calls a function that is declared idempotent. While most requests fail, nothing is repeated.
+
+    Attributes
+    ----------
+    idempotent : sequence of str
+        Names of functions that may run twice; ``*`` stands for any text.
+    attempts : int
+        Largest number of attempts of one request, the first one included.
+    first_pause, longest_pause : float
+        Seconds before the second attempt, and at most. Each pause is up to twice as long as the one
+        before, and shortened by a random part.
+    """
+
+    idempotent: Sequence[str] = ()
+    attempts: int = 4
+    first_pause: float = 0.1
+    longest_pause: float = 5.0
+
+    def _terms(self) -> tuple[int, float, float, list[str]]:
+        if isinstance(self.idempotent, str):
+            raise TypeError("idempotent are several names: [name]")
+        return (self.attempts, self.first_pause, self.longest_pause, list(self.idempotent))
+
+
+@dataclass(frozen=True)
 class Timing:
     """Run times of a function, measured at the server.
 

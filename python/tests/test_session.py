@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from forms import Form
+from forms import TIME_LIMIT, Form
 
 import tensor_rpc as rpc
 
@@ -148,6 +148,53 @@ def test_calls_take_the_results_of_earlier_ones(anywhere: Form) -> None:
         for alive in [np.zeros(3), lambda: 1]:
             with pytest.raises(TypeError, match="several requests"):
                 echo.pipe(alive)
+
+    anywhere.run(body)
+
+
+def test_look_ups_and_allocations_are_not_waited_for() -> None:
+    gate = threading.Event()
+
+    def hold() -> bool:
+        return gate.wait(TIME_LIMIT)
+
+    def total(x: np.ndarray) -> float:
+        return float(x.sum())
+
+    with rpc.Server(hold, total) as server, rpc.connect(server.address) as session:
+        held = session["hold"].pipe()
+        # The lane is held, so that none of these has an answer.
+        tensor, function = session.pipe_empty([3], "float32"), session.pipe_function("total")
+        assert isinstance(tensor, rpc.Tensor) and tensor.shape == (3,)
+        assert isinstance(function, rpc.Function) and function.name == "total"
+        zeros = function.pipe(tensor)
+        gate.set()
+        assert held.result() is True and zeros.result() == 0
+        tensor.copy_from(np.ones(3, "float32"))
+        assert function(tensor) == 3 and tensor.tolist() == [1, 1, 1]
+        with pytest.raises(rpc.ApiMisuseError, match="lane"):
+            function(tensor, lane=3)
+
+        missing, nowhere = session.pipe_function("no such"), session.pipe_empty([1], device="cuda:99")
+        with pytest.raises(rpc.NotFoundError, match="no such"):
+            missing(1)
+        with pytest.raises(rpc.DeviceError):
+            nowhere.tolist()
+        with pytest.raises(rpc.ApiMisuseError, match="concurrent"):
+            session.pipe_function("total", lane=rpc.CONCURRENT)
+        with pytest.raises(ValueError, match="load sends it"):
+            session.pipe_module("kernels.so")
+        absent = session.pipe_module("remote:no-such-module")
+        with pytest.raises(rpc.RpcError):
+            absent.pipe_function("f")(1)
+
+
+def test_look_ups_of_both_forms_are_of_their_classes(anywhere: Form) -> None:
+    def body(session: Any) -> Steps:
+        echo, tensor = session.pipe_function("rpc.echo", lane=4), session.pipe_empty([2], "int8", lane=4)
+        assert isinstance(echo, anywhere.module.Function) and isinstance(tensor, anywhere.module.Tensor)
+        assert (yield echo(5, lane=4)) == 5
+        assert (yield tensor.read(lane=4)) == bytes(2)
 
     anywhere.run(body)
 
