@@ -226,6 +226,11 @@ impl<'a> Options<'a> {
         step
     }
 
+    /// Returns the same options for steps that report no progress.
+    pub(crate) fn without_progress(&self) -> Options<'static> {
+        Options { lane: self.lane, deadline: self.deadline, trace: self.trace, progress: Mutex::new(None) }
+    }
+
     /// Reports the number of bytes transferred.
     pub(crate) fn report(&mut self, bytes: u64) {
         if let Some(progress) = self.progress.get_mut() {

@@ -66,15 +66,17 @@
 
 mod error;
 mod graph;
+mod pipeline;
 mod plan;
 mod run;
+mod schedule;
 mod site;
 mod solve;
 
 pub use error::{Origin, PlacementError};
 pub use graph::{Argument, CallGraph, CallId, Constraint, Edge, InputId, OutputId, ValueId};
 pub use plan::{Location, Plan, Step};
-pub use run::InputData;
+pub use run::{CopyReport, InputData, RunReport};
 pub use site::Site;
 
 #[cfg(test)]

@@ -1,27 +1,27 @@
 //! Runs a plan: starts every step as soon as its inputs are there.
 
 use std::collections::BTreeMap;
-use std::future::{Future, IntoFuture, poll_fn};
-use std::pin::{Pin, pin};
+use std::future::{Future, poll_fn};
+use std::pin::Pin;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::task::Poll;
 
-use bytes::{Bytes, BytesMut};
+use bytes::Bytes;
 
 use super::graph::{Argument, CallId, InputId, ValueId};
-use super::plan::{Location, Plan, PlannedStep, Tensor, TensorIndex};
-use crate::client::action::{Options, ScopedAction};
+use super::pipeline::{CONFIRM, MAX_KEPT, MAX_RESULTS, MAX_STEPS, StepLane, Submitted};
+use super::plan::{Location, Plan, PlannedStep, Step, Tensor, TensorIndex};
+use super::schedule::{Schedule, Uses, made_by, needed};
+use crate::client::action::{Action, Options, Pending, ScopedAction};
 use crate::client::references::{RemoteFunction, RemoteTensor};
 use crate::client::session::Session;
+use crate::client::{CHUNK, SendRoute};
 use crate::device::virtual_device::GLOBAL;
 use crate::dlpack::dense_size;
 use crate::error::{Result, RpcError};
 use crate::function::convert::{ArgScope, IntoArg, IntoArgs};
 use crate::session::Lane;
 use crate::value::Value;
-
-/// Size in bytes of the pieces of a copy between sessions: one is read while another is written.
-const PIECE: u64 = 4 << 20;
 
 /// First lane for the copies of runs. They have lanes of their own, so that none waits for another,
 /// nor for the requests of the session's user.
@@ -66,13 +66,40 @@ impl From<RemoteTensor> for InputData {
     }
 }
 
+/// Outcome of a [run](Plan::run_reported).
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct RunReport {
+    /// The outputs, by their names.
+    pub outputs: BTreeMap<String, RemoteTensor>,
+    /// The copies, in the order of the plan.
+    pub copies: Vec<CopyReport>,
+}
+
+/// A copy of a run, and the route that its bytes have taken.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct CopyReport {
+    /// The step of the plan.
+    pub step: Step,
+    /// Route of the bytes.
+    pub route: SendRoute,
+}
+
 impl Plan {
     /// Runs the plan on these sessions, by the names of their sites, and these inputs, by their
     /// names. The outputs are tensors, by name; all other tensors of the run are freed as soon as
     /// no step needs them.
     ///
     /// Calls run concurrently, also those of one session: independent steps may run at the same
-    /// time. A failure ends the run and cancels steps that have not begun.
+    /// time. A failure ends the run and cancels steps that have not begun. Copies between two
+    /// sessions are [sends](Session::send): they go from server to server where these allow it.
+    ///
+    /// Steps of one session that follow from each other do not wait for each other at the client,
+    /// if the session keeps results ([`Pipe`](crate::Pipe)) and has the function `rpc.echo`, as
+    /// `rpc-server` does: after the look-up of its functions, such a chain takes one round trip. An
+    /// input of more than a MiB, a call of more than 8 results, and a tensor that steps on several
+    /// branches need, are waited for.
     ///
     /// # Errors
     ///
@@ -83,6 +110,19 @@ impl Plan {
         sessions: &'a [(&'a str, Session)],
         inputs: Vec<(&'a str, InputData)>,
     ) -> ScopedAction<'a, BTreeMap<String, RemoteTensor>> {
+        ScopedAction::steps(async move |options| Ok(run(self, sessions, inputs, options).await?.outputs))
+    }
+
+    /// Runs the plan like [`run`](Self::run), and reports the route of each copy.
+    ///
+    /// # Errors
+    ///
+    /// As there.
+    pub fn run_reported<'a>(
+        &'a self,
+        sessions: &'a [(&'a str, Session)],
+        inputs: Vec<(&'a str, InputData)>,
+    ) -> ScopedAction<'a, RunReport> {
         ScopedAction::steps(move |options| run(self, sessions, inputs, options))
     }
 }
@@ -94,63 +134,186 @@ async fn run<'a>(
     sessions: &'a [(&'a str, Session)],
     inputs: Vec<(&'a str, InputData)>,
     options: Options<'a>,
-) -> Result<BTreeMap<String, RemoteTensor>> {
+) -> Result<RunReport> {
     let inputs = named_inputs(plan, inputs)?;
-    let lanes = LANES_TAKEN.fetch_add(u32::try_from(plan.tensors.len()).unwrap_or(u32::MAX), Ordering::Relaxed);
+    let lanes = LANES_TAKEN.fetch_add(u32::try_from(plan.planned.len()).unwrap_or(u32::MAX), Ordering::Relaxed);
     let sessions = used_sessions(plan, sessions)?;
-    let runner = Runner { plan, functions: BTreeMap::new(), sessions, inputs, lanes, options };
-    let runner = Runner { functions: runner.find_functions().await?, ..runner };
-    let mut tensors: Vec<Option<RemoteTensor>> = vec![None; plan.tensors.len()];
-    // Outputs are needed to the end.
-    let mut uses = vec![0_usize; plan.tensors.len()];
-    plan.planned.iter().flat_map(needed).chain(plan.outputs.iter().copied()).for_each(|slot| uses[slot] += 1);
+    let (functions, confirm, options) = (BTreeMap::new(), BTreeMap::new(), options.without_progress());
+    let runner = Runner { plan, functions, confirm, sessions, inputs, lanes, options };
+    let (functions, confirm) = runner.find_functions().await?;
+    let runner = Runner { functions, confirm, ..runner };
+    let schedule = Schedule::new(plan, |step| runner.is_pipelined(step));
+    let mut progress = Progress::new(&runner, &schedule);
     let mut waiting: Vec<usize> = (0..plan.planned.len()).collect();
-    let mut running: Vec<(usize, Running<'_, Vec<RemoteTensor>>)> = Vec::new();
+    // In the order in which the steps began, so that the first failure on a lane is found first.
+    let mut running: Vec<(usize, Running<'_, Made>)> = Vec::new();
+    let mut routes = BTreeMap::new();
     loop {
-        waiting.retain(|step| {
-            let needed = needed(&plan.planned[*step]).map(|slot| tensors[slot].clone());
-            let Some(needed) = needed.collect::<Option<Vec<_>>>() else { return true };
-            running.push((*step, Box::pin(runner.step(*step, needed))));
-            false
+        waiting.retain(|step| match progress.begin(*step, running.is_empty()) {
+            Some(begun) => {
+                running.push((*step, begun));
+                false
+            }
+            None => true,
         });
         if running.is_empty() {
             break;
         }
         let (at, made) = first_of(&mut running).await;
-        let (step, _) = running.swap_remove(at);
-        let made = made
+        let (step, _) = running.remove(at);
+        let mut made = made
             .map_err(|error| error.context(plan.steps().nth(step).map_or_else(String::new, |step| step.to_string())))?;
-        made_by(&plan.planned[step])
-            .zip(made)
-            .for_each(|(slot, tensor)| tensors[slot] = (uses[slot] > 0).then_some(tensor));
-        for slot in needed(&plan.planned[step]) {
-            uses[slot] -= 1;
-            if uses[slot] == 0 {
-                tensors[slot] = None;
+        routes.extend(made.route.take().map(|route| (step, route)));
+        progress.end(step, made);
+    }
+    let Progress { tensors, frees, .. } = progress;
+    for free in frees {
+        // What could not be freed goes with its reference.
+        let _ = free.await;
+    }
+    let outputs = plan.output_names().map(|(name, slot)| Some((name.to_owned(), tensors[slot].elsewhere.clone()?)));
+    let outputs = outputs.collect::<Option<_>>();
+    let outputs = outputs.ok_or_else(|| RpcError::internal("a plan ended without its outputs"))?;
+    let copies = plan.steps().enumerate();
+    let copies = copies.filter_map(|(at, step)| routes.remove(&at).map(|route| CopyReport { step, route }));
+    Ok(RunReport { outputs, copies: copies.collect() })
+}
+
+/// The tensors of a run, as far as its steps have come.
+struct Progress<'a> {
+    runner: &'a Runner<'a>,
+    schedule: &'a Schedule,
+    tensors: Vec<TensorState>,
+    /// Shares of the sessions in what is pipelined, by their names.
+    loads: BTreeMap<&'a str, Load>,
+    /// Requests that free tensors of lanes.
+    frees: Vec<Pending<()>>,
+}
+
+/// What a session has to do and to keep for steps that are pipelined.
+#[derive(Default)]
+struct Load {
+    steps: usize,
+    tensors: usize,
+}
+
+/// A tensor of a run.
+struct TensorState {
+    /// The tensor for steps that follow on its lane, once its own step is submitted, and until the
+    /// last of them is.
+    on_lane: Option<RemoteTensor>,
+    /// The tensor for all other steps, once its own has ended, and until the last of them has.
+    elsewhere: Option<RemoteTensor>,
+    /// Uses to come. Those as an output last to the end.
+    uses: Uses,
+}
+
+impl<'a> Progress<'a> {
+    fn new(runner: &'a Runner<'a>, schedule: &'a Schedule) -> Self {
+        let state = |slot| TensorState { on_lane: None, elsewhere: None, uses: schedule.uses(slot) };
+        let tensors = (0..runner.plan.tensors.len()).map(state).collect();
+        Self { runner, schedule, tensors, loads: BTreeMap::new(), frees: Vec::new() }
+    }
+
+    /// Begins a step, if all that it needs is there, and its session has not too much to do. A run
+    /// that is idle does not wait for the latter.
+    fn begin(&mut self, step: usize, is_idle: bool) -> Option<Running<'a, Made>> {
+        let planned = &self.runner.plan.planned[step];
+        let given = |slot: TensorIndex| match self.schedule.follows(step, slot) {
+            true => self.tensors[slot].on_lane.clone(),
+            false => self.tensors[slot].elsewhere.clone(),
+        };
+        let given = needed(planned).map(given).collect::<Option<Vec<_>>>()?;
+        let Some(lane) = self.schedule.lane(step) else {
+            return Some(Box::pin(self.runner.step(step, given)));
+        };
+        let name = self.runner.session_of(step);
+        let load = self.loads.entry(name).or_default();
+        if !is_idle && (load.steps >= MAX_STEPS || load.tensors >= MAX_KEPT) {
+            return None;
+        }
+        load.steps += 1;
+        let lane = self.runner.step_lane(name, lane);
+        Some(match self.submit(step, given, lane) {
+            Ok(made) => made,
+            Err(error) => Box::pin(async { Err(error) }),
+        })
+    }
+
+    /// Submits a step that is pipelined.
+    fn submit(
+        &mut self,
+        step: usize,
+        given: Vec<RemoteTensor>,
+        lane: Option<StepLane<'a>>,
+    ) -> Result<Running<'a, Made>> {
+        let planned = &self.runner.plan.planned[step];
+        let lane = lane.ok_or_else(|| RpcError::internal("a step was pipelined on a session that keeps no results"))?;
+        let Submitted { ended, results, frees } =
+            self.runner.submit(planned, &given, &lane, |slot| self.schedule.uses(slot))?;
+        self.frees.extend(frees);
+        let load = self.loads.entry(self.runner.session_of(step)).or_default();
+        let mut elsewhere = Vec::with_capacity(results.len());
+        for (slot, result) in made_by(planned).zip(results) {
+            load.tensors += usize::from(result.on_lane.is_some());
+            self.tensors[slot].on_lane = result.on_lane;
+            elsewhere.push(result.elsewhere);
+        }
+        drop(given);
+        for slot in needed(planned).filter(|slot| self.schedule.follows(step, *slot)) {
+            let state = &mut self.tensors[slot];
+            state.uses.on_lane -= 1;
+            if state.uses.on_lane == 0 {
+                load.tensors -= usize::from(state.on_lane.is_some());
+                self.frees.extend(state.on_lane.take().map(|tensor| lane.free(tensor)));
+            }
+        }
+        let route = matches!(planned, PlannedStep::Copy { .. }).then_some(SendRoute::SameSession);
+        Ok(Box::pin(async move {
+            ended.await?;
+            let mut tensors = Vec::with_capacity(elsewhere.len());
+            for pending in elsewhere {
+                tensors.push(match pending {
+                    Some(tensor) => Some(tensor.await?),
+                    None => None,
+                });
+            }
+            Ok(Made { tensors, route })
+        }))
+    }
+
+    /// Records what a step has made, and lets go of what it was the last to use.
+    fn end(&mut self, step: usize, made: Made) {
+        let planned = &self.runner.plan.planned[step];
+        if self.schedule.lane(step).is_some() {
+            self.loads.entry(self.runner.session_of(step)).or_default().steps -= 1;
+        }
+        for (slot, tensor) in made_by(planned).zip(made.tensors) {
+            let state = &mut self.tensors[slot];
+            state.elsewhere = tensor.filter(|_| state.uses.elsewhere > 0);
+        }
+        for slot in needed(planned).filter(|slot| !self.schedule.follows(step, *slot)) {
+            let state = &mut self.tensors[slot];
+            state.uses.elsewhere -= 1;
+            if state.uses.elsewhere == 0 {
+                state.elsewhere = None;
             }
         }
     }
-    let outputs = plan.output_names().map(|(name, slot)| Some((name.to_owned(), tensors[slot].clone()?)));
-    outputs.collect::<Option<_>>().ok_or_else(|| RpcError::internal("a plan ended without its outputs"))
 }
 
-/// Returns the tensors that a step needs.
-fn needed(step: &PlannedStep) -> impl Iterator<Item = TensorIndex> {
-    let slots = match step {
-        PlannedStep::Input { .. } => &[][..],
-        PlannedStep::Copy { from, .. } => std::slice::from_ref(from),
-        PlannedStep::Call { tensors, .. } => tensors,
-    };
-    slots.iter().copied()
+/// What a step has made.
+struct Made {
+    /// The tensors; `None` for one that only later steps of the same lane use.
+    tensors: Vec<Option<RemoteTensor>>,
+    /// Route of a copy.
+    route: Option<SendRoute>,
 }
 
-/// Returns the tensors that a step makes.
-fn made_by(step: &PlannedStep) -> impl Iterator<Item = TensorIndex> {
-    let slots = match step {
-        PlannedStep::Input { to, .. } | PlannedStep::Copy { to, .. } => std::slice::from_ref(to),
-        PlannedStep::Call { results, .. } => results,
-    };
-    slots.iter().copied()
+impl From<Vec<RemoteTensor>> for Made {
+    fn from(tensors: Vec<RemoteTensor>) -> Self {
+        Self { tensors: tensors.into_iter().map(Some).collect(), route: None }
+    }
 }
 
 /// Waits until one of several futures has completed. Returns its position and result.
@@ -206,49 +369,139 @@ fn used_sessions<'a>(plan: &Plan, given: &'a [(&str, Session)]) -> Result<BTreeM
     used.map(|location| Ok((location.session.clone(), session(&location.session)?))).collect()
 }
 
+/// Functions by session and name.
+type Functions = BTreeMap<(String, String), RemoteFunction>;
+
 struct Runner<'a> {
     plan: &'a Plan,
     sessions: BTreeMap<String, &'a Session>,
-    /// Functions by session and name.
-    functions: BTreeMap<(String, String), RemoteFunction>,
+    functions: Functions,
+    /// The function [`CONFIRM`], by session: of those that pipeline steps.
+    confirm: BTreeMap<String, RemoteFunction>,
     inputs: Vec<InputData>,
     /// First lane of this run, relative to `FIRST_LANE`.
     lanes: u32,
     /// Options of the run. Its steps take their lanes from the plan.
-    options: Options<'a>,
+    options: Options<'static>,
 }
 
 impl Runner<'_> {
-    async fn find_functions(&self) -> Result<BTreeMap<(String, String), RemoteFunction>> {
+    /// Finds the functions that the plan calls, and [`CONFIRM`].
+    async fn find_functions(&self) -> Result<(Functions, BTreeMap<String, RemoteFunction>)> {
+        let find = |session: &Session, name| self.options.limit(session.get_function(name).concurrent()).start();
         let mut pending = BTreeMap::new();
         for step in &self.plan.planned {
             if let PlannedStep::Call { call, location, .. } = step {
                 let name = &self.plan.graph.calls[call.0].function;
                 let session = self.sessions[&location.session];
-                let find = || self.options.limit(session.get_function(name).concurrent()).start();
-                pending.entry((location.session.clone(), name.clone())).or_insert_with(find);
+                let key = (location.session.clone(), name.clone());
+                pending.entry(key).or_insert_with(|| find(session, name));
             }
         }
+        let keeping = self.sessions.iter().filter(|(_, session)| session.shared().keeps_results());
+        let confirming: Vec<_> = keeping.map(|(name, session)| (name.clone(), find(session, CONFIRM))).collect();
         let mut functions = BTreeMap::new();
         for (key, function) in pending {
             let function = function.await.map_err(|error| error.context(format!("session '{}'", key.0)))?;
             functions.insert(key, function);
         }
-        Ok(functions)
+        let mut confirm = BTreeMap::new();
+        for (name, function) in confirming {
+            // A session without it, or whose policy withholds it, runs one step after the other.
+            confirm.extend(function.await.ok().map(|function| (name, function)));
+        }
+        Ok((functions, confirm))
     }
 
-    /// Runs a step with the tensors that it needs, and returns those that it makes.
-    async fn step(&self, step: usize, needed: Vec<RemoteTensor>) -> Result<Vec<RemoteTensor>> {
+    /// Returns true if a step is a single request to one session that can be submitted before the
+    /// steps have ended that it depends on.
+    fn is_pipelined(&self, step: usize) -> bool {
+        let bytes = |value| match value {
+            ValueId::Input(InputId(input)) => match &self.inputs[input] {
+                InputData::Bytes(bytes) => Some(bytes),
+                _ => None,
+            },
+            ValueId::Result(..) => None,
+        };
+        let tensors = &self.plan.tensors;
+        let fits = match &self.plan.planned[step] {
+            PlannedStep::Input { input, .. } => bytes((*input).into()).is_some_and(|bytes| bytes.len() <= CHUNK),
+            PlannedStep::Copy { from, to } => {
+                let is_within = tensors[*from].location.session == tensors[*to].location.session;
+                is_within && bytes(tensors[*to].value).is_none()
+            }
+            PlannedStep::Call { results, .. } => results.len() <= MAX_RESULTS,
+        };
+        fits && self.confirm.contains_key(self.session_of(step))
+    }
+
+    /// Returns the name of the session where a step runs.
+    fn session_of(&self, step: usize) -> &str {
         match &self.plan.planned[step] {
-            PlannedStep::Input { input, to } => Ok(vec![self.input(*input, *to).await?]),
-            PlannedStep::Copy { to, .. } => Ok(vec![self.copy(&needed, *to).await?]),
-            PlannedStep::Call { call, location, results, .. } => self.call(*call, location, needed, results).await,
+            PlannedStep::Input { to, .. } | PlannedStep::Copy { to, .. } => &self.plan.tensors[*to].location.session,
+            PlannedStep::Call { location, .. } => &location.session,
         }
     }
 
-    async fn input(&self, input: InputId, to: TensorIndex) -> Result<RemoteTensor> {
+    /// Returns a lane for pipelined steps of a session.
+    fn step_lane<'b>(&'b self, session: &str, lane: usize) -> Option<StepLane<'b>> {
+        let confirm = self.confirm.get(session)?;
+        let (session, lane, options) = (self.sessions[session], self.lane_of(lane), &self.options);
+        Some(StepLane { session, confirm, lane, options })
+    }
+
+    /// Submits a step with the tensors that it needs.
+    fn submit(
+        &self,
+        step: &PlannedStep,
+        given: &[RemoteTensor],
+        lane: &StepLane<'_>,
+        uses: impl Fn(TensorIndex) -> Uses,
+    ) -> Result<Submitted> {
+        let allocate = |slot: &TensorIndex| Ok((lane.allocate(&self.plan.tensors[*slot])?, uses(*slot)));
+        match step {
+            PlannedStep::Input { input, to } => {
+                let InputData::Bytes(bytes) = &self.inputs[input.0] else {
+                    return Err(RpcError::internal("a tensor that was given has no bytes"));
+                };
+                self.check_size(bytes, *to)?;
+                let to = allocate(to)?;
+                let write = lane.write(&to.0.tensor, bytes.clone());
+                lane.submit(write, vec![to], |()| ())
+            }
+            PlannedStep::Copy { to, .. } => {
+                let [from] = given else { return Err(RpcError::internal("a copy has no source")) };
+                let to = allocate(to)?;
+                let copy = lane.session.copy_among_remote(from, &to.0.tensor);
+                lane.submit(copy, vec![to], |()| ())
+            }
+            PlannedStep::Call { call, location, results, .. } => {
+                let results = results.iter().map(allocate).collect::<Result<Vec<_>>>()?;
+                let made: Vec<_> = results.iter().map(|(fresh, _)| fresh.tensor.clone()).collect();
+                let request = self.request(*call, location, given, &made);
+                // The results are freed by their last use.
+                drop(made);
+                let session = lane.session.clone();
+                lane.submit(request, results, move |returned: Value| session.release(&returned))
+            }
+        }
+    }
+
+    /// Runs a step with the tensors that it needs, and returns those that it makes.
+    async fn step(&self, step: usize, needed: Vec<RemoteTensor>) -> Result<Made> {
+        let lane = self.lane_of(step);
+        match &self.plan.planned[step] {
+            PlannedStep::Input { input, to } => Ok(vec![self.input(*input, *to, lane).await?].into()),
+            PlannedStep::Copy { to, .. } => self.copy(&needed, *to, lane).await,
+            PlannedStep::Call { call, location, results, .. } => {
+                Ok(self.call(*call, location, needed, results).await?.into())
+            }
+        }
+    }
+
+    async fn input(&self, input: InputId, to: TensorIndex, lane: Lane) -> Result<RemoteTensor> {
         match &self.inputs[input.0] {
-            InputData::Bytes(bytes) => self.written(bytes, to).await,
+            InputData::Bytes(bytes) => self.written(bytes, to, lane).await,
             InputData::Tensor(given) => self.given(given, GLOBAL, to),
             InputData::TensorInScope { tensor, memory_scope } => self.given(tensor, memory_scope, to),
         }
@@ -276,24 +529,31 @@ impl Runner<'_> {
     }
 
     /// Allocates a tensor and writes these bytes to it.
-    async fn written(&self, bytes: &Bytes, to: TensorIndex) -> Result<RemoteTensor> {
+    async fn written(&self, bytes: &Bytes, to: TensorIndex, lane: Lane) -> Result<RemoteTensor> {
+        self.check_size(bytes, to)?;
         let tensor = &self.plan.tensors[to];
-        let wanted = dense_size(&tensor.layout.shape, tensor.layout.dtype)?;
+        let fresh = self.fresh(tensor).await?;
+        let write = self.sessions[&tensor.location.session].copy_to_remote(&fresh, bytes.clone());
+        self.options.limit(write.lane(lane)).await?;
+        Ok(fresh)
+    }
+
+    /// Checks that these are all bytes of a tensor.
+    fn check_size(&self, bytes: &Bytes, to: TensorIndex) -> Result<()> {
+        let layout = &self.plan.tensors[to].layout;
+        let wanted = dense_size(&layout.shape, layout.dtype)?;
         if bytes.len() as u64 != wanted {
             return Err(RpcError::invalid_argument(format!(
                 "{wanted} bytes are needed, but {} were given",
                 bytes.len()
             )));
         }
-        let fresh = self.fresh(tensor).await?;
-        let write = self.sessions[&tensor.location.session].copy_to_remote(&fresh, bytes.clone());
-        self.options.limit(write.lane(self.lane_of(to))).await?;
-        Ok(fresh)
+        Ok(())
     }
 
-    /// Returns the lane of the copy that makes this tensor.
-    fn lane_of(&self, slot: TensorIndex) -> Lane {
-        let taken = self.lanes.wrapping_add(slot as u32);
+    /// Returns the lane of this run with this number. Each step has one of its own.
+    fn lane_of(&self, step: usize) -> Lane {
+        let taken = self.lanes.wrapping_add(step as u32);
         Lane(FIRST_LANE + taken % (Lane::CONCURRENT.0 - FIRST_LANE))
     }
 
@@ -304,23 +564,27 @@ impl Runner<'_> {
         self.options.limit(alloc.concurrent()).await
     }
 
-    async fn copy(&self, from: &[RemoteTensor], slot: TensorIndex) -> Result<RemoteTensor> {
+    async fn copy(&self, from: &[RemoteTensor], slot: TensorIndex, lane: Lane) -> Result<Made> {
         let tensor = &self.plan.tensors[slot];
         // Bytes that this process sent need not be fetched again.
         if let ValueId::Input(input) = tensor.value
             && let InputData::Bytes(bytes) = &self.inputs[input.0]
         {
-            return self.written(bytes, slot).await;
+            let reason = "it has the bytes of this input".to_owned();
+            let route = Some(SendRoute::ThroughClient { reason });
+            return Ok(Made { tensors: vec![Some(self.written(bytes, slot, lane).await?)], route });
         }
         let [from] = from else { return Err(RpcError::internal("a copy has no source")) };
         let to = self.fresh(tensor).await?;
         let session = self.sessions[&tensor.location.session];
-        if from.reference_in(session.shared()).is_ok() {
+        let route = if from.reference_in(session.shared()).is_ok() {
             self.options.limit(session.copy_among_remote(from, &to).concurrent()).await?;
+            SendRoute::SameSession
         } else {
-            self.copy_between(from, &to, self.lane_of(slot)).await?;
-        }
-        Ok(to)
+            let send = from.session().send(from, session, &to);
+            self.options.limit(send.lane(lane)).await?
+        };
+        Ok(Made { tensors: vec![Some(to)], route: Some(route) })
     }
 
     async fn call(
@@ -330,40 +594,27 @@ impl Runner<'_> {
         tensors: Vec<RemoteTensor>,
         results: &[TensorIndex],
     ) -> Result<Vec<RemoteTensor>> {
-        let what = &self.plan.graph.calls[call.0];
         let mut made = Vec::with_capacity(results.len());
         for slot in results {
             made.push(self.fresh(&self.plan.tensors[*slot]).await?);
         }
-        let function = &self.functions[&(location.session.clone(), what.function.clone())];
-        let arguments = Arguments { arguments: &what.arguments, tensors: &tensors, results: &made };
-        let returned = self.options.limit(function.call::<Value>(arguments).concurrent()).await?;
-        function.session().release(&returned);
+        let request = self.request(call, location, &tensors, &made);
+        let returned = self.options.limit(request.concurrent()).await?;
+        self.sessions[&location.session].release(&returned);
         Ok(made)
     }
 
-    /// Copies from one session to another, through this process: a piece is read while the previous
-    /// one is written.
-    async fn copy_between(&self, from: &RemoteTensor, to: &RemoteTensor, lane: Lane) -> Result<()> {
-        let (source, target, len) = (from.session(), to.session(), from.size_bytes());
-        let read = |at: u64| {
-            let read = source.copy_range_from_remote(from, at..len.min(at + PIECE));
-            self.options.limit(read.lane(lane))
-        };
-        let mut at = 0;
-        let mut piece = if len > 0 { read(0).await? } else { BytesMut::new() };
-        while at < len {
-            let next = at + piece.len() as u64;
-            let write = self.options.limit(target.copy_to_remote_at(to, at, piece.freeze()).lane(lane));
-            if next < len {
-                piece = both(write, read(next)).await?;
-            } else {
-                write.await?;
-                break;
-            }
-            at = next;
-        }
-        Ok(())
+    /// Returns the request that calls a function with these tensors.
+    fn request(
+        &self,
+        call: CallId,
+        location: &Location,
+        tensors: &[RemoteTensor],
+        results: &[RemoteTensor],
+    ) -> Action<Value> {
+        let call = &self.plan.graph.calls[call.0];
+        let function = &self.functions[&(location.session.clone(), call.function.clone())];
+        function.call(Arguments { arguments: &call.arguments, tensors, results })
     }
 }
 
@@ -390,31 +641,4 @@ impl IntoArgs for Arguments<'_> {
         }
         Ok(arguments)
     }
-}
-
-/// Waits for both futures and returns the result of the second.
-async fn both<T>(
-    first: impl IntoFuture<Output = Result<()>>,
-    second: impl IntoFuture<Output = Result<T>>,
-) -> Result<T> {
-    let (mut first, mut second) = (pin!(first.into_future()), pin!(second.into_future()));
-    let (mut is_done, mut given) = (false, None);
-    poll_fn(|cx| {
-        if !is_done && let Poll::Ready(outcome) = first.as_mut().poll(cx) {
-            is_done = true;
-            if let Err(error) = outcome {
-                return Poll::Ready(Err(error));
-            }
-        }
-        if given.is_none()
-            && let Poll::Ready(outcome) = second.as_mut().poll(cx)
-        {
-            match outcome {
-                Ok(value) => given = Some(value),
-                Err(error) => return Poll::Ready(Err(error)),
-            }
-        }
-        if is_done && let Some(value) = given.take() { Poll::Ready(Ok(value)) } else { Poll::Pending }
-    })
-    .await
 }

@@ -1,16 +1,18 @@
 //! Unit tests of placing call graphs on sessions.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Barrier};
+use std::sync::{Arc, Barrier, Condvar, Mutex};
+use std::time::Duration;
 
 use proptest::prelude::*;
 
 use super::*;
 use crate::device::{DeviceApi, DeviceAttribute, Devices};
+use crate::function::Rest;
 use crate::tensor::{TensorView, TensorViewMut};
 use crate::{
-    DataType, Device, DeviceDescription, DeviceType, ErrorKind, LocalSession, Registry, Result, RpcError, Session,
-    Value, VirtualDevice, dlpack,
+    DataType, Device, DeviceDescription, DeviceType, ErrorKind, LocalSession, LocalValue, Operation, Registry, Request,
+    Result, RpcError, RpcSession, Session, Submission, Value, VirtualDevice, dlpack,
 };
 
 const F32: DataType = DataType::F32;
@@ -438,8 +440,19 @@ impl DeviceApi for Fake {
     }
 }
 
-/// A session with the functions of the tests, one device of another kind, and a count of the calls.
+/// Adds the function by which a session lets steps follow each other, as `rpc-server` has it.
+fn add_echo(registry: &Registry) {
+    registry.add_inline("rpc.echo", |value: LocalValue, _: Rest| value);
+}
+
+/// A session like that of `plain_session`, which lets steps follow each other.
 fn session(registry: Registry) -> (Session, Arc<AtomicUsize>) {
+    add_echo(&registry);
+    plain_session(registry)
+}
+
+/// A session with the functions of the tests, one device of another kind, and a count of the calls.
+fn plain_session(registry: Registry) -> (Session, Arc<AtomicUsize>) {
     let calls = Arc::new(AtomicUsize::new(0));
     let count = calls.clone();
     registry.add("add", move |a: TensorView, b: TensorView, by: f32, mut y: TensorViewMut| -> Result<()> {
@@ -537,6 +550,7 @@ fn summing_session(with_cuda: bool) -> Session {
     registry.add("f3", |a: TensorView, b: TensorView, c: TensorView, y: TensorViewMut| sum(&[a, b, c], y));
     let mut devices = Devices::new();
     if with_cuda {
+        add_echo(&registry);
         devices = devices.with(Arc::new(Fake(DeviceType::CUDA, "cuda -arch=sm_90")));
     }
     Session::new(LocalSession::builder(registry).devices(devices).build())
@@ -636,7 +650,12 @@ fn tensors_are_freed_after_their_last_use() {
 
 #[test]
 fn a_failed_call_is_named_and_ends_the_run() {
-    let (only, calls) = session(Registry::new());
+    for (only, calls) in [session(Registry::new()), plain_session(Registry::new())] {
+        a_failed_call_ends_a_run_on(only, &calls);
+    }
+}
+
+fn a_failed_call_ends_a_run_on(only: Session, calls: &AtomicUsize) {
     let sessions = [("only", only)];
     let mut graph = CallGraph::new();
     let x = graph.input("x", F32, &[2]);
@@ -651,6 +670,85 @@ fn a_failed_call_is_named_and_ends_the_run() {
         "{error}"
     );
     assert_eq!(calls.load(Ordering::Relaxed), 0);
+}
+
+/// Session that counts the calls that have come to it.
+struct Counted {
+    inner: LocalSession,
+    arrived: Arc<Arrivals>,
+}
+
+#[derive(Default)]
+struct Arrivals(Mutex<usize>, Condvar);
+
+impl RpcSession for Counted {
+    fn submit(&self, request: Request) -> Submission {
+        let is_call = matches!(request.operation, Operation::Call { .. });
+        let submission = self.inner.submit(request);
+        *self.arrived.0.lock().unwrap() += usize::from(is_call);
+        self.arrived.1.notify_all();
+        submission
+    }
+
+    fn inner(&self) -> Option<&dyn RpcSession> {
+        Some(&self.inner)
+    }
+}
+
+#[test]
+fn a_chain_on_one_session_is_on_its_way_before_its_first_step_has_ended() {
+    const STEPS: usize = 6;
+    let (registry, arrived) = (Registry::new(), Arc::<Arrivals>::default());
+    add_echo(&registry);
+    let all = arrived.clone();
+    // The steps, and as many confirmations: of the input, and of all steps but the last.
+    registry.add("step", move |x: TensorView, mut y: TensorViewMut| -> Result<()> {
+        let Arrivals(count, changed) = &*all;
+        let wait = changed.wait_timeout_while(count.lock().unwrap(), Duration::from_secs(20), |n| *n < 2 * STEPS);
+        if wait.unwrap().1.timed_out() {
+            return Err(RpcError::new(ErrorKind::Application, "later steps wait for this one"));
+        }
+        y.as_mut_slice::<f32>()?.iter_mut().zip(x.as_slice::<f32>()?).for_each(|(y, x)| *y = 2.0 * x);
+        Ok(())
+    });
+    let counted = Counted { inner: LocalSession::new(registry), arrived: arrived.clone() };
+    let sessions = [("only", Session::new(counted))];
+    let mut graph = CallGraph::new();
+    let mut last: ValueId = graph.input("x", F32, &[2]).into();
+    for _ in 0..STEPS {
+        last = call(&mut graph, "step", &[last]).result(0);
+    }
+    graph.output("y", last);
+    let plan = graph.plan(&both_sites(&sessions)).unwrap();
+    let outputs = plan.run(&sessions, vec![("x", dlpack::to_bytes(&[1.0_f32, 3.0]).into())]).wait().unwrap();
+    assert_eq!(downloaded(&outputs["y"]), [64.0, 192.0]);
+    assert_eq!(*arrived.0.lock().unwrap(), 2 * STEPS);
+}
+
+#[test]
+fn a_session_keeps_a_limited_number_of_tensors_for_steps_to_come() {
+    const INPUTS: usize = 2 * super::pipeline::MAX_KEPT;
+    let limits = crate::SessionLimits { max_handles: 4 * super::pipeline::MAX_KEPT, ..Default::default() };
+    let registry = Registry::new();
+    add_echo(&registry);
+    registry.add("sum", |a: TensorView, b: TensorView, mut y: TensorViewMut| -> Result<()> {
+        y.as_mut_slice::<f32>()?[0] = a.as_slice::<f32>()?[0] + b.as_slice::<f32>()?[0];
+        Ok(())
+    });
+    let local = LocalSession::builder(registry).limits(limits).build();
+    let sessions = [("only", Session::new(local))];
+    let mut graph = CallGraph::new();
+    let names: Vec<_> = (0..INPUTS).map(|at| at.to_string()).collect();
+    let inputs: Vec<_> = names.iter().map(|name| graph.input(name, F32, &[1])).collect();
+    let mut sum: ValueId = inputs[0].into();
+    for input in &inputs[1..] {
+        sum = graph.call("sum", vec![sum.into(), (*input).into()], &[(F32, &[1])]).result(0);
+    }
+    graph.output("sum", sum);
+    let plan = graph.plan(&both_sites(&sessions)).unwrap();
+    let given = names.iter().map(|name| (&**name, dlpack::to_bytes(&[1.0_f32]).into())).collect();
+    let outputs = plan.run(&sessions, given).wait().unwrap();
+    assert_eq!(downloaded(&outputs["sum"]), [INPUTS as f32]);
 }
 
 #[test]
