@@ -5,7 +5,8 @@ use std::io::{Read as _, Write as _};
 use std::path::{Path, PathBuf};
 
 use clap::Args;
-use rpc_core::placement::{Argument, CallGraph, CallId, Constraint, Edge, InputData, Plan, Site, ValueId};
+use rpc_core::client::SendRoute;
+use rpc_core::placement::{Argument, CallGraph, CallId, Constraint, CopyReport, Edge, InputData, Plan, Site, ValueId};
 use rpc_core::{DataType, RpcError, Session, Value, VirtualDevice};
 use serde::Deserialize;
 use serde_json::json;
@@ -310,7 +311,9 @@ async fn run(
 ) -> Result<(), Failure> {
     let names = file.input.iter().map(|input| input.name.as_str());
     let inputs = names.zip(inputs).map(|(name, input)| Ok((name, input.read()?)));
-    let outputs = plan.run(sessions, inputs.collect::<Result<_, Failure>>()?).await?;
+    let report = plan.run_reported(sessions, inputs.collect::<Result<_, Failure>>()?).await?;
+    let (outputs, copies) = (report.outputs, report.copies);
+    copies.iter().for_each(|CopyReport { step, route, .. }| output.note(&format!("{step}: {route}")));
     for entry in &file.output {
         let (path, name) = (folder.join(&entry.file), entry.file.to_string_lossy());
         let Some(tensor) = outputs.get(&*name) else { continue };
@@ -322,7 +325,23 @@ async fn run(
         new.persist()?;
     }
     output.note(&format!("{} written", counted(file.output.len() as u64, "file")));
+    if output.is_json() {
+        let files: Vec<_> = file.output.iter().map(|entry| entry.file.to_string_lossy()).collect();
+        let copies: Vec<_> = copies.iter().map(copy_document).collect();
+        output.json(&json!({ "copies": copies, "files": files }))?;
+    }
     Ok(())
+}
+
+/// Returns a copy and its route as data.
+fn copy_document(copy: &CopyReport) -> serde_json::Value {
+    let (route, address, reason) = match &copy.route {
+        SendRoute::Direct { address } => ("direct", Some(address), None),
+        SendRoute::ThroughClient { reason } => ("client", None, Some(reason)),
+        SendRoute::SameSession => ("session", None, None),
+        _ => ("other", None, None),
+    };
+    json!({ "step": copy.step.to_string(), "route": route, "address": address, "reason": reason })
 }
 
 #[cfg(test)]

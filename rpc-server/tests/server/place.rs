@@ -4,13 +4,14 @@ use std::fs;
 use std::path::Path;
 
 use rpc_core::{Registry, Result, TensorView, TensorViewMut};
-use rpc_server::config::ServeConfig;
+use rpc_server::config::{Isolate, ServeConfig};
 use rpc_server::{RpcServer, Running};
+use serde_json::json;
 use tokio::runtime::Runtime;
 
 use crate::cli::cli;
 
-fn start(runtime: &Runtime, folder: &Path, name: &str, by: f32) -> Running {
+fn start(runtime: &Runtime, folder: &Path, name: &str, by: f32, allow_peer: &[&str]) -> Running {
     let registry = Registry::new();
     registry.add("add", move |x: TensorView, y: i64, mut out: TensorViewMut| -> Result<()> {
         let x = x.as_slice::<f32>()?;
@@ -20,6 +21,8 @@ fn start(runtime: &Runtime, folder: &Path, name: &str, by: f32) -> Running {
     let config = ServeConfig {
         listen: vec!["tcp://127.0.0.1:0".parse().unwrap()],
         workdir: folder.join(name),
+        isolate: Isolate::None,
+        allow_peer: allow_peer.iter().map(|pattern| (*pattern).to_owned()).collect(),
         ..ServeConfig::default()
     };
     runtime.block_on(RpcServer::new(registry).config(config).start()).unwrap()
@@ -35,11 +38,13 @@ fn npy(values: &[f32]) -> Vec<u8> {
 #[test]
 fn a_graph_is_planned_and_run_over_two_servers() {
     let (runtime, folder) = (Runtime::new().unwrap(), tempfile::tempdir().unwrap());
-    let servers = [("near", 1.0), ("far", 10.0)].map(|(name, by)| start(&runtime, folder.path(), name, by));
+    let everywhere: &[&str] = &["tcp://127.0.0.1:*"];
+    let servers = [("near", 1.0, everywhere), ("far", 10.0, &[])]
+        .map(|(name, by, allow_peer)| start(&runtime, folder.path(), name, by, allow_peer));
     let [near, far] = servers.each_ref().map(|server| server.addresses()[0].to_string());
     let path = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
     fs::write(path("x.npy"), npy(&[1.0, 2.0])).unwrap();
-    let graph = |scope: &str| {
+    let graph_over = |near: &str, far: &str, scope: &str| {
         format!(
             "[[session]]\nname = 'near'\naddress = '{near}'\n[[session]]\nname = 'far'\naddress = '{far}'\n\
              [[input]]\nname = 'x'\nfile = 'x.npy'\n\
@@ -50,6 +55,7 @@ fn a_graph_is_planned_and_run_over_two_servers() {
              [[output]]\nof = 'b'\nfile = 'b.npy'\n[[output]]\nof = 'a'\nfile = 'a.npy'\n"
         )
     };
+    let graph = |scope: &str| graph_over(&near, &far, scope);
     fs::write(path("graph.toml"), graph("")).unwrap();
 
     let planned = cli(&["place", &path("graph.toml"), "--plan"]).ok();
@@ -74,6 +80,18 @@ fn a_graph_is_planned_and_run_over_two_servers() {
     assert!(ran.stderr.contains("call #1 'add' on far") && ran.stderr.contains("2 files written"), "{ran:?}");
     assert_eq!(fs::read(path("a.npy")).unwrap(), npy(&[3.0, 4.0]));
     assert_eq!(fs::read(path("b.npy")).unwrap(), npy(&[33.0, 34.0]));
+    // The copy has gone from the one server to the other, and says so.
+    let copy = "copy result #0 of call #0 'add' from near cpu:0 global to far cpu:0 global";
+    assert!(ran.stderr.contains(&format!("{copy}: directly, to {far}")), "{ran:?}");
+    let ran = cli(&["place", &path("graph.toml"), "--json"]).json();
+    let expected = json!({ "step": copy, "route": "direct", "address": far, "reason": null });
+    assert_eq!(ran, json!({ "copies": [expected], "files": ["b.npy", "a.npy"] }));
+    // From a server that may not connect to others.
+    fs::write(path("back.toml"), graph_over(&far, &near, "")).unwrap();
+    let ran = cli(&["place", &path("back.toml")]);
+    assert!(ran.code == 0 && ran.stderr.contains(&format!("{copy}: through the client: ")), "{ran:?}");
+    assert!(ran.stderr.contains("--allow-peer"), "{ran:?}");
+    assert_eq!(fs::read(path("b.npy")).unwrap(), npy(&[24.0, 25.0]));
 
     // Memory that no device has, a function that no server has, and a file that is none.
     fs::write(path("bad.toml"), graph(",scope=texture")).unwrap();
