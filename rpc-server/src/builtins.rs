@@ -101,7 +101,7 @@ pub(crate) use disco_sessions::DISCO_SESSIONS;
 pub use files::MAX_READ_BYTES;
 pub(crate) use files::workspace;
 pub(crate) use info::device_info;
-pub use info::{DeviceInfo, ModulesInfo, ServerInfo};
+pub use info::{DeviceInfo, ModulesInfo, SendsInfo, ServerInfo};
 pub(crate) use listen::ListenQuota;
 pub(crate) use logs::READ_LOGS;
 pub use timing::{TimeOptions, time_function};

@@ -61,6 +61,24 @@ pub struct ServerInfo {
     /// processes of their own.
     #[serde(default)]
     pub disco_workers: Option<u64>,
+    /// Sends of tensors between this server and others. `None` in sessions that belong to no
+    /// server.
+    #[serde(default)]
+    pub sends: Option<SendsInfo>,
+}
+
+/// Sends of tensors between a server and others, for one client.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct SendsInfo {
+    /// Patterns of the addresses that the server connects to for the client, at most 64. None:
+    /// what is sent from here goes through the client.
+    pub to: Vec<String>,
+    /// Addresses at which other servers send to the client's session.
+    pub addresses: Vec<String>,
+    /// Reason for which no other server sends to it: what is sent here goes through the client.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub unreachable: Option<String>,
 }
 
 /// Conditions for native modules.
@@ -147,6 +165,7 @@ fn collect(context: &Context) -> ServerInfo {
         leases: leased_devices(context),
         identity: context.extension::<ClientIdentity>().map(|identity| identity.0.clone()),
         rules: policy::rights_in(context).map(|rights| rights.rule_names().map(str::to_owned).collect()),
+        sends: super::peer::sends_info(context),
         disco_workers: context.extension::<HostOwner>().map(|owner| owner.table().num_workers() as u64),
         modules: context.extension::<ModuleService>().map(|service| {
             let store = service.store();

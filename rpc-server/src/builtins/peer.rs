@@ -23,7 +23,7 @@ use rpc_transports::{Address, Capability, ChannelIo, ConnectError, Connector, Di
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::sync::{OwnedSemaphorePermit, oneshot};
 
-use super::cancellable;
+use super::{SendsInfo, cancellable};
 use crate::offers::{GET_RANGE, MAX_OFFERS, MAX_SENDS, Offer, OfferTerms, PeerQuota};
 use crate::policy::{self, Ceiling};
 use crate::server::Client;
@@ -82,6 +82,42 @@ pub(super) fn register(registry: &Registry) {
         );
 }
 
+/// Largest number of patterns in the description of a server.
+const MAX_PATTERNS: usize = 64;
+
+/// Returns the part of sends in the description of a server; `None` in sessions of no server.
+pub(super) fn sends_info(context: &Context) -> Option<SendsInfo> {
+    let (quota, ceiling) = (context.extension::<PeerQuota>()?, context.extension::<Ceiling>()?);
+    let to: Vec<_> = match policy::rights_in(context) {
+        // What the settings do not allow to any client, no rule gives.
+        Some(rights) if !ceiling.peers().is_empty() => rights.peers().take(MAX_PATTERNS).map(str::to_owned).collect(),
+        Some(_) => Vec::new(),
+        None => ceiling.peers().iter().take(MAX_PATTERNS).cloned().collect(),
+    };
+    let addresses = match &quota.table {
+        Some(table) => table.addresses(quota.is_encrypted, client_is_local(context)),
+        None => Vec::new(),
+    };
+    let unreachable = match &quota.table {
+        None => Some(OWN_PROCESS),
+        Some(_) if addresses.is_empty() => Some(match quota.is_encrypted {
+            true => "it has no encrypted address for other servers (tls:// or quic://, --peer-address)",
+            false => "it has no address for other servers that it tells this client (--peer-address)",
+        }),
+        Some(_) => None,
+    };
+    Some(SendsInfo { to, addresses, unreachable: unreachable.map(str::to_owned) })
+}
+
+/// Returns true if the client of the session is a program of this machine.
+fn client_is_local(context: &Context) -> bool {
+    let client = context.extension::<Client>();
+    client.is_some_and(|client| !client.through_hop && is_this_machine(client.machine))
+}
+
+/// Reason for which no server sends to a session with a process of its own.
+const OWN_PROCESS: &str = "other servers cannot send to this session, which has a process of its own";
+
 /// Makes an offer. Returns it with the addresses for other servers and the capability.
 fn offer(
     context: &Context,
@@ -91,11 +127,8 @@ fn offer(
     must_be_encrypted: bool,
 ) -> Result<(Shared<Offer>, Vec<String>, String)> {
     let range = byte_range(to, range)?;
-    let client = context.extension::<Client>();
-    let client_is_local = client.is_some_and(|client| !client.through_hop && is_this_machine(client.machine));
     let quota = context.extension::<PeerQuota>();
-    let unavailable =
-        || RpcError::unsupported("other servers cannot send to this session, which has a process of its own");
+    let unavailable = || RpcError::unsupported(OWN_PROCESS);
     let quota = quota.ok_or_else(unavailable)?;
     let table = quota.table.as_ref().ok_or_else(unavailable)?;
     let permit = quota.offers.clone().try_acquire_owned();
@@ -113,7 +146,7 @@ fn offer(
         limits: context.limits().clone(),
     };
     let (offer, capability) = table.offer(terms, &quota, permit, memory)?;
-    Ok((Shared(Arc::new(offer)), table.addresses(must_be_encrypted, client_is_local), capability.to_text()))
+    Ok((Shared(Arc::new(offer)), table.addresses(must_be_encrypted, client_is_local(context)), capability.to_text()))
 }
 
 fn is_this_machine(machine: Machine) -> bool {

@@ -12,7 +12,7 @@ use super::connect::{CommonOptions, Files};
 use super::failure::Failure;
 use super::module::ModuleArgs;
 use super::output::{Output, counted, seconds, size};
-use crate::builtins::{DeviceInfo, LeasedDevice, ModulesInfo, ServerInfo, WaitingLease};
+use crate::builtins::{DeviceInfo, LeasedDevice, ModulesInfo, SendsInfo, ServerInfo, WaitingLease};
 use crate::tracker::display::plain;
 
 #[derive(Args, Debug)]
@@ -174,6 +174,7 @@ fn text(info: &ServerInfo) -> Vec<String> {
         format!("modules    {}", modules_text(info.modules.as_ref())),
         format!("you are    {identity}"),
     ];
+    lines.extend(info.sends.as_ref().map(sends_lines).into_iter().flatten());
     if let Some(workers) = info.disco_workers.filter(|workers| *workers > 0) {
         lines.push(format!("disco      {}", counted(workers, "worker")));
     }
@@ -190,6 +191,19 @@ fn text(info: &ServerInfo) -> Vec<String> {
         lines.push(format!("{label:10} {}", device_text(device)));
     }
     lines
+}
+
+/// Describes the ways of tensors from this server to others, and from others to it.
+fn sends_lines(sends: &SendsInfo) -> [String; 2] {
+    let to = match &sends.to[..] {
+        [] => "through the client (--allow-peer)".to_owned(),
+        patterns => format!("to {}", plain(&patterns.join(", "))),
+    };
+    let here = match &sends.unreachable {
+        Some(reason) => format!("through the client: {}", plain(reason)),
+        None => format!("at {}", plain(&sends.addresses.join(", "))),
+    };
+    [format!("sends      {to}"), format!("receives   {here}")]
 }
 
 /// Describes the lease on a device, and how many wait for it.

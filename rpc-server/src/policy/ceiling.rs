@@ -43,6 +43,11 @@ impl Ceiling {
         &self.transports
     }
 
+    /// Returns the patterns of the addresses of other servers that tensors may be sent to.
+    pub(crate) fn peers(&self) -> &[String] {
+        &self.peer
+    }
+
     /// Returns true if a client that may be forwarded to a server may have a tunnel there.
     pub(super) fn forwards_tunnels(&self) -> bool {
         self.forwards_tunnels

@@ -58,6 +58,12 @@ impl Rights {
         self.rules.iter().map(|rule| rule.name.as_str())
     }
 
+    /// Returns the patterns of the addresses of other servers that the client may have tensors sent
+    /// to, as far as the settings of the server allow them.
+    pub(crate) fn peers(&self) -> impl Iterator<Item = &str> {
+        self.rules.iter().flat_map(|rule| rule.peer.iter().map(String::as_str))
+    }
+
     /// Returns the rights as other processes get them.
     pub(crate) fn passed(&self) -> PassedRights {
         let rules = self.rules.iter().map(|rule| Rule::clone(rule)).collect();

@@ -223,6 +223,29 @@ fn a_policy_gives_the_right_to_send_by_address() {
 }
 
 #[test]
+fn info_tells_where_a_server_sends_and_is_sent_to() {
+    let info = |server: &Fixture| cli(&["info", server.address()]).ok();
+    let server = Fixture::new(&[SENDS, &["--peer-address", "tcp://127.0.0.1:1"]].concat());
+    let text = info(&server);
+    assert!(text.contains("\nsends      to tcp://127.0.0.1:*, tls://127.0.0.1:*\n"), "{text}");
+    assert!(text.contains("\nreceives   at tcp://127.0.0.1:1\n"), "{text}");
+    let server = Fixture::new(RECEIVES);
+    let text = info(&server);
+    assert!(text.contains("\nsends      through the client (--allow-peer)\n"), "{text}");
+    let sends = cli(&["info", server.address(), "--json"]).json()["sends"].clone();
+    assert_eq!(sends, serde_json::json!({ "to": [], "addresses": [server.address()] }));
+    // With a policy, the patterns of the client's rules, below those of the settings.
+    let folder = tempfile::tempdir().unwrap();
+    let policy = folder.path().join("policy").to_str().unwrap().to_owned();
+    let rule = "[[rule]]\nname = 'all'\nidentities = ['anonymous']\npeer = ['tcp://127.0.0.1:7']\n";
+    std::fs::write(&policy, rule).unwrap();
+    let text = info(&Fixture::new(&[SENDS, &["--policy", &policy]].concat()));
+    assert!(text.contains("\nsends      to tcp://127.0.0.1:7\n"), "{text}");
+    let text = info(&Fixture::new(&["--isolate", "process", "--max-memory", "64MiB"]));
+    assert!(text.contains("\nreceives   through the client: ") && text.contains("process of its own"), "{text}");
+}
+
+#[test]
 fn isolated_sessions_send_and_are_sent_to_through_the_client() {
     let isolated = &["--isolate", "process", "--max-memory", "64MiB"];
     let sending = [isolated, &["--allow-peer", "tcp://127.0.0.1:*"][..]].concat();

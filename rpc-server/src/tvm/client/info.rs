@@ -79,6 +79,7 @@ pub(super) async fn info(core: &Arc<ClientCore>) -> Outcome {
         identity: None,
         rules: None,
         disco_workers: None,
+        sends: None,
     };
     Packed::encode(&info).map(Value::Packed)
 }
