@@ -55,6 +55,16 @@ pub enum DiscoError {
     /// Commands failed on workers. The session lives; what they should have made is poisoned.
     #[error("{}", join(.0))]
     Workers(Vec<Failure>),
+    /// Workers are lost, and the session waits until they have been
+    /// [replaced](crate::DiscoSession::replace). What was issued before may have run or not, on
+    /// each worker.
+    #[error("{cause}")]
+    Lost {
+        /// The workers that are to be replaced.
+        workers: Vec<WorkerId>,
+        /// Cause of the first loss.
+        cause: RpcError,
+    },
     /// The session has ended, or refuses what it was asked for.
     #[error(transparent)]
     Session(#[from] RpcError),
@@ -65,14 +75,20 @@ impl DiscoError {
     pub fn failures(&self) -> &[Failure] {
         match self {
             Self::Workers(failures) => failures,
-            Self::Session(_) => &[],
+            Self::Lost { .. } | Self::Session(_) => &[],
         }
+    }
+
+    /// Returns the workers that are to be replaced before the session goes on; none if it has ended
+    /// or goes on.
+    pub fn lost_workers(&self) -> &[WorkerId] {
+        if let Self::Lost { workers, .. } = self { workers } else { &[] }
     }
 
     /// Returns the error of the session, or the cause of the first failure.
     pub fn cause(&self) -> &RpcError {
         match self {
-            Self::Session(error) => error,
+            Self::Session(error) | Self::Lost { cause: error, .. } => error,
             Self::Workers(failures) => failures.first().map_or(&NO_FAILURE, |failure| &failure.cause),
         }
     }
@@ -89,7 +105,7 @@ impl From<DiscoError> for RpcError {
     /// Takes the kind of the first failure, and the text of all.
     fn from(error: DiscoError) -> Self {
         match error {
-            DiscoError::Session(error) => error,
+            DiscoError::Session(error) | DiscoError::Lost { cause: error, .. } => error,
             DiscoError::Workers(failures) => {
                 let text = join(&failures);
                 failures

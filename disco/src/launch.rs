@@ -14,9 +14,10 @@ use crate::completion::Completion;
 use crate::controller::dispatch::Controller;
 use crate::controller::session::DiscoSession;
 use crate::error::{DiscoError, Result};
+use crate::link::replacement::Relaunch;
 use crate::link::session_source::{Source, open_links};
 use crate::logs;
-use crate::options::Options;
+use crate::options::{OnLoss, Options};
 use crate::wire::plan::Layout;
 use crate::wire::set_up::{ChildNode, MESSAGES, SetUp};
 
@@ -68,11 +69,13 @@ fn layout_of(nodes: usize, per_node: u32, num_groups: u32) -> Result<Layout> {
 }
 
 /// Makes a session of so many nodes, with so many workers at each; or none. The workers have these
-/// default devices, or `cpu:0` if there are none. `find` comes up with the nodes.
+/// default devices, or `cpu:0` if there are none. `find` comes up with the nodes, and `relaunch`
+/// with one in the place of a lost one.
 fn launch(
     (nodes, per_node, num_groups): (usize, u32, u32),
     devices: Vec<Device>,
     options: Options,
+    relaunch: Option<Relaunch>,
     find: impl Future<Output = Result<Vec<Node>>> + Send + 'static,
 ) -> Completion<DiscoSession> {
     Completion::spawn(async move {
@@ -87,7 +90,13 @@ fn launch(
         if came != nodes {
             return Err(RpcError::new(ErrorKind::Protocol, format!("{came} nodes came of {nodes}")).into());
         }
-        start(layout, per_node, found, devices, options).await
+        if options.on_loss == OnLoss::AwaitReplacement && found.iter().any(|node| !node.children.is_empty()) {
+            return Err(DiscoError::invalid(
+                "a session that awaits the replacement of lost workers has no tree of nodes: its controller opens all \
+                 of them itself (SocketSession::flat)",
+            ));
+        }
+        start(layout, per_node, found, devices, options, relaunch).await
     })
 }
 
@@ -97,6 +106,7 @@ async fn start(
     nodes: Vec<Node>,
     devices: Vec<Device>,
     options: Options,
+    relaunch: Option<Relaunch>,
 ) -> Result<DiscoSession> {
     let set_up = SetUp {
         version: MESSAGES.version(),
@@ -111,6 +121,7 @@ async fn start(
         children: Vec::new(),
         // For people alone, so that a session can do without it.
         session: random_number(),
+        begin_after: None,
     };
     let mut first = 0;
     let nodes = nodes.into_iter().map(|Node { source, children }| {
@@ -119,8 +130,8 @@ async fn start(
         (this, source)
     });
     let links = open_links(nodes.collect()).await?;
-    let controller = Controller::new(layout, options, links);
-    controller.start(devices).await?;
+    let controller = Controller::new(options, links, devices, set_up, relaunch);
+    controller.start().await?;
     Ok(DiscoSession::new(controller))
 }
 

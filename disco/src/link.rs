@@ -11,5 +11,6 @@ pub(crate) mod loss;
 pub(crate) mod node_link;
 pub(crate) mod outbox;
 pub(crate) mod relayed_data;
+pub(crate) mod replacement;
 pub(crate) mod session_source;
 pub(crate) mod upstream;

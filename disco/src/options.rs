@@ -30,6 +30,24 @@ pub enum Hosting {
     Processes,
 }
 
+/// Effect of the loss of a worker on its session.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+#[non_exhaustive]
+pub enum OnLoss {
+    /// The session ends: every operation that waits, and every later one, returns the cause.
+    #[default]
+    EndSession,
+    /// The session pauses: operations that wait, and later ones, return
+    /// [`DiscoError::Lost`](crate::DiscoError::Lost), until
+    /// [`DiscoSession::replace`](crate::DiscoSession::replace) or
+    /// [`recover`](crate::DiscoSession::recover) has replaced the worker.
+    ///
+    /// Such a session has no tree of nodes
+    /// ([`SocketSession::fan_out`](crate::SocketSession::fan_out)). The loss of workers that are
+    /// threads of the controller's process ends it.
+    AwaitReplacement,
+}
+
 /// Settings of a session.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
@@ -42,6 +60,10 @@ pub struct Options {
     /// True if each worker's thread stays on one processor: among those that its process may use,
     /// in turn by the number of the worker. On Linux. Default: false.
     pub pin_workers: bool,
+    /// Effect of the loss of a worker. A session that awaits replacements keeps the commands that
+    /// have looked up functions, loaded modules and recorded programs for as long as those live.
+    /// Default: the session ends.
+    pub on_loss: OnLoss,
     /// Level up to which the logs of workers in other processes (by `tracing`, on their own
     /// threads) are logged here, with the number of the worker in front: by this program's
     /// subscriber under the target `disco::worker`, or on standard error if it has none. The
@@ -114,6 +136,7 @@ impl Default for Options {
             window: 16 << 20,
             hosting: Hosting::default(),
             pin_workers: false,
+            on_loss: OnLoss::default(),
             worker_logs: Some(Level::INFO),
             data_addresses: Vec::new(),
             allow_controller_relay: false,

@@ -5,6 +5,7 @@
 //! knows nothing. `rpc-server`, which stands above this crate, is a development dependency for the
 //! places that it offers.
 
+mod killer;
 #[allow(unreachable_pub, reason = "tests use the file as part of a library")]
 mod model;
 #[allow(unreachable_pub, reason = "tests use the file as part of a library")]
@@ -16,8 +17,10 @@ use std::process::ExitCode;
 
 use clap::Parser;
 use comfy_table::{CellAlignment, Table};
+use disco::{OnLoss, Options};
 use indicatif::{ProgressBar, ProgressStyle};
-use model::{CLASSES, Digits, EPOCHS, Score};
+use killer::Killer;
+use model::{CLASSES, Checkpoint, Digits, EPOCHS, Score};
 use place::{Place, PlaceArgs, Role};
 use rpc_core::blocking::block_on;
 use rpc_core::{Registry, VirtualDevice};
@@ -39,6 +42,10 @@ struct Args {
     /// Print the mean loss of each epoch, one a line
     #[arg(long)]
     losses: bool,
+    /// Kill workers after epochs that this seed chooses, replace each by another process, and go on
+    /// from the last epoch; only over processes
+    #[arg(long, value_name = "SEED")]
+    kill_workers: Option<u64>,
     #[command(subcommand)]
     role: Option<Role>,
 }
@@ -69,8 +76,16 @@ fn main() -> ExitCode {
 }
 
 fn run(args: Args, registry: Registry) -> Result<Score, Box<dyn std::error::Error>> {
-    let place = Place::open(args.place, registry, &[])?;
+    let mut options = Options::default();
+    if args.kill_workers.is_some() {
+        if !args.place.is_over_processes() {
+            return Err("workers are killed only over processes of this program".into());
+        }
+        options.on_loss = OnLoss::AwaitReplacement;
+    }
+    let place = Place::open_with(args.place, registry, &[], options)?;
     let session = &place.session;
+    let mut killer = args.kill_workers.map(|seed| Killer::new(seed, session)).transpose()?;
 
     let digits = Digits::load()?;
     let (train, total) = (digits.train_len(), digits.classes.len());
@@ -79,11 +94,23 @@ fn run(args: Args, registry: Registry) -> Result<Score, Box<dyn std::error::Erro
     let bar =
         ProgressBar::new(EPOCHS as u64).with_style(ProgressStyle::with_template("{bar:40} epoch {pos}/{len}  {msg}")?);
     let mut losses = Vec::new();
-    let score = block_on(model::train(session, &digits, EPOCHS, args.device, |epoch, loss| {
-        losses.push(loss);
-        bar.set_message(format!("loss {loss:.4}"));
-        bar.set_position(epoch as u64);
-    }))??;
+    let mut checkpoint = Checkpoint::default();
+    let score = loop {
+        let progress = |epoch, loss| {
+            losses.push(loss);
+            bar.set_message(format!("loss {loss:.4}"));
+            bar.set_position(epoch as u64);
+            killer.iter_mut().for_each(|killer| killer.end_epoch(epoch));
+        };
+        let device = args.device.clone();
+        match block_on(model::train_from(&mut checkpoint, session, &digits, EPOCHS, device, progress))? {
+            Ok(score) => break score,
+            Err(error) => match &mut killer {
+                Some(killer) if !error.lost_workers().is_empty() => killer.recover(session)?,
+                _ => return Err(error.into()),
+            },
+        }
+    };
     bar.finish_and_clear();
     session.shutdown().wait()?;
 

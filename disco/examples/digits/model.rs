@@ -76,12 +76,22 @@ impl Score {
     }
 }
 
+/// State of a training from which it can go on, on workers that know nothing of it.
+#[derive(Default)]
+pub struct Checkpoint {
+    /// Number of epochs that are done.
+    epochs: usize,
+    /// The model after them; `None` before the first.
+    model: Option<Tensor>,
+}
+
 /// The workers' part: functions over tensors that lie there.
 pub fn register(registry: &Registry) {
     registry.add("digits.gradient", gradient);
     registry.add("digits.step", step);
     registry.add("digits.loss", loss);
     registry.add("digits.predict", predict);
+    registry.add("digits.process", || i64::from(std::process::id()));
 }
 
 /// The mean gradient over the images that `batch` names among the worker's own, in `gradient`;
@@ -184,6 +194,23 @@ pub async fn train(
     digits: &Digits,
     epochs: usize,
     device: Option<VirtualDevice>,
+    progress: impl FnMut(usize, f64),
+) -> disco::Result<Score> {
+    train_from(&mut Checkpoint::default(), session, digits, epochs, device, progress).await
+}
+
+/// As [`train`], from a checkpoint on, which is that of each finished epoch afterwards. A training
+/// that goes on from there has the same result as one that was never interrupted.
+///
+/// # Errors
+///
+/// As there.
+pub async fn train_from(
+    checkpoint: &mut Checkpoint,
+    session: &DiscoSession,
+    digits: &Digits,
+    epochs: usize,
+    device: Option<VirtualDevice>,
     mut progress: impl FnMut(usize, f64),
 ) -> disco::Result<Score> {
     let workers = session.num_workers() as usize;
@@ -192,6 +219,9 @@ pub async fn train(
     let images = scatter(session, &shares(&digits.images, workers, share, PIXELS)?, &device)?;
     let classes = scatter(session, &shares(&digits.classes, workers, share, 1)?, &device)?;
     let model = session.empty(&[PIXELS as i64 + 1, CLASSES as i64], DataType::F32, device.clone())?;
+    if let Some(saved) = &checkpoint.model {
+        session.broadcast(saved, Some(&model), Scope::World)?;
+    }
     let gradient = session.empty(&[MODEL as i64 + 1], DataType::F32, device.clone())?;
     // Many devices have no numbers of 64 bits.
     let of_losses = if device.is_some() { DataType::F32 } else { DataType::F64 };
@@ -204,6 +234,9 @@ pub async fn train(
     let mut random = XorShift(SEED);
     for epoch in 1..=epochs {
         random.shuffle(&mut order);
+        if epoch <= checkpoint.epochs {
+            continue;
+        }
         let batches = order.chunks((BATCH / workers).max(1));
         let count = batches.len();
         // The controller runs ahead: it waits for nothing before the end of the epoch.
@@ -214,11 +247,14 @@ pub async fn train(
             make_step.call((&model, &gradient, &losses, RATE))?;
         }
         let loss = sum_of_losses.call((&losses,))?;
-        match session.debug_get_from_remote(&loss, WorkerId(0)).await? {
-            Content::Value(Value::Float(loss)) => progress(epoch, loss / count as f64),
+        let loss = match session.debug_get_from_remote(&loss, WorkerId(0)).await? {
+            Content::Value(Value::Float(loss)) => loss / count as f64,
             other => return Err(RpcError::internal(format!("expected a loss, got {other:?}")).into()),
-        }
+        };
+        let trained = session.copy_from_worker_0(&model).await?;
         session.sync_all().await?;
+        *checkpoint = Checkpoint { epochs: epoch, model: Some(trained) };
+        progress(epoch, loss);
     }
     score(session, digits, &model, &device).await
 }

@@ -6,7 +6,7 @@
 use std::process::{Command, ExitCode};
 
 use clap::Subcommand;
-use disco::{Completion, DiscoSession, ProcessSession, SocketSession, ThreadedSession};
+use disco::{Completion, DiscoSession, Options, ProcessSession, SocketSession, ThreadedSession};
 use rpc_core::Registry;
 use rpc_server::config::{ServeSettings, TrackerSettings};
 use rpc_server::isolate::gpu;
@@ -72,6 +72,12 @@ pub(crate) struct PlaceArgs {
 }
 
 impl PlaceArgs {
+    /// Returns true if the workers are child processes of this one.
+    #[allow(dead_code, reason = "not every example asks")]
+    pub(crate) fn is_over_processes(&self) -> bool {
+        self.connect.is_empty() && self.over == Over::Processes
+    }
+
     /// Returns true if servers run the workers, of which this program knows nothing but what they
     /// offer.
     #[allow(dead_code, reason = "not every example asks")]
@@ -90,26 +96,37 @@ type Failure = Box<dyn std::error::Error>;
 
 impl Place {
     /// `flags` are for the servers, where any are started.
+    #[allow(dead_code, reason = "not every example has the default options")]
     pub(crate) fn open(args: PlaceArgs, registry: Registry, flags: &[&str]) -> Result<Self, Failure> {
+        Self::open_with(args, registry, flags, Options::default())
+    }
+
+    /// As [`open`](Self::open), with these options of the session.
+    pub(crate) fn open_with(
+        args: PlaceArgs,
+        registry: Registry,
+        flags: &[&str],
+        options: Options,
+    ) -> Result<Self, Failure> {
         let PlaceArgs { workers, over, connect } = args;
         if !connect.is_empty() {
-            let session = SocketSession::new(connect, workers, 1).start().wait()?;
+            let session = SocketSession::new(connect, workers, 1).options(options).start().wait()?;
             return Ok(Self { session, _servers: Vec::new() });
         }
         let mut servers = Vec::new();
         let session = match over {
             Over::Threads => {
                 let devices = gpu::devices(&registry);
-                ThreadedSession::new(workers, 1).registry(registry).devices(devices).start()
+                ThreadedSession::new(workers, 1).registry(registry).devices(devices).options(options).start()
             }
             // This program again: `serve_if_worker`, in `main`, does the rest.
-            Over::Processes => ProcessSession::new(workers, 1).start(),
-            Over::Tcp => SocketSession::new(serve(&mut servers, workers, flags)?, 1, 1).start(),
-            Over::Quic => over_quic(&mut servers, workers, flags)?,
+            Over::Processes => ProcessSession::new(workers, 1).options(options).start(),
+            Over::Tcp => SocketSession::new(serve(&mut servers, workers, flags)?, 1, 1).options(options).start(),
+            Over::Quic => over_quic(&mut servers, workers, flags, options)?,
             Over::Chain => {
                 let addresses = serve(&mut servers, workers, flags)?;
                 let gateway = serve(&mut servers, 1, &["--allow-forward", "tcp://127.0.0.1:*"])?.remove(0);
-                SocketSession::new(addresses, 1, 1).connector(Connector::new().via(&gateway)).start()
+                SocketSession::new(addresses, 1, 1).connector(Connector::new().via(&gateway)).options(options).start()
             }
             Over::Tracker => {
                 let tracker = spawn(&["tracker", "--listen", "tcp://127.0.0.1:0", "--exit-with-stdin"])?;
@@ -119,7 +136,7 @@ impl Place {
                 // It goes last.
                 servers.push(tracker);
                 let all = ServerRequest::new("workers").count(workers).distinct();
-                SocketSession::from_tracker(address, all, 1, 1).start()
+                SocketSession::from_tracker(address, all, 1, 1).options(options).start()
             }
         };
         Ok(Self { session: session.wait()?, _servers: servers })
@@ -131,6 +148,7 @@ fn over_quic(
     servers: &mut Vec<ServerProcess>,
     workers: u32,
     flags: &[&str],
+    options: Options,
 ) -> Result<Completion<DiscoSession>, Failure> {
     let folder = tempfile::tempdir()?;
     let file = folder.path().join("token");
@@ -140,7 +158,7 @@ fn over_quic(
     let quic = ["--listen", "quic://127.0.0.1:0", "--token-file", path];
     let addresses = serve(servers, workers, &[&quic, flags].concat())?;
     let connector = Connector::new().tokens(Tokens::parse(&token)?).tls(ClientTls::unverified(None)?);
-    Ok(SocketSession::new(addresses, 1, 1).connector(connector).start())
+    Ok(SocketSession::new(addresses, 1, 1).connector(connector).options(options).start())
 }
 
 /// Starts so many servers with the functions of workers. Their addresses.

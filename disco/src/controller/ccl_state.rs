@@ -140,6 +140,20 @@ impl Collectives {
         is_news
     }
 
+    /// Breaks the collectives because a worker is lost. Returns the epochs that the others have to
+    /// leave: that of the communicators, and that of those that they may be joining.
+    pub(crate) fn lose(&mut self, worker: WorkerId, cause: RpcError) -> [u64; 2] {
+        match &mut self.broken {
+            Some(breakage) if breakage.culprit.is_some() => {}
+            Some(breakage) => (breakage.culprit, breakage.cause) = (Some(worker), cause),
+            None => {
+                self.broken = Some(Breakage { cause, culprit: Some(worker), noticed_by: Vec::new() });
+                self.noticed_by.clear();
+            }
+        }
+        [self.epoch, self.last_epoch]
+    }
+
     /// Begins to make them anew.
     ///
     /// # Errors

@@ -7,27 +7,36 @@ use std::sync::{Arc, Weak};
 use std::task::{Poll, Waker};
 
 use parking_lot::{Mutex, MutexGuard};
-use rpc_core::{ErrorKind, RpcError, blocking};
+use rpc_core::{Device, ErrorKind, Packed, RpcError, blocking};
 
 use crate::controller::ccl_state::{CclState, Collectives};
 use crate::controller::executed_credit::ExecutedCredit;
+use crate::controller::link_slots::LinkSlots;
+use crate::controller::replace::Restorers;
+use crate::controller::restore_log::RestoreLog;
 use crate::controller::tickets::Ticket;
 use crate::controller::unsynced_failures::UnsyncedFailures;
 use crate::error::{DiscoError, Result, WorkerId};
 use crate::link::node_link::Link;
 use crate::link::relayed_data::ClosedFlag;
-use crate::options::{Hosting, Options};
+use crate::link::replacement::Relaunch;
+use crate::options::{Hosting, OnLoss, Options};
 use crate::weights::load_progress::ProgressReporter;
+use crate::wire::codec::Encoded;
 use crate::wire::command::{Command, Queued, Register};
 use crate::wire::mesh::Mesh;
 use crate::wire::plan::Layout;
+use crate::wire::set_up::SetUp;
 
 /// One session, seen from its controller.
 pub(crate) struct Controller {
     pub(super) this: Weak<Self>,
     pub(crate) layout: Layout,
     pub(crate) options: Options,
-    pub(crate) links: Vec<Link>,
+    /// Set-up of a node, but for its workers.
+    pub(super) set_up: SetUp,
+    /// The way in which the nodes were launched, where one can be launched again.
+    pub(super) relaunch: Option<Relaunch>,
     /// True if commands have to be encoded.
     encodes: bool,
     /// Closed when the session ends: ends all relaying at the controller.
@@ -36,6 +45,7 @@ pub(crate) struct Controller {
 }
 
 pub(crate) struct ControllerState {
+    pub(super) links: LinkSlots,
     /// The number of the last command.
     pub(super) sequence: u64,
     /// The credit that all commands have taken so far.
@@ -44,7 +54,7 @@ pub(crate) struct ControllerState {
     pub(super) executed: ExecutedCredit,
     /// The last command that each worker is known to have executed.
     pub(super) reached: Vec<u64>,
-    registers: Registers,
+    pub(super) registers: Registers,
     last_program: u32,
     last_loader: u64,
     /// Progress reporters, by the number of their loader.
@@ -56,6 +66,15 @@ pub(crate) struct ControllerState {
     pub(crate) collectives: Collectives,
     /// Meshes that the workers know, the oldest first.
     pub(super) meshes: Vec<Mesh>,
+    /// Default devices of the workers; none where all have that of their node.
+    pub(super) devices: Arc<[Device]>,
+    /// Commands by which state is made again on a worker that replaces a lost one; `None` where the
+    /// loss of a worker ends the session.
+    pub(super) log: Option<RestoreLog>,
+    /// Commands that free something, which wait until all workers are there again. Each frees what
+    /// another command has made, so that they are no more than those.
+    pub(super) deferred: Vec<Command>,
+    pub(super) restorers: Restorers,
     pub(crate) ended: Option<RpcError>,
     /// Tasks that wait for credit.
     pub(super) room: Vec<Waker>,
@@ -63,15 +82,43 @@ pub(crate) struct ControllerState {
 
 /// The numbers of registers.
 #[derive(Default)]
-struct Registers {
+pub(super) struct Registers {
     next: Register,
     /// Registers whose kill has been issued: it comes before any command that uses them next.
     free: Vec<Register>,
 }
 
+impl Registers {
+    /// Takes a register that nothing uses.
+    pub(super) fn take(&mut self) -> Register {
+        self.free.pop().unwrap_or_else(|| {
+            self.next += 1;
+            self.next - 1
+        })
+    }
+
+    /// Gives back a register whose kill has been issued.
+    pub(super) fn give_back(&mut self, register: Register) {
+        self.free.push(register);
+    }
+}
+
 impl Controller {
-    pub(crate) fn new(layout: Layout, options: Options, links: Vec<Link>) -> Arc<Self> {
+    pub(crate) fn new(
+        options: Options,
+        links: Vec<Link>,
+        devices: Vec<Device>,
+        set_up: SetUp,
+        relaunch: Option<Relaunch>,
+    ) -> Arc<Self> {
+        let layout = set_up.layout;
+        // A host of this process that passes commands on counts too: a command that cannot be
+        // encoded is to be refused before it has a number.
+        let is_several = |link: &Link| link.nodes > 1 || link.info.processes.len() > 1;
+        let passes_on = options.hosting == Hosting::Processes || links.iter().any(is_several);
+        let encodes = passes_on || links.iter().any(Link::is_remote);
         let state = ControllerState {
+            links: LinkSlots::new(links),
             sequence: 0,
             issued: 0,
             executed: ExecutedCredit::new(layout.world_size as usize),
@@ -85,19 +132,19 @@ impl Controller {
             failures: UnsyncedFailures::default(),
             collectives: Collectives::default(),
             meshes: Vec::new(),
+            devices: devices.into(),
+            log: (options.on_loss == OnLoss::AwaitReplacement).then(RestoreLog::default),
+            deferred: Vec::new(),
+            restorers: Restorers::default(),
             ended: None,
             room: Vec::new(),
         };
-        // A host of this process that passes commands on counts too: a command that cannot be
-        // encoded is to be refused before it has a number.
-        let is_several = |link: &Link| link.nodes > 1 || link.info.processes.len() > 1;
-        let passes_on = options.hosting == Hosting::Processes || links.iter().any(is_several);
-        let encodes = passes_on || links.iter().any(Link::is_remote);
         Arc::new_cyclic(|this| Self {
             this: this.clone(),
             layout,
             options,
-            links,
+            set_up,
+            relaunch,
             encodes,
             relays: Arc::default(),
             state: Mutex::new(state),
@@ -106,11 +153,21 @@ impl Controller {
 
     /// Takes a register that nothing uses.
     pub(crate) fn take_register(&self) -> Register {
-        let mut state = self.lock();
-        state.registers.free.pop().unwrap_or_else(|| {
-            state.registers.next += 1;
-            state.registers.next - 1
-        })
+        self.lock().registers.take()
+    }
+
+    /// Notes that a register has files of weights that a loader has requested.
+    pub(crate) fn note_files(&self, register: Register, wanted: Packed) {
+        if let Some(log) = &mut self.lock().log {
+            log.note_files(register, wanted);
+        }
+    }
+
+    /// Notes that a register has a tensor of files in another one, which a loader has requested.
+    pub(crate) fn note_weight(&self, register: Register, files: Register, request: Packed) {
+        if let Some(log) = &mut self.lock().log {
+            log.note_weight(register, files, request);
+        }
     }
 
     /// Takes a number for a program, which no other has in this session.
@@ -154,9 +211,35 @@ impl Controller {
 
     /// Frees a register on all workers, behind all that uses it. Never waits.
     pub(crate) fn kill(&self, register: Register) {
-        // Without a session there is nothing to free; encoding so little cannot fail.
-        if self.push(Command::KillReg { register }).is_ok() {
-            self.lock().registers.free.push(register);
+        self.release(Command::KillReg { register });
+    }
+
+    /// Frees a program on all workers, behind all its runs. Never waits.
+    pub(crate) fn forget_program(&self, program: u32) {
+        self.release(Command::Forget { program });
+    }
+
+    /// Issues a command that frees something, at once or when all workers are there again.
+    fn release(&self, command: Command) {
+        let mut state = self.lock();
+        // Without a session there is nothing to free.
+        if state.ended.is_some() {
+            return;
+        }
+        if state.links.are_complete() {
+            self.release_in(&mut state, command);
+        } else {
+            state.deferred.push(command);
+        }
+    }
+
+    /// Issues a command that frees something.
+    pub(super) fn release_in(&self, state: &mut ControllerState, command: Command) {
+        let register = if let Command::KillReg { register } = command { Some(register) } else { None };
+        // Encoding so little cannot fail.
+        if let Ok((queued, encoded)) = self.prepare(command) {
+            self.push_in(state, &queued, encoded.as_ref());
+            state.registers.free.extend(register);
         }
     }
 
@@ -178,8 +261,8 @@ impl Controller {
     pub(crate) async fn room(&self) -> Result<()> {
         poll_fn(|cx| {
             let mut state = self.lock();
-            if let Some(error) = &state.ended {
-                return Poll::Ready(Err(error.clone().into()));
+            if let Err(error) = state.check() {
+                return Poll::Ready(Err(error));
             }
             if self.fits(&state) {
                 return Poll::Ready(Ok(()));
@@ -192,7 +275,7 @@ impl Controller {
 
     fn has_room(&self) -> bool {
         let state = self.lock();
-        state.ended.is_some() || self.fits(&state)
+        state.check().is_err() || self.fits(&state)
     }
 
     pub(super) fn fits(&self, state: &ControllerState) -> bool {
@@ -201,26 +284,41 @@ impl Controller {
 
     /// Issues a command, whether there is credit or not.
     pub(crate) fn push(&self, command: Command) -> Result<u64> {
-        let encoded = if self.encodes { Some(command.encode()?) } else { None };
-        let on = command.on();
-        let is_watched = matches!(command, Command::InitCcl { .. });
-        let queued = Queued { cost: command.cost(), command: Arc::new(command), charge: None };
+        self.push_as(Issuer::Caller, command)
+    }
+
+    /// Issues a command of this issuer, whether there is credit or not. Returns its number.
+    pub(super) fn push_as(&self, issuer: Issuer, command: Command) -> Result<u64> {
+        let (queued, encoded) = self.prepare(command)?;
         let mut state = self.lock();
-        if let Some(error) = &state.ended {
-            return Err(error.clone().into());
-        }
+        state.check_for(issuer)?;
+        Ok(self.push_in(&mut state, &queued, encoded.as_ref()))
+    }
+
+    /// Returns a command as links take it.
+    pub(super) fn prepare(&self, command: Command) -> Result<(Queued, Option<Encoded>)> {
+        let encoded = if self.encodes { Some(command.encode()?) } else { None };
+        Ok((Queued { cost: command.cost(), command: Arc::new(command), charge: None }, encoded))
+    }
+
+    /// Gives a command to all nodes that are there. Returns its number.
+    pub(super) fn push_in(&self, state: &mut ControllerState, queued: &Queued, encoded: Option<&Encoded>) -> u64 {
+        let command = &queued.command;
         state.sequence += 1;
         state.issued += queued.cost;
-        if is_watched {
-            let sequence = state.sequence;
+        let sequence = state.sequence;
+        if matches!(**command, Command::InitCcl { .. }) {
             state.failures.watch(sequence);
         }
-        // Under the lock, so that all links have all commands in one order.
-        for link in &self.links {
-            let bulk = self.layout.concerns(on, link.workers());
-            link.push(state.sequence, &queued, encoded.as_ref(), bulk);
+        if let Some(log) = &mut state.log {
+            log.note(command, &state.devices);
         }
-        Ok(state.sequence)
+        // Under the lock, so that all links have all commands in one order.
+        for link in state.links.present() {
+            let bulk = self.layout.concerns(command.on(), link.workers());
+            link.push(sequence, queued, encoded, bulk);
+        }
+        sequence
     }
 
     /// Ends the session: the first reason counts, and all callers that wait get it.
@@ -233,28 +331,44 @@ impl Controller {
             tracing::error!(%error, "a disco session has ended");
         }
         state.ended = Some(error);
-        let mut wakers = std::mem::take(&mut state.room);
-        wakers.extend(state.tickets.values_mut().filter_map(|ticket| ticket.waker.take()));
+        let wakers = state.take_wakers();
+        let links: Vec<_> = state.links.iter().cloned().collect();
         drop(state);
         wakers.into_iter().for_each(Waker::wake);
         self.relays.close();
-        self.links.iter().for_each(Link::close);
+        links.iter().for_each(|link| link.close());
     }
 
     /// Breaks the collectives on all workers.
     pub(crate) fn abort_ccl(&self, reason: &str) -> Result<()> {
         let mut state = self.lock();
-        if let Some(error) = &state.ended {
-            return Err(error.clone().into());
-        }
+        state.check()?;
         let cause = RpcError::new(ErrorKind::Cancelled, format!("collectives were aborted: {reason}"));
         let news = state.collectives.abort(cause).then(|| state.collectives.epoch());
         drop(state);
         if let Some(epoch) = news {
             let cause = RpcError::new(ErrorKind::Cancelled, reason.to_owned());
-            self.links.iter().for_each(|link| link.break_collectives(epoch, &cause));
+            self.break_collectives(epoch, &cause);
         }
         Ok(())
+    }
+
+    /// Ends the collectives of an epoch on all workers that are there.
+    pub(super) fn break_collectives(&self, epoch: u64, cause: &RpcError) {
+        self.break_with_joins(epoch, cause, false);
+    }
+
+    /// Ends the collectives of an epoch on all workers that are there; if `and_joins` is set also
+    /// those by which they join each other.
+    pub(super) fn break_with_joins(&self, epoch: u64, cause: &RpcError, and_joins: bool) {
+        // A host of this process may report at once, for which it needs the lock.
+        let links: Vec<_> = self.lock().links.present().cloned().collect();
+        links.iter().for_each(|link| link.break_collectives(epoch, cause, and_joins));
+    }
+
+    /// Returns the links to all nodes, also to those that are lost.
+    pub(crate) fn links(&self) -> Vec<Arc<Link>> {
+        self.lock().links.iter().cloned().collect()
     }
 
     /// Returns the state of the collectives.
@@ -273,9 +387,47 @@ impl Controller {
     }
 }
 
+/// Issuer of a command, which matters while workers are missing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Issuer {
+    /// A user, who is refused then.
+    Caller,
+    /// The replacement of a lost worker, which is refused while one is lost.
+    Replacement,
+}
+
+impl ControllerState {
+    /// Checks that commands can be issued.
+    ///
+    /// # Errors
+    ///
+    /// The session has ended, or workers are missing.
+    pub(super) fn check(&self) -> Result<()> {
+        self.check_for(Issuer::Caller)
+    }
+
+    pub(super) fn check_for(&self, issuer: Issuer) -> Result<()> {
+        if let Some(error) = &self.ended {
+            return Err(error.clone().into());
+        }
+        let is_open = match issuer {
+            Issuer::Caller => self.links.are_complete(),
+            Issuer::Replacement => !self.links.has_lost(),
+        };
+        if is_open { Ok(()) } else { self.links.missing().map_or(Ok(()), Err) }
+    }
+
+    /// Takes the wakers of all that wait: for room, and for reports of workers.
+    pub(super) fn take_wakers(&mut self) -> Vec<Waker> {
+        let mut wakers = std::mem::take(&mut self.room);
+        wakers.extend(self.tickets.values_mut().filter_map(|ticket| ticket.waker.take()));
+        wakers
+    }
+}
+
 impl Drop for Controller {
     fn drop(&mut self) {
         self.relays.close();
-        self.links.iter().for_each(Link::close);
+        self.state.get_mut().links.iter().for_each(|link| link.close());
     }
 }

@@ -10,7 +10,8 @@ use rpc_core::{Device, DeviceType, ErrorKind, RpcError};
 use crate::ccl::backend::Backend;
 use crate::ccl::join_nccl::longest_join;
 use crate::completion::Completion;
-use crate::controller::dispatch::{Controller, ControllerState};
+use crate::controller::dispatch::{Controller, ControllerState, Issuer};
+use crate::controller::join_plan::Attempt;
 use crate::error::{DiscoError, Result};
 use crate::wire::command::Command;
 use crate::wire::mesh::Mesh;
@@ -24,7 +25,7 @@ impl Controller {
     /// Another number of ids.
     pub(crate) fn devices(&self, kind: DeviceType, ids: &[i32]) -> Result<Vec<Device>> {
         let world = self.layout.world_size;
-        let nodes: usize = self.links.iter().map(|link| link.nodes).sum();
+        let nodes: usize = self.links().iter().map(|link| link.nodes).sum();
         // All have as many.
         let per_node = u32::try_from(nodes).ok().and_then(|nodes| world.checked_div(nodes));
         let fits =
@@ -51,8 +52,11 @@ impl Controller {
     /// the workers, or those that they have, and with this backend, or the one that they have.
     pub(crate) fn reinit(self: &Arc<Self>, backend: Option<Backend>, devices: Vec<Device>) -> Completion<()> {
         match self.begin(backend, None) {
-            Ok((backend, meshes)) => Completion::spawn(Arc::clone(self).replace_ccl(backend, devices, meshes)),
-            Err(error) => Completion::failed(error.into()),
+            Ok(attempt) => {
+                let attempt = Attempt { devices, ..attempt };
+                Completion::spawn(Arc::clone(self).replace_ccl(attempt))
+            }
+            Err(error) => Completion::failed(error),
         }
     }
 
@@ -66,62 +70,73 @@ impl Controller {
             return Completion::new(std::future::ready(Ok(mesh)));
         }
         match self.begin(None, Some(mesh.clone())) {
-            Ok((backend, meshes)) => {
-                let replaced = Arc::clone(self).replace_ccl(backend, Vec::new(), meshes);
+            Ok(attempt) => {
+                let replaced = Arc::clone(self).replace_ccl(attempt);
                 Completion::spawn(async move { replaced.await.map(|()| mesh) })
             }
-            Err(error) => Completion::failed(error.into()),
+            Err(error) => Completion::failed(error),
         }
     }
 
-    /// Begins to make the collectives anew. Returns the backend that they are to have, and their
-    /// meshes.
+    /// Begins to make the collectives anew. Returns the attempt, which leaves the devices as they
+    /// are.
     ///
     /// # Errors
     ///
-    /// The session has ended; the mesh does not fit it; another caller has begun already.
-    fn begin(&self, backend: Option<Backend>, mesh: Option<Mesh>) -> rpc_core::Result<(Backend, Vec<Mesh>)> {
+    /// The session has ended; workers are missing; the mesh does not fit the session; another
+    /// caller has begun already.
+    fn begin(&self, backend: Option<Backend>, mesh: Option<Mesh>) -> Result<Attempt> {
         let mut state = self.lock();
-        if let Some(error) = &state.ended {
-            return Err(error.clone());
-        }
+        state.check()?;
         let meshes: Vec<Mesh> = state.meshes.iter().cloned().chain(mesh).collect();
         self.layout.check(&meshes)?;
         state.collectives.begin()?;
-        Ok((backend.unwrap_or(state.collectives.backend()), meshes))
+        let backend = backend.unwrap_or(state.collectives.backend());
+        Ok(Attempt { issuer: Issuer::Caller, backend, devices: Vec::new(), meshes })
     }
 
     /// Makes the collectives anew, and ends what [`begin`](Self::begin) has begun.
-    async fn replace_ccl(self: Arc<Self>, backend: Backend, devices: Vec<Device>, meshes: Vec<Mesh>) -> Result<()> {
-        let mut outcome = self.make_anew(backend, devices.clone(), &meshes).await;
-        // Workers begin to join NCCL by returning the idle memory of their pools to the driver.
-        // A second attempt returns the memory that has become idle since, such as that of the
-        // first.
-        if backend == Backend::Nccl
-            && let Err(DiscoError::Workers(failures)) = &outcome
-            && failures.iter().any(|failure| failure.cause.kind() == ErrorKind::OutOfMemory)
-        {
-            tracing::warn!(failure = %failures[0], "a GPU has too little memory for NCCL: trying once more");
-            outcome = self.make_anew(backend, devices, &meshes).await;
-        }
+    async fn replace_ccl(self: Arc<Self>, attempt: Attempt) -> Result<()> {
+        let outcome = self.make_ccl(&attempt).await;
         let mut state = self.lock();
         state.collectives.finish();
         if outcome.is_ok() {
-            state.meshes = meshes;
+            state.meshes = attempt.meshes;
+            if !attempt.devices.is_empty() {
+                state.devices = attempt.devices.into();
+            }
         }
         outcome
     }
 
-    async fn make_anew(self: &Arc<Self>, backend: Backend, devices: Vec<Device>, meshes: &[Mesh]) -> Result<()> {
+    /// Makes the collectives anew, if need be in two attempts.
+    pub(super) async fn make_ccl(self: &Arc<Self>, attempt: &Attempt) -> Result<()> {
+        let outcome = self.make_anew(attempt).await;
+        // Workers begin to join NCCL by returning the idle memory of their pools to the driver.
+        // A second attempt returns the memory that has become idle since, such as that of the
+        // first.
+        if attempt.backend == Backend::Nccl
+            && let Err(DiscoError::Workers(failures)) = &outcome
+            && failures.iter().any(|failure| failure.cause.kind() == ErrorKind::OutOfMemory)
+        {
+            tracing::warn!(failure = %failures[0], "a GPU has too little memory for NCCL: trying once more");
+            return self.make_anew(attempt).await;
+        }
+        outcome
+    }
+
+    async fn make_anew(self: &Arc<Self>, attempt: &Attempt) -> Result<()> {
+        let Attempt { issuer, backend, meshes, .. } = attempt;
+        let (issuer, backend) = (*issuer, *backend);
         let limit = self.options.init_timeout;
-        self.drain(limit, "still busy with what was issued before").await?;
+        self.drain(issuer, limit, "still busy with what was issued before").await?;
         // A future that holds the guard's variable cannot move between threads.
-        let attempt = |state: &mut ControllerState| {
+        let begun = |state: &mut ControllerState| {
             let collectives = &mut state.collectives;
             (collectives.next_epoch(), collectives.backend(), !collectives.is_broken())
         };
-        let (epoch, before, is_tentative) = attempt(&mut self.lock());
-        let meeting = tokio::time::timeout(limit, self.meet(epoch, backend, devices, meshes, is_tentative)).await;
+        let (epoch, before, is_tentative) = begun(&mut self.lock());
+        let meeting = tokio::time::timeout(limit, self.meet(epoch, attempt, is_tentative)).await;
         let sequence = meeting.unwrap_or_else(|_| {
             let text = format!("the nodes have not said within {limit:?} where their workers can be reached");
             Err(RpcError::new(ErrorKind::DeadlineExceeded, text).into())
@@ -131,15 +146,15 @@ impl Controller {
         let groupings = self.layout.groupings(meshes).len().max(1);
         let nccl = if backend == Backend::Nccl { longest_join(limit, groupings) } else { Duration::ZERO };
         let meeting = (2 + groupings as u32) * limit;
-        let drained = self.drain(meeting + nccl, "not back from making the collectives anew").await;
+        let drained = self.drain(issuer, meeting + nccl, "not back from making the collectives anew").await;
         let met = self.outcome_of(sequence, drained);
         if is_tentative {
-            self.finish_tentative(epoch, backend, met.is_ok())?;
+            self.finish_tentative(issuer, epoch, backend, met.is_ok())?;
         } else if met.is_err() {
             self.lock().collectives.restore(before);
             // Those that have entered the new ones have the meshes of this attempt. If this cannot
-            // be issued, the session has ended.
-            _ = self.push(Command::FinishInitCcl { epoch, enter: false });
+            // be issued, the session has ended, or makes the collectives anew for a lost worker.
+            _ = self.push_as(issuer, Command::FinishInitCcl { epoch, enter: false });
         }
         met
     }
@@ -158,11 +173,15 @@ impl Controller {
     }
 
     /// Has all workers enter the communicators that they have joined, or let go of them.
-    fn finish_tentative(&self, epoch: u64, backend: Backend, enter: bool) -> Result<()> {
-        let aborted = if enter { self.lock().collectives.change_over(epoch, backend) } else { None };
-        self.push(Command::FinishInitCcl { epoch, enter })?;
+    fn finish_tentative(&self, issuer: Issuer, epoch: u64, backend: Backend, enter: bool) -> Result<()> {
+        let (queued, encoded) = self.prepare(Command::FinishInitCcl { epoch, enter })?;
+        let mut state = self.lock();
+        state.check_for(issuer)?;
+        let aborted = if enter { state.collectives.change_over(epoch, backend) } else { None };
+        self.push_in(&mut state, &queued, encoded.as_ref());
+        drop(state);
         if let Some(cause) = aborted {
-            self.links.iter().for_each(|link| link.break_collectives(epoch, &cause));
+            self.break_collectives(epoch, &cause);
         }
         Ok(())
     }
@@ -170,8 +189,8 @@ impl Controller {
     /// Waits until all workers have executed the commands that were issued. In broken collectives
     /// no worker waits, so that only a worker that does not come back holds this up: such ones are
     /// `late`.
-    async fn drain(self: &Arc<Self>, limit: Duration, late: &str) -> Result<()> {
-        let (sequence, reached) = self.all_reach();
+    async fn drain(self: &Arc<Self>, issuer: Issuer, limit: Duration, late: &str) -> Result<()> {
+        let (sequence, reached) = self.all_reach(issuer);
         match tokio::time::timeout(limit, reached).await {
             Ok(outcome) => outcome,
             Err(_) => {
@@ -183,9 +202,9 @@ impl Controller {
 
     /// Issues a sync of all workers. Returns the number of that command, and a future that resolves
     /// once all have executed it.
-    fn all_reach(self: &Arc<Self>) -> (u64, impl Future<Output = Result<()>> + use<>) {
+    pub(super) fn all_reach(self: &Arc<Self>, issuer: Issuer) -> (u64, impl Future<Output = Result<()>> + use<>) {
         let guard = self.open_ticket(self.layout.world_size);
-        let issued = self.push(Command::SyncWorker { ticket: guard.ticket(), worker: None });
+        let issued = self.push_as(issuer, Command::SyncWorker { ticket: guard.ticket(), worker: None });
         let this = Arc::clone(self);
         let sequence = *issued.as_ref().unwrap_or(&0);
         let reached = async move {

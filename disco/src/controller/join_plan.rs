@@ -3,29 +3,44 @@
 
 use std::collections::HashMap;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
-use std::sync::Weak;
+use std::sync::{Arc, Weak};
 
 use rpc_core::{Device, ErrorKind, Pack, Packed, RpcError};
 
 use crate::ccl::backend::Backend;
 use crate::ccl::communicators::CollectiveTimeouts;
 use crate::ccl::host::SessionKey;
-use crate::controller::dispatch::Controller;
+use crate::controller::dispatch::{Controller, Issuer};
 use crate::error::{DiscoError, Result, WorkerId};
+use crate::link::node_link::Link;
 use crate::link::upstream::Upstream;
 use crate::wire::command::Command;
 use crate::wire::mesh::Mesh;
 use crate::wire::plan::{JoinPlan, Plan, WorkerLocation};
 use crate::wire::set_up::WorkerProcess;
 
+/// Attempt to make the collectives of a session.
+pub(super) struct Attempt {
+    pub(super) issuer: Issuer,
+    pub(super) backend: Backend,
+    /// New default devices of the workers; none where they keep theirs.
+    pub(super) devices: Vec<Device>,
+    pub(super) meshes: Vec<Mesh>,
+}
+
 impl Controller {
-    /// Starts the links, and has the workers join each other, with these default devices.
-    pub(crate) async fn start(&self, devices: Vec<Device>) -> Result<()> {
+    /// Starts the links, and has the workers join each other.
+    pub(crate) async fn start(&self) -> Result<()> {
         let this: Weak<dyn Upstream> = self.this.clone();
-        for (number, link) in self.links.iter().enumerate() {
+        let (links, devices) = {
+            let state = self.lock();
+            (state.links.numbered(), state.devices.to_vec())
+        };
+        for (number, link) in links {
             link.start(number, &this)?;
         }
-        let sequence = self.meet(0, Backend::default(), devices, &[], false).await?;
+        let attempt = Attempt { issuer: Issuer::Caller, backend: Backend::default(), devices, meshes: Vec::new() };
+        let sequence = self.meet(0, &attempt, false).await?;
         // The first sync tells its failures.
         self.lock().failures.unwatch(sequence);
         Ok(())
@@ -38,14 +53,9 @@ impl Controller {
     ///
     /// Those of making the plan; and, after the first epoch, [`ErrorKind::Unsupported`]: the
     /// workers have no way to each other.
-    pub(crate) async fn meet(
-        &self,
-        epoch: u64,
-        backend: Backend,
-        devices: Vec<Device>,
-        meshes: &[Mesh],
-        is_tentative: bool,
-    ) -> Result<u64> {
+    pub(super) async fn meet(&self, epoch: u64, attempt: &Attempt, is_tentative: bool) -> Result<u64> {
+        let Attempt { issuer, backend, devices, meshes } = attempt;
+        let (backend, meshes) = (*backend, &meshes[..]);
         let join = match backend {
             // NCCL knows nothing of failures: beside it the ranks have the same means as on host
             // memory.
@@ -61,12 +71,15 @@ impl Controller {
         }
         let timeouts = CollectiveTimeouts::of(&self.options);
         let nccl = backend == Backend::Nccl;
-        let meshes = meshes.to_vec();
+        let (meshes, devices) = (meshes.to_vec(), devices.clone());
         let plan = Packed::encode(&Plan { epoch, join, nccl, timeouts, devices, is_tentative, meshes })?;
+        let (queued, encoded) = self.prepare(Command::InitCcl { plan })?;
+        let mut state = self.lock();
+        state.check_for(*issuer)?;
         if !is_tentative {
-            self.lock().collectives.advance(epoch, backend);
+            state.collectives.advance(epoch, backend);
         }
-        self.push(Command::InitCcl { plan })
+        Ok(self.push_in(&mut state, &queued, encoded.as_ref()))
     }
 
     /// Plans the data plane of workers that are processes of one job of MPI.
@@ -74,7 +87,8 @@ impl Controller {
         let unfit = |why: String| DiscoError::from(RpcError::unsupported(format!("no collectives over MPI: {why}")));
         let mut ranks: Vec<u32> = Vec::new();
         let mut job: Option<&str> = None;
-        let processes = self.links.iter().flat_map(|link| &link.info.processes);
+        let links = self.links();
+        let processes = links.iter().flat_map(|link| &link.info.processes);
         for (worker, process) in processes.enumerate() {
             let Some(seat) = process.mpi.as_ref().filter(|_| process.count == 1) else {
                 return Err(unfit(format!(
@@ -94,11 +108,13 @@ impl Controller {
     /// Returns true if data is to be encrypted: if any control link is. Otherwise commands could be
     /// read and changed as well.
     fn is_encrypted(&self) -> bool {
-        self.links.iter().any(|link| link.is_encrypted)
+        self.lock().links.iter().any(|link| link.is_encrypted)
     }
 
     async fn plan(&self, epoch: u64, meshes: &[Mesh]) -> Result<JoinPlan> {
-        let processes: Vec<&WorkerProcess> = self.links.iter().flat_map(|link| &link.info.processes).collect();
+        let numbered = self.lock().links.numbered();
+        let links: Vec<_> = numbered.iter().map(|(_, link)| Arc::clone(link)).collect();
+        let processes: Vec<&WorkerProcess> = links.iter().flat_map(|link| &link.info.processes).collect();
         if let [_] = processes[..] {
             return Ok(JoinPlan::Threads);
         }
@@ -109,17 +125,18 @@ impl Controller {
             && self.options.data_addresses.is_empty()
             && self.layout.world_size as usize <= crate::ccl::host::MAX_SHARED_RANKS
         {
-            let (session, host) = self.far_end(0)?;
+            let first = links.first().and_then(|link| link.far_end());
+            let (session, host) = first.ok_or_else(|| DiscoError::Session(self.end_error()))?;
             let offer = session.get_function("disco.offer").await?;
             let tickets: Pack<Vec<crate::ccl::host::Ticket>> =
                 offer.call((&host, epoch, Pack(meshes.to_vec()))).await?;
             return Ok(JoinPlan::Segments(tickets.0));
         }
-        let nodes = self.links.iter().map(|link| link.nodes).sum();
-        let addresses = self.data_addresses();
+        let nodes = links.iter().map(|link| link.nodes).sum();
+        let addresses = self.data_addresses(&links);
         let known = addresses.iter().flatten().count();
         // Without an address a node or the controller may still relay.
-        let may_relay = self.options.allow_controller_relay || self.links.iter().any(|link| link.nodes > 1);
+        let may_relay = self.options.allow_controller_relay || links.iter().any(|link| link.nodes > 1);
         if addresses.len() != nodes || known < nodes && !together && !may_relay {
             let reason = format!(
                 "the data addresses of {known} of {nodes} nodes are known, and not all are on one machine; give \
@@ -137,8 +154,8 @@ impl Controller {
         let machines = machines(&processes);
         let mut addresses = addresses.into_iter();
         let mut asked = Vec::new();
-        for (number, link) in self.links.iter().enumerate() {
-            link.take_relays(number, &this).await?;
+        for (number, link) in &numbered {
+            link.take_relays(*number, &this).await?;
             let these: Vec<_> = addresses.by_ref().take(link.nodes).collect();
             // If no address is known, workers beside each other can still use this one, and so can
             // a relay of their node.
@@ -168,8 +185,8 @@ impl Controller {
 
     /// Returns the address at which the workers of each node are to listen for data: the one in the
     /// settings, or else the node's own.
-    fn data_addresses(&self) -> Vec<Option<IpAddr>> {
-        let told = self.links.iter().flat_map(|link| link.info.data_addresses.iter().copied());
+    fn data_addresses(&self, links: &[Arc<Link>]) -> Vec<Option<IpAddr>> {
+        let told = links.iter().flat_map(|link| link.info.data_addresses.iter().copied());
         let set = &self.options.data_addresses;
         if set.is_empty() { told.collect() } else { set.iter().copied().map(Some).collect() }
     }
@@ -177,10 +194,6 @@ impl Controller {
     /// Returns the address at which others reach a worker's listener.
     fn advertised(&self, worker: u32, bound: SocketAddr) -> SocketAddr {
         self.options.advertise.as_ref().map_or(bound, |advertise| advertise.address(WorkerId(worker), bound))
-    }
-
-    fn far_end(&self, link: usize) -> Result<(rpc_core::Session, rpc_core::RemoteObject)> {
-        self.links[link].far_end().ok_or_else(|| DiscoError::Session(self.end_error()))
     }
 }
 

@@ -13,10 +13,14 @@ use crate::logs;
 use crate::wire::event::Event;
 
 impl Upstream for Controller {
-    fn handle(&self, event: Event) {
+    fn handle(&self, link: usize, event: Event) {
         match event {
             Event::Progress { worker, sequence, cost } => {
                 let mut state = self.lock();
+                // What the worker before has executed says nothing of the one that has replaced it.
+                if state.links.numbered_link(link).is_none() {
+                    return;
+                }
                 if let Some(reached) = state.reached.get_mut(worker.index()) {
                     *reached = sequence.max(*reached);
                 }
@@ -53,7 +57,7 @@ impl Upstream for Controller {
                 let news = state.collectives.broke(worker, report).then(|| state.collectives.epoch());
                 drop(state);
                 if let Some(epoch) = news {
-                    self.links.iter().for_each(|link| link.break_collectives(epoch, &cause));
+                    self.break_collectives(epoch, &cause);
                 }
             }
             Event::Logged { worker, line } => logs::show(worker, &line),
@@ -64,15 +68,18 @@ impl Upstream for Controller {
                 }
             }
             Event::Lost { worker, error } => {
-                let link = self.links.iter().find(|link| link.workers().contains(&worker.0));
-                self.end(loss::of_worker(worker, link.map(|link| link.name.as_str()), error));
+                let at = self.lock().links.numbered_link(link).cloned();
+                if let Some(node) = at {
+                    self.lose_node(link, loss::of_worker(worker, Some(&node.name), error));
+                }
             }
         }
     }
 
     fn relay(&self, wanted: RelayRequest) {
         let to = wanted.between.to;
-        let destination = match self.links.iter().find(|link| link.workers().contains(&to)) {
+        let link = self.lock().links.of_worker(to).cloned();
+        let destination = match link {
             _ if !self.options.allow_controller_relay => {
                 Err(RpcError::unsupported("the controller may not relay their data (Options::allow_controller_relay)"))
             }
@@ -82,8 +89,10 @@ impl Upstream for Controller {
         wanted.start(destination, &self.relays);
     }
 
-    /// Ends the session.
     fn lose(&self, link: usize, error: RpcError) {
-        self.end(loss::of_link(&self.links[link].lost_node(), &error));
+        let lost = self.lock().links.numbered_link(link).cloned();
+        if let Some(lost) = lost {
+            self.lose_node(link, loss::of_link(&lost.lost_node(), &error));
+        }
     }
 }

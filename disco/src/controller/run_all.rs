@@ -164,7 +164,7 @@ impl fmt::Debug for RunAll {
 fn commands(controller: &Controller, request: &RunRequest) -> Result<Vec<(WorkerId, RemoteCommand<'static>)>> {
     let world_size = controller.layout.world_size;
     let mut commands = Vec::new();
-    for link in &controller.links {
+    for link in controller.links() {
         if link.nodes > 1 {
             return Err(DiscoError::invalid(
                 "programs are run at nodes that the controller opens itself, and not behind \

@@ -39,7 +39,7 @@ impl Controller {
         let mut state = self.lock();
         state.last_ticket += 1;
         let ticket = state.last_ticket;
-        state.tickets.insert(ticket, Ticket { waiting, incoming: None, content: None, waker: None });
+        state.tickets.insert(ticket, Ticket { waiting, incoming: None, content: None, waker: None, failed: None });
         drop(state);
         TicketGuard { controller: Arc::clone(self), ticket }
     }
@@ -81,8 +81,8 @@ impl Controller {
         let mut state = self.lock();
         let ended = state.ended.clone();
         match state.tickets.get_mut(&ticket) {
-            Some(ticket) if ticket.waiting > 0 => match ended {
-                Some(error) => Poll::Ready(Err(error.into())),
+            Some(ticket) if ticket.waiting > 0 => match ended.map(DiscoError::from).or(ticket.failed.clone()) {
+                Some(error) => Poll::Ready(Err(error)),
                 None => {
                     ticket.waker = Some(cx.waker().clone());
                     Poll::Pending
@@ -122,8 +122,7 @@ impl Controller {
 
     /// Ends the session in good order, if the workers come to the end of their queues in time.
     pub(crate) fn shut_down(self: &Arc<Self>) -> Completion<()> {
-        let guard = self.open_ticket(self.layout.world_size);
-        let issued = self.push(Command::Shutdown { ticket: guard.ticket });
+        let (guard, issued) = self.issue_shutdown();
         Completion::spawn(async move {
             let controller = Arc::clone(&guard.controller);
             let outcome = match issued {
@@ -145,6 +144,23 @@ impl Controller {
             controller.end(RpcError::new(ErrorKind::Closed, "the session was shut down"));
             outcome
         })
+    }
+
+    /// Issues a shutdown to the workers that are there.
+    fn issue_shutdown(self: &Arc<Self>) -> (TicketGuard, Result<u64>) {
+        let guard = self.open_ticket(self.layout.world_size);
+        let prepared = self.prepare(Command::Shutdown { ticket: guard.ticket });
+        let mut state = self.lock();
+        let issued = prepared.and_then(|(queued, encoded)| match &state.ended {
+            Some(error) => Err(error.clone().into()),
+            None => Ok(self.push_in(&mut state, &queued, encoded.as_ref())),
+        });
+        let present = state.links.present().map(|link| link.count).sum();
+        if let Some(ticket) = state.tickets.get_mut(&guard.ticket) {
+            ticket.waiting = present;
+        }
+        drop(state);
+        (guard, issued)
     }
 
     /// Returns the workers that have not executed a command yet, as the subject of a sentence in

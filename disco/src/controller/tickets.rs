@@ -4,7 +4,7 @@ use std::task::Waker;
 
 use rpc_core::{DataType, ErrorKind, LocalValue, Result, RpcError, Tensor};
 
-use crate::error::Failure;
+use crate::error::{DiscoError, Failure};
 
 /// A wait of a caller for reports of workers, or for the content of a register.
 pub(super) struct Ticket {
@@ -14,6 +14,8 @@ pub(super) struct Ticket {
     pub(super) incoming: Option<Result<IncomingTensor>>,
     pub(super) content: Option<std::result::Result<LocalValue, Failure>>,
     pub(super) waker: Option<Waker>,
+    /// Error of the wait, once a worker was lost meanwhile.
+    pub(super) failed: Option<DiscoError>,
 }
 
 /// A tensor whose bytes are being received, in their order. Its memory is zeroed by the system,

@@ -140,6 +140,32 @@ impl NodeListener {
         Ok(sessions.collect())
     }
 
+    /// Returns a session with the next node that dials in as number `rank` of `count`, or without a
+    /// number, in the place of one that is lost.
+    pub(crate) async fn next_node(
+        &self,
+        rank: u32,
+        count: usize,
+        connector: &Connector,
+        timeout: Duration,
+    ) -> RpcResult<Session> {
+        let is_wanted = |key: &str| match NodeRank::of_key(key) {
+            Some(Some(node)) => node.rank == rank && node.nodes as usize == count,
+            Some(None) => true,
+            None => false,
+        };
+        let (address, server) = (&self.0.address, &self.0.server);
+        match tokio::time::timeout(timeout, server.connect_parked(connector, is_wanted)).await {
+            Ok(met) => met.map(|(_, session)| session).map_err(|error| {
+                error.into_rpc_error().context(format_args!("waiting at {address} for a node in place of node {rank}"))
+            }),
+            Err(_) => {
+                let text = format!("no node has dialled in at {address} within {timeout:?}, in place of node {rank}");
+                Err(RpcError::new(ErrorKind::DeadlineExceeded, text))
+            }
+        }
+    }
+
     fn missing(&self, count: usize, ranked: &HashMap<usize, Session>, others: usize, timeout: Duration) -> RpcError {
         let who = if others > 0 {
             format!("{} of {count} nodes", count - ranked.len() - others)

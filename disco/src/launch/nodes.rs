@@ -1,11 +1,13 @@
 //! Workers at nodes: servers that are dialled, that a tracker hands out, or that dial in.
 
 use std::net::IpAddr;
+use std::ops::Range;
+use std::sync::Arc;
 use std::time::Duration;
 
-use rpc_core::{Devices, Registry, Result as RpcResult, RpcError, Session};
+use rpc_core::{Devices, Registry, RpcError, Session};
 use rpc_transports::Connector;
-use rpc_transports::tracker::{ServerRequest, TrackerClient};
+use rpc_transports::tracker::ServerRequest;
 
 use super::node_listener::NodeListener;
 use super::threads::this_process;
@@ -13,9 +15,10 @@ use super::{Node, launch};
 use crate::completion::Completion;
 use crate::controller::session::DiscoSession;
 use crate::error::DiscoError;
+use crate::link::replacement::{Relaunch, Replacement, borrow};
 use crate::link::session_source::Source;
 use crate::open_files::check_file_limit;
-use crate::options::Options;
+use crate::options::{OnLoss, Options};
 use crate::wire::set_up::ChildNode;
 
 /// Most nodes at addresses that a controller opens all by itself, unless it is told to.
@@ -68,6 +71,46 @@ enum Nodes {
 }
 
 impl Nodes {
+    /// Returns the way in which another node takes the place of a lost one. The first node has the
+    /// workers from this number on, and each node as many.
+    fn relaunch(
+        &self,
+        (first_worker, per_node): (u32, u32),
+        connector: &Connector,
+        join_timeout: Duration,
+    ) -> Option<Relaunch> {
+        let connector = connector.clone();
+        let number = move |workers: Range<u32>| workers.start.saturating_sub(first_worker) / per_node.max(1);
+        match self {
+            Self::At(addresses) => {
+                let addresses = addresses.clone();
+                Some(Arc::new(move |workers| {
+                    let address = addresses.get(number(workers) as usize).cloned();
+                    let source = address.map(|address| Source::Address(Box::new(connector.clone()), address));
+                    let source = source.ok_or_else(|| RpcError::internal("a worker of no node").into());
+                    Box::pin(async { source })
+                }))
+            }
+            Self::From(tracker, request) => {
+                let (tracker, request) = (tracker.clone(), request.clone());
+                Some(Arc::new(move |_| {
+                    Replacement::from_tracker(connector.clone(), &tracker, request.clone()).into_found()
+                }))
+            }
+            Self::DiallingIn(count, listener) => {
+                let (count, listener) = (*count, listener.clone());
+                Some(Arc::new(move |workers| {
+                    let (listener, connector, rank) = (listener.clone(), connector.clone(), number(workers));
+                    Box::pin(async move {
+                        let session = listener.next_node(rank, count, &connector, join_timeout).await?;
+                        Ok(Source::Ready(session, format!("node {rank}")))
+                    })
+                }))
+            }
+            Self::Over(_) => None,
+        }
+    }
+
     /// Returns the IP address that nodes dial, if other machines may reach it.
     fn listening_ip(&self) -> Option<IpAddr> {
         let Self::DiallingIn(_, listener) = self else { return None };
@@ -208,7 +251,8 @@ impl SocketSession {
     /// [connector](Self::connector) has hops, proofs of identity or other settings
     /// ([`Connector::is_plain`]), or an address has a key or is one of the machine itself.
     /// [`flat`](Self::flat) switches that off. Programs ([`DiscoSession::run_all`]) are run at
-    /// nodes that the controller opens itself.
+    /// nodes that the controller opens itself. A session that
+    /// [awaits replacements](OnLoss::AwaitReplacement) has no tree.
     ///
     /// Nodes test those below them as [`Options::keep_alive`] says, or as often as their servers
     /// test their peers if that is more often. A way down has 16 nodes at most, and a server
@@ -236,6 +280,7 @@ impl SocketSession {
         match &self.nodes {
             Nodes::At(addresses)
                 if self.fan_out.is_none()
+                    && self.options.on_loss == OnLoss::EndSession
                     && addresses.len() > MANY_NODES
                     && self.connector.is_plain()
                     && addresses.iter().all(|address| means_the_same_everywhere(address)) =>
@@ -292,7 +337,9 @@ impl SocketSession {
             Nodes::Over(sessions) => sessions.iter().map(|(_, addresses)| 1 + addresses.len()).sum(),
         };
         let size = (count + usize::from(controller.is_some()), workers_per_node, num_groups);
-        launch(size, Vec::new(), options, async move {
+        let first_worker = if controller.is_some() { workers_per_node } else { 0 };
+        let relaunch = nodes.relaunch((first_worker, workers_per_node), &connector, join_timeout);
+        launch(size, Vec::new(), options, relaunch, async move {
             if fan_out.is_some() && !matches!(nodes, Nodes::At(_) | Nodes::Over(_)) {
                 return Err(DiscoError::invalid(
                     "only nodes at addresses can open each other: fan_out is not for these",
@@ -309,7 +356,10 @@ impl SocketSession {
                     };
                     tree(&addresses, fan_out.unwrap_or(usize::MAX)).into_iter().map(at).collect()
                 }
-                Nodes::From(tracker, request) => borrow(connector, &tracker, &request).await?,
+                Nodes::From(tracker, request) => {
+                    let servers = borrow(connector, &tracker, &request).await?;
+                    servers.into_iter().map(Node::from).collect()
+                }
                 Nodes::DiallingIn(count, listener) => {
                     let sessions = listener.gather(count, &connector, join_timeout).await?;
                     let named = |(session, name)| Source::Ready(session, name).into();
@@ -352,25 +402,9 @@ fn tree(addresses: &[String], fan_out: usize) -> Vec<ChildNode> {
     (0..children).filter_map(child).collect()
 }
 
-/// Sessions with the servers that a tracker gives out. It gets them back when the sessions end.
-async fn borrow(connector: Connector, tracker: &str, request: &ServerRequest) -> RpcResult<Vec<Node>> {
-    let named = |error: RpcError| error.context(format_args!("the tracker at {tracker}"));
-    let client = TrackerClient::connect_with(connector, tracker).await.map_err(named)?;
-    let loans = client.request_many(request).await.map_err(named)?;
-    Ok(loans
-        .into_iter()
-        .map(|loan| {
-            let name = loan.grant().server.clone();
-            Source::Ready(loan.into_session(), name).into()
-        })
-        .collect())
-}
-
 #[cfg(test)]
 mod tests {
-    use std::sync::Arc;
-
-    use rpc_core::{LocalSession, Registry, SharedSession};
+    use rpc_core::{LocalSession, Registry, Result as RpcResult, SharedSession};
     use rpc_transports::{Address, Bind, OpenRequest, ServeOptions, Server, TokioSpawner};
 
     use super::*;
@@ -415,7 +449,7 @@ mod tests {
             let session = SocketSession::new(serve(name, count, open_others), 3, 1);
             let session = if is_flat { session.flat() } else { session };
             let session = session.start().wait().unwrap();
-            assert_eq!(session.controller().links.len(), links, "{name}");
+            assert_eq!(session.controller().links().len(), links, "{name}");
             assert_eq!(session.num_workers() as usize, 3 * count);
             session.sync_all().wait().unwrap();
             session.shutdown().wait().unwrap();

@@ -1,12 +1,16 @@
 //! Workers as child processes of the controller.
 
+use std::ops::Range;
+use std::sync::Arc;
+
 use rpc_core::RpcError;
 use rpc_transports::{Address, Connector, self_start};
 
 use super::launch;
 use crate::completion::Completion;
 use crate::controller::session::DiscoSession;
-use crate::error::{DiscoError, WorkerId};
+use crate::error::{DiscoError, Result, WorkerId};
+use crate::link::replacement::Relaunch;
 use crate::link::session_source::Source;
 use crate::logs;
 use crate::node::self_start::this_program_as_worker;
@@ -68,20 +72,29 @@ impl ProcessSession {
     /// [`serve_if_worker`](crate::serve_if_worker), because its children would launch in turn.
     pub fn start(self) -> Completion<DiscoSession> {
         let (command, count, logs) = (self.command, self.num_workers, self.options.worker_logs.map(logs::number));
-        launch((count as usize, 1, self.num_groups), Vec::new(), self.options, async move {
-            let address = match command {
-                Some(command) => {
-                    // The command may be this program by another name, or start it.
-                    self_start::check().map_err(|error| RpcError::unsupported(error.to_string()))?;
-                    Address::exec(command).map_err(|error| DiscoError::invalid(error.to_string()))?.to_string()
-                }
-                None => this_program_as_worker(None)?,
-            };
-            let node = |number| {
-                let transports = logs::of_stderr(logs, move |line| logs::show(WorkerId(number), &line));
-                Source::Address(Box::new(Connector::new().transports(transports)), address.clone()).into()
-            };
-            Ok((0..count).map(node).collect())
+        let again = command.clone();
+        let relaunch: Relaunch = Arc::new(move |workers: Range<u32>| {
+            let process = address_of(again.as_deref()).map(|address| process(&address, workers.start, logs));
+            Box::pin(async { process })
+        });
+        let size = (count as usize, 1, self.num_groups);
+        launch(size, Vec::new(), self.options, Some(relaunch), async move {
+            let address = address_of(command.as_deref())?;
+            Ok((0..count).map(|number| process(&address, number, logs).into()).collect())
         })
     }
+}
+
+/// Returns the address of the process of a worker, which runs this command, or this program.
+fn address_of(command: Option<&[String]>) -> Result<String> {
+    let Some(command) = command else { return Ok(this_program_as_worker(None)?) };
+    // The command may be this program by another name, or start it.
+    self_start::check().map_err(|error| RpcError::unsupported(error.to_string()))?;
+    Ok(Address::exec(command).map_err(|error| DiscoError::invalid(error.to_string()))?.to_string())
+}
+
+/// Returns the process of a worker at an address, whose standard error is logged up to this level.
+fn process(address: &str, worker: u32, logs: Option<u8>) -> Source {
+    let transports = logs::of_stderr(logs, move |line| logs::show(WorkerId(worker), &line));
+    Source::Address(Box::new(Connector::new().transports(transports)), address.to_owned())
 }

@@ -82,7 +82,7 @@ impl ThreadedSession {
         let mut options = self.options;
         options.hosting = Hosting::Threads;
         let size = (1, self.num_workers, self.num_groups);
-        launch(size, self.default_devices, options, async { Ok(vec![node.into()]) })
+        launch(size, self.default_devices, options, None, async { Ok(vec![node.into()]) })
     }
 
     fn check_default_devices(&self) -> Result<()> {
@@ -124,7 +124,6 @@ mod tests {
     use rpc_core::device::{AllocRequest, CpuAllocator, CpuDevice, Memory};
 
     use super::*;
-    use crate::link::node_link::Link;
 
     #[test]
     fn workers_have_the_devices_that_the_launch_is_given() {
@@ -150,12 +149,12 @@ mod tests {
     #[test]
     fn only_a_launch_of_threads_hands_over_commands_without_encoding_them() {
         let threads = ThreadedSession::new(1, 1).start().wait().unwrap();
-        assert!(!threads.controller().links.iter().any(Link::is_remote));
+        assert!(!threads.controller().links().iter().any(|link| link.is_remote()));
         let registry = Registry::new();
         register(&registry);
         let local = Session::new(LocalSession::new(registry));
         let over = DiscoSession::over([local], 1, 1, Options::default()).wait().unwrap();
-        assert!(over.controller().links.iter().all(Link::is_remote));
+        assert!(over.controller().links().iter().all(|link| link.is_remote()));
         for session in [threads, over] {
             session.sync_all().wait().unwrap();
             session.shutdown().wait().unwrap();

@@ -25,8 +25,9 @@ pub(crate) trait LocalHost: Send + Sync {
     /// `sequence` is not the next number, or the host has ended.
     fn submit(&self, sequence: u64, queued: Queued) -> RpcResult<()>;
 
-    /// Ends the collectives of an epoch, also those that workers are in. Never waits.
-    fn break_collectives(&self, epoch: u64, cause: &RpcError);
+    /// Ends the collectives of an epoch, also those that workers are in, and if `and_joins` is set
+    /// those by which they join each other. Never waits.
+    fn break_collectives(&self, epoch: u64, cause: &RpcError, and_joins: bool);
 
     /// Drops all queued commands: the workers end after the one that they execute.
     fn abort(&self);
@@ -35,16 +36,18 @@ pub(crate) trait LocalHost: Send + Sync {
 /// Link of one controller to one host. It keeps neither of them alive.
 #[derive(Default)]
 pub(crate) struct LocalLink {
-    /// Receiver of the events; none until the controller is complete. Earlier events are dropped.
-    upstream: OnceLock<Weak<dyn Upstream>>,
+    /// The number of the link at the receiver of the events, and the receiver; none until the
+    /// controller is complete. Earlier events are dropped.
+    upstream: OnceLock<(usize, Weak<dyn Upstream>)>,
     /// The host, once it is open.
     host: OnceLock<Weak<dyn LocalHost>>,
 }
 
 impl LocalLink {
-    /// Sets the receiver of the events. Later calls have no effect.
-    pub(crate) fn set_upstream(&self, upstream: &Weak<dyn Upstream>) {
-        _ = self.upstream.set(Weak::clone(upstream));
+    /// Sets the receiver of the events, at which the link has this number. Later calls have no
+    /// effect.
+    pub(crate) fn set_upstream(&self, number: usize, upstream: &Weak<dyn Upstream>) {
+        _ = self.upstream.set((number, Weak::clone(upstream)));
     }
 
     /// Sets the host.
@@ -69,8 +72,10 @@ impl LocalLink {
 
 impl EventSink for LocalLink {
     fn send(&self, event: Event) {
-        if let Some(upstream) = self.upstream.get().and_then(Weak::upgrade) {
-            upstream.handle(event);
+        if let Some((number, upstream)) = self.upstream.get()
+            && let Some(upstream) = upstream.upgrade()
+        {
+            upstream.handle(*number, event);
         }
     }
 

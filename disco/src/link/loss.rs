@@ -69,6 +69,11 @@ impl LossReporter {
         self.workers.contains(&worker)
     }
 
+    /// Gives an event of the link to the upstream.
+    pub(crate) fn forward(&self, upstream: &dyn Upstream, event: Event) {
+        upstream.handle(self.number, event);
+    }
+
     pub(crate) fn report(&self, error: RpcError) {
         if let Some(upstream) = self.upstream() {
             upstream.lose(self.number, error);

@@ -62,6 +62,8 @@ pub(crate) struct Link {
     held: Mutex<Option<OpenHost>>,
     /// True once a task takes the data that is to be relayed.
     relays: AtomicBool,
+    /// Number of the first command that it takes.
+    first_command: u64,
 }
 
 enum Path {
@@ -126,6 +128,7 @@ impl Link {
             path,
             held,
             relays: AtomicBool::new(false),
+            first_command: set_up.position().sequence + 1,
         })
     }
 
@@ -163,7 +166,7 @@ impl Link {
     pub(crate) fn start(&self, number: usize, upstream: &Weak<dyn Upstream>) -> rpc_core::Result<()> {
         let outbox = match &self.path {
             Path::Local(local) => {
-                local.set_upstream(upstream);
+                local.set_upstream(number, upstream);
                 return Ok(());
             }
             Path::Remote(outbox) => outbox,
@@ -174,6 +177,7 @@ impl Link {
         let runtime = crate::runtime::runtime()?;
         let sender = Sender {
             outbox: Arc::clone(outbox),
+            next: self.first_command,
             session: session.clone(),
             submit,
             host: host.clone(),
@@ -294,12 +298,13 @@ impl Link {
         }
     }
 
-    /// Ends the collectives of an epoch, also those that workers are in. Never waits: if the
-    /// message does not arrive, the link is lost, too.
-    pub(crate) fn break_collectives(&self, epoch: u64, cause: &RpcError) {
+    /// Ends the collectives of an epoch, also those that workers are in, and if `and_joins` is set
+    /// those by which they join each other. Never waits: if the message does not arrive, the link
+    /// is lost, too.
+    pub(crate) fn break_collectives(&self, epoch: u64, cause: &RpcError, and_joins: bool) {
         if let Path::Local(local) = &self.path {
             if let Some(host) = local.host() {
-                host.break_collectives(epoch, cause);
+                host.break_collectives(epoch, cause, and_joins);
             }
             return;
         }
@@ -308,7 +313,7 @@ impl Link {
         runtime.spawn(async move {
             let told = async {
                 let break_ccl = session.get_function("disco.break_ccl").await?;
-                break_ccl.call::<()>((&host, epoch, kind, reason.as_str())).await
+                break_ccl.call::<()>((&host, epoch, kind, reason.as_str(), and_joins)).await
             };
             if let Err(error) = told.await {
                 tracing::debug!(%name, %error, "a node was not told that collectives are broken");
@@ -337,6 +342,8 @@ impl Link {
 /// Sends commands over a session, many to a message.
 struct Sender {
     outbox: Arc<Outbox>,
+    /// Number of the next command.
+    next: u64,
     session: Session,
     submit: RemoteFunction,
     host: RemoteObject,
@@ -350,8 +357,7 @@ impl Drop for Sender {
 }
 
 impl Sender {
-    async fn run(self) {
-        let mut next: u64 = 1;
+    async fn run(mut self) {
         loop {
             match self.replies.permits.acquire().await {
                 // Given back by the answer.
@@ -359,8 +365,8 @@ impl Sender {
                 Err(_) => return,
             }
             let batch = self.outbox.take().await;
-            let first = next;
-            next += batch.len() as u64;
+            let first = self.next;
+            self.next += batch.len() as u64;
             let heads = match &batch[..] {
                 [one] => one.head.clone(),
                 several => {
@@ -398,7 +404,7 @@ async fn take_events(events: RemoteFunction, host: RemoteObject, loss: Arc<LossR
                     }
                     let Some(upstream) = loss.upstream() else { return };
                     poll_fn(|cx| upstream.poll_room(cx)).await;
-                    upstream.handle(event);
+                    loss.forward(&*upstream, event);
                 }
             }
             Err(error) => return loss.report(error),

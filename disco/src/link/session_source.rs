@@ -22,7 +22,7 @@ pub(crate) enum Source {
 
 impl Source {
     /// Opens a host in a session with it. The session is tested as often as the set-up says.
-    async fn open(self, set_up: SetUp) -> rpc_core::Result<Link> {
+    pub(crate) async fn open(self, set_up: SetUp) -> rpc_core::Result<Link> {
         let keep_alive = set_up.keep_alive();
         let mut has_hops = false;
         let (session, name, local) = match self {

@@ -9,8 +9,8 @@ use crate::wire::event::Event;
 
 /// Receiver of the links' reports.
 pub(crate) trait Upstream: Send + Sync {
-    /// Takes the event of a worker.
-    fn handle(&self, event: Event);
+    /// Takes the event of a worker at the link with this number.
+    fn handle(&self, link: usize, event: Event);
 
     /// Takes the loss of a link.
     fn lose(&self, link: usize, error: RpcError);

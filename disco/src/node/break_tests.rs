@@ -27,7 +27,7 @@ fn collectives_that_the_controller_breaks_fail_with_the_kind_of_the_cause() {
     first.submit([Command::Collective { kind, scope, from: 0, to: 0, fresh: false }]).unwrap();
     let break_ccl = first.session.get_function("disco.break_ccl").wait().unwrap();
     let kind = ErrorKind::DeadlineExceeded;
-    break_ccl.call::<()>((&first.host, 0_u64, kind.code(), "worker 1 never came")).wait().unwrap();
+    break_ccl.call::<()>((&first.host, 0_u64, kind.code(), "worker 1 never came", false)).wait().unwrap();
     let failures = first.sync();
     let cause = &failures.first().expect("the barrier fails").cause;
     assert!(cause.kind() == kind && cause.message().contains("worker 1 never came"), "{cause}");

@@ -11,7 +11,7 @@
 //! | `disco.events` | host | the next events; an empty list is the end |
 //! | `disco.offer` | host, epoch, meshes | tickets to segments for the whole session |
 //! | `disco.listen` | host, IP addresses (3), meshes | addresses of the workers' listeners |
-//! | `disco.break_ccl` | host, epoch, kind of error, reason | null (2, 4) |
+//! | `disco.break_ccl` | host, epoch, kind of error, reason, bool | null (2, 4) |
 //! | `disco.abort` | host | null (2): drops all that is queued |
 //! | `disco.relays` | host | an end, and the pair of workers that it is for (5) |
 //! | `disco.connect` | host, worker, communicator (7) | an end, at that worker's listener |
@@ -22,7 +22,8 @@
 //! 1. A controller looks for it before it opens a host: version 1 of the messages has none.
 //! 2. Inline: it runs where the frame was read.
 //! 3. Those of the node and of the nodes below it.
-//! 4. Ends the collectives of that epoch, also those that workers are in.
+//! 4. Ends the collectives of that epoch, also those that workers are in, and if the last argument
+//!    is true those by which they join each other: one of them is lost.
 //! 5. Once a worker there or below asks for it; `Closed` when none will any more.
 //! 6. Its worker may begin, or if there is a reason gives up.
 //! 7. Its number in a `RelayedPair`.
@@ -85,9 +86,13 @@ pub fn register(registry: &Registry) {
                 host.0.listen(&addresses.0, &meshes.0).map(Pack)
             },
         )
-        .add_inline("disco.break_ccl", |host: SharedObject<WorkerHost>, epoch: u64, kind: u16, reason: String| {
-            host.0.break_collectives(epoch, &RpcError::new(ErrorKind::from_code(kind), shortened(&reason).to_owned()));
-        })
+        .add_inline(
+            "disco.break_ccl",
+            |host: SharedObject<WorkerHost>, epoch: u64, kind: u16, reason: String, and_joins: bool| {
+                let cause = RpcError::new(ErrorKind::from_code(kind), shortened(&reason).to_owned());
+                host.0.break_collectives(epoch, &cause, and_joins);
+            },
+        )
         .add_inline("disco.abort", |host: SharedObject<WorkerHost>| host.0.abort());
     register_relay(registry);
     weights::register(registry);

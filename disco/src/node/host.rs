@@ -124,6 +124,7 @@ impl WorkerHost {
             && world_size % num_groups == 0
             && (1..=MAX_WORKERS).contains(&set_up.count)
             && set_up.children.len() <= MAX_BELOW
+            && set_up.position().is_valid()
             && set_up.first.checked_add(set_up.workers()).is_some_and(|end| end <= world_size);
         if !fits {
             return Err(RpcError::invalid_argument(format!("no workers can be made of {set_up:?}")));
@@ -299,10 +300,14 @@ impl LocalHost for WorkerHost {
         }
     }
 
-    fn break_collectives(&self, epoch: u64, cause: &RpcError) {
-        let workers = self.threads.iter().flat_map(|threads| &threads.workers);
-        workers.for_each(|worker| worker.break_collectives(epoch, cause));
-        self.subtree.iter().for_each(|subtree| subtree.break_collectives(epoch, cause));
+    fn break_collectives(&self, epoch: u64, cause: &RpcError, and_joins: bool) {
+        if let Some(Threads { workers, shared, .. }) = &self.threads {
+            workers.iter().for_each(|worker| worker.break_collectives(epoch, cause));
+            if and_joins {
+                shared.rendezvous().give_up(epoch);
+            }
+        }
+        self.subtree.iter().for_each(|subtree| subtree.break_collectives(epoch, cause, and_joins));
     }
 
     /// Ends all workers after the command that each executes, and their collectives now.
@@ -337,7 +342,7 @@ impl Threads {
         are_beside_controller: bool,
     ) -> Result<Self> {
         let yield_time = if are_beside_controller { YIELD } else { Duration::ZERO };
-        let (feed, readers) = Feed::new(set_up.count as usize, yield_time);
+        let (feed, readers) = Feed::new(set_up.count as usize, set_up.position().sequence, yield_time);
         let shared =
             Arc::new(ProcessState::new(Arc::clone(sink), set_up.clone(), Arc::clone(relays), are_beside_controller));
         let mut threads = Self { shared, workers: Vec::new(), feed };

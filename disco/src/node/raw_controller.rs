@@ -63,6 +63,7 @@ pub(super) fn set_up(worker: u32, layout: Layout) -> SetUp {
         keep_alive_ms: 1000,
         children: Vec::new(),
         session: None,
+        begin_after: None,
     }
 }
 

@@ -10,7 +10,7 @@ use rpc_core::{Result, Value};
 use crate::error::WorkerId;
 use crate::wire::command::{Command, Queued};
 use crate::wire::event::{Event, EventSink};
-use crate::wire::set_up::SetUp;
+use crate::wire::set_up::{CommandPosition, SetUp};
 use crate::worker::command_feed::out_of_order;
 
 /// An [extension](rpc_core::Context::extension) of the sessions that a node serves: its workers
@@ -29,7 +29,6 @@ pub(super) struct SimulatedHost {
 }
 
 /// Progress of all of them, which is the same.
-#[derive(Default)]
 struct Progress {
     /// The number of the last command.
     sequence: u64,
@@ -40,7 +39,9 @@ struct Progress {
 impl SimulatedHost {
     pub(super) fn new(set_up: &SetUp, sink: Arc<dyn EventSink>) -> Self {
         let SetUp { first, count, report_every, .. } = *set_up;
-        Self { first, count, report_every, sink, progress: Mutex::default() }
+        let CommandPosition { sequence, credit } = set_up.position();
+        let progress = Progress { sequence, executed: credit, reported: credit };
+        Self { first, count, report_every, sink, progress: Mutex::new(progress) }
     }
 
     /// "Executes" commands, of which the first has this number.
@@ -56,7 +57,7 @@ impl SimulatedHost {
         }
         for queued in commands {
             progress.sequence += 1;
-            progress.executed += queued.cost;
+            progress.executed = progress.executed.saturating_add(queued.cost);
             match *queued.command {
                 Command::SyncWorker { ticket, worker: Some(worker) } if self.has(worker) => {
                     self.report(&mut progress, Some(ticket), worker..worker + 1);

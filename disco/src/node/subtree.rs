@@ -102,7 +102,7 @@ impl Subtree {
         });
         let opened = blocking::block_on(opening)?;
         let above = opened.unwrap_or_else(|_| Err(RpcError::internal("opening what is below a node panicked")))?;
-        Ok(Self { layout: set_up.layout, above, next: Mutex::new(1) })
+        Ok(Self { layout: set_up.layout, above, next: Mutex::new(set_up.position().sequence + 1) })
     }
 
     /// Returns the processes there, in the order of their workers.
@@ -198,9 +198,10 @@ impl Subtree {
         Some(link.destination(worker, communicator))
     }
 
-    /// Ends the collectives of an epoch, also those that workers are in. Never waits.
-    pub(crate) fn break_collectives(&self, epoch: u64, cause: &RpcError) {
-        self.above.links.iter().for_each(|link| link.break_collectives(epoch, cause));
+    /// Ends the collectives of an epoch, also those that workers are in, and if `and_joins` is set
+    /// those by which they join each other. Never waits.
+    pub(crate) fn break_collectives(&self, epoch: u64, cause: &RpcError, and_joins: bool) {
+        self.above.links.iter().for_each(|link| link.break_collectives(epoch, cause, and_joins));
     }
 
     /// Closes the links to the processes, which then end.
@@ -210,7 +211,7 @@ impl Subtree {
 }
 
 impl Upstream for ParentLink {
-    fn handle(&self, event: Event) {
+    fn handle(&self, _: usize, event: Event) {
         self.sink.send(event);
     }
 

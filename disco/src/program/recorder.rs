@@ -338,8 +338,7 @@ impl Program {
 
 impl Drop for StoredProgram {
     fn drop(&mut self) {
-        // Behind all its runs; without a session there is nothing to forget.
-        _ = self.controller.push(Command::Forget { program: self.number });
+        self.controller.forget_program(self.number);
     }
 }
 

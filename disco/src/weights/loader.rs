@@ -6,7 +6,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use rpc_core::{DataType, Pack, RpcError, Tensor, Value, VirtualDevice};
+use rpc_core::{DataType, Pack, Packed, RpcError, Tensor, Value, VirtualDevice};
 
 use super::Part;
 use super::files::{InFile, Model, WeightFile};
@@ -75,6 +75,8 @@ pub struct ShardLoader {
     take: DPackedFunc,
     unreadable: Vec<Unreadable>,
     reporter: Option<(u64, Arc<ProgressReporter>)>,
+    /// True if loads are repeated on workers that replace lost ones.
+    is_restorable: bool,
 }
 
 /// A file that a worker cannot read by itself.
@@ -143,7 +145,9 @@ impl ShardLoader {
 
     fn open_here(session: DiscoSession, path: &Path, folder: Option<&Path>) -> Result<Self> {
         let (files, tensors, wanted) = read_headers(path, folder)?;
-        let opened = session.get_global_func("disco.weights.open")?.call((Pack(wanted),))?;
+        let wanted = Packed::encode(&wanted)?;
+        let opened = session.get_global_func("disco.weights.open")?.call((wanted.clone(),))?;
+        session.controller().note_files(opened.register(), wanted);
         let told = session.get_global_func("disco.weights.unreadable")?.call((&opened,))?;
         let load = session.get_global_func("disco.weights.load")?;
         let take = session.get_global_func("disco.weights.take")?;
@@ -171,7 +175,7 @@ impl ShardLoader {
         for Unreadable { worker, reason, .. } in &unreadable {
             tracing::info!(%worker, %reason, "a worker does not read weights itself");
         }
-        Ok(Self { session, files, tensors, opened, load, take, unreadable, reporter: None })
+        Ok(Self { session, files, tensors, opened, load, take, unreadable, reporter: None, is_restorable: false })
     }
 
     /// Registers a callback for progress. From now on it is called with two numbers whenever one of
@@ -188,6 +192,18 @@ impl ShardLoader {
         let reporter = Arc::new(ProgressReporter::new(Box::new(progress)));
         self.forget_watcher();
         self.reporter = Some((self.session.controller().watch_loader(Arc::clone(&reporter)), reporter));
+        self
+    }
+
+    /// Has the tensors that are loaded from now on loaded again by workers that
+    /// [replace](DiscoSession::replace) lost ones, as long as the tensors live. These get the
+    /// content of the files, so that it is for weights that the program does not change.
+    ///
+    /// A new worker reads its part by itself: where it cannot read the file, the replacement says
+    /// so. A tensor that the controller has read, because no worker could, is not loaded again.
+    #[must_use]
+    pub fn restorable(mut self) -> Self {
+        self.is_restorable = true;
         self
     }
 
@@ -312,7 +328,14 @@ impl ShardLoader {
         let Load { request, slices, bytes: _ } = load;
         let source = self.source(request.file)?;
         if source.readers.is_some() && slices.iter().any(|slice| slice.size_bytes > 0) {
-            return self.load.call((&self.opened, Pack(request)));
+            let loaded = self.load.call((&self.opened, Pack(&request)))?;
+            if self.is_restorable {
+                // A new worker reads for itself and for no other.
+                let readers = (0..self.session.num_workers()).collect();
+                let again = Packed::encode(&LoadRequest { readers, loader: 0, ..request })?;
+                self.session.controller().note_weight(loaded.register(), self.opened.register(), again);
+            }
+            return Ok(loaded);
         }
         let read = || -> rpc_core::Result<_> {
             let file = InFile { file: source.file.open()?, path: source.file.path.clone(), start: request.start };

@@ -35,6 +35,15 @@ pub(crate) struct Encoded {
     pub(crate) bulk: Option<Bytes>,
 }
 
+impl Encoded {
+    /// Returns the command with another credit than its own.
+    pub(crate) fn with_credit(self, credit: u64) -> Self {
+        let mut head = BytesMut::from(self.head);
+        head[..size_of::<u64>()].copy_from_slice(&credit.to_le_bytes());
+        Self { head: head.freeze(), bulk: self.bulk }
+    }
+}
+
 impl Command {
     /// Encodes the command: its bytes in a batch, and the bulk that goes beside them.
     ///

@@ -22,7 +22,7 @@ use super::event::{self, Event, LogLine, Report, decode_events};
 use super::mesh::Mesh;
 use super::plan::{JoinPlan, Layout, ListenAddresses, Plan, WorkerLocation};
 use super::relayed_pair::RelayedPair;
-use super::set_up::{ChildNode, MESSAGES, MpiProcess, NodeInfo, SetUp, WorkerProcess};
+use super::set_up::{ChildNode, CommandPosition, MESSAGES, MpiProcess, NodeInfo, SetUp, WorkerProcess};
 use crate::ccl::communicators::CollectiveTimeouts;
 use crate::ccl::host::SessionKey;
 use crate::ccl::{BreakCause, Breakdown, Rank, poison_to_bytes};
@@ -94,8 +94,10 @@ fn set_ups(all: &mut Samples) {
         keep_alive_ms: 200,
         children: vec![child.clone()],
         session: None,
+        begin_after: None,
     };
     all.packed("SetUp", &set_up);
+    all.packed("CommandPosition", &CommandPosition { sequence: 1 << 40, credit: 2 });
     all.packed("Layout", &layout);
     all.packed("ChildNode", &child);
     all.packed("Hosting Auto", &Hosting::Auto);

@@ -12,7 +12,7 @@ use crate::wire::plan::Layout;
 
 /// All messages between a controller, its nodes and its workers. Version 1 did not carry its
 /// number.
-pub(crate) const MESSAGES: MessageFamily = MessageFamily::new("Disco's messages", 10);
+pub(crate) const MESSAGES: MessageFamily = MessageFamily::new("Disco's messages", 11);
 
 /// Set-up of a node: its workers, and the nodes that it is to open below it.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -36,6 +36,28 @@ pub(crate) struct SetUp {
     /// Random number of the session, by which people find its workers at different nodes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) session: Option<u64>,
+    /// Position behind which the workers begin, if they take the place of lost ones.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) begin_after: Option<CommandPosition>,
+}
+
+/// Position in the commands of a session.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct CommandPosition {
+    /// Number of the last command.
+    pub(crate) sequence: u64,
+    /// Credit that the commands up to that one have taken.
+    pub(crate) credit: u64,
+}
+
+impl CommandPosition {
+    /// Largest of both numbers: far more than a session comes to, and far from where they overflow.
+    pub(crate) const MAX: u64 = 1 << 62;
+
+    /// Returns true if commands can follow.
+    pub(crate) fn is_valid(self) -> bool {
+        self.sequence <= Self::MAX && self.credit <= Self::MAX
+    }
 }
 
 impl SetUp {
@@ -46,6 +68,11 @@ impl SetUp {
     /// Those of [`MessageFamily::decode`].
     pub(crate) fn decode(packed: &Packed) -> Result<Self> {
         MESSAGES.decode(packed, "the controller", "the node")
+    }
+
+    /// Returns the position behind which the workers begin.
+    pub(crate) fn position(&self) -> CommandPosition {
+        self.begin_after.unwrap_or_default()
     }
 
     pub(crate) fn keep_alive(&self) -> Duration {
@@ -126,6 +153,7 @@ mod tests {
             keep_alive_ms: 200,
             children: vec![ChildNode { address: "tcp://b:1".to_owned(), children: Vec::new() }],
             session: None,
+            begin_after: None,
         }
     }
 

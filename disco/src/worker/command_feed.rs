@@ -83,17 +83,18 @@ struct ReaderSleep {
 }
 
 impl Feed {
-    /// Makes a feed for so many workers, beginning with command 1, and a reader for each. Each
-    /// reader is used on a thread of its own, which yields for `yield_time` before it sleeps.
-    pub(crate) fn new(workers: usize, yield_time: Duration) -> (Arc<Self>, Vec<Reader>) {
+    /// Makes a feed for so many workers, whose first command is the one behind number `sequence`,
+    /// and a reader for each. Each reader is used on a thread of its own, which yields for
+    /// `yield_time` before it sleeps.
+    pub(crate) fn new(workers: usize, sequence: u64, yield_time: Duration) -> (Arc<Self>, Vec<Reader>) {
         let block = Block::new(Arc::default());
         let this = Arc::new(Self {
-            tail: Mutex::new(Tail { block: Arc::clone(&block), len: 0, next: 1 }),
+            tail: Mutex::new(Tail { block: Arc::clone(&block), len: 0, next: sequence + 1 }),
             sleepers: (0..workers).map(|_| ReaderSleep::default()).collect(),
             yield_time,
             aborted: AtomicBool::new(false),
         });
-        let reader = |worker| Reader { feed: Arc::clone(&this), worker, block: Arc::clone(&block), at: 0, sequence: 0 };
+        let reader = |worker| Reader { feed: Arc::clone(&this), worker, block: Arc::clone(&block), at: 0, sequence };
         let readers = (0..workers).map(reader).collect();
         (this, readers)
     }
@@ -267,7 +268,7 @@ mod tests {
     #[test]
     fn every_worker_reads_every_command_in_order() {
         const COUNT: u64 = 20_000;
-        let (feed, readers) = Feed::new(3, YIELD);
+        let (feed, readers) = Feed::new(3, 0, YIELD);
         thread::scope(|scope| {
             for mut reader in readers {
                 scope.spawn(move || {
@@ -306,7 +307,7 @@ mod tests {
 
     #[test]
     fn an_aborted_feed_gives_nothing_that_has_not_begun() {
-        let (feed, mut readers) = Feed::new(1, YIELD);
+        let (feed, mut readers) = Feed::new(1, 0, YIELD);
         feed.push(1, (1..=200_000).map(|number| queued(number, 4)), u64::MAX).unwrap();
         assert_eq!(readers[0].next(|number, _| number), Some(1));
         feed.abort();
@@ -315,7 +316,7 @@ mod tests {
 
     #[test]
     fn a_block_that_all_have_read_is_freed() {
-        let (feed, mut readers) = Feed::new(2, Duration::ZERO);
+        let (feed, mut readers) = Feed::new(2, 0, Duration::ZERO);
         let first = queued(1, FULL);
         let held = Arc::downgrade(&first.command);
         feed.push(1, [first], u64::MAX).unwrap();
@@ -332,7 +333,7 @@ mod tests {
     /// reader's progress makes room.
     #[test]
     fn no_more_is_held_than_the_limit() {
-        let (feed, mut readers) = Feed::new(2, Duration::ZERO);
+        let (feed, mut readers) = Feed::new(2, 0, Duration::ZERO);
         let limit = 4 * FULL;
         let command = |number| Queued { cost: 0, ..queued(number, FULL) };
         for number in 1..=4 {

@@ -35,8 +35,8 @@ pub(crate) struct Worker {
     /// Names of functions in registers, for failures.
     pub(super) names: Vec<Option<Arc<str>>>,
     pub(super) sequence: u64,
-    /// Number of commands, and steps of programs, so far in which workers may meet: the same on all
-    /// of them.
+    /// Number of commands, and steps of programs, in which workers may have met since they entered
+    /// their communicators: the same on all of them.
     pub(super) steps: u64,
     pub(super) programs: HashMap<u32, Arc<StoredProgram>>,
     pub(super) running: Option<RunningProgram>,
@@ -59,6 +59,7 @@ pub(crate) struct Worker {
 
 impl Worker {
     pub(crate) fn new(this: WorkerContext, shared: Arc<ProcessState>, feed: Arc<Feed>) -> Self {
+        let position = shared.set_up().position();
         Self {
             id: this.worker_id(),
             held: HeldMemory::new(this.context().clone()),
@@ -70,7 +71,7 @@ impl Worker {
             feed,
             registers: Vec::new(),
             names: Vec::new(),
-            sequence: 0,
+            sequence: position.sequence,
             steps: 0,
             programs: HashMap::new(),
             running: None,
@@ -79,8 +80,8 @@ impl Worker {
             mesh_bytes: 0,
             is_accelerated: false,
             unsettled: HashMap::new(),
-            executed: 0,
-            reported: 0,
+            executed: position.credit,
+            reported: position.credit,
             shut_down: false,
         }
     }
@@ -95,7 +96,7 @@ impl Worker {
                 self.this.begin_command(sequence, self.activity_name(&queued.command));
                 self.perform(&queued.command);
                 self.this.end_command();
-                self.executed += queued.cost;
+                self.executed = self.executed.saturating_add(queued.cost);
                 if self.executed - self.reported >= self.report_every {
                     self.report();
                 }

@@ -124,10 +124,21 @@ impl Worker {
         match slot {
             Some(Slot::Value(value)) => Ok(value),
             Some(Slot::Poisoned(failure)) => Err(Fault::Inherited(Arc::clone(failure))),
-            Some(Slot::Empty) | None => {
-                Err(RpcError::internal(format!("register {register} of worker {} is empty", self.id)).into())
-            }
+            Some(Slot::Empty) | None => Err(self.no_value(register).into()),
         }
+    }
+
+    /// Returns the error of a register that is empty.
+    fn no_value(&self, register: Register) -> RpcError {
+        let id = self.id;
+        if self.shared.set_up().begin_after.is_none() {
+            return RpcError::internal(format!("register {register} of worker {id} is empty"));
+        }
+        let text = format!(
+            "register {register} was not restored on worker {id}, which has replaced a lost one: set it again, as by \
+             debug_set_register in a function that DiscoSession::on_replace has registered"
+        );
+        RpcError::new(ErrorKind::NotFound, text)
     }
 
     /// Returns the tensor in a register; `None` for null.

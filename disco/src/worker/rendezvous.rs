@@ -37,7 +37,31 @@ pub(crate) struct Rendezvous {
     #[cfg(target_os = "linux")]
     offers: Mutex<Vec<host::Offer>>,
     listeners: Mutex<HashMap<WorkerId, Arc<Listeners>>>,
-    has_ended: Arc<AtomicBool>,
+    joins: Mutex<Joins>,
+}
+
+/// Joins of the workers, which end before all have come if the session ends or one is lost.
+#[derive(Default)]
+struct Joins {
+    /// Epoch of the last joins.
+    epoch: u64,
+    /// Flag of these, set when they are to end.
+    ends: Arc<AtomicBool>,
+    /// True once the session has ended.
+    has_ended: bool,
+    /// Last epoch for which not all workers are there.
+    given_up: Option<u64>,
+}
+
+impl Joins {
+    /// Returns the flag of the joins of an epoch.
+    fn begin(&mut self, epoch: u64) -> Arc<AtomicBool> {
+        if self.epoch != epoch {
+            self.epoch = epoch;
+            self.ends = Arc::new(AtomicBool::new(self.has_ended || self.given_up >= Some(epoch)));
+        }
+        Arc::clone(&self.ends)
+    }
 }
 
 /// The communicators of a worker: that of all workers, and those of its groups in the joined
@@ -134,7 +158,18 @@ impl Rendezvous {
 
     /// Ends all joins, also later ones: the session has ended.
     pub(crate) fn close(&self) {
-        self.has_ended.store(true, Ordering::Relaxed);
+        let mut joins = self.joins.lock();
+        joins.has_ended = true;
+        joins.ends.store(true, Ordering::Relaxed);
+    }
+
+    /// Ends the joins of an epoch, also later ones, and those of earlier epochs: a worker is lost.
+    pub(crate) fn give_up(&self, epoch: u64) {
+        let mut joins = self.joins.lock();
+        joins.given_up = joins.given_up.max(Some(epoch));
+        if joins.epoch <= epoch {
+            joins.ends.store(true, Ordering::Relaxed);
+        }
     }
 
     /// Joins the session's communicators as `worker`, and waits until all workers have. Where
@@ -150,7 +185,7 @@ impl Rendezvous {
     ) -> Result<Membership> {
         let (layout, open_files) = (set_up.layout, OpenFiles::of(context));
         let CollectiveTimeouts { entry, stall, join, direct } = plan.timeouts;
-        let has_ended = Arc::clone(&self.has_ended);
+        let has_ended = self.joins.lock().begin(plan.epoch);
         let mut options = host::Options { epoch: plan.epoch, has_ended, open_files, ..host::Options::default() };
         (options.entry_timeout, options.stall_timeout, options.join_timeout) = (entry, stall, join);
         options.direct_timeout = direct;

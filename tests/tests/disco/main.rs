@@ -5,4 +5,5 @@
 mod digits;
 mod model;
 mod operations;
+mod replacements;
 mod weights;

@@ -85,7 +85,9 @@ pub(crate) fn calls(name: &str, peer: &mut Peer) -> Calls {
         "disco.break_ccl" => {
             let host = host(peer);
             // The epoch of a worker that has joined no others yet.
-            Calls::new(move |_| vec![host.clone(), Value::Int(0), Value::Int(0), Value::Str("x".repeat(LONG))])
+            let reason = "x".repeat(LONG);
+            let args = [Value::Int(0), Value::Int(0), Value::Str(reason), Value::Bool(true)];
+            Calls::new(move |_| [&[host.clone()], &args[..]].concat())
         }
         "disco.abort" => {
             let host = host(peer);

@@ -55,7 +55,10 @@ impl<'a> JoinDeadline<'a> {
     /// Returns the error of a rank that has given up; `text` says which ranks are missing.
     pub(super) fn error(self, text: String) -> RpcError {
         if self.has_ended() {
-            return RpcError::new(ErrorKind::Closed, "the session has ended before all ranks had joined");
+            return RpcError::new(
+                ErrorKind::Closed,
+                "the session has ended, or a worker was lost, before all ranks had joined",
+            );
         }
         RpcError::new(ErrorKind::DeadlineExceeded, text)
     }

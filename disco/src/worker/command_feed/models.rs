@@ -34,7 +34,7 @@ fn read(mut reader: Reader, until: u64) -> u64 {
 #[test]
 fn every_reader_gets_every_command_and_sleeps_only_without() {
     explore(|| {
-        let (feed, readers) = Feed::new(2, Duration::ZERO);
+        let (feed, readers) = Feed::new(2, 0, Duration::ZERO);
         let spawn = |reader| thread::spawn(move || assert_eq!(read(reader, COUNT), COUNT));
         let readers: Vec<_> = readers.into_iter().map(spawn).collect();
         for batch in [1..2, 2..4, 4..COUNT + 1] {
@@ -48,7 +48,7 @@ fn every_reader_gets_every_command_and_sleeps_only_without() {
 fn an_abort_ends_every_reader_wherever_it_is() {
     for commands in [0, COUNT] {
         explore(move || {
-            let (feed, readers) = Feed::new(2, Duration::ZERO);
+            let (feed, readers) = Feed::new(2, 0, Duration::ZERO);
             let spawn = |reader| thread::spawn(move || read(reader, u64::MAX));
             let readers: Vec<_> = readers.into_iter().map(spawn).collect();
             let aborting = {
@@ -66,7 +66,7 @@ fn an_abort_ends_every_reader_wherever_it_is() {
 #[test]
 fn two_writers_append_each_number_once() {
     explore(|| {
-        let (feed, readers) = Feed::new(1, Duration::ZERO);
+        let (feed, readers) = Feed::new(1, 0, Duration::ZERO);
         let readers: Vec<_> =
             readers.into_iter().map(|reader| thread::spawn(move || assert_eq!(read(reader, COUNT), COUNT))).collect();
         let write = |feed: std::sync::Arc<Feed>| {

@@ -1,0 +1,368 @@
+//! Replacement of lost workers: the session pauses, another node takes their place, state is made
+//! again, and all go on.
+//!
+//! ```text
+//!   Running ── a node is lost ──► Lost ── another one is opened ──► Replaced ── restored ──► Running
+//!                                  ▲                                   │
+//!                                  └────────── it is lost, too ────────┘
+//! ```
+//!
+//! While a node is lost no command is issued, so that the one in its place begins behind a number
+//! that stays. Commands that free something wait in [`ControllerState::deferred`]. When no node is
+//! lost any more, all workers make the collectives anew, and those that are new get their
+//! functions, modules and programs by the commands of the [`RestoreLog`](super::restore_log).
+
+use std::fmt;
+use std::sync::{Arc, Weak};
+
+use parking_lot::Mutex;
+use rpc_core::RpcError;
+
+use crate::completion::Completion;
+use crate::controller::dispatch::{Controller, ControllerState, Issuer};
+use crate::controller::join_plan::Attempt;
+use crate::controller::session::DiscoSession;
+use crate::error::{DiscoError, Failure, Result, WorkerId};
+use crate::link::node_link::Link;
+use crate::link::replacement::{Origin, Replacement};
+use crate::link::session_source::Source;
+use crate::link::upstream::Upstream;
+use crate::options::OnLoss;
+use crate::wire::command::{Command, Queued};
+use crate::wire::set_up::{CommandPosition, SetUp};
+
+/// Most losses in a row that [`DiscoSession::recover`] replaces workers after.
+const MAX_ROUNDS: usize = 16;
+
+/// Function that restores the state of workers.
+type Restore = dyn FnMut(&DiscoSession, &[WorkerId]) -> Result<()> + Send;
+
+/// Functions that restore the state of workers, as long as their [`RestoreGuard`]s live.
+pub(super) type Restorers = Vec<Weak<Mutex<Restore>>>;
+
+/// Registration of a function by [`DiscoSession::on_replace`], which ends when this is dropped.
+#[must_use = "the function is registered for as long as this lives"]
+pub struct RestoreGuard {
+    _restore: Arc<Mutex<Restore>>,
+}
+
+impl fmt::Debug for RestoreGuard {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("RestoreGuard")
+    }
+}
+
+impl DiscoSession {
+    /// Replaces a worker that is lost, and with it the other workers of its node, in a session that
+    /// [awaits that](OnLoss::AwaitReplacement).
+    ///
+    /// The new node is opened. If workers of other nodes are lost, too, the session waits for
+    /// their replacement, and this resolves. Otherwise:
+    ///
+    /// 1. The workers finish what was issued before. Collectives are broken since the loss, so
+    ///    that none waits in one.
+    /// 2. All make the collectives anew in the next epoch, with the session's meshes, as
+    ///    [`reinit_ccl`](Self::reinit_ccl) does.
+    /// 3. The new workers look up the functions, load the modules and get the programs that the
+    ///    session has. A module has the state that loading gives it.
+    /// 4. Operations are possible again, and the functions of [`on_replace`](Self::on_replace) are
+    ///    called.
+    ///
+    /// Other registers have no value on the new workers, and reading one is an error that names
+    /// register and worker; on the others they have the values that they had. What the workers have
+    /// executed of the last commands may differ between them: a program goes back to a point from
+    /// which it has all values.
+    ///
+    /// Gives the failures of commands that were issued before and have not been reported: of
+    /// collectives that the loss has broken, but also others. The next sync does not tell them
+    /// again.
+    ///
+    /// Its errors are:
+    ///
+    /// * [`InvalidArgument`](rpc_core::ErrorKind::InvalidArgument): the worker is not lost, or the session
+    ///   does not await replacements.
+    /// * [`Busy`](rpc_core::ErrorKind::Busy): another replacement, or another making of the collectives, is
+    ///   in progress.
+    /// * the new node cannot be opened: the worker stays lost.
+    /// * [`DiscoError::Lost`]: a worker, also a new one, was lost meanwhile.
+    /// * those of [`reinit_ccl`](Self::reinit_ccl): the worker is to be replaced again.
+    /// * failures of new workers in making their functions, modules and programs, or the error of
+    ///   a function of [`on_replace`](Self::on_replace): operations are possible again.
+    pub fn replace(&self, worker: WorkerId, replacement: Replacement) -> Completion<Vec<Failure>> {
+        if worker.0 >= self.num_workers() {
+            let text = format!("there is no worker {worker} in a session of {}", self.num_workers());
+            return Completion::failed(DiscoError::invalid(text));
+        }
+        let session = self.clone();
+        Completion::spawn(async move { session.replace_in_turn(worker, replacement).await })
+    }
+
+    /// Replaces all workers that are lost, each by what `rule` says, as [`replace`](Self::replace)
+    /// does. A worker that is lost meanwhile is replaced, too. If none is lost it does nothing.
+    ///
+    /// ```no_run
+    /// # use disco::{DiscoSession, Replacement, Result};
+    /// # fn step(session: &DiscoSession) -> Result<bool> { Ok(false) }
+    /// # fn train(session: &DiscoSession) -> Result<()> {
+    /// loop {
+    ///     match step(session) {
+    ///         Ok(true) => continue,
+    ///         Ok(false) => return Ok(()),
+    ///         Err(error) if !error.lost_workers().is_empty() => {
+    ///             session.recover(|_| Replacement::relaunched()).wait()?;
+    ///             // ... and go back to the last checkpoint.
+    ///         }
+    ///         Err(error) => return Err(error),
+    ///     }
+    /// }
+    /// # }
+    /// ```
+    ///
+    /// Gives the failures of all replacements. Its errors are those of [`replace`](Self::replace).
+    pub fn recover(&self, mut rule: impl FnMut(WorkerId) -> Replacement + Send + 'static) -> Completion<Vec<Failure>> {
+        let session = self.clone();
+        Completion::spawn(async move {
+            let mut failures = Vec::new();
+            let mut outcome = Ok(());
+            for _ in 0..MAX_ROUNDS {
+                let Some(worker) = session.lost_workers().first().copied() else { return outcome.map(|()| failures) };
+                outcome = match session.replace_in_turn(worker, rule(worker)).await {
+                    Ok(told) => {
+                        failures.extend(told);
+                        Ok(())
+                    }
+                    // The next round replaces those.
+                    Err(error) if !error.lost_workers().is_empty() => Err(error),
+                    Err(error) => return Err(error),
+                };
+            }
+            outcome.map(|()| failures)
+        })
+    }
+
+    /// Returns the workers that are to be replaced before the session goes on. Never waits.
+    pub fn lost_workers(&self) -> Vec<WorkerId> {
+        let missing = self.controller().lock().links.missing();
+        missing.map_or_else(Vec::new, |error| error.lost_workers().to_vec())
+    }
+
+    /// Registers a function that restores the state of workers that have replaced lost ones: it is
+    /// called at the end of each replacement, on a thread that may block, with those workers. It
+    /// may use all operations of the session; values of single workers are set by
+    /// [`debug_set_register`](Self::debug_set_register). Functions are called in the order of
+    /// their registration, until one fails. The function stays registered until the guard is
+    /// dropped.
+    pub fn on_replace(&self, restore: impl FnMut(&Self, &[WorkerId]) -> Result<()> + Send + 'static) -> RestoreGuard {
+        let restore: Arc<Mutex<Restore>> = Arc::new(Mutex::new(restore));
+        let mut state = self.controller().lock();
+        state.restorers.retain(|known| known.strong_count() > 0);
+        state.restorers.push(Arc::downgrade(&restore));
+        drop(state);
+        RestoreGuard { _restore: restore }
+    }
+
+    /// Replaces a worker, and has the functions of users restore its state.
+    async fn replace_in_turn(&self, worker: WorkerId, replacement: Replacement) -> Result<Vec<Failure>> {
+        let controller = self.controller();
+        let Some(Restored { workers, failures, outcome }) = controller.replace(worker, replacement).await? else {
+            return Ok(Vec::new());
+        };
+        outcome?;
+        let restorers: Vec<_> = controller.lock().restorers.iter().filter_map(Weak::upgrade).collect();
+        if restorers.is_empty() {
+            return Ok(failures);
+        }
+        let session = self.clone();
+        let restored = tokio::task::spawn_blocking(move || -> Result<()> {
+            restorers.iter().try_for_each(|restore| (restore.lock())(&session, &workers))
+        });
+        restored.await.map_err(|error| RpcError::internal(format!("restoring a worker panicked: {error}")))??;
+        Ok(failures)
+    }
+}
+
+/// Outcome of a replacement after which the session goes on.
+struct Restored {
+    /// The workers that were replaced.
+    workers: Vec<WorkerId>,
+    /// Failures of commands that were issued before the replacement.
+    failures: Vec<Failure>,
+    /// Failures of the commands that have made functions, modules and programs again.
+    outcome: Result<()>,
+}
+
+impl Controller {
+    /// Takes the loss of a node, for a reason that names it: the session pauses, or ends if it does
+    /// not await a replacement.
+    pub(super) fn lose_node(&self, number: usize, error: RpcError) {
+        let mut state = self.lock();
+        if state.ended.is_some() {
+            return;
+        }
+        let is_replaceable = |link: &Link| link.is_remote() && link.nodes == 1;
+        if self.options.on_loss == OnLoss::EndSession
+            || state.links.numbered_link(number).is_some_and(|link| !is_replaceable(link))
+        {
+            drop(state);
+            return self.end(error);
+        }
+        let Some(lost) = state.links.lose(number, error.clone()) else { return };
+        tracing::warn!(%error, "a disco session waits for the replacement of lost workers");
+        let epochs = state.collectives.lose(WorkerId(lost.first), error.clone());
+        let missing = state.links.missing();
+        for ticket in state.tickets.values_mut().filter(|ticket| ticket.waiting > 0) {
+            ticket.failed.clone_from(&missing);
+        }
+        let wakers = state.take_wakers();
+        drop(state);
+        wakers.into_iter().for_each(std::task::Waker::wake);
+        lost.close();
+        self.break_with_joins(epochs[0], &error, true);
+        if epochs[1] != epochs[0] {
+            self.break_with_joins(epochs[1], &error, true);
+        }
+    }
+
+    /// Replaces the node of a worker. Returns nothing if others are lost, too.
+    async fn replace(self: &Arc<Self>, worker: WorkerId, replacement: Replacement) -> Result<Option<Restored>> {
+        let (number, set_up) = self.begin_replacement(worker)?;
+        let replaced = self.open_and_restore(number, set_up, replacement).await;
+        self.lock().collectives.finish();
+        replaced
+    }
+
+    /// Begins to replace the node of a worker. Returns the number of its link, and the set-up of the
+    /// node in its place.
+    fn begin_replacement(&self, worker: WorkerId) -> Result<(usize, SetUp)> {
+        let mut state = self.lock();
+        if let Some(error) = &state.ended {
+            return Err(error.clone().into());
+        }
+        if self.options.on_loss == OnLoss::EndSession {
+            return Err(DiscoError::invalid(
+                "the loss of a worker ends this session: start it with Options::on_loss as \
+                 OnLoss::AwaitReplacement to replace workers",
+            ));
+        }
+        let Some((number, workers)) = state.links.replaceable(worker.0) else {
+            return Err(DiscoError::invalid(format!("worker {worker} is not lost: only a lost one is replaced")));
+        };
+        state.collectives.begin()?;
+        let position = CommandPosition { sequence: state.sequence, credit: state.issued };
+        let (first, count) = (workers.start, workers.end - workers.start);
+        Ok((number, SetUp { first, count, begin_after: Some(position), ..self.set_up.clone() }))
+    }
+
+    async fn open_and_restore(
+        self: &Arc<Self>,
+        number: usize,
+        set_up: SetUp,
+        replacement: Replacement,
+    ) -> Result<Option<Restored>> {
+        let source = self.find(&set_up, replacement).await?;
+        let link = Arc::new(source.open(set_up).await?);
+        self.install(number, Arc::clone(&link))?;
+        if self.lock().links.has_lost() {
+            return Ok(None);
+        }
+        self.restore().await.map(Some)
+    }
+
+    /// Finds the node that is to take the place of another one.
+    async fn find(&self, set_up: &SetUp, replacement: Replacement) -> Result<Source> {
+        match (replacement.0, &self.relaunch) {
+            (Origin::Found(found), _) => found.await,
+            (Origin::Relaunched, Some(relaunch)) => relaunch(set_up.first..set_up.first + set_up.count).await,
+            (Origin::Relaunched, None) => Err(DiscoError::invalid(
+                "the session was launched over sessions of the caller: say by what the worker is replaced, such as \
+                 Replacement::over",
+            )),
+        }
+    }
+
+    /// Puts a link in the place of the one with this number.
+    fn install(&self, number: usize, link: Arc<Link>) -> Result<()> {
+        let this: Weak<dyn Upstream> = self.this.clone();
+        let mut state = self.lock();
+        if let Some(error) = &state.ended {
+            let error = error.clone();
+            drop(state);
+            link.close();
+            return Err(error.into());
+        }
+        let (issued, sequence) = (state.issued, state.sequence);
+        for worker in link.workers() {
+            let worker = worker as usize;
+            state.executed.raise(worker, issued);
+            if let Some(reached) = state.reached.get_mut(worker) {
+                *reached = sequence;
+            }
+        }
+        let installed = state.links.replace(number, Arc::clone(&link));
+        drop(state);
+        let Ok((own, before)) = installed else {
+            link.close();
+            return Err(RpcError::internal("a node was replaced twice at once").into());
+        };
+        before.close();
+        Ok(link.start(own, &this)?)
+    }
+
+    /// Makes the collectives anew, and the functions, modules and programs of new workers; then lets
+    /// the session go on.
+    async fn restore(self: &Arc<Self>) -> Result<Restored> {
+        let issuer = Issuer::Replacement;
+        let attempt = {
+            let state = self.lock();
+            let (backend, devices) = (state.collectives.backend(), state.devices.to_vec());
+            Attempt { issuer, backend, devices, meshes: state.meshes.clone() }
+        };
+        self.make_ccl(&attempt).await?;
+        let failures = self.lock().failures.take(None);
+        self.replay(&mut self.lock())?;
+        // A module may take long, and a worker that is lost meanwhile ends the wait.
+        self.all_reach(issuer).1.await?;
+        let mut state = self.lock();
+        state.check_for(issuer)?;
+        let told = state.failures.take(None);
+        let workers = state.links.replaced().map(WorkerId).collect();
+        state.links.complete();
+        for command in std::mem::take(&mut state.deferred) {
+            self.release_in(&mut state, command);
+        }
+        let outcome = if told.is_empty() { Ok(()) } else { Err(DiscoError::Workers(told)) };
+        Ok(Restored { workers, failures, outcome })
+    }
+
+    /// Issues the commands by which new workers get their functions, modules and programs. For the
+    /// others each is a command that does nothing.
+    fn replay(&self, state: &mut ControllerState) -> Result<()> {
+        state.check_for(Issuer::Replacement)?;
+        let scratch = state.registers.take();
+        let new: Vec<_> = state.links.new_links().cloned().collect();
+        let replay = |link: &Arc<Link>| {
+            let log = state.log.as_ref();
+            log.map_or_else(Vec::new, |log| log.replay(&link.workers(), &state.devices, scratch))
+        };
+        let commands: Vec<_> = new.iter().map(|link| (link, replay(link))).collect();
+        state.registers.give_back(scratch);
+        for (link, commands) in commands {
+            for command in commands {
+                let encoded = command.encode()?;
+                let queued = Queued { cost: command.cost(), command, charge: None };
+                let nothing = Queued { command: Arc::new(Command::Nothing), ..queued.clone() };
+                let none = Command::Nothing.encode()?.with_credit(queued.cost);
+                state.sequence += 1;
+                state.issued += queued.cost;
+                for one in state.links.present() {
+                    if Arc::ptr_eq(one, link) {
+                        one.push(state.sequence, &queued, Some(&encoded), false);
+                    } else {
+                        one.push(state.sequence, &nothing, Some(&none), false);
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+}
