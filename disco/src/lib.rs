@@ -77,7 +77,9 @@
 //!   [`DiscoSession::reinit_ccl`] makes them anew, [`DiscoSession::abort_ccl`] breaks them.
 //!   [`Options`] has the time limits.
 //! * When a worker dies, or its link breaks, the session ends: every operation that waits, and
-//!   every later one, returns the cause. Child processes end with it.
+//!   every later one, returns the cause. Child processes end with it. A session that
+//!   [awaits replacements](OnLoss::AwaitReplacement) pauses instead, until
+//!   [`DiscoSession::replace`] has put another worker in the place of the lost one.
 //!
 //! Read first `controller/session.rs`, then `wire/command.rs`, `controller/dispatch.rs` and
 //! `worker/executor.rs`; [`ccl`] has the collectives themselves.

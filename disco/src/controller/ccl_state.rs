@@ -90,6 +90,12 @@ impl Collectives {
         self.broken.is_some()
     }
 
+    /// Returns true if the loss of a worker may have broken the communicators, or those that are
+    /// being made.
+    pub(crate) fn is_affected(&self) -> bool {
+        self.is_broken() || self.being_made
+    }
+
     /// Returns the backend that they are made with, until another one is chosen.
     pub(crate) fn backend(&self) -> Backend {
         self.backend

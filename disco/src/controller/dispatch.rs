@@ -1,7 +1,7 @@
 //! The controller: gives commands their numbers, passes each to all links or to none, and keeps the
 //! workers' reports.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::future::poll_fn;
 use std::sync::{Arc, Weak};
 use std::task::{Poll, Waker};
@@ -12,7 +12,6 @@ use rpc_core::{Device, ErrorKind, Packed, RpcError, blocking};
 use crate::controller::ccl_state::{CclState, Collectives};
 use crate::controller::executed_credit::ExecutedCredit;
 use crate::controller::link_slots::LinkSlots;
-use crate::controller::replace::Restorers;
 use crate::controller::restore_log::RestoreLog;
 use crate::controller::tickets::Ticket;
 use crate::controller::unsynced_failures::UnsyncedFailures;
@@ -74,11 +73,19 @@ pub(crate) struct ControllerState {
     /// Commands that free something, which wait until all workers are there again. Each frees what
     /// another command has made, so that they are no more than those.
     pub(super) deferred: Vec<Command>,
-    pub(super) restorers: Restorers,
+    /// Functions of users that restore the state of workers, as long as their guards live.
+    pub(super) restorers: Vec<Weak<Mutex<Restore>>>,
+    /// Workers whose state the functions of users have yet to restore.
+    pub(super) unrestored: BTreeSet<WorkerId>,
+    /// True once the session has started: its workers have been told to join each other.
+    pub(super) has_started: bool,
     pub(crate) ended: Option<RpcError>,
     /// Tasks that wait for credit.
     pub(super) room: Vec<Waker>,
 }
+
+/// Function that restores the state of workers.
+pub(super) type Restore = dyn FnMut(&Arc<Controller>, &[WorkerId]) -> Result<()> + Send;
 
 /// The numbers of registers.
 #[derive(Default)]
@@ -95,6 +102,11 @@ impl Registers {
             self.next += 1;
             self.next - 1
         })
+    }
+
+    /// Returns a register behind all that were ever taken.
+    pub(super) fn end(&self) -> Register {
+        self.next
     }
 
     /// Gives back a register whose kill has been issued.
@@ -135,7 +147,9 @@ impl Controller {
             devices: devices.into(),
             log: (options.on_loss == OnLoss::AwaitReplacement).then(RestoreLog::default),
             deferred: Vec::new(),
-            restorers: Restorers::default(),
+            restorers: Vec::new(),
+            unrestored: BTreeSet::new(),
+            has_started: false,
             ended: None,
             room: Vec::new(),
         };

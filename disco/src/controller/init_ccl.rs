@@ -97,7 +97,10 @@ impl Controller {
 
     /// Makes the collectives anew, and ends what [`begin`](Self::begin) has begun.
     async fn replace_ccl(self: Arc<Self>, attempt: Attempt) -> Result<()> {
-        let outcome = self.make_ccl(&attempt).await;
+        let mut outcome = self.make_ccl(&attempt).await;
+        if let Err(error) = outcome {
+            outcome = Err(self.find_loss(error).await);
+        }
         let mut state = self.lock();
         state.collectives.finish();
         if outcome.is_ok() {

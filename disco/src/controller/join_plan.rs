@@ -42,7 +42,9 @@ impl Controller {
         let attempt = Attempt { issuer: Issuer::Caller, backend: Backend::default(), devices, meshes: Vec::new() };
         let sequence = self.meet(0, &attempt, false).await?;
         // The first sync tells its failures.
-        self.lock().failures.unwatch(sequence);
+        let mut state = self.lock();
+        state.failures.unwatch(sequence);
+        state.has_started = true;
         Ok(())
     }
 

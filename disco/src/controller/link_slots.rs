@@ -95,7 +95,8 @@ impl LinkSlots {
         }
         let workers: Vec<WorkerId> = self.replaced().map(WorkerId).collect();
         let text = format!(
-            "{} replaced lost ones, and the session goes on when DiscoSession::replace has restored their state",
+            "the state of {}, in place of lost ones, has not been restored yet: wait for DiscoSession::replace, or \
+             call it again",
             describe(&workers)
         );
         let cause = RpcError::new(rpc_core::ErrorKind::PeerLost, text).may_have_run(false);

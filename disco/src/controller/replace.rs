@@ -2,9 +2,9 @@
 //! again, and all go on.
 //!
 //! ```text
-//!   Running ── a node is lost ──► Lost ── another one is opened ──► Replaced ── restored ──► Running
-//!                                  ▲                                   │
-//!                                  └────────── it is lost, too ────────┘
+//!   Running ── it is lost ──► Lost ── another is opened ──► Replaced ── restored ──► Running
+//!                              ▲                               │
+//!                              └──────── that is lost ─────────┘
 //! ```
 //!
 //! While a node is lost no command is issued, so that the one in its place begins behind a number
@@ -13,13 +13,14 @@
 //! functions, modules and programs by the commands of the [`RestoreLog`](super::restore_log).
 
 use std::fmt;
+use std::ops::Range;
 use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
-use rpc_core::RpcError;
+use rpc_core::{RpcError, Value};
 
 use crate::completion::Completion;
-use crate::controller::dispatch::{Controller, ControllerState, Issuer};
+use crate::controller::dispatch::{Controller, ControllerState, Issuer, Restore};
 use crate::controller::join_plan::Attempt;
 use crate::controller::session::DiscoSession;
 use crate::error::{DiscoError, Failure, Result, WorkerId};
@@ -28,17 +29,11 @@ use crate::link::replacement::{Origin, Replacement};
 use crate::link::session_source::Source;
 use crate::link::upstream::Upstream;
 use crate::options::OnLoss;
-use crate::wire::command::{Command, Queued};
+use crate::wire::command::{Command, MAX_REGISTER_GAP, Queued, Register};
 use crate::wire::set_up::{CommandPosition, SetUp};
 
 /// Most losses in a row that [`DiscoSession::recover`] replaces workers after.
 const MAX_ROUNDS: usize = 16;
-
-/// Function that restores the state of workers.
-type Restore = dyn FnMut(&DiscoSession, &[WorkerId]) -> Result<()> + Send;
-
-/// Functions that restore the state of workers, as long as their [`RestoreGuard`]s live.
-pub(super) type Restorers = Vec<Weak<Mutex<Restore>>>;
 
 /// Registration of a function by [`DiscoSession::on_replace`], which ends when this is dropped.
 #[must_use = "the function is registered for as long as this lives"]
@@ -79,10 +74,10 @@ impl DiscoSession {
     ///
     /// Its errors are:
     ///
-    /// * [`InvalidArgument`](rpc_core::ErrorKind::InvalidArgument): the worker is not lost, or the session
-    ///   does not await replacements.
-    /// * [`Busy`](rpc_core::ErrorKind::Busy): another replacement, or another making of the collectives, is
-    ///   in progress.
+    /// * [`InvalidArgument`](rpc_core::ErrorKind::InvalidArgument): the worker is not lost, or the
+    ///   session does not await replacements.
+    /// * [`Busy`](rpc_core::ErrorKind::Busy): another replacement, or another making of the
+    ///   collectives, is in progress.
     /// * the new node cannot be opened: the worker stays lost.
     /// * [`DiscoError::Lost`]: a worker, also a new one, was lost meanwhile.
     /// * those of [`reinit_ccl`](Self::reinit_ccl): the worker is to be replaced again.
@@ -151,8 +146,13 @@ impl DiscoSession {
     /// may use all operations of the session; values of single workers are set by
     /// [`debug_set_register`](Self::debug_set_register). Functions are called in the order of
     /// their registration, until one fails. The function stays registered until the guard is
-    /// dropped.
+    /// dropped. The workers are also those of an earlier replacement whose functions failed, such
+    /// as by another loss.
     pub fn on_replace(&self, restore: impl FnMut(&Self, &[WorkerId]) -> Result<()> + Send + 'static) -> RestoreGuard {
+        let mut restore = restore;
+        let restore = move |controller: &Arc<Controller>, workers: &[WorkerId]| {
+            restore(&Self::new(Arc::clone(controller)), workers)
+        };
         let restore: Arc<Mutex<Restore>> = Arc::new(Mutex::new(restore));
         let mut state = self.controller().lock();
         state.restorers.retain(|known| known.strong_count() > 0);
@@ -164,27 +164,39 @@ impl DiscoSession {
     /// Replaces a worker, and has the functions of users restore its state.
     async fn replace_in_turn(&self, worker: WorkerId, replacement: Replacement) -> Result<Vec<Failure>> {
         let controller = self.controller();
-        let Some(Restored { workers, failures, outcome }) = controller.replace(worker, replacement).await? else {
+        let Some(Restored { failures, outcome }) = controller.replace(worker, replacement).await? else {
             return Ok(Vec::new());
         };
         outcome?;
-        let restorers: Vec<_> = controller.lock().restorers.iter().filter_map(Weak::upgrade).collect();
-        if restorers.is_empty() {
-            return Ok(failures);
-        }
         let session = self.clone();
-        let restored = tokio::task::spawn_blocking(move || -> Result<()> {
-            restorers.iter().try_for_each(|restore| (restore.lock())(&session, &workers))
-        });
+        let restored = tokio::task::spawn_blocking(move || session.call_restorers());
         restored.await.map_err(|error| RpcError::internal(format!("restoring a worker panicked: {error}")))??;
         Ok(failures)
+    }
+
+    /// Has the functions of users restore the state of all new workers. If one fails, the next
+    /// replacement calls them with these workers again.
+    fn call_restorers(&self) -> Result<()> {
+        let (restorers, workers) = {
+            let state = self.controller().lock();
+            let restorers: Vec<_> = state.restorers.iter().filter_map(Weak::upgrade).collect();
+            (restorers, state.unrestored.iter().copied().collect::<Vec<_>>())
+        };
+        for restore in restorers {
+            let mut restore = restore.try_lock().ok_or_else(|| {
+                let text = "a function that restores workers is running already, and was not called for others";
+                RpcError::new(rpc_core::ErrorKind::Busy, text)
+            })?;
+            restore(self.controller(), &workers)?;
+        }
+        let mut state = self.controller().lock();
+        workers.iter().for_each(|worker| _ = state.unrestored.remove(worker));
+        Ok(())
     }
 }
 
 /// Outcome of a replacement after which the session goes on.
 struct Restored {
-    /// The workers that were replaced.
-    workers: Vec<WorkerId>,
     /// Failures of commands that were issued before the replacement.
     failures: Vec<Failure>,
     /// Failures of the commands that have made functions, modules and programs again.
@@ -201,6 +213,7 @@ impl Controller {
         }
         let is_replaceable = |link: &Link| link.is_remote() && link.nodes == 1;
         if self.options.on_loss == OnLoss::EndSession
+            || !state.has_started
             || state.links.numbered_link(number).is_some_and(|link| !is_replaceable(link))
         {
             drop(state);
@@ -231,8 +244,38 @@ impl Controller {
         replaced
     }
 
-    /// Begins to replace the node of a worker. Returns the number of its link, and the set-up of the
-    /// node in its place.
+    /// Returns the error of a caller, or the loss that has led to it. The others may notice that
+    /// one is lost, by their collectives, before the link to it does.
+    pub(super) async fn find_loss(&self, error: DiscoError) -> DiscoError {
+        if self.options.on_loss == OnLoss::EndSession || !self.lock().collectives.is_affected() {
+            return error;
+        }
+        self.probe().await;
+        let state = self.lock();
+        if state.ended.is_some() { error } else { state.links.missing().unwrap_or(error) }
+    }
+
+    /// Asks all nodes whether they are there, and records those that are not as lost.
+    async fn probe(&self) {
+        let links = self.lock().links.numbered();
+        let mut asked = Vec::new();
+        for (number, link) in links {
+            if let Some((session, _)) = link.far_end().filter(|_| link.is_remote()) {
+                // All are asked before the first answer is waited for.
+                asked.push((number, session.get_function("disco.version").start()));
+            }
+        }
+        for (number, answer) in asked {
+            if let Err(error) = answer.await
+                && error.ends_session()
+            {
+                self.lose(number, error);
+            }
+        }
+    }
+
+    /// Begins to replace the node of a worker. Returns the number of its link, and the set-up of
+    /// the node in its place.
     fn begin_replacement(&self, worker: WorkerId) -> Result<(usize, SetUp)> {
         let mut state = self.lock();
         if let Some(error) = &state.ended {
@@ -265,7 +308,15 @@ impl Controller {
         if self.lock().links.has_lost() {
             return Ok(None);
         }
-        self.restore().await.map(Some)
+        match self.restore().await {
+            Ok(restored) => Ok(Some(restored)),
+            Err(error) => {
+                self.probe().await;
+                let state = self.lock();
+                let is_lost = state.ended.is_none() && state.links.has_lost();
+                Err(state.links.missing().filter(|_| is_lost).unwrap_or(error))
+            }
+        }
     }
 
     /// Finds the node that is to take the place of another one.
@@ -308,8 +359,8 @@ impl Controller {
         Ok(link.start(own, &this)?)
     }
 
-    /// Makes the collectives anew, and the functions, modules and programs of new workers; then lets
-    /// the session go on.
+    /// Makes the collectives anew, and the functions, modules and programs of new workers; then
+    /// lets the session go on.
     async fn restore(self: &Arc<Self>) -> Result<Restored> {
         let issuer = Issuer::Replacement;
         let attempt = {
@@ -325,13 +376,14 @@ impl Controller {
         let mut state = self.lock();
         state.check_for(issuer)?;
         let told = state.failures.take(None);
-        let workers = state.links.replaced().map(WorkerId).collect();
+        let new: Vec<_> = state.links.replaced().map(WorkerId).collect();
+        state.unrestored.extend(new);
         state.links.complete();
         for command in std::mem::take(&mut state.deferred) {
             self.release_in(&mut state, command);
         }
         let outcome = if told.is_empty() { Ok(()) } else { Err(DiscoError::Workers(told)) };
-        Ok(Restored { workers, failures, outcome })
+        Ok(Restored { failures, outcome })
     }
 
     /// Issues the commands by which new workers get their functions, modules and programs. For the
@@ -342,7 +394,9 @@ impl Controller {
         let new: Vec<_> = state.links.new_links().cloned().collect();
         let replay = |link: &Arc<Link>| {
             let log = state.log.as_ref();
-            log.map_or_else(Vec::new, |log| log.replay(&link.workers(), &state.devices, scratch))
+            let mut commands = room_for_registers(link.workers(), state.registers.end());
+            commands.extend(log.iter().flat_map(|log| log.replay(&link.workers(), &state.devices, scratch)));
+            commands
         };
         let commands: Vec<_> = new.iter().map(|link| (link, replay(link))).collect();
         state.registers.give_back(scratch);
@@ -365,4 +419,15 @@ impl Controller {
         }
         Ok(())
     }
+}
+
+/// Returns the commands after which these workers may set all registers before `end`, which they
+/// may otherwise not at once.
+fn room_for_registers(workers: Range<u32>, end: Register) -> Vec<Arc<Command>> {
+    let steps = (0..end).step_by(MAX_REGISTER_GAP - 1).skip(1);
+    let grow = |to| {
+        let set = workers.clone().map(move |worker| Command::DebugSetRegister { worker, to, value: Value::Null });
+        set.chain([Command::KillReg { register: to }]).map(Arc::new)
+    };
+    steps.flat_map(grow).collect()
 }

@@ -55,7 +55,10 @@ impl Controller {
         Completion::new(async move {
             poll_fn(|cx| guard.controller.poll_ticket(guard.ticket, cx)).await?;
             let told = guard.controller.lock().failures.take(worker);
-            if told.is_empty() { Ok(()) } else { Err(DiscoError::Workers(told)) }
+            if told.is_empty() {
+                return Ok(());
+            }
+            Err(guard.controller.find_loss(DiscoError::Workers(told)).await)
         })
     }
 
@@ -71,7 +74,7 @@ impl Controller {
                 guard.controller.lock().tickets.get_mut(&guard.ticket).and_then(|ticket| ticket.content.take());
             match content {
                 Some(Ok(value)) => Ok(value),
-                Some(Err(failure)) => Err(DiscoError::Workers(vec![failure])),
+                Some(Err(failure)) => Err(guard.controller.find_loss(DiscoError::Workers(vec![failure])).await),
                 None => Err(RpcError::internal("a worker said nothing").into()),
             }
         })

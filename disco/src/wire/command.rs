@@ -19,6 +19,10 @@ pub(crate) type Register = u32;
 /// Marks the registers that a recorded program has for itself. Those of the session stay below.
 pub(crate) const OWN: Register = 1 << 31;
 
+/// Most registers beyond those that a worker has at which a command may set one: numbers are given
+/// out one after the other.
+pub(crate) const MAX_REGISTER_GAP: usize = 1 << 16;
+
 /// The most bytes of one tensor among the arguments of a call.
 pub(crate) const MAX_INLINE_TENSOR: usize = 64 << 10;
 

@@ -20,6 +20,10 @@ use crate::wire::command::{Command, OWN, Register};
 use crate::wire::event::{Event, EventSink};
 use crate::wire::plan::Layout;
 
+/// Bits of a step's number that count the steps of one command: a program, which is sent as one
+/// command, has hardly more steps. The other bits are enough for the commands of years.
+const STEP_BITS: u32 = 20;
+
 /// One worker, on a thread of its own.
 pub(crate) struct Worker {
     pub(super) id: WorkerId,
@@ -35,8 +39,8 @@ pub(crate) struct Worker {
     /// Names of functions in registers, for failures.
     pub(super) names: Vec<Option<Arc<str>>>,
     pub(super) sequence: u64,
-    /// Number of commands, and steps of programs, in which workers may have met since they entered
-    /// their communicators: the same on all of them.
+    /// Number of the steps of the command so far in which workers may meet: of a program there may
+    /// be several.
     pub(super) steps: u64,
     pub(super) programs: HashMap<u32, Arc<StoredProgram>>,
     pub(super) running: Option<RunningProgram>,
@@ -92,7 +96,7 @@ impl Worker {
         let mut exit = ExitGuard::new(self.id, Arc::clone(&self.sink));
         while !self.shut_down {
             let performed = reader.next(|sequence, queued| {
-                self.sequence = sequence;
+                (self.sequence, self.steps) = (sequence, 0);
                 self.this.begin_command(sequence, self.activity_name(&queued.command));
                 self.perform(&queued.command);
                 self.this.end_command();
@@ -290,9 +294,10 @@ impl Worker {
         }
     }
 
-    /// Begins a step in which workers may meet.
+    /// Begins a step in which workers may meet. Its number is made of that of the command, so that
+    /// it is the same on all workers, also on those that have begun later.
     pub(super) fn begin_step(&mut self) {
         self.steps += 1;
-        self.this.begin_step(self.steps);
+        self.this.begin_step((self.sequence << STEP_BITS).wrapping_add(self.steps));
     }
 }

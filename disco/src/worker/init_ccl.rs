@@ -131,8 +131,6 @@ impl Worker {
         self.held.remove(std::mem::replace(&mut self.mesh_bytes, joined.mesh_bytes));
         self.this.set_meshes(joined.meshes.into());
         self.is_accelerated = joined.is_accelerated;
-        // From here on all workers count alike, also those that have replaced lost ones.
-        self.steps = 0;
         self.this.set_membership(Ok(joined.membership));
         if self.feed.is_aborted() {
             self.this.end_collectives();

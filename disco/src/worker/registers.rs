@@ -9,11 +9,7 @@ use super::executor::Worker;
 use super::register_content::{Fault, Outcome, Slot};
 use crate::error::Failure;
 use crate::held_memory::HeldMemory;
-use crate::wire::command::{OWN, Register};
-
-/// Most registers beyond those that exist at which a command may set one: numbers are given out one
-/// after the other.
-const MAX_GAP: usize = 1 << 16;
+use crate::wire::command::{MAX_REGISTER_GAP, OWN, Register};
 
 /// Grows a table to `len` entries, whose memory is charged first.
 fn grow<T: Clone + Default>(table: &mut Vec<T>, len: usize, held: &mut HeldMemory) -> rpc_core::Result<()> {
@@ -55,7 +51,7 @@ impl Worker {
             if matches!(slot, Slot::Empty) {
                 return Ok(());
             }
-            if at >= self.registers.len() + MAX_GAP {
+            if at >= self.registers.len() + MAX_REGISTER_GAP {
                 let text = format!("register {register} is far beyond the {} that there are", self.registers.len());
                 return Err(RpcError::new(ErrorKind::Protocol, text));
             }
@@ -95,7 +91,8 @@ impl Worker {
     pub(super) fn set_name(&mut self, register: Register, name: Option<&str>) -> rpc_core::Result<()> {
         let of_session = self.running.as_ref().map_or(Some(register), |running| running.session_register(register));
         // A value of a program's own gets no name.
-        let Some(at) = of_session.map(|register| register as usize).filter(|at| *at < self.registers.len() + MAX_GAP)
+        let Some(at) =
+            of_session.map(|register| register as usize).filter(|at| *at < self.registers.len() + MAX_REGISTER_GAP)
         else {
             return Ok(());
         };

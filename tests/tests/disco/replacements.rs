@@ -281,7 +281,7 @@ fn losses_in_a_replacement_are_errors_and_the_next_one_succeeds() {
             let replacing = session.replace(WorkerId(1), replacement);
             eventually("the new worker", || {
                 let error = session.barrier(Scope::World).unwrap_err();
-                is_loss(&error, &[1]) && error.to_string().contains("have been replaced")
+                is_loss(&error, &[1]) && error.to_string().contains("has not been restored yet")
             });
             // Nothing else begins meanwhile.
             let busy = session.replace(WorkerId(1), Replacement::relaunched()).wait().unwrap_err();
@@ -337,8 +337,8 @@ fn a_worker_that_dies_while_the_others_join_it_does_not_keep_them_waiting() {
     });
 }
 
-/// A session over any sessions goes on with another one; its workers may be several in a node, which
-/// is replaced with all of them.
+/// A session over any sessions goes on with another one. Its nodes may have several workers, which
+/// are replaced together.
 #[test]
 fn a_node_is_replaced_with_all_of_its_workers_by_a_session_of_the_caller() {
     guarded(|| {
@@ -346,11 +346,9 @@ fn a_node_is_replaced_with_all_of_its_workers_by_a_session_of_the_caller() {
         let (mut addresses, servers) = serve(&runtime, 3);
         let spare = addresses.pop().unwrap();
         let sessions: Vec<Session> = addresses.iter().map(|address| connect(&runtime, address)).collect();
-        let lost = sessions[1].clone();
         let session = DiscoSession::over(sessions, 2, 1, awaiting()).wait().unwrap();
         works(&session);
-        // It ends under its controller.
-        lost.shutdown().wait().unwrap();
+        servers[1].stop();
         noticed(&session, &[2, 3]);
         let error = session.replace(WorkerId(3), Replacement::relaunched()).wait().unwrap_err();
         assert!(error.to_string().contains("Replacement::over"), "{error}");
@@ -459,6 +457,24 @@ fn weights_of_a_restorable_loader_are_read_again_and_a_missing_file_is_a_failure
         assert!(error.failures().iter().all(|failure| failure.worker == WorkerId(1)), "{error}");
         assert!(error.to_string().contains("model.safetensors"), "{error}");
         works(&session);
+        session.shutdown().wait().unwrap();
+    });
+}
+
+#[test]
+fn a_new_worker_takes_registers_of_any_number() {
+    guarded(|| {
+        let session = start(2);
+        let echo = session.get_global_func("echo").unwrap();
+        let many: Vec<DRef> = (0..70_000).map(|_| echo.call((0,)).unwrap()).collect();
+        kill(pids(&session)[1]);
+        noticed(&session, &[1]);
+        session.recover(|_| Replacement::relaunched()).wait().unwrap();
+        works(&session);
+        let (last, next) = (many.last().unwrap(), echo.call((7,)).unwrap());
+        assert_eq!(value(&session, &next, 1), Value::Int(7));
+        let error = session.debug_get_from_remote(last, WorkerId(1)).wait().unwrap_err();
+        assert!(error.to_string().contains("was not restored on worker 1"), "{error}");
         session.shutdown().wait().unwrap();
     });
 }
