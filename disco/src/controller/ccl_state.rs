@@ -246,6 +246,22 @@ mod tests {
     }
 
     #[test]
+    fn a_loss_breaks_the_communicators_and_those_that_are_being_made() {
+        let mut collectives = Collectives::default();
+        collectives.begin().unwrap();
+        assert_eq!(collectives.next_epoch(), 1);
+        assert!(collectives.abort(RpcError::internal("enough")));
+        assert_eq!(collectives.lose(WorkerId(2), RpcError::internal("died")), [0, 1]);
+        // The first worker that is lost stays the culprit.
+        assert_eq!(collectives.lose(WorkerId(1), RpcError::internal("died, too")), [0, 1]);
+        collectives.finish();
+        let state = collectives.state();
+        let breakage = state.breakage().unwrap();
+        assert_eq!((breakage.culprit, breakage.cause.message()), (Some(WorkerId(2)), "died"));
+        assert!(!collectives.broke(WorkerId(0), report(0, Some(1), "noticed")));
+    }
+
+    #[test]
     fn reports_of_an_earlier_epoch_are_ignored() {
         let mut collectives = Collectives::default();
         assert!(collectives.abort(RpcError::internal("enough")));

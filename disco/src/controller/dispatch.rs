@@ -77,6 +77,8 @@ pub(crate) struct ControllerState {
     pub(super) restorers: Vec<Weak<Mutex<Restore>>>,
     /// Workers whose state the functions of users have yet to restore.
     pub(super) unrestored: BTreeSet<WorkerId>,
+    /// True if the workers had no way to each other when they were last to join.
+    pub(super) is_unconnected: bool,
     /// True once the session has started: its workers have been told to join each other.
     pub(super) has_started: bool,
     pub(crate) ended: Option<RpcError>,
@@ -149,6 +151,7 @@ impl Controller {
             deferred: Vec::new(),
             restorers: Vec::new(),
             unrestored: BTreeSet::new(),
+            is_unconnected: false,
             has_started: false,
             ended: None,
             room: Vec::new(),

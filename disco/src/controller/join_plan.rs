@@ -64,10 +64,12 @@ impl Controller {
             Backend::Host | Backend::Nccl => self.plan(epoch, meshes).await?,
             Backend::Mpi => self.plan_mpi()?,
         };
-        // A session begins without collectives then. A later attempt would only say that it has
-        // made some.
-        if epoch > 0
-            && let JoinPlan::Unconnected { reason } = &join
+        // A session begins without collectives then, and goes on without them when a worker has
+        // been replaced. Another attempt would only say that it has made some.
+        let has_none = epoch == 0 || *issuer == Issuer::Replacement && self.lock().is_unconnected;
+        let is_unconnected = matches!(join, JoinPlan::Unconnected { .. });
+        if let JoinPlan::Unconnected { reason } = &join
+            && !has_none
         {
             return Err(JoinPlan::unconnected(reason).into());
         }
@@ -78,6 +80,7 @@ impl Controller {
         let (queued, encoded) = self.prepare(Command::InitCcl { plan })?;
         let mut state = self.lock();
         state.check_for(*issuer)?;
+        state.is_unconnected = is_unconnected;
         if !is_tentative {
             state.collectives.advance(epoch, backend);
         }

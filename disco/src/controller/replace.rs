@@ -81,8 +81,9 @@ impl DiscoSession {
     /// * the new node cannot be opened: the worker stays lost.
     /// * [`DiscoError::Lost`]: a worker, also a new one, was lost meanwhile.
     /// * those of [`reinit_ccl`](Self::reinit_ccl): the worker is to be replaced again.
-    /// * failures of new workers in making their functions, modules and programs, or the error of
-    ///   a function of [`on_replace`](Self::on_replace): operations are possible again.
+    /// * failures of new workers in making their functions, modules and programs, after which the
+    ///   functions of [`on_replace`](Self::on_replace) are not called, or the error of one of
+    ///   these: operations are possible again.
     pub fn replace(&self, worker: WorkerId, replacement: Replacement) -> Completion<Vec<Failure>> {
         if worker.0 >= self.num_workers() {
             let text = format!("there is no worker {worker} in a session of {}", self.num_workers());
@@ -164,10 +165,7 @@ impl DiscoSession {
     /// Replaces a worker, and has the functions of users restore its state.
     async fn replace_in_turn(&self, worker: WorkerId, replacement: Replacement) -> Result<Vec<Failure>> {
         let controller = self.controller();
-        let Some(Restored { failures, outcome }) = controller.replace(worker, replacement).await? else {
-            return Ok(Vec::new());
-        };
-        outcome?;
+        let Some(failures) = controller.replace(worker, replacement).await? else { return Ok(Vec::new()) };
         let session = self.clone();
         let restored = tokio::task::spawn_blocking(move || session.call_restorers());
         restored.await.map_err(|error| RpcError::internal(format!("restoring a worker panicked: {error}")))??;
@@ -193,14 +191,6 @@ impl DiscoSession {
         workers.iter().for_each(|worker| _ = state.unrestored.remove(worker));
         Ok(())
     }
-}
-
-/// Outcome of a replacement after which the session goes on.
-struct Restored {
-    /// Failures of commands that were issued before the replacement.
-    failures: Vec<Failure>,
-    /// Failures of the commands that have made functions, modules and programs again.
-    outcome: Result<()>,
 }
 
 impl Controller {
@@ -236,8 +226,9 @@ impl Controller {
         }
     }
 
-    /// Replaces the node of a worker. Returns nothing if others are lost, too.
-    async fn replace(self: &Arc<Self>, worker: WorkerId, replacement: Replacement) -> Result<Option<Restored>> {
+    /// Replaces the node of a worker. Returns the failures of all commands before, or nothing if
+    /// others are lost, too.
+    async fn replace(self: &Arc<Self>, worker: WorkerId, replacement: Replacement) -> Result<Option<Vec<Failure>>> {
         let (number, set_up) = self.begin_replacement(worker)?;
         let replaced = self.open_and_restore(number, set_up, replacement).await;
         self.lock().collectives.finish();
@@ -301,7 +292,7 @@ impl Controller {
         number: usize,
         set_up: SetUp,
         replacement: Replacement,
-    ) -> Result<Option<Restored>> {
+    ) -> Result<Option<Vec<Failure>>> {
         let source = self.find(&set_up, replacement).await?;
         let link = Arc::new(source.open(set_up).await?);
         self.install(number, Arc::clone(&link))?;
@@ -309,7 +300,7 @@ impl Controller {
             return Ok(None);
         }
         match self.restore().await {
-            Ok(restored) => Ok(Some(restored)),
+            Ok(failures) => Ok(Some(failures)),
             Err(error) => {
                 self.probe().await;
                 let state = self.lock();
@@ -360,8 +351,9 @@ impl Controller {
     }
 
     /// Makes the collectives anew, and the functions, modules and programs of new workers; then
-    /// lets the session go on.
-    async fn restore(self: &Arc<Self>) -> Result<Restored> {
+    /// lets the session go on. Returns the failures of all commands before; they are an error if
+    /// new workers have failed to make something again.
+    async fn restore(self: &Arc<Self>) -> Result<Vec<Failure>> {
         let issuer = Issuer::Replacement;
         let attempt = {
             let state = self.lock();
@@ -369,21 +361,21 @@ impl Controller {
             Attempt { issuer, backend, devices, meshes: state.meshes.clone() }
         };
         self.make_ccl(&attempt).await?;
-        let failures = self.lock().failures.take(None);
+        let before = self.lock().sequence;
         self.replay(&mut self.lock())?;
         // A module may take long, and a worker that is lost meanwhile ends the wait.
         self.all_reach(issuer).1.await?;
         let mut state = self.lock();
         state.check_for(issuer)?;
-        let told = state.failures.take(None);
+        let failures = state.failures.take(None);
         let new: Vec<_> = state.links.replaced().map(WorkerId).collect();
         state.unrestored.extend(new);
         state.links.complete();
         for command in std::mem::take(&mut state.deferred) {
             self.release_in(&mut state, command);
         }
-        let outcome = if told.is_empty() { Ok(()) } else { Err(DiscoError::Workers(told)) };
-        Ok(Restored { failures, outcome })
+        let is_restored = failures.iter().all(|failure| failure.sequence <= before);
+        if is_restored { Ok(failures) } else { Err(DiscoError::Workers(failures)) }
     }
 
     /// Issues the commands by which new workers get their functions, modules and programs. For the

@@ -1,6 +1,7 @@
 //! Lost workers that are replaced: after kill -9 at any moment all go on, or an error says why not,
 //! and nothing hangs.
 
+use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
@@ -8,13 +9,18 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use disco::{
-    CclState, Content, DRef, DiscoError, DiscoSession, Failure, OnLoss, Options, Part, ProcessSession, ReduceOp,
-    Replacement, Scope, ShardLoader, SocketSession, WorkerId,
+    CclState, Content, DRef, DiscoError, DiscoSession, Failure, JoinOptions, NodeListener, NodeRank, OnLoss, Options,
+    Part, ProcessSession, ReduceOp, Replacement, Scope, ShardLoader, SocketSession, WorkerId,
 };
 use rpc_core::blocking::block_on;
-use rpc_core::{DataType, ErrorKind, RpcError, Session, Tensor, Value};
+use rpc_core::{DataType, ErrorKind, LocalSession, RpcError, Session, Tensor, Value};
+use rpc_server::config::{ServeConfig, TrackerConfig};
+use rpc_server::tracker::Tracker;
+use rpc_server::{RpcServer, Running};
 use rpc_tests::digits::{Checkpoint, Digits, EPOCHS, train_from};
-use rpc_tests::spmd::{Node, runtime, serve};
+use rpc_tests::forwarder::{ByteForwarder, Pipe};
+use rpc_tests::spmd::{Node, registry, runtime, serve};
+use rpc_transports::tracker::ServerRequest;
 use rpc_transports::{Address, Connector};
 use rustix::process::{Pid, Signal, kill_process};
 use tokio::runtime::Runtime;
@@ -374,6 +380,106 @@ fn servers_of_addresses_and_nodes_that_dial_in_come_back_by_themselves() {
         assert_eq!(session.lost_workers(), [WorkerId(1)]);
         session.replace(WorkerId(1), Replacement::at(address.address())).wait().unwrap();
         works(&session);
+        session.shutdown().wait().unwrap();
+    });
+}
+
+/// A server of the functions of workers that a tracker hands out.
+async fn pooled_server(tracker: &str, folder: &Path, number: u32) -> Running {
+    let config = ServeConfig {
+        listen: vec!["tcp://127.0.0.1:0".parse().unwrap()],
+        workdir: folder.join(number.to_string()),
+        tracker: vec![tracker.parse().unwrap()],
+        tracker_key: Some("pool".to_owned()),
+        allow_disco: Some(true),
+        ..ServeConfig::default()
+    };
+    RpcServer::new(registry()).config(config).start().await.unwrap()
+}
+
+#[test]
+fn another_server_of_the_tracker_takes_the_place_of_a_lost_one() {
+    guarded(|| {
+        let (runtime, folder) = (runtime(), tempfile::tempdir().unwrap());
+        let listen = vec!["tcp://127.0.0.1:0".parse().unwrap()];
+        let config = TrackerConfig { listen, ..TrackerConfig::default() };
+        let tracker = runtime.block_on(Tracker::start(&config)).unwrap();
+        let address = tracker.server.addresses()[0].to_string();
+        let start = |number| runtime.block_on(pooled_server(&address, folder.path(), number));
+        let servers = [0, 1].map(start);
+        let request = ServerRequest::new("pool").count(2).distinct();
+        let session = SocketSession::from_tracker(&address, request.clone(), 1, 1).options(awaiting());
+        let session = session.start().wait().unwrap();
+        works(&session);
+        // Whichever worker it has.
+        servers[0].stop();
+        eventually("the loss of a worker", || session.lost_workers().len() == 1);
+        let mut lost = session.lost_workers();
+        let spares = [2, 3].map(start);
+        session.recover(|_| Replacement::relaunched()).wait().unwrap();
+        works(&session);
+        servers[1].stop();
+        eventually("the loss of the other worker", || !session.lost_workers().is_empty());
+        lost.extend(session.lost_workers());
+        lost.sort_unstable();
+        assert_eq!(lost, [WorkerId(0), WorkerId(1)]);
+        let other = Replacement::from_tracker(Connector::new(), &address, request);
+        session.replace(session.lost_workers()[0], other).wait().unwrap();
+        works(&session);
+        session.shutdown().wait().unwrap();
+        drop((session, spares));
+    });
+}
+
+#[test]
+fn the_next_node_that_dials_in_takes_the_place_of_a_lost_one() {
+    guarded(|| {
+        let runtime = runtime();
+        let listener = NodeListener::bind("tcp://127.0.0.1:0").wait().unwrap();
+        let address: SocketAddr = listener.address().strip_prefix("tcp://").unwrap().parse().unwrap();
+        let cable = runtime.block_on(ByteForwarder::start(address, Pipe::default())).unwrap();
+        let join = |address: SocketAddr, rank: Option<u32>| {
+            let mut options = JoinOptions::default();
+            options.rank = rank.map(|rank| NodeRank { rank, nodes: 2 });
+            // It ends with its session, or with its cable.
+            std::thread::spawn(move || disco::join(&registry(), &format!("tcp://{address}"), options).wait());
+        };
+        join(address, Some(0));
+        join(cable.address(), Some(1));
+        let session = SocketSession::dialled_by(2, &listener, 1, 1).options(awaiting()).start().wait().unwrap();
+        works(&session);
+        drop(cable);
+        noticed(&session, &[1]);
+        let replacing = session.replace(WorkerId(1), Replacement::relaunched());
+        // The first is for another place.
+        join(address, Some(0));
+        join(address, Some(1));
+        replacing.wait().unwrap();
+        works(&session);
+        eventually("the node for another place", || listener.waiting() == 1);
+        session.shutdown().wait().unwrap();
+    });
+}
+
+/// Workers without a way to each other have no collectives, before a replacement and after it.
+#[test]
+fn a_session_without_collectives_goes_on_without_them() {
+    guarded(|| {
+        let node = || LocalSession::new(registry());
+        let nodes = [node(), node()];
+        let mut options = awaiting();
+        // One address for two nodes.
+        options.data_addresses = vec![Ipv4Addr::LOCALHOST.into()];
+        let session = DiscoSession::over(nodes.clone().map(Session::new), 1, 1, options).wait().unwrap();
+        session.sync_all().wait().unwrap();
+        let id = session.get_global_func("worker_id").unwrap();
+        nodes[1].close(RpcError::new(ErrorKind::PeerLost, "it was switched off"));
+        noticed(&session, &[1]);
+        session.replace(WorkerId(1), Replacement::over(Session::new(node()))).wait().unwrap();
+        assert_eq!(value(&session, &id.call(()).unwrap(), 1), Value::Int(1));
+        session.barrier(Scope::World).unwrap();
+        let error = session.sync_all().wait().unwrap_err();
+        assert!(error.to_string().contains("the data addresses of 1 of 2 nodes are known"), "{error}");
         session.shutdown().wait().unwrap();
     });
 }
