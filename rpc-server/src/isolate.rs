@@ -12,7 +12,8 @@
 //! Over TCP and Unix sockets the server passes the client's socket to the process after the
 //! handshake, and watches over it from there. It passes on the bytes itself over TLS and QUIC, with
 //! [`metrics`](ServeConfig::metrics), and with [`otlp_endpoint`](ServeConfig::otlp_endpoint): then
-//! a call takes about twice as long.
+//! a call takes about twice as long. A client of TVM has its socket passed behind its first
+//! request, unless that asks for a further server.
 //!
 //! The process is this program, executed again ([`program`]). A program that embeds a server must
 //! therefore begin with [`run_if_isolated`], with all functions that clients use registered:

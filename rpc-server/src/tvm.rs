@@ -9,6 +9,9 @@
 //! One request is served after the other, on the default lane, and answered in that order, as the
 //! protocol demands. Bytes behind a request are read ahead up to a small bound, so that the end of
 //! a client is noticed while a function runs.
+//!
+//! Where the session has a process of its own, that process serves the client's socket once the
+//! first request has begun the session: the connection is handed to it there.
 
 mod args;
 mod chain;
@@ -16,6 +19,7 @@ pub(crate) mod client;
 mod connection;
 mod copies;
 mod error_text;
+mod handoff;
 mod link;
 mod magic;
 mod measurements;
@@ -33,9 +37,10 @@ use std::sync::Arc;
 
 use rpc_core::RpcError;
 use rpc_transports::{BoxFuture, Dialect, DialectConnection, Recognition};
-use rpc_tvm::wire::{HelloAnswer, WIRE_MAGIC};
+use rpc_tvm::wire::{HelloAnswer, WIRE_MAGIC, exception};
 
 use self::connection::Terms;
+use self::error_text::error_text;
 use self::magic::recognize;
 use self::tracker::MatchKeys;
 use crate::config::ServeConfig;
@@ -56,6 +61,12 @@ impl TvmDialect {
         })
     }
 
+    /// Creates the dialect of a session process, which goes on with connections of any kind of
+    /// client.
+    pub(crate) fn resuming(config: &ServeConfig) -> Self {
+        Self::new(config, None)
+    }
+
     /// Creates the dialect of clients that come through a proxy at which the server waits.
     pub(crate) fn through_proxy(config: &ServeConfig) -> Self {
         let Self(terms) = Self::new(config, None);
@@ -74,6 +85,18 @@ impl Dialect for TvmDialect {
 
     fn serve<'a>(&'a self, connection: &'a mut DialectConnection) -> BoxFuture<'a, Result<(), RpcError>> {
         Box::pin(connection::serve(&self.0, connection))
+    }
+
+    fn resume<'a>(
+        &'a self,
+        connection: &'a mut DialectConnection,
+        state: &'a [u8],
+    ) -> BoxFuture<'a, Result<(), RpcError>> {
+        Box::pin(connection::resume(&self.0, connection, state))
+    }
+
+    fn last_message(&self, reason: &RpcError) -> Vec<u8> {
+        exception(&error_text(reason))
     }
 
     fn refusal(&self, _: &RpcError) -> Vec<u8> {

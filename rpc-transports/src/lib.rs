@@ -74,14 +74,16 @@ pub use retry::{RetryBudget, RetryPolicy, RetrySession};
 pub use rpc_core::log_limited;
 pub use serve::filter::{FilteredSession, FunctionPatterns, RequestPolicy};
 pub use serve::received::ReceivedSession;
-pub use serve::session_process::{ConnectionState, EndReport, HandoffOffer, PassedConnection, SessionProcess};
+pub use serve::session_process::{
+    ConnectionState, EndReport, HandoffOffer, PassedConnection, PassedProtocol, SessionProcess,
+};
 pub use serve::{
     Authorization, Authorizer, CapabilityClient, CapabilitySessions, ClientConnection, Onward, OpenRequest,
     ParkOptions, ServeObserver, ServeOptions, Server, SessionFactory, SessionNote, TokioSpawner,
 };
 pub use serve::{
-    Dialect, DialectActivity, DialectConnection, DialectRequest, Dialects, FurtherServers, MAX_FIRST_BYTES, Receiving,
-    Recognition, RelayedConnection, ServerNotices, Working,
+    Dialect, DialectActivity, DialectConnection, DialectHandoff, DialectRequest, Dialects, FurtherServers,
+    MAX_FIRST_BYTES, Receiving, Recognition, RelayedConnection, ServerNotices, Working,
 };
 pub use spin::SPIN;
 pub use splice::TUNNEL_LINGER;

@@ -28,7 +28,7 @@ pub use self::authorization::{Authorization, Authorizer};
 pub use self::capabilities::{CapabilityClient, CapabilitySessions};
 pub use self::client_connection::ClientConnection;
 pub use self::dialect::activity::{DialectActivity, Receiving, Working};
-pub use self::dialect::connection::{DialectConnection, DialectRequest, FurtherServers, ServerNotices};
+pub use self::dialect::connection::{DialectConnection, DialectHandoff, DialectRequest, FurtherServers, ServerNotices};
 pub use self::dialect::relayed::RelayedConnection;
 pub use self::dialect::{Dialect, Dialects, MAX_FIRST_BYTES, Recognition};
 pub use self::further_servers::Onward;

@@ -24,7 +24,7 @@ use crate::versioned_json;
 use crate::workspace::WorkspaceLoan;
 
 /// Messages between a server and its session processes.
-pub(super) const MESSAGES: MessageFamily = MessageFamily::new("the messages of session processes", 8);
+pub(super) const MESSAGES: MessageFamily = MessageFamily::new("the messages of session processes", 9);
 
 /// Settings of a session process.
 #[derive(Debug, Serialize, Deserialize)]
@@ -372,6 +372,7 @@ fn number(bytes: &[u8]) -> Option<u64> {
 mod tests {
     use rpc_core::proto::{Hello, Negotiated, Role};
     use rpc_core::{DeviceType, ErrorKind};
+    use rpc_transports::PassedProtocol;
 
     use super::*;
     use crate::leases::{LeaseClient, MAX_LISTED, MAX_NEXT, WaitingLease};
@@ -399,7 +400,7 @@ mod tests {
         ]
     }
 
-    fn answers() -> [(&'static str, ControlAnswer); 13] {
+    fn answers() -> [(&'static str, ControlAnswer); 14] {
         let (waited, duration) = (Duration::from_micros(7), Duration::from_secs(9));
         let error = RpcError::limit("max_lease_requests", 1, 2);
         let page: LogPage = serde_json::from_str(r#"{"lines":["a"],"next":10,"lost":2}"#).unwrap();
@@ -412,18 +413,20 @@ mod tests {
             holder: Some(LeaseClient::new("token:alice", 3)),
             next: vec![WaitingLease { client: LeaseClient::new("anonymous", 4), priority: -1, waited_seconds: 1.5 }],
         };
-        let state = ConnectionState {
-            negotiated: Negotiated {
-                version: 1,
-                role: Role::Server,
-                ours: Hello { agent: "rpc/test".to_owned(), ..Hello::new(Role::Server) },
-                theirs: Hello { agent: "rpc/test".to_owned(), ..Hello::new(Role::Client) },
-                identity: "token:alice".to_owned(),
-            },
-            input: vec![1, 255],
-            peer: "10.0.0.2:1234".to_owned(),
-            process: Some(7),
+        let negotiated = Negotiated {
+            version: 1,
+            role: Role::Server,
+            ours: Hello { agent: "rpc/test".to_owned(), ..Hello::new(Role::Server) },
+            theirs: Hello { agent: "rpc/test".to_owned(), ..Hello::new(Role::Client) },
+            identity: "token:alice".to_owned(),
         };
+        let state = |protocol| {
+            let peer = "10.0.0.2:1234".to_owned();
+            SessionOrder::Take(Box::new(ConnectionState { protocol, input: vec![1, 255], peer, process: Some(7) }))
+        };
+        let native = PassedProtocol::Native(Box::new(negotiated));
+        let (name, identity) = ("tvm".to_owned(), "anonymous".to_owned());
+        let dialect = PassedProtocol::Dialect { name, identity, state: vec![2, 254] };
         let reserved = LeaseAnswer::ReservedForOthers { number: 6, devices: vec![Device::cuda(1)] };
         [
             ("totals", ControlAnswer::Totals(ServerTotals { sessions: 3, handles: 5, memory_bytes: 258 })),
@@ -435,7 +438,8 @@ mod tests {
             ("log page", ControlAnswer::Logs(LogAnswer { question: 6, outcome: Ok(page) })),
             ("log refusal", ControlAnswer::Logs(LogAnswer { question: 6, outcome: Err(error.clone()) })),
             ("reserved for others", ControlAnswer::Lease(reserved)),
-            ("take", ControlAnswer::Order(SessionOrder::Take(Box::new(state)))),
+            ("take", ControlAnswer::Order(state(native))),
+            ("take dialect", ControlAnswer::Order(state(dialect))),
             ("go away", ControlAnswer::Order(SessionOrder::GoAway)),
             ("queue granted", ControlAnswer::Order(SessionOrder::Queued { number: 7, outcome: Ok(()) })),
             ("close", ControlAnswer::Order(SessionOrder::Close(error))),
@@ -497,12 +501,12 @@ mod tests {
 
     #[test]
     fn messages_keep_their_bytes() {
-        assert_eq!(MESSAGES.version(), 8);
+        assert_eq!(MESSAGES.version(), 9);
         for name in ["setup", "setup with digests and rights"] {
             let bytes = framed(golden(name));
             let setup = SessionSetup::read(&mut &bytes[..]).unwrap().unwrap();
             assert_eq!(setup.to_bytes().unwrap(), bytes, "{name}");
-            assert_eq!((setup.version, setup.config.as_str()), (8, "max-handles = 7\n"));
+            assert_eq!((setup.version, setup.config.as_str()), (9, "max-handles = 7\n"));
             assert_eq!(setup.uptime, Duration::new(3, 5));
             assert_eq!((setup.module_digests.is_some(), setup.rights.is_some()), (name != "setup", name != "setup"));
         }
@@ -520,7 +524,7 @@ mod tests {
         for (text, expected) in [
             (r#"{"workspace":1}"#, "speaks version 1 of the messages of session processes"),
             (r#"{"workspace":1}"#, "update the server, and start the server again"),
-            (r#"{"version":9,"others":[]}"#, "update this session process, and start the server again"),
+            (r#"{"version":10,"others":[]}"#, "update this session process, and start the server again"),
         ] {
             let error = SessionSetup::read(&mut &framed(text)[..]).unwrap_err();
             assert!(error.to_string().contains(expected), "{error}");

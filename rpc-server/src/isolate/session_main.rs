@@ -15,7 +15,9 @@ use rpc_core::{
     SharedSession, Submission, Usage,
 };
 use rpc_transports::exec::{StdioEnds, take_stdio};
-use rpc_transports::{Channel, OpenRequest, PassedConnection, ReceivedSession, ServeOptions, Server, TokioSpawner};
+use rpc_transports::{
+    Channel, Dialects, OpenRequest, PassedConnection, ReceivedSession, ServeOptions, Server, TokioSpawner,
+};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use rustix::process::{Signal, getpgrp, getpid, kill_current_process_group};
@@ -40,6 +42,7 @@ use crate::server::functions_used::{FunctionsUsed, NotingSession};
 use crate::server::server_state::{ServerState, SessionCount, UsageSource};
 use crate::server::session_workspace::{Cleaner, FILES_OF_WORKSPACE, SessionWorkspace, WorkspaceSource};
 use crate::server::{session_limits, spin_time, wire_limits};
+use crate::tvm::TvmDialect;
 use crate::workspace::Workspace;
 use crate::{builtins, logging, modules};
 
@@ -208,6 +211,8 @@ async fn serve_session(
         write_timeout: config.write_timeout.0,
         min_rate: config.min_rate.0,
         idle_timeout: config.idle_timeout.map(|limit| limit.0),
+        max_open_files: config.max_open_files,
+        dialects: Dialects::default().with(TvmDialect::resuming(config)),
         ..own
     };
     let of_client = Server::new(Arc::new(refuse), options);

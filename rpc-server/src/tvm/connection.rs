@@ -14,14 +14,11 @@ use tokio::io::AsyncReadExt as _;
 
 use super::chain::{CONNECT, Chain};
 use super::error_text::error_text;
-use super::link::{End, Link, Reply, lost, write};
+use super::handoff::HandedState;
+use super::link::{End, Link, Reply, SMALL_REPLY, lost, write};
 use super::session::TvmSession;
 use super::tracker::MatchKeys;
 use super::{copies, requests};
-
-/// Length in bytes up to which a reply is charged to nobody: all that have a handle, and errors. So
-/// an object is never made without its handle coming back, whatever other sessions hold.
-const SMALL_REPLY: u64 = 64 << 10;
 
 /// Terms on which clients are served.
 #[derive(Clone, Debug)]
@@ -88,24 +85,27 @@ pub(super) async fn serve(terms: &Terms, connection: &mut DialectConnection) -> 
     if !through_proxy {
         write(connection.io(), &HelloAnswer::Accepted(&format!("server:{shown}")).encode()).await?;
     }
-    let (activity, notices, queued) = (connection.activity(), connection.notices(), connection.queued().clone());
-    let going_away = notices.clone();
-    let mut link = Link { connection, wire, activity, notices, going_away, deadline, receiving: None };
+    let queued = connection.queued().clone();
+    let mut link = Link::new(connection, wire, deadline);
     let ended = match opened {
         Ok(session) => {
             let session = TvmSession::new(session, queued, *max_handles)?;
-            link.serve_session(session).await
+            link.begin_and_serve(session, Box::new(place)).await
         }
         Err(reason) => link.refuse_session(reason).await,
     };
-    match ended {
-        End::Closed => Ok(()),
-        End::Lost(reason) => Err(reason),
-        End::Told(text, reason) => {
-            write(link.connection.io(), &exception(&text)).await?;
-            Err(reason)
-        }
-    }
+    link.finish(ended).await
+}
+
+/// Goes on with a connection whose session has begun in another process.
+pub(super) async fn resume(terms: &Terms, connection: &mut DialectConnection, state: &[u8]) -> Result<(), RpcError> {
+    let state = HandedState::from_bytes(state)?;
+    let session = connection.session().ok_or_else(|| RpcError::internal("no session has been opened"))?;
+    let session = TvmSession::new(session, connection.queued().clone(), terms.max_handles)?;
+    let wire = ServerWire::begun(WireLimits::new(connection.limits().max_message));
+    let mut link = Link::new(connection, wire, state.deadline());
+    let ended = link.serve_session(session).await;
+    link.finish(ended).await
 }
 
 /// Returns the ticket in a match key of a tracker: what follows the last colon, in the form of a
@@ -130,18 +130,42 @@ async fn read_hello(connection: &mut DialectConnection, wire: &mut ServerWire) -
 }
 
 impl Link<'_> {
-    /// Serves the requests of a session. Returns the reason for its end.
+    /// Serves a session that has not begun. Once it has, it is handed to its process, if it has one
+    /// that serves sockets, with what is `held` until its end. Returns the reason for the end, of
+    /// the connection or of its part here.
+    async fn begin_and_serve(&mut self, mut session: TvmSession, mut held: Box<dyn Send + Sync>) -> End {
+        let mut body = None;
+        while !self.wire.has_begun() {
+            if let Err(end) = self.serve_next(&mut session, &mut body).await {
+                return end;
+            }
+        }
+        // A session with a further server stays here, where that was dialled.
+        if !session.is_forwarded() {
+            match self.hand_off(held).await {
+                Ok(()) => return End::Closed,
+                Err(kept) => held = kept,
+            }
+        }
+        let end = self.serve_session(session).await;
+        drop(held);
+        end
+    }
+
+    /// Serves the requests of a session that has begun. Returns the reason for its end.
     async fn serve_session(&mut self, mut session: TvmSession) -> End {
         let mut body = None;
         loop {
-            let served = match self.next_event().await {
-                Ok(ServerEvent::Request(Request::Shutdown)) => return End::Closed,
-                Ok(event) => self.serve_event(event, &mut session, &mut body).await,
-                Err(end) => return end,
-            };
-            if let Err(end) = served {
+            if let Err(end) = self.serve_next(&mut session, &mut body).await {
                 return end;
             }
+        }
+    }
+
+    async fn serve_next(&mut self, session: &mut TvmSession, body: &mut Option<(u64, MemoryLease)>) -> Result<(), End> {
+        match self.next_event().await? {
+            ServerEvent::Request(Request::Shutdown) => Err(End::Closed),
+            event => self.serve_event(event, session, body).await,
         }
     }
 

@@ -10,7 +10,7 @@ use rpc_core::{ErrorKind, Lane, Operation, PendingReply, Request, RpcError, RpcS
 use rpc_tvm::wire::{TensorHeader, WireValue, copy_ack_header, exception, returned};
 
 use super::error_text::error_text;
-use super::link::{End, Link, Reply};
+use super::link::{End, Link, Reply, SMALL_REPLY};
 use super::session::TvmSession;
 
 /// Maximum number of pieces in flight to the session, or from it.
@@ -18,6 +18,12 @@ const IN_FLIGHT: usize = 4;
 
 /// Length from which a piece is read straight into the tensor where the session can.
 const IN_PLACE: u64 = 4 << 10;
+
+/// Returns the bytes that a copy is charged with, of `bytes` that it holds at a time. A small one is
+/// charged to nobody, as a small reply is: the process of a session would ask its server for them.
+fn charged(len: u64, bytes: u64) -> u64 {
+    if len <= SMALL_REPLY { 0 } else { bytes }
+}
 
 /// Receives the data of a copy into a tensor. Returns the reply, or `None` if the rest of the data
 /// has been refused.
@@ -63,7 +69,7 @@ async fn receive(
             }
             link.stop_receiving();
         } else {
-            let lease = match session.queued().reserve(piece) {
+            let lease = match session.queued().reserve(charged(len, piece)) {
                 Ok(lease) => lease,
                 Err(error) => return Ok(Err(error)),
             };
@@ -123,7 +129,7 @@ pub(super) async fn copy_from(
     len: u64,
 ) -> Result<(), End> {
     let target = session.flat(from, len);
-    let lease = session.queued().reserve(len.min((IN_FLIGHT * CHUNK) as u64));
+    let lease = session.queued().reserve(charged(len, len.min((IN_FLIGHT * CHUNK) as u64)));
     let (target, _lease) = match target.and_then(|target| Ok((target, lease?))) {
         Ok(ready) => ready,
         Err(error) => return link.reply(Reply::Frame(exception(&error_text(&error)))).await,
@@ -158,6 +164,7 @@ pub(super) async fn copy_from(
             }
         };
         if !has_begun {
+            link.connection.begin_message();
             link.write(&copy_ack_header(len)).await?;
             has_begun = true;
         }
@@ -169,5 +176,6 @@ pub(super) async fn copy_from(
             break;
         }
     }
+    link.connection.end_message();
     link.flush().await
 }

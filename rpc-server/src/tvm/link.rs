@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use rpc_core::{ErrorKind, RpcError};
 use rpc_transports::{ChannelIo, DialectActivity, DialectConnection, Receiving, ServerNotices};
-use rpc_tvm::wire::{ServerEvent, ServerWire, WireError, timeout_text};
+use rpc_tvm::wire::{ServerEvent, ServerWire, WireError, exception, timeout_text};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 use super::error_text::error_text;
@@ -26,6 +26,10 @@ impl From<WireError> for End {
         Self::Told(text.clone(), RpcError::new(ErrorKind::Protocol, text))
     }
 }
+
+/// Length in bytes up to which a reply is charged to nobody: all that have a handle, and errors. So
+/// an object is never made without its handle coming back, whatever other sessions hold.
+pub(super) const SMALL_REPLY: u64 = 64 << 10;
 
 /// Reply to a request.
 pub(super) enum Reply {
@@ -57,6 +61,30 @@ pub(super) struct Link<'a> {
     pub(super) deadline: Option<(Instant, Duration)>,
     /// Mark of a message of which a part has arrived.
     pub(super) receiving: Option<Receiving>,
+}
+
+impl<'a> Link<'a> {
+    pub(super) fn new(
+        connection: &'a mut DialectConnection,
+        wire: ServerWire,
+        deadline: Option<(Instant, Duration)>,
+    ) -> Self {
+        let (activity, notices) = (connection.activity(), connection.notices());
+        let going_away = notices.clone();
+        Self { connection, wire, activity, notices, going_away, deadline, receiving: None }
+    }
+
+    /// Ends the connection: tells the client what it is to be told.
+    pub(super) async fn finish(self, end: End) -> Result<(), RpcError> {
+        match end {
+            End::Closed => Ok(()),
+            End::Lost(reason) => Err(reason),
+            End::Told(text, reason) => {
+                write(self.connection.io(), &exception(&text)).await?;
+                Err(reason)
+            }
+        }
+    }
 }
 
 impl Link<'_> {
@@ -145,8 +173,10 @@ impl Link<'_> {
         match reply {
             Reply::Frame(frame) => self.write(&frame).await?,
             Reply::Bytes(header, data) => {
+                self.connection.begin_message();
                 self.write(&header).await?;
                 self.write(&data).await?;
+                self.connection.end_message();
             }
         }
         self.flush().await
@@ -175,8 +205,13 @@ async fn ended(notices: &mut ServerNotices, deadline: Option<(Instant, Duration)
 async fn expired(deadline: Option<(Instant, Duration)>) -> (Duration, RpcError) {
     let Some((at, length)) = deadline else { return std::future::pending().await };
     tokio::time::sleep_until(at.into()).await;
+    (length, lasted_as_asked(length))
+}
+
+/// Returns the reason for the end of a session whose client has asked for this time.
+pub(super) fn lasted_as_asked(length: Duration) -> RpcError {
     let reason = format!("the client's session has lasted for {length:?}, as it has asked for");
-    (length, RpcError::new(ErrorKind::SessionTimeout, reason))
+    RpcError::new(ErrorKind::SessionTimeout, reason)
 }
 
 /// Waits until output is written, or until the client's own time is over. The client is not told

@@ -32,6 +32,8 @@ pub(super) struct TvmSession {
     /// True if the session is one with a further server of TVM, whose own functions serve the
     /// client.
     is_of_tvm: bool,
+    /// True if the session is one with a further server.
+    is_forwarded: bool,
 }
 
 /// Object that a client holds.
@@ -65,14 +67,19 @@ impl TvmSession {
         // Tag 0 is that of handles that no table has.
         let seed = u16::from_le_bytes(seed).max(1);
         let handles = HandleTable::new(seed.into(), max_handles);
-        Ok(Self { session, handles, queued, current_streams: HashMap::new(), is_of_tvm: false })
+        Ok(Self { session, handles, queued, current_streams: HashMap::new(), is_of_tvm: false, is_forwarded: false })
     }
 
     /// Puts a session with a further server in the place of this server's, of which nothing was
     /// asked yet. `is_of_tvm` says that the further one speaks TVM's protocol, and not the native
     /// one.
     pub(super) fn forward_to(&mut self, next: Session, is_of_tvm: bool) {
-        (self.session, self.is_of_tvm) = (next, is_of_tvm);
+        (self.session, self.is_of_tvm, self.is_forwarded) = (next, is_of_tvm, true);
+    }
+
+    /// Returns true if the session is one with a further server.
+    pub(super) fn is_forwarded(&self) -> bool {
+        self.is_forwarded
     }
 
     /// Returns the function of this server with a name, if this server is to serve it.

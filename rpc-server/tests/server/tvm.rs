@@ -19,6 +19,8 @@ use tokio::runtime::Runtime;
 
 use crate::native_modules::tvm_ffi;
 
+mod isolated;
+
 /// Time limit of events that are expected.
 const LIMIT: Duration = Duration::from_secs(30);
 
@@ -1213,19 +1215,32 @@ fn a_client_that_is_killed_at_any_point_leaves_nothing_behind() {
     });
 }
 
-/// Kills the processes that a server has started for its sessions.
-fn kill_sessions(server: u32) {
+/// Returns the processes that a server has started for its sessions.
+fn processes_of(server: u32) -> Vec<Pid> {
+    let mut children = Vec::new();
     for process in std::fs::read_dir("/proc").unwrap().flatten() {
         let Ok(stat) = std::fs::read_to_string(process.path().join("stat")) else { continue };
         // The fields behind the name, which may have spaces: state, parent.
         let parent = stat.rsplit_once(')').and_then(|(_, fields)| fields.split_whitespace().nth(1)?.parse().ok());
         if parent == Some(server) {
-            let pid = Pid::from_raw(process.file_name().to_str().unwrap().parse().unwrap()).unwrap();
-            // One whose session is over may end by itself meanwhile.
-            let killed = kill_process(pid, Signal::KILL);
-            assert!(matches!(killed, Ok(()) | Err(Errno::SRCH)), "{killed:?}");
+            children.push(Pid::from_raw(process.file_name().to_str().unwrap().parse().unwrap()).unwrap());
         }
     }
+    children
+}
+
+/// Sends a signal to the processes that a server has started for its sessions.
+fn signal_processes(server: u32, signal: Signal) {
+    for pid in processes_of(server) {
+        // One whose session is over may end by itself meanwhile.
+        let sent = kill_process(pid, signal);
+        assert!(matches!(sent, Ok(()) | Err(Errno::SRCH)), "{sent:?}");
+    }
+}
+
+/// Kills the processes that a server has started for its sessions.
+fn kill_sessions(server: u32) {
+    signal_processes(server, Signal::KILL);
 }
 
 /// A server of its own process, which speaks TVM's protocol.

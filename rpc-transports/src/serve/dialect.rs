@@ -2,6 +2,7 @@
 
 pub(super) mod activity;
 pub(super) mod connection;
+pub(super) mod passed;
 pub(super) mod relayed;
 mod stream;
 pub(super) mod task;
@@ -86,6 +87,33 @@ pub trait Dialect: fmt::Debug + Send + Sync + 'static {
     /// can be told at all.
     fn serve<'a>(&'a self, connection: &'a mut DialectConnection) -> BoxFuture<'a, Result<(), RpcError>>;
 
+    /// Goes on with a connection that [`serve`](Self::serve) in another process has
+    /// [handed](DialectConnection::hand_off) to this one, in the `state` that it has passed. The
+    /// [session](DialectConnection::session) is open, and [`machine`](DialectConnection::machine)
+    /// is unknown here. The server there sees to the longest duration of the session; all else is
+    /// as for [`serve`](Self::serve).
+    ///
+    /// # Errors
+    ///
+    /// As [`serve`](Self::serve). By default, the dialect hands nothing off.
+    fn resume<'a>(
+        &'a self,
+        connection: &'a mut DialectConnection,
+        state: &'a [u8],
+    ) -> BoxFuture<'a, Result<(), RpcError>> {
+        let _ = (connection, state);
+        let text = format!("the dialect {} cannot go on with a connection", self.name());
+        Box::pin(async { Err(RpcError::internal(text)) })
+    }
+
+    /// Returns the message that tells a client why its session ends, at the end of a message of the
+    /// server. Sent in the place of a process that the connection was
+    /// [handed](DialectConnection::hand_off) to, and that is gone. None by default.
+    fn last_message(&self, reason: &RpcError) -> Vec<u8> {
+        let _ = reason;
+        Vec::new()
+    }
+
     /// Returns the message for a client that is refused before it is served. None by default: the
     /// connection is closed.
     fn refusal(&self, reason: &RpcError) -> Vec<u8> {
@@ -139,6 +167,11 @@ impl Dialects {
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
+    }
+
+    /// Returns the dialect of this name.
+    pub(super) fn named(&self, name: &str) -> Option<Arc<dyn Dialect>> {
+        self.0.iter().find(|registered| registered.dialect.name() == name).map(|found| found.dialect.clone())
     }
 
     fn with_entry(self, added: RegisteredDialect) -> Self {

@@ -11,7 +11,10 @@
 //!   provided that the output stopped at the end of a frame: see [`OutputMark`].
 //! - Over TCP the kernel tells how long the client has been silent. So a client whose machine is
 //!   gone is noticed even if the process does not send its pings, or ignores that there is no
-//!   answer.
+//!   answer. A [dialect](crate::Dialect) has no pings, and its clients may be silent: the kernel's
+//!   probes break the connection of a machine that is gone.
+//! - A time at which the session ends by an agreement of the dialect is kept by the process, which
+//!   is killed if it is late.
 //!
 //! The process itself checks the idle time and the pace of the client. Code of the client may run
 //! there and forge that, which gains no more than requests or bytes at the right pace would.
@@ -33,9 +36,8 @@ use super::connection::LINGER;
 use super::mailbox::{Command, Mailbox};
 use super::options::ServeOptions;
 use super::output_mark::OutputMark;
-use super::session_process::{ConnectionState, EndReport, PassedConnection, SessionProcess};
+use super::session_process::{ConnectionState, EndReport, PassedConnection, PassedProtocol, SessionProcess};
 use super::stall_timeouts::lasted_too_long;
-use super::state::ConnectionEntry;
 use super::task::{SessionParts, stopped};
 use crate::channel::Channel;
 use crate::{clock, tcp_silence};
@@ -43,13 +45,42 @@ use crate::{clock, tcp_silence};
 /// A session that another process serves, over the socket of the client.
 pub(super) struct HandedOff {
     process: Arc<dyn SessionProcess>,
-    /// Session of the factory, whose end is that of the process, and the entry of the connection.
-    owned: Option<(SharedSession, Arc<ConnectionEntry>)>,
-    negotiated: Negotiated,
+    /// Session of the factory, whose end is that of the process, and its share in the server.
+    owned: Option<(SharedSession, SessionShare)>,
+    protocol: HandedProtocol,
     /// Channel of the client, without its socket.
     channel: Channel,
     mark: OutputMark,
     monitor: HandoffMonitor,
+}
+
+/// Share of a session in the server, which ends after the session.
+pub(super) type SessionShare = Box<dyn Send + Sync>;
+
+/// Protocol of a session that another process serves, for the last message.
+enum HandedProtocol {
+    Native { negotiated: Box<Negotiated>, keep_alive: Duration },
+    Dialect(LastMessage),
+}
+
+/// Function of a dialect that returns the message by which a client learns why its session ends.
+pub(super) type LastMessage = Box<dyn Fn(&RpcError) -> Vec<u8> + Send + Sync>;
+
+/// Socket that was passed to another process, which serves it from then on.
+pub(super) struct PassedSocket {
+    process: Arc<dyn SessionProcess>,
+    mark: OutputMark,
+    socket: Arc<OwnedFd>,
+}
+
+/// Facts about a connection in a dialect whose socket was passed.
+pub(super) struct HandedDialect {
+    pub(super) last_message: LastMessage,
+    pub(super) mailbox: Arc<Mailbox>,
+    /// Longest duration of the session.
+    pub(super) session_duration: Option<Duration>,
+    /// Time by which the process ends the session by itself, and the reason.
+    pub(super) deadline: Option<(Instant, RpcError)>,
 }
 
 /// Facts by which this process ends a session that another one serves.
@@ -58,7 +89,10 @@ struct HandoffMonitor {
     socket: Arc<OwnedFd>,
     /// End of the longest duration of the session.
     expires: Option<Instant>,
-    keep_alive: Duration,
+    /// Time by which the process is to end the session by itself, and the reason.
+    deadline: Option<(Instant, RpcError)>,
+    /// Longest silence of a client that is there, by its socket.
+    silence_limit: Option<Duration>,
     is_going_away: bool,
     /// Reason for which the process was told to end the session.
     closing: Option<RpcError>,
@@ -71,7 +105,40 @@ enum Event {
     Lost(RpcError),
     /// The server ends the session.
     Close(RpcError),
+    /// The process has to end the session by itself now.
+    Due(RpcError),
     GoAway,
+}
+
+impl PassedSocket {
+    /// Passes the socket of a channel to `process`. The channel has none then. `None` if it cannot
+    /// be passed: the channel keeps it.
+    pub(super) async fn pass(
+        process: &Arc<dyn SessionProcess>,
+        channel: &mut Channel,
+        protocol: PassedProtocol,
+        input: Vec<u8>,
+        queued: Arc<MemoryQuota>,
+    ) -> Option<Self> {
+        // Out of the runtime, which is not to be woken for the input of the other process.
+        let socket = channel.take_socket().ok()?;
+        let state = ConnectionState { protocol, input, peer: channel.peer().to_owned(), process: channel.process() };
+        let pass = async {
+            let (mark, file) = OutputMark::create()?;
+            let connection = PassedConnection { socket: socket.try_clone()?, mark: file, state };
+            process.take(connection, queued).await.map(|()| mark)
+        };
+        match pass.await {
+            Ok(mark) => Some(Self { process: process.clone(), mark, socket: Arc::new(socket) }),
+            Err(error) => {
+                tracing::debug!(peer = channel.peer(), %error, "the process of a session cannot have its socket");
+                if let Err(error) = channel.put_socket(socket) {
+                    tracing::debug!(peer = channel.peer(), %error, "the socket of a session is lost");
+                }
+                None
+            }
+        }
+    }
 }
 
 impl HandedOff {
@@ -85,50 +152,34 @@ impl HandedOff {
         parts: SessionParts,
         options: &ServeOptions,
     ) -> Result<Self, (Channel, SessionParts)> {
-        // Out of the runtime, which is not to be woken for the input of the other process.
-        let Ok(socket) = channel.take_socket() else { return Err((channel, parts)) };
-        let state = ConnectionState {
-            negotiated: negotiated.clone(),
-            input: input.to_vec(),
-            peer: channel.peer().to_owned(),
-            process: channel.process(),
-        };
-        let pass = async {
-            let (mark, file) = OutputMark::create()?;
-            let socket = socket.try_clone()?;
-            let connection = PassedConnection { socket, mark: file, state };
-            let queued = MemoryQuota::new("max_queued", most_queued(negotiated), Some(parts.queued.clone()));
-            process.take(connection, queued).await.map(|()| mark)
-        };
-        let mark = match pass.await {
-            Ok(mark) => mark,
-            Err(error) => {
-                tracing::debug!(peer = channel.peer(), %error, "the process of a session cannot have its socket");
-                if let Err(error) = channel.put_socket(socket) {
-                    tracing::debug!(peer = channel.peer(), %error, "the socket of a session is lost");
-                }
-                return Err((channel, parts));
-            }
-        };
-        let socket = Arc::new(socket);
+        let protocol = PassedProtocol::Native(Box::new(negotiated.clone()));
+        let queued = MemoryQuota::new("max_queued", most_queued(negotiated), Some(parts.queued.clone()));
+        let passed = PassedSocket::pass(process, &mut channel, protocol, input.to_vec(), queued).await;
+        let Some(PassedSocket { process, mark, socket }) = passed else { return Err((channel, parts)) };
         let watched = Arc::downgrade(&socket);
         let SessionParts { session, mailbox, entry, .. } = parts;
         mailbox.set_silence_source(Box::new(move || watched.upgrade().and_then(|socket| tcp_silence::of(&socket))));
-        Ok(Self {
-            process: process.clone(),
-            owned: Some((session, entry)),
-            negotiated: negotiated.clone(),
-            channel,
-            mark,
-            monitor: HandoffMonitor {
-                mailbox,
-                socket,
-                expires: options.session_duration.and_then(|duration| clock::now().checked_add(duration)),
-                keep_alive: options.keep_alive,
-                is_going_away: false,
-                closing: None,
-            },
-        })
+        let keep_alive = options.keep_alive;
+        let mut monitor = HandoffMonitor::new(mailbox, socket, options.session_duration);
+        // The process gives the client up after three intervals. One that does not send its pings
+        // may be blocked, which is noticed by its own silence after as long.
+        monitor.silence_limit = Some(keep_alive.saturating_mul(6).saturating_add(LINGER));
+        let protocol = HandedProtocol::Native { negotiated: Box::new(negotiated.clone()), keep_alive };
+        Ok(Self { process, owned: Some((session, Box::new(entry))), protocol, channel, mark, monitor })
+    }
+
+    /// Creates the same for a session in a dialect, whose `channel` has no socket any more.
+    pub(super) fn of_dialect(
+        passed: PassedSocket,
+        channel: Channel,
+        owned: (SharedSession, SessionShare),
+        handed: HandedDialect,
+    ) -> Self {
+        let HandedDialect { last_message, mailbox, session_duration, deadline } = handed;
+        let PassedSocket { process, mark, socket } = passed;
+        let mut monitor = HandoffMonitor::new(mailbox, socket, session_duration);
+        monitor.deadline = deadline;
+        Self { process, owned: Some(owned), protocol: HandedProtocol::Dialect(last_message), channel, mark, monitor }
     }
 
     /// Watches over the session to its end, and records that.
@@ -144,6 +195,8 @@ impl HandedOff {
                 Some(report) if report.last_message_sent => self.reopen().is_ok(),
                 _ => self.tell(&reason).await,
             };
+        // A dialect counts neither.
+        let report = report.filter(|_| matches!(self.protocol, HandedProtocol::Native { .. }));
         let traffic = report.map(|EndReport { requests, received, sent, .. }| Traffic { requests, received, sent });
         record.log_end_of_session(&reason, traffic.as_ref());
         crate::runtime::free(owned);
@@ -166,7 +219,7 @@ impl HandedOff {
                 report = &mut reported => Event::Reported(report),
                 outcome = &mut session_ended => Event::Lost(outcome.err().unwrap_or_else(no_reason)),
                 event = self.monitor.notice() => event,
-                reason = self.monitor.time_out() => Event::Close(reason),
+                event = self.monitor.time_out() => event,
             };
             match event {
                 Event::Reported(report) => return (report.reason.clone(), Some(report)),
@@ -197,6 +250,10 @@ impl HandedOff {
                     process.end_soon();
                     self.monitor.closing = Some(reason);
                 }
+                Event::Due(reason) => {
+                    process.end_soon();
+                    self.monitor.closing = Some(reason);
+                }
             }
         }
     }
@@ -217,13 +274,7 @@ impl HandedOff {
         if !self.mark.is_at_frame_end() || self.reopen().is_err() {
             return false;
         }
-        let config = EndpointConfig { keep_alive: self.monitor.keep_alive };
-        let mut endpoint = ServerEndpoint::new(&self.negotiated, config, clock::now());
-        endpoint.close(Some(reason));
-        endpoint.stage();
-        let mut slices = [IoSlice::new(&[]); 4];
-        let count = endpoint.slices(&mut slices);
-        let message: Vec<u8> = slices[..count].iter().flat_map(|slice| slice.iter().copied()).collect();
+        let message = self.protocol.last_message(reason);
         let channel = &mut self.channel;
         let mut left = &message[..];
         let write = poll_fn(move |cx| {
@@ -281,7 +332,30 @@ impl Drop for HandedOff {
     }
 }
 
+impl HandedProtocol {
+    /// Returns the message that tells a client the reason for the end of its session.
+    fn last_message(&self, reason: &RpcError) -> Vec<u8> {
+        match self {
+            Self::Native { negotiated, keep_alive } => {
+                let config = EndpointConfig { keep_alive: *keep_alive };
+                let mut endpoint = ServerEndpoint::new(negotiated, config, clock::now());
+                endpoint.close(Some(reason));
+                endpoint.stage();
+                let mut slices = [IoSlice::new(&[]); 4];
+                let count = endpoint.slices(&mut slices);
+                slices[..count].iter().flat_map(|slice| slice.iter().copied()).collect()
+            }
+            Self::Dialect(last_message) => last_message(reason),
+        }
+    }
+}
+
 impl HandoffMonitor {
+    fn new(mailbox: Arc<Mailbox>, socket: Arc<OwnedFd>, session_duration: Option<Duration>) -> Self {
+        let expires = session_duration.and_then(|duration| clock::now().checked_add(duration));
+        Self { mailbox, socket, expires, deadline: None, silence_limit: None, is_going_away: false, closing: None }
+    }
+
     /// Resolves to what the server tells this session, until it is to end.
     async fn notice(&self) -> Event {
         poll_fn(|cx| {
@@ -300,28 +374,32 @@ impl HandoffMonitor {
     }
 
     /// Resolves when the session has lasted too long, or its client has been silent for too long.
-    async fn time_out(&self) -> RpcError {
-        // The process gives the client up after three intervals. One that does not send its pings
-        // may be blocked, which is noticed by its own silence after as long.
-        let limit = self.keep_alive.saturating_mul(6).saturating_add(LINGER);
-        let mut silence = tcp_silence::of(&self.socket);
+    async fn time_out(&self) -> Event {
+        let silence_and_limit = || Some((tcp_silence::of(&self.socket)?, self.silence_limit?));
         loop {
             if self.closing.is_some() {
                 return std::future::pending().await;
             }
-            if self.expires.is_some_and(|expires| clock::now() >= expires) {
-                return lasted_too_long();
+            let now = clock::now();
+            if self.expires.is_some_and(|expires| now >= expires) {
+                return Event::Close(lasted_too_long());
             }
-            if let Some(silence) = silence.filter(|silence| *silence >= limit) {
-                let text = format!("nothing was received for {silence:?}, and the process of the session went on");
-                return RpcError::new(ErrorKind::PeerSilent, text);
+            if let Some((_, reason)) = self.deadline.as_ref().filter(|(deadline, _)| now >= *deadline) {
+                return Event::Due(reason.clone());
             }
-            let next = silence.and_then(|silence| clock::now().checked_add(limit - silence));
-            match [self.expires, next].into_iter().flatten().min() {
+            let next = match silence_and_limit() {
+                Some((silence, limit)) if silence >= limit => {
+                    let text = format!("nothing was received for {silence:?}, and the process of the session went on");
+                    return Event::Close(RpcError::new(ErrorKind::PeerSilent, text));
+                }
+                Some((silence, limit)) => now.checked_add(limit - silence),
+                None => None,
+            };
+            let deadline = self.deadline.as_ref().map(|(deadline, _)| *deadline);
+            match [self.expires, deadline, next].into_iter().flatten().min() {
                 Some(next) => tokio::time::sleep_until(next.into()).await,
                 None => return std::future::pending().await,
             }
-            silence = tcp_silence::of(&self.socket);
         }
     }
 }
@@ -329,11 +407,13 @@ impl HandoffMonitor {
 /// Longest wait for the end of a process whose session is over, beyond the time that it is given.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(10);
 
+/// Bytes that may be granted to a process beyond those that a session may have queued: a window of
+/// shared memory, and steps in which memory is granted.
+pub(super) const BESIDE: u64 = 64 << 20;
+
 /// Returns the most bytes that an endpoint of a session may have queued, by the credit of both
 /// sides: requests, replies that wait, and a window of shared memory.
 fn most_queued(negotiated: &Negotiated) -> u64 {
-    /// Window of shared memory, and steps in which memory is granted.
-    const BESIDE: u64 = 64 << 20;
     let endpoint = ServerEndpoint::new(negotiated, EndpointConfig { keep_alive: Duration::MAX }, clock::now());
     let window = negotiated.ours.window.saturating_add(negotiated.ours.max_message);
     endpoint.max_unsent_bytes().saturating_add(window.saturating_mul(2)).saturating_add(BESIDE)

@@ -61,7 +61,8 @@ impl OutputMark {
         }
     }
 
-    fn note(&mut self, is_in_frame: bool) {
+    /// Notes whether the output stands inside of a frame.
+    pub(super) fn note(&mut self, is_in_frame: bool) {
         if std::mem::replace(&mut self.is_in_frame, is_in_frame) != is_in_frame {
             let byte = if is_in_frame { IN_FRAME } else { AT_FRAME_END };
             self.file.first_byte().store(byte, Ordering::Release);

@@ -9,10 +9,11 @@ use bytes::BytesMut;
 use rpc_core::{MemoryQuota, RpcError, SharedSession};
 use tokio::task::JoinHandle;
 
+use super::dialect::passed::PassedDialect;
 use super::mailbox::{Command, Mailbox};
 use super::output_mark::OutputMark;
 use super::server::Server;
-use super::session_process::{ConnectionState, EndReport, PassedConnection};
+use super::session_process::{ConnectionState, EndReport, PassedConnection, PassedProtocol};
 use super::state::ConnectionEntry;
 use super::task::{SessionParts, SessionTask};
 use crate::channel::{Channel, Peer};
@@ -59,12 +60,14 @@ impl fmt::Debug for ReceivedSession {
 
 impl Server {
     /// Serves `session` over a connection that another process has passed on after the handshake,
-    /// by the options of this server. The other process sees to the session's longest duration.
-    /// Queued bytes count against `queued`. Must be called inside a tokio runtime.
+    /// by the options of this server, which have the dialect of the connection, if it is one in a
+    /// dialect. The other process sees to the session's longest duration. Queued bytes count
+    /// against `queued`. Must be called inside a tokio runtime.
     ///
     /// # Errors
     ///
-    /// The passed descriptors are of other kinds, or any error that the system reports.
+    /// The passed descriptors are of other kinds, this server lacks the dialect, or any error that
+    /// the system reports.
     pub fn serve_passed(
         &self,
         connection: PassedConnection,
@@ -72,10 +75,10 @@ impl Server {
         queued: Arc<MemoryQuota>,
     ) -> io::Result<ReceivedSession> {
         let PassedConnection { socket, mark, state } = connection;
-        let ConnectionState { negotiated, input, peer, process } = state;
+        let ConnectionState { protocol, input, peer, process } = state;
         let mark = OutputMark::received(&mark)?;
         let from = process.into_iter().fold(Peer::new(&peer), Peer::with_process);
-        let channel = Channel::of_socket(socket, from)?;
+        let mut channel = Channel::of_socket(socket, from)?;
         let id = self.0.next_connection.fetch_add(1, Ordering::Relaxed);
         let mailbox = Arc::new(Mailbox::default());
         self.0.connections().insert(id, mailbox.clone());
@@ -83,6 +86,18 @@ impl Server {
         let peer = Arc::from(peer);
         let parts = SessionParts { session, mailbox: mailbox.clone(), queued, entry, peer };
         let input = BytesMut::from(&input[..]);
+        let negotiated = match protocol {
+            PassedProtocol::Native(negotiated) => negotiated,
+            PassedProtocol::Dialect { name, identity, state } => {
+                let text = || format!("this process does not speak the dialect {name}");
+                let dialect = self.0.options.dialects.named(&name).ok_or_else(|| io::Error::other(text()))?;
+                let identity = identity.parse().map_err(io::Error::other)?;
+                channel.put_back(input);
+                let passed = PassedDialect::new(dialect, channel, identity, parts, mark, &self.0.options);
+                let task = tokio::spawn(async move { passed.run(state).await });
+                return Ok(ReceivedSession { mailbox, task });
+            }
+        };
         let mut task = SessionTask::new(channel, &negotiated, input, parts, &self.0.options);
         task.mark_output_in(mark);
         let task = tokio::spawn(async move {

@@ -58,14 +58,31 @@ pub struct PassedConnection {
 /// State of a connection after its handshake, for the process that serves the session.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ConnectionState {
-    /// Settings that both sides have agreed on.
-    pub negotiated: Negotiated,
+    /// Protocol of the connection, and its state.
+    pub protocol: PassedProtocol,
     /// Input that was read beyond the handshake.
     pub input: Vec<u8>,
     /// Address of the client, for the log.
     pub peer: String,
     /// Process that the client is, if sessions may share memory with it.
     pub process: Option<u32>,
+}
+
+/// Protocol of a connection that is passed to another process.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum PassedProtocol {
+    /// The native protocol, with the settings that both sides have agreed on.
+    Native(Box<Negotiated>),
+    /// A [dialect](crate::Dialect).
+    Dialect {
+        /// Name of the dialect.
+        name: String,
+        /// Identity of the client, as text with the kind of its proof.
+        identity: String,
+        /// State of the connection, in the dialect's own form.
+        state: Vec<u8>,
+    },
 }
 
 /// Report of a process on the end of the session that it has served.

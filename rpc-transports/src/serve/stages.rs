@@ -261,8 +261,8 @@ impl Secured {
         let (limits, total) = (&connection.server.options.limits, connection.server.queued.clone());
         let queued = MemoryQuota::new("window", limits.window.max(limits.max_message), Some(total));
         let served = AuthorizedClient::new(identity, connection.server.options.authorizer.as_ref());
-        let client = DialectClient { connection, security, served, rules, queued };
-        Ok(Recognized::Dialect(Box::new(DialectTask::new(dialect, client, channel, permit, deadline))))
+        let client = DialectClient { dialect, connection, security, served, rules, queued };
+        Ok(Recognized::Dialect(Box::new(DialectTask::new(client, channel, permit, deadline))))
     }
 
     /// Performs the handshake, and opens the requested session or channel before the client is

@@ -100,6 +100,33 @@ impl ServerWire {
         Self { limits, input: BytesMut::new(), stage: Stage::Hello, has_begun: false }
     }
 
+    /// Creates the state of a connection whose session has begun, with nothing read of its next
+    /// request: that of another process, from which [`take_unread`](Self::take_unread) has taken
+    /// the rest of the input.
+    #[must_use]
+    pub fn begun(limits: WireLimits) -> Self {
+        Self { limits, input: BytesMut::new(), stage: Stage::Header, has_begun: true }
+    }
+
+    /// Returns true once the session has begun.
+    #[must_use]
+    pub fn has_begun(&self) -> bool {
+        self.has_begun
+    }
+
+    /// Takes the input that was read and not used. It begins with a frame if nothing of one has
+    /// been used, as behind the reply to [`Request::Init`].
+    pub fn take_unread(&mut self) -> BytesMut {
+        std::mem::take(&mut self.input)
+    }
+
+    /// Puts back what [`take_unread`](Self::take_unread) has taken, in front of what was read
+    /// since.
+    pub fn put_back(&mut self, unread: &[u8]) {
+        let read = std::mem::replace(&mut self.input, BytesMut::from(unread));
+        self.input.extend_from_slice(&read);
+    }
+
     /// Returns the buffer to read into: it has room for at least one byte.
     pub fn input(&mut self) -> Limit<&mut BytesMut> {
         let room = match &self.stage {

@@ -3,6 +3,7 @@
 use std::fmt;
 use std::io;
 use std::sync::Arc;
+use std::time::Instant;
 
 use async_trait::async_trait;
 use parking_lot::Mutex;
@@ -18,8 +19,9 @@ use crate::handshake::handshake_slots::HandshakePermit;
 use crate::handshake::peer_identity::PeerIdentity;
 use crate::hang_up::{LOOK_INTERVAL, has_hung_up};
 use crate::runtime::free;
-use crate::serve::access_record::SessionNote;
+use crate::serve::access_record::{AccessRecord, SessionNote};
 use crate::serve::mailbox::Command;
+use crate::serve::output_mark::OutputMark;
 use crate::serve::stall_timeouts::StallTimeouts;
 use crate::serve::state::ServerState;
 use crate::wire_limits::WireLimits;
@@ -37,6 +39,8 @@ pub struct DialectConnection {
     pub(super) session: Option<OpenedSession>,
     /// Share in the server of a peer that a relay has admitted.
     pub(super) admission: Option<Admission>,
+    /// Session that another process serves, with the socket of this connection.
+    pub(super) handed_off: Option<Box<dyn ServedElsewhere>>,
 }
 
 /// Server behind a connection in a dialect.
@@ -53,6 +57,15 @@ pub(super) trait SessionSource: Send + Sync {
 
     /// Gives the peer of a relay its share in the server.
     fn admit(&self) -> Result<(Admission, StallTimeouts), RpcError>;
+
+    /// Passes the channel's socket to the process that has offered to serve the session. Returns
+    /// everything if there is none, or the socket cannot be passed.
+    async fn hand_off(
+        &self,
+        channel: Channel,
+        opened: OpenedSession,
+        handoff: DialectHandoff,
+    ) -> Result<Box<dyn ServedElsewhere>, KeptConnection>;
 
     /// Has the system test by this channel's socket that the machine of the client is there.
     fn probe_silence(&self, channel: &Channel);
@@ -75,6 +88,16 @@ pub(super) trait SessionSource: Send + Sync {
     /// Returns the quota of the bytes that the connection may have queued.
     fn queued(&self) -> &Arc<MemoryQuota>;
 }
+
+/// Session that another process serves over the socket of the connection.
+#[async_trait]
+pub(super) trait ServedElsewhere: Send {
+    /// Watches over the session to its end, and records that.
+    async fn watch(&mut self, record: &AccessRecord);
+}
+
+/// Connection that cannot be handed to another process.
+pub(super) type KeptConnection = Box<(Channel, OpenedSession, DialectHandoff)>;
 
 /// Session of a connection.
 pub(super) struct OpenedSession {
@@ -107,6 +130,20 @@ pub struct DialectRequest {
     pub ticket: String,
 }
 
+/// A dialect's connection as it is handed to the process of its session.
+pub struct DialectHandoff {
+    /// State of the connection for [`Dialect::resume`](crate::Dialect::resume), in the dialect's
+    /// own form, of at most some KiB.
+    pub state: Vec<u8>,
+    /// Input that the dialect has read and not used.
+    pub input: Vec<u8>,
+    /// Time by which the dialect ends the session by itself, and the reason that it has then. A
+    /// process that is late is killed.
+    pub deadline: Option<(Instant, RpcError)>,
+    /// Resources that are held until the connection has ended.
+    pub held: Box<dyn Send + Sync>,
+}
+
 /// Notices of the server to a connection in a dialect.
 #[derive(Clone, Debug)]
 pub struct ServerNotices(watch::Receiver<Option<Notice>>);
@@ -124,7 +161,7 @@ impl DialectConnection {
         channel: Channel,
         identity: String,
         sessions: Arc<dyn SessionSource>,
-        permit: HandshakePermit,
+        permit: Option<HandshakePermit>,
     ) -> (Self, watch::Sender<Option<Notice>>) {
         let progress = Arc::new(Mutex::new(Progress::default()));
         let (sender, notices) = watch::channel(None);
@@ -134,11 +171,12 @@ impl DialectConnection {
             peer,
             identity,
             sessions,
-            permit: Some(permit),
+            permit,
             progress,
             notices,
             session: None,
             admission: None,
+            handed_off: None,
         };
         (this, sender)
     }
@@ -266,11 +304,72 @@ impl DialectConnection {
             return Err(RpcError::new(ErrorKind::ApiMisuse, "a connection in a dialect has one session"));
         }
         let (opened, timeouts) = self.sessions.open(&request).await?;
-        self.permit = None;
         let session = opened.session.clone();
+        self.begin_session(opened, timeouts);
+        Ok(session.into())
+    }
+
+    /// Puts a session that was opened into the connection.
+    pub(super) fn begin_session(&mut self, opened: OpenedSession, timeouts: StallTimeouts) {
+        self.permit = None;
         self.session = Some(opened);
         self.progress.lock().start(timeouts);
-        Ok(session.into())
+    }
+
+    /// Returns the session that was opened.
+    #[must_use]
+    pub fn session(&self) -> Option<Session> {
+        self.session.as_ref().map(|opened| opened.session.clone().into())
+    }
+
+    /// Hands the connection to the process that has offered to serve its session, which
+    /// [goes on](crate::Dialect::resume) with it: the session itself, and not one with a further
+    /// server. That process has to have the dialect among its
+    /// [dialects](crate::ServeOptions::dialects). All that the dialect has written was flushed. The
+    /// dialect holds nothing of the session any more then, and returns: the result of its future
+    /// counts for nothing.
+    ///
+    /// # Errors
+    ///
+    /// The handoff as it was, if no process has offered that, or the channel is no bare socket, or
+    /// the socket cannot be passed. The dialect goes on here.
+    pub async fn hand_off(&mut self, mut handoff: DialectHandoff) -> Result<(), DialectHandoff> {
+        let Some(opened) = self.session.take() else { return Err(handoff) };
+        let (mut channel, read) = (self.stream.take_channel(), handoff.input.len());
+        let unread = channel.take_unread();
+        handoff.input.extend_from_slice(&unread);
+        match self.sessions.hand_off(channel, opened, handoff).await {
+            Ok(handed_off) => {
+                self.handed_off = Some(handed_off);
+                Ok(())
+            }
+            Err(kept) => {
+                let (mut channel, opened, mut handoff) = *kept;
+                handoff.input.truncate(read);
+                channel.put_back(unread);
+                self.stream = WatchedStream::new(channel, self.progress.clone());
+                self.session = Some(opened);
+                Err(handoff)
+            }
+        }
+    }
+
+    /// Notes in `mark` from now on whether the output stands inside of a message.
+    pub(super) fn mark_output_in(&mut self, mark: OutputMark) {
+        self.stream.mark_output_in(mark);
+    }
+
+    /// Says that what is written from here on is a part of one message, until
+    /// [`end_message`](Self::end_message). A message of one write needs neither. If the process
+    /// that a connection was [handed](Self::hand_off) to ends inside of a message, its client gets
+    /// no [last message](crate::Dialect::last_message).
+    pub fn begin_message(&mut self) {
+        self.stream.set_inside_message(true);
+    }
+
+    /// Says that the last part of a message was written.
+    pub fn end_message(&mut self) {
+        self.stream.set_inside_message(false);
     }
 
     /// Returns the access to further servers. It does not keep the connection.
@@ -379,6 +478,12 @@ impl FurtherServers {
     /// * Those of [`Connector::connect`](crate::Connector::connect).
     pub async fn connect(&self, target: &str, key: &str) -> Result<Session, RpcError> {
         self.0.connect_onward(target, key).await
+    }
+}
+
+impl fmt::Debug for DialectHandoff {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("DialectHandoff").field("deadline", &self.deadline).finish_non_exhaustive()
     }
 }
 

@@ -12,6 +12,7 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use super::activity::{OutputState, Progress};
 use crate::channel::{Channel, ChannelIo};
 use crate::clock;
+use crate::serve::output_mark::OutputMark;
 use crate::serve::stall_timeouts::StallTimeouts;
 
 /// Stream of a connection. It gives the bytes that were read already first, and keeps the timeouts
@@ -22,6 +23,10 @@ pub(super) struct WatchedStream {
     progress: Arc<Mutex<Progress>>,
     /// Waker of the last poll of the outgoing direction, and the one that was passed on for it.
     output_waker: Option<(Waker, Waker)>,
+    /// Mark at which the output stands, for a process that has passed the socket.
+    mark: Option<OutputMark>,
+    /// True while a message is written in several parts.
+    is_inside_message: bool,
 }
 
 /// Waker of output that waits for the channel. It notes that the channel can take output again,
@@ -47,7 +52,20 @@ impl WatchedStream {
     /// Creates the stream, whose first bytes are those that the channel has read already.
     pub(super) fn new(mut channel: Channel, progress: Arc<Mutex<Progress>>) -> Self {
         let unread = channel.take_unread();
-        Self { unread, channel, progress, output_waker: None }
+        Self { unread, channel, progress, output_waker: None, mark: None, is_inside_message: false }
+    }
+
+    /// Notes in `mark` from now on whether the output stands inside of a message.
+    pub(super) fn mark_output_in(&mut self, mark: OutputMark) {
+        self.mark = Some(mark);
+    }
+
+    /// Says that what is written is a part of a message, or that it was the last part.
+    pub(super) fn set_inside_message(&mut self, is_inside: bool) {
+        self.is_inside_message = is_inside;
+        if let Some(mark) = &mut self.mark {
+            mark.note(is_inside);
+        }
     }
 
     /// Returns the channel, with the bytes that were read already. The timeouts do not see what
@@ -213,8 +231,19 @@ impl AsyncRead for WatchedStream {
 
 impl AsyncWrite for WatchedStream {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        let staged = bytes.len();
+        let is_whole = !self.is_inside_message;
+        if let Some(mark) = self.mark.as_mut().filter(|_| is_whole) {
+            mark.before_write(staged);
+        }
         let write = |channel: &mut Channel, cx: &mut Context<'_>| pin!(channel.io_mut()).poll_write(cx, bytes);
-        self.poll_output(cx, write, |outcome, timeouts, output| record_write(outcome, bytes.len(), timeouts, output))
+        let record = |outcome: &_, timeouts: &mut _, output: &mut _| record_write(outcome, staged, timeouts, output);
+        let outcome = self.poll_output(cx, write, record);
+        if let (Poll::Ready(Ok(written)), Some(mark)) = (&outcome, self.mark.as_mut().filter(|_| is_whole)) {
+            mark.after_write(*written, staged);
+            mark.before_write(staged - written);
+        }
+        outcome
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {

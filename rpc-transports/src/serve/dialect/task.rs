@@ -7,12 +7,17 @@ use std::task::Poll;
 use std::time::Instant;
 
 use async_trait::async_trait;
+use parking_lot::Mutex;
 use rpc_core::reply::Canceller;
 use rpc_core::{ErrorKind, MemoryQuota, OpenFileQuota, RpcError, Session, SharedSession};
 use tokio::sync::{Notify, watch};
 
 use super::Dialect;
-use super::connection::{Admission, DialectConnection, DialectRequest, Notice, OpenedSession, SessionSource};
+use super::activity::Progress;
+use super::connection::{
+    Admission, DialectConnection, DialectHandoff, DialectRequest, KeptConnection, Notice, OpenedSession,
+    ServedElsewhere, SessionSource,
+};
 use crate::channel::{Channel, Machine};
 use crate::channel_io::Alarm;
 use crate::clock;
@@ -23,15 +28,17 @@ use crate::serve::access_record::{AccessRecord, SessionNote, log_fault};
 use crate::serve::authorization::AuthorizedClient;
 use crate::serve::connection::{Connection, LINGER, SessionRequest, drain_and_close, log_eviction, log_refusal};
 use crate::serve::further_servers::OnwardServer as _;
-use crate::serve::mailbox::{Command, EndOfSession};
+use crate::serve::handoff::{BESIDE, HandedDialect, HandedOff, PassedSocket, SessionShare};
+use crate::serve::mailbox::{Command, EndOfSession, Mailbox};
+use crate::serve::session_process::PassedProtocol;
 use crate::serve::stall_timeouts::StallTimeouts;
+use crate::transport::BoxFuture;
 #[cfg(feature = "tcp")]
 use crate::transports::tcp::probe;
 use crate::wire_limits::WireLimits;
 
 /// Connection whose client speaks a dialect, and may be served.
 pub(in crate::serve) struct DialectTask {
-    dialect: Arc<dyn Dialect>,
     client: Arc<DialectClient>,
     connection: DialectConnection,
     notices: watch::Sender<Option<Notice>>,
@@ -42,6 +49,7 @@ pub(in crate::serve) struct DialectTask {
 
 /// Client of a dialect, which opens a session of the server's factory.
 pub(in crate::serve) struct DialectClient {
+    pub(in crate::serve) dialect: Arc<dyn Dialect>,
     pub(in crate::serve) connection: Connection,
     pub(in crate::serve) security: Security,
     pub(in crate::serve) served: AuthorizedClient,
@@ -53,7 +61,7 @@ pub(in crate::serve) struct DialectClient {
 }
 
 /// End of a connection in a dialect.
-enum DialectEnd {
+pub(super) enum DialectEnd {
     /// The dialect has returned.
     Returned(Result<(), RpcError>),
     /// The server has cut the connection.
@@ -112,6 +120,34 @@ impl SessionSource for DialectClient {
         Ok((Admission { server: server.clone(), share }, timeouts))
     }
 
+    async fn hand_off(
+        &self,
+        mut channel: Channel,
+        opened: OpenedSession,
+        handoff: DialectHandoff,
+    ) -> Result<Box<dyn ServedElsewhere>, KeptConnection> {
+        let Connection { server, mailbox, handoff: offer, .. } = &self.connection;
+        let Some(process) = offer.get() else { return Err(Box::new((channel, opened, handoff))) };
+        let (name, identity) = (self.dialect.name().to_owned(), self.served.identity.to_string());
+        let protocol = PassedProtocol::Dialect { name, identity, state: handoff.state.clone() };
+        let limit = self.queued.limit().saturating_add(BESIDE);
+        let queued = MemoryQuota::new("max_queued", limit, Some(server.queued.clone()));
+        let passed = PassedSocket::pass(process, &mut channel, protocol, handoff.input.clone(), queued).await;
+        let Some(passed) = passed else { return Err(Box::new((channel, opened, handoff))) };
+        let OpenedSession { session, end_watch, share } = opened;
+        // What watches over the process subscribes to the end of the session by itself.
+        end_watch.abandon();
+        let dialect = self.dialect.clone();
+        let handed = HandedDialect {
+            last_message: Box::new(move |reason| dialect.last_message(reason)),
+            mailbox: mailbox.clone(),
+            session_duration: server.options.session_duration,
+            deadline: handoff.deadline,
+        };
+        let owned = (session, Box::new((share, handoff.held)) as SessionShare);
+        Ok(Box::new(HandedOff::of_dialect(passed, channel, owned, handed)))
+    }
+
     fn probe_silence(&self, channel: &Channel) {
         #[cfg(feature = "tcp")]
         if let Some(socket) = channel.plain_socket() {
@@ -147,6 +183,13 @@ impl SessionSource for DialectClient {
     }
 }
 
+#[async_trait]
+impl ServedElsewhere for HandedOff {
+    async fn watch(&mut self, record: &AccessRecord) {
+        self.run(record).await;
+    }
+}
+
 impl DialectClient {
     /// Records that the client is served. The result is part of its share in the server.
     fn end_handshake(&self) -> Option<Box<dyn Send + Sync>> {
@@ -166,7 +209,6 @@ impl DialectClient {
 
 impl DialectTask {
     pub(in crate::serve) fn new(
-        dialect: Arc<dyn Dialect>,
         client: DialectClient,
         channel: Channel,
         permit: HandshakePermit,
@@ -178,8 +220,8 @@ impl DialectTask {
         }
         let (client, eviction) = (Arc::new(client), permit.eviction());
         let identity = client.served.identity.name().to_owned();
-        let (connection, notices) = DialectConnection::new(channel, identity, client.clone(), permit);
-        Self { dialect, client, connection, notices, eviction, deadline }
+        let (connection, notices) = DialectConnection::new(channel, identity, client.clone(), Some(permit));
+        Self { client, connection, notices, eviction, deadline }
     }
 
     /// Serves the connection to its end.
@@ -189,7 +231,6 @@ impl DialectTask {
     /// The reason why there was no session.
     pub(in crate::serve) async fn run(mut self) -> Result<(), ErrorKind> {
         let peer = self.connection.peer().to_owned();
-        let dialect = self.dialect.name().to_owned();
         let record = AccessRecord::new(&peer, self.client.served.identity.name(), self.client.connection.note.clone());
         let (outcome, was_cut) = match self.serve().await {
             DialectEnd::Returned(outcome) => (outcome, false),
@@ -199,10 +240,14 @@ impl DialectTask {
                 return Err(ErrorKind::LimitExceeded);
             }
         };
+        if let Some(mut handed_off) = self.connection.handed_off.take() {
+            handed_off.watch(&record).await;
+            return Ok(());
+        }
         let had_session = self.connection.session.is_some() || self.connection.admission.is_some();
         match outcome {
-            Ok(()) if had_session => record.log_end(&format_args!("the dialect {dialect} has ended"), None),
-            Ok(()) => tracing::debug!(peer, dialect, "connection ended"),
+            Ok(()) if had_session => record.log_end(&end_text(&*self.client.dialect), None),
+            Ok(()) => tracing::debug!(peer, dialect = self.client.dialect.name(), "connection ended"),
             Err(reason) if had_session => {
                 log_fault(&peer, &reason);
                 record.log_end(&reason.message(), None);
@@ -220,10 +265,10 @@ impl DialectTask {
 
     /// Runs the dialect.
     async fn serve(&mut self) -> DialectEnd {
-        let Self { dialect, client, connection, notices, eviction, deadline } = self;
+        let Self { client, connection, notices, eviction, deadline } = self;
         let (options, mailbox) = (&client.connection.server.options, &client.connection.mailbox);
         let (progress, peer) = (connection.progress.clone(), connection.peer().to_owned());
-        let mut serving = dialect.serve(connection);
+        let mut serving = client.dialect.serve(connection);
         let opened = std::future::poll_fn(|_| match progress.lock().timeouts {
             Some(_) => Poll::Ready(()),
             None => Poll::Pending,
@@ -242,53 +287,68 @@ impl DialectTask {
             outcome = &mut serving => return DialectEnd::Returned(outcome),
             () = opened => {}
         }
-        tracing::debug!(peer, dialect = dialect.name(), "session opened");
-        let (mut alarm, mut final_message_alarm) = (Alarm::new(), Alarm::new());
-        let mut ending = None;
-        std::future::poll_fn(|cx| {
-            mailbox.register(cx.waker());
-            let reason = mailbox.take_end().or_else(|| {
-                let is_stopped = mailbox.commanded() == Some(Command::Stop);
-                is_stopped.then(|| RpcError::new(ErrorKind::Closed, "the server was stopped").may_have_run(true))
-            });
-            if let Some(reason) = reason {
-                stop(&mut ending, notices, reason);
-            } else if mailbox.commanded() == Some(Command::GoAway) {
-                let text = "the server is going away and takes no new requests";
-                notify(notices, Command::GoAway, || RpcError::new(ErrorKind::Draining, text));
-            }
-            progress.lock().begin_poll();
-            let returned = serving.as_mut().poll(cx);
-            if let Some(Ending { reason, cut_at }) = &ending {
-                if returned.is_ready() {
-                    return Poll::Ready(DialectEnd::Returned(Err(reason.clone())));
-                }
-                if final_message_alarm.poll(Some(*cut_at), cx).is_some() {
-                    return Poll::Ready(DialectEnd::Cut(reason.clone()));
-                }
-            }
-            if let Poll::Ready(outcome) = returned {
-                return Poll::Ready(DialectEnd::Returned(outcome));
-            }
-            let mut progress = progress.lock();
-            progress.end_poll(cx.waker());
-            let Some(timeouts) = &mut progress.timeouts else { return Poll::Pending };
-            while let Some(now) = alarm.poll(timeouts.next(), cx) {
-                if let Some(error) = timeouts.check_stall(now) {
-                    return Poll::Ready(DialectEnd::Cut(error));
-                }
-                if let Some(error) = timeouts.check_session(now) {
-                    // These timeouts have expired.
-                    (timeouts.expires, timeouts.idle_timeout) = (None, None);
-                    stop(&mut ending, notices, error);
-                    // The alarm for the dialect's final message has to be polled, too.
-                    cx.waker().wake_by_ref();
-                }
-            }
-            Poll::Pending
-        })
-        .await
+        tracing::debug!(peer, dialect = client.dialect.name(), "session opened");
+        serve_session(&mut serving, mailbox, &progress, notices).await
     }
+}
+
+/// Runs a dialect whose session is open, within the limits of the server.
+pub(super) async fn serve_session(
+    serving: &mut BoxFuture<'_, Result<(), RpcError>>,
+    mailbox: &Mailbox,
+    progress: &Mutex<Progress>,
+    notices: &watch::Sender<Option<Notice>>,
+) -> DialectEnd {
+    let (mut alarm, mut final_message_alarm) = (Alarm::new(), Alarm::new());
+    let mut ending = None;
+    std::future::poll_fn(|cx| {
+        mailbox.register(cx.waker());
+        let reason = mailbox.take_end().or_else(|| {
+            let is_stopped = mailbox.commanded() == Some(Command::Stop);
+            is_stopped.then(|| RpcError::new(ErrorKind::Closed, "the server was stopped").may_have_run(true))
+        });
+        if let Some(reason) = reason {
+            stop(&mut ending, notices, reason);
+        } else if mailbox.commanded() == Some(Command::GoAway) {
+            let text = "the server is going away and takes no new requests";
+            notify(notices, Command::GoAway, || RpcError::new(ErrorKind::Draining, text));
+        }
+        progress.lock().begin_poll();
+        let returned = serving.as_mut().poll(cx);
+        if let Some(Ending { reason, cut_at }) = &ending {
+            if returned.is_ready() {
+                return Poll::Ready(DialectEnd::Returned(Err(reason.clone())));
+            }
+            if final_message_alarm.poll(Some(*cut_at), cx).is_some() {
+                return Poll::Ready(DialectEnd::Cut(reason.clone()));
+            }
+        }
+        if let Poll::Ready(outcome) = returned {
+            return Poll::Ready(DialectEnd::Returned(outcome));
+        }
+        let mut progress = progress.lock();
+        progress.end_poll(cx.waker());
+        let Some(timeouts) = &mut progress.timeouts else { return Poll::Pending };
+        while let Some(now) = alarm.poll(timeouts.next(), cx) {
+            if let Some(error) = timeouts.check_stall(now) {
+                return Poll::Ready(DialectEnd::Cut(error));
+            }
+            if let Some(error) = timeouts.check_session(now) {
+                // These timeouts have expired.
+                (timeouts.expires, timeouts.idle_timeout) = (None, None);
+                stop(&mut ending, notices, error);
+                // The alarm for the dialect's final message has to be polled, too.
+                cx.waker().wake_by_ref();
+            }
+        }
+        Poll::Pending
+    })
+    .await
+}
+
+/// Returns the reason of the end of a session that the dialect has ended in good order.
+pub(super) fn end_text(dialect: &dyn Dialect) -> String {
+    format!("the dialect {} has ended", dialect.name())
 }
 
 /// Announced end of a connection.
