@@ -13,13 +13,18 @@ in rounds that alternate, for each pair of a client and a server that speak TVM'
 The client of TVM is its Python client, `tvm.rpc.connect`; ours is `Connector::connect_blocking("tvm://…")`, in Rust. Our server runs
 sessions in its own process (`--isolate none`), and once more each in a process of its own (`--isolate process`).
 Everything is on this machine, over loopback TCP. The figures are medians over all rounds.
+
+A bare peer shows what a client can do at all: it answers at once, drops what it gets, sends what it has, and is no server. The
+column "of bare" is the speed of a client at a server as a fraction of its speed at the bare peer, in the same rounds.
 """
 
 import argparse
 import contextlib
 import json
 import pathlib
+import socket
 import statistics
+import struct
 import subprocess
 import sys
 import tempfile
@@ -57,6 +62,7 @@ def compare(args):
         work = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
         start = lambda command: stack.enter_context(running(command, log, stdout=subprocess.PIPE, text=True))
         ports = {"TVM": start([python, SERVER_OF_TVM]).stdout.readline().strip()}
+        ports["bare"] = start([sys.executable, __file__, "bare", str(args.mib)]).stdout.readline().strip()
         for isolate in ["none", "process"]:
             serve = ["serve", "--listen", "tcp://127.0.0.1:0", "--log-level", "error", "--workdir", work / isolate]
             process = start([server, *serve, "--tvm", "--tvm-self-test", "--key", "board", "--isolate", isolate])
@@ -82,16 +88,89 @@ def compare(args):
                         results.setdefault((what, who, at), []).extend(times)
                         medians.setdefault((what, who, at), []).append(statistics.median(times))
     if not args.json:
-        print(f"{'':8} {'client':7} {'server':15} {'median':>10} µs   of TVM's with TVM's, {args.rounds} rounds")
+        print(f"{'':8} {'client':7} {'server':15} {'median':>10} µs   time of TVM's with TVM's, speed of bare, {args.rounds} rounds")
     for (what, who, at), times in results.items():
         base = medians[what, "TVM", "TVM"]
         ratio = statistics.median(mine / theirs for mine, theirs in zip(medians[what, who, at], base))
+        bare = zip(medians[what, who, at], medians[what, who, "bare"])
+        of_bare = statistics.median(theirs / mine for mine, theirs in bare)
         figure = statistics.median(times)
         if args.json:
             told = {"case": what, "client": who, "server": at, "n": len(times), "median_us": figure, "of_tvm": ratio}
-            print(json.dumps({"suite": "session_vs_tvm"} | told))
+            print(json.dumps({"suite": "session_vs_tvm"} | told | {"of_bare": of_bare}))
         else:
-            print(f"{what:8} {who:7} {at:15} {figure:10.0f}      {ratio:.2f}")
+            print(f"{what:8} {who:7} {at:15} {figure:10.0f}      {ratio:.2f}  {of_bare:.2f}")
+
+
+# Codes of frames, by shared knowledge of the protocol (docs of `rpc_tvm::wire`).
+SHUTDOWN, INIT, CALL, RETURN, COPY_FROM, COPY_TO, COPY_ACK, GET_FUNCTION, ALLOC = 1, 2, 3, 4, 6, 7, 8, 9, 17
+MAGIC = 0xFF271
+
+
+def bare_peer(mib):
+    """Serves one client after the other with what the clients here ask for, and with nothing behind it."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    print(listener.getsockname()[1], flush=True)
+    content = memoryview(bytes([7]) * (mib << 20))
+    sink = memoryview(bytearray(1 << 20))
+    while True:
+        client, _ = listener.accept()
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with client, contextlib.suppress(EOFError, ConnectionError):
+            serve_bare(client, content, sink)
+
+
+def serve_bare(client, content, sink):
+    def read(length):
+        data = bytearray(length)
+        left = memoryview(data)
+        while left:
+            count = client.recv_into(left)
+            if count == 0:
+                raise EOFError
+            left = left[count:]
+        return bytes(data)
+
+    def returned(*values):
+        body = struct.pack("<ii", RETURN, len(values)) + b"".join(struct.pack("<iq", *value) for value in values)
+        client.sendall(struct.pack("<Q", len(body)) + body)
+
+    nothing = struct.pack("<Qiii", 12, RETURN, 1, 0)
+    functions = {b"rpc.test.addone": 1, b"tvm.rpc.server.GetCRTMaxPacketSize": 2}
+    _, key = struct.unpack("<ii", read(8))
+    read(key)
+    client.sendall(struct.pack("<ii", MAGIC, 12) + b"server:board")
+    while True:
+        (length,) = struct.unpack("<Q", read(8))
+        if length == 0:
+            continue
+        (code,) = struct.unpack("<i", read(4))
+        length -= 4
+        if code == COPY_TO:
+            while length > 0:
+                count = client.recv_into(sink[: min(length, len(sink))])
+                if count == 0:
+                    return
+                length -= count
+            client.sendall(nothing)
+            continue
+        body = read(length)
+        if code == SHUTDOWN:
+            return
+        if code == GET_FUNCTION:
+            returned((4, functions.get(body[16:], 0)))
+        elif code == CALL:
+            function, _, kind = struct.unpack_from("<Qii", body + bytes(4))
+            number = struct.unpack_from("<q", body, 16)[0] + 1 if kind == 1 and function == 1 else 2**63 - 1
+            returned((1, 1), (1, number))
+        elif code == COPY_FROM:
+            (count,) = struct.unpack_from("<Q", body, length - 8)
+            client.sendall(struct.pack("<Qi", 4 + count, COPY_ACK))
+            client.sendall(content[:count])
+        elif code == ALLOC:
+            returned((4, 1))
+        else:
+            client.sendall(nothing)
 
 
 def tvm_client(port, calls, copies, mib):
@@ -122,6 +201,8 @@ def tvm_client(port, calls, copies, mib):
 def main():
     if len(sys.argv) == 6 and sys.argv[1] == "tvm":
         return tvm_client(*map(int, sys.argv[2:]))
+    if len(sys.argv) == 3 and sys.argv[1] == "bare":
+        return bare_peer(int(sys.argv[2]))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="a line of JSON for each result")
     parser.add_argument("--rounds", type=int, default=5)
