@@ -1,21 +1,26 @@
 """A model that TVM has compiled, for the scenarios of other files: it is uploaded, run and timed in a session, and
 has to return the numbers that it returns at home.
 
-The folder with the model and its numbers is that of `RPC_TESTS_MODEL`.
+The folder with the model and its numbers is that of `RPC_TESTS_MODEL`. By itself it does that at a server, as the client
+of the installed version of TVM:
+
+    python tvm_model.py HOST:PORT VERSION
 """
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import tvm
+from tvm import rpc
 
 SHAPES = {"x": (4, 64), "hidden": (64, 32), "output": (32, 10)}
 
 # Flags by which a server of this project takes such models.
-SERVER_FLAGS = ["--allow-modules", "--tvm-ffi", os.environ["RPC_TESTS_TVM_FFI"]]
-SERVER_FLAGS += ["--runtime-library", os.environ["RPC_TESTS_TVM_RUNTIME"]]
+SERVER_FLAGS = ["--allow-modules", "--tvm-ffi", os.environ.get("RPC_TESTS_TVM_FFI", "")]
+SERVER_FLAGS += ["--runtime-library", os.environ.get("RPC_TESTS_TVM_RUNTIME", "")]
 
 
 def check(session):
@@ -41,3 +46,14 @@ def check_ours(address):
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     is_done = done.returncode == 0 and "the client has done its work" in done.stdout
     assert is_done, f"{address}: {done.stdout}{done.stderr}"
+
+
+def main():
+    address, version = sys.argv[1:]
+    assert tvm.__version__.startswith(version), tvm.__version__
+    host, port = address.rsplit(":", 1)
+    check(rpc.connect(host, int(port), "board"))
+
+
+if __name__ == "__main__":
+    main()

@@ -131,6 +131,52 @@ impl Environment {
         Some(command)
     }
 
+    /// Returns `libtvm_ffi.so` and the runtime of an older version of TVM, such as `0.25`, if it is
+    /// installed.
+    pub fn libraries_of_version(&self, version: &str) -> Option<(PathBuf, PathBuf)> {
+        let older = folder().join(format!("tvm-{version}"));
+        let libraries = (older.join("tvm_ffi/lib/libtvm_ffi.so"), older.join("tvm/lib/libtvm_runtime.so"));
+        (libraries.0.is_file() && libraries.1.is_file()).then_some(libraries)
+    }
+
+    /// Compiles the server of `tests/modules/minrpc_server.cc` around the sources of TVM's minimal
+    /// runtime, which the package has, and returns its path in `folder`. Without TVM it prints that
+    /// the test is skipped, and returns `None`.
+    ///
+    /// # Panics
+    ///
+    /// There is no TVM, and `RPC_TESTS_REQUIRE_TVM` is set; or the server cannot be compiled.
+    pub fn minimal_server(&self, folder: &Path) -> Option<PathBuf> {
+        let minimal = self.packages.join("tvm/src/runtime/rpc/minrpc");
+        if !minimal.join("minrpc_server.h").is_file() {
+            assert!(
+                std::env::var_os("RPC_TESTS_REQUIRE_TVM").is_none(),
+                "there are no sources of TVM's minimal runtime"
+            );
+            eprintln!("SKIPPED: there are no sources of TVM's minimal runtime: tests/modules/prepare.sh brings them");
+            return None;
+        }
+        // The runtime includes `../../support/arena.h`.
+        let (includes, support) = (folder.join("include/runtime/rpc"), folder.join("include/support"));
+        fs::create_dir_all(&includes).and_then(|()| fs::create_dir_all(&support)).expect("there is room");
+        fs::copy(sources().join("minrpc_arena.h"), support.join("arena.h")).expect("there is room");
+        let program = folder.join("minrpc_server");
+        let mut command = Command::new("c++");
+        command.args(["-std=c++17", "-O1"]).arg(sources().join("minrpc_server.cc")).arg("-o").arg(&program);
+        let packages = ["tvm/include", "tvm_ffi/include"].map(|include| self.packages.join(include));
+        for include in packages.iter().chain([&minimal, &includes]) {
+            command.arg("-I").arg(include);
+        }
+        // Nothing names the runtime, whose functions register themselves.
+        command.arg("-Wl,--no-as-needed").args([self.tvm_runtime()?, self.library()]);
+        for library in ["tvm/lib", "tvm_ffi/lib"] {
+            command.arg(format!("-Wl,-rpath,{}", self.packages.join(library).display()));
+        }
+        let status = command.status().expect("there is a compiler");
+        assert!(status.success(), "cannot compile the server around the minimal runtime");
+        Some(program)
+    }
+
     /// Compiles the module of `tests/modules/SOURCE`, unless that has been done already, and
     /// returns its path.
     pub fn compile(&self, source: &str) -> PathBuf {

@@ -48,6 +48,10 @@ mod trust;
 mod tvm;
 #[cfg(all(feature = "tvm", feature = "tvm-ffi"))]
 mod tvm_client;
+#[cfg(all(feature = "tvm", feature = "tvm-ffi"))]
+mod tvm_minimal;
+#[cfg(all(feature = "tvm", feature = "tvm-ffi"))]
+mod tvm_models;
 #[cfg(feature = "tvm")]
 mod tvm_proxy;
 #[cfg(feature = "tvm")]
