@@ -73,7 +73,8 @@ class Specification:
     Attributes
     ----------
     main : dict of str to str, or None
-        The main script (``{"path": …}``) or module (``{"module": …}``).
+        The main script or archive (``{"path": …}``), module (``{"module": …}``), or frozen program
+        (``{"frozen": …}``).
     functions : list
         For each function its name for clients, its description, its module and its qualified name.
     modules : list of str
@@ -149,10 +150,14 @@ def _reference(name: str, function: Callable[..., Any]) -> tuple[str, str]:
 def _main_program(name: str) -> dict[str, str]:
     """Return how a child imports the main program."""
     main = sys.modules["__main__"]
+    if getattr(sys, "frozen", False):
+        # A child is this program again, which has defined its functions once it calls `freeze_support`.
+        return {"frozen": sys.executable}
     spec = getattr(main, "__spec__", None)
     if spec is not None and spec.name not in _MAINS:
         return {"module": spec.name}
-    path = getattr(main, "__file__", None)
+    # A program in an archive (zipapp) has a path in that.
+    path = getattr(getattr(main, "__loader__", None), "archive", getattr(main, "__file__", None))
     if path is None or not os.path.exists(path):
         raise TypeError(
             f"the function {name!r} cannot be imported by another process: it is defined in a "
@@ -183,8 +188,8 @@ def set_child_command(words: Sequence[str] | None) -> None:
 def freeze_support() -> None:
     """Become a child, if this process was started as one.
 
-    A program that was made one executable of calls it first under ``if __name__ == "__main__":``.
-    In all other programs it does nothing.
+    A program that was made one executable of (by PyInstaller and its like) calls it first under
+    ``if __name__ == "__main__":``, if it starts processes. In all other programs it does nothing.
     """
     if sys.argv[1:2] == [_FLAG]:
         del sys.argv[1]
@@ -315,8 +320,14 @@ def refuse_while_importing() -> None:
     Raises
     ------
     RuntimeError
-        This process is such a child.
+        This process is such a child, or a frozen program that does not become one.
     """
+    if getattr(sys, "frozen", False) and sys.argv[1:2] == [_FLAG]:
+        raise RuntimeError(
+            "this process was started to serve the functions of a program that is one executable, and it "
+            "does what the program does. Call tensor_rpc.freeze_support() first under\n\n"
+            '    if __name__ == "__main__":\n        ...\n'
+        )
     if _importing:
         raise RuntimeError(
             "this process was started to serve the functions of a script, and the script starts "
@@ -329,7 +340,9 @@ def refuse_while_importing() -> None:
 def main() -> None:
     """Run a child: import what the arguments say, and become what they say."""
     path, text, *arguments = sys.argv[1:]
-    sys.path[:] = path.split("\x1f")
+    if not getattr(sys, "frozen", False):
+        # A frozen program has modules of its own, which may lie elsewhere in each process.
+        sys.path[:] = path.split("\x1f")
     specification = Specification(**json.loads(text))
     embed(["tensor-rpc-child", *arguments], specification)
     from tensor_rpc._functions import Registry
@@ -392,6 +405,10 @@ def import_functions(specification: Specification) -> Registry:
 
 
 def _import_main(program: dict[str, str]) -> None:
+    if "frozen" in program:
+        sys.modules[_MAIN] = sys.modules["__main__"]
+        return
+
     import runpy
 
     module = types.ModuleType(_MAIN)

@@ -9,6 +9,7 @@ import select
 import shlex
 import subprocess
 import sys
+import zipapp
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -290,17 +291,58 @@ def test_the_command_of_children_can_be_set() -> None:
     assert _child.words_of(specification)[0] == sys.executable
 
 
-def test_a_frozen_program_becomes_a_child(tmp_path: pathlib.Path) -> None:
-    script = tmp_path / "frozen.py"
-    script.write_text(
-        GUARDED.replace("import sys\n", "import sys\nsys.frozen = True\n").replace(
-            "    work()\n", "    rpc.freeze_support()\n    print('no child')\n"
-        )
-    )
-    words = _child.words_of(_child.Specification(modules=["served_functions"]))
-    done = run(str(script), "--tensor-rpc-child", *words[-2:], "--check-imports")
-    assert (done.returncode, done.stdout) == (0, "")
-    assert run(str(script)).stdout == "no child\n"
+FROZEN = GUARDED.replace(
+    "import sys\n",
+    # As a program that was made one executable of: it is its interpreter, and its script is no file.
+    "import sys\nsys.frozen, sys.executable = True, sys.argv[0]\n"
+    "import __main__\n__main__.__file__ = '/no/such/script.py'\n",
+).replace("    work()\n", "    rpc.freeze_support()\n    work()\n")
+
+
+@pytest.fixture
+def executable(tmp_path: pathlib.Path) -> Callable[[str], str]:
+    """Return what makes an executable of a program."""
+
+    def make(text: str) -> str:
+        file = tmp_path / "program"
+        file.write_text(f"#!{sys.executable}\n{text}")
+        file.chmod(0o700)
+        return str(file)
+
+    return make
+
+
+def run_alone(program: str) -> subprocess.CompletedProcess[str]:
+    """Run an executable to its end."""
+    environment = {**os.environ, "PYTHONPATH": str(PACKAGE)}
+    return subprocess.run([program], capture_output=True, text=True, env=environment, timeout=LIMIT, check=False)
+
+
+def test_a_frozen_program_becomes_its_children(executable: Callable[[str], str]) -> None:
+    done = run_alone(executable(FROZEN))
+    assert (done.returncode, done.stdout) == (0, "sum 3\n"), done.stderr
+
+
+def test_a_frozen_program_that_does_not_is_told_so(executable: Callable[[str], str]) -> None:
+    done = run_alone(executable(FROZEN.replace("    rpc.freeze_support()\n", "")))
+    assert done.returncode == 1 and done.stdout == ""
+    assert "a process could not import the functions" in done.stderr
+    assert "tensor_rpc.freeze_support() first" in done.stderr
+
+
+@pytest.mark.parametrize("functions_are_in", ["__main__", "parts"])
+def test_a_program_in_an_archive_is_imported_by_its_processes(tmp_path: pathlib.Path, functions_are_in: str) -> None:
+    folder, archive = tmp_path / "program", tmp_path / "program.pyz"
+    folder.mkdir()
+    if functions_are_in == "__main__":
+        (folder / "__main__.py").write_text(GUARDED)
+        zipapp.create_archive(folder, archive)
+    else:
+        (folder / "parts.py").write_text(SCRIPT)
+        # Its `__main__` calls the function without a guard.
+        zipapp.create_archive(folder, archive, main="parts:work")
+    done = run(str(archive))
+    assert (done.returncode, done.stdout) == (0, "sum 3\n"), done.stderr
 
 
 def test_rpc_server_serves_modules_of_python(tmp_path: pathlib.Path) -> None:
