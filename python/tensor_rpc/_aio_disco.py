@@ -13,6 +13,7 @@ from tensor_rpc._native import Mesh
 from tensor_rpc._types import RunResult
 
 if TYPE_CHECKING:
+    from tensor_rpc._functions import Registry
     from tensor_rpc.disco import DRef, Session
 
 S = TypeVar("S", bound="Session")
@@ -108,7 +109,7 @@ class AsyncSession:
 class Starting(Generic[S]):
     """A session of Disco that starts when it is awaited, or entered by ``async with``."""
 
-    def __init__(self, steps: _disco_start.Steps, make: Callable[[_native.DiscoSession], S]) -> None:
+    def __init__(self, steps: _disco_start.Steps, make: Callable[[_native.DiscoSession, Registry | None], S]) -> None:
         """Use `tensor_rpc.disco.start` instead."""
         self._steps = steps
         self._make = make
@@ -124,7 +125,7 @@ class Starting(Generic[S]):
             try:
                 step = self._steps.send(outcome)
             except StopIteration as end:
-                return self._make(end.value)
+                return self._make(*end.value)
             outcome = await (_begin(step) if isinstance(step, _native.Operation) else asyncio.to_thread(step))
 
     async def __aenter__(self) -> S:

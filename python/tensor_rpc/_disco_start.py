@@ -1,12 +1,13 @@
 """Starts of Disco's sessions, step by step, so that a thread or an event loop waits for each step.
 
 The steps of a start are a generator. It yields operations and functions, gets their outcomes, and
-returns the native session.
+returns the native session, with the functions of workers in this process.
 """
 
 from __future__ import annotations
 
 import importlib
+import weakref
 from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,18 +16,19 @@ from tensor_rpc._functions import Registry, registry_of
 
 if TYPE_CHECKING:
     Step = _native.Operation[Any] | Callable[[], Any]
-    Steps = Generator[Step, Any, _native.DiscoSession]
+    Started = tuple[_native.DiscoSession, Registry | None]
+    Steps = Generator[Step, Any, Started]
 
 
-def wait(steps: Steps) -> _native.DiscoSession:
+def wait(steps: Steps) -> Started:
     """Make a start on this thread."""
     outcome = None
     while True:
         try:
             step = steps.send(outcome)
         except StopIteration as end:
-            session: _native.DiscoSession = end.value
-            return session
+            started: Started = end.value
+            return started
         outcome = step.wait() if isinstance(step, _native.Operation) else step()
 
 
@@ -38,10 +40,9 @@ def threads(
     **settings: Any,
 ) -> Steps:
     """Start a `ThreadedSession`."""
-    session: _native.DiscoSession = yield _native.disco_threads(
-        num_workers, num_groups, _worker_registry(functions), settings
-    )
-    return session
+    registry = _worker_registry(functions)
+    session = yield _native.disco_threads(num_workers, num_groups, registry, settings)
+    return session, registry
 
 
 def processes(
@@ -60,8 +61,8 @@ def processes(
         entrypoint = [*(yield lambda: _child.command(functions)), "--disco-worker"]
     elif functions:
         raise ValueError("another program has functions of its own: give functions or entrypoint")
-    session: _native.DiscoSession = yield _native.disco_processes(num_workers, num_groups, list(entrypoint), settings)
-    return session
+    session = yield _native.disco_processes(num_workers, num_groups, list(entrypoint), settings)
+    return session, None
 
 
 def nodes(
@@ -87,10 +88,10 @@ def nodes(
     listener: _native.DiscoListener = yield _native.disco_listen(f"tcp://{host}:{port}")
     if on_listen is not None:
         on_listen(listener.address)
-    session: _native.DiscoSession = yield listener.start_op(
+    session = yield listener.start_op(
         num_nodes - (registry is not None), num_workers_per_node, num_groups, join_timeout, registry, settings
     )
-    return session
+    return session, registry
 
 
 def servers(
@@ -102,10 +103,8 @@ def servers(
     **settings: Any,
 ) -> Steps:
     """Start workers at servers."""
-    session: _native.DiscoSession = yield _native.disco_servers(
-        list(addresses), workers_per_server, num_groups, connect or {}, settings
-    )
-    return session
+    session = yield _native.disco_servers(list(addresses), workers_per_server, num_groups, connect or {}, settings)
+    return session, None
 
 
 def from_tracker(
@@ -119,10 +118,10 @@ def from_tracker(
     **settings: Any,
 ) -> Steps:
     """Start workers at servers of a tracker."""
-    session: _native.DiscoSession = yield _native.disco_from_tracker(
+    session = yield _native.disco_from_tracker(
         tracker, key, count, workers_per_server, num_groups, connect or {}, settings
     )
-    return session
+    return session, None
 
 
 def over(
@@ -132,8 +131,8 @@ def over(
     **settings: Any,
 ) -> Steps:
     """Start workers at the far ends of sessions."""
-    session: _native.DiscoSession = yield _native.disco_over(list(sessions), workers_per_session, num_groups, settings)
-    return session
+    session = yield _native.disco_over(list(sessions), workers_per_session, num_groups, settings)
+    return session, None
 
 
 def _worker_registry(functions: Sequence[Callable[..., Any]] | Registry) -> Registry:
@@ -145,10 +144,18 @@ def _worker_registry(functions: Sequence[Callable[..., Any]] | Registry) -> Regi
 
 
 def install(registry: Registry) -> None:
-    """Add what sessions of Disco need on workers of Python to their functions."""
+    """Add what sessions of Disco need on workers of Python to their functions.
+
+    Whatever has the workers keeps the registry, too.
+    """
+    # Not itself: the registry has the function, and the garbage collector does not see that.
+    reference = weakref.ref(registry)
 
     def import_module(name: str) -> None:
         """Import a module, and register its functions."""
+        registry = reference()
+        if registry is None:
+            raise RuntimeError("the session of these workers is gone")
         registry.add_module(importlib.import_module(name))
 
     registry.add("tensor_rpc.import_module", import_module)

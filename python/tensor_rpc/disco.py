@@ -228,9 +228,11 @@ class Session:
 
     _native_session: _native.DiscoSession
 
-    def __init__(self, native: _native.DiscoSession) -> None:
+    def __init__(self, native: _native.DiscoSession, registry: Registry | None = None) -> None:
         """Wrap a native session; use the constructors of this module instead."""
         self._native_session = native
+        # Functions of workers in this process.
+        self._registry = registry
         self._import: DPackedFunc | None = None
 
     @property
@@ -650,7 +652,7 @@ class ThreadedSession(Session):
             `data_addresses` (IP address of each node), `allow_controller_relay`.
         """
         super().__init__(
-            _disco_start.wait(_disco_start.threads(num_workers, num_groups, functions=functions, **settings))
+            *_disco_start.wait(_disco_start.threads(num_workers, num_groups, functions=functions, **settings))
         )
 
 
@@ -684,7 +686,7 @@ class ProcessSession(Session):
             functions, or those of a notebook.
         """
         steps = _disco_start.processes(num_workers, num_groups, entrypoint, functions=functions, **settings)
-        super().__init__(_disco_start.wait(steps))
+        super().__init__(*_disco_start.wait(steps))
 
 
 class SocketSession(Session):
@@ -742,7 +744,7 @@ class SocketSession(Session):
             functions=functions,
             **settings,
         )
-        super().__init__(_disco_start.wait(steps))
+        super().__init__(*_disco_start.wait(steps))
 
 
 def servers(
@@ -767,7 +769,7 @@ def servers(
         As for `ThreadedSession`.
     """
     steps = _disco_start.servers(addresses, workers_per_server, num_groups, connect=connect, **settings)
-    return Session(_disco_start.wait(steps))
+    return Session(*_disco_start.wait(steps))
 
 
 def from_tracker(
@@ -785,7 +787,7 @@ def from_tracker(
     The other parameters are those of `servers`. TVM has no such.
     """
     steps = _disco_start.from_tracker(tracker, key, count, workers_per_server, num_groups, connect=connect, **settings)
-    return Session(_disco_start.wait(steps))
+    return Session(*_disco_start.wait(steps))
 
 
 def over(
@@ -798,7 +800,7 @@ def over(
 
     Sessions of `tensor_rpc.aio` are as good as others.
     """
-    return Session(_disco_start.wait(_disco_start.over(sessions, workers_per_session, num_groups, **settings)))
+    return Session(*_disco_start.wait(_disco_start.over(sessions, workers_per_session, num_groups, **settings)))
 
 
 def start(constructor: Callable[P, S], *args: P.args, **kwargs: P.kwargs) -> Starting[S]:
@@ -835,10 +837,10 @@ def start(constructor: Callable[P, S], *args: P.args, **kwargs: P.kwargs) -> Sta
     if steps is None:
         raise TypeError(f"{constructor!r} is no constructor of sessions of Disco")
 
-    def make(native: _native.DiscoSession) -> S:
+    def make(native: _native.DiscoSession, registry: Registry | None) -> S:
         kind: Any = constructor if isinstance(constructor, type) else Session
         session: S = kind.__new__(kind)
-        Session.__init__(session, native)
+        Session.__init__(session, native, registry)
         return session
 
     return Starting(steps(*args, **kwargs), make)

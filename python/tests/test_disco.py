@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -384,6 +386,27 @@ def test_a_module_is_imported_on_workers(tmp_path: Path) -> None:
         timeout=LIMIT,
     )
     assert (done.returncode, done.stdout) == (0, "3\n"), done.stderr
+
+
+def test_a_session_that_is_over_leaves_no_functions_behind() -> None:
+    """Those of its workers, and what imports modules there."""
+
+    def own() -> int:
+        return 5
+
+    with disco.ThreadedSession(1, functions=[own]) as session:
+        assert session.get_global_func("own")().debug_get_from_remote(0) == 5
+        session.import_python_module("test_disco")
+        assert session.get_global_func("process_number")().debug_get_from_remote(0) == os.getpid()
+        registry = session._registry
+    gone = weakref.ref(registry), weakref.ref(own)
+    del session, own, registry
+    deadline = time.monotonic() + LIMIT
+    # Threads of the package drop the functions.
+    while any(each() is not None for each in gone):
+        assert time.monotonic() < deadline, gone
+        gc.collect()
+        time.sleep(0.01)
 
 
 def test_this_process_is_the_first_node_of_a_session_that_others_dial() -> None:
