@@ -10,7 +10,7 @@ use parking_lot::{Mutex, RwLock};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyString, PyTuple};
-use rpc_core::client::{Digest, LeaseOptions, Modules};
+use rpc_core::client::{Digest, LeaseOptions, Modules, SendRoute};
 use rpc_core::{Action, DataType, DeviceAttribute, ErrorKind, RemoteFunction, RemoteTensor, RpcError, VirtualDevice};
 use rpc_server::modules::hash;
 
@@ -216,6 +216,45 @@ impl Session {
         let dtype = types::data_type(dtype)?;
         let work = async move { options.apply(place.alloc(&session, dtype, &shape)).await };
         Ok(Operation::new(work, tensor))
+    }
+
+    /// Copies the bytes from `start` to `stop` of a tensor of this session to a tensor of another,
+    /// from its byte `offset` on. Returns the kind of the route, and an address or a reason.
+    #[pyo3(signature = (source, session, destination, start = 0, stop = None, offset = 0, progress = None,
+        timeout = None, lane = None))]
+    #[allow(clippy::too_many_arguments, reason = "keywords in Python")]
+    fn send_op(
+        &self,
+        source: &Bound<'_, references::Tensor>,
+        session: &Bound<'_, Self>,
+        destination: &Bound<'_, references::Tensor>,
+        start: u64,
+        stop: Option<u64>,
+        offset: u64,
+        progress: Option<Py<PyAny>>,
+        timeout: Option<f64>,
+        lane: Option<u32>,
+    ) -> PyResult<Operation> {
+        let py = source.py();
+        let (from_session, options) = (self.session(py)?, Options::new(timeout, lane)?);
+        let (from, to) = (source.get().tensor()?, destination.get().tensor()?);
+        let to_session = session.get().session(py)?;
+        let range = start..stop.unwrap_or(from.size_bytes());
+        let (calls, progress) = (UserCalls::default(), progress.map(Arc::new));
+        let reported = calls.clone();
+        let work = async move {
+            let send = from_session.send_range(&from, range, &to_session, &to, offset);
+            options.apply(reported.report(send, progress)).await
+        };
+        Ok(Operation::with_calls(&calls, work, |py, _, route| {
+            let (kind, address, reason) = match route {
+                SendRoute::Direct { address } => ("direct", Some(address), None),
+                SendRoute::ThroughClient { reason } => ("client", None, Some(reason)),
+                SendRoute::SameSession => ("session", None, None),
+                _ => ("other", None, None),
+            };
+            Ok((kind, address, reason).into_pyobject(py)?.into_any().unbind())
+        }))
     }
 
     /// Loads a module by a path of the server.

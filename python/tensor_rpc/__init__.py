@@ -43,6 +43,7 @@ from tensor_rpc._types import (
     ProgramError,
     RetryPolicy,
     RunResult,
+    SendRoute,
     Shape,
     Timing,
 )
@@ -87,6 +88,7 @@ __all__ = [
     "RemoteFile",
     "RetryPolicy",
     "RunResult",
+    "SendRoute",
     "Server",
     "Session",
     "Shape",

@@ -10,7 +10,7 @@ from typing import Any
 from tensor_rpc import _arrays, _native, _types
 from tensor_rpc._errors import DeadlineExceededError
 from tensor_rpc._native import Callback, DataType, DenseArray, Device
-from tensor_rpc._types import FileEntry, FunctionInfo, RetryPolicy, RunResult, Timing
+from tensor_rpc._types import FileEntry, FunctionInfo, RetryPolicy, RunResult, SendRoute, Timing
 
 CONCURRENT = 0xFFFF_FFFF
 """The lane of requests that wait for no other request, and for which none waits."""
@@ -754,6 +754,55 @@ class Session(_native.Session):
         """
         made: Tensor = self.empty_op(list(shape), dtype, device, scope, alignment, timeout, lane).wait()
         return made
+
+    def send(
+        self,
+        source: Tensor,
+        session: Session,
+        destination: Tensor,
+        *,
+        start: int = 0,
+        stop: int | None = None,
+        offset: int = 0,
+        progress: Callable[[int], object] | None = None,
+        timeout: float | None = None,
+        lane: int | None = None,
+    ) -> SendRoute:
+        """Copy bytes of a tensor of this session to a tensor of another session.
+
+        The servers connect to each other where both support that and the source's operator allows
+        it. Elsewhere the bytes go through this process, a window of pieces at a time.
+
+        Parameters
+        ----------
+        source : Tensor
+            A dense tensor of this session.
+        session : Session
+            The other session; it may be this one.
+        destination : Tensor
+            A dense tensor of the other session.
+        start, stop : int
+            Bytes of the source, by default all of them.
+        offset : int
+            Byte of the destination that the first one goes to.
+        progress : callable, optional
+            Called with the number of bytes that have been sent so far; a direct send calls it at
+            its end.
+        timeout, lane
+            As for calls of functions. The lane is that of both sessions.
+
+        Returns
+        -------
+        SendRoute
+            The route of the bytes, and the reason if it was not the direct one.
+
+        Raises
+        ------
+        InvalidArgumentError
+            The bytes do not fit, or a tensor has gaps.
+        """
+        operation = self.send_op(source, session, destination, start, stop, offset, progress, timeout, lane)
+        return operation.then(_types.send_route).wait()
 
     def load(
         self,

@@ -213,6 +213,18 @@ class Session:
         timeout: float | None = None,
         lane: int | None = None,
     ) -> Operation[Any]: ...
+    def send_op(
+        self,
+        source: Tensor,
+        session: Session,
+        destination: Tensor,
+        start: int = 0,
+        stop: int | None = None,
+        offset: int = 0,
+        progress: _Progress | None = None,
+        timeout: float | None = None,
+        lane: int | None = None,
+    ) -> Operation[tuple[str, str | None, str | None]]: ...
     def load_module_op(
         self,
         path: str,

@@ -156,6 +156,31 @@ class RetryPolicy:
 
 
 @dataclass(frozen=True)
+class SendRoute:
+    """Route that the bytes of a `Session.send` have taken.
+
+    Attributes
+    ----------
+    kind : str
+        ``direct`` from one server to the other, ``client`` through this process, or ``session``
+        within one session.
+    address : str or None
+        Address at which the source has connected to the destination, of a direct send.
+    reason : str or None
+        Reason why they went through this process.
+    """
+
+    kind: str
+    address: str | None = None
+    reason: str | None = None
+
+    @property
+    def is_direct(self) -> bool:
+        """True if the bytes went from one server to the other."""
+        return self.kind == "direct"
+
+
+@dataclass(frozen=True)
 class Timing:
     """Run times of a function, measured at the server.
 
@@ -222,6 +247,11 @@ def run_result(
 def run_status(facts: tuple[int | None, int | None, str | None]) -> RunResult:
     """Return how a program has ended."""
     return RunResult(*facts)
+
+
+def send_route(facts: tuple[str, str | None, str | None]) -> SendRoute:
+    """Return the route of a send."""
+    return SendRoute(*facts)
 
 
 def timing(samples: list[float]) -> Timing:

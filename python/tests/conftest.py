@@ -47,6 +47,15 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
+def sending_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Address of a server that sends tensors to the other servers of this machine."""
+    folder = tmp_path_factory.mktemp("sending")
+    program = Program(folder, allow_peer=["tcp://127.0.0.1:*"], isolate="none")
+    yield program.address
+    program.kill()
+
+
+@pytest.fixture(scope="session")
 def token(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """File with a token, by which clients prove who they are."""
     file = tmp_path_factory.mktemp("token") / "token"

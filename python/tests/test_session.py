@@ -199,6 +199,38 @@ def test_look_ups_of_both_forms_are_of_their_classes(anywhere: Form) -> None:
     anywhere.run(body)
 
 
+def test_tensors_are_sent_to_another_session(form: Form, sending_server: str) -> None:
+    def body(session: Any) -> Steps:
+        other = yield form.module.connect(sending_server)
+        data = np.arange(300_000, dtype="int64")
+        source = yield other.tensor(data)
+        destination = yield session.empty(data.shape, "int64")
+        seen: list[int] = []
+        route = yield other.send(source, session, destination, progress=seen.append, timeout=20)
+        assert route == rpc.SendRoute("direct", address=session.address)
+        assert route.is_direct
+        assert seen[-1] == data.nbytes
+        assert (np.asarray((yield destination.download())) == data).all()
+
+        # Back from a server that may connect to none.
+        yield destination.copy_from(-data)
+        route = yield session.send(destination, other, source, start=8, stop=24, offset=16)
+        assert (route.kind, route.address) == ("client", None)
+        assert "--allow-peer" in route.reason
+        assert np.asarray((yield source.download()))[:5].tolist() == [0, 1, -1, -2, 4]
+
+        copy = yield session.empty(data.shape, "int64")
+        assert (yield session.send(destination, session, copy)).kind == "session"
+        assert (np.asarray((yield copy.download())) == -data).all()
+        with pytest.raises(rpc.InvalidArgumentError, match="the source"):
+            yield other.send(source, session, destination, stop=data.nbytes + 1)
+        with pytest.raises(rpc.RpcError, match="another session"):
+            yield session.send(source, session, destination)
+        yield other.close()
+
+    form.run(body)
+
+
 def test_an_error_is_carried_to_the_calls_that_take_the_result(functions: Form) -> None:
     def body(session: Any) -> Steps:
         add = yield session.get_function("add")
