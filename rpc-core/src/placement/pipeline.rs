@@ -22,12 +22,13 @@ use crate::session::{Lane, Operation};
 /// are not called with what a failed step has left.
 pub(super) const CONFIRM: &str = "rpc.echo";
 
-/// Largest number of pipelined steps of one session that are on their way. A session keeps a
-/// limited number of results, and memory for the tensors that they name.
-pub(super) const MAX_STEPS: usize = 64;
+/// Largest number of pipelined steps of one session that are on their way. A session keeps three
+/// results and a tensor for a step with one result, so that all of them are within the limits of
+/// sessions that allow a hundred or two.
+pub(super) const MAX_STEPS: usize = 16;
 
 /// Largest number of tensors that a session keeps for steps to come, as long as other steps go on.
-pub(super) const MAX_KEPT: usize = 512;
+pub(super) const MAX_KEPT: usize = 64;
 
 /// Largest number of results of a step that is pipelined.
 pub(super) const MAX_RESULTS: usize = 8;

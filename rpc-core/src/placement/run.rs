@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::future::{Future, poll_fn};
 use std::pin::Pin;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::task::Poll;
+use std::task::{Context, Poll};
 
 use bytes::Bytes;
 
@@ -97,9 +97,9 @@ impl Plan {
     ///
     /// Steps of one session that follow from each other do not wait for each other at the client,
     /// if the session keeps results ([`Pipe`](crate::Pipe)) and has the function `rpc.echo`, as
-    /// `rpc-server` does: after the look-up of its functions, such a chain takes one round trip. An
-    /// input of more than a MiB, a call of more than 8 results, and a tensor that steps on several
-    /// branches need, are waited for.
+    /// `rpc-server` does: after the look-up of its functions, such a chain takes one round trip for
+    /// every 16 steps. An input of more than a MiB, a call of more than 8 results, and a tensor
+    /// that steps on several branches need, are waited for.
     ///
     /// # Errors
     ///
@@ -316,15 +316,23 @@ impl From<Vec<RemoteTensor>> for Made {
     }
 }
 
-/// Waits until one of several futures has completed. Returns its position and result.
+/// Waits until one of several futures has completed. Returns its position and result: of a step
+/// that has failed and of those that failed with it, the first one.
 async fn first_of<T>(running: &mut [(usize, Running<'_, T>)]) -> (usize, Result<T>) {
-    poll_fn(|cx| {
-        for (at, (_, one)) in running.iter_mut().enumerate() {
-            if let Poll::Ready(outcome) = one.as_mut().poll(cx) {
-                return Poll::Ready((at, outcome));
-            }
+    fn completed<T>(running: &mut [(usize, Running<'_, T>)], cx: &mut Context<'_>) -> Option<(usize, Result<T>)> {
+        running.iter_mut().enumerate().find_map(|(at, (_, one))| match one.as_mut().poll(cx) {
+            Poll::Ready(outcome) => Some((at, outcome)),
+            Poll::Pending => None,
+        })
+    }
+    poll_fn(|cx| match completed(running, cx) {
+        // The cause may have come since its step was asked for it: it is told before what follows
+        // from it.
+        Some((at, Err(error))) => {
+            Poll::Ready(completed(&mut running[..at], cx).filter(|(_, one)| one.is_err()).unwrap_or((at, Err(error))))
         }
-        Poll::Pending
+        Some(one) => Poll::Ready(one),
+        None => Poll::Pending,
     })
     .await
 }
