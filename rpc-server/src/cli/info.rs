@@ -174,7 +174,7 @@ fn text(info: &ServerInfo) -> Vec<String> {
         format!("modules    {}", modules_text(info.modules.as_ref())),
         format!("you are    {identity}"),
     ];
-    lines.extend(info.sends.as_ref().map(sends_lines).into_iter().flatten());
+    lines.extend(info.sends.as_ref().map(|sends| sends_lines(sends, info.rules.is_some())).into_iter().flatten());
     if let Some(workers) = info.disco_workers.filter(|workers| *workers > 0) {
         lines.push(format!("disco      {}", counted(workers, "worker")));
     }
@@ -194,8 +194,9 @@ fn text(info: &ServerInfo) -> Vec<String> {
 }
 
 /// Describes the ways of tensors from this server to others, and from others to it.
-fn sends_lines(sends: &SendsInfo) -> [String; 2] {
+fn sends_lines(sends: &SendsInfo, has_rules: bool) -> [String; 2] {
     let to = match &sends.to[..] {
+        [] if has_rules => "through the client (--allow-peer, and 'peer' in a rule for you)".to_owned(),
         [] => "through the client (--allow-peer)".to_owned(),
         patterns => format!("to {}", plain(&patterns.join(", "))),
     };

@@ -58,8 +58,8 @@ impl Rights {
         self.rules.iter().map(|rule| rule.name.as_str())
     }
 
-    /// Returns the patterns of the addresses of other servers that the client may have tensors sent
-    /// to, as far as the settings of the server allow them.
+    /// Returns the patterns of the addresses of other servers that the rules let the client have
+    /// tensors sent to. The settings of the server have to allow an address, too.
     pub(crate) fn peers(&self) -> impl Iterator<Item = &str> {
         self.rules.iter().flat_map(|rule| rule.peer.iter().map(String::as_str))
     }
