@@ -107,13 +107,15 @@ impl Links {
         let mut files: Vec<_> = links.collect();
         files.push(PollFd::new(&self.wake, PollFlags::IN));
         let at_most = Timespec { tv_sec: 0, tv_nsec: at_most.subsec_nanos().into() };
-        // Interrupted or not, the caller goes on.
-        _ = poll(&mut files, Some(&at_most));
-        // All but the readiness to write: an error or the end of a connection are read, too.
-        ranks.retain({
-            let mut files = files.iter();
-            move |_| files.next().is_some_and(|file| !file.revents().difference(PollFlags::OUT).is_empty())
+        let is_told = poll(&mut files, Some(&at_most)).is_ok();
+        // All but the readiness to write: an error or the end of a connection are read, too. All
+        // sockets are tried if nothing was told of them.
+        let mut events = files.iter().map(PollFd::revents);
+        ranks.retain(|_| {
+            let events = events.next();
+            !is_told || events.is_some_and(|events| !events.difference(PollFlags::OUT).is_empty())
         });
+        drop(files);
         for rank in ranks {
             if let Some(link) = &mut self.peers[rank] {
                 link.expect_input();
@@ -156,7 +158,8 @@ impl GroupState {
     pub(super) fn move_bytes(&self, links: &mut Links) -> bool {
         let mut moved = false;
         for (rank, link) in links.each() {
-            // The last frame of a peer is read before a write that would fail because it has gone.
+            // The last frame of a peer is read before a write that would fail because it has gone,
+            // or behind it: a failed write leaves the link readable.
             moved |= link.read();
             moved |= link.write();
             if let Some(bytes) = link.abort() {
