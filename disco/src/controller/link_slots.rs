@@ -14,6 +14,8 @@ pub(crate) struct LinkSlots {
     slots: Vec<Slot>,
     /// Number of the next link: no two links of a session have the same.
     next: usize,
+    /// True if all slots are running: every command asks.
+    are_complete: bool,
 }
 
 /// Place of one node in a session.
@@ -37,7 +39,7 @@ impl LinkSlots {
     pub(super) fn new(links: Vec<Link>) -> Self {
         let slot = |(number, link)| Slot { link: Arc::new(link), number, state: SlotState::Running };
         let slots: Vec<_> = links.into_iter().enumerate().map(slot).collect();
-        Self { next: slots.len(), slots }
+        Self { next: slots.len(), slots, are_complete: true }
     }
 
     /// Returns the links, also of nodes that are lost.
@@ -67,7 +69,7 @@ impl LinkSlots {
 
     /// Returns true if all nodes are there, with their state.
     pub(super) fn are_complete(&self) -> bool {
-        self.slots.iter().all(|slot| matches!(slot.state, SlotState::Running))
+        self.are_complete
     }
 
     /// Returns the error of an operation that needs all workers, if some are lost or have not been
@@ -123,6 +125,7 @@ impl LinkSlots {
     pub(super) fn lose(&mut self, number: usize, cause: RpcError) -> Option<Arc<Link>> {
         let slot = self.slots.iter_mut().find(|slot| slot.number == number && !slot.is_lost())?;
         slot.state = SlotState::Lost(cause);
+        self.are_complete = false;
         Some(Arc::clone(&slot.link))
     }
 
@@ -150,6 +153,7 @@ impl LinkSlots {
                 slot.state = SlotState::Running;
             }
         }
+        self.are_complete = !self.has_lost();
     }
 }
 

@@ -16,7 +16,7 @@ use crate::ccl::communicators::CollectiveTimeouts;
 use crate::ccl::host;
 use crate::wire::command::Command;
 use crate::wire::plan::{JoinPlan, Layout, Plan};
-use crate::wire::set_up::SetUp;
+use crate::wire::set_up::{CommandPosition, SetUp};
 
 const KEY: [u8; 32] = [7; 32];
 const NONCE: [u8; 16] = [1; 16];
@@ -327,4 +327,25 @@ fn a_segment_of_another_user_is_refused() {
     }
     let error = offer.ticket().join(crate::ccl::Rank(0), &host::Options::default()).err().unwrap();
     assert!(error.message().contains("belongs to another user"), "{error}");
+}
+
+/// A host in the place of a lost one takes commands from the session's next number on. Numbers that
+/// could overflow are refused before anything is made.
+#[test]
+fn a_host_begins_behind_the_position_of_its_set_up() {
+    let open = |sequence, credit| {
+        let begin_after = Some(CommandPosition { sequence, credit });
+        let layout = Layout { world_size: 1, num_groups: 1 };
+        RawController::open(session(), &SetUp { begin_after, ..set_up(0, layout) })
+    };
+    for (sequence, credit) in [(u64::MAX, 0), (0, u64::MAX), (CommandPosition::MAX + 1, 0)] {
+        let error = open(sequence, credit).err().expect("it is refused");
+        assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
+    }
+    for sequence in [7, CommandPosition::MAX] {
+        let error = open(sequence, 0).unwrap().submit([Command::Nothing]).unwrap_err();
+        let expected = format!("command 1 came where command {} was expected", sequence + 1);
+        assert!(error.message().contains(&expected), "{error}");
+    }
+    assert!(open(0, 0).unwrap().sync().is_empty());
 }
