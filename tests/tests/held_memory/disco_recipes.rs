@@ -86,8 +86,8 @@ pub(crate) fn calls(name: &str, peer: &mut Peer) -> Calls {
             let host = host(peer);
             // The epoch of a worker that has joined no others yet.
             let reason = "x".repeat(LONG);
-            let args = [Value::Int(0), Value::Int(0), Value::Str(reason), Value::Bool(true)];
-            Calls::new(move |_| [&[host.clone()], &args[..]].concat())
+            let args = vec![host, Value::Int(0), Value::Int(0), Value::Str(reason), Value::Bool(true)];
+            Calls::new(move |_| args.clone())
         }
         "disco.abort" => {
             let host = host(peer);
