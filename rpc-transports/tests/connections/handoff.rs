@@ -9,9 +9,12 @@ use async_trait::async_trait;
 use parking_lot::Mutex;
 use rpc_core::{ErrorKind, LocalSession, MemoryQuota, Registry, RpcError, Session, SharedSession};
 use rpc_transports::{
-    Bind, Connector, EndReport, OpenRequest, PassedConnection, ReceivedSession, ServeOptions, Server, SessionFactory,
+    Address, Bind, BoxFuture, Connector, Dialect, DialectConnection, DialectHandoff, DialectRequest, Dialects,
+    EndReport, OpenRequest, PassedConnection, ReceivedSession, Recognition, ServeOptions, Server, SessionFactory,
     SessionProcess,
 };
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
 use tokio::sync::{mpsc, watch};
 
 /// Time limit against hanging.
@@ -156,13 +159,23 @@ struct Fixture {
 
 impl Fixture {
     async fn start(name: &str, behaviour: Behaviour, options: ServeOptions) -> Self {
+        let (process, server, at) = Self::serve(name, behaviour, options).await;
+        let session = Connector::new().connect(&at).await.unwrap();
+        Self { process, server, session }
+    }
+
+    /// Starts a server whose session the process serves.
+    async fn serve(name: &str, behaviour: Behaviour, options: ServeOptions) -> (Arc<FakeProcess>, Server, Address) {
         let link = Server::serving(functions("the server"));
         let at = link.listen(&format!("memory:{name}").parse().unwrap(), &Bind::default()).await.unwrap();
         let linked = Connector::new().connect(&at).await.unwrap();
         let (to_session, from_server) = mpsc::unbounded_channel();
         let process = Arc::new(FakeProcess {
             behaviour,
-            server: Server::serving(Registry::new()),
+            server: Server::new(
+                Arc::new(Registry::new()),
+                ServeOptions { dialects: options.dialects.clone(), ..ServeOptions::default() },
+            ),
             link,
             session: Mutex::new(Some(Arc::new(LocalSession::new(functions("the process"))))),
             to_session,
@@ -172,8 +185,7 @@ impl Fixture {
         });
         let server = Server::new(Arc::new(Factory(process.clone(), linked.shared().clone())), options);
         let at = server.listen(&"tcp://127.0.0.1:0".parse().unwrap(), &Bind::default()).await.unwrap();
-        let session = Connector::new().connect(&at).await.unwrap();
-        Self { process, server, session }
+        (process, server, at)
     }
 
     async fn served_by(&self) -> String {
@@ -255,4 +267,206 @@ async fn the_client_is_told_why_its_process_has_ended() {
     assert!(error.message().contains("the server was stopped"), "the end of the link: {error}");
     fixture.process.until_told(&Order::AwaitExit).await;
     fixture.until_idle().await;
+}
+
+/// A dialect of lines: `LINES`, perhaps `soon`, and then any, which are answered by the name of
+/// what serves them and the line. It hands its connection to the process at once. `large` is
+/// answered by a message in two parts, of which the second one never comes.
+#[derive(Debug)]
+struct Lines;
+
+impl Dialect for Lines {
+    fn name(&self) -> &str {
+        "lines"
+    }
+
+    fn recognize(&self, first: &[u8]) -> Recognition {
+        if first.starts_with(b"LINES") { Recognition::Accept } else { Recognition::NeedMore }
+    }
+
+    fn serve<'a>(&'a self, connection: &'a mut DialectConnection) -> BoxFuture<'a, Result<(), RpcError>> {
+        Box::pin(async {
+            let mut input = Vec::new();
+            while !input.ends_with(b"LINES\n") {
+                input.push(connection.io().read_u8().await.unwrap());
+            }
+            let soon = read_line(connection).await.unwrap() == "soon";
+            let deadline = soon.then(|| {
+                let reason = RpcError::new(ErrorKind::SessionTimeout, "it is late");
+                (std::time::Instant::now() + Duration::from_millis(50), reason)
+            });
+            connection.open(DialectRequest::default()).await?;
+            // A line that was read and is answered by whoever goes on.
+            let input = format!("{}\n", read_line(connection).await.unwrap()).into_bytes();
+            let handoff = DialectHandoff { state: b"a state".to_vec(), input, deadline, held: Box::new(()) };
+            match connection.hand_off(handoff).await {
+                Ok(()) => Ok(()),
+                Err(DialectHandoff { input, .. }) => {
+                    let first = String::from_utf8(input).unwrap();
+                    answer_lines(connection, Some(first.trim_end().to_owned())).await
+                }
+            }
+        })
+    }
+
+    fn resume<'a>(
+        &'a self,
+        connection: &'a mut DialectConnection,
+        state: &'a [u8],
+    ) -> BoxFuture<'a, Result<(), RpcError>> {
+        assert_eq!((state, connection.identity()), (&b"a state"[..], "anonymous"));
+        Box::pin(answer_lines(connection, None))
+    }
+
+    fn last_message(&self, reason: &RpcError) -> Vec<u8> {
+        format!("! {}\n", reason.message()).into_bytes()
+    }
+}
+
+async fn answer_lines(connection: &mut DialectConnection, first: Option<String>) -> Result<(), RpcError> {
+    let session = connection.session().unwrap();
+    let served_by = session.function::<(), String>("served_by").await?;
+    let mut notices = connection.notices();
+    let mut going_away = notices.clone();
+    let mut next = first;
+    loop {
+        let line = match next.take() {
+            Some(line) => line,
+            None => tokio::select! {
+                biased;
+                reason = notices.stopped() => {
+                    let text = format!("! {}\n", reason.message());
+                    connection.io().write_all(text.as_bytes()).await.unwrap();
+                    return Err(reason);
+                }
+                reason = going_away.going_away() => {
+                    let text = format!("! {}\n", reason.kind());
+                    connection.io().write_all(text.as_bytes()).await.unwrap();
+                    return Ok(());
+                }
+                line = read_line(connection) => match line {
+                    Some(line) => line,
+                    None => return Ok(()),
+                }
+            },
+        };
+        if line == "large" {
+            connection.begin_message();
+            connection.io().write_all(b"half of it\n").await.unwrap();
+            continue;
+        }
+        let text = format!("{}: {line}\n", served_by.call(()).await?);
+        connection.io().write_all(text.as_bytes()).await.unwrap();
+    }
+}
+
+/// Reads a line; `None` at the end.
+async fn read_line(connection: &mut DialectConnection) -> Option<String> {
+    let mut line = Vec::new();
+    loop {
+        match connection.io().read_u8().await.ok()? {
+            b'\n' => return Some(String::from_utf8(line).unwrap()),
+            byte => line.push(byte),
+        }
+    }
+}
+
+/// A client of the dialect, and the server behind it.
+struct LinesClient {
+    process: Arc<FakeProcess>,
+    server: Server,
+    stream: TcpStream,
+}
+
+impl LinesClient {
+    async fn start(name: &str, behaviour: Behaviour, lines: &str) -> Self {
+        let options = ServeOptions { dialects: Dialects::default().with(Lines), ..ServeOptions::default() };
+        let (process, server, at) = Fixture::serve(name, behaviour, options).await;
+        let mut stream = TcpStream::connect(at.to_string().strip_prefix("tcp://").unwrap()).await.unwrap();
+        stream.write_all(format!("LINES\n{lines}").as_bytes()).await.unwrap();
+        Self { process, server, stream }
+    }
+
+    /// Returns the next line; an empty text at the end.
+    async fn line(&mut self) -> String {
+        let mut line = Vec::new();
+        let read = async {
+            while let Ok(byte) = self.stream.read_u8().await {
+                if byte == b'\n' {
+                    break;
+                }
+                line.push(byte);
+            }
+        };
+        tokio::time::timeout(TIME_LIMIT, read).await.expect("no line comes");
+        String::from_utf8(line).unwrap()
+    }
+
+    async fn is_over(mut self) {
+        assert_eq!(self.line().await, "");
+        drop(self.stream);
+        tokio::time::timeout(TIME_LIMIT, self.server.idle()).await.expect("the connection is kept");
+        assert_eq!(self.server.sessions(), 0);
+    }
+}
+
+#[tokio::test]
+async fn a_dialect_hands_its_connection_over_with_all_that_was_read() {
+    for (name, behaviour, by) in [
+        ("handoff-lines", Behaviour::Obedient, "the process"),
+        ("handoff-lines-refused", Behaviour::Refusing, "the server"),
+    ] {
+        let mut client = LinesClient::start(name, behaviour, "late\none\ntwo\nthr").await;
+        for expected in ["one", "two"] {
+            assert_eq!(client.line().await, format!("{by}: {expected}"));
+        }
+        client.stream.write_all(b"ee\n").await.unwrap();
+        assert_eq!(client.line().await, format!("{by}: three"));
+        assert_eq!(client.server.sessions(), 1);
+        client.stream.shutdown().await.unwrap();
+        client.is_over().await;
+    }
+}
+
+#[tokio::test]
+async fn the_process_of_a_dialect_is_told_to_drain_and_to_stop() {
+    for (name, drains, expected) in
+        [("handoff-lines-drain", true, "! draining"), ("handoff-lines-stop", false, "! the server was stopped")]
+    {
+        let mut client = LinesClient::start(name, Behaviour::Obedient, "late\none\n").await;
+        assert_eq!(client.line().await, "the process: one");
+        let server = client.server.clone();
+        if drains {
+            tokio::spawn(async move { server.drain(TIME_LIMIT).await });
+        } else {
+            server.stop();
+        }
+        assert_eq!(client.line().await, expected);
+        client.is_over().await;
+    }
+}
+
+#[tokio::test]
+async fn the_client_of_a_dialect_is_told_why_its_process_has_ended_unless_a_message_is_under_way() {
+    for (name, inside) in [("handoff-lines-lost", false), ("handoff-lines-inside", true)] {
+        let mut client = LinesClient::start(name, Behaviour::Deaf, "late\none\n").await;
+        assert_eq!(client.line().await, "the process: one");
+        if inside {
+            client.stream.write_all(b"large\n").await.unwrap();
+            assert_eq!(client.line().await, "half of it");
+        }
+        client.process.die();
+        let told = client.line().await;
+        assert!(told.is_empty() == inside && told.contains("the server was stopped") != inside, "{told}");
+        client.process.until_told(&Order::AwaitExit).await;
+    }
+}
+
+#[tokio::test]
+async fn a_process_that_misses_the_time_of_its_dialect_is_ended_for_that_reason() {
+    let mut client = LinesClient::start("handoff-lines-late", Behaviour::Deaf, "soon\none\n").await;
+    assert_eq!(client.line().await, "the process: one");
+    assert_eq!(client.line().await, "! it is late");
+    client.process.until_told(&Order::EndSoon).await;
+    assert!(!client.process.orders.borrow().iter().any(|order| matches!(order, Order::Close(_))), "it ends by itself");
 }
