@@ -19,8 +19,9 @@ const IN_FLIGHT: usize = 4;
 /// Length from which a piece is read straight into the tensor where the session can.
 const IN_PLACE: u64 = 4 << 10;
 
-/// Returns the bytes that a copy is charged with, of `bytes` that it holds at a time. A small one is
-/// charged to nobody, as a small reply is: the process of a session would ask its server for them.
+/// Returns the bytes that a copy is charged with, of `bytes` that it holds at a time. A small one
+/// is charged to nobody, as a small reply is: the process of a session would ask its server for
+/// them.
 fn charged(len: u64, bytes: u64) -> u64 {
     if len <= SMALL_REPLY { 0 } else { bytes }
 }

@@ -7,7 +7,7 @@ use rpc_core::{Handle, Operation, Reference, RpcError, Value};
 
 use super::args::Args;
 use super::session::TvmSession;
-use super::time_evaluator::TimeEvaluator;
+use super::time_evaluator::{Attempts, TimeEvaluator};
 
 /// Maximum number of measurements of one call.
 const MAX_REPEAT: i64 = 1_000_000;
@@ -18,8 +18,7 @@ pub(super) async fn time_evaluator(session: &TvmSession, args: &mut Args) -> Res
     // The device is that of the function's tensors.
     let _device = (args.int()?, args.int()?);
     let (number, repeat, min_repeat_ms) = (args.int()?, args.int()?, args.int()?);
-    // A limit for clocks that stand still between calls, which the server's does not.
-    let _limit_zero_time_iterations = args.int()?;
+    let limit_zero_time_iterations = args.int()?;
     let (cooldown_ms, repeats_to_cooldown) = (args.int()?, args.int()?);
     let (cache_flush_bytes, before) = (args.int()?, args.text()?);
     args.finish()?;
@@ -49,6 +48,7 @@ pub(super) async fn time_evaluator(session: &TvmSession, args: &mut Args) -> Res
         number,
         repeat,
         min_repeat_ms,
+        limit_zero_time_iterations,
         cooldown: Duration::from_millis(cooldown_ms.unsigned_abs()),
         repeats_to_cooldown: repeats_to_cooldown.max(1),
         cache_flush_bytes,
@@ -64,39 +64,55 @@ pub(super) async fn measure(
     // Each measurement copies the arguments.
     let size: u64 = args.iter().map(|arg| arg.size_hint() as u64).sum();
     let _copies = session.queued().reserve(size)?;
-    let _lease = session.queued().reserve(evaluator.repeat.unsigned_abs() * size_of::<f64>() as u64)?;
+    // Once as numbers, and once as bytes.
+    let _lease = session.queued().reserve(evaluator.repeat.unsigned_abs() * 2 * size_of::<f64>() as u64)?;
     let mut samples = BytesMut::with_capacity(evaluator.repeat.unsigned_abs() as usize * size_of::<f64>());
-    if evaluator.before.is_none() && evaluator.cooldown.is_zero() {
-        sample(evaluator, session, evaluator.repeat, 1, &args, &mut samples).await?;
+    let TimeEvaluator { mut number, repeat, min_repeat_ms, .. } = *evaluator;
+    if evaluator.before.is_none() && evaluator.cooldown.is_zero() && min_repeat_ms == 0 {
+        for second in sample(evaluator, session, number, repeat, 1, &args).await? {
+            samples.put_f64_le(second);
+        }
         return Ok(samples.freeze());
     }
-    for at in 1..=evaluator.repeat {
+    // As at a server of TVM, the number of calls of one measurement is where the next one begins.
+    let mut warmup = 1;
+    for at in 1..=repeat {
         if let Some(function) = evaluator.before {
             let result = session.submit(Operation::Call { function, args: args.clone() }).await?;
             session.session().release(&result);
         }
-        sample(evaluator, session, 1, i64::from(at == 1), &args, &mut samples).await?;
-        if !evaluator.cooldown.is_zero() && at % evaluator.repeats_to_cooldown == 0 && at < evaluator.repeat {
+        let mut attempts = Attempts::new(evaluator, number);
+        let second = loop {
+            let taken = sample(evaluator, session, attempts.number, 1, std::mem::take(&mut warmup), &args).await?;
+            let second = taken.first().copied().ok_or_else(|| RpcError::internal("a measurement has one sample"))?;
+            if attempts.ends_with(second * 1e3 * attempts.number as f64) {
+                break second;
+            }
+        };
+        number = attempts.number;
+        samples.put_f64_le(second);
+        if !evaluator.cooldown.is_zero() && at % evaluator.repeats_to_cooldown == 0 && at < repeat {
             tokio::time::sleep(evaluator.cooldown).await;
         }
     }
     Ok(samples.freeze())
 }
 
-/// Makes `repeat` measurements after `warmup` calls.
+/// Makes `repeat` measurements of `number` calls after `warmup` calls. Returns the seconds for one
+/// call of each.
 async fn sample(
     evaluator: &TimeEvaluator,
     session: &TvmSession,
+    number: i64,
     repeat: i64,
     warmup: i64,
     args: &[Value],
-    samples: &mut BytesMut,
-) -> Result<(), RpcError> {
+) -> Result<Vec<f64>, RpcError> {
     let mut all = vec![
         Reference::Function(evaluator.function).into(),
-        Value::Int(evaluator.number),
+        Value::Int(number),
         Value::Int(repeat),
-        Value::Float(evaluator.min_repeat_ms as f64),
+        Value::Float(0.0),
         Value::Int(warmup),
         Value::Int(evaluator.cache_flush_bytes),
     ];
@@ -104,13 +120,11 @@ async fn sample(
     let Value::List(seconds) = session.submit(Operation::Call { function: evaluator.timer, args: all }).await? else {
         return Err(RpcError::internal("a measurement is a list of seconds"));
     };
-    for second in seconds {
-        let Value::Float(second) = second else {
-            return Err(RpcError::internal("a measurement is a number of seconds"));
-        };
-        samples.put_f64_le(second);
-    }
-    Ok(())
+    let seconds = seconds.into_iter().map(|second| match second {
+        Value::Float(second) => Ok(second),
+        _ => Err(RpcError::internal("a measurement is a number of seconds")),
+    });
+    seconds.collect()
 }
 
 /// Functions that were looked up for a measurement, freed if there is none in the end.

@@ -1085,10 +1085,25 @@ fn functions_are_measured_with_all_options() {
         assert!(wrong.contains("expected int or float"), "{wrong}");
         assert_eq!(client.request(FREE, &[Val(4, handle)]), Ok(NONE));
     }
+    // Calls grow until a measurement takes long enough, and the next one begins with as many. They
+    // do not where no attempt of no duration is left: the limit is the eighth value.
+    for (limit, grows) in [(100, true), (0, false)] {
+        let before = client.call_by_name("count", &[]).unwrap().1;
+        let mut values = options("count", 1, 2, 3, 0, "");
+        values[7] = int(limit);
+        let made = client.call(evaluator, &values).unwrap();
+        let (66, Val(9, samples)) = client.call(number(&made.1.1), &[]).unwrap() else { panic!() };
+        assert_eq!(number(&samples), 2 * 8);
+        let after = client.call_by_name("count", &[]).unwrap().1;
+        let calls = number(&after.1) - number(&before.1) - 1;
+        assert_eq!(calls > 3, grows, "{calls} calls");
+        assert!(grows || calls == 3, "one call to begin with, and one for each measurement: {calls}");
+    }
+    let counted = number(&client.call_by_name("count", &[]).unwrap().1.1);
     // The function that comes first is called before each measurement, and never within one.
     let made = client.call(evaluator, &options("rpc.test.addone", 3, 4, 0, 0, "count")).unwrap();
     client.call(number(&made.1.1), &[int(1)]).unwrap();
-    assert_eq!(client.call_by_name("count", &[]), Ok((1, int(4))));
+    assert_eq!(client.call_by_name("count", &[]), Ok((1, int(counted.cast_signed() + 5))));
     // A pause is made after every second measurement, and not after the last one.
     let started = Instant::now();
     for (repeat, cooldown) in [(4, 50), (2, 1_000_000)] {

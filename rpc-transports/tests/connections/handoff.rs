@@ -402,7 +402,7 @@ impl LinesClient {
         String::from_utf8(line).unwrap()
     }
 
-    async fn is_over(mut self) {
+    async fn ends(mut self) {
         assert_eq!(self.line().await, "");
         drop(self.stream);
         tokio::time::timeout(TIME_LIMIT, self.server.idle()).await.expect("the connection is kept");
@@ -424,7 +424,7 @@ async fn a_dialect_hands_its_connection_over_with_all_that_was_read() {
         assert_eq!(client.line().await, format!("{by}: three"));
         assert_eq!(client.server.sessions(), 1);
         client.stream.shutdown().await.unwrap();
-        client.is_over().await;
+        client.ends().await;
     }
 }
 
@@ -442,7 +442,7 @@ async fn the_process_of_a_dialect_is_told_to_drain_and_to_stop() {
             server.stop();
         }
         assert_eq!(client.line().await, expected);
-        client.is_over().await;
+        client.ends().await;
     }
 }
 
