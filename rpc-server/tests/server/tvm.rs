@@ -20,6 +20,7 @@ use tokio::runtime::Runtime;
 use crate::native_modules::tvm_ffi;
 
 mod isolated;
+mod rules;
 
 /// Time limit of events that are expected.
 const LIMIT: Duration = Duration::from_secs(30);

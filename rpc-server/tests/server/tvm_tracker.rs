@@ -751,6 +751,63 @@ fn a_client_says_what_is_wrong_with_a_tracker_of_tvm() {
     assert_eq!(error.kind(), ErrorKind::DeadlineExceeded, "{error}");
 }
 
+/// Lengths that no message has, other magic numbers, and ends at every point.
+#[test]
+fn a_tracker_that_breaks_the_protocol_is_an_error_to_its_client() {
+    const MAGIC: [u8; 4] = [0x71, 0xf2, 2, 0];
+    let runtime = Runtime::new().unwrap();
+    let length = |len: i32| len.to_le_bytes().to_vec();
+    let granted = framed(r#"[0, ["127.0.0.1", 1, "rasp:0.1"]]"#);
+    for (magic, reply) in [
+        (&b""[..], None),
+        (&MAGIC[..2], None),
+        (b"HTTP", None),
+        (&MAGIC, None),
+        (&MAGIC, Some(length(0))),
+        (&MAGIC, Some(length(-1))),
+        (&MAGIC, Some(length((1 << 20) + 1))),
+        (&MAGIC, Some(length(i32::MAX))),
+        (&MAGIC, Some(granted[..2].to_vec())),
+        (&MAGIC, Some(granted[..granted.len() - 1].to_vec())),
+    ] {
+        let tracker = FakeTracker::new();
+        let address = format!("tvm-tracker://{}/rasp", tracker.0.local_addr().unwrap());
+        let connector = Connector::new().transports(rpc_server::transports());
+        let client = runtime.spawn(async move { connector.connect(&address).await });
+        let mut peer = Peer(tracker.0.accept().unwrap().0);
+        drop(tracker);
+        assert_eq!(peer.read(4), MAGIC);
+        peer.send(magic);
+        if let Some(reply) = &reply {
+            assert_eq!(peer.reply(), r#"[4,"rasp","",1]"#);
+            peer.send(reply);
+        }
+        drop(peer);
+        let error = runtime.block_on(client).unwrap().unwrap_err().into_rpc_error();
+        let kinds = [ErrorKind::Protocol, ErrorKind::PeerLost];
+        assert!(kinds.contains(&error.kind()), "{magic:?}, {reply:?}: {error}");
+    }
+}
+
+#[test]
+fn a_server_comes_back_to_a_tracker_that_has_broken_the_protocol() {
+    let tracker = FakeTracker::new();
+    let (runtime, folder) = (Runtime::new().unwrap(), tempfile::tempdir().unwrap());
+    let server = registering_server(&tracker, &runtime, folder.path());
+    let port = server.addresses()[0].port().unwrap();
+    for reply in [(1_i32 << 20) + 1, -1].map(i32::to_le_bytes) {
+        let mut peer = tracker.accept(port);
+        peer.next_put(port);
+        peer.send(&reply);
+        assert!(peer.is_at_end());
+    }
+    let mut peer = tracker.accept(port);
+    let match_key = peer.next_put(port);
+    peer.say("0");
+    assert!(!match_key.is_empty());
+    assert_eq!(hello(port, &format!("client:{match_key}")).1, 0xff271);
+}
+
 #[test]
 fn a_server_with_several_places_registers_each_at_another_tracker() {
     let pool = Pool::new();

@@ -179,3 +179,79 @@ fn what_processes_hold_of_requests_counts_for_all_sessions() {
         assert!(start.elapsed() < LIMIT, "the room is not given back: {error}");
     }
 }
+
+#[test]
+fn clients_that_neither_read_nor_send_what_they_owe_are_cut_off() {
+    let folder = tempfile::tempdir().unwrap();
+    let server = server(folder.path(), &["--write-timeout", "500ms", "--min-rate", "1MiB"]);
+    let reads_nothing: fn(&mut Client, u64) = |client, data| {
+        let header = header(data, U8, &[KILLED_LEN], 0);
+        client.send(&frame(COPY_FROM, &[&header[..], &KILLED_LEN.to_le_bytes()].concat()));
+    };
+    let sends_a_part: fn(&mut Client, u64) = |client, data| {
+        let copy = copy_to_frame(&header(data, U8, &[KILLED_LEN], 0), &vec![1; KILLED_LEN as usize]);
+        client.send(&copy[..1 << 20]);
+    };
+    for owes in [reads_nothing, sends_a_part] {
+        let mut client = Client::connect(server.address(), "");
+        let data = client.alloc(U8, &[KILLED_LEN]);
+        owes(&mut client, data);
+        has_processes(&server, 1);
+        let mut next = Client::connect(server.address(), "");
+        assert_eq!(next.call_by_name("rpc.test.addone", &[int(1)]), Ok((1, int(2))));
+        next.send(&frame(SHUTDOWN, &[]));
+        has_processes(&server, 1);
+    }
+}
+
+#[test]
+fn handles_of_another_process_name_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    let server = server(folder.path(), &[]);
+    let (mut owner, mut other) = (Client::connect(server.address(), ""), Client::connect(server.address(), ""));
+    let (add, data) = (owner.function("rpc.test.addone"), owner.alloc(U8, &[4]));
+    let header = header(data, U8, &[4], 0);
+    owner.copy_to(&header, b"mine").unwrap();
+    assert!(other.call(add, &[int(1)]).is_err());
+    assert!(other.copy_from(&header, 4).is_err() && other.copy_to(&header, b"evil").is_err());
+    for handle in [add, data] {
+        assert!(other.request(FREE, &[pointer(handle)]).is_err());
+    }
+    assert_eq!(owner.copy_from(&header, 4).unwrap(), b"mine");
+    assert_eq!(owner.call(add, &[int(1)]), Ok((1, int(2))));
+}
+
+/// Rubbish in the place of frames, by a generator with a seed, and behind every part of a session.
+#[test]
+fn rubbish_ends_its_own_session_alone() {
+    let folder = tempfile::tempdir().unwrap();
+    let server = server(folder.path(), &[]);
+    let mut other = Client::connect(server.address(), "");
+    let add = other.function("rpc.test.addone");
+    let mut state = 0x9e37_79b9_7f4a_7c15_u64;
+    let mut rubbish = || {
+        let next = || {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            state.to_le_bytes()
+        };
+        std::iter::repeat_with(next).take(512).flatten().collect::<Vec<u8>>()
+    };
+    for round in 0..24 {
+        let mut client = match round % 3 {
+            0 => Client(TcpStream::connect(server.address().strip_prefix("tcp://").unwrap()).unwrap()),
+            1 => Client::hello(server.address(), "client:").0,
+            _ => Client::connect(server.address(), ""),
+        };
+        client.0.set_read_timeout(Some(LIMIT)).unwrap();
+        // A server that has ended the connection by then takes no more.
+        let _ = client.0.write_all(&rubbish());
+        let _ = client.0.shutdown(std::net::Shutdown::Write);
+        let end = client.0.read_to_end(&mut Vec::new()).map_err(|error| error.kind());
+        assert!(end.is_ok() || end == Err(std::io::ErrorKind::ConnectionReset), "{round}: {end:?}");
+        assert_eq!(other.call(add, &[int(1)]), Ok((1, int(2))));
+    }
+    drop(other);
+    has_processes(&server, 1);
+}
