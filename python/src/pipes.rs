@@ -61,7 +61,7 @@ pub(crate) fn pipe_module(
 /// Starts to allocate a tensor.
 #[pyfunction]
 #[pyo3(signature = (session, shape, dtype, device = None, scope = None, alignment = 0, timeout = None, lane = None))]
-#[expect(clippy::too_many_arguments, reason = "keywords in Python")]
+#[allow(clippy::too_many_arguments, reason = "keywords in Python")]
 pub(crate) fn pipe_empty(
     session: &Session,
     shape: Vec<i64>,
