@@ -2,10 +2,12 @@
 //! own part.
 //!
 //! The controller: `loader` and `load_progress`. The workers: `worker` and `reader`. Requests from
-//! one to the other: `messages`. Files: `format` (the header of one file), `files` (the files of a
-//! model), `folders` (the ones that workers may read), `tensor_slice` (the bytes of a part),
+//! one to the other: `messages`. Parts that nodes have had before: `cached_parts` (the controller)
+//! and `node_cache` (the workers). Files: `format` (the header of one file), `files` (the files of
+//! a model), `folders` (the ones that workers may read), `tensor_slice` (the bytes of a part),
 //! `in_parallel` (reading during a copy).
 
+mod cached_parts;
 mod files;
 pub(crate) mod folders;
 mod format;
@@ -13,6 +15,7 @@ mod in_parallel;
 pub(crate) mod load_progress;
 mod loader;
 mod messages;
+mod node_cache;
 mod reader;
 mod tensor_slice;
 mod worker;

@@ -17,6 +17,7 @@ mod file_cache;
 mod file_limit;
 mod file_lock;
 mod function_table;
+mod handed_down;
 mod http_listener;
 pub mod isolate;
 mod leases;

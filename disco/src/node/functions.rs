@@ -35,7 +35,10 @@
 //! | `disco.weights.open` | list of `RequestedFile` | the files |
 //! | `disco.weights.unreadable` | files | for each file null, or why the worker cannot read it |
 //! | `disco.weights.load` | files, `LoadRequest` | the worker's part of a tensor |
-//! | `disco.weights.take` | tensor of bytes, `LoadRequest` | the same, made of these bytes |
+//! | `disco.weights.cache_limit` | | bytes that the cache of the worker's node may hold |
+//! | `disco.weights.find` | `FindRequest` | the bytes of the worker's part in that cache, or null |
+//! | `disco.weights.is_found` | what was found | true if that is bytes |
+//! | `disco.weights.take` | tensor of bytes, `LoadRequest` | the worker's part, made of them |
 
 use std::net::IpAddr;
 use std::sync::Arc;

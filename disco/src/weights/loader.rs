@@ -1,17 +1,18 @@
 //! [`ShardLoader`], the controller's side of loading: the tensors of the files, the workers that
 //! can read each file, and the loads that they are to do.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use rpc_core::{DataType, Pack, Packed, RpcError, Tensor, Value, VirtualDevice};
+use rpc_core::{DataType, ErrorKind, Pack, Packed, RpcError, Tensor, Value, VirtualDevice};
 
 use super::Part;
+use super::cached_parts::{AskedLimits, NodeCaches, digest_of_part, of_all};
 use super::files::{InFile, Model, WeightFile};
 use super::format::{Placed, TensorInfo};
-use super::messages::{LoadRequest, RequestedFile};
+use super::messages::{FindRequest, LoadRequest, RequestedFile};
 use super::tensor_slice::TensorSlice;
 use crate::completion::Completion;
 use crate::controller::dref::{DPackedFunc, DRef};
@@ -32,6 +33,11 @@ use crate::wire::grouping::Grouping;
 /// the controller reads the tensor into its memory and sends each worker its part by
 /// [`scatter`](DiscoSession::scatter), or by [`broadcast`](DiscoSession::broadcast) if all get the
 /// whole.
+///
+/// To a node with a cache (`--file-cache` of `rpc-server`), parts of 64 KiB and more go once: its
+/// workers are told the SHA-256 of a part before its bytes are sent, and take it from the cache if
+/// it is there. Parts that have come are kept there, as far as they fit.
+/// [`without_cache`](Self::without_cache) sends all of them.
 ///
 /// A worker can read a file if its node allows it ([`WeightFolders`](crate::WeightFolders)), and if
 /// a file with the same length and the same header is at the same path. The content of the tensors
@@ -73,6 +79,8 @@ pub struct ShardLoader {
     opened: DRef,
     load: DPackedFunc,
     take: DPackedFunc,
+    /// Caches of the workers' nodes; `None` if they are not used.
+    caches: Option<NodeCaches>,
     unreadable: Vec<Unreadable>,
     reporter: Option<(u64, Arc<ProgressReporter>)>,
     /// True if loads are repeated on workers that replace lost ones.
@@ -151,8 +159,7 @@ impl ShardLoader {
         let told = session.get_global_func("disco.weights.unreadable")?.call((&opened,))?;
         let load = session.get_global_func("disco.weights.load")?;
         let take = session.get_global_func("disco.weights.take")?;
-        let workers = (0..session.num_workers()).map(WorkerId);
-        let told: Vec<_> = workers.map(|worker| session.debug_get_from_remote(&told, worker)).collect();
+        let (told, limits) = (of_all(&session, &told), AskedLimits::issue(&session)?);
         let mut reasons = Vec::new();
         for told in told {
             let Content::Value(Value::Packed(told)) = told.wait()? else {
@@ -160,6 +167,8 @@ impl ShardLoader {
             };
             reasons.push(told.decode::<Vec<Option<String>>>()?);
         }
+        let limits = limits.wait()?;
+        let caches = limits.iter().any(|limit| *limit > 0).then(|| NodeCaches::new(&session, limits));
         let mut unreadable = Vec::new();
         let files = files.into_iter().enumerate();
         let files = files.map(|(number, file)| {
@@ -175,7 +184,8 @@ impl ShardLoader {
         for Unreadable { worker, reason, .. } in &unreadable {
             tracing::info!(%worker, %reason, "a worker does not read weights itself");
         }
-        Ok(Self { session, files, tensors, opened, load, take, unreadable, reporter: None, is_restorable: false })
+        let (reporter, is_restorable) = (None, false);
+        Ok(Self { session, files, tensors, opened, load, take, caches, unreadable, reporter, is_restorable })
     }
 
     /// Registers a callback for progress. From now on it is called with two numbers whenever one of
@@ -207,6 +217,13 @@ impl ShardLoader {
         self
     }
 
+    /// Sends all parts, and neither takes them from the caches of the nodes nor leaves them there.
+    #[must_use]
+    pub fn without_cache(mut self) -> Self {
+        self.caches = None;
+        self
+    }
+
     /// Returns the tensors, in the order of their names.
     pub fn tensors(&self) -> impl Iterator<Item = (&str, &TensorInfo)> {
         self.tensors.iter().map(|(name, located)| (name.as_str(), &located.info))
@@ -229,7 +246,8 @@ impl ShardLoader {
     /// Does not wait for the workers to load it. Blocks while the window of commands is full
     /// ([`Options::window`](crate::Options::window)); async code awaits
     /// [`room`](DiscoSession::room) before. Blocks too while the controller reads the file, if no
-    /// worker can.
+    /// worker can, and until the workers have looked into the caches of their nodes, if there are
+    /// any. Inside an async runtime these are not asked.
     ///
     /// # Errors
     ///
@@ -267,19 +285,30 @@ impl ShardLoader {
         if let Some((_, reporter)) = &self.reporter {
             reporter.expect(left);
         }
-        let issued = loads.into_iter().map(|load| {
-            let (name, bytes) = (load.request.name.clone(), load.bytes);
-            let issued = self.issue(load)?;
+        let mut issued = Vec::with_capacity(loads.len());
+        // Loads whose parts are looked for, and those behind them, which have been issued.
+        let mut begun = VecDeque::new();
+        let mut finish = |(name, bytes, load): (String, u64, Begun)| {
+            issued.push((name, self.finish(load)?));
             left = left.saturating_sub(bytes);
-            Ok((name, issued))
-        });
-        let issued = issued.collect();
+            Ok(())
+        };
+        let mut issue = |loads: Vec<Load>| -> Result<()> {
+            for load in loads {
+                if begun.len() == MAX_BEGUN {
+                    begun.pop_front().map_or(Ok(()), &mut finish)?;
+                }
+                begun.push_back((load.request.name.clone(), load.bytes, self.begin(load)?));
+            }
+            begun.drain(..).try_for_each(&mut finish)
+        };
+        let outcome = issue(loads);
         if left > 0
             && let Some((_, reporter)) = &self.reporter
         {
             reporter.expect_not(left);
         }
-        issued
+        outcome.map(|()| issued)
     }
 
     fn forget_watcher(&mut self) {
@@ -306,6 +335,7 @@ impl ShardLoader {
             part,
             device,
             readers: source.readers.clone().unwrap_or_default(),
+            cached: Vec::new(),
             loader: self.reporter.as_ref().map_or(0, |(number, _)| *number),
         };
         let (size, groups) = (self.session.num_workers(), self.session.num_groups());
@@ -319,51 +349,129 @@ impl ShardLoader {
         Ok(Load { bytes, request, slices })
     }
 
+    /// Returns, for each worker, true if its part is to go through the cache of its node.
+    fn cached(&self, load: &Load) -> Vec<bool> {
+        let Some(caches) = &self.caches else { return Vec::new() };
+        let readers = &load.request.readers;
+        let is_sent = |worker: u32| readers.get(worker as usize) != Some(&worker);
+        // All parts are equal.
+        let part_len = load.slices.first().map_or(0, |slice| slice.size_bytes);
+        caches.admit(&load.request.part, part_len, is_sent)
+    }
+
     fn source(&self, file: u32) -> Result<&Source> {
         let missing = || RpcError::internal(format!("a loader has no file {file}"));
         Ok(self.files.get(file as usize).ok_or_else(missing)?)
     }
 
-    fn issue(&self, load: Load) -> Result<DRef> {
-        let Load { request, slices, bytes: _ } = load;
-        let source = self.source(request.file)?;
-        if source.readers.is_some() && slices.iter().any(|slice| slice.size_bytes > 0) {
-            let loaded = self.load.call((&self.opened, Pack(&request)))?;
+    /// Issues a load, or has the workers look for its parts.
+    fn begin(&self, mut load: Load) -> Result<Begun> {
+        load.request.cached = self.cached(&load);
+        let source = self.source(load.request.file)?;
+        if source.readers.is_some() && load.bytes > 0 {
+            let loaded = self.load.call((&self.opened, Pack(&load.request)))?;
             if self.is_restorable {
                 // A new worker reads for itself and for no other.
                 let readers = (0..self.session.num_workers()).collect();
-                let again = Packed::encode(&LoadRequest { readers, loader: 0, ..request })?;
+                let again = LoadRequest { readers, loader: 0, cached: Vec::new(), ..load.request };
+                let again = Packed::encode(&again)?;
                 self.session.controller().note_weight(loaded.register(), self.opened.register(), again);
             }
-            return Ok(loaded);
+            return Ok(Begun::Issued(loaded));
         }
-        let read = || -> rpc_core::Result<_> {
-            let file = InFile { file: source.file.open()?, path: source.file.path.clone(), start: request.start };
-            // All workers get the same bytes if the tensor is not divided, and all groups if each
-            // divides it among its workers.
-            let (members, scope) = match &request.part {
-                Part::Whole | Part::With { .. } => (Grouping::of_blocks(1), None),
-                Part::Shard { scope, .. } => (self.session.controller().layout.grouping(*scope), Some(*scope)),
-            };
-            // The first worker is in the first group.
-            let parts = members.members(WorkerId(0)).filter_map(|worker| slices.get(worker.index()));
-            let parts: Vec<&TensorSlice> = parts.collect();
+        if load.request.cached.is_empty() {
+            return Ok(Begun::Issued(self.send(&load, &vec![true; load.slices.len()], None)?));
+        }
+        let file = self.open_file(&load)?;
+        let digests = load.distinct(&self.session).0.into_iter().map(|part| digest_of_part(part, &file));
+        let digests = digests.collect::<rpc_core::Result<_>>().map_err(|error| load.request.with_tensor_name(error))?;
+        let find = FindRequest { load: load.request.clone(), digests };
+        let found = self.session.get_global_func("disco.weights.find")?.call((Pack(find),))?;
+        let is_found = self.session.get_global_func("disco.weights.is_found")?.call((&found,))?;
+        let answers = of_all(&self.session, &is_found);
+        Ok(Begun::Offered { load, found, answers })
+    }
+
+    /// Sends the parts that were looked for and are not there.
+    fn finish(&self, load: Begun) -> Result<DRef> {
+        let (load, found, answers) = match load {
+            Begun::Issued(loaded) => return Ok(loaded),
+            Begun::Offered { load, found, answers } => (load, found, answers),
+        };
+        let mut lacking = Vec::with_capacity(answers.len());
+        for answer in answers {
+            match answer.wait() {
+                Ok(Content::Value(is_found)) => lacking.push(is_found != Value::Bool(true)),
+                Ok(Content::Tensor(_)) => return Err(RpcError::internal("a worker answers with a tensor").into()),
+                // Inside an async runtime.
+                Err(error) if error.cause().kind() == ErrorKind::ApiMisuse => lacking.push(true),
+                Err(error) => return Err(error),
+            }
+        }
+        self.send(&load, &lacking, Some(found))
+    }
+
+    /// Opens the file of a load at the controller.
+    fn open_file(&self, load: &Load) -> Result<InFile> {
+        let file = &self.source(load.request.file)?.file;
+        let opened = file.open().map_err(|error| load.request.with_tensor_name(error))?;
+        Ok(InFile { file: opened, path: file.path.clone(), start: load.request.start })
+    }
+
+    /// Sends the parts of workers that lack theirs, which the controller reads. The others have
+    /// theirs in `found`.
+    fn send(&self, load: &Load, lacking: &[bool], found: Option<DRef>) -> Result<DRef> {
+        let missing = lacking.iter().filter(|is_lacking| **is_lacking).count();
+        let file = if missing > 0 { Some(self.open_file(load)?) } else { None };
+        let (parts, scope) = load.distinct(&self.session);
+        let read = |parts: &[&TensorSlice]| -> rpc_core::Result<_> {
             let each = parts.first().map_or(0, |part| part.size_bytes as usize);
             let tensor = Tensor::zeros([parts.len() as i64, each as i64], DataType::U8)?;
             let mut view = tensor.write()?;
-            for (part, out) in parts.iter().zip(view.bytes_mut()?.chunks_exact_mut(each.max(1))) {
-                part.read(&file, 0, out, &mut |_| ())?;
+            if let Some(file) = &file {
+                for (part, out) in parts.iter().zip(view.bytes_mut()?.chunks_exact_mut(each.max(1))) {
+                    part.read(file, 0, out, &mut |_| ())?;
+                }
             }
             drop(view);
-            Ok((tensor, scope))
+            Ok(tensor)
         };
-        let read = read().map_err(|error| error.context(format_args!("tensor '{}'", request.name)));
-        let come = match read? {
-            (tensor, Some(scope)) => self.session.scatter(&tensor, None, scope)?,
-            (tensor, None) => self.session.broadcast(&tensor, None, Scope::World)?,
+        let named = |error| load.request.with_tensor_name(error);
+        let bytes = match (found, scope) {
+            (Some(found), _) if missing == 0 => found,
+            // Part by part, to the workers that lack theirs.
+            (Some(found), scope) if missing < lacking.len() && (scope.is_some() || missing == 1) => {
+                for (worker, _) in (0..).map(WorkerId).zip(lacking).filter(|(_, is_lacking)| **is_lacking) {
+                    let part = read(&[parts[load.rank(&self.session, worker)]]).map_err(named)?;
+                    self.session.debug_set_register(&found, worker, &part)?;
+                }
+                found
+            }
+            (_, Some(scope)) => self.session.scatter(&read(&parts).map_err(named)?, None, scope)?,
+            (_, None) => self.session.broadcast(&read(&parts).map_err(named)?, None, Scope::World)?,
         };
-        self.take.call((&come, Pack(request)))
+        // What a worker lacked is new to the cache of its node.
+        let is_new = |(is_cached, is_lacking): (&bool, &bool)| *is_cached && *is_lacking;
+        let cached = load.request.cached.iter().zip(lacking).map(is_new).collect();
+        self.take.call((&bytes, Pack(LoadRequest { cached, ..load.request.clone() })))
     }
+}
+
+/// Loads whose parts are looked for at a time.
+const MAX_BEGUN: usize = 8;
+
+/// A load that has begun.
+enum Begun {
+    /// The workers load it.
+    Issued(DRef),
+    /// The workers look for their parts in the caches of their nodes.
+    Offered {
+        load: Load,
+        /// The bytes of a worker's part, or null.
+        found: DRef,
+        /// For each worker, true if it has its part.
+        answers: Vec<Completion<Content>>,
+    },
 }
 
 impl Drop for ShardLoader {
@@ -385,6 +493,28 @@ struct Load {
     slices: Vec<TensorSlice>,
     /// Bytes for all workers together.
     bytes: u64,
+}
+
+impl Load {
+    /// Returns the parts that differ, and the scope among whose workers they are divided. All
+    /// workers get the same one if there is no scope.
+    fn distinct(&self, session: &DiscoSession) -> (Vec<&TensorSlice>, Option<Scope>) {
+        let (members, scope) = match &self.request.part {
+            Part::Whole | Part::With { .. } => (Grouping::of_blocks(1), None),
+            Part::Shard { scope, .. } => (session.controller().layout.grouping(*scope), Some(*scope)),
+        };
+        // The first worker is in the first group.
+        let parts = members.members(WorkerId(0)).filter_map(|worker| self.slices.get(worker.index()));
+        (parts.collect(), scope)
+    }
+
+    /// Returns the index of a worker's part among those that differ.
+    fn rank(&self, session: &DiscoSession, worker: WorkerId) -> usize {
+        match &self.request.part {
+            Part::Whole | Part::With { .. } => 0,
+            Part::Shard { scope, .. } => session.controller().layout.grouping(*scope).rank(worker).index(),
+        }
+    }
 }
 
 type Headers = (Vec<WeightFile>, BTreeMap<String, Located>, Vec<RequestedFile>);

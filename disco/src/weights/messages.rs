@@ -5,6 +5,7 @@
 
 use std::ops::Range;
 
+use rpc_core::client::Digest;
 use rpc_core::{DataType, Result, RpcError, VirtualDevice};
 use serde::{Deserialize, Serialize};
 
@@ -48,6 +49,10 @@ pub(super) struct LoadRequest {
     pub(super) device: Option<VirtualDevice>,
     /// For each worker, the worker that reads for it.
     pub(super) readers: Vec<u32>,
+    /// For each worker, true if its part goes through the cache of its node: the digest of the part
+    /// is compared before its bytes are sent, and a part that has come is kept there. Empty if that
+    /// is so for none.
+    pub(super) cached: Vec<bool>,
     /// Number of the loader that progress is reported to; 0 for none.
     pub(super) loader: u64,
 }
@@ -73,6 +78,11 @@ impl LoadRequest {
         TensorSlice::new(self.dtype, &self.shape, &ranges)
     }
 
+    /// Returns true if the part of `worker` goes through the cache of its node.
+    pub(super) fn is_cached(&self, worker: WorkerId) -> bool {
+        self.cached.get(worker.index()).copied().unwrap_or(false)
+    }
+
     /// Adds the name of the tensor to an error.
     pub(super) fn with_tensor_name(&self, error: RpcError) -> RpcError {
         error.context(format_args!("tensor '{}'", self.name))
@@ -81,6 +91,26 @@ impl LoadRequest {
     /// Returns the bytes that the worker `of` gets, in the session of `worker`.
     pub(super) fn slice_for(&self, worker: &WorkerContext, of: WorkerId) -> Result<TensorSlice> {
         self.slice(of, worker.world_size(), worker.num_groups())
+    }
+}
+
+/// Request to look for the parts of a tensor in the caches of the nodes: the same for all workers.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct FindRequest {
+    pub(super) load: LoadRequest,
+    /// SHA-256 of each part that differs: one if all workers get the whole tensor, and otherwise
+    /// one for each rank of a group.
+    pub(super) digests: Vec<Digest>,
+}
+
+impl FindRequest {
+    /// Returns the digest of the part of `worker`, if that goes through the cache of its node.
+    pub(super) fn digest_for(&self, worker: &WorkerContext) -> Option<&Digest> {
+        let rank = match &self.load.part {
+            Part::Whole | Part::With { .. } => 0,
+            Part::Shard { scope, .. } => worker.rank_in(*scope).index(),
+        };
+        self.digests.get(rank).filter(|_| self.load.is_cached(worker.worker_id()))
     }
 }
 
@@ -124,7 +154,10 @@ pub(crate) fn golden_requests(all: &mut crate::wire::golden::Samples) {
         part: shard,
         device: None,
         readers: vec![0, 0],
+        cached: vec![false, true],
         loader: 3,
     };
     all.packed("LoadRequest", &request);
+    let digests = vec![Digest::from_bytes([7; Digest::LEN])];
+    all.packed("FindRequest", &FindRequest { load: request, digests });
 }

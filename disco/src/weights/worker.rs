@@ -4,6 +4,7 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use rpc_core::client::Digest;
 use rpc_core::dlpack::dense_size;
 use rpc_core::function::{FunctionKind, Object, Opaque};
 use rpc_core::limits::MemoryLease;
@@ -13,7 +14,8 @@ use rpc_core::{
 
 use super::Part;
 use super::files::{InFile, MatchingFile};
-use super::messages::{LoadRequest, RequestedFile};
+use super::messages::{FindRequest, LoadRequest, RequestedFile};
+use super::node_cache;
 use super::reader::{Destination, Meter, Source, WeightReader, filled};
 use crate::ccl::{Operation, Rank};
 use crate::error::WorkerId;
@@ -34,6 +36,9 @@ pub(crate) fn register(registry: &Registry) {
         .add("disco.weights.load", |worker: WorkerContext, files: Shared<OpenFiles>, request: Pack<LoadRequest>| {
             load(&worker, &files.0, &request.0).map_err(|error| request.0.with_tensor_name(error))
         })
+        .add("disco.weights.cache_limit", |context: Context| node_cache::limit(&context).min(i64::MAX as u64))
+        .add("disco.weights.find", |worker: WorkerContext, request: Pack<FindRequest>| find(&worker, &request.0))
+        .add("disco.weights.is_found", |found: Option<Tensor>| found.is_some())
         .add("disco.weights.take", |worker: WorkerContext, bytes: Tensor, request: Pack<LoadRequest>| {
             take(&worker, &bytes, &request.0).map_err(|error| request.0.with_tensor_name(error))
         });
@@ -83,8 +88,8 @@ fn load(worker: &WorkerContext, files: &OpenFiles, request: &LoadRequest) -> Res
         return deliver(worker, receive(worker, WorkerId(reader), request)?, request);
     }
     let file = open(files, request);
-    // The workers that wait come first. A part that all of them get is read once.
-    let mut for_all = None;
+    // The workers that wait come first. A part that all of them get is read and hashed once.
+    let (mut for_all, mut digest_for_all) = (None, None);
     for (of, _) in (0..).zip(readers).filter(|(of, reader)| *of != me.0 && **reader == me.0) {
         let read = || {
             let file = file.as_ref().map_err(RpcError::clone)?;
@@ -96,14 +101,41 @@ fn load(worker: &WorkerContext, files: &OpenFiles, request: &LoadRequest) -> Res
             Part::Whole | Part::With { .. } => for_all.get_or_insert_with(read).clone(),
             Part::Shard { .. } => read(),
         };
-        send(worker, WorkerId(of), part);
+        if request.is_cached(WorkerId(of)) {
+            let hash = || part.as_ref().map_err(RpcError::clone).and_then(|part| digest_of(worker, part));
+            let digest = match request.part {
+                Part::Whole | Part::With { .. } => digest_for_all.get_or_insert_with(hash).clone(),
+                Part::Shard { .. } => hash(),
+            };
+            send_unless_cached(worker, WorkerId(of), part, digest);
+        } else {
+            send(worker, WorkerId(of), part);
+        }
     }
     drop(for_all);
     deliver(worker, Source::File { file: file?, slice: request.slice_for(worker, me)? }, request)
 }
 
-/// Makes this worker's part from the bytes that the controller has sent.
+/// Looks for this worker's part in the cache of its node. Returns its bytes; nothing if they have
+/// to be sent, for whatever reason.
+fn find(worker: &WorkerContext, request: &FindRequest) -> Option<Tensor> {
+    // Before the digest: it checks the groups that the request names.
+    let slice = request.load.slice_for(worker, worker.worker_id()).ok()?;
+    let digest = request.digest_for(worker)?;
+    let bytes =
+        Destination::of(worker.device()).allocate(worker, DataType::U8, &[i64::try_from(slice.size_bytes).ok()?]);
+    // Without memory for it the load fails, which tells the reason.
+    bytes.ok().filter(|bytes| node_cache::fill(worker.context(), digest, bytes))
+}
+
+/// Makes this worker's part from the bytes that the controller has sent, or that were in the cache
+/// of the node.
 fn take(worker: &WorkerContext, bytes: &Tensor, request: &LoadRequest) -> Result<LocalValue> {
+    if request.is_cached(worker.worker_id()) {
+        // A transfer of NCCL may still be in progress.
+        worker.complete()?;
+        node_cache::keep(worker.context(), bytes);
+    }
     let slice = request.slice_for(worker, worker.worker_id())?;
     deliver(worker, Source::Memory(bytes.view(0, slice.shape, None, request.dtype)?), request)
 }
@@ -171,16 +203,74 @@ fn send(worker: &WorkerContext, to: WorkerId, part: Result<Tensor>) {
     }
 }
 
-/// Receives this worker's part from the worker that reads it.
+/// Sends another worker the digest of its part, and the part if the node there does not have it.
+fn send_unless_cached(worker: &WorkerContext, to: WorkerId, part: Result<Tensor>, digest: Result<Digest>) {
+    let is_known = digest.is_ok();
+    send(worker, to, digest.and_then(|digest| small_tensor(worker, digest.as_bytes())));
+    // Without the digest the other one has the error, and waits for nothing more.
+    if !is_known {
+        return;
+    }
+    match receive_small::<1>(worker, to) {
+        Ok([CACHED]) => {}
+        Ok(_) => send(worker, to, part),
+        Err(error) => tracing::debug!(%to, %error, "it is not known if a worker needs its part of a tensor"),
+    }
+}
+
+/// Answer of a worker whose node has the part.
+const CACHED: u8 = 1;
+
+/// Receives this worker's part from the worker that reads it, or takes it from the cache of the
+/// node, if it is there.
 fn receive(worker: &WorkerContext, from: WorkerId, request: &LoadRequest) -> Result<Source> {
     let me = worker.worker_id();
     let room = request.slice_for(worker, me).and_then(|slice| {
         let part = Destination::of(worker.device()).allocate(worker, request.dtype, &slice.shape)?;
         Ok((as_bytes(&part)?, part))
     });
+    if request.is_cached(me) {
+        let digest = Digest::from_bytes(receive_small(worker, from)?);
+        let is_cached = room.as_ref().is_ok_and(|(bytes, _)| node_cache::fill(worker.context(), &digest, bytes));
+        send(worker, from, small_tensor(worker, &[u8::from(is_cached) * CACHED]));
+        if is_cached {
+            return Ok(Source::Memory(room?.1));
+        }
+    }
     let tensors = room.as_ref().map(|(bytes, _)| (None, Some(bytes))).map_err(RpcError::clone);
     worker.run(Scope::World, Operation::Recv { from: Rank(from.0) }, tensors)?;
-    Ok(Source::Memory(room?.1))
+    let (bytes, part) = room?;
+    if request.is_cached(me) {
+        worker.complete()?;
+        node_cache::keep(worker.context(), &bytes);
+    }
+    Ok(Source::Memory(part))
+}
+
+/// Returns the digest of a part, once all of it is there.
+fn digest_of(worker: &WorkerContext, part: &Tensor) -> Result<Digest> {
+    worker.complete()?;
+    node_cache::digest_of(worker.context(), part)
+}
+
+/// Returns a tensor of these bytes where collectives send from.
+fn small_tensor(worker: &WorkerContext, bytes: &[u8]) -> Result<Tensor> {
+    let shape = [bytes.len() as i64];
+    filled(worker, &Destination::of(worker.device()), DataType::U8, &shape, &|at, out| {
+        out.copy_from_slice(&bytes[at as usize..][..out.len()]);
+        Ok(())
+    })
+}
+
+/// Receives `N` bytes from another worker.
+fn receive_small<const N: usize>(worker: &WorkerContext, from: WorkerId) -> Result<[u8; N]> {
+    let bytes = Destination::of(worker.device()).allocate(worker, DataType::U8, &[N as i64]);
+    let tensors = bytes.as_ref().map(|bytes| (None, Some(bytes))).map_err(RpcError::clone);
+    worker.run(Scope::World, Operation::Recv { from: Rank(from.0) }, tensors)?;
+    worker.complete()?;
+    let (bytes, mut out) = (bytes?, [0; N]);
+    bytes.read()?.guard().copy_out(bytes.byte_offset(), &mut out)?;
+    Ok(out)
 }
 
 /// Returns a view of the tensor as bytes, for any element type.

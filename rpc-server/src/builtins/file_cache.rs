@@ -12,6 +12,7 @@ use rpc_core::{Context, ErrorKind, Registry, Result, RpcError, TensorView, Tenso
 use super::cancelled;
 use super::files::{CancellableRead, workspace};
 use crate::file_cache::FileCache;
+use crate::handed_down;
 use crate::modules::{FILE_PIECE, Hasher};
 use crate::policy::ClientIdentity;
 use crate::workspace::WorkspaceError;
@@ -32,7 +33,8 @@ pub(super) fn register(registry: &Registry) {
 /// Returns the cache of the session's server, and the identity of the client; `None` if there is no
 /// cache.
 fn cache(context: &Context) -> Option<(Arc<FileCache>, Arc<ClientIdentity>)> {
-    context.extension::<FileCache>().zip(context.extension::<ClientIdentity>())
+    // The session of a worker process has the cache of the server that has started it.
+    context.extension::<FileCache>().zip(context.extension::<ClientIdentity>()).or_else(handed_down::file_cache)
 }
 
 fn cache_limit(context: Context) -> u64 {

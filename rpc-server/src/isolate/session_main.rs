@@ -31,6 +31,7 @@ use super::{GRACE, REPORT_INTERVAL, RUN_GRACE, process_limits};
 use crate::builtins::ListenQuota;
 use crate::config::{ServeConfig, ServeSettings};
 use crate::file_cache::FileCache;
+use crate::handed_down::SettingsForWorkers;
 use crate::leases::{LeaseGate, LeasePolicy, Leases};
 use crate::modules::{ModuleService, Native, Sharing};
 use crate::offers::PeerQuota;
@@ -44,7 +45,7 @@ use crate::server::session_workspace::{Cleaner, FILES_OF_WORKSPACE, SessionWorks
 use crate::server::{session_limits, spin_time, wire_limits};
 use crate::tvm::TvmDialect;
 use crate::workspace::Workspace;
-use crate::{builtins, logging, modules};
+use crate::{builtins, logging};
 
 /// Serves the session of this process and ends the process. `server` is the process id of the
 /// server.
@@ -114,6 +115,7 @@ fn serve(
         let workspace = WorkspaceSource::Opened(Workspace::borrowed(&workspace)?, open);
         let limits = session_limits_within(rights.as_deref(), session_limits(&config));
         let listen = Arc::new(ListenQuota::new(&limits));
+        let client = Arc::new(ClientIdentity(identity));
         let mut session = LocalSession::builder(registry.clone())
             .devices(devices())
             .limits(limits)
@@ -123,7 +125,7 @@ fn serve(
             .extension(Arc::new(Leases(link.clone())))
             .extension(listen)
             .extension(Arc::new(PeerQuota::new(None, None, config.keep_alive.0, is_encrypted)))
-            .extension(Arc::new(ClientIdentity(identity)))
+            .extension(client.clone())
             .extension(Arc::new(Ceiling::new(&config, crate::transports())))
             .spawner(Arc::new(TokioSpawner::current()));
         if let Some(cache) = FileCache::of(&config) {
@@ -151,7 +153,7 @@ fn serve(
             run::adopt_orphans()?;
             session = session.extension(Arc::new(policy));
         }
-        if let Some(settings) = modules::worker_modules::settings_for_workers(&config) {
+        if let Some(settings) = SettingsForWorkers::of(&config).and_then(|settings| settings.in_session(&client)) {
             session = session.extension(settings);
         }
         let session = session.build();

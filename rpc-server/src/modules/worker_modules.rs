@@ -4,42 +4,11 @@
 
 use std::sync::Arc;
 
-use disco::NodeSettings;
 use parking_lot::Mutex;
 use rpc_core::Registry;
 
 use super::{DigestList, ModuleError, ModuleService, Native, Sharing};
-use crate::config::{ServeConfig, ServeSettings};
-
-/// Returns the settings for workers of a server; `None` if it runs no native code.
-///
-/// The settings name the file of digests instead of containing the digests, because they are an
-/// argument of the worker processes. Workers read the file again.
-pub(crate) fn settings_for_workers(config: &ServeConfig) -> Option<Arc<NodeSettings>> {
-    if !config.runs_native_code() {
-        return None;
-    }
-    let settings = ServeSettings {
-        workdir: Some(config.workdir.clone()),
-        allow_modules: Some(config.allow_modules),
-        module_digests: config.module_digests.clone(),
-        module_store: config.module_store.clone(),
-        module_store_size: Some(config.module_store_size),
-        max_module: Some(config.max_module),
-        module_expiry: Some(config.module_expiry),
-        library: Some(config.library.clone()),
-        runtime_library: Some(config.runtime_library.clone()),
-        tvm_ffi: config.tvm_ffi.clone(),
-        ..ServeSettings::default()
-    };
-    match toml::to_string(&settings) {
-        Ok(text) => Some(Arc::new(NodeSettings::new(text))),
-        Err(error) => {
-            rpc_core::log_limited!(WARN, %error, "worker processes run no native code: use UTF-8 names for files");
-            None
-        }
-    }
-}
+use crate::handed_down::config;
 
 /// Loads the operator's libraries and adds their functions to `registry`, if this is a worker
 /// process whose node has libraries.
@@ -63,10 +32,4 @@ pub(super) fn service() -> Result<Option<Arc<ModuleService>>, ModuleError> {
         *service = ModuleService::open(&config, digests, &Native::new(&config), Sharing::Sessions)?;
     }
     Ok(service.clone())
-}
-
-fn config() -> Option<ServeConfig> {
-    let settings = NodeSettings::of_this_process()?;
-    let resolved = ServeSettings::from_toml(settings.text(), "of the node".as_ref()).and_then(ServeSettings::resolve);
-    resolved.map_err(|error| rpc_core::log_limited!(ERROR, %error, "the settings of the node cannot be used")).ok()
 }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use disco::{DataAddress, HostTable, NodeSettings, WeightFolders};
+use disco::{DataAddress, HostTable, WeightFolders};
 use rpc_core::{
     DeviceGate, Devices, HandleQuota, LocalSession, Registry, RpcError, SessionLimits, SharedSession, ThreadQuota,
 };
@@ -18,8 +18,9 @@ use super::session_workspace::{Cleaner, FILES_OF_WORKSPACE, SessionWorkspace, Wo
 use crate::builtins::ListenQuota;
 use crate::config::ServeConfig;
 use crate::file_cache::FileCache;
+use crate::handed_down::SettingsForWorkers;
 use crate::leases::{LeaseGate, LeasePolicy, LeaseService, Leases};
-use crate::modules::{self, ModuleService};
+use crate::modules::ModuleService;
 use crate::offers::{OfferTable, PeerQuota};
 use crate::policy::{Ceiling, ClientIdentity, rights_of, session_limits_within};
 use crate::recent_logs::{self, Logs};
@@ -39,7 +40,7 @@ pub(super) struct LocalSessions {
     data_address: Option<IpAddr>,
     weights: Vec<PathBuf>,
     modules: Option<Arc<ModuleService>>,
-    worker_settings: Option<Arc<NodeSettings>>,
+    worker_settings: Option<SettingsForWorkers>,
     lease_policy: LeasePolicy,
     /// Log lines of the server, if clients may read them.
     logs: Option<Arc<Logs>>,
@@ -79,7 +80,7 @@ impl LocalSessions {
             data_address: config.data_address,
             weights: config.weights.clone(),
             modules,
-            worker_settings: modules::worker_modules::settings_for_workers(config),
+            worker_settings: SettingsForWorkers::of(config),
             lease_policy: LeasePolicy::new(&config.lease_policy),
             logs: recent_logs::ring().filter(|_| config.allow_logs == Some(true)).map(|ring| Arc::new(Logs(ring))),
             ceiling: None,
@@ -117,6 +118,7 @@ impl SessionFactory for LocalSessions {
             None => WorkspaceSource::Private(self.workspaces.clone()),
         };
         let limits = session_limits_within(rights.as_deref(), self.limits.clone());
+        let client = Arc::new(ClientIdentity(request.peer_identity.to_string()));
         let mut session = LocalSession::builder(self.registry.clone())
             .devices(self.devices.clone())
             .limits(limits.clone())
@@ -136,7 +138,7 @@ impl SessionFactory for LocalSessions {
             .extension(Arc::new(request.onward.clone()))
             .extension(Arc::new(self.disco_hosts.entry(request.peer_identity.to_string())))
             .extension(Arc::new(ListenQuota::new(&limits)))
-            .extension(Arc::new(ClientIdentity(request.peer_identity.to_string())))
+            .extension(client.clone())
             .spawner(self.spawner.clone());
         if let Some(ceiling) = &self.ceiling {
             session = session.extension(ceiling.clone());
@@ -159,8 +161,8 @@ impl SessionFactory for LocalSessions {
         if let Some(modules) = &self.modules {
             session = session.extension(modules.clone());
         }
-        if let Some(settings) = &self.worker_settings {
-            session = session.extension(settings.clone());
+        if let Some(settings) = self.worker_settings.as_ref().and_then(|settings| settings.in_session(&client)) {
+            session = session.extension(settings);
         }
         let leases = self
             .state

@@ -23,13 +23,13 @@ const LEN: usize = 2 << 20;
 const LITTLE: u64 = 16 << 10;
 
 /// Forwards connections to `server`, and counts the bytes that its clients send.
-struct CountingProxy {
-    address: String,
+pub(super) struct CountingProxy {
+    pub(super) address: String,
     sent: Arc<AtomicU64>,
 }
 
 impl CountingProxy {
-    fn new(server: &str) -> Self {
+    pub(super) fn new(server: &str) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = format!("tcp://{}", listener.local_addr().unwrap());
         let (server, sent) = (server.strip_prefix("tcp://").unwrap().to_owned(), Arc::<AtomicU64>::default());
@@ -47,7 +47,7 @@ impl CountingProxy {
     }
 
     /// Returns the bytes that have been sent since the last call.
-    fn take(&self) -> u64 {
+    pub(super) fn take(&self) -> u64 {
         self.sent.swap(0, Ordering::SeqCst)
     }
 }
@@ -81,7 +81,7 @@ fn cache_of(session: &Session) -> FileCache {
 }
 
 /// Returns the files of the cache in a fixture's folder.
-fn cached(fixture: &Fixture) -> Vec<PathBuf> {
+pub(super) fn cached(fixture: &Fixture) -> Vec<PathBuf> {
     let Ok(owners) = fs::read_dir(fixture.path("workdir/cache")) else { return Vec::new() };
     let folders = owners.flatten().map(|entry| entry.path()).filter(|path| path.is_dir());
     let mut files: Vec<_> =

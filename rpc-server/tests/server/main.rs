@@ -4,6 +4,8 @@
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on should stop")]
 
 mod builtins;
+#[cfg(target_os = "linux")]
+mod cached_weights;
 mod cli;
 mod credentials;
 #[cfg(all(feature = "cuda", target_os = "linux"))]

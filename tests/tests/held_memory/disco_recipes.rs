@@ -114,14 +114,21 @@ pub(crate) fn calls(name: &str, peer: &mut Peer) -> Calls {
             let opened = peer.call("disco.weights.open", vec![files()]);
             Calls::new(move |_| vec![opened.clone()])
         }
+        "disco.weights.cache_limit" => Calls::new(|_| Vec::new()),
+        "disco.weights.is_found" => Calls::new(|_| vec![Value::Null]),
         // Only workers have what these need; the commands by which workers call them have floods of
         // their own.
-        "disco.weights.load" | "disco.weights.take" => {
-            Calls::new(|_| vec![large(), Value::Packed(Packed::from_bytes(vec![0xc0; LONG].into()))])
-                .answered(Answer::Error(ErrorKind::ApiMisuse))
-        }
+        "disco.weights.load" | "disco.weights.take" => for_workers(2),
+        "disco.weights.find" => for_workers(1),
         other => panic!("the built-in function {other} has no recipe here: add one"),
     }
+}
+
+/// Returns calls of a function that only workers can call, with so many arguments.
+fn for_workers(arguments: usize) -> Calls {
+    let mut large_ones = vec![Value::Packed(Packed::from_bytes(vec![0xc0; LONG].into())); arguments];
+    large_ones[0] = large();
+    Calls::new(move |_| large_ones.clone()).answered(Answer::Error(ErrorKind::ApiMisuse))
 }
 
 fn packed(value: &impl Serialize) -> Value {
