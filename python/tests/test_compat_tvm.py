@@ -200,6 +200,10 @@ def test_the_system_library_is_a_module(address: str) -> None:
         assert not module.implements_function("main")
         with pytest.raises(rpc.FunctionNotFoundError):
             module["main"]
+        assert not module.implements_function("main", query_imports=False)
+        with pytest.raises(rpc.FunctionNotFoundError) as missing:
+            module.get_function("main", query_imports=False)
+        assert missing.value.kind == "not_found"
         with pytest.raises(rpc.FunctionNotFoundError):
             module()
         with pytest.raises(rpc.FunctionNotFoundError):

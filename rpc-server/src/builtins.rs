@@ -49,6 +49,7 @@
 //! | `rpc.module.import` | path in the workspace, or absolute at the server | the digest |
 //! | `rpc.module.link` | path of object files, path of the library that they become | null |
 //! | `rpc.module.add_import` | module, module whose functions it gets beside its own | null |
+//! | `rpc.module.own_function` | module, name | its function, and none of its imports |
 //! | `rpc.module.import_tensor` | digest, a tensor whose bytes are the module | null |
 //! | `rpc.module.functions` | module, of any kind | a list of pairs: name, signature |
 //! | `rpc.peer.offer` | tensor, offset, length, terms | an offer, addresses, and a capability |

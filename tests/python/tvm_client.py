@@ -114,6 +114,11 @@ def modules(session):
     del other
     module["twice"](x, y)
     np.testing.assert_array_equal(y.numpy(), np.arange(n) * 2)
+    find = session.get_function("tvm.rpc.server.ModuleGetFunction")
+    assert find(module, "twice", False) is None and find(module, "missing", True) is None
+    for name, imports in [("twice", True), ("add_one", False)]:
+        find(module, name, imports)(x, y)
+        np.testing.assert_array_equal(y.numpy(), np.arange(n) * 2 if imports else np.arange(n) + 1)
     assert len(module.time_evaluator("twice", cpu, number=2, repeat=2)(x, y).results) == 2
     assert "yclic" in error_of(module.import_module, module)
     for missing in ["missing.so", "missing.tar"]:

@@ -315,8 +315,11 @@ class Module:
         self._rpc_sess = session
         self._module = module
 
-    def get_function(self, name: str, query_imports: bool = False) -> Function:
+    def get_function(self, name: str, query_imports: bool = True) -> Function:
         """Return the function `name`.
+
+        With `query_imports`, a function that the module lacks is looked up in those that it imports, which is
+        what TVM's clients always ask for.
 
         Raises
         ------
@@ -324,13 +327,27 @@ class Module:
             The module has no such function.
         """
         if query_imports:
-            raise _rpc.UnsupportedError("query_imports is not supported: the server decides about imports")
-        return Function(self._rpc_sess, _found(name, self._module.get_function))
+            return Function(self._rpc_sess, _found(name, self._module.get_function))
+        session = self._rpc_sess
+        find = session._of_tvm("tvm.rpc.server.ModuleGetFunction")
+        args: list[Any] = [self._module, name, False]
+        if find is None:
+            find, args = session._of_tvm("rpc.module.own_function"), [self._module, name]
+        if find is None:
+            raise _rpc.UnsupportedError("query_imports=False is not supported: the server has no function for that")
+        ask = find
+        found = _found(name, lambda _: ask(*args))
+        if not isinstance(found, _rpc.Function):
+            # A server of TVM finds nothing, which is no error there.
+            missing = FunctionNotFoundError(f"the module itself has no function '{name}'")
+            missing.kind = "not_found"
+            raise missing
+        return Function(session, found)
 
-    def implements_function(self, name: str) -> bool:
-        """Return true if the module has the function `name`."""
+    def implements_function(self, name: str, query_imports: bool = True) -> bool:
+        """Return true if the module has the function `name`; see `get_function`."""
         try:
-            self.get_function(name)
+            self.get_function(name, query_imports)
         except FunctionNotFoundError:
             return False
         return True

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 use parking_lot::{Mutex, MutexGuard};
 use rpc_core::client::Digest;
-use rpc_core::{Context, Module, Registry, Result, Shared, TensorView};
+use rpc_core::{Context, Function, Module, Registry, Result, Shared, TensorView};
 
 use super::files::OpenFile;
 use crate::modules::{ModuleError, ModuleService, ModuleUpload, PIECE, StoreLoader};
@@ -50,6 +50,9 @@ pub(super) fn register(registry: &Registry) {
         })
         .add("rpc.module.add_import", |context: Context, importer: Arc<dyn Module>, imported: Arc<dyn Module>| {
             ModuleService::of(&context)?.add_import(&context, &*importer, &*imported)
+        })
+        .add("rpc.module.own_function", |context: Context, module: Arc<dyn Module>, name: String| -> Result<Function> {
+            ModuleService::of(&context)?.own_function(&*module, &name)
         })
         .add("rpc.module.import_tensor", |context: Context, digest: String, tensor: TensorView| -> Result<()> {
             let service = ModuleService::of(&context)?;

@@ -10,7 +10,7 @@ use std::time::{Duration, SystemTime};
 use parking_lot::{Mutex, MutexGuard};
 use rpc_core::client::Digest;
 use rpc_core::limits::MemoryLease;
-use rpc_core::{Context, Module, Result, RpcError};
+use rpc_core::{Context, Function, Module, Result, RpcError};
 use rustix::fs::OFlags;
 
 use super::link::{has_to_be_linked, link};
@@ -215,6 +215,18 @@ impl ModuleService {
         self.loader.add_import(importer, imported)?;
         imports.push(charge);
         Ok(())
+    }
+
+    /// Returns a function of the module itself, and not of one that it imports.
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::NotFound`](rpc_core::ErrorKind::NotFound).
+    pub(crate) fn own_function(&self, module: &dyn Module, name: &str) -> Result<Function> {
+        if self.loader.has_own_function(module, name)? {
+            return module.function(name);
+        }
+        Err(RpcError::not_found(format!("the module {} itself has no function '{name}'", module.name())))
     }
 
     /// Links object files of the session's workspace to a shared library there, which is not

@@ -30,6 +30,11 @@ pub(crate) trait NativeLoader: Send + Sync {
         Err(RpcError::unsupported("modules of this loader import no others"))
     }
 
+    /// Returns true if a module has the function itself, and not by an import.
+    fn has_own_function(&self, module: &dyn Module, name: &str) -> Result<bool> {
+        Ok(module.functions().iter().any(|(own, _)| own == name))
+    }
+
     /// Loads the operator's libraries and registers their functions, except for names that are
     /// taken. Returns the number of functions.
     fn register_globals(&self, registry: &Registry) -> Result<usize>;
@@ -143,6 +148,10 @@ mod with_loader {
 
         fn add_import(&self, importer: &dyn Module, imported: &dyn Module) -> Result<()> {
             Self::add_import(self, importer, imported)
+        }
+
+        fn has_own_function(&self, module: &dyn Module, name: &str) -> Result<bool> {
+            Self::has_own_function(self, module, name)
         }
 
         fn register_globals(&self, registry: &Registry) -> Result<usize> {

@@ -86,6 +86,11 @@ impl Args {
         }
     }
 
+    /// Takes a flag, as Bool or Int; `default` if it is left out.
+    pub(super) fn flag_or(&mut self, default: bool) -> Result<bool, RpcError> {
+        if self.at >= self.args.len() { Ok(default) } else { self.int().map(|value| value != 0) }
+    }
+
     /// Takes an argument that means nothing here.
     pub(super) fn optional(&mut self) {
         let _ = self.next();

@@ -66,10 +66,15 @@ pub(super) async fn call(
         }
         ServerFunction::ModuleGetFunction => {
             let (module, name) = (args.module()?, args.text()?);
-            // A module of this server finds the functions of what it imports by itself.
-            args.optional();
+            let query_imports = args.flag_or(true)?;
             args.finish()?;
-            match session.find_in_module(module, &name).await {
+            let found = if query_imports {
+                // A module finds the functions of what it imports by itself.
+                session.find_in_module(module, &name).await
+            } else {
+                session.find_own_function(module, &name).await
+            };
+            match found {
                 Ok(function) => Ok(CallResult::Object(ResultKind::Function, session.hold(Held::Function(function))?)),
                 Err(error) if error.kind() == ErrorKind::NotFound => Ok(none),
                 Err(error) => Err(error),

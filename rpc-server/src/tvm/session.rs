@@ -151,6 +151,15 @@ impl TvmSession {
         function_handle(self.submit(Operation::ModuleFunction { module: *module, name: name.to_owned() }).await?)
     }
 
+    /// Does the same as [`find_in_module`](Self::find_in_module) without the imports of the module.
+    pub(super) async fn find_own_function(&self, module: u64, name: &str) -> Result<Handle, RpcError> {
+        if module == SYSTEM_LIBRARY {
+            return self.find_in_module(module, name).await;
+        }
+        let args = vec![self.module(module)?, name.into()];
+        function_handle(self.call("rpc.module.own_function", args).await?)
+    }
+
     /// Returns the system library, which has no functions: code is never linked into a server.
     pub(super) fn system_library() -> CallResult {
         CallResult::Object(ResultKind::Module, SYSTEM_LIBRARY)

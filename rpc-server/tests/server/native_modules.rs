@@ -10,7 +10,7 @@ use std::process::{Command, Output};
 use std::time::{Duration, Instant};
 
 use rpc_core::client::{Digest, Modules};
-use rpc_core::{DataType, Device, ErrorKind, RemoteModule, RpcError, Session};
+use rpc_core::{DataType, Device, ErrorKind, RemoteFunction, RemoteModule, RpcError, Session};
 use rpc_server::ServerProcess;
 use rpc_server::builtins::{TimeOptions, time_function};
 use rpc_transports::Connector;
@@ -196,6 +196,11 @@ fn functions_of_imported_modules_are_found_through_the_importer() {
         let add = importer.function("add").wait().unwrap();
         assert_eq!(add.call::<i64>((40, 2)).wait().unwrap(), 42);
         assert!(importer.function("scale").wait().is_ok());
+        let own = session.get_function("rpc.module.own_function").wait().unwrap();
+        let scale = own.call::<RemoteFunction>((&importer, "scale")).wait();
+        assert!(scale.is_ok(), "{:?}", scale.err());
+        let add = own.call::<RemoteFunction>((&importer, "add")).wait().unwrap_err();
+        assert_eq!(add.kind(), ErrorKind::NotFound, "{add}");
         let cycle = add_import.call::<()>((&importer, &importer)).wait().unwrap_err();
         assert_eq!(cycle.kind(), ErrorKind::Application, "{cycle}");
         // Another session has modules of its own.

@@ -196,11 +196,17 @@ impl Api {
 
     /// Returns the function of a module or of its imports, if there is one.
     pub(super) fn module_function(&'static self, module: &Ref, name: &str) -> Result<Option<Ref>> {
+        self.find_in_module(module, name, true)
+    }
+
+    /// Returns the function of a module, and with `imports` also one of its imports, if there is
+    /// one.
+    pub(super) fn find_in_module(&'static self, module: &Ref, name: &str, imports: bool) -> Result<Option<Ref>> {
         let ask = self.cached(&self.globals.module_function, "ffi.ModuleGetFunction")?;
         let name = self.text(name)?;
         // A module may look functions of others up by this again.
         let _imports = self.imports.read_recursive();
-        self.call(ask, &mut [module.as_any(), name.view(), Any::bool(true)])?.to_optional_object()
+        self.call(ask, &mut [module.as_any(), name.view(), Any::bool(imports)])?.to_optional_object()
     }
 
     /// Adds a module to the imports of another one.

@@ -115,12 +115,25 @@ impl TvmFfi {
     /// [`InvalidArgument`](rpc_core::ErrorKind::InvalidArgument) if one of the two is no module of
     /// TVM-FFI; the error of TVM-FFI if they would import each other.
     pub fn add_import(&self, importer: &dyn Module, imported: &dyn Module) -> Result<()> {
-        let object = |module: &dyn Module| match module.as_any().and_then(|object| object.downcast_ref::<Ref>()) {
+        let object = |module: &dyn Module| match foreign_object(module) {
             Some(object) => Ok(object.clone()),
             None => Err(RpcError::invalid_argument(format!("{} is no module of TVM-FFI", module.name()))),
         };
         let (importer, imported) = (object(importer)?, object(imported)?);
         self.api()?.add_import(&importer, &imported)
+    }
+
+    /// Returns true if a module has the function `name` itself, and not by an import. Modules of
+    /// other kinds have no imports.
+    ///
+    /// # Errors
+    ///
+    /// Those of TVM-FFI.
+    pub fn has_own_function(&self, module: &dyn Module, name: &str) -> Result<bool> {
+        match foreign_object(module) {
+            Some(object) => Ok(self.api()?.find_in_module(object, name, false)?.is_some()),
+            None => Ok(module.functions().iter().any(|(own, _)| own == name)),
+        }
     }
 
     /// Loads all libraries of the options now, and registers the global functions that the
@@ -214,6 +227,11 @@ impl Default for TvmFfi {
     fn default() -> Self {
         Self::new(TvmFfiOptions::default())
     }
+}
+
+/// Returns the object of a module of TVM-FFI.
+fn foreign_object(module: &dyn Module) -> Option<&Ref> {
+    module.as_any().and_then(|object| object.downcast_ref())
 }
 
 impl fmt::Debug for TvmFfi {

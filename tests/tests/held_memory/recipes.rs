@@ -541,6 +541,10 @@ fn calls(name: &str, peer: &mut Peer) -> Calls {
             let answer = Answer::Error(ErrorKind::Unsupported);
             Calls::new(move |_| vec![module.clone(), module.clone()]).answered(answer)
         }
+        "rpc.module.own_function" => {
+            let module = Value::Object(Reference::Module(module(peer)));
+            Calls::new(move |_| vec![module.clone(), text("function")])
+        }
         "rpc.module.functions" => {
             let module = Value::Object(Reference::Module(module(peer)));
             Calls::new(move |_| vec![module.clone()])
