@@ -108,6 +108,28 @@ def test_a_loop_that_is_faster_than_its_workers_awaits_room() -> None:
     run(work())
 
 
+def test_the_event_loop_runs_while_content_is_fetched_from_workers_behind_by_a_window() -> None:
+    async def work() -> None:
+        async with disco.start(disco.ThreadedSession, 1, functions=[hold], window=4096) as session:
+            x = session.broadcast(np.arange(3, dtype="float32"))
+            await session.aio.sync_all()
+            call = session.get_global_func("hold")
+            while session.aio.room().done():
+                call()
+            # Any other command would wait by now.
+            copied, read = session.aio.copy_from_worker_0(x), session.aio.debug_get_from_remote(x, 0)
+            assert not copied.done() and not read.done()
+            # Only this thread lets the worker go on, for which that needs the interpreter.
+            gate.set()
+            # Behind both, and so it does not change what they fetch.
+            await session.aio.room()
+            session.broadcast(np.zeros(3, "float32"), x)
+            assert (await copied).tolist() == (await read).tolist() == [0, 1, 2]
+            assert (await session.aio.copy_from_worker_0(x)).tolist() == [0, 0, 0]
+
+    run(work())
+
+
 def test_sessions_of_all_kinds_are_started_by_an_event_loop(server: str) -> None:
     async def work() -> None:
         async with disco.start(disco.ProcessSession, 2, functions=[process_number]) as processes:

@@ -63,9 +63,12 @@ impl Controller {
     }
 
     /// Fetches the content of a register of one worker. `command` gets the ticket.
+    ///
+    /// It is issued whether there is credit or not, as a sync is: its caller waits for the workers
+    /// anyway, and may be an event loop, which must not block before that.
     pub(crate) fn fetch(self: &Arc<Self>, command: impl FnOnce(u64) -> Command) -> Completion<LocalValue> {
         let guard = self.open_ticket(1);
-        if let Err(error) = self.issue(command(guard.ticket)) {
+        if let Err(error) = self.push(command(guard.ticket)) {
             return Completion::failed(error);
         }
         Completion::new(async move {
