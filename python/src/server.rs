@@ -5,6 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
+use pyo3::IntoPyObjectExt as _;
 use pyo3::exceptions::{PyRuntimeError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use rpc_core::RpcError;
@@ -12,7 +13,8 @@ use rpc_server::config::{ConfigError, ServeConfig, ServeError};
 use rpc_server::isolate::gpu;
 use rpc_server::logging;
 use rpc_server::{RpcServer, Running, ServeSettings};
-use tokio::task::{JoinError, JoinHandle};
+use tokio::sync::{Notify, watch};
+use tokio::task::JoinError;
 
 use crate::child::program_of;
 use crate::connect::chain;
@@ -38,52 +40,106 @@ pub(crate) struct Server {
 }
 
 enum ServerState {
-    New,
-    Starting,
+    /// Not started; with the end of a start that was given up, which may not be over.
+    New(Option<End>),
+    /// A start for which a program is being prepared.
+    Preparing(Option<End>),
+    Starting(Start),
     Running(Arc<Running>),
     Stopped,
 }
 
-/// A start in progress. Dropping it lets the server be started again.
-struct Start(Arc<Mutex<ServerState>>);
+/// A start in progress.
+struct Start {
+    give_up: Arc<Notify>,
+    end: End,
+}
 
 impl Start {
-    fn begin(state: &Arc<Mutex<ServerState>>) -> PyResult<Self> {
-        let mut locked = state.lock();
-        if !matches!(*locked, ServerState::New) {
-            return Err(PyRuntimeError::new_err("a server is started once"));
-        }
-        *locked = ServerState::Starting;
-        Ok(Self(state.clone()))
-    }
-
-    /// Records the server that runs now, unless it was stopped meanwhile: it ends then.
-    fn succeed(self, running: Running) -> PyResult<()> {
-        let mut state = self.0.lock();
-        if !matches!(*state, ServerState::Starting) {
-            return Err(stopped());
-        }
-        *state = ServerState::Running(Arc::new(running));
-        Ok(())
+    /// Gives the start up. Returns its end.
+    fn give_up(self) -> End {
+        self.give_up.notify_one();
+        self.end
     }
 }
 
-impl Drop for Start {
-    fn drop(&mut self) {
-        let mut state = self.0.lock();
-        if matches!(*state, ServerState::Starting) {
-            *state = ServerState::New;
-        }
+/// End of a task of the server, after which none of its addresses is in use by that.
+#[derive(Clone)]
+struct End(watch::Receiver<()>);
+
+impl End {
+    /// Returns an end that is there when the sender is dropped.
+    fn new() -> (watch::Sender<()>, Self) {
+        let (sender, receiver) = watch::channel(());
+        (sender, Self(receiver))
+    }
+
+    async fn wait(mut self) {
+        while self.0.changed().await.is_ok() {}
+    }
+
+    /// Returns the operation that waits for an end, if there is one to wait for.
+    fn operation(end: Option<Self>) -> Operation {
+        Operation::unit(async move {
+            if let Some(end) = end {
+                end.wait().await;
+            }
+            Ok(())
+        })
     }
 }
 
-/// A task of the package's runtime, which ends with the last reference.
-struct AbortOnDrop<T>(JoinHandle<T>);
+/// Ends a server that runs, whether the end is waited for or not.
+fn end(running: Arc<Running>) -> PyResult<End> {
+    let (over, end) = End::new();
+    runtime()?.spawn(async move {
+        running.end().await;
+        drop(over);
+    });
+    Ok(end)
+}
 
-impl<T> Drop for AbortOnDrop<T> {
-    fn drop(&mut self) {
-        self.0.abort();
+/// Starts a server behind the end of an earlier start, unless this one is given up. Records the
+/// outcome in `state`. Returns true if the server runs then.
+async fn start(
+    server: RpcServer,
+    config: ServeConfig,
+    earlier: Option<End>,
+    give_up: Arc<Notify>,
+    state: Arc<Mutex<ServerState>>,
+) -> Result<Result<bool, ServeError>, JoinError> {
+    if let Some(earlier) = earlier {
+        earlier.wait().await;
     }
+    let devices = tokio::select! {
+        biased;
+        () = give_up.notified() => return Ok(Ok(false)),
+        devices = tokio::task::spawn_blocking(move || gpu::for_server(&config)) => devices,
+    };
+    let outcome = match devices {
+        // It is short, and goes on to its end: the addresses of one that is dropped are in use for
+        // a moment longer.
+        Ok(devices) => tokio::spawn(server.devices(devices).start()).await,
+        Err(failed) => Err(failed),
+    };
+    let unused = {
+        let mut state = state.lock();
+        let is_wanted = matches!(&*state, ServerState::Starting(start) if Arc::ptr_eq(&start.give_up, &give_up));
+        match outcome {
+            Ok(Ok(running)) if is_wanted => {
+                *state = ServerState::Running(Arc::new(running));
+                return Ok(Ok(true));
+            }
+            Ok(Ok(running)) => running,
+            failed if is_wanted => {
+                *state = ServerState::New(None);
+                return failed.map(|failed| failed.map(|_| false));
+            }
+            _ => return Ok(Ok(false)),
+        }
+    };
+    unused.end().await;
+    Ok(Ok(false))
 }
 
 impl Server {
@@ -91,7 +147,9 @@ impl Server {
         self.birth.check()?;
         match &*self.state.lock() {
             ServerState::Running(running) => Ok(running.clone()),
-            ServerState::New | ServerState::Starting => Err(PyRuntimeError::new_err("the server has not been started")),
+            ServerState::New(_) | ServerState::Preparing(_) | ServerState::Starting(_) => {
+                Err(PyRuntimeError::new_err("the server has not been started"))
+            }
             ServerState::Stopped => Err(stopped()),
         }
     }
@@ -118,36 +176,67 @@ impl Server {
         }
         let config = settings.resolve().map_err(wrong_settings)?;
         let registry = registry.get().registry()?;
-        Ok(Self { registry, config, logs, state: Arc::new(Mutex::new(ServerState::New)), birth: Birth::now() })
+        Ok(Self { registry, config, logs, state: Arc::new(Mutex::new(ServerState::New(None))), birth: Birth::now() })
     }
 
-    /// Starts to serve: after this all addresses are listened on. `program` are the words of the
-    /// command that processes of sessions run. An operation that is dropped ends what has started.
+    /// Begins a start, which `start_op` goes on with: the server can be stopped from now on.
+    fn begin_start(&self) -> PyResult<()> {
+        self.birth.check()?;
+        let mut state = self.state.lock();
+        let ServerState::New(earlier) = &mut *state else {
+            return Err(PyRuntimeError::new_err("a server is started once"));
+        };
+        *state = ServerState::Preparing(earlier.take());
+        Ok(())
+    }
+
+    /// Starts to serve. `program` are the words of the command that processes of sessions run. The
+    /// outcome is true once all addresses are listened on, and false if the server was stopped
+    /// before that.
     #[pyo3(signature = (program = None))]
     fn start_op(&self, program: Option<Vec<OsString>>) -> PyResult<Operation> {
         self.birth.check()?;
         let (program, runtime) = (program.map(program_of).transpose()?, runtime()?);
-        let start = Start::begin(&self.state)?;
         if self.logs {
             logging::init(&self.config.log_level, self.config.log_format);
         }
         let (registry, config) = (self.registry.clone(), self.config.clone());
-        let work = async move {
-            let mut task = AbortOnDrop(runtime.spawn(async move {
-                let of_devices = config.clone();
-                let devices = tokio::task::spawn_blocking(move || gpu::for_server(&of_devices)).await?;
-                let mut server = RpcServer::new(registry).devices(devices).config(config);
-                if let Some(program) = program {
-                    server = server.program(program);
-                }
-                Ok::<_, JoinError>(server.start().await)
-            }));
-            (&mut task.0).await.map_err(task_failed)?.map_err(task_failed)
+        let mut server = RpcServer::new(registry).config(config.clone());
+        if let Some(program) = program {
+            server = server.program(program);
+        }
+        let mut state = self.state.lock();
+        let ServerState::Preparing(earlier) = &mut *state else {
+            return Ok(Operation::new(async { Ok(()) }, |py, _, ()| false.into_py_any(py)));
         };
-        Ok(Operation::new(work, move |py, _, outcome| {
-            start.succeed(outcome.map_err(|error| cannot_serve(py, &error))?)?;
-            Ok(py.None())
+        let (earlier, give_up, (over, end)) = (earlier.take(), Arc::<Notify>::default(), End::new());
+        let work = start(server, config, earlier, give_up.clone(), self.state.clone());
+        let task = runtime.spawn(async move {
+            let outcome = work.await;
+            drop(over);
+            outcome
+        });
+        *state = ServerState::Starting(Start { give_up, end });
+        drop(state);
+        let work = async move { task.await.and_then(|outcome| outcome).map_err(task_failed) };
+        Ok(Operation::new(work, |py, _, outcome: Result<bool, ServeError>| {
+            outcome.map_err(|error| cannot_serve(py, &error))?.into_py_any(py)
         }))
+    }
+
+    /// Gives a start up, also one that is complete. The server can be started again, and a start
+    /// waits for the end of this one. It goes on if nothing waits for it.
+    fn give_up_start_op(&self) -> PyResult<Operation> {
+        self.birth.check()?;
+        let mut state = self.state.lock();
+        let earlier = match std::mem::replace(&mut *state, ServerState::Stopped) {
+            ServerState::New(earlier) | ServerState::Preparing(earlier) => earlier,
+            ServerState::Starting(start) => Some(start.give_up()),
+            ServerState::Running(running) => Some(end(running)?),
+            ServerState::Stopped => return Ok(End::operation(None)),
+        };
+        *state = ServerState::New(earlier.clone());
+        Ok(End::operation(earlier))
     }
 
     /// Addresses that the server listens on, with the ports that were chosen.
@@ -174,46 +263,49 @@ impl Server {
         matches!(*self.state.lock(), ServerState::Running(_))
     }
 
+    /// True once it has been stopped or drained.
+    #[getter]
+    fn is_stopped(&self) -> bool {
+        matches!(*self.state.lock(), ServerState::Stopped)
+    }
+
     /// Reads certificates, tokens and the policy again.
     fn reload(&self, py: Python<'_>) -> PyResult<()> {
         let running = self.running()?;
         py.detach(|| running.reload()).map_err(|error| cannot_serve(py, &error))
     }
 
-    /// Ends all sessions, and waits until their clients know. Does nothing if the server does not
-    /// run. It goes on if nothing waits for it.
+    /// Ends all sessions, and waits until their clients know; gives up a start in progress. Does
+    /// nothing before the start. It goes on if nothing waits for it.
     fn stop_op(&self) -> PyResult<Operation> {
-        let running = if self.birth.is_here() { self.take_running() } else { None };
-        let Some(running) = running else { return Ok(Operation::unit(async { Ok(()) })) };
-        let end = runtime()?.spawn(async move { running.end().await });
-        Ok(Operation::unit(async move { end.await.map_err(task_failed) }))
+        if !self.birth.is_here() {
+            return Ok(End::operation(None));
+        }
+        let mut state = self.state.lock();
+        Ok(End::operation(match std::mem::replace(&mut *state, ServerState::Stopped) {
+            ServerState::New(earlier) => {
+                *state = ServerState::New(earlier.clone());
+                earlier
+            }
+            ServerState::Preparing(earlier) => earlier,
+            ServerState::Starting(start) => Some(start.give_up()),
+            ServerState::Running(running) => Some(end(running)?),
+            ServerState::Stopped => None,
+        }))
     }
 
     /// Refuses new sessions, tells clients to leave, waits for their sessions within the drain
     /// timeout, and ends those that are left. It goes on if nothing waits for it.
     fn drain_op(&self) -> PyResult<Operation> {
         let (running, state) = (self.running()?, self.state.clone());
-        let drain = runtime()?.spawn(async move { running.drain().await });
-        Ok(Operation::new(async move { drain.await.map_err(task_failed) }, move |py, _, ()| {
-            *state.lock() = ServerState::Stopped;
-            Ok(py.None())
-        }))
-    }
-}
-
-impl Server {
-    /// Returns the server that runs, if one does: it counts as stopped from now on, and so does one
-    /// that is starting.
-    fn take_running(&self) -> Option<Arc<Running>> {
-        let mut state = self.state.lock();
-        match std::mem::replace(&mut *state, ServerState::Stopped) {
-            ServerState::Running(running) => Some(running),
-            ServerState::New => {
-                *state = ServerState::New;
-                None
+        let drain = runtime()?.spawn(async move {
+            running.drain().await;
+            let mut state = state.lock();
+            if matches!(&*state, ServerState::Running(current) if Arc::ptr_eq(current, &running)) {
+                *state = ServerState::Stopped;
             }
-            ServerState::Starting | ServerState::Stopped => None,
-        }
+        });
+        Ok(Operation::unit(async move { drain.await.map_err(task_failed) }))
     }
 }
 

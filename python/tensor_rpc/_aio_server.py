@@ -64,33 +64,49 @@ class Server(BaseServer):
         TypeError
             With ``isolate="process"``: a function cannot be imported by the processes of sessions.
         RuntimeError
-            They have failed to import the functions; or this process is one of them.
+            They have failed to import the functions; this process is one of them; or another task
+            has stopped the server meanwhile.
         """
-        _child.refuse_while_importing()
-        words = None
-        if self._has_processes:
-            # A process that imports the functions is waited for.
-            words = await asyncio.to_thread(_child.set_up, self._registry)
-        await _begin(self._native.start_op(words))
+        if not await self._start():
+            raise RuntimeError("the server has been stopped")
         return self
+
+    async def _start(self) -> bool:
+        _child.refuse_while_importing()
+        self._native.begin_start()
+        try:
+            words = None
+            if self._has_processes:
+                # A process that imports the functions is waited for.
+                words = await asyncio.to_thread(_child.set_up, self._registry)
+            return await _begin(self._native.start_op(words))
+        except BaseException as error:
+            # Also if it is complete, and the cancellation was there before this task went on.
+            given_up = self._native.give_up_start_op()
+            if isinstance(error, asyncio.CancelledError):
+                await _begin(given_up)
+            raise
 
     async def stop(self) -> None:
         """End all sessions, and stop. A function that runs goes on, and its result is dropped.
 
-        It goes on if the wait for it is cancelled.
+        It goes on if the wait for it is cancelled. A start in progress is given up. A server that
+        was not started can still be.
         """
         try:
             await _begin(self._native.stop_op())
         finally:
-            self._ended.set()
+            if self._native.is_stopped:
+                self._ended.set()
 
     async def drain(self) -> None:
         """Refuse new sessions, wait for the open ones (``drain_timeout``), and stop.
 
         It goes on if the wait for it is cancelled; `stop` then ends what is left.
         """
-        await _begin(self._native.drain_op())
-        self._ended.set()
+        draining = _begin(self._native.drain_op())
+        draining.add_done_callback(lambda _: self._ended.set())
+        await asyncio.shield(draining)
 
     async def serve(self, *, announce: bool = True) -> None:
         """Serve until another task stops or drains the server, or this is cancelled, which stops it.
@@ -102,8 +118,8 @@ class Server(BaseServer):
         announce : bool
             Print ``listening on ADDRESS`` for each address.
         """
-        if not self.is_running:
-            await self.start()
+        if not self.is_running and not await self._start():
+            return
         try:
             if announce:
                 self._announce()

@@ -68,7 +68,13 @@ class BaseServer:
         self._native.reload()
 
     def _announce(self) -> None:
-        for address in self.addresses:
+        try:
+            addresses = self.addresses
+        except RuntimeError:
+            if self._native.is_stopped:
+                return
+            raise
+        for address in addresses:
             print(f"listening on {address}", flush=True)
 
     def __repr__(self) -> str:
@@ -142,23 +148,39 @@ class Server(BaseServer):
         TypeError
             With ``isolate="process"``: a function cannot be imported by the processes of sessions.
         RuntimeError
-            They have failed to import the functions; or this process is one of them.
+            They have failed to import the functions; this process is one of them; or another thread
+            has stopped the server meanwhile.
         """
-        _child.refuse_while_importing()
-        self._native.start_op(_child.set_up(self._registry) if self._has_processes else None).wait()
+        if not self._start():
+            raise RuntimeError("the server has been stopped")
         return self
 
+    def _start(self) -> bool:
+        _child.refuse_while_importing()
+        self._native.begin_start()
+        try:
+            words = _child.set_up(self._registry) if self._has_processes else None
+            return self._native.start_op(words).wait()
+        except BaseException:
+            self._native.give_up_start_op().wait()
+            raise
+
     def stop(self) -> None:
-        """End all sessions, and stop. A function that runs goes on, and its result is dropped."""
+        """End all sessions, and stop. A function that runs goes on, and its result is dropped.
+
+        A start in progress is given up. A server that was not started can still be.
+        """
         try:
             self._native.stop_op().wait()
         finally:
-            self._end()
+            if self._native.is_stopped:
+                self._end()
 
     def drain(self) -> None:
         """Refuse new sessions, wait for the open ones (``drain_timeout``), and stop."""
+        draining = self._native.drain_op()
         try:
-            self._native.drain_op().wait()
+            draining.wait()
         finally:
             self._end()
 
@@ -182,8 +204,8 @@ class Server(BaseServer):
             Print ``listening on ADDRESS`` for each address.
         """
         if threading.current_thread() is not threading.main_thread():
-            self._start_and_announce(announce)
-            self._ended.wait()
+            if self._start_and_announce(announce):
+                self._ended.wait()
             return
         asked, twice, draining = False, False, False
 
@@ -212,10 +234,10 @@ class Server(BaseServer):
         }
         try:
             # Whoever reads the addresses may send a signal at once.
-            self._start_and_announce(announce)
-            while not asked and not self._ended.is_set():
+            serves = self._start_and_announce(announce)
+            while serves and not asked and not self._ended.is_set():
                 self._wakes[0].recv(64)
-            if asked:
+            if asked and self.is_running:
                 draining = True
                 # The second signal may have come before the first one was seen.
                 if not twice:
@@ -233,11 +255,13 @@ class Server(BaseServer):
                 end.close()
             self._wakes = None
 
-    def _start_and_announce(self, announce: bool) -> None:
-        if not self.is_running:
-            self.start()
+    def _start_and_announce(self, announce: bool) -> bool:
+        """Return false if another thread has stopped the server during its start."""
+        if not self.is_running and not self._start():
+            return False
         if announce:
             self._announce()
+        return True
 
     def __enter__(self) -> Server:
         """Start to serve, unless the server serves already."""

@@ -18,6 +18,7 @@ import pytest
 from forms import TIME_LIMIT
 
 import tensor_rpc as rpc
+from tensor_rpc import _aio, _aio_server, _child
 
 PACKAGE = pathlib.Path(rpc.__file__).parent.parent
 
@@ -281,31 +282,182 @@ def test_a_server_of_an_event_loop_serves_until_it_is_drained_or_cancelled(
     assert capsys.readouterr().out.count("listening on tcp://127.0.0.1:") == 2
 
 
-def test_a_start_that_is_cancelled_takes_no_address_and_may_be_repeated() -> None:
+def test_a_drain_goes_on_if_its_wait_is_cancelled() -> None:
+    begun, gate = threading.Event(), threading.Event()
+
+    def hold() -> bool:
+        begun.set()
+        return gate.wait(TIME_LIMIT)
+
     async def work() -> None:
-        with socket.socket() as taken:
-            taken.bind(("127.0.0.1", 0))
-            taken.listen()
-            address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
-            server = rpc.aio.Server(add, listen=address)
-            with pytest.raises(rpc.RemoteIOError):
-                await server.start()
-        starting = asyncio.create_task(server.start())
-        await asyncio.sleep(0)
-        # The start has begun, and its outcome comes by the loop.
-        starting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await starting
+        server = rpc.aio.Server(hold, drain_timeout="1h")
+        await server.start()
+        serving = asyncio.create_task(server.serve(announce=False))
+        async with rpc.aio.connect(server.address) as session:
+            call = session.call("hold")
+            assert await asyncio.to_thread(begun.wait, TIME_LIMIT)
+            draining = asyncio.create_task(server.drain())
+            await asyncio.sleep(0)
+            draining.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await draining
+            assert server.is_running and not serving.done()
+            gate.set()
+            assert await call is True
+        await serving
         assert not server.is_running
-        while True:
-            try:
-                await server.start()
-                break
-            except rpc.RemoteIOError:
-                # The socket of the start that was cancelled closes on a thread of the package.
-                await asyncio.sleep(0.001)
+
+    run(work())
+
+
+@pytest.fixture
+def port() -> int:
+    """Return a free port."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        found: int = listener.getsockname()[1]
+        return found
+
+
+def assert_is_free(port: int) -> None:
+    """Check that nothing listens on a port."""
+    socket.create_server(("127.0.0.1", port)).close()
+
+
+def test_a_start_that_is_cancelled_takes_no_address_and_may_be_repeated(port: int) -> None:
+    async def work() -> None:
+        address = f"tcp://127.0.0.1:{port}"
+        server = rpc.aio.Server(add, listen=address)
+        with socket.create_server(("127.0.0.1", port)), pytest.raises(rpc.RemoteIOError):
+            await server.start()
+        for turns in range(10):
+            starting = asyncio.create_task(server.start())
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            # The start has begun, and its outcome comes by the loop.
+            starting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await starting
+            assert not server.is_running
+            assert_is_free(port)
+        await server.start()
         async with rpc.aio.connect(address) as session:
             assert await session.call("add", 1, 2) == 3
         await server.stop()
 
     run(work())
+
+
+def test_a_start_that_is_cancelled_when_it_is_complete_is_given_up(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        server = rpc.aio.Server(add, listen=f"tcp://127.0.0.1:{port}")
+        complete: list[bool] = []
+
+        def begin_start(operation: Any) -> Any:
+            monkeypatch.undo()
+            begun = _aio._begin(operation)
+            begun.add_done_callback(cancel)
+            return begun
+
+        def cancel(begun: object) -> None:
+            """Cancel the task when the outcome is there, before the task goes on with it."""
+            complete.append(server.is_running)
+            starting.cancel()
+
+        monkeypatch.setattr(_aio_server, "_begin", begin_start)
+        starting = asyncio.create_task(server.start())
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        assert complete == [True] and not server.is_running
+        assert_is_free(port)
+        async with server, rpc.aio.connect(server.address) as session:
+            assert await session.call("add", 1, 2) == 3
+
+    run(work())
+
+
+def test_a_stop_gives_up_a_start_in_progress(port: int) -> None:
+    async def work() -> None:
+        for turns in range(10):
+            server = rpc.aio.Server(add, listen=f"tcp://127.0.0.1:{port}")
+            serving = asyncio.create_task(server.serve(announce=False))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            await server.stop()
+            # A task that has not run yet begins the start after this.
+            if turns > 0:
+                assert_is_free(port)
+                await serving
+            else:
+                serving.cancel()
+        server = rpc.aio.Server(add, listen=f"tcp://127.0.0.1:{port}")
+        starting = asyncio.create_task(server.start())
+        await asyncio.sleep(0)
+        await server.stop()
+        with pytest.raises(RuntimeError, match="has been stopped"):
+            await starting
+        assert_is_free(port)
+
+    run(work())
+
+
+def test_a_stop_gives_up_a_start_whose_processes_are_prepared(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, gate = threading.Event(), threading.Event()
+    set_up = _child.set_up
+
+    def prepare(*args: Any) -> list[str]:
+        begun.set()
+        assert gate.wait(TIME_LIMIT)
+        return set_up(*args)
+
+    async def work() -> None:
+        begun.clear()
+        gate.clear()
+        server = rpc.aio.Server(listen=f"tcp://127.0.0.1:{port}", isolate="process")
+        serving = asyncio.create_task(server.serve(announce=False))
+        assert await asyncio.to_thread(begun.wait, TIME_LIMIT)
+        await server.stop()
+        gate.set()
+        await serving
+        assert not server.is_running
+        assert_is_free(port)
+
+    monkeypatch.setattr(_child, "set_up", prepare)
+    run(work())
+    begun.clear()
+    gate.clear()
+    server = rpc.Server(listen=f"tcp://127.0.0.1:{port}", isolate="process")
+    serving = threading.Thread(target=server.serve, kwargs={"announce": False})
+    serving.start()
+    assert begun.wait(TIME_LIMIT)
+    server.stop()
+    gate.set()
+    serving.join(TIME_LIMIT)
+    assert not serving.is_alive() and not server.is_running
+    assert_is_free(port)
+
+
+def test_a_stop_before_the_start_ends_nothing() -> None:
+    async def work() -> None:
+        server = rpc.aio.Server(add)
+        await server.stop()
+        await server.start()
+        serving = asyncio.create_task(server.serve(announce=False))
+        async with rpc.aio.connect(server.address) as session:
+            assert await session.call("add", 1, 2) == 3
+        assert not serving.done()
+        await server.stop()
+        await serving
+
+    run(work())
+    server = rpc.Server(add)
+    server.stop()
+    with pytest.raises(RuntimeError, match="not been started"):
+        server.drain()
+    server.start()
+    serving = threading.Thread(target=server.serve, kwargs={"announce": False})
+    serving.start()
+    serving.join(0.05)
+    assert serving.is_alive()
+    server.stop()
+    serving.join(TIME_LIMIT)
+    assert not serving.is_alive()
