@@ -131,7 +131,9 @@ class RetryPolicy:
 
     A request is repeated if its session was lost or is going away, or if what it needs is busy, and
     if a second run does no harm: it certainly did not run; it only asks or makes objects; or it
-    calls a function that is declared idempotent. While most requests fail, nothing is repeated.
+    calls a function that is declared idempotent. While most requests fail, nothing is repeated. A
+    call that takes a tensor, an array, a function of this process or another object, which went
+    with its session, is not repeated either: it fails with the error of its connection.
 
     Attributes
     ----------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from forms import TIME_LIMIT
@@ -18,14 +19,14 @@ class Place:
     def __init__(self, folder: Path) -> None:
         """Start it."""
         self.address = f"unix:{folder}/socket"
-        self.calls: dict[str, int] = {"get": 0, "put": 0}
+        self.calls: dict[str, int] = {"get": 0, "put": 0, "get_from": 0}
         self.called = threading.Event()
         # Calls of the first server do not return.
         self.gate = threading.Event()
         self.server = self._start()
 
     def _start(self) -> rpc.Server:
-        return rpc.Server(self.get, self.put, self.quick, listen=self.address).start()
+        return rpc.Server(self.get, self.put, self.get_from, self.quick, listen=self.address).start()
 
     def restart(self) -> None:
         """End the server with all its sessions, and start the next one."""
@@ -46,6 +47,10 @@ class Place:
     def put(self) -> int:
         """Return the number of calls of this function."""
         return self._call("put")
+
+    def get_from(self, source: Any) -> int:
+        """Return the number of calls of this function."""
+        return self._call("get_from")
 
     def quick(self, number: int) -> int:
         """Return a number."""
@@ -97,6 +102,25 @@ def test_a_call_that_was_lost_is_repeated_if_it_may_run_twice(place: Place, name
                 assert lost.value.may_have_run and place.calls["put"] == 1
                 # A new one is another matter.
                 assert await session.call(name) == 2
+        await asyncio.to_thread(place.server.stop)
+
+    asyncio.run(asyncio.wait_for(work(), TIME_LIMIT))
+
+
+def test_a_call_that_takes_an_array_or_a_function_has_the_error_of_its_connection(place: Place) -> None:
+    async def work() -> None:
+        async with rpc.aio.connect(place.address, retry=POLICY) as session:
+            sources: list[Any] = [memoryview(b"an array"), [memoryview(b"in a list")], lambda: 1]
+            for number, source in enumerate(sources, 1):
+                place.called.clear()
+                place.gate.clear()
+                call = session.call("get_from", source)
+                assert await asyncio.to_thread(place.called.wait, TIME_LIMIT)
+                await asyncio.to_thread(place.restart)
+                with pytest.raises(rpc.SessionClosedError) as lost:
+                    await call
+                assert lost.value.may_have_run and place.calls["get_from"] == number
+                assert await session.call("quick", number) == number
         await asyncio.to_thread(place.server.stop)
 
     asyncio.run(asyncio.wait_for(work(), TIME_LIMIT))

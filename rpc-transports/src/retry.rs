@@ -18,7 +18,8 @@
 //! A wrapper that was made with a way to open sessions opens the next one when the last was lost.
 //! Functions that were looked up by their names are looked up again there, so that references to
 //! them go on. All other objects (tensors, modules, streams, what functions returned) went with
-//! their session: requests that name them fail with [`ErrorKind::InvalidHandle`].
+//! their session: requests that name them fail with [`ErrorKind::InvalidHandle`], and one that was
+//! in progress fails with the error of its connection, because it cannot be repeated.
 //!
 //! # Order
 //!

@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use parking_lot::Mutex;
 use rpc_core::reply::Outcome;
-use rpc_core::{ErrorKind, Lane, Operation, Request, Responder, RpcError, SharedSession, Submission};
+use rpc_core::{ErrorKind, Lane, Operation, Request, Responder, RpcError, SharedSession, Submission, Value};
 use tokio::sync::{Notify, oneshot};
 
 use super::held::{self, Pins, lost};
@@ -68,6 +68,7 @@ impl Attempts {
     async fn attempts(&self, request: &Request) -> Outcome {
         let policy = &self.inner.policy;
         let (mut backoff, mut attempts, mut may_have_run) = (policy.backoff(), 0, false);
+        let mut previous = None;
         let function = match &request.operation {
             Operation::Call { .. } => self.pins.objects.first().and_then(|function| function.name()),
             _ => None,
@@ -75,10 +76,13 @@ impl Attempts {
         loop {
             attempts += 1;
             let error = match self.attempt(request).await {
-                Ok(value) => {
+                Ok(Some(value)) => {
                     policy.succeeded();
                     return Ok(value);
                 }
+                // It cannot be repeated: its error is the one with which the object's session was
+                // lost.
+                Ok(None) => return Err(previous.unwrap_or_else(lost)),
                 Err(error) => error,
             };
             let permitted = policy.permits(attempts, &request.operation, function, self.inner.open.is_some(), &error);
@@ -99,11 +103,13 @@ impl Attempts {
             if paused.is_err() || !self.pins.pin() {
                 return Err(error);
             }
+            previous = Some(error);
         }
     }
 
-    /// Makes one attempt.
-    async fn attempt(&self, request: &Request) -> Outcome {
+    /// Makes one attempt. Resolves to `None` if an object that the request names went with an
+    /// earlier session.
+    async fn attempt(&self, request: &Request) -> Result<Option<Value>, RpcError> {
         let Request { lane, deadline, trace, pipe, ref operation } = *request;
         let with = |operation| Request { lane, deadline, trace, pipe, operation };
         let opened = self.unless_given_up(deadline, self.inner.current()).await?;
@@ -115,7 +121,8 @@ impl Attempts {
             let mut handles = Vec::with_capacity(self.pins.objects.len());
             for pin in &self.pins.objects {
                 let handle = self.unless_given_up(deadline, pin.handle_in(generation, &session, with)).await?;
-                handles.push(handle.map_err(not_begun)?);
+                let Some(handle) = handle.map_err(not_begun)? else { return Ok(None) };
+                handles.push(handle);
             }
             let mut handles = handles.into_iter();
             let operation = held::translated(operation, &mut |_| handles.next().ok_or_else(lost))?;
@@ -126,7 +133,7 @@ impl Attempts {
             if is_free && outcome.is_ok() {
                 self.pins.objects.iter().for_each(|pin| pin.mark_freed());
             }
-            outcome
+            outcome.map(Some)
         };
         let outcome = outcome.await;
         if let Err(error) = &outcome
@@ -136,7 +143,7 @@ impl Attempts {
             self.inner.lose(generation);
         }
         let name = if let Operation::GetFunction { name } = operation { Some(name.as_str()) } else { None };
-        keep(&self.inner, generation, &session, name, outcome)
+        outcome.transpose().map(|outcome| keep(&self.inner, generation, &session, name, outcome)).transpose()
     }
 
     /// Waits for the reply, and passes a cancellation on.

@@ -78,25 +78,25 @@ impl Held {
         self.name.as_deref()
     }
 
-    /// Returns the handle in the session with that number. A function is looked up there if it is
-    /// from another one.
+    /// Returns the handle in the session with that number; `None` if the object went with another
+    /// one. A function that has a name is looked up there.
     ///
     /// # Errors
     ///
-    /// [`ErrorKind::InvalidHandle`] for all other objects of another session; errors of the lookup.
+    /// Those of the lookup.
     pub(super) async fn handle_in(
         &self,
         generation: u64,
         session: &SharedSession,
         request: impl Fn(Operation) -> Request,
-    ) -> Result<Handle, RpcError> {
+    ) -> Result<Option<Handle>, RpcError> {
         {
             let at = self.at.lock();
             if at.generation == generation {
-                return Ok(at.handle);
+                return Ok(Some(at.handle));
             }
         }
-        let Some(name) = self.name.clone() else { return Err(lost()) };
+        let Some(name) = self.name.clone() else { return Ok(None) };
         let found = session.submit(request(Operation::GetFunction { name })).reply().await?;
         let Value::Object(Reference::Function(handle)) = found else {
             return Err(RpcError::internal("a function that was looked up is none"));
@@ -107,12 +107,13 @@ impl Held {
             let known = (at.generation == generation).then_some(at.handle);
             drop(at);
             free(session, handle);
-            return known.ok_or_else(|| RpcError::new(ErrorKind::Closed, "the session was replaced by another one"));
+            let replaced = || RpcError::new(ErrorKind::Closed, "the session was replaced by another one");
+            return known.ok_or_else(replaced).map(Some);
         }
         at.generation = generation;
         at.session = session.clone();
         at.handle = handle;
-        Ok(handle)
+        Ok(Some(handle))
     }
 
     /// Records that a request has freed the object.

@@ -244,6 +244,22 @@ async fn a_request_that_may_have_run_is_made_again_only_if_it_is_idempotent() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_request_whose_object_went_with_its_session_fails_with_the_error_of_the_connection() {
+    let sessions = Sessions::default();
+    let session = sessions.reopening(RetryPolicy::default().idempotent(["same"]));
+    for may_have_run in [true, false] {
+        let same = session.get_function("same").await.unwrap();
+        let tensor = session.upload(&[1], &[7_u8]).await.unwrap();
+        sessions.fails("call", ErrorKind::PeerLost, may_have_run);
+        let error = same.call::<RemoteTensor>((&tensor,)).await.unwrap_err();
+        assert_eq!((error.kind(), error.request_may_have_run()), (ErrorKind::PeerLost, may_have_run), "{error}");
+        // From now on the object is what is wrong.
+        assert_eq!(kind(same.call::<RemoteTensor>((&tensor,)).await), ErrorKind::InvalidHandle);
+    }
+    assert_eq!(sessions.opened(), 3);
+}
+
+#[tokio::test(start_paused = true)]
 async fn attempts_are_bounded_and_their_pauses_grow() {
     let sessions = Sessions::default();
     let policy = RetryPolicy::default().attempts(3).pauses(Duration::from_secs(10), Duration::from_secs(60));
