@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import inspect
+import socket
 import threading
 import time
 import weakref
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 import pytest
@@ -111,6 +113,59 @@ def test_operations_begin_late_in_a_turn_of_the_loop() -> None:
 
     with rpc.Server(hear, keep_alive="1h") as server:
         run(work(server.address))
+
+
+class Tap:
+    """A relay to a server, which tells that its client has sent something."""
+
+    def __init__(self, address: str) -> None:
+        """Relay one connection."""
+        self.sent = threading.Event()
+        host, port = address.removeprefix("tcp://").split(":")
+        self._server = (host, int(port))
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._relay, daemon=True).start()
+
+    def _relay(self) -> None:
+        with self._listener, self._listener.accept()[0] as client, socket.create_connection(self._server) as server:
+            back = threading.Thread(target=self._pass_on, args=(server, client))
+            back.start()
+            self._pass_on(client, server, self.sent)
+            back.join()
+
+    @staticmethod
+    def _pass_on(source: socket.socket, sink: socket.socket, passed: threading.Event | None = None) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                sink.sendall(data)
+                if passed is not None:
+                    passed.set()
+            sink.shutdown(socket.SHUT_WR)
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [
+        lambda session, echo: echo.pipe(1),
+        lambda session, echo: session.pipe_function("rpc.echo"),
+        lambda session, echo: session.pipe_empty([1]),
+        lambda session, echo: session.pipe_module("remote:none.so"),
+        lambda session, echo: session.pipe_module("remote:none.so").pipe_function("none"),
+    ],
+    ids=["call", "function", "tensor", "module", "function of a module"],
+)
+def test_piped_operations_begin_although_nothing_is_waited_for(begin: Callable[[Any, Any], Any]) -> None:
+    with rpc.Server(keep_alive="1h") as server:
+        tap = Tap(server.address)
+        with rpc.connect(tap.address, keep_alive=3600.0) as session:
+            echo = session["rpc.echo"]
+            assert echo(1) == 1
+            # By now the session no longer looks for requests by itself.
+            time.sleep(0.2)
+            tap.sent.clear()
+            begun = begin(session, echo)
+            assert tap.sent.wait(TIME_LIMIT / 2), begun
 
 
 def test_operations_of_several_sessions_and_loops_go_on_side_by_side(server: str) -> None:

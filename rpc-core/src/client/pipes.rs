@@ -76,13 +76,25 @@ impl<T: FromReply> ScopedAction<'static, T> {
     /// operations](Pipe) of the same lane, which may name it from now on. Only an operation of one
     /// request has a pipe; calls, look-ups of functions and modules, and allocations are such.
     ///
-    /// Never fails: an operation that cannot have a pipe fails when the pipe is used.
+    /// Never fails: an operation that cannot have a pipe fails when the pipe is used. A program
+    /// that waits for nothing afterwards calls [`send_soon`](Pipe::send_soon).
     pub fn pipe(self) -> Pipe<T> {
         let kept = self.submit_kept();
         let kept = kept.map(|KeptRequest { session, handle, lane, pending, name, tensor }| {
             Owned::promised(handle, &session, Promise::new(lane, pending, tensor, name))
         });
         Pipe { kept, converted: PhantomData }
+    }
+}
+
+impl<T> Pipe<T> {
+    /// Makes the session send the operation within a few milliseconds, although nothing waits for
+    /// it. Without this, a session whose bytes are moved by the threads that wait sends it with the
+    /// next operation that a thread waits for.
+    pub fn send_soon(&self) {
+        if let Ok(kept) = &self.kept {
+            kept.send_soon();
+        }
     }
 }
 

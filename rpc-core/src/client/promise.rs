@@ -53,13 +53,26 @@ impl Promise {
     /// been answered before the session admits one that names its result.
     pub(crate) fn error(&self) -> Option<RpcError> {
         let mut outcome = self.outcome.lock();
-        if let Outcome::Pending(pending) = &mut *outcome
-            && let Poll::Ready(ended) =
-                blocking::apart(|| Pin::new(pending).poll(&mut Context::from_waker(Waker::noop())))
-        {
-            *outcome = ended.map_or_else(Outcome::Failed, |()| Outcome::Succeeded);
-        }
+        blocking::apart(|| outcome.update());
         if let Outcome::Failed(error) = &*outcome { Some(error.clone()) } else { None }
+    }
+
+    /// Makes the session send the request soon, although nothing waits for its reply.
+    pub(crate) fn send_soon(&self) {
+        let mut drivers = Vec::new();
+        blocking::collect_drivers(&mut drivers, || self.outcome.lock().update());
+        drivers.iter().for_each(|driver| driver.attend_soon());
+    }
+}
+
+impl Outcome {
+    /// Takes the reply, if it has arrived.
+    fn update(&mut self) {
+        if let Self::Pending(pending) = self
+            && let Poll::Ready(ended) = Pin::new(pending).poll(&mut Context::from_waker(Waker::noop()))
+        {
+            *self = ended.map_or_else(Self::Failed, |()| Self::Succeeded);
+        }
     }
 }
 

@@ -59,6 +59,13 @@ impl Owned {
         self.promise.as_ref().and_then(|promise| promise.error())
     }
 
+    /// Makes the session send the request that the object is the result of soon.
+    pub(crate) fn send_soon(&self) {
+        if let Some(promise) = &self.promise {
+            promise.send_soon();
+        }
+    }
+
     /// Returns the error to report for a request that names the object and has failed with `error`.
     /// A session that has refused a request does not know that its result was to be kept.
     pub(crate) fn explained(&self, error: RpcError) -> RpcError {
