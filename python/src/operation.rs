@@ -243,10 +243,28 @@ struct OneAction<T, F> {
     finish: Option<F>,
 }
 
+/// An action that is submitted by its first poll, and not before: a thread that may not wait
+/// submits nothing, and its request is encoded while it is detached from the interpreter.
 enum ActionStage<T> {
     New(Options, Action<T>),
     Begun(Pending<T>),
     Over,
+}
+
+impl<T: Send + 'static> ActionStage<T> {
+    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Result<T>> {
+        if let Self::New(..) = self
+            && let Self::New(options, action) = std::mem::replace(self, Self::Over)
+        {
+            *self = Self::Begun(options.apply(action).into_future());
+        }
+        let Self::Begun(pending) = self else { return Poll::Pending };
+        let polled = Pin::new(pending).poll(cx);
+        if polled.is_ready() {
+            *self = Self::Over;
+        }
+        polled
+    }
 }
 
 impl<T, F> Future for OneAction<T, F>
@@ -259,14 +277,7 @@ where
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let this = &mut *self;
-        if let ActionStage::New(..) = &this.stage
-            && let ActionStage::New(options, action) = std::mem::replace(&mut this.stage, ActionStage::Over)
-        {
-            this.stage = ActionStage::Begun(options.apply(action).into_future());
-        }
-        let ActionStage::Begun(pending) = &mut this.stage else { return Poll::Pending };
-        let Poll::Ready(outcome) = Pin::new(pending).poll(cx) else { return Poll::Pending };
-        this.stage = ActionStage::Over;
+        let Poll::Ready(outcome) = this.stage.poll(cx) else { return Poll::Pending };
         let Some(finish) = this.finish.take() else { return Poll::Pending };
         Poll::Ready(outcome.map(|outcome| {
             let finish: Finish = Box::new(move |py, form| finish(py, form, outcome));
@@ -311,8 +322,8 @@ pub(crate) fn wait<T: Send>(py: Python<'_>, work: impl Future<Output = Result<T>
 pub(crate) fn wait_for<T: Send + 'static>(py: Python<'_>, options: Options, action: Action<T>) -> PyResult<T> {
     // A handler of a signal may fork, and the child then raise here: it must not cancel the
     // parent's operation.
-    let mut pending = Born::new(options.apply(action).into_future());
-    wait(py, poll_fn(|cx| Pin::new(&mut *pending.part).poll(cx)))
+    let mut stage = Born::new(ActionStage::New(options, action));
+    wait(py, poll_fn(|cx| stage.part.poll(cx)))
 }
 
 /// Number of times that a session asks if a wait should stop before it waits for the first time. To
