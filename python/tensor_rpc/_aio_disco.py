@@ -107,11 +107,11 @@ class AsyncSession:
 
 
 class Starting(Generic[S]):
-    """A session of Disco that starts when it is awaited, or entered by ``async with``."""
+    """A session of Disco that starts when it is awaited, or entered by ``async with``, once."""
 
     def __init__(self, steps: _disco_start.Steps, make: Callable[[_native.DiscoSession, Registry | None], S]) -> None:
         """Use `tensor_rpc.disco.start` instead."""
-        self._steps = steps
+        self._steps: _disco_start.Steps | None = steps
         self._make = make
         self._session: S | None = None
 
@@ -120,10 +120,13 @@ class Starting(Generic[S]):
         return self._start().__await__()
 
     async def _start(self) -> S:
+        steps, self._steps = self._steps, None
+        if steps is None:
+            raise RuntimeError("a session of Disco is started once: keep what the first await returned")
         outcome = None
         while True:
             try:
-                step = self._steps.send(outcome)
+                step = steps.send(outcome)
             except StopIteration as end:
                 return self._make(*end.value)
             outcome = await (_begin(step) if isinstance(step, _native.Operation) else asyncio.to_thread(step))

@@ -130,6 +130,20 @@ def test_the_event_loop_runs_while_content_is_fetched_from_workers_behind_by_a_w
     run(work())
 
 
+def test_a_session_is_started_once() -> None:
+    async def work() -> None:
+        starting = disco.start(disco.ThreadedSession, 1)
+        session = await starting
+        with pytest.raises(RuntimeError, match="started once"):
+            await starting
+        with pytest.raises(RuntimeError, match="started once"):
+            async with starting:
+                pass
+        await session.aio.shutdown()
+
+    run(work())
+
+
 def test_sessions_of_all_kinds_are_started_by_an_event_loop(server: str) -> None:
     async def work() -> None:
         async with disco.start(disco.ProcessSession, 2, functions=[process_number]) as processes:
