@@ -93,6 +93,19 @@ impl NodeCaches {
         let admitted: Vec<_> = (0..self.limits.len()).map(|at| wanted(at as u32) && admit(at)).collect();
         if admitted.contains(&true) { admitted } else { Vec::new() }
     }
+
+    /// Returns, of the workers that have got parts which their nodes lacked, those that leave them
+    /// in the caches: of a tensor that all get, one for each machine.
+    pub(super) fn keepers(&self, part: &Part, mut new: Vec<bool>) -> Vec<bool> {
+        if matches!(part, Part::Whole | Part::With { .. }) {
+            let mut has_keeper = vec![false; self.used.lock().len()];
+            for (is_new, machine) in new.iter_mut().zip(&self.machines) {
+                *is_new &= !has_keeper[*machine];
+                has_keeper[*machine] |= *is_new;
+            }
+        }
+        new
+    }
 }
 
 /// Asks all workers for the bytes that the caches of their nodes may hold.
@@ -170,6 +183,15 @@ mod tests {
         assert_eq!(caches.admit(&shard, 1 << 20, |worker| worker < 3), [false; 0]);
         // What was not admitted takes no room.
         assert_eq!(admit(&shard, 1 << 20), [false, false, false, true]);
+    }
+
+    #[test]
+    fn one_worker_of_a_machine_keeps_a_whole_tensor() {
+        let caches = caches(&[LIMIT; 4], &["a", "a", "b", "a"]);
+        let keepers = |part: &Part, new: [bool; 4]| caches.keepers(part, new.to_vec());
+        assert_eq!(keepers(&Part::Whole, [false, true, true, true]), [false, true, true, false]);
+        assert_eq!(keepers(&Part::Whole, [true; 4]), [true, false, true, false]);
+        assert_eq!(keepers(&Part::shard(0), [false, true, true, true]), [false, true, true, true]);
     }
 
     #[test]

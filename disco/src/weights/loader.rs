@@ -6,7 +6,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use rpc_core::{DataType, ErrorKind, Pack, Packed, RpcError, Tensor, Value, VirtualDevice};
+use rpc_core::{DataType, Pack, Packed, RpcError, Tensor, Value, VirtualDevice, blocking};
 
 use super::Part;
 use super::cached_parts::{AskedLimits, NodeCaches, digest_of_part, of_all};
@@ -34,10 +34,8 @@ use crate::wire::grouping::Grouping;
 /// [`scatter`](DiscoSession::scatter), or by [`broadcast`](DiscoSession::broadcast) if all get the
 /// whole.
 ///
-/// To a node with a cache (`--file-cache` of `rpc-server`), parts of 64 KiB and more go once: its
-/// workers are told the SHA-256 of a part before its bytes are sent, and take it from the cache if
-/// it is there. Parts that have come are kept there, as far as they fit.
-/// [`without_cache`](Self::without_cache) sends all of them.
+/// Parts that go over the network stay in the caches of the nodes for the next session if the
+/// loader is told to use these ([`with_cache`](Self::with_cache)).
 ///
 /// A worker can read a file if its node allows it ([`WeightFolders`](crate::WeightFolders)), and if
 /// a file with the same length and the same header is at the same path. The content of the tensors
@@ -159,16 +157,13 @@ impl ShardLoader {
         let told = session.get_global_func("disco.weights.unreadable")?.call((&opened,))?;
         let load = session.get_global_func("disco.weights.load")?;
         let take = session.get_global_func("disco.weights.take")?;
-        let (told, limits) = (of_all(&session, &told), AskedLimits::issue(&session)?);
         let mut reasons = Vec::new();
-        for told in told {
+        for told in of_all(&session, &told) {
             let Content::Value(Value::Packed(told)) = told.wait()? else {
                 return Err(RpcError::internal("a worker does not say which files it can read").into());
             };
             reasons.push(told.decode::<Vec<Option<String>>>()?);
         }
-        let limits = limits.wait()?;
-        let caches = limits.iter().any(|limit| *limit > 0).then(|| NodeCaches::new(&session, limits));
         let mut unreadable = Vec::new();
         let files = files.into_iter().enumerate();
         let files = files.map(|(number, file)| {
@@ -184,7 +179,7 @@ impl ShardLoader {
         for Unreadable { worker, reason, .. } in &unreadable {
             tracing::info!(%worker, %reason, "a worker does not read weights itself");
         }
-        let (reporter, is_restorable) = (None, false);
+        let (caches, reporter, is_restorable) = (None, None, false);
         Ok(Self { session, files, tensors, opened, load, take, caches, unreadable, reporter, is_restorable })
     }
 
@@ -217,11 +212,27 @@ impl ShardLoader {
         self
     }
 
-    /// Sends all parts, and neither takes them from the caches of the nodes nor leaves them there.
-    #[must_use]
-    pub fn without_cache(mut self) -> Self {
-        self.caches = None;
-        self
+    /// Uses the caches of the workers' nodes (`--file-cache` of `rpc-server`), so that loading the
+    /// same weights again needs little of the network: a worker that does not read its part itself
+    /// is told the part's SHA-256 before its bytes are sent, and takes it from the cache if it is
+    /// there. A part that has come is kept there, as far as it fits. Parts of less than 64 KiB are
+    /// sent always.
+    ///
+    /// Whoever reads a part hashes it, and a node writes and hashes what it keeps: on fast networks
+    /// that may take longer than to send everything. A loader counts all that it loads against the
+    /// sizes of the caches, also what it loads again: open a new one for each round.
+    ///
+    /// Blocks until the workers have told the sizes of their caches.
+    ///
+    /// # Errors
+    ///
+    /// The session has ended or has lost a worker; inside an async runtime an error of kind
+    /// [`ApiMisuse`](rpc_core::ErrorKind::ApiMisuse).
+    pub fn with_cache(mut self) -> Result<Self> {
+        blocking::check_may_block()?;
+        let limits = AskedLimits::issue(&self.session)?.wait()?;
+        self.caches = limits.iter().any(|limit| *limit > 0).then(|| NodeCaches::new(&self.session, limits));
+        Ok(self)
     }
 
     /// Returns the tensors, in the order of their names.
@@ -246,8 +257,8 @@ impl ShardLoader {
     /// Does not wait for the workers to load it. Blocks while the window of commands is full
     /// ([`Options::window`](crate::Options::window)); async code awaits
     /// [`room`](DiscoSession::room) before. Blocks too while the controller reads the file, if no
-    /// worker can, and until the workers have looked into the caches of their nodes, if there are
-    /// any. Inside an async runtime these are not asked.
+    /// worker can, and until the workers have looked into the caches that are used
+    /// ([`with_cache`](Self::with_cache)); inside an async runtime these are not asked.
     ///
     /// # Errors
     ///
@@ -300,9 +311,12 @@ impl ShardLoader {
                 }
                 begun.push_back((load.request.name.clone(), load.bytes, self.begin(load)?));
             }
-            begun.drain(..).try_for_each(&mut finish)
+            Ok(())
         };
         let outcome = issue(loads);
+        // Those before the one that fails are loaded.
+        let finished = begun.into_iter().try_for_each(&mut finish);
+        let outcome = outcome.and(finished);
         if left > 0
             && let Some((_, reporter)) = &self.reporter
         {
@@ -366,8 +380,11 @@ impl ShardLoader {
 
     /// Issues a load, or has the workers look for its parts.
     fn begin(&self, mut load: Load) -> Result<Begun> {
-        load.request.cached = self.cached(&load);
         let source = self.source(load.request.file)?;
+        // Where the controller reads, it has to wait for the answers of the nodes.
+        if source.readers.is_some() || blocking::check_may_block().is_ok() {
+            load.request.cached = self.cached(&load);
+        }
         if source.readers.is_some() && load.bytes > 0 {
             let loaded = self.load.call((&self.opened, Pack(&load.request)))?;
             if self.is_restorable {
@@ -403,8 +420,6 @@ impl ShardLoader {
             match answer.wait() {
                 Ok(Content::Value(is_found)) => lacking.push(is_found != Value::Bool(true)),
                 Ok(Content::Tensor(_)) => return Err(RpcError::internal("a worker answers with a tensor").into()),
-                // Inside an async runtime.
-                Err(error) if error.cause().kind() == ErrorKind::ApiMisuse => lacking.push(true),
                 Err(error) => return Err(error),
             }
         }
@@ -452,7 +467,8 @@ impl ShardLoader {
         };
         // What a worker lacked is new to the cache of its node.
         let is_new = |(is_cached, is_lacking): (&bool, &bool)| *is_cached && *is_lacking;
-        let cached = load.request.cached.iter().zip(lacking).map(is_new).collect();
+        let new = load.request.cached.iter().zip(lacking).map(is_new).collect();
+        let cached = self.caches.as_ref().map_or_else(Vec::new, |caches| caches.keepers(&load.request.part, new));
         self.take.call((&bytes, Pack(LoadRequest { cached, ..load.request.clone() })))
     }
 }

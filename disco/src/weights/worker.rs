@@ -88,7 +88,8 @@ fn load(worker: &WorkerContext, files: &OpenFiles, request: &LoadRequest) -> Res
         return deliver(worker, receive(worker, WorkerId(reader), request)?, request);
     }
     let file = open(files, request);
-    // The workers that wait come first. A part that all of them get is read and hashed once.
+    // The workers that wait come first, and report what has failed. A part that all of them get is
+    // read and hashed once.
     let (mut for_all, mut digest_for_all) = (None, None);
     for (of, _) in (0..).zip(readers).filter(|(of, reader)| *of != me.0 && **reader == me.0) {
         let read = || {
@@ -107,9 +108,9 @@ fn load(worker: &WorkerContext, files: &OpenFiles, request: &LoadRequest) -> Res
                 Part::Whole | Part::With { .. } => digest_for_all.get_or_insert_with(hash).clone(),
                 Part::Shard { .. } => hash(),
             };
-            send_unless_cached(worker, WorkerId(of), part, digest);
+            _ = send_unless_cached(worker, WorkerId(of), part, digest);
         } else {
-            send(worker, WorkerId(of), part);
+            _ = send(worker, WorkerId(of), part);
         }
     }
     drop(for_all);
@@ -192,29 +193,34 @@ fn open(files: &OpenFiles, request: &LoadRequest) -> Result<InFile> {
     Ok(InFile { file: file.open()?, path: file.path.clone(), start: request.start })
 }
 
-/// Sends another worker its part, or the error because of which there is none. Errors of the
-/// transfer are reported by the receiver.
-fn send(worker: &WorkerContext, to: WorkerId, part: Result<Tensor>) {
+/// Sends another worker its part, or the error because of which there is none. The receiver learns
+/// of an error, too, and reports it.
+fn send(worker: &WorkerContext, to: WorkerId, part: Result<Tensor>) -> Result<()> {
     let bytes = part.and_then(|part| as_bytes(&part));
     let tensors = bytes.as_ref().map(|bytes| (Some(bytes), None)).map_err(RpcError::clone);
-    if let Err(error) = worker.run(Scope::World, Operation::Send { to: Rank(to.0) }, tensors) {
+    worker.run(Scope::World, Operation::Send { to: Rank(to.0) }, tensors).map_err(|error| {
         let error = RpcError::from(error);
         tracing::debug!(%to, %error, "a part of a tensor was not sent");
-    }
+        error
+    })
 }
 
 /// Sends another worker the digest of its part, and the part if the node there does not have it.
-fn send_unless_cached(worker: &WorkerContext, to: WorkerId, part: Result<Tensor>, digest: Result<Digest>) {
-    let is_known = digest.is_ok();
-    send(worker, to, digest.and_then(|digest| small_tensor(worker, digest.as_bytes())));
-    // Without the digest the other one has the error, and waits for nothing more.
-    if !is_known {
-        return;
-    }
-    match receive_small::<1>(worker, to) {
-        Ok([CACHED]) => {}
-        Ok(_) => send(worker, to, part),
-        Err(error) => tracing::debug!(%to, %error, "it is not known if a worker needs its part of a tensor"),
+/// Both go on only as far as both know that the transfer before has succeeded.
+///
+/// # Errors
+///
+/// A transfer has failed.
+fn send_unless_cached(
+    worker: &WorkerContext,
+    to: WorkerId,
+    part: Result<Tensor>,
+    digest: Result<Digest>,
+) -> Result<()> {
+    send(worker, to, digest.and_then(|digest| small_tensor(worker, digest.as_bytes())))?;
+    match receive_small::<1>(worker, to)? {
+        [CACHED] => Ok(()),
+        _ => send(worker, to, part),
     }
 }
 
@@ -232,10 +238,12 @@ fn receive(worker: &WorkerContext, from: WorkerId, request: &LoadRequest) -> Res
     if request.is_cached(me) {
         let digest = Digest::from_bytes(receive_small(worker, from)?);
         let is_cached = room.as_ref().is_ok_and(|(bytes, _)| node_cache::fill(worker.context(), &digest, bytes));
-        send(worker, from, small_tensor(worker, &[u8::from(is_cached) * CACHED]));
+        let answered = send(worker, from, small_tensor(worker, &[u8::from(is_cached) * CACHED]));
         if is_cached {
             return Ok(Source::Memory(room?.1));
         }
+        // Without an answer nothing more is sent.
+        answered?;
     }
     let tensors = room.as_ref().map(|(bytes, _)| (None, Some(bytes))).map_err(RpcError::clone);
     worker.run(Scope::World, Operation::Recv { from: Rank(from.0) }, tensors)?;

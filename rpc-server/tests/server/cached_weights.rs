@@ -71,6 +71,11 @@ fn session(addresses: &[&str], per_node: u32, hosting: Hosting) -> DiscoSession 
     session_with(addresses, per_node, options)
 }
 
+/// Returns a loader that uses the caches of the nodes.
+fn open(session: &DiscoSession, folder: &Path) -> ShardLoader {
+    ShardLoader::open(session, folder).wait().unwrap().with_cache().unwrap()
+}
+
 /// Loads all tensors of a model, and checks what each worker has.
 fn load(loader: &ShardLoader, session: &DiscoSession, model: u32) {
     let rule = |name: &str, _: &TensorInfo| Some(part_of(name));
@@ -98,7 +103,7 @@ fn assert_loaded(session: &DiscoSession, loaded: &BTreeMap<String, DRef>, model:
 /// Loads a model in a session of its own.
 fn load_anew(addresses: &[&str], hosting: Hosting, folder: &TempDir, model: u32) {
     let session = session(addresses, 2, hosting);
-    load(&ShardLoader::open(&session, folder.path()).wait().unwrap(), &session, model);
+    load(&open(&session, folder.path()), &session, model);
     session.shutdown().wait().unwrap();
 }
 
@@ -122,13 +127,12 @@ fn weights_that_the_controller_sends_are_sent_once() {
         let session = session(&[&proxy.address], 2, hosting);
         let counted = Arc::<Mutex<(u64, u64)>>::default();
         let count = Arc::clone(&counted);
-        let loader = ShardLoader::open(&session, folder.path()).wait().unwrap();
-        let loader = loader.progress(move |done, total| *count.lock().unwrap() = (done, total));
+        let loader = open(&session, folder.path()).progress(move |done, total| *count.lock().unwrap() = (done, total));
         load(&loader, &session, 0);
         assert_eq!(*counted.lock().unwrap(), (4 * LEN + 16, 4 * LEN + 16));
         assert!(proxy.take() < LITTLE);
         let known = cached(&server);
-        let loader = loader.without_cache();
+        let loader = ShardLoader::open(&session, folder.path()).wait().unwrap();
         load(&loader, &session, 0);
         assert!(proxy.take() > 3 * LEN && cached(&server) == known);
         session.shutdown().wait().unwrap();
@@ -190,7 +194,7 @@ fn a_part_goes_to_the_nodes_that_lack_it() {
     let [old, first, new] = proxies.each_ref().map(|proxy| proxy.address.as_str());
     let load = |addresses: &[&str]| {
         let session = session(addresses, 1, Hosting::Threads);
-        load(&ShardLoader::open(&session, folder.path()).wait().unwrap(), &session, 0);
+        load(&open(&session, folder.path()), &session, 0);
         session.shutdown().wait().unwrap();
         proxies.each_ref().map(CountingProxy::take)
     };
@@ -219,7 +223,7 @@ fn weights_that_a_worker_reads_for_another_are_sent_once() {
             address
         }));
         let session = session_with(&addresses, 1, options);
-        let loader = ShardLoader::open(&session, folder.path()).wait().unwrap();
+        let loader = open(&session, folder.path());
         assert_eq!(loader.unreadable().iter().map(|one| one.worker).collect::<Vec<_>>(), [WorkerId(0)]);
         let take = || proxies.lock().unwrap().iter().map(CountingProxy::take).sum::<u64>();
         take();
@@ -227,7 +231,7 @@ fn weights_that_a_worker_reads_for_another_are_sent_once() {
         let sent = take();
         assert_eq!(sent < LITTLE, round > 0, "{sent} bytes were sent");
         assert!(round > 0 || sent > 2 * LEN);
-        let loader = loader.without_cache();
+        let loader = ShardLoader::open(&session, folder.path()).wait().unwrap();
         load(&loader, &session, 0);
         assert!(take() > 2 * LEN);
         session.shutdown().wait().unwrap();
