@@ -3,8 +3,8 @@
 //! `session_bench` measures calls and copies, `long_link_bench` copies over a long link,
 //! `disco_bench` a controller and its workers, `scale_bench` a controller with more and more
 //! workers, `run_bench` programs at a server, `forward_bench` connections that are carried to a
-//! service. The servers of all are this program again, in child processes; the options of a
-//! connection and the exit codes are those of `rpc-cli`.
+//! service, `send_bench` tensors from server to server. The servers of all are this program again,
+//! in child processes; the options of a connection and the exit codes are those of `rpc-cli`.
 
 #![forbid(unsafe_code)]
 
@@ -16,6 +16,7 @@ mod forward_bench;
 mod long_link_bench;
 mod run_bench;
 mod scale_bench;
+mod send_bench;
 mod session_bench;
 mod statistics;
 
@@ -54,6 +55,8 @@ enum Command {
     Run(run_bench::RunBenchArgs),
     /// Measure a forwarded connection, and compare it with bare relays
     Forward(forward_bench::ForwardBenchArgs),
+    /// Measure tensors from one server to another, and compare them with a bare copy
+    Send(send_bench::SendBenchArgs),
     /// Measure the start, calls and memory of sessions with more and more workers
     Scale(scale_bench::ScaleBenchArgs),
     /// Measure one session for `scale`
@@ -68,6 +71,9 @@ enum Command {
     /// Run a process on the way that `forward` measures
     #[command(hide = true)]
     ForwardChild(forward_bench::ChildArgs),
+    /// Run a process that `send` starts
+    #[command(hide = true)]
+    SendChild(send_bench::ChildArgs),
     /// Run a server that `rpc` starts
     #[command(hide = true)]
     SessionServer(session_bench::ChildArgs),
@@ -91,6 +97,8 @@ fn main() -> ExitCode {
         Command::Run(args) => run_bench::run(&output, &args),
         Command::Forward(args) => forward_bench::run(&output, &args),
         Command::ForwardChild(args) => forward_bench::run_child(args),
+        Command::Send(args) => send_bench::run(&output, &args),
+        Command::SendChild(args) => send_bench::run_child(args),
         Command::Scale(args) => scale_bench::run(&output, &args),
         Command::ScaleCase(args) => scale_bench::run_case(&args),
         Command::SimulatedNodes(args) => scale_bench::run_simulated_nodes(args),

@@ -6,3 +6,4 @@ mod disco;
 mod forward;
 mod rpc;
 mod scale;
+mod send;
