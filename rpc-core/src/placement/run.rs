@@ -149,13 +149,19 @@ async fn run<'a>(
     let mut running: Vec<(usize, Running<'_, Made>)> = Vec::new();
     let mut routes = BTreeMap::new();
     loop {
-        waiting.retain(|step| match progress.begin(*step, running.is_empty()) {
-            Some(begun) => {
-                running.push((*step, begun));
-                false
+        for may_exceed in [false, true] {
+            // One step is begun beyond the limits if none is left within them.
+            waiting.retain(|step| match progress.begin(*step, may_exceed && running.is_empty()) {
+                Some(begun) => {
+                    running.push((*step, begun));
+                    false
+                }
+                None => true,
+            });
+            if !running.is_empty() {
+                break;
             }
-            None => true,
-        });
+        }
         if running.is_empty() {
             break;
         }
@@ -215,9 +221,9 @@ impl<'a> Progress<'a> {
         Self { runner, schedule, tensors, loads: BTreeMap::new(), frees: Vec::new() }
     }
 
-    /// Begins a step, if all that it needs is there, and its session has not too much to do. A run
-    /// that is idle does not wait for the latter.
-    fn begin(&mut self, step: usize, is_idle: bool) -> Option<Running<'a, Made>> {
+    /// Begins a step, if all that it needs is there, and its session has not too much to do or to
+    /// keep, or the step may exceed that.
+    fn begin(&mut self, step: usize, may_exceed: bool) -> Option<Running<'a, Made>> {
         let planned = &self.runner.plan.planned[step];
         let given = |slot: TensorIndex| match self.schedule.follows(step, slot) {
             true => self.tensors[slot].on_lane.clone(),
@@ -228,8 +234,9 @@ impl<'a> Progress<'a> {
             return Some(Box::pin(self.runner.step(step, given)));
         };
         let name = self.runner.session_of(step);
+        let keeps_more = self.keeps_more(step);
         let load = self.loads.entry(name).or_default();
-        if !is_idle && (load.steps >= MAX_STEPS || load.tensors >= MAX_KEPT) {
+        if !may_exceed && (load.steps >= MAX_STEPS || keeps_more && load.tensors >= MAX_KEPT) {
             return None;
         }
         load.steps += 1;
@@ -238,6 +245,19 @@ impl<'a> Progress<'a> {
             Ok(made) => made,
             Err(error) => Box::pin(async { Err(error) }),
         })
+    }
+
+    /// Returns true if more tensors are kept for steps to come after this step than before it.
+    fn keeps_more(&self, step: usize) -> bool {
+        let planned = &self.runner.plan.planned[step];
+        let mut last: Vec<_> = needed(planned).filter(|slot| self.schedule.follows(step, *slot)).collect();
+        let uses = last.clone();
+        last.sort_unstable();
+        last.dedup();
+        let is_last =
+            |slot: &&TensorIndex| self.tensors[**slot].uses.on_lane == uses.iter().filter(|used| used == slot).count();
+        let made = made_by(planned).filter(|slot| self.schedule.uses(*slot).on_lane > 0).count();
+        made > last.iter().filter(is_last).count()
     }
 
     /// Submits a step that is pipelined.
