@@ -77,8 +77,6 @@ pub(super) struct PassedSocket {
 pub(super) struct HandedDialect {
     pub(super) last_message: LastMessage,
     pub(super) mailbox: Arc<Mailbox>,
-    /// Longest duration of the session.
-    pub(super) session_duration: Option<Duration>,
     /// Time by which the process ends the session by itself, and the reason.
     pub(super) deadline: Option<(Instant, RpcError)>,
 }
@@ -175,11 +173,16 @@ impl HandedOff {
         owned: (SharedSession, SessionShare),
         handed: HandedDialect,
     ) -> Self {
-        let HandedDialect { last_message, mailbox, session_duration, deadline } = handed;
+        let HandedDialect { last_message, mailbox, deadline } = handed;
         let PassedSocket { process, mark, socket } = passed;
-        let mut monitor = HandoffMonitor::new(mailbox, socket, session_duration);
+        let mut monitor = HandoffMonitor::new(mailbox, socket, None);
         monitor.deadline = deadline;
         Self { process, owned: Some(owned), protocol: HandedProtocol::Dialect(last_message), channel, mark, monitor }
+    }
+
+    /// Sets the end of the longest duration of the session.
+    pub(super) fn expire_at(&mut self, expires: Option<Instant>) {
+        self.monitor.expires = expires;
     }
 
     /// Watches over the session to its end, and records that.

@@ -293,7 +293,7 @@ impl Dialect for Lines {
             let soon = read_line(connection).await.unwrap() == "soon";
             let deadline = soon.then(|| {
                 let reason = RpcError::new(ErrorKind::SessionTimeout, "it is late");
-                (std::time::Instant::now() + Duration::from_millis(50), reason)
+                (std::time::Instant::now() + Duration::from_secs(1), reason)
             });
             connection.open(DialectRequest::default()).await?;
             // A line that was read and is answered by whoever goes on.

@@ -92,8 +92,8 @@ pub(super) trait SessionSource: Send + Sync {
 /// Session that another process serves over the socket of the connection.
 #[async_trait]
 pub(super) trait ServedElsewhere: Send {
-    /// Watches over the session to its end, and records that.
-    async fn watch(&mut self, record: &AccessRecord);
+    /// Watches over the session to its end, at `expires` at the latest, and records that.
+    async fn watch(&mut self, record: &AccessRecord, expires: Option<Instant>);
 }
 
 /// Connection that cannot be handed to another process.

@@ -141,7 +141,6 @@ impl SessionSource for DialectClient {
         let handed = HandedDialect {
             last_message: Box::new(move |reason| dialect.last_message(reason)),
             mailbox: mailbox.clone(),
-            session_duration: server.options.session_duration,
             deadline: handoff.deadline,
         };
         let owned = (session, Box::new((share, handoff.held)) as SessionShare);
@@ -185,7 +184,8 @@ impl SessionSource for DialectClient {
 
 #[async_trait]
 impl ServedElsewhere for HandedOff {
-    async fn watch(&mut self, record: &AccessRecord) {
+    async fn watch(&mut self, record: &AccessRecord, expires: Option<Instant>) {
+        self.expire_at(expires);
         self.run(record).await;
     }
 }
@@ -241,7 +241,12 @@ impl DialectTask {
             }
         };
         if let Some(mut handed_off) = self.connection.handed_off.take() {
-            handed_off.watch(&record).await;
+            // An end that came while the socket was passed has been taken for the dialect.
+            if let Err(reason) = outcome {
+                self.client.connection.mailbox.end(reason);
+            }
+            let expires = self.connection.progress.lock().timeouts.as_ref().and_then(|timeouts| timeouts.expires);
+            handed_off.watch(&record, expires).await;
             return Ok(());
         }
         let had_session = self.connection.session.is_some() || self.connection.admission.is_some();
