@@ -93,7 +93,8 @@ pub(super) type Restore = dyn FnMut(&Arc<Controller>, &[WorkerId]) -> Result<()>
 #[derive(Default)]
 pub(super) struct Registers {
     next: Register,
-    /// Registers whose kill has been issued: it comes before any command that uses them next.
+    /// Registers that no command was issued for, or whose kill has been issued: it comes before any
+    /// command that uses them next.
     free: Vec<Register>,
 }
 
@@ -111,7 +112,7 @@ impl Registers {
         self.next
     }
 
-    /// Gives back a register whose kill has been issued.
+    /// Gives back a register whose kill has been issued, or that no command was issued for.
     pub(super) fn give_back(&mut self, register: Register) {
         self.free.push(register);
     }
@@ -171,6 +172,11 @@ impl Controller {
     /// Takes a register that nothing uses.
     pub(crate) fn take_register(&self) -> Register {
         self.lock().registers.take()
+    }
+
+    /// Gives back registers that no command was issued for.
+    pub(crate) fn give_back(&self, registers: &[Register]) {
+        self.lock().registers.free.extend(registers.iter().rev());
     }
 
     /// Notes that a register has files of weights that a loader has requested.

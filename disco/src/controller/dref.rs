@@ -30,9 +30,36 @@ impl Drop for OwnedRegister {
 }
 
 impl DRef {
-    /// Takes a fresh register, which no worker has set.
-    pub(crate) fn fresh(controller: &Arc<Controller>) -> Self {
-        Self(Arc::new(OwnedRegister { controller: Arc::clone(controller), register: controller.take_register() }))
+    /// Issues a command that sets a fresh register. Returns the reference to it.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Controller::issue`]: the register is free again then, since no worker knows it.
+    pub(crate) fn issue(controller: &Arc<Controller>, command: impl FnOnce(Register) -> Command) -> Result<Self> {
+        let register = controller.take_register();
+        let issued = controller.issue(command(register));
+        if issued.is_err() {
+            controller.give_back(&[register]);
+        }
+        issued.map(|()| Self::owning(controller, register))
+    }
+
+    /// Issues a command that sets `count` fresh registers, as [`issue`](Self::issue) does for one.
+    pub(crate) fn issue_all(
+        controller: &Arc<Controller>,
+        count: usize,
+        command: impl FnOnce(Vec<Register>) -> Command,
+    ) -> Result<Vec<Self>> {
+        let registers: Vec<Register> = (0..count).map(|_| controller.take_register()).collect();
+        let issued = controller.issue(command(registers.clone()));
+        if issued.is_err() {
+            controller.give_back(&registers);
+        }
+        issued.map(|()| registers.into_iter().map(|register| Self::owning(controller, register)).collect())
+    }
+
+    fn owning(controller: &Arc<Controller>, register: Register) -> Self {
+        Self(Arc::new(OwnedRegister { controller: Arc::clone(controller), register }))
     }
 
     pub(crate) fn controller(&self) -> &Arc<Controller> {
@@ -76,10 +103,8 @@ impl DPackedFunc {
         let controller = self.0.controller();
         let args = args.into_arguments()?;
         let args = args.into_iter().map(|arg| resolve(arg, controller)).collect::<Result<_>>()?;
-        let result = DRef::fresh(controller);
-        let (to, function) = (result.register(), self.0.register());
-        controller.issue(Command::CallPacked { to, function, args })?;
-        Ok(result)
+        let function = self.0.register();
+        DRef::issue(controller, |to| Command::CallPacked { to, function, args })
     }
 
     /// Returns the function as a value, to be passed to others.
@@ -106,11 +131,9 @@ impl DModule {
     ///
     /// The session has ended. Where a worker's module has no such function, its uses fail there.
     pub fn function(&self, name: &str) -> Result<DPackedFunc> {
-        let controller = self.0.controller();
-        let function = DRef::fresh(controller);
-        let (to, module) = (function.register(), self.0.register());
-        controller.issue(Command::ModuleFunction { to, module, name: name.to_owned() })?;
-        Ok(DPackedFunc(function))
+        let module = self.0.register();
+        let function = |to| Command::ModuleFunction { to, module, name: name.to_owned() };
+        DRef::issue(self.0.controller(), function).map(DPackedFunc)
     }
 
     /// Returns the module as a value, to be passed to functions.

@@ -530,14 +530,14 @@ impl DiscoSession {
     /// host memory; the session has ended.
     pub fn debug_set_register(&self, to: &DRef, worker: WorkerId, value: impl IntoArgument) -> Result<()> {
         self.check(worker)?;
-        let (value, to) = (value.into_argument()?, to.register_in(&self.0)?);
+        let (value, register) = (value.into_argument()?, to.register_in(&self.0)?);
         if let Value::Object(Operand::Tensor(tensor)) = &value
             && tensor.size_bytes() > MAX_INLINE_TENSOR as u64
         {
-            return self.send(tensor, (to, true), On::Worker(worker.0));
+            return self.send(tensor, Some(to), true, On::Worker(worker.0)).map(drop);
         }
         let value = resolve(value, &self.0)?;
-        self.0.issue(Command::DebugSetRegister { worker: worker.0, to, value })
+        self.0.issue(Command::DebugSetRegister { worker: worker.0, to: register, value })
     }
 
     /// Ends the session in good order: the workers execute all that was issued, for as long as
@@ -559,52 +559,38 @@ impl DiscoSession {
     }
 
     fn fresh(&self, command: impl FnOnce(u32) -> Command) -> Result<DRef> {
-        let made = DRef::fresh(&self.0);
-        self.0.issue(command(made.register()))?;
-        Ok(made)
+        DRef::issue(&self.0, command)
     }
 
     fn collective(&self, kind: Kind, scope: Scope, from: &DRef, to: Option<&DRef>) -> Result<DRef> {
-        let from = from.register_in(&self.0)?;
-        let (target, fresh) = match to {
-            Some(to) => (to.clone(), false),
-            None => (DRef::fresh(&self.0), true),
-        };
-        let to = target.register_in(&self.0)?;
-        self.0.issue(Command::Collective { kind, scope, from, to, fresh })?;
-        Ok(target)
+        let (from, fresh) = (from.register_in(&self.0)?, to.is_none());
+        self.issue_to(to, |to| Command::Collective { kind, scope, from, to, fresh })
     }
 
     fn copy_to(&self, tensor: &Tensor, to: Option<&DRef>, on: On) -> Result<DRef> {
-        let (target, fresh) = match to {
-            Some(to) => (to.clone(), false),
-            None => (DRef::fresh(&self.0), true),
+        self.send(tensor, to, to.is_none(), on)
+    }
+
+    /// Sends a tensor to a register of workers, or else to a fresh one, piece by piece.
+    fn send(&self, tensor: &Tensor, to: Option<&DRef>, fresh: bool, on: On) -> Result<DRef> {
+        let bytes = bytes_of(tensor)?;
+        let piece = |to, offset: usize| {
+            let data = bytes.slice(offset..bytes.len().min(offset + CHUNK));
+            let (dtype, shape) = (tensor.dtype(), tensor.shape().to_vec());
+            Command::CopyToWorker0 { to, fresh, dtype, shape, offset: offset as u64, data, on }
         };
-        self.send(tensor, (target.register_in(&self.0)?, fresh), on)?;
+        let target = self.issue_to(to, |to| piece(to, 0))?;
+        for offset in (CHUNK..bytes.len()).step_by(CHUNK) {
+            self.0.issue(piece(target.register(), offset))?;
+        }
         Ok(target)
     }
 
-    /// Sends a tensor to registers of workers, piece by piece.
-    fn send(&self, tensor: &Tensor, (to, fresh): (Register, bool), on: On) -> Result<()> {
-        let bytes = bytes_of(tensor)?;
-        let mut offset = 0;
-        loop {
-            let data = bytes.slice(offset..bytes.len().min(offset + CHUNK));
-            let end = offset + data.len();
-            self.0.issue(Command::CopyToWorker0 {
-                to,
-                fresh,
-                dtype: tensor.dtype(),
-                shape: tensor.shape().to_vec(),
-                offset: offset as u64,
-                data,
-                on,
-            })?;
-            offset = end;
-            if offset >= bytes.len() {
-                return Ok(());
-            }
-        }
+    /// Issues a command that sets a register, or else a fresh one. Returns the reference to it.
+    fn issue_to(&self, to: Option<&DRef>, command: impl FnOnce(Register) -> Command) -> Result<DRef> {
+        let Some(to) = to else { return DRef::issue(&self.0, command) };
+        self.0.issue(command(to.register_in(&self.0)?))?;
+        Ok(to.clone())
     }
 }
 

@@ -324,10 +324,7 @@ impl Program {
             found.map_err(|found| DiscoError::Session(unfit(position, wanted, &found)))?;
         }
         let args = args.into_iter().map(|arg| resolve(arg, controller)).collect::<Result<_>>()?;
-        let made: Vec<DRef> = (0..*outputs).map(|_| DRef::fresh(controller)).collect();
-        let outputs = made.iter().map(DRef::register).collect();
-        controller.issue(Command::Run { program: *number, args, outputs })?;
-        Ok(made)
+        DRef::issue_all(controller, *outputs, |outputs| Command::Run { program: *number, args, outputs })
     }
 
     /// Returns the number by which failures name the program.

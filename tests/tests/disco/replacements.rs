@@ -585,6 +585,39 @@ fn a_new_worker_takes_registers_of_any_number() {
     });
 }
 
+/// Regression: each refused command had a register, and with enough of them no worker could set the
+/// next one.
+#[test]
+fn operations_that_are_refused_while_workers_are_lost_take_no_registers() {
+    guarded(|| {
+        let session = start(2);
+        let echo = session.get_global_func("echo").unwrap();
+        let program = session
+            .record(|program| {
+                let x = program.parameter();
+                Ok(vec![program.call(&echo, (&x,))?, program.call(&echo, (&x,))?])
+            })
+            .unwrap();
+        let x = session.empty(&[2], DataType::F32, None).unwrap();
+        let tensor = Tensor::from_slice([2], &[0.0_f32; 2]).unwrap();
+        kill(pids(&session)[1]);
+        noticed(&session, &[1]);
+        for _ in 0..20_000 {
+            session.empty(&[1], DataType::F32, None).unwrap_err();
+            echo.call((0,)).unwrap_err();
+            session.allreduce(&x, None, ReduceOp::Sum, Scope::World).unwrap_err();
+            session.copy_to_worker_0(&tensor, None).unwrap_err();
+            program.run((0,)).unwrap_err();
+        }
+        session.recover(|_| Replacement::relaunched()).wait().unwrap();
+        let next = echo.call((7,)).unwrap();
+        assert!(next.register() < 100, "{next:?}");
+        assert_eq!([0, 1].map(|worker| value(&session, &next, worker)), [7, 7].map(Value::Int));
+        works(&session);
+        session.shutdown().wait().unwrap();
+    });
+}
+
 #[test]
 fn a_tree_of_nodes_does_not_await_replacements() {
     let session = SocketSession::new(["tcp://127.0.0.1:1", "tcp://127.0.0.1:2"], 1, 1).fan_out(1);
