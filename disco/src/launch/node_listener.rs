@@ -155,14 +155,21 @@ impl NodeListener {
             None => false,
         };
         let (address, server) = (&self.0.address, &self.0.server);
-        match tokio::time::timeout(timeout, server.connect_parked(connector, is_wanted)).await {
-            Ok(met) => met.map(|(_, session)| session).map_err(|error| {
-                error.into_rpc_error().context(format_args!("waiting at {address} for a node in place of node {rank}"))
-            }),
-            Err(_) => {
-                let text = format!("no node has dialled in at {address} within {timeout:?}, in place of node {rank}");
-                Err(RpcError::new(ErrorKind::DeadlineExceeded, text))
+        let deadline = Instant::now() + timeout;
+        loop {
+            let error = match tokio::time::timeout_at(deadline, server.connect_parked(connector, is_wanted)).await {
+                Ok(Ok((_, session))) => return Ok(session),
+                Ok(Err(error)) => error.into_rpc_error(),
+                Err(_) => {
+                    let text =
+                        format!("no node has dialled in at {address} within {timeout:?}, in place of node {rank}");
+                    return Err(RpcError::new(ErrorKind::DeadlineExceeded, text));
+                }
+            };
+            if error.kind() == ErrorKind::Draining {
+                return Err(error.context(format_args!("waiting at {address} for a node in place of node {rank}")));
             }
+            rpc_core::log_limited!(WARN, %error, "a node that has dialled in is of no use");
         }
     }
 
