@@ -16,7 +16,7 @@ use crate::ccl::ReduceOp;
 use crate::controller::dispatch::Controller;
 use crate::controller::dref::{Argument, DPackedFunc, DRef, IntoArguments, Operand, Recorded, inline, resolve};
 use crate::error::{DiscoError, Result, WorkerId};
-use crate::wire::command::{self, Command, Kind, OWN, On, Register, Scope};
+use crate::wire::command::{self, Command, Kind, MAX_STEPS, OWN, On, Register, Scope};
 use crate::wire::parameter::{Given, ParameterType, unfit};
 
 /// Steps of a program that is being recorded.
@@ -221,6 +221,12 @@ impl Recorder {
                     "the outputs of a program are values that its steps make, each of them once",
                 ));
             }
+        }
+        if state.steps.len() > MAX_STEPS {
+            return Err(DiscoError::invalid(format!(
+                "a program of {} steps, where {MAX_STEPS} are allowed: record several, and run one after the other",
+                state.steps.len()
+            )));
         }
         let number = controller.take_program();
         let parameters = state.parameters.iter().map(|(_, wanted)| wanted.clone()).collect();

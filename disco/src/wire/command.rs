@@ -23,6 +23,10 @@ pub(crate) const OWN: Register = 1 << 31;
 /// out one after the other.
 pub(crate) const MAX_REGISTER_GAP: usize = 1 << 16;
 
+/// Most steps of a recorded program. Each has its number among those of the program's run, on which
+/// 20 bits are spent.
+pub(crate) const MAX_STEPS: usize = (1 << 20) - 1;
+
 /// The most bytes of one tensor among the arguments of a call.
 pub(crate) const MAX_INLINE_TENSOR: usize = 64 << 10;
 

@@ -16,13 +16,13 @@ use super::register_content::{Fault, Outcome, Slot, UnsettledCommand};
 use crate::error::{Failure, WorkerId};
 use crate::held_memory::HeldMemory;
 use crate::link::loss::ExitGuard;
-use crate::wire::command::{Command, OWN, Register};
+use crate::wire::command::{Command, MAX_STEPS, OWN, Register};
 use crate::wire::event::{Event, EventSink};
 use crate::wire::plan::Layout;
 
 /// Bits of a step's number that count the steps of one command: a program, which is sent as one
-/// command, has hardly more steps. The other bits are enough for the commands of years.
-const STEP_BITS: u32 = 20;
+/// command, has no more ([`MAX_STEPS`]). The other bits are enough for the commands of years.
+const STEP_BITS: u32 = MAX_STEPS.ilog2() + 1;
 
 /// One worker, on a thread of its own.
 pub(crate) struct Worker {

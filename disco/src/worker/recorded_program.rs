@@ -3,7 +3,7 @@
 use rpc_core::{ErrorKind, RpcError};
 
 use super::register_content::Slot;
-use crate::wire::command::{Command, OWN, Register};
+use crate::wire::command::{Command, MAX_STEPS, OWN, Register};
 use crate::wire::parameter::ParameterType;
 
 /// A recorded program.
@@ -17,8 +17,13 @@ pub(super) struct StoredProgram {
 }
 
 impl StoredProgram {
-    /// Checks that all registers of its own are among those that it says it has.
+    /// Checks that it has no more steps than can be numbered, and that all registers of its own are
+    /// among those that it says it has.
     pub(super) fn check(&self) -> rpc_core::Result<()> {
+        if self.steps.len() > MAX_STEPS {
+            let text = format!("a program of {} steps, where {MAX_STEPS} are allowed", self.steps.len());
+            return Err(RpcError::new(ErrorKind::Protocol, text));
+        }
         let fits = |at: &u32| (*at as usize) < self.registers;
         let mut all_fit = self.parameters.iter().map(|(at, _)| at).chain(&self.outputs).all(fits);
         for step in &self.steps {
@@ -53,5 +58,23 @@ impl RunningProgram {
         } else {
             self.session_registers.get((register & !OWN) as usize).copied()?
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Regression: steps behind so many had the numbers of the next command's, and collectives of
+    /// different commands might have met.
+    #[test]
+    fn a_program_has_no_more_steps_than_can_be_numbered() {
+        let program = |steps| {
+            let steps = vec![Command::Nothing; steps];
+            StoredProgram { registers: 0, parameters: Vec::new(), outputs: Vec::new(), steps, bytes: 0 }
+        };
+        program(MAX_STEPS).check().unwrap();
+        let error = program(MAX_STEPS + 1).check().unwrap_err();
+        assert!(error.message().contains("a program of 1048576 steps, where 1048575 are allowed"), "{error}");
     }
 }
