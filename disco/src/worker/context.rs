@@ -525,7 +525,9 @@ impl WorkerContext {
     /// As [`abort_collectives`](Self::abort_collectives), if they are still those of that epoch.
     pub(crate) fn break_collectives(&self, epoch: u64, cause: &RpcError) {
         let mut controls = lock(&self.0.controls);
-        controls.ended = Some((epoch, cause.clone()));
+        if controls.ended.as_ref().is_none_or(|(known, _)| *known <= epoch) {
+            controls.ended = Some((epoch, cause.clone()));
+        }
         let concerned = controls.epoch == epoch;
         drop(controls);
         if concerned {
