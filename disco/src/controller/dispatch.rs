@@ -334,7 +334,7 @@ impl Controller {
             state.failures.watch(sequence);
         }
         if let Some(log) = &mut state.log {
-            log.note(command, &state.devices);
+            log.note(sequence, command, &state.devices);
         }
         // Under the lock, so that all links have all commands in one order.
         for link in state.links.present() {
@@ -425,7 +425,7 @@ impl ControllerState {
     /// # Errors
     ///
     /// The session has ended, or workers are missing.
-    pub(super) fn check(&self) -> Result<()> {
+    pub(crate) fn check(&self) -> Result<()> {
         self.check_for(Issuer::Caller)
     }
 

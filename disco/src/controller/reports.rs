@@ -50,7 +50,13 @@ impl Upstream for Controller {
                     ticket.incoming = Some(filled);
                 }
             }
-            Event::Failed(failure) => self.lock().failures.add(failure),
+            Event::Failed(failure) => {
+                let mut state = self.lock();
+                if let Some(log) = &mut state.log {
+                    log.note_failure(&failure, self.layout.world_size);
+                }
+                state.failures.add(failure);
+            }
             Event::CclBroken { worker, report } => {
                 let cause = report.cause.clone();
                 let mut state = self.lock();

@@ -1,12 +1,13 @@
 //! Commands by which a worker that replaces a lost one gets its functions, modules, programs and
 //! weights.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::sync::Arc;
 
 use rpc_core::{Device, Packed, Value};
 
+use crate::error::{Failure, WorkerId};
 use crate::wire::command::{Command, Operand, Register};
 
 /// Origins of a worker's functions, modules, programs and weights, as long as those live.
@@ -16,6 +17,11 @@ pub(super) struct RestoreLog {
     registers: BTreeMap<Register, Content>,
     /// Definitions of programs, by number.
     programs: BTreeMap<u32, Arc<Command>>,
+    /// Commands that have set these registers, by number, each with the workers on which it has
+    /// failed.
+    set_by: BTreeMap<u64, (Register, BTreeSet<WorkerId>)>,
+    /// Numbers of these commands.
+    setters: BTreeMap<Register, u64>,
 }
 
 /// Content of a register that can be made again.
@@ -90,8 +96,36 @@ fn call(to: Register, name: &str, args: Vec<Value<Operand>>) -> [Arc<Command>; 2
 }
 
 impl RestoreLog {
-    /// Notes a command that is issued while the workers have these default devices.
-    pub(super) fn note(&mut self, command: &Arc<Command>, devices: &Arc<[Device]>) {
+    /// Notes a command that is issued with this number, while the workers have these default
+    /// devices.
+    pub(super) fn note(&mut self, sequence: u64, command: &Arc<Command>, devices: &Arc<[Device]>) {
+        self.note_content(command, devices);
+        if let Some(register) = command.outputs()
+            && self.registers.contains_key(&register)
+        {
+            self.set_by.insert(sequence, (register, BTreeSet::new()));
+            self.setters.insert(register, sequence);
+        }
+    }
+
+    /// Notes the failure of a worker. A value that could not be made on any of so many workers is
+    /// not made again on another.
+    pub(super) fn note_failure(&mut self, failure: &Failure, num_workers: u32) {
+        let Some((register, workers)) = self.set_by.get_mut(&failure.sequence) else { return };
+        workers.insert(failure.worker);
+        if workers.len() < num_workers as usize {
+            return;
+        }
+        let register = *register;
+        let mut gone = vec![register];
+        if let Some(Content::Source(failed)) = self.registers.get(&register) {
+            let is_of = |content: &Content| matches!(content, Content::Derived(of, _) if Arc::ptr_eq(of, failed));
+            gone.extend(self.registers.iter().filter(|(_, content)| is_of(content)).map(|(derived, _)| *derived));
+        }
+        gone.into_iter().for_each(|register| self.forget(register));
+    }
+
+    fn note_content(&mut self, command: &Arc<Command>, devices: &Arc<[Device]>) {
         match &**command {
             Command::GetGlobalFunc { to, .. } => self.set(*to, Content::Function(Arc::clone(command))),
             Command::LoadModule { to, path, device } => {
@@ -125,11 +159,15 @@ impl RestoreLog {
     }
 
     fn set(&mut self, register: Register, content: Content) {
+        self.forget(register);
         self.registers.insert(register, content);
     }
 
     fn forget(&mut self, register: Register) {
         self.registers.remove(&register);
+        if let Some(setter) = self.setters.remove(&register) {
+            self.set_by.remove(&setter);
+        }
     }
 
     fn derive(&mut self, to: Register, from: Register, derivation: Derivation) {
@@ -184,7 +222,7 @@ mod tests {
 
     fn noted(commands: &[Command]) -> RestoreLog {
         let (mut log, devices) = (RestoreLog::default(), Arc::from([Device::cpu(); 2]));
-        commands.iter().for_each(|command| log.note(&Arc::new(command.clone()), &devices));
+        (1..).zip(commands).for_each(|(number, command)| log.note(number, &Arc::new(command.clone()), &devices));
         log
     }
 
@@ -218,7 +256,7 @@ mod tests {
         let expected = [load(2, None), find(3, "f"), function(1, 2, "g"), define(4), define(5)];
         assert_eq!(replayed(&log, &[]), expected);
         for gone in [Command::KillReg { register: 3 }, Command::Forget { program: 4 }] {
-            log.note(&Arc::new(gone), &Arc::from([]));
+            log.note(6, &Arc::new(gone), &Arc::from([]));
         }
         assert_eq!(replayed(&log, &[]), [load(2, None), function(1, 2, "g"), define(5)]);
     }
@@ -248,6 +286,21 @@ mod tests {
         let run = Command::Run { program: 7, args: Vec::new(), outputs: vec![3] };
         let log = noted(&[find(1, "f"), find(2, "g"), call(2), find(3, "h"), run, function(4, 9, "of no module")]);
         assert_eq!(replayed(&log, &[]), [find(1, "f")]);
+    }
+
+    /// Regression: every replacement failed, as long as a register lived whose command had failed.
+    #[test]
+    fn what_has_failed_on_all_workers_is_not_made_again() {
+        let mut log = noted(&[find(1, "f"), load(2, None), function(3, 2, "g"), find(4, "h"), find(5, "i")]);
+        log.note(6, &Arc::new(find(5, "j")), &Arc::from([]));
+        let mut fails = |worker, sequence| {
+            let cause = rpc_core::RpcError::not_found("there is none");
+            let failure = Failure { worker: WorkerId(worker), sequence, command: String::new(), cause };
+            log.note_failure(&failure, 2);
+        };
+        [(0, 1), (0, 1), (0, 2), (0, 4), (0, 5), (1, 2), (1, 4), (1, 5)].map(|(worker, number)| fails(worker, number));
+        assert_eq!(replayed(&log, &[]), [find(1, "f"), find(5, "j")]);
+        assert_eq!((log.set_by.len(), log.setters.len()), (2, 2));
     }
 
     #[test]
