@@ -43,8 +43,9 @@ pub enum OnLoss {
     /// [`recover`](crate::DiscoSession::recover) has replaced the worker.
     ///
     /// Such a session has no tree of nodes
-    /// ([`SocketSession::fan_out`](crate::SocketSession::fan_out)). The loss of workers that are
-    /// threads of the controller's process ends it.
+    /// ([`SocketSession::fan_out`](crate::SocketSession::fan_out)). The loss of workers of the
+    /// controller's own node ends it, be they threads or processes
+    /// ([`SocketSession::controller_as_node`](crate::SocketSession::controller_as_node)).
     AwaitReplacement,
 }
 
@@ -80,6 +81,9 @@ pub struct Options {
     /// both ([`SocketSession::fan_out`]), or by the controller if [that
     /// may](Self::allow_controller_relay).
     ///
+    /// A node that replaces a lost one gets the address of its position, whatever it says itself.
+    /// Leave this empty where it may be on another machine, and have each node say its own.
+    ///
     /// [`SocketSession::fan_out`]: crate::SocketSession::fan_out
     pub data_addresses: Vec<IpAddr>,
     /// True if the controller relays data between workers that cannot reach each other and have no
@@ -93,10 +97,10 @@ pub struct Options {
     /// is not the one that it is bound to: nodes behind NAT or forwarded ports. Default: none.
     pub advertise: Option<Advertise>,
     /// A node or a process of a worker that has said nothing for this long is tested, and after
-    /// three times as long it is lost, which ends the session. What the kernel tells of, such as
-    /// the end of a process, is known at once; this is for what is stopped or cut off, and has to
-    /// be longer than a busy machine keeps a program waiting. Not for [sessions
-    /// that the caller opens](crate::DiscoSession::over). Default: 5 seconds.
+    /// three times as long it is lost, which has the effect that [`on_loss`](Self::on_loss) says.
+    /// What the kernel tells of, such as the end of a process, is known at once; this is for what
+    /// is stopped or cut off, and has to be longer than a busy machine keeps a program waiting. Not
+    /// for [sessions that the caller opens](crate::DiscoSession::over). Default: 5 seconds.
     ///
     /// Servers test those at the other end, too, as their operators find right (`--keep-alive`), so
     /// that a longer time than theirs does not hold everywhere: the server of a node tests its

@@ -90,6 +90,11 @@ impl Collectives {
         self.broken.is_some()
     }
 
+    /// Returns the worker that has broken the communicators, if it is known.
+    pub(crate) fn culprit(&self) -> Option<WorkerId> {
+        self.broken.as_ref().and_then(|breakage| breakage.culprit)
+    }
+
     /// Returns true if the loss of a worker may have broken the communicators, or those that are
     /// being made.
     pub(crate) fn is_affected(&self) -> bool {

@@ -110,6 +110,11 @@ impl LinkSlots {
         self.slots.iter().any(Slot::is_lost)
     }
 
+    /// Returns true if the node of the link with this number is lost.
+    pub(super) fn is_lost(&self, number: usize) -> bool {
+        self.slots.iter().any(|slot| slot.number == number && slot.is_lost())
+    }
+
     /// Returns the links of nodes that have replaced lost ones, and have not been restored.
     pub(super) fn new_links(&self) -> impl Iterator<Item = &Arc<Link>> {
         self.slots.iter().filter(|slot| matches!(slot.state, SlotState::Replaced)).map(|slot| &slot.link)

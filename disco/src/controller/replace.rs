@@ -13,11 +13,14 @@
 //! functions, modules and programs by the commands of the [`RestoreLog`](super::restore_log).
 
 use std::fmt;
+use std::future::poll_fn;
 use std::ops::Range;
 use std::sync::{Arc, Weak};
+use std::task::Poll;
+use std::time::Duration;
 
 use parking_lot::Mutex;
-use rpc_core::{RpcError, Value};
+use rpc_core::{ErrorKind, RpcError, Value};
 
 use crate::completion::Completion;
 use crate::controller::dispatch::{Controller, ControllerState, Issuer, Restore};
@@ -32,14 +35,22 @@ use crate::options::OnLoss;
 use crate::wire::command::{Command, MAX_REGISTER_GAP, Queued, Register};
 use crate::wire::set_up::{CommandPosition, SetUp};
 
-/// Most losses in a row that [`DiscoSession::recover`] replaces workers after.
-const MAX_ROUNDS: usize = 16;
+/// Most losses in its own replacements that [`DiscoSession::recover`] replaces workers after.
+const MAX_LOSSES: usize = 16;
+
+/// Longest wait for the word of a node that it has lost the process of a worker by which other
+/// workers have found their collectives broken.
+const WORD_OF_LOSS: Duration = Duration::from_secs(1);
 
 /// Registration of a function by [`DiscoSession::on_replace`], which ends when this is dropped.
 #[must_use = "the function is registered for as long as this lives"]
 pub struct RestoreGuard {
     _restore: Arc<Mutex<Restore>>,
 }
+
+/// Outcome of restoring new workers: the failures of workers so far; and true if none of those is
+/// of making functions, modules and programs again.
+type Restored = (Vec<Failure>, bool);
 
 impl fmt::Debug for RestoreGuard {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -69,8 +80,10 @@ impl DiscoSession {
     /// which it has all values.
     ///
     /// Gives the failures of commands that were issued before and have not been reported: of
-    /// collectives that the loss has broken, but also others. The next sync does not tell them
-    /// again.
+    /// collectives that the loss has broken, but also others, whichever thread has issued them. The
+    /// next sync does not tell them again, so that a thread which issues commands and does not
+    /// replace workers may not hear of a loss between two of its operations: have one thread do
+    /// both, or tell the others. After an error that does not have them the next sync tells them.
     ///
     /// Its errors are:
     ///
@@ -78,12 +91,14 @@ impl DiscoSession {
     ///   session does not await replacements.
     /// * [`Busy`](rpc_core::ErrorKind::Busy): another replacement, or another making of the
     ///   collectives, is in progress.
-    /// * the new node cannot be opened: the worker stays lost.
+    /// * the new node cannot be opened, which may take as long as its transport, tracker or
+    ///   [`join_timeout`](crate::SocketSession::join_timeout) allows, and then
+    ///   [`init_timeout`](crate::Options::init_timeout): the worker stays lost.
+    /// * what has ended the session, also while it waits for the new node.
     /// * [`DiscoError::Lost`]: a worker, also a new one, was lost meanwhile.
     /// * those of [`reinit_ccl`](Self::reinit_ccl): the worker is to be replaced again.
-    /// * failures of new workers in making their functions, modules and programs, after which the
-    ///   functions of [`on_replace`](Self::on_replace) are not called, or the error of one of
-    ///   these: operations are possible again.
+    /// * failures of new workers in making their functions, modules and programs, or the error of a
+    ///   function of [`on_replace`](Self::on_replace): operations are possible again.
     pub fn replace(&self, worker: WorkerId, replacement: Replacement) -> Completion<Vec<Failure>> {
         if worker.0 >= self.num_workers() {
             let text = format!("there is no worker {worker} in a session of {}", self.num_workers());
@@ -94,7 +109,9 @@ impl DiscoSession {
     }
 
     /// Replaces all workers that are lost, each by what `rule` says, as [`replace`](Self::replace)
-    /// does. A worker that is lost meanwhile is replaced, too. If none is lost it does nothing.
+    /// does. A worker that is lost meanwhile is replaced, too. If none is lost it calls the
+    /// functions of [`on_replace`](Self::on_replace) for workers whose state they could not
+    /// restore, or does nothing. `rule` is called on a thread of the runtime, and must not block.
     ///
     /// ```no_run
     /// # use disco::{DiscoSession, Replacement, Result};
@@ -114,26 +131,44 @@ impl DiscoSession {
     /// # }
     /// ```
     ///
-    /// Gives the failures of all replacements. Its errors are those of [`replace`](Self::replace).
+    /// Gives the failures of all replacements. Its errors are those of [`replace`](Self::replace),
+    /// and [`DiscoError::Lost`] if workers are lost again and again meanwhile.
     pub fn recover(&self, mut rule: impl FnMut(WorkerId) -> Replacement + Send + 'static) -> Completion<Vec<Failure>> {
         let session = self.clone();
         Completion::spawn(async move {
             let mut failures = Vec::new();
-            let mut outcome = Ok(());
-            for _ in 0..MAX_ROUNDS {
-                let Some(worker) = session.lost_workers().first().copied() else { return outcome.map(|()| failures) };
-                outcome = match session.replace_in_turn(worker, rule(worker)).await {
-                    Ok(told) => {
-                        failures.extend(told);
-                        Ok(())
-                    }
-                    // The next round replaces those.
-                    Err(error) if !error.lost_workers().is_empty() => Err(error),
-                    Err(error) => return Err(error),
-                };
+            let outcome = session.replace_all(&mut rule, &mut failures).await;
+            if outcome.is_err() {
+                session.put_back(std::mem::take(&mut failures));
             }
             outcome.map(|()| failures)
         })
+    }
+
+    /// Replaces all workers that are lost, and adds the failures of the replacements to `failures`.
+    async fn replace_all(
+        &self,
+        rule: &mut (impl FnMut(WorkerId) -> Replacement + Send),
+        failures: &mut Vec<Failure>,
+    ) -> Result<()> {
+        // Each node is replaced once, and again after each loss.
+        let mut rounds = self.controller().links().len() + MAX_LOSSES;
+        let mut losses = 0;
+        while let Some(worker) = self.lost_workers().first().copied() {
+            match self.replace_in_turn(worker, rule(worker)).await {
+                Ok(told) => failures.extend(told),
+                // The next round replaces those.
+                Err(error) if !error.lost_workers().is_empty() && losses < MAX_LOSSES => losses += 1,
+                Err(error) => return Err(error),
+            }
+            rounds -= 1;
+            if rounds == 0 {
+                return self.controller().lock().links.missing().map_or(Ok(()), Err);
+            }
+        }
+        // Those of an earlier replacement whose functions failed.
+        let is_unrestored = !self.controller().lock().unrestored.is_empty();
+        if is_unrestored { self.call_restorers().await } else { Ok(()) }
     }
 
     /// Returns the workers that are to be replaced before the session goes on. Never waits.
@@ -162,41 +197,65 @@ impl DiscoSession {
         RestoreGuard { _restore: restore }
     }
 
-    /// Replaces a worker, and has the functions of users restore its state.
+    /// Replaces a worker, and has the functions of users restore its state, also if it has failed
+    /// to make functions, modules or programs again.
     async fn replace_in_turn(&self, worker: WorkerId, replacement: Replacement) -> Result<Vec<Failure>> {
         let controller = self.controller();
-        let Some(failures) = controller.replace(worker, replacement).await? else { return Ok(Vec::new()) };
-        let session = self.clone();
-        let restored = tokio::task::spawn_blocking(move || session.call_restorers());
-        restored.await.map_err(|error| RpcError::internal(format!("restoring a worker panicked: {error}")))??;
-        Ok(failures)
+        let Some((failures, is_made_again)) = controller.replace(worker, replacement).await? else {
+            return Ok(Vec::new());
+        };
+        match self.call_restorers().await {
+            Ok(()) if is_made_again => Ok(failures),
+            Ok(()) => Err(DiscoError::Workers(failures)),
+            // The failures of the workers are the cause of others, unless a worker is lost again.
+            Err(error) if !is_made_again && error.lost_workers().is_empty() => {
+                tracing::warn!(%error, "a function that restores workers has failed after their own failures");
+                Err(DiscoError::Workers(failures))
+            }
+            Err(error) => {
+                self.put_back(failures);
+                Err(error)
+            }
+        }
     }
 
     /// Has the functions of users restore the state of all new workers. If one fails, the next
     /// replacement calls them with these workers again.
-    fn call_restorers(&self) -> Result<()> {
+    async fn call_restorers(&self) -> Result<()> {
         let (restorers, workers) = {
-            let state = self.controller().lock();
+            let mut state = self.controller().lock();
             let restorers: Vec<_> = state.restorers.iter().filter_map(Weak::upgrade).collect();
-            (restorers, state.unrestored.iter().copied().collect::<Vec<_>>())
+            (restorers, std::mem::take(&mut state.unrestored))
         };
-        for restore in restorers {
-            let mut restore = restore.try_lock().ok_or_else(|| {
-                let text = "a function that restores workers is running already, and was not called for others";
-                RpcError::new(rpc_core::ErrorKind::Busy, text)
-            })?;
-            restore(self.controller(), &workers)?;
+        let (controller, new) = (Arc::clone(self.controller()), workers.iter().copied().collect::<Vec<_>>());
+        let restoring = tokio::task::spawn_blocking(move || {
+            restorers.iter().try_for_each(|restore| {
+                let mut restore = restore.try_lock().ok_or_else(|| {
+                    let text = "a function that restores workers is running already, and was not called for others";
+                    RpcError::new(ErrorKind::Busy, text)
+                })?;
+                restore(&controller, &new)
+            })
+        });
+        let panicked = |error| RpcError::internal(format!("restoring a worker panicked: {error}")).into();
+        let restored = restoring.await.unwrap_or_else(|error| Err(panicked(error)));
+        if restored.is_err() {
+            self.controller().lock().unrestored.extend(workers);
         }
+        restored
+    }
+
+    /// Leaves failures that have been taken to the next sync.
+    fn put_back(&self, failures: Vec<Failure>) {
         let mut state = self.controller().lock();
-        workers.iter().for_each(|worker| _ = state.unrestored.remove(worker));
-        Ok(())
+        failures.into_iter().for_each(|failure| state.failures.add(failure));
     }
 }
 
 impl Controller {
-    /// Takes the loss of a node, for a reason that names it: the session pauses, or ends if it does
-    /// not await a replacement.
-    pub(super) fn lose_node(&self, number: usize, error: RpcError) {
+    /// Takes the loss of a worker, and with it of its node, for a reason that names it: the session
+    /// pauses, or ends if it does not await a replacement.
+    pub(super) fn lose_node(&self, number: usize, worker: WorkerId, error: RpcError) {
         let mut state = self.lock();
         if state.ended.is_some() {
             return;
@@ -211,7 +270,7 @@ impl Controller {
         }
         let Some(lost) = state.links.lose(number, error.clone()) else { return };
         tracing::warn!(%error, "a disco session waits for the replacement of lost workers");
-        let epochs = state.collectives.lose(WorkerId(lost.first), error.clone());
+        let epochs = state.collectives.lose(worker, error.clone());
         let missing = state.links.missing();
         for ticket in state.tickets.values_mut().filter(|ticket| ticket.waiting > 0) {
             ticket.failed.clone_from(&missing);
@@ -226,9 +285,9 @@ impl Controller {
         }
     }
 
-    /// Replaces the node of a worker. Returns the failures of all commands before, or nothing if
-    /// others are lost, too.
-    async fn replace(self: &Arc<Self>, worker: WorkerId, replacement: Replacement) -> Result<Option<Vec<Failure>>> {
+    /// Replaces the node of a worker. Returns the outcome of restoring it, or nothing if others are
+    /// lost, too.
+    async fn replace(self: &Arc<Self>, worker: WorkerId, replacement: Replacement) -> Result<Option<Restored>> {
         let (number, set_up) = self.begin_replacement(worker)?;
         let replaced = self.open_and_restore(number, set_up, replacement).await;
         self.lock().collectives.finish();
@@ -242,8 +301,31 @@ impl Controller {
             return error;
         }
         self.probe().await;
+        if let (Some(this), Ok(runtime)) = (self.this.upgrade(), crate::runtime::runtime()) {
+            let told = async move { tokio::time::timeout(WORD_OF_LOSS, this.word_of_loss()).await };
+            // Without word the error stays as it is.
+            _ = runtime.spawn(told).await;
+        }
         let state = self.lock();
         if state.ended.is_some() { error } else { state.links.missing().unwrap_or(error) }
+    }
+
+    /// Resolves when a worker is known to be lost, or at once if no worker of another process is
+    /// said to have broken the collectives. A node that answers may have lost a process below it,
+    /// and the word of that comes apart from the answers.
+    async fn word_of_loss(&self) {
+        poll_fn(|cx| {
+            let mut state = self.lock();
+            let culprit = state.collectives.culprit();
+            let link = culprit.and_then(|worker| state.links.of_worker(worker.0));
+            if state.ended.is_some() || !state.links.are_complete() || !link.is_some_and(|link| link.is_remote()) {
+                return Poll::Ready(());
+            }
+            // Losses wake those that wait for room.
+            state.room.push(cx.waker().clone());
+            Poll::Pending
+        })
+        .await;
     }
 
     /// Asks all nodes whether they are there, and records those that are not as lost.
@@ -292,15 +374,28 @@ impl Controller {
         number: usize,
         set_up: SetUp,
         replacement: Replacement,
-    ) -> Result<Option<Vec<Failure>>> {
-        let source = self.find(&set_up, replacement).await?;
-        let link = Arc::new(source.open(set_up).await?);
-        self.install(number, Arc::clone(&link))?;
-        if self.lock().links.has_lost() {
-            return Ok(None);
+    ) -> Result<Option<Restored>> {
+        let limit = self.options.init_timeout;
+        let opening = async {
+            let source = self.find(&set_up, replacement).await?;
+            let opened = tokio::time::timeout(limit, source.open(set_up)).await;
+            let late =
+                |_| RpcError::new(ErrorKind::DeadlineExceeded, format!("the new node is not open after {limit:?}"));
+            Ok::<_, DiscoError>(opened.map_err(late)??)
+        };
+        // The end of the session ends the wait for a node, too.
+        let opened = self.relays.until(opening).await;
+        let link = opened.unwrap_or_else(|| Err(self.end_error().into()))?;
+        let own = self.install(number, link)?;
+        {
+            let state = self.lock();
+            if state.links.has_lost() {
+                let is_own = state.links.is_lost(own);
+                return state.links.missing().filter(|_| is_own).map_or(Ok(None), Err);
+            }
         }
         match self.restore().await {
-            Ok(failures) => Ok(Some(failures)),
+            Ok(restored) => Ok(Some(restored)),
             Err(error) => {
                 self.probe().await;
                 let state = self.lock();
@@ -322,8 +417,9 @@ impl Controller {
         }
     }
 
-    /// Puts a link in the place of the one with this number.
-    fn install(&self, number: usize, link: Arc<Link>) -> Result<()> {
+    /// Puts a link in the place of the one with this number, and starts it. Returns its own number.
+    fn install(&self, number: usize, link: Link) -> Result<usize> {
+        let link = Arc::new(link);
         let this: Weak<dyn Upstream> = self.this.clone();
         let mut state = self.lock();
         if let Some(error) = &state.ended {
@@ -347,13 +443,13 @@ impl Controller {
             return Err(RpcError::internal("a node was replaced twice at once").into());
         };
         before.close();
-        Ok(link.start(own, &this)?)
+        link.start(own, &this)?;
+        Ok(own)
     }
 
     /// Makes the collectives anew, and the functions, modules and programs of new workers; then
-    /// lets the session go on. Returns the failures of all commands before; they are an error if
-    /// new workers have failed to make something again.
-    async fn restore(self: &Arc<Self>) -> Result<Vec<Failure>> {
+    /// lets the session go on.
+    async fn restore(self: &Arc<Self>) -> Result<Restored> {
         let issuer = Issuer::Replacement;
         let attempt = {
             let state = self.lock();
@@ -374,8 +470,8 @@ impl Controller {
         for command in std::mem::take(&mut state.deferred) {
             self.release_in(&mut state, command);
         }
-        let is_restored = failures.iter().all(|failure| failure.sequence <= before);
-        if is_restored { Ok(failures) } else { Err(DiscoError::Workers(failures)) }
+        let is_made_again = failures.iter().all(|failure| failure.sequence <= before);
+        Ok((failures, is_made_again))
     }
 
     /// Issues the commands by which new workers get their functions, modules and programs. For the

@@ -6,6 +6,7 @@ use rpc_core::RpcError;
 
 use crate::controller::dispatch::{Controller, ControllerState};
 use crate::controller::tickets::IncomingTensor;
+use crate::error::WorkerId;
 use crate::link::loss;
 use crate::link::relayed_data::RelayRequest;
 use crate::link::upstream::Upstream;
@@ -76,7 +77,7 @@ impl Upstream for Controller {
             Event::Lost { worker, error } => {
                 let at = self.lock().links.numbered_link(link).cloned();
                 if let Some(node) = at {
-                    self.lose_node(link, loss::of_worker(worker, Some(&node.name), error));
+                    self.lose_node(link, worker, loss::of_worker(worker, Some(&node.name), error));
                 }
             }
         }
@@ -98,7 +99,7 @@ impl Upstream for Controller {
     fn lose(&self, link: usize, error: RpcError) {
         let lost = self.lock().links.numbered_link(link).cloned();
         if let Some(lost) = lost {
-            self.lose_node(link, loss::of_link(&lost.lost_node(), &error));
+            self.lose_node(link, WorkerId(lost.first), loss::of_link(&lost.lost_node(), &error));
         }
     }
 }

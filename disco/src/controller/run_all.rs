@@ -163,6 +163,7 @@ impl fmt::Debug for RunAll {
 /// Returns the command of each worker.
 fn commands(controller: &Controller, request: &RunRequest) -> Result<Vec<(WorkerId, RemoteCommand<'static>)>> {
     let world_size = controller.layout.world_size;
+    controller.lock().check()?;
     let mut commands = Vec::new();
     for link in controller.links() {
         if link.nodes > 1 {

@@ -7,8 +7,8 @@
 //!
 //! A link sees its session end: at once where the kernel reports it, after the keep-alive
 //! elsewhere. A node passes both on as [`Event::Lost`] ([`below_node`]). At the controller both end
-//! the session ([`of_worker`], [`of_link`]): every operation that waits, and every later one,
-//! returns that error.
+//! the session, or pause it until the node is replaced ([`OnLoss`](crate::OnLoss)): every operation
+//! that waits, and every later one, returns that error ([`of_worker`], [`of_link`]).
 
 use std::ops::Range;
 use std::sync::{Arc, Weak};
@@ -124,7 +124,7 @@ fn cause(node: &LostNode<'_>, error: &RpcError) -> String {
     }
 }
 
-/// Returns the error that ends a session whose controller has lost a link.
+/// Returns the error of a session whose controller has lost a link.
 pub(crate) fn of_link(node: &LostNode<'_>, error: &RpcError) -> RpcError {
     let text = format!("{}: {}", node.describe(), cause(node, error));
     let kind =
@@ -132,7 +132,7 @@ pub(crate) fn of_link(node: &LostNode<'_>, error: &RpcError) -> RpcError {
     RpcError::new(kind, text).may_have_run(true)
 }
 
-/// Returns the error that ends a session in which a node has reported the loss of a worker.
+/// Returns the error of a session in which a node has reported the loss of a worker.
 pub(crate) fn of_worker(worker: WorkerId, node: Option<&str>, error: RpcError) -> RpcError {
     let at = node.map_or_else(String::new, |name| format!(" at {name}"));
     error.context(format_args!("worker {worker}{at} was lost"))

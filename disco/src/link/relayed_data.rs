@@ -81,7 +81,7 @@ impl ClosedFlag {
     }
 
     /// Returns the output of the future, unless this is closed before.
-    async fn until<T>(&self, future: impl Future<Output = T>) -> Option<T> {
+    pub(crate) async fn until<T>(&self, future: impl Future<Output = T>) -> Option<T> {
         let (mut future, mut closed) = (pin!(future), pin!(self.0.acquire()));
         std::future::poll_fn(|cx| {
             // There is never a permit to acquire, so that this is ready only once the flag is
