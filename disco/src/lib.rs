@@ -126,7 +126,7 @@ pub use node::worker_process::{serve_if_worker, serve_if_worker_with, serve_if_w
 pub use options::{Advertise, Hosting, OnLoss, Options};
 pub use program::recorder::{Program, Recorder};
 pub use weights::folders::WeightFolders;
-pub use weights::{Part, ShardLoader, TensorInfo, Unreadable, WeightReader};
+pub use weights::{Cut, DataRoute, Part, Reshard, Resharded, ShardLoader, TensorInfo, Unreadable, WeightReader};
 pub use wire::command::Scope;
 #[doc(hidden)]
 pub use wire::fuzzing;

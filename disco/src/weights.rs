@@ -5,7 +5,7 @@
 //! one to the other: `messages`. Parts that nodes have had before: `cached_parts` (the controller)
 //! and `node_cache` (the workers). Files: `format` (the header of one file), `files` (the files of
 //! a model), `folders` (the ones that workers may read), `tensor_slice` (the bytes of a part),
-//! `in_parallel` (reading during a copy).
+//! `in_parallel` (reading during a copy). From one session to another: `reshard`.
 
 mod cached_parts;
 mod files;
@@ -17,9 +17,11 @@ mod loader;
 mod messages;
 mod node_cache;
 mod reader;
+mod reshard;
 mod tensor_slice;
 mod worker;
 
+use rpc_core::Registry;
 use serde::{Deserialize, Serialize};
 
 use crate::wire::command::Scope;
@@ -29,7 +31,13 @@ pub use loader::{ShardLoader, Unreadable};
 #[cfg(test)]
 pub(crate) use messages::golden_requests;
 pub use reader::WeightReader;
-pub(crate) use worker::register;
+pub use reshard::{Cut, DataRoute, Reshard, Resharded};
+
+/// Adds the functions of workers that loaders and reshards call to `registry`.
+pub(crate) fn register(registry: &Registry) {
+    worker::register(registry);
+    reshard::register(registry);
+}
 
 /// Part of a tensor that each worker gets.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]

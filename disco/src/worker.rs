@@ -8,6 +8,7 @@
 mod collectives;
 pub(crate) mod command_feed;
 pub(crate) mod context;
+pub(crate) mod exchanges;
 pub(crate) mod executor;
 mod handlers;
 mod init_ccl;

@@ -529,15 +529,21 @@ impl DiscoSession {
     /// No such worker; a tensor in a list that is too large, or one that is not densely packed in
     /// host memory; the session has ended.
     pub fn debug_set_register(&self, to: &DRef, worker: WorkerId, value: impl IntoArgument) -> Result<()> {
+        self.set_register(Some(to), worker, value).map(drop)
+    }
+
+    /// As [`debug_set_register`](Self::debug_set_register), or for a fresh register. Returns the
+    /// reference to it.
+    pub(crate) fn set_register(&self, to: Option<&DRef>, worker: WorkerId, value: impl IntoArgument) -> Result<DRef> {
         self.check(worker)?;
-        let (value, register) = (value.into_argument()?, to.register_in(&self.0)?);
+        let value = value.into_argument()?;
         if let Value::Object(Operand::Tensor(tensor)) = &value
             && tensor.size_bytes() > MAX_INLINE_TENSOR as u64
         {
-            return self.send(tensor, Some(to), true, On::Worker(worker.0)).map(drop);
+            return self.send(tensor, to, true, On::Worker(worker.0));
         }
         let value = resolve(value, &self.0)?;
-        self.0.issue(Command::DebugSetRegister { worker: worker.0, to: register, value })
+        self.issue_to(to, |to| Command::DebugSetRegister { worker: worker.0, to, value })
     }
 
     /// Ends the session in good order: the workers execute all that was issued, for as long as

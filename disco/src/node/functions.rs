@@ -39,6 +39,27 @@
 //! | `disco.weights.find` | `FindRequest` | the bytes of the worker's part in that cache, or null |
 //! | `disco.weights.is_found` | what was found | true if that is bytes |
 //! | `disco.weights.take` | tensor of bytes, `LoadRequest` | the worker's part, made of them |
+//!
+//! So are those by which two sessions reshard (`weights/reshard/worker.rs`):
+//!
+//! | name | parameters | result |
+//! | --- | --- | --- |
+//! | `disco.reshard.open` | `ReshardRequest`, list (9) | the worker, as others reach it (8) |
+//! | `disco.reshard.describe` | what was opened | `WorkerEnd` |
+//! | `disco.reshard.join` | what was opened, `JoinRequest` | the worker as a rank (10) |
+//! | `disco.reshard.failure` | that rank | null, or why the worker has not joined |
+//! | `disco.reshard.send` | that rank, `WorkerTask`, list of tensors | true, once all have come |
+//! | `disco.reshard.receive` | that rank, `WorkerTask`, list (9) | tensors, once all have come |
+//! | `disco.reshard.allocate` | `WorkerTask`, list (9) | list of tensors, without content |
+//! | `disco.reshard.read` | list of tensors, `RelayedPiece` | tensor of bytes; null elsewhere |
+//! | `disco.reshard.write` | list of tensors, bytes, `RelayedPiece`, true | true |
+//! | `disco.reshard.is_done` | anything | true |
+//! | `disco.reshard.tensor` | list of tensors, number | that one |
+//!
+//! 8. It listens, or has made a segment, as the request says. `disco.break_ccl` with the number of
+//!    the `JoinRequest` ends what follows.
+//! 9. Tensors: those to send, or to fill, with null for new ones.
+//! 10. One of the group of both sessions.
 
 use std::net::IpAddr;
 use std::sync::Arc;

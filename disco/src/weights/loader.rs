@@ -406,7 +406,7 @@ impl ShardLoader {
         let found = self.session.get_global_func("disco.weights.find")?.call((Pack(find),))?;
         let is_found = self.session.get_global_func("disco.weights.is_found")?.call((&found,))?;
         let answers = of_all(&self.session, &is_found);
-        Ok(Begun::Offered { load, found, answers })
+        Ok(Begun::Offered { load: Box::new(load), found, answers })
     }
 
     /// Sends the parts that were looked for and are not there.
@@ -482,7 +482,7 @@ enum Begun {
     Issued(DRef),
     /// The workers look for their parts in the caches of their nodes.
     Offered {
-        load: Load,
+        load: Box<Load>,
         /// The bytes of a worker's part, or null.
         found: DRef,
         /// For each worker, true if it has its part.

@@ -160,4 +160,5 @@ pub(crate) fn golden_requests(all: &mut crate::wire::golden::Samples) {
     all.packed("LoadRequest", &request);
     let digests = vec![Digest::from_bytes([7; Digest::LEN])];
     all.packed("FindRequest", &FindRequest { load: request, digests });
+    super::reshard::golden_requests(all);
 }

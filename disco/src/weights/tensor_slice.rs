@@ -5,6 +5,8 @@ use std::ops::Range;
 
 use rpc_core::{DataType, Result, RpcError};
 
+use super::reshard::byte_runs::ByteRuns;
+
 /// Source of a tensor's bytes, by their offset in it.
 pub(super) trait ReadAt {
     /// Fills `out` with the bytes from `at` on, or fails.
@@ -96,6 +98,11 @@ impl TensorSlice {
         }
         outer.iter_mut().for_each(|(_, stride)| *stride /= 8);
         Ok(Self { shape: part, size_bytes: bits / 8, start: start / 8, run: run / 8, outer })
+    }
+
+    /// Returns the runs of bytes of the part.
+    pub(super) fn runs(&self) -> ByteRuns {
+        ByteRuns { len: self.size_bytes, start: self.start, run: self.run, outer: self.outer.clone() }
     }
 
     /// Fills `out` with the bytes of the part from `at` on. Calls `progress` with the number of

@@ -12,6 +12,7 @@ use rpc_core::function::{FromCall, Invocation, UsedDevices};
 use rpc_core::tensor::Access;
 use rpc_core::{Context, DataType, Device, ErrorKind, Result, RpcError, Tensor, VirtualDevice, blocking};
 
+use super::exchanges::{Exchanges, is_exchange};
 use super::tensor_loan::{fit, lend};
 use crate::ccl::communicators::Membership;
 use crate::ccl::{
@@ -72,6 +73,8 @@ struct ContextState {
     controls: Mutex<Controls>,
     /// Controls of communicators that the worker is joining others over.
     joining: Mutex<Vec<Arc<dyn Control>>>,
+    /// Exchanges with workers of other sessions.
+    exchanges: Arc<Exchanges>,
     meshes: Mutex<Arc<[Mesh]>>,
     activity: Mutex<Activity>,
 }
@@ -160,6 +163,7 @@ impl WorkerContext {
             membership: Mutex::new(Err(RpcError::unsupported("it has not joined the others"))),
             controls: Mutex::default(),
             joining: Mutex::default(),
+            exchanges: Arc::default(),
             meshes: Mutex::new(Arc::default()),
             activity: Mutex::new(Activity { command: None, sequence: 0, since: Instant::now(), executed: 0 }),
         }))
@@ -514,6 +518,7 @@ impl WorkerContext {
         self.abort_collectives(reason);
         let joining = lock(&self.0.joining).clone();
         joining.iter().for_each(|control| control.abort(reason));
+        self.0.exchanges.end_all(reason);
     }
 
     /// Ends the collective that the worker is in, and all later ones.
@@ -524,6 +529,9 @@ impl WorkerContext {
 
     /// As [`abort_collectives`](Self::abort_collectives), if they are still those of that epoch.
     pub(crate) fn break_collectives(&self, epoch: u64, cause: &RpcError) {
+        if is_exchange(epoch) {
+            return self.0.exchanges.end(epoch, cause);
+        }
         let mut controls = lock(&self.0.controls);
         if controls.ended.as_ref().is_none_or(|(known, _)| *known <= epoch) {
             controls.ended = Some((epoch, cause.clone()));
@@ -533,6 +541,11 @@ impl WorkerContext {
         if concerned {
             self.abort_collectives(cause.message());
         }
+    }
+
+    /// Returns the worker's exchanges with workers of other sessions.
+    pub(crate) fn exchanges(&self) -> &Arc<Exchanges> {
+        &self.0.exchanges
     }
 
     /// Tells the controller, once, that the communicators of an epoch are broken, or cannot be

@@ -330,7 +330,7 @@ fn cost_of_threads(world_size: u32, groupings: &[Grouping]) -> usize {
 /// The same one for everything that is no segment of this session, so that a controller learns
 /// nothing about other files.
 #[cfg(target_os = "linux")]
-fn join_segment(ticket: &host::Ticket, rank: Rank, options: &host::Options) -> Result<Box<dyn Ccl>> {
+pub(crate) fn join_segment(ticket: &host::Ticket, rank: Rank, options: &host::Options) -> Result<Box<dyn Ccl>> {
     ticket.join(rank, options).map_err(|error| match error.kind() {
         ErrorKind::NotFound | ErrorKind::Refused => {
             tracing::debug!(target: host::OPERATOR_LOG, %error, ?ticket, "a segment is not joined");

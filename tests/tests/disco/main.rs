@@ -6,4 +6,5 @@ mod digits;
 mod model;
 mod operations;
 mod replacements;
+mod reshard;
 mod weights;

@@ -15,4 +15,5 @@ mod network;
 mod peers;
 mod pool;
 mod processes;
+mod reshard;
 mod simulation;

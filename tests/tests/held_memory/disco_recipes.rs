@@ -120,15 +120,27 @@ pub(crate) fn calls(name: &str, peer: &mut Peer) -> Calls {
         // their own.
         "disco.weights.load" | "disco.weights.take" => for_workers(2),
         "disco.weights.find" => for_workers(1),
+        "disco.reshard.open" | "disco.reshard.join" | "disco.reshard.allocate" | "disco.reshard.read" => for_workers(2),
+        "disco.reshard.send" | "disco.reshard.receive" => for_workers(3),
+        "disco.reshard.write" => for_workers(4),
+        // Objects that only these make.
+        "disco.reshard.describe" | "disco.reshard.failure" => {
+            Calls::new(|_| vec![large()]).answered(Answer::Error(ErrorKind::InvalidArgument))
+        }
+        "disco.reshard.is_done" => Calls::new(|_| vec![large()]),
+        "disco.reshard.tensor" => Calls::new(|_| vec![Value::List(Vec::new()), Value::Int(0)])
+            .answered(Answer::Error(ErrorKind::InvalidArgument)),
         other => panic!("the built-in function {other} has no recipe here: add one"),
     }
 }
 
 /// Returns calls of a function that only workers can call, with so many arguments.
 fn for_workers(arguments: usize) -> Calls {
-    let mut large_ones = vec![Value::Packed(Packed::from_bytes(vec![0xc0; LONG].into())); arguments];
-    large_ones[0] = large();
-    Calls::new(move |_| large_ones.clone()).answered(Answer::Error(ErrorKind::ApiMisuse))
+    // As much as a message may have beside its payload.
+    let long = Value::Packed(Packed::from_bytes(vec![0xc0; LONG].into()));
+    let all = [large(), long].into_iter().chain(std::iter::repeat(Value::Null));
+    let all: Vec<_> = all.take(arguments).collect();
+    Calls::new(move |_| all.clone()).answered(Answer::Error(ErrorKind::ApiMisuse))
 }
 
 fn packed(value: &impl Serialize) -> Value {

@@ -43,6 +43,11 @@ impl SessionKey {
     pub fn generate() -> Result<Self, RpcError> {
         random().map(Self)
     }
+
+    /// Returns the bits.
+    pub(crate) fn bytes(&self) -> &[u8; 32] {
+        &self.0
+    }
 }
 
 #[cfg(feature = "mpi")]
