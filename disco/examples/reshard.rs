@@ -15,7 +15,7 @@ use rpc_core::{DataType, Registry};
 /// Reshards a tensor from one session to another.
 #[derive(Parser)]
 struct Args {
-    /// Where the workers run
+    /// Kind of the workers
     #[arg(long, value_enum, default_value = "processes")]
     over: Over,
     /// Workers that have the tensor, and workers that get it
@@ -29,7 +29,7 @@ struct Args {
     times: u32,
 }
 
-/// What the workers are, and how they reach each other.
+/// Kind of the workers, and of the way between them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 enum Over {
     /// Threads of this process

@@ -98,7 +98,7 @@ pub struct Options {
     pub advertise: Option<Advertise>,
     /// A node or a process of a worker that has said nothing for this long is tested, and after
     /// three times as long it is lost, which has the effect that [`on_loss`](Self::on_loss) says.
-    /// What the kernel tells of, such as the end of a process, is known at once; this is for what
+    /// The end of a process is known at once, because the kernel tells of it; this is for one that
     /// is stopped or cut off, and has to be longer than a busy machine keeps a program waiting. Not
     /// for [sessions that the caller opens](crate::DiscoSession::over). Default: 5 seconds.
     ///

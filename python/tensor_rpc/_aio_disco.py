@@ -20,7 +20,7 @@ S = TypeVar("S", bound="Session")
 
 
 class AsyncSession:
-    """What waits of a session of Disco, for asyncio: `Session.aio`.
+    """Awaitable operations of a session of Disco: `Session.aio`.
 
     Its methods are those of the session with the same names, and return a `Pending`, a future of
     the event loop that runs. Each is issued when it is called, behind the commands so far.

@@ -19,7 +19,7 @@ from tensor_rpc._functions import Registry, registry_of
 
 
 class BaseServer:
-    """What servers of both forms have: settings, addresses, and their state."""
+    """Base of servers of both forms: settings, addresses, and their state."""
 
     def __init__(
         self,

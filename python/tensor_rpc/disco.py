@@ -569,7 +569,7 @@ class Session:
 
     @property
     def aio(self) -> AsyncSession:
-        """What waits of this session, to be awaited: ``await session.aio.sync_all()``.
+        """Awaitable operations of this session: ``await session.aio.sync_all()``.
 
         Commands, which return at once, have one form. As a context manager, ``async with session``
         awaits the shutdown.

@@ -19,7 +19,7 @@ import tensor_rpc as rpc
 from tensor_rpc import disco
 
 gate = threading.Event()
-"""What `hold` waits for: only the event loop of a test opens it."""
+"""Gate of `hold`: only the event loop of a test opens it."""
 
 
 @rpc.function

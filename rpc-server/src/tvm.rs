@@ -10,8 +10,8 @@
 //! protocol demands. Bytes behind a request are read ahead up to a small bound, so that the end of
 //! a client is noticed while a function runs.
 //!
-//! Where the session has a process of its own, that process serves the client's socket once the
-//! first request has begun the session: the connection is handed to it there.
+//! A session that has a process of its own is served by that once its first request has come: the
+//! server hands the client's connection to it there.
 
 mod args;
 mod chain;

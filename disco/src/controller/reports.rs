@@ -18,7 +18,7 @@ impl Upstream for Controller {
         match event {
             Event::Progress { worker, sequence, cost } => {
                 let mut state = self.lock();
-                // What the worker before has executed says nothing of the one that has replaced it.
+                // The count of the worker before says nothing of the one that has replaced it.
                 if state.links.numbered_link(link).is_none() {
                     return;
                 }

@@ -186,7 +186,7 @@ impl RestoreLog {
     pub(super) fn replay(&self, workers: &Range<u32>, devices: &[Device], scratch: Register) -> Vec<Arc<Command>> {
         let mut commands: Vec<Arc<Command>> = Vec::new();
         let mut known: BTreeMap<*const Source, Register> = BTreeMap::new();
-        // What is derived of a source, by the source.
+        // Derived registers, by their source.
         let mut derived: BTreeMap<*const Source, Vec<_>> = BTreeMap::new();
         for (register, content) in &self.registers {
             match content {

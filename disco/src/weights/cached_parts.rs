@@ -181,7 +181,7 @@ mod tests {
         assert_eq!(admit(&shard, 1 << 20), [false, false, false, true]);
         assert_eq!(admit(&whole, 2 << 20), [false; 0]);
         assert_eq!(caches.admit(&shard, 1 << 20, |worker| worker < 3), [false; 0]);
-        // What was not admitted takes no room.
+        // A part that was not admitted takes no room.
         assert_eq!(admit(&shard, 1 << 20), [false, false, false, true]);
     }
 

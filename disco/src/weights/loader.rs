@@ -381,7 +381,7 @@ impl ShardLoader {
     /// Issues a load, or has the workers look for its parts.
     fn begin(&self, mut load: Load) -> Result<Begun> {
         let source = self.source(load.request.file)?;
-        // Where the controller reads, it has to wait for the answers of the nodes.
+        // A controller that reads has to wait for the answers of the nodes.
         if source.readers.is_some() || blocking::check_may_block().is_ok() {
             load.request.cached = self.cached(&load);
         }
@@ -465,7 +465,7 @@ impl ShardLoader {
             (_, Some(scope)) => self.session.scatter(&read(&parts).map_err(named)?, None, scope)?,
             (_, None) => self.session.broadcast(&read(&parts).map_err(named)?, None, Scope::World)?,
         };
-        // What a worker lacked is new to the cache of its node.
+        // Parts that workers lacked are new to the caches of their nodes.
         let is_new = |(is_cached, is_lacking): (&bool, &bool)| *is_cached && *is_lacking;
         let new = load.request.cached.iter().zip(lacking).map(is_new).collect();
         let cached = self.caches.as_ref().map_or_else(Vec::new, |caches| caches.keepers(&load.request.part, new));

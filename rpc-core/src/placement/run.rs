@@ -174,7 +174,7 @@ async fn run<'a>(
     }
     let Progress { tensors, frees, .. } = progress;
     for free in frees {
-        // What could not be freed goes with its reference.
+        // A tensor that could not be freed goes with its reference.
         let _ = free.await;
     }
     let outputs = plan.output_names().map(|(name, slot)| Some((name.to_owned(), tensors[slot].elsewhere.clone()?)));
@@ -196,7 +196,7 @@ struct Progress<'a> {
     frees: Vec<Pending<()>>,
 }
 
-/// What a session has to do and to keep for steps that are pipelined.
+/// Load of a session by steps that are pipelined.
 #[derive(Default)]
 struct Load {
     steps: usize,
@@ -322,7 +322,7 @@ impl<'a> Progress<'a> {
     }
 }
 
-/// What a step has made.
+/// Results of a step.
 struct Made {
     /// The tensors; `None` for one that only later steps of the same lane use.
     tensors: Vec<Option<RemoteTensor>>,

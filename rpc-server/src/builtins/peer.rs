@@ -89,7 +89,7 @@ const MAX_PATTERNS: usize = 64;
 pub(super) fn sends_info(context: &Context) -> Option<SendsInfo> {
     let (quota, ceiling) = (context.extension::<PeerQuota>()?, context.extension::<Ceiling>()?);
     let to: Vec<_> = match policy::rights_in(context) {
-        // What the settings do not allow to any client, no rule gives.
+        // No rule gives a right that the settings give to no client.
         Some(rights) if !ceiling.peers().is_empty() => rights.peers().take(MAX_PATTERNS).map(str::to_owned).collect(),
         Some(_) => Vec::new(),
         None => ceiling.peers().iter().take(MAX_PATTERNS).cloned().collect(),

@@ -53,7 +53,7 @@ impl Link<'_> {
     ///
     /// # Errors
     ///
-    /// What is to be held, if the session is to be served here.
+    /// `held`, if the session is to be served here.
     pub(super) async fn hand_off(&mut self, held: Box<dyn Send + Sync>) -> Result<(), Box<dyn Send + Sync>> {
         let Ok(state) = HandedState::new(self.deadline).to_bytes() else { return Err(held) };
         let input = self.wire.take_unread().to_vec();

@@ -171,7 +171,7 @@ fn workers_with_data_addresses_connect_to_each_other() {
 
 #[test]
 fn the_controller_passes_on_what_workers_cannot_send_to_each_other() {
-    // How long workers try to reach each other.
+    // Time for which workers try to reach each other.
     let mut options = Options::default();
     (options.direct_timeout, options.init_timeout) = (Duration::from_millis(100), Duration::from_secs(2));
     let start = |launch: Launch, workers: u32| launch.try_start_with(workers, workers / 2, options.clone()).unwrap();

@@ -63,7 +63,7 @@ fn pid(session: &DiscoSession, worker: u32) -> u32 {
 
 /// Checks that a session whose reshard has failed goes on: its next reshard comes to an end.
 fn goes_on(session: &DiscoSession, other: &DiscoSession) {
-    // What has stopped is told once.
+    // A stop is told once.
     _ = session.sync_all().wait();
     session.sync_all().wait().unwrap();
     let (from, to) = (session, other);

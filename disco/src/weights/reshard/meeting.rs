@@ -1,6 +1,6 @@
-//! How the workers of two sessions meet: they become ranks of one group, those of the session that
-//! has the tensors first. The group is one as for collectives: between threads of a process, by a
-//! segment of a machine, or over sockets.
+//! Meeting of the workers of two sessions: they become ranks of one group, those of the session
+//! that has the tensors first. The group is one as for collectives: between threads of a process,
+//! by a segment of a machine, or over sockets.
 
 use std::collections::HashMap;
 use std::sync::{Arc, LazyLock, Weak};

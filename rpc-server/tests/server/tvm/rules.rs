@@ -1,4 +1,4 @@
-//! What a server of TVM's protocol must do, rule by rule: at a server whose sessions are its own,
+//! Rules for servers of TVM's protocol, one by one: at a server whose sessions are its own,
 //! and at one whose sessions have processes.
 
 use super::*;
@@ -241,7 +241,7 @@ fn rule_14_clients_that_vanish_leave_nothing_behind() {
             let (function, data) = (client.function("rpc.noop"), client.alloc(U8, &[KILLED_LEN]));
             point(&mut client, function, data);
         }
-        // What is left are the processes of the server itself, and no files of sessions.
+        // Only the processes of the server itself are left, and no files of sessions.
         let files = || walk(&folder.path().join("private"));
         let start = Instant::now();
         while processes_of(server.id()).len() > 1 || files() > 1 {

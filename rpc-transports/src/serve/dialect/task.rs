@@ -135,7 +135,7 @@ impl SessionSource for DialectClient {
         let passed = PassedSocket::pass(process, &mut channel, protocol, handoff.input.clone(), queued).await;
         let Some(passed) = passed else { return Err(Box::new((channel, opened, handoff))) };
         let OpenedSession { session, end_watch, share } = opened;
-        // What watches over the process subscribes to the end of the session by itself.
+        // The handoff subscribes to the end of the session by itself.
         end_watch.abandon();
         let dialect = self.dialect.clone();
         let handed = HandedDialect {
