@@ -40,7 +40,8 @@ impl Killer {
 
     /// Kills a worker, or none, at the end of an epoch.
     pub(crate) fn end_epoch(&mut self, epoch: usize) {
-        let (is_due, worker) = (self.next() % EPOCHS_PER_LOSS == 0, self.next() as usize % self.processes.len().max(1));
+        let (is_due, worker) =
+            (self.next().is_multiple_of(EPOCHS_PER_LOSS), self.next() as usize % self.processes.len().max(1));
         let Some(process) = self.processes.get(worker).filter(|_| is_due && self.killed.is_none()) else { return };
         eprintln!("killing worker {worker} after epoch {epoch}");
         self.killed = Some(Instant::now());

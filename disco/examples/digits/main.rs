@@ -103,7 +103,7 @@ fn run(args: Args, registry: Registry) -> Result<Score, Box<dyn std::error::Erro
             killer.iter_mut().for_each(|killer| killer.end_epoch(epoch));
         };
         let device = args.device.clone();
-        match block_on(model::train_from(&mut checkpoint, session, &digits, EPOCHS, device, progress))? {
+        match block_on(model::train(&mut checkpoint, session, &digits, EPOCHS, device, progress))? {
             Ok(score) => break score,
             Err(error) => match &mut killer {
                 Some(killer) if !error.lost_workers().is_empty() => killer.recover(session)?,

@@ -186,26 +186,13 @@ fn probabilities(image: &[f32; PIXELS], model: &[f32]) -> [f32; CLASSES] {
 /// `device` or else on the processor, and scores the result. `progress` is told each finished epoch
 /// and its mean loss. Each epoch uses all training images once.
 ///
+/// It goes on from a checkpoint, which is that of each finished epoch afterwards. A training that
+/// goes on from there has the same result as one that was never interrupted.
+///
 /// # Errors
 ///
 /// Failures on workers, or of the session; workers without such a device.
 pub async fn train(
-    session: &DiscoSession,
-    digits: &Digits,
-    epochs: usize,
-    device: Option<VirtualDevice>,
-    progress: impl FnMut(usize, f64),
-) -> disco::Result<Score> {
-    train_from(&mut Checkpoint::default(), session, digits, epochs, device, progress).await
-}
-
-/// As [`train`], from a checkpoint on, which is that of each finished epoch afterwards. A training
-/// that goes on from there has the same result as one that was never interrupted.
-///
-/// # Errors
-///
-/// As there.
-pub async fn train_from(
     checkpoint: &mut Checkpoint,
     session: &DiscoSession,
     digits: &Digits,

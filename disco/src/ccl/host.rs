@@ -148,7 +148,7 @@ pub(crate) fn cost_of_threads(size: usize) -> usize {
 const RANK_COST: usize = 512;
 
 /// Returns the bytes of the segment of a group.
-fn segment_bytes(size: usize, in_one_process: bool) -> Result<usize, RpcError> {
+pub(crate) fn segment_bytes(size: usize, in_one_process: bool) -> Result<usize, RpcError> {
     if size == 0 || size > MAX_SHARED_RANKS {
         let text = format!("a group that shares memory has 1 to {MAX_SHARED_RANKS} ranks, not {size}");
         return Err(RpcError::invalid_argument(text));

@@ -298,7 +298,9 @@ mod tests {
             let failure = Failure { worker: WorkerId(worker), sequence, command: String::new(), cause };
             log.note_failure(&failure, 2);
         };
-        [(0, 1), (0, 1), (0, 2), (0, 4), (0, 5), (1, 2), (1, 4), (1, 5)].map(|(worker, number)| fails(worker, number));
+        for (worker, number) in [(0, 1), (0, 1), (0, 2), (0, 4), (0, 5), (1, 2), (1, 4), (1, 5)] {
+            fails(worker, number);
+        }
         assert_eq!(replayed(&log, &[]), [find(1, "f"), find(5, "j")]);
         assert_eq!((log.set_by.len(), log.setters.len()), (2, 2));
     }

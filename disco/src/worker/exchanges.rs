@@ -2,7 +2,7 @@
 //! while the worker waits in one.
 //!
 //! An exchange has a number that the controller chooses. It is told to end as collectives of an
-//! epoch are (`disco.break_ccl`), by that number: exchanges have the upper half of all epochs.
+//! epoch are (`disco.break_ccl`), by that number: exchanges have numbers from 2^62 on.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -13,8 +13,9 @@ use rpc_core::{ErrorKind, RpcError};
 
 use crate::ccl::Control;
 
-/// Bit that the numbers of exchanges have, and no epoch of a session's collectives.
-pub(crate) const EXCHANGE: u64 = 1 << 63;
+/// Bit that the numbers of exchanges have, and no epoch of a session's collectives. It is not the
+/// highest one, because integers of calls have a sign.
+pub(crate) const EXCHANGE: u64 = 1 << 62;
 
 /// Exchanges whose end is remembered, for workers that come to them later, and the bytes of each
 /// cause: a controller may end any number.
@@ -174,5 +175,7 @@ mod tests {
         }
         assert_eq!(exchanges.0.lock().ended.len(), MAX_REMEMBERED);
         assert!(is_exchange(EXCHANGE) && !is_exchange(7));
+        // All numbers are integers of calls.
+        i64::try_from(EXCHANGE | (EXCHANGE - 1)).unwrap();
     }
 }

@@ -1,7 +1,7 @@
 //! The example `digits`: the same program over every kind of launch, with the same losses.
 
 use rpc_core::blocking::block_on;
-use rpc_tests::digits::{Digits, EPOCHS, train};
+use rpc_tests::digits::{Checkpoint, Digits, EPOCHS, train};
 use rpc_tests::spmd::{Data, Launch};
 
 const NODE: &str = env!("CARGO_BIN_EXE_disco_node");
@@ -9,7 +9,8 @@ const NODE: &str = env!("CARGO_BIN_EXE_disco_node");
 fn losses_and_accuracy(launch: Launch, digits: &Digits, epochs: usize) -> (Vec<f64>, f64) {
     let fixture = launch.start(4, 1);
     let mut losses = Vec::new();
-    let training = train(&fixture.session, digits, epochs, None, |_, loss| losses.push(loss));
+    let mut start = Checkpoint::default();
+    let training = train(&mut start, &fixture.session, digits, epochs, None, |_, loss| losses.push(loss));
     let score = block_on(training).unwrap().unwrap();
     fixture.session.shutdown().wait().unwrap();
     let tested = score.confusion.iter().flatten().sum::<u32>() as usize;

@@ -17,7 +17,7 @@ use rpc_core::{DataType, ErrorKind, LocalSession, RpcError, Session, Tensor, Val
 use rpc_server::config::{ServeConfig, TrackerConfig};
 use rpc_server::tracker::Tracker;
 use rpc_server::{RpcServer, Running};
-use rpc_tests::digits::{Checkpoint, Digits, EPOCHS, train_from};
+use rpc_tests::digits::{Checkpoint, Digits, EPOCHS, train};
 use rpc_tests::forwarder::{ByteForwarder, Pipe};
 use rpc_tests::spmd::{Node, registry, runtime, serve};
 use rpc_transports::tracker::ServerRequest;
@@ -792,7 +792,7 @@ fn train_and_lose(digits: &Digits, epochs: usize, seed: Option<u64>) -> ((Vec<f6
             losses.push(loss);
             killer.iter().for_each(|killer| _ = killer.progress.send(()));
         };
-        match block_on(train_from(&mut checkpoint, &session, digits, epochs, None, progress)).unwrap() {
+        match block_on(train(&mut checkpoint, &session, digits, epochs, None, progress)).unwrap() {
             Ok(score) => break score,
             Err(error) if !error.lost_workers().is_empty() => {
                 let noticed = Instant::now();

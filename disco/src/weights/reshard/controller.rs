@@ -159,7 +159,8 @@ impl Reshard {
     }
 
     /// Starts it. The workers do it behind all commands that both sessions have been given before,
-    /// and it resolves when all have done so.
+    /// and it resolves when all have done so. Until then no command may write to the tensors that
+    /// are brought, or set their registers: the copies could be of neither state.
     ///
     /// Nothing is moved, and no command fails, if tensors cannot be cut as was said, are of another
     /// type or shape, or if there are elements that no worker has. When a worker fails or dies
@@ -506,7 +507,7 @@ fn worker_move(one: &Move, peer: u32, runs: super::byte_runs::ByteRuns) -> Worke
 fn exchange_number() -> Result<u64> {
     let mut bytes = [0; 8];
     SystemRandom::new().fill(&mut bytes).map_err(|_| RpcError::internal("the system gives no random numbers"))?;
-    Ok(u64::from_le_bytes(bytes) | EXCHANGE)
+    Ok(u64::from_le_bytes(bytes) & (EXCHANGE - 1) | EXCHANGE)
 }
 
 /// Answers of workers of both sessions that have not come yet.

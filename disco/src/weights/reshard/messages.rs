@@ -143,7 +143,7 @@ pub(in crate::weights) fn golden_requests(all: &mut crate::wire::golden::Samples
     }
     let limit = Duration::from_secs(3);
     let timeouts = CollectiveTimeouts { entry: Some(limit), stall: limit, join: limit, direct: limit };
-    all.packed("JoinRequest", &JoinRequest { number: 1 << 63, first: 2, sources: 2, size: 6, timeouts, meeting });
+    all.packed("JoinRequest", &JoinRequest { number: 1 << 62, first: 2, sources: 2, size: 6, timeouts, meeting });
     let runs = ByteRuns { len: 24, start: 5, run: 4, outer: vec![(2, 100), (3, 10)] };
     all.packed("ByteRuns", &runs);
     let one = WorkerMove { tensor: 1, peer: 4, runs: runs.clone(), piece: 512 };

@@ -121,7 +121,15 @@ impl Planner<'_> {
         let sources = if near.is_empty() { &held.sources } else { &near };
         let bytes = self.runs(&region, &self.tensor.to[destination as usize])?.len;
         let count = if bytes < SPLIT_FROM { 1 } else { sources.len().div_ceil(held.takers.max(1)) };
-        for part in region.split(count) {
+        // Elements of less than a byte are not to be divided within one.
+        let is_whole = |part: &Region| {
+            let mut holders = sources.iter().map(|source| &self.tensor.from[*source as usize]);
+            self.runs(part, &self.tensor.to[destination as usize]).is_ok()
+                && holders.all(|one| self.runs(part, one).is_ok())
+        };
+        let parts = region.clone().split(count);
+        let parts = if parts.iter().all(is_whole) { parts } else { vec![region] };
+        for part in parts {
             if self.moves.len() == MAX_MOVES {
                 return Err(RpcError::limit("moves of a reshard", MAX_MOVES as u64, MAX_MOVES as u64 + 1));
             }

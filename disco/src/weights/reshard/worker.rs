@@ -5,7 +5,7 @@ use std::sync::{Arc, LazyLock};
 
 use parking_lot::Mutex;
 use rpc_core::function::Object;
-use rpc_core::limits::OpenFileLease;
+use rpc_core::limits::{MemoryLease, OpenFileLease};
 use rpc_core::{DataType, Device, ErrorKind, LocalValue, Pack, Registry, Result, RpcError, Shared, Tensor, Value};
 
 use super::meeting::{Membership, join};
@@ -35,19 +35,20 @@ pub(in crate::weights) fn register(registry: &Registry) {
         .add(
             "disco.reshard.send",
             |worker: WorkerContext, joined: Shared<Joined>, task: Pack<WorkerTask>, tensors: Vec<Tensor>| {
-                worker.complete()?;
-                let context = worker.context();
-                joined.0.run(|ccl| transfer::send_all(context, ccl, &tensors, &task.0.moves)).map(|()| true)
+                let send = |ccl: &mut dyn Ccl| {
+                    worker.complete()?;
+                    transfer::send_all(worker.context(), ccl, &tensors, &task.0.moves)
+                };
+                joined.0.run(send).map(|()| true)
             },
         )
         .add(
             "disco.reshard.receive",
             |worker: WorkerContext, joined: Shared<Joined>, task: Pack<WorkerTask>, given: Vec<Option<Tensor>>| {
-                worker.complete()?;
-                let context = worker.context();
                 joined.0.run(|ccl| {
+                    worker.complete()?;
                     let tensors = destinations(&worker, &task.0, &given)?;
-                    transfer::receive_all(context, ccl, &tensors, &task.0.moves)?;
+                    transfer::receive_all(worker.context(), ccl, &tensors, &task.0.moves)?;
                     Ok(tensors)
                 })
             },
@@ -86,10 +87,24 @@ struct Opened {
     #[cfg(target_os = "linux")]
     _segment: Option<host::Offer>,
     _open_file: Option<OpenFileLease>,
+    _charge: MemoryLease,
 }
+
+/// Bytes that the description of a tensor takes, and of one of its dimensions, about.
+const PART_COST: u64 = 96;
+const DIMENSION_COST: u64 = 8;
 
 impl Opened {
     fn new(worker: &WorkerContext, request: &ReshardRequest, tensors: &[Option<Tensor>]) -> Result<Self> {
+        let cost = |part: &Option<Tensor>| {
+            PART_COST + DIMENSION_COST * part.as_ref().map_or(0, |part| part.shape().len() as u64)
+        };
+        let of_segment = match request.segment {
+            size if size > 0 && worker.worker_id().0 == 0 => host::segment_bytes(size as usize, false)? as u64,
+            _ => 0,
+        };
+        let bytes = tensors.iter().map(cost).fold(of_segment, u64::saturating_add);
+        let charge = worker.context().reserve_memory(bytes)?;
         let open_files = OpenFiles::of(worker.context());
         let me = worker.worker_id();
         let (mut listener, mut open_file, mut address) = (None, None, None);
@@ -118,6 +133,7 @@ impl Opened {
             #[cfg(target_os = "linux")]
             _segment: segment,
             _open_file: open_file,
+            _charge: charge,
         })
     }
 }
@@ -133,10 +149,15 @@ fn listen(at: IpAddr) -> Result<(Listener, SocketAddr)> {
     }
 }
 
+/// Bytes that a rank takes for each other one, about: mostly those of the buffer of a connection.
+const LINK_COST: u64 = 40 << 10;
+
 /// A worker that is a rank of the group of both sessions, or the reason why it is not.
 struct Joined {
     membership: Mutex<Result<Membership>>,
-    exchange: Exchange,
+    /// `None` if the exchange had been ended before the worker came to it.
+    exchange: Option<Exchange>,
+    _charge: MemoryLease,
     /// Number of workers of the session that has the tensors: the first ranks.
     sources: u32,
 }
@@ -146,12 +167,16 @@ impl Joined {
         if !is_exchange(request.number) {
             return Err(RpcError::invalid_argument(format!("{} is no number of an exchange", request.number)));
         }
-        let exchange = worker.exchanges().begin(request.number)?;
         let (context, me) = (worker.context(), worker.worker_id().0);
-        let membership = join(context, request, me, opened.listener.as_ref(), &exchange);
-        // The cause says more than that the worker waits no longer.
-        let membership = membership.map_err(|error| exchange.end_cause().unwrap_or(error));
-        Ok(Self { membership: Mutex::new(membership), exchange, sources: request.sources })
+        let charge = context.reserve_memory(u64::from(request.size).saturating_mul(LINK_COST))?;
+        let exchange = worker.exchanges().begin(request.number);
+        let membership = exchange.as_ref().map_err(RpcError::clone).and_then(|exchange| {
+            let membership = join(context, request, me, opened.listener.as_ref(), exchange);
+            // The cause says more than that the worker waits no longer.
+            membership.map_err(|error| exchange.end_cause().unwrap_or(error))
+        });
+        let (membership, exchange) = (Mutex::new(membership), exchange.ok());
+        Ok(Self { membership, exchange, sources: request.sources, _charge: charge })
     }
 
     /// Returns why the worker has not joined, if it has not.
@@ -172,7 +197,7 @@ impl Joined {
 
     /// Says of an error which worker of which session it comes from.
     fn named(&self, ccl: &dyn Ccl, error: RpcError) -> RpcError {
-        if let Some(cause) = self.exchange.end_cause() {
+        if let Some(cause) = self.exchange.as_ref().and_then(Exchange::end_cause) {
             return cause.context("the reshard was ended").may_have_run(true);
         }
         let Some(breakdown) = ccl.control().broken() else { return error };

@@ -178,6 +178,19 @@ proptest! {
     }
 }
 
+/// A tensor of half bytes whose parts would begin within a byte is taken from one source.
+#[test]
+fn elements_of_half_a_byte_are_not_divided_within_one() {
+    let dtype: DataType = "int4".parse().unwrap();
+    for shape in [vec![(1_i64 << 20) + 2], vec![1002, 1001]] {
+        let (from, to) = (vec![Region::whole(&shape); 2], vec![Region::whole(&shape)]);
+        let tensor = CutTensor { name: String::new(), dtype, shape: shape.clone(), from, to };
+        let moves = plan(&[tensor], &|_, _| false).unwrap();
+        let moved: u64 = moves.iter().map(|one| one.to.len).sum();
+        assert_eq!((moves.len(), moved), (1, (shape.iter().product::<i64>() / 2) as u64));
+    }
+}
+
 fn counts(moves: &[Move]) -> Vec<(u32, u32, u64)> {
     moves.iter().map(|one| (one.source, one.destination, one.to.len)).collect()
 }
