@@ -14,7 +14,6 @@ use crate::array_memory;
 use crate::buffer::{self, NewBytes};
 use crate::form::Form;
 use crate::operation::{Operation, Options, UserCalls, wait_for};
-use crate::pipes;
 use crate::prepare::prepare;
 use crate::references::{Callback, Function, Module, Object, Origin, Pipe, Tensor};
 use crate::reply::Reply;
@@ -75,7 +74,7 @@ impl Function {
             let text = "arrays and functions of this process take several requests: make a tensor or a callback first";
             return Err(PyTypeError::new_err(text));
         }
-        Ok(Pipe::of(pipes::start(options, function.call::<Reply>(args))))
+        Ok(Pipe::of(options.pipe(function.call::<Reply>(args))))
     }
 
     /// Asks for the signature as text; `None` if the session does not tell.

@@ -13,7 +13,7 @@ use parking_lot::Mutex;
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use rpc_core::blocking::block_on_unless;
-use rpc_core::{Action, ErrorKind, Lane, Pending, Result, RpcError, ScopedAction};
+use rpc_core::{Action, ErrorKind, FromReply, Lane, Pending, Pipe, Result, RpcError, ScopedAction};
 
 use crate::attach::attached;
 use crate::errors;
@@ -369,6 +369,14 @@ impl Options {
     /// Applies the options to an operation of one step, which begins now.
     pub(crate) fn apply<'a, T>(&self, action: ScopedAction<'a, T>) -> ScopedAction<'a, T> {
         self.begin().apply(action)
+    }
+
+    /// Starts an operation whose result stays in the session. It is sent although the caller may
+    /// wait for nothing.
+    pub(crate) fn pipe<T: FromReply>(&self, action: Action<T>) -> Pipe<T> {
+        let pipe = self.apply(action).pipe();
+        pipe.send_soon();
+        pipe
     }
 }
 

@@ -1,21 +1,13 @@
 //! Look-ups and allocations whose outcomes later requests of their lane use before they are there.
 
 use pyo3::prelude::*;
-use rpc_core::{Action, FromReply, Pipe, RpcError};
+use rpc_core::RpcError;
 
 use crate::errors;
 use crate::operation::Options;
 use crate::references::{Function, Module, Origin, Tensor};
 use crate::session::{AllocPlace, Session, load};
 use crate::types;
-
-/// Starts an operation whose result stays in the session. It is sent although the caller may wait
-/// for nothing.
-pub(crate) fn start<T: FromReply>(options: Options, action: Action<T>) -> Pipe<T> {
-    let pipe = options.apply(action).pipe();
-    pipe.send_soon();
-    pipe
-}
 
 /// Returns the exception for an operation that was not submitted.
 fn not_submitted(py: Python<'_>) -> impl Fn(RpcError) -> PyErr + '_ {
@@ -32,7 +24,7 @@ pub(crate) fn pipe_function(
     timeout: Option<f64>,
     lane: Option<u32>,
 ) -> PyResult<Function> {
-    let found = start(Options::new(timeout, lane)?, session.session(py)?.get_function(&name));
+    let found = Options::new(timeout, lane)?.pipe(session.session(py)?.get_function(&name));
     Ok(Function::of(found.function().map_err(not_submitted(py))?, Some(name)))
 }
 
@@ -47,7 +39,7 @@ pub(crate) fn pipe_module_function(
     lane: Option<u32>,
 ) -> PyResult<Function> {
     let module = module.module()?;
-    let found = start(Options::new(timeout, lane)?, module.function(&name));
+    let found = Options::new(timeout, lane)?.pipe(module.function(&name));
     Ok(Function::found(found.function().map_err(not_submitted(py))?, Origin::OfModule(name, module)))
 }
 
@@ -62,7 +54,7 @@ pub(crate) fn pipe_module(
     timeout: Option<f64>,
     lane: Option<u32>,
 ) -> PyResult<Module> {
-    let loaded = start(Options::new(timeout, lane)?, load(&session.session(py)?, path, loader));
+    let loaded = Options::new(timeout, lane)?.pipe(load(&session.session(py)?, path, loader));
     Ok(Module::of(loaded.module().map_err(not_submitted(py))?))
 }
 
@@ -82,6 +74,6 @@ pub(crate) fn pipe_empty(
 ) -> PyResult<Tensor> {
     let (py, options) = (dtype.py(), Options::new(timeout, lane)?);
     let place = AllocPlace::new(device, scope, alignment)?;
-    let made = start(options, place.alloc(&session.session(py)?, types::data_type(dtype)?, &shape));
+    let made = options.pipe(place.alloc(&session.session(py)?, types::data_type(dtype)?, &shape));
     Ok(Tensor::of(made.tensor().map_err(not_submitted(py))?))
 }
